@@ -1,0 +1,75 @@
+"""Every error a user can meet, in one tree.
+
+Each class also inherits the standard type it refines, so callers may catch either. The message is one line: what
+(field or file), the value, the rule. The command line prints it and exits with `exit_code`.
+"""
+
+
+class DraftforgeError(Exception):
+    """Root of the tree. Raised as it is only by tests."""
+
+    exit_code = 2
+
+
+class RecipeError(DraftforgeError, ValueError):
+    """A recipe field is unknown, missing or out of range."""
+
+
+class InputError(DraftforgeError, ValueError):
+    """Input data (a log line, a prompt, an adapter) breaks a rule."""
+
+
+class MissingFileError(DraftforgeError, FileNotFoundError):
+    """A file or folder that the user named does not exist."""
+
+
+class CorruptDataError(DraftforgeError, ValueError):
+    """A stored file does not match its recorded digest, shape or format."""
+
+
+class StaleInputError(DraftforgeError, ValueError):
+    """A stored artifact was made from another target, tokenizer, template or setting."""
+
+
+class TokenizerMismatchError(DraftforgeError, ValueError):
+    """A draft and a target do not share a tokenizer."""
+
+
+class ContextLengthError(DraftforgeError, ValueError):
+    """A prompt plus its answer does not fit the model's context."""
+
+
+class FormatError(DraftforgeError, ValueError):
+    """A checkpoint folder is incomplete or its tensors have the wrong names, shapes, dtypes or values."""
+
+
+class TrainingDivergedError(DraftforgeError, ArithmeticError):
+    """A loss or gradient is not finite; raised before the optimizer step."""
+
+    exit_code = 3
+
+
+class TrackingError(DraftforgeError, ConnectionError):
+    """The MLflow server cannot be reached or refused the request."""
+
+    exit_code = 3
+
+
+class RegistryError(DraftforgeError, LookupError):
+    """The model registry holds no such model, version or alias."""
+
+
+class DiskFullError(DraftforgeError, OSError):
+    """Not enough free space for what is about to be written."""
+
+    exit_code = 3
+
+
+class LockedError(DraftforgeError, TimeoutError):
+    """Another process holds the lock."""
+
+    exit_code = 4
+
+
+class OwnershipError(DraftforgeError, PermissionError):
+    """An output folder belongs to another recipe, or was not made by draftforge."""

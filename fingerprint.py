@@ -1,0 +1,74 @@
+"""Content hashes: of settings, files and folders. Same content, same fingerprint; nothing else counts."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .errors import MissingFileError
+
+_CHUNK_BYTES = 1 << 22
+
+
+def of_json(value: Any) -> str:
+    """SHA-256 (64 hex digits) of a JSON-able value, independent of key order and whitespace."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def of_bytes(data: bytes) -> str:
+    """SHA-256 (64 hex digits) of bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def of_file(path: Path) -> str:
+    """SHA-256 (64 hex digits) of a file's content. Raises MissingFileError."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: no such file") from None
+    return digest.hexdigest()
+
+
+class FileDigests:
+    """Remembers digests of large files by (path, size, mtime_ns), so that a 100 GB target is hashed once.
+
+    The memory is a JSON file; a lost or unreadable one only costs time.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        try:
+            self._known: dict[str, str] = json.loads(store.read_text())
+        except (OSError, ValueError):
+            self._known = {}
+
+    def of_file(self, path: Path) -> str:
+        """SHA-256 of the file, read from memory if its size and modification time are unchanged."""
+        if not path.is_file():
+            raise MissingFileError(f"{path}: no such file")
+        stat = path.stat()
+        key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+        if key not in self._known:
+            self._known[key] = of_file(path)
+            self._store.parent.mkdir(parents=True, exist_ok=True)
+            beside = self._store.with_name(f"{self._store.name}.{os.getpid()}")
+            beside.write_text(json.dumps(self._known))
+            beside.replace(self._store)
+        return self._known[key]
+
+
+def of_files(root: Path, names: Iterable[str], digests: FileDigests | None = None) -> str:
+    """One fingerprint of several files under `root`, by relative name and content."""
+    hash_one = digests.of_file if digests else of_file
+    return of_json({name: hash_one(root / name) for name in sorted(names)})
+
+
+def short(fingerprint: str) -> str:
+    """The 12 hex digits used in folder and model names."""
+    return fingerprint[:12]

@@ -1,0 +1,91 @@
+"""What a person sees while work runs: a live bar on a terminal, a plain line now and then elsewhere.
+
+Everything goes to standard error, so that standard output stays clean for results.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+console = Console(stderr=True, highlight=False)
+PLAIN_EVERY_SECONDS = 10.0
+Advance = Callable[..., None]
+T = TypeVar("T")
+
+
+def say(message: str) -> None:
+    """Print one line for people; silent on ranks other than 0."""
+    if os.environ.get("RANK", "0") == "0":
+        console.print(message, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def bar(title: str, total: float | None, unit: str = "") -> Iterator[Advance]:
+    """Yield `advance(amount=1, note="")`. Shows done/total, elapsed and remaining time, and the latest note."""
+    if os.environ.get("RANK", "0") != "0":
+        yield lambda amount=1, note="": None
+    elif console.is_terminal:
+        with _live(title, total, unit) as advance:
+            yield advance
+    else:
+        yield _PlainLines(title, total, unit)
+
+
+@contextmanager
+def _live(title: str, total: float | None, unit: str) -> Iterator[Advance]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(title, total=total, note="")
+
+        def advance(amount: float = 1, note: str = "") -> None:
+            progress.advance(task, amount)
+            if note:
+                progress.update(task, note=note)
+
+        yield advance
+
+
+class _PlainLines:
+    """At most one line every PLAIN_EVERY_SECONDS, and one at the end."""
+
+    def __init__(self, title: str, total: float | None, unit: str) -> None:
+        self._title, self._total, self._unit = title, total, unit
+        self._done = 0.0
+        self._start = self._last = time.monotonic()
+
+    def __call__(self, amount: float = 1, note: str = "") -> None:
+        self._done += amount
+        now = time.monotonic()
+        finished = self._total is not None and self._done >= self._total
+        if now - self._last >= PLAIN_EVERY_SECONDS or (finished and now - self._start > 2):
+            self._last = now
+            self._print(now - self._start, note)
+
+    def _print(self, elapsed: float, note: str) -> None:
+        of = f"/{self._total:.0f}" if self._total else ""
+        remaining = ""
+        if self._total and self._done:
+            remaining = f", {elapsed * (self._total / self._done - 1):.0f} s left"
+        say(f"{self._title}: {self._done:.0f}{of} {self._unit} in {elapsed:.0f} s{remaining} {note}".rstrip())
+
+
+def track(items: Iterable[T], title: str, total: int | None = None, unit: str = "") -> Iterator[T]:
+    """Iterate with a bar; `total` defaults to len(items) where it has one."""
+    count = total if total is not None else (len(items) if isinstance(items, Sized) else None)
+    with bar(title, count, unit) as advance:
+        for item in items:
+            yield item
+            advance()

@@ -1,0 +1,114 @@
+"""Atomic files and folders, locks, free space, and paths that stay inside their root."""
+
+import errno
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from .errors import CorruptDataError, DiskFullError, InputError, LockedError, MissingFileError
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file so that readers see the old content or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with disk_errors(path), beside.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically, readable by people."""
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON. Raises MissingFileError or CorruptDataError, both naming the file."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise CorruptDataError(f"{path}: not valid JSON ({error})") from None
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `path`; rename it to `path` on success, remove it on failure.
+
+    An existing `path` is replaced only after the new one is complete.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    beside.mkdir()
+    try:
+        with disk_errors(path):
+            yield beside
+        if path.exists():
+            old = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
+            path.rename(old)
+            beside.rename(path)
+            shutil.rmtree(old)
+        else:
+            beside.rename(path)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's "no space left" into DiskFullError naming the path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(f"{path}: no space left on the device") from error
+        raise
+
+
+def require_free_space(folder: Path, need_bytes: int) -> None:
+    """Raise DiskFullError unless the file system of `folder` has `need_bytes` free."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < need_bytes:
+        raise DiskFullError(f"{folder}: {free / 1e9:.2f} GB free, {need_bytes / 1e9:.2f} GB needed")
+
+
+@contextmanager
+def lock(path: Path, timeout_seconds: float = 0.0, what: str = "another process") -> Iterator[None]:
+    """Hold an exclusive file lock. Raises LockedError when it is not free within the timeout.
+
+    The lock is the kernel's: a killed holder frees it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = FileLock(path)
+    try:
+        handle.acquire(timeout=timeout_seconds)
+    except Timeout:
+        raise LockedError(f"{path}: locked by {what}; wait for it to end") from None
+    try:
+        yield
+    finally:
+        handle.release()
+
+
+def inside(root: Path, name: str) -> Path:
+    """`root / name`, refused when it would leave `root` (absolute names, `..`, links that point outside)."""
+    path = (root / name).resolve()
+    if not path.is_relative_to(root.resolve()):
+        raise InputError(f"{name}: must stay inside {root}")
+    return path
