@@ -1,0 +1,62 @@
+# make demo    the whole pipeline on a real 135M model, from an empty checkout to a promoted draft
+# make test    every test; make check   style, types, packaging; make clean, make distclean
+# Needs Python 3.11 or later and make; everything else goes into .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --quiet --no-input --disable-pip-version-check
+INSTALLED := .venv/.installed
+LINK := .typing/draftforge
+TARGET := .cache/smollm2-135m-instruct
+WORKERS ?= 2
+
+.PHONY: help install target demo test check format clean distclean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '1,3s/^# //p' Makefile
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "error: $(PYTHON) is older than Python 3.11; name another: make PYTHON=python3.12"; exit 2; }
+	@echo "[1/3] .venv ($$($(PYTHON) --version))"
+	@$(PYTHON) -m venv .venv
+	@echo "[2/3] torch 2.13.0, the CPU build of this set-up (about a minute)"
+	@$(PIP) install torch==2.13.0
+	@echo "[3/3] draftforge and its tools (about three minutes)"
+	@$(PIP) install -e '.[dev]'
+	@touch $@
+
+$(LINK):
+	@mkdir -p .typing
+	@ln -sfn .. $@
+
+target: $(TARGET)
+
+$(TARGET): | $(INSTALLED)
+	@$(BIN)/python scripts/fetch_target.py $@
+
+demo: $(INSTALLED) $(TARGET)
+	@$(BIN)/draftforge distill configs/demo.yaml
+
+test: $(INSTALLED) $(TARGET)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+
+check: $(INSTALLED) $(LINK)
+	@echo "ruff check" && $(BIN)/ruff check --quiet .
+	@echo "ruff format --check" && $(BIN)/ruff format --check --quiet .
+	@echo "mypy --strict, package" && MYPYPATH=.typing $(BIN)/mypy -p draftforge
+	@echo "mypy --strict, tests and scripts" && MYPYPATH=.typing $(BIN)/mypy tests scripts
+	@echo "packaging" && $(BIN)/python -m pytest tests/test_packaging.py
+
+format: $(INSTALLED)
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+
+clean:
+	rm -rf build dist runs mlruns *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .typing
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .cache

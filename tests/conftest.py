@@ -1,0 +1,152 @@
+"""Fixtures for every test: a tiny target, the real one, and runs on several ranks. No test reaches a network."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["DRAFTFORGE_DEBUG"] = ""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+REAL_TARGET = ROOT / ".cache" / "smollm2-135m-instruct"
+TINY_VOCABULARY = 300
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = """\
+{% if tools %}{{ '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}\
+{% for message in messages %}\
+{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>' + '\n' }}\
+{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}\
+{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}\
+{% endif %}"""
+TINY_TEXT = [
+    "The order has shipped and will arrive on Monday.",
+    "How do I reset my password? Open the settings and choose reset.",
+    "Write a function that adds two numbers and returns the sum.",
+    "What is the capital of the country? The capital is a large city.",
+]
+
+RunDistributed = Callable[..., list[Any]]
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of 300 tokens with a chat template and no pad token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TINY_VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TINY_TEXT, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+    """A random Llama whose distributions are far from uniform (wide initialisation)."""
+    config = LlamaConfig(
+        vocab_size=TINY_VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.16,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def make_tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """`make_tiny_target(seed)`: a new folder with a tiny target; another seed gives other weights."""
+
+    def make(seed: int) -> Path:
+        folder = tmp_path_factory.mktemp("tiny-target")
+        tiny_model(seed).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_target_folder(make_tiny_target: Callable[[int], Path]) -> Path:
+    """A tiny target as a Hugging Face folder. Shared by the session: copy it before changing it."""
+    return make_tiny_target(0)
+
+
+@pytest.fixture(scope="session")
+def real_target() -> Path:
+    """The folder of SmolLM2-135M-Instruct, float32. Tests that use it carry the marker `real`."""
+    if not (REAL_TARGET / "model.safetensors").is_file():
+        pytest.skip("no SmolLM2-135M-Instruct here: `make target` fetches it")
+    return REAL_TARGET
+
+
+@pytest.fixture(scope="session")
+def run_distributed(tmp_path_factory: pytest.TempPathFactory) -> RunDistributed:
+    """`run_distributed(__file__, "function", world_size, args)`: what the function returned on each gloo rank."""
+
+    def run(
+        fn_module: str | Path, fn_name: str, world_size: int = 2, args: Sequence[Any] = (), timeout_seconds: float = 120
+    ) -> list[Any]:
+        folder = tmp_path_factory.mktemp("ranks")
+        call = [str(fn_module), fn_name, json.dumps(list(args), default=str)]
+        _run_ranks(folder, call, world_size, timeout_seconds)
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+    return run
+
+
+def _run_ranks(folder: Path, call: list[str], world_size: int, timeout_seconds: float) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks: list[subprocess.Popen[bytes]] = []
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        for rank in range(world_size):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            place |= {"MASTER_PORT": port}
+            env = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            command = [sys.executable, str(ROOT / "tests" / "run_rank.py"), str(folder / f"{rank}.json"), *call]
+            with (folder / f"{rank}.log").open("wb") as log:
+                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        while any(process.poll() is None for process in ranks):
+            if any(process.poll() for process in ranks) or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+    finally:
+        codes = [process.poll() for process in ranks]
+        for process in ranks:
+            process.kill()
+            process.wait()
+    if any(codes) or None in codes:
+        logs = "\n".join(f"--- rank {i}\n{(folder / f'{i}.log').read_text()[-4000:]}" for i in range(world_size))
+        pytest.fail(f"ranks ended with {codes} (None: still running, killed)\n{logs}")
