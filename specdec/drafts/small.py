@@ -1,0 +1,29 @@
+"""The independent draft: a small causal LM with the target's tokenizer (Leviathan et al. 2023, arXiv 2211.17192)."""
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..models import CausalModel
+
+
+class SmallDraft(nn.Module):
+    """A transformers causal LM as a draft; `lm` runs it on our own cache."""
+
+    family = "small"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.lm = CausalModel(model)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm.vocab_size
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Post-norm hidden states [B, T, H] of right-padded rows; `logits` turns those that matter into logits."""
+        return self.lm.states(ids_BT).hidden_BTH
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., V]."""
+        return self.lm.logits(hidden)

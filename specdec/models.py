@@ -1,0 +1,121 @@
+"""A causal language model of transformers, run on our own key-value cache.
+
+Shapes: B rows, T tokens, H hidden size, A features of all captured layers side by side, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import FormatError
+from .attention import NAME
+from .cache import Step
+
+
+class States(NamedTuple):
+    """What one forward pass leaves behind."""
+
+    hidden_BTH: Tensor  # after the final norm: what the head reads
+    aux_BTA: Tensor | None  # outputs of the captured layers, concatenated in the order asked for
+
+
+class CausalModel:
+    """A transformers causal LM without its cache, masks and head: `states`, then `logits` where wanted.
+
+    Raises FormatError for a model whose head does more than we know of, found by comparing both once.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.model.set_attn_implementation(NAME)
+        config = model.config.get_text_config()
+        self.config = config
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.hidden_size: int = config.hidden_size
+        self.num_layers: int = config.num_hidden_layers
+        self.max_positions: int = getattr(config, "max_position_embeddings", 1 << 30)
+        self._decoder: nn.Module = model.get_decoder()
+        self._head: nn.Module = model.get_output_embeddings()
+        self._scale, self._softcap = _head_arithmetic(config)
+        self._check_head()
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.weight.device  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._head.weight.dtype  # type: ignore[return-value]
+
+    def states(
+        self,
+        ids_BT: Tensor,
+        step: Step | None = None,
+        aux_layers: Sequence[int] = (),
+    ) -> States:
+        """Run the decoder stack. `aux_layers` count as transformers' hidden_states do: i is the output of layer i-1.
+
+        Without a step: a causal pass over right-padded rows; what stands at padded positions means nothing.
+        With a step: the new tokens of cached rows (see cache.py).
+        """
+        positions_BT = step.positions_BN if step is not None else None
+        if positions_BT is None:
+            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        with self._capture(aux_layers) as captured:
+            output = self._decoder(input_ids=ids_BT, position_ids=positions_BT, use_cache=False, kv_step=step)
+        aux = torch.cat([captured[layer] for layer in aux_layers], dim=-1) if aux_layers else None
+        return States(output.last_hidden_state, aux)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's own logits of post-norm hidden states [..., H] -> [..., V], scale and soft-cap applied."""
+        logits: Tensor = self._head(hidden)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = self._softcap * torch.tanh(logits / self._softcap)
+        return logits
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings of token ids, [...] -> [..., H]."""
+        return self.model.get_input_embeddings()(ids)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _capture(self, aux_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        captured: dict[int, Tensor] = {}
+        layers = self._decoder.layers
+        wrong = [layer for layer in aux_layers if not 1 <= layer <= self.num_layers]
+        if wrong:
+            raise FormatError(f"captured layer {wrong[0]}: must be between 1 and {self.num_layers}")
+
+        def keep(layer: int) -> Any:
+            def hook(module: nn.Module, args: object, output: Any) -> None:
+                captured[layer] = output if isinstance(output, Tensor) else output[0]
+
+            return hook
+
+        handles = [layers[layer - 1].register_forward_hook(keep(layer)) for layer in aux_layers]  # type: ignore[index,union-attr]
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        if self.device.type == "meta":
+            return
+        ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+        ours = self.logits(self.states(ids).hidden_BTH).float()
+        theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+        if not torch.allclose(ours, theirs, atol=1e-2 * float(theirs.abs().max()) + 1e-3):
+            raise FormatError(f"{type(self.model).__name__}: its logits are not head(final norm(x)); not supported")
+
+
+def _head_arithmetic(config: Any) -> tuple[float, float | None]:
+    """Scale and soft-cap of the logits (Cohere multiplies, Granite divides, Gemma 2 caps)."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return scale, getattr(config, "final_logit_softcapping", None)

@@ -1,0 +1,180 @@
+"""Loading a target in the form in which it is served, and its fingerprint."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import fingerprint
+from ..errors import InputError, MissingFileError
+from ..storage import read_json
+from .models import CausalModel
+from .settings import TargetSettings
+
+_CONFIG_NOISE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+
+
+class Target(CausalModel):
+    """The model whose distribution speculative decoding reproduces, with its tokenizer and fingerprint."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: TargetSettings,
+        target_fingerprint: str,
+    ) -> None:
+        super().__init__(model.requires_grad_(False).eval())
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.fingerprint = target_fingerprint
+        self.tokenizer_digest = tokenizer_digest(tokenizer)
+        self.stop_ids = _stop_ids(model, tokenizer)
+
+    @classmethod
+    def load(cls, settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> "Target":
+        """Load weights (safetensors or GGUF only), merge the adapter, and fingerprint the files they came from."""
+        source = locate(settings)
+        device, dtype = place(settings.device, settings.dtype)
+        common: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+        if source.gguf_file is not None:
+            common["gguf_file"] = source.gguf_file
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, **common)
+        weights: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, **common}
+        if source.gguf_file is not None:
+            weights["quantization_config"] = GgufConfig(dequantize=True)
+            del weights["use_safetensors"]
+        model = AutoModelForCausalLM.from_pretrained(source.folder, **weights)
+        if settings.adapter is not None:
+            model = _merge_adapter(model, settings.adapter)
+        return cls(model.to(device), tokenizer, settings, target_fingerprint(settings, digests))
+
+
+class Source:
+    """Where a target's files lie on this machine."""
+
+    def __init__(self, folder: Path, gguf_file: str | None) -> None:
+        self.folder = folder
+        self.gguf_file = gguf_file
+
+
+def locate(settings: TargetSettings) -> Source:
+    """Find the local files of a target; hub ids are downloaded (or found in the hub's cache)."""
+    path = Path(settings.model).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise MissingFileError(f"target.model: {path}: no such GGUF file")
+        return Source(path.parent, path.name)
+    if path.is_dir():
+        if settings.gguf_file is None and not (path / "config.json").is_file():
+            raise MissingFileError(f"target.model: {path}: has no config.json; not a model folder")
+        if settings.gguf_file is not None and not (path / settings.gguf_file).is_file():
+            raise MissingFileError(f"target.gguf_file: {path / settings.gguf_file}: no such file")
+        return Source(path, settings.gguf_file)
+    if settings.model.startswith(("/", ".", "~")) or settings.model.count("/") != 1:
+        raise MissingFileError(f"target.model: {settings.model}: no such folder, and not a hub id (owner/name)")
+    return Source(_snapshot(settings.model, settings.revision, "target.model"), settings.gguf_file)
+
+
+def place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """Resolve `auto`: this process's CUDA device in bfloat16 where there is one, else the CPU in float32."""
+    if device == "auto":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    return torch.device(device), getattr(torch, dtype)
+
+
+def target_fingerprint(settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> str:
+    """64 hex digits of weights, configuration (quantisation included), tokenizer, chat template and adapter."""
+    source = locate(settings)
+    names = _weight_files(source)
+    parts = {
+        "weights": fingerprint.of_files(source.folder, names, digests),
+        "config": _config_digest(source.folder / "config.json"),
+        "tokenizer": fingerprint.of_files(source.folder, _present(source.folder, _TOKENIZER_FILES)),
+        "generation": _config_digest(source.folder / "generation_config.json"),
+        "adapter": _adapter_fingerprint(settings.adapter, digests),
+    }
+    return fingerprint.of_json(parts)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """64 hex digits of the vocabulary: two models with the same digest read the same ids."""
+    return fingerprint.of_json(tokenizer.get_vocab())
+
+
+def _weight_files(source: Source) -> list[str]:
+    if source.gguf_file is not None:
+        return [source.gguf_file]
+    names = [path.name for path in source.folder.glob("*.safetensors")]
+    if not names:
+        raise MissingFileError(f"target.model: {source.folder}: has no *.safetensors (pickled weights are not loaded)")
+    return names
+
+
+def _present(folder: Path, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if (folder / name).is_file()]
+
+
+def _config_digest(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    return fingerprint.of_json({key: value for key, value in read_json(path).items() if key not in _CONFIG_NOISE})
+
+
+def _adapter_fingerprint(adapter: str | None, digests: fingerprint.FileDigests | None) -> str | None:
+    if adapter is None:
+        return None
+    return fingerprint.of_files(_adapter_folder(adapter), ("adapter_config.json", "adapter_model.safetensors"), digests)
+
+
+def _adapter_folder(adapter: str) -> Path:
+    path = Path(adapter).expanduser()
+    folder = path if path.is_dir() else None
+    if folder is None and adapter.count("/") == 1 and not adapter.startswith(("/", ".", "~")):
+        folder = _snapshot(adapter, None, "target.adapter")
+    if folder is None or not (folder / "adapter_model.safetensors").is_file():
+        raise MissingFileError(f"target.adapter: {adapter}: no folder with adapter_model.safetensors")
+    return folder
+
+
+def _snapshot(name: str, revision: str | None, field: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.json", "*.gguf", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        raise MissingFileError(f"{field}: {name}: not a local folder, and the hub said: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
+    from peft import PeftModel
+
+    try:
+        merged = PeftModel.from_pretrained(model, str(_adapter_folder(adapter)), use_safetensors=True)
+        return merged.merge_and_unload()
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise InputError(f"target.adapter: {adapter}: does not fit the model: {_one_line(error)}") from None
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    found: set[int] = set()
+    for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        found.update([value] if isinstance(value, int) else value or [])
+    return frozenset(found)
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Copy the files that make up a tokenizer and its chat template."""
+    for name in (*_present(source, _TOKENIZER_FILES), *_present(source, ("special_tokens_map.json", "vocab.json"))):
+        shutil.copyfile(source / name, destination / name)
