@@ -1,0 +1,169 @@
+"""The decoder against plain references: transformers' own forward, its answer alone, itself in a batch, the law of p."""
+
+from collections import Counter
+
+import pytest
+import torch
+from stand_ins import near_copy, prompts, random_eagle3, target
+from torch import Tensor
+
+from draftforge.errors import ContextLengthError, InputError
+from draftforge.specdec.decoder import Generation, Request, RoundTimer, generate
+from draftforge.specdec.models import CausalModel
+from draftforge.specdec.proposers import Proposer, make_proposer
+from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.sampling import SamplingSettings, probabilities
+
+GREEDY = SamplingSettings()
+WARM = SamplingSettings(temperature=0.7, top_p=0.9)
+PROPOSERS = ("small", "eagle3", "eagle3-reduced", "lookup")
+
+
+def proposer_named(name: str, model: CausalModel) -> Proposer:
+    if name == "small":
+        return make_proposer(near_copy(model), model)
+    if name == "lookup":
+        return PromptLookup()
+    return make_proposer(random_eagle3(model, draft_vocab=40 if name == "eagle3-reduced" else None), model)
+
+
+def run(model: CausalModel, proposer: Proposer | None, requests: list[Request], **options: object) -> list[Generation]:
+    done = dict(generate(model, proposer, requests, **options))  # type: ignore[arg-type]
+    return [done[index] for index in range(len(requests))]
+
+
+def greedy_requests(count: int = 7, max_new: int = 30) -> list[Request]:
+    stops = frozenset({5, 17})
+    lengths = [max_new - 3 * (index % 4) for index in range(count)]
+    return [Request(ids, GREEDY, 9, length, stops) for ids, length in zip(prompts(count), lengths)]
+
+
+def reference_greedy(model: CausalModel, request: Request) -> list[int]:
+    """Greedy decoding with transformers' own forward and no cache at all."""
+    ids = list(request.prompt_ids)
+    while len(ids) - len(request.prompt_ids) < request.max_new_tokens:
+        with torch.no_grad():
+            logits: Tensor = model.model(torch.tensor([ids]), use_cache=False).logits
+        ids.append(int(logits[0, -1].argmax()))
+        if ids[-1] in request.stop_ids:
+            break
+    return ids[len(request.prompt_ids) :]
+
+
+def test_plain_greedy_equals_transformers() -> None:
+    model, requests = target(), greedy_requests()
+    answers = run(model, None, requests, batch_size=3)
+    assert [answer.tokens for answer in answers] == [reference_greedy(model, request) for request in requests]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_greedy_output_equals_plain_decoding(name: str, batch_size: int) -> None:
+    model, requests = target(), greedy_requests()
+    plain = run(model, None, requests)
+    answers = run(model, proposer_named(name, model), requests, draft_tokens=4, batch_size=batch_size)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert [answer.finish for answer in answers] == [answer.finish for answer in plain]
+    rounds = [round_ for answer in answers for round_ in answer.rounds]
+    if name != "lookup":  # no pass by accident: some drafts are accepted and some are not
+        assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds)
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "onehot"])
+@pytest.mark.parametrize("name", ["small", "eagle3", "eagle3-reduced"])
+def test_every_rule_is_greedy_at_temperature_zero(name: str, rule: str) -> None:
+    model, requests = target(), greedy_requests(4)
+    greedy = run(model, proposer_named(name, model), requests, rule="greedy")
+    other = run(model, proposer_named(name, model), requests, rule=rule)
+    assert [(a.tokens, a.rounds) for a in greedy] == [(a.tokens, a.rounds) for a in other]
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_rounds_account_for_every_token(name: str) -> None:
+    model, requests = target(), greedy_requests()
+    for request, answer in zip(requests, run(model, proposer_named(name, model), requests, batch_size=4)):
+        assert sum(r.emitted for r in answer.rounds) == len(answer.tokens) - 1  # the prefill's token is no round
+        emitted = 1
+        for r in answer.rounds:
+            assert r.accepted <= r.drafted <= max(min(4, request.max_new_tokens - emitted - 1), 0)
+            assert r.emitted in (r.accepted, r.accepted + 1)
+            emitted += r.emitted
+        assert not set(answer.tokens[:-1]) & request.stop_ids
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "onehot"])
+@pytest.mark.parametrize("name", ["small", "eagle3-reduced"])
+def test_sampled_answers_do_not_depend_on_the_batch(name: str, rule: str) -> None:
+    model = target()
+    requests = [Request(ids, WARM if i % 2 else GREEDY, i, 20) for i, ids in enumerate(prompts(6))]
+    alone = run(model, proposer_named(name, model), requests, rule=rule, batch_size=1)
+    together = run(model, proposer_named(name, model), requests, rule=rule, batch_size=4)
+    assert [(a.tokens, a.rounds) for a in alone] == [(a.tokens, a.rounds) for a in together]
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "onehot"])
+@pytest.mark.parametrize("name", ["small", "eagle3-reduced"])
+def test_sampled_pairs_follow_the_target(name: str, rule: str) -> None:
+    """Chi-square of the second and third token together against the exact law, over many seeds."""
+    settings = SamplingSettings(temperature=0.8, top_k=4)
+    model, prompt, trials = target(), [3, 1, 4], 1500
+    requests = [Request(prompt, settings, seed, 3) for seed in range(trials)]
+    answers = run(model, proposer_named(name, model), requests, rule=rule, draft_tokens=2, batch_size=64)
+    seen = Counter(tuple(answer.tokens) for answer in answers)
+    law = enumerate_law(model, prompt, settings, 3)
+    assert set(seen) <= set(law)
+    cells = [(seen[key], trials * p) for key, p in law.items() if trials * p >= 5]
+    rest = (trials - sum(n for n, _ in cells), trials - sum(e for _, e in cells))
+    cells.append(rest) if rest[1] > 1 else None
+    statistic = sum((n - e) ** 2 / e for n, e in cells)
+    freedom = len(cells) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # about four sigma
+
+
+def enumerate_law(
+    model: CausalModel, prompt: list[int], settings: SamplingSettings, depth: int
+) -> dict[tuple[int, ...], float]:
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(depth):
+        longer: dict[tuple[int, ...], float] = {}
+        for prefix, mass in law.items():
+            with torch.no_grad():
+                hidden = model.states(torch.tensor([[*prompt, *prefix]])).hidden_BTH[0, -1]
+                p = probabilities(model.logits(hidden), settings)
+            for token in p.nonzero()[:, 0].tolist():
+                longer[(*prefix, token)] = mass * float(p[token])
+        law = longer
+    return law
+
+
+def test_on_logits_sees_what_each_token_was_drawn_from() -> None:
+    model, requests = target(), greedy_requests(5)
+    seen: dict[int, list[int]] = {index: [] for index in range(5)}
+
+    def keep(indexes: list[int], logits_BV: Tensor, tokens_B: Tensor) -> None:
+        assert torch.equal(logits_BV.argmax(-1), tokens_B)
+        for index, token in zip(indexes, tokens_B.tolist()):
+            seen[index].append(token)
+
+    answers = run(model, None, requests, batch_size=2, on_logits=keep)
+    assert [seen[index] for index in range(5)] == [answer.tokens for answer in answers]
+
+
+def test_timer_collects_every_round() -> None:
+    model, requests = target(), greedy_requests(2)
+    timer = RoundTimer(model.device)
+    answers = run(model, proposer_named("small", model), requests, timer=timer)
+    assert len(timer.rounds) == sum(len(answer.rounds) for answer in answers)
+    assert all(r.draft > 0 and r.verify > 0 for r in timer.rounds)
+
+
+def test_refusals_name_value_and_rule() -> None:
+    model = target()
+    with pytest.raises(ContextLengthError, match="must fit the context of 256"):
+        run(model, None, [Request([1] * 250, GREEDY, 0, 10)])
+    with pytest.raises(InputError, match="empty prompt"):
+        run(model, None, [Request([], GREEDY, 0, 10)])
+    with pytest.raises(InputError, match="temperature 0"):
+        run(model, proposer_named("small", model), [Request([1], WARM, 0, 10)], rule="greedy")
+    with pytest.raises(InputError, match="must be one of"):
+        run(model, proposer_named("small", model), [Request([1], GREEDY, 0, 10)], rule="magic")
