@@ -1,0 +1,106 @@
+"""Prompt lookup: drafts what followed the last time that the text ended like this. Training-free and deterministic.
+
+Shapes: B active slots, K drafted tokens, T round starts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ..models import States
+from ..sampling import SamplingSettings
+from .base import Draft, Trace
+
+
+class PromptLookup:
+    """Copies what follows the most recent occurrence of the longest repeated suffix, max_ngram tokens or fewer.
+
+    A copy that reaches the end of the text goes on with itself, so a text in a loop is drafted as a loop. Without a
+    repeated suffix of at least min_ngram tokens nothing is drafted.
+    """
+
+    replayable = True
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise InputError(f"prompt lookup: min_ngram {min_ngram}: must be from 1 to max_ngram, {max_ngram}")
+        self._ngrams = range(min_ngram, max_ngram + 1)
+        self._texts: list[_Text] = []
+        self._device = torch.device("cpu")
+
+    def reserve(self, slots: int, capacity: int) -> None:
+        self._texts = [_Text(self._ngrams) for _ in range(slots)]
+
+    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
+        self._device = states.hidden_BTH.device
+        for slot, row in zip(slots, ids):
+            self._texts[slot] = _Text(self._ngrams)
+            self._texts[slot].extend(row)
+
+    def propose(self, limits: Sequence[int], sampling: Sequence[SamplingSettings], uniforms_BK: Tensor | None) -> Draft:
+        copies = [text.copy(limit) for text, limit in zip(self._texts, limits)]
+        counts = [len(copy) for copy in copies]
+        padded = [copy + [0] * (max(counts) - len(copy)) for copy in copies]
+        return Draft(torch.tensor(padded, dtype=torch.long, device=self._device), counts, None)
+
+    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
+        for text, emitted in zip(self._texts, tokens):
+            text.extend(emitted)
+
+    def move(self, source: int, destination: int) -> None:
+        self._texts[destination] = self._texts[source]
+
+    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States) -> Trace:
+        """One walk over the text. Where all earlier drafted tokens equal the text's, a copy that goes on with itself
+        copies the text, so every depth compares two places of `ids`."""
+        source_T1 = torch.tensor(self._sources(ids, start), dtype=torch.long)[:, None]
+        depth_K = torch.arange(count)
+        answer_TK = torch.arange(start, len(ids))[:, None] + depth_K
+        text = torch.tensor([*ids, *[0] * count])
+        hit_TK = (text[source_T1.clamp(min=0) + depth_K] == text[answer_TK]) & (answer_TK < len(ids)) & (source_T1 >= 0)
+        return Trace(hit_TK, hit_TK.float(), offered_T=count * (source_T1[:, 0] >= 0))
+
+    def _sources(self, ids: list[int], start: int) -> list[int]:
+        """Where each round that starts with start..len(ids)-1 known tokens copies from; -1: nowhere."""
+        text = _Text(self._ngrams)
+        text.extend(ids[:start])
+        sources: list[int] = []
+        for token in ids[start:]:
+            source = text.source()
+            sources.append(-1 if source is None else source)
+            text.extend([token])
+        return sources
+
+
+class _Text:
+    """The known tokens of one slot, indexed as they come: a round costs a few look-ups, whatever the length."""
+
+    def __init__(self, ngrams: range) -> None:
+        self._ngrams = ngrams
+        self._ids: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position that followed it most recently
+
+    def extend(self, ids: Sequence[int]) -> None:
+        for token in ids:
+            for suffix in self._suffixes():
+                self._after[suffix] = len(self._ids)
+            self._ids.append(token)
+
+    def source(self) -> int | None:
+        """The position to copy from: after the last earlier occurrence of the longest suffix that has one."""
+        return next((self._after[suffix] for suffix in self._suffixes() if suffix in self._after), None)
+
+    def copy(self, count: int) -> list[int]:
+        """Up to `count` tokens: all of them, or none."""
+        source = self.source()
+        if source is None:
+            return []
+        period = len(self._ids) - source
+        return [self._ids[source + place % period] for place in range(count)]
+
+    def _suffixes(self) -> list[tuple[int, ...]]:
+        """The n-grams that the text ends with, longest first."""
+        return [tuple(self._ids[-n:]) for n in reversed(self._ngrams) if n <= len(self._ids)]

@@ -1,0 +1,144 @@
+"""Sampling settings, the distributions they make, and the random numbers that draw from them.
+
+Shapes: N rows (any leading dimensions, none included), V vocabulary, B slots, C numbers for one purpose.
+"""
+
+import math
+from enum import IntEnum
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+
+class SamplingSettings(BaseModel):
+    """How the next token is drawn. The processors run in Hugging Face's order: temperature, top-k, top-p, min-p."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """0 takes the most likely token; so does anything below 0.00001, as in vLLM."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k most likely tokens and all that tie with the last of them; 0 keeps every token."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Keep the most likely tokens that together reach this probability; 1 keeps every token."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Drop tokens less likely than this share of the most likely one; 0 drops none."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < 1e-5
+
+    @property
+    def key(self) -> str:
+        """A short label that is safe in file names, such as `t0` or `t0.8-k50-p0.95`.
+
+        Two settings share a key only if they draw from the same distributions.
+        """
+        if self.greedy:
+            return "t0"
+        parts = [f"t{_short(self.temperature)}"]
+        parts += [f"k{self.top_k}"] if self.top_k > 0 else []
+        parts += [f"p{_short(self.top_p)}"] if self.top_p < 1.0 else []
+        parts += [f"m{_short(self.min_p)}"] if self.min_p > 0.0 else []
+        return "-".join(parts)
+
+
+def probabilities(logits_NV: Tensor, settings: SamplingSettings) -> Tensor:
+    """The distribution [N, V] in fp32 that `settings` draw from; greedy: all mass on the (first) best token."""
+    if settings.greedy:
+        best_N1 = logits_NV.argmax(-1, keepdim=True)
+        return torch.zeros_like(logits_NV, dtype=torch.float32).scatter_(-1, best_N1, 1.0)
+    # With the best score at 0, no temperature overflows, and min-p compares scores instead of probabilities.
+    scores_NV = logits_NV.float()
+    scores_NV = (scores_NV - scores_NV.amax(-1, keepdim=True)) / settings.temperature
+    if 0 < settings.top_k < scores_NV.shape[-1]:
+        scores_NV = _keep_top_k(scores_NV, settings.top_k)
+    if settings.top_p < 1.0:
+        scores_NV = _keep_top_p(scores_NV, settings.top_p)
+    if settings.min_p > 0.0:
+        scores_NV = scores_NV.masked_fill(scores_NV < math.log(settings.min_p), -math.inf)
+    return scores_NV.softmax(-1)
+
+
+def categorical(p_NV: Tensor, u_N: Tensor | float) -> Tensor:
+    """Token [N] at which the cumulative mass first exceeds `u` (float64 in [0, 1)) of the whole.
+
+    `p` need not be normalised but must have mass. A token of zero probability is never drawn, not even where a
+    parallel cumulative sum is off by a rounding.
+    """
+    u_N = torch.as_tensor(u_N, dtype=torch.float64, device=p_NV.device)
+    cumulative_NV = p_NV.double().cumsum(-1)
+    possible_NV = p_NV > 0
+    exceeds_NV = possible_NV & (cumulative_NV > u_N[..., None] * cumulative_NV[..., -1:])
+    first_N = exceeds_NV.to(torch.uint8).argmax(-1)
+    last_possible_N = p_NV.shape[-1] - 1 - possible_NV.flip(-1).to(torch.uint8).argmax(-1)
+    return torch.where(exceeds_NV.any(-1), first_N, last_possible_N)
+
+
+class Purpose(IntEnum):
+    """What a random number decides. The values are part of the hash: never renumber them."""
+
+    DRAFT = 0
+    """Draws a drafted token from the draft's distribution."""
+    ACCEPT = 1
+    """Accepts or rejects a drafted token."""
+    FINAL = 2
+    """Draws the token that ends a round: a correction, a bonus, or the only one of plain decoding."""
+
+
+def uniforms(seed_B: Tensor, emitted_B: Tensor, purpose: Purpose, count: int) -> Tensor:
+    """Random numbers [B, C] in [0, 1), float64, for the round of each slot that starts after `emitted` tokens.
+
+    A hash of (request seed, tokens emitted before this round, purpose, index). A round emits at least one token, so no
+    number ever serves two rounds; and none depends on the slot, the batch or the device. `seed_B` is any int64,
+    `emitted_B` less than 2**31. Runs on their device and never waits for it.
+    """
+    if not 0 <= count <= 1 << _INDEX_BITS:
+        raise ValueError(f"count: {count}: one purpose has at most {1 << _INDEX_BITS} numbers a round")
+    index_C = torch.arange(count, dtype=torch.int64, device=seed_B.device)
+    which_BC = (emitted_B.long()[:, None] << 32) | (int(purpose) << _INDEX_BITS) | index_C
+    # For one seed a bijection of `which`, so nothing repeats; for two seeds no stream is a shift of the other. The
+    # constants differ: with equal ones a seed equal to `which` would always give 0.
+    bits_BC = _mix(_mix(which_BC + _GOLDEN) ^ _mix(seed_B.long() + _PI)[:, None])
+    return _shift_right(bits_BC, 11).double() * 2.0**-53
+
+
+def _short(value: float) -> str:
+    return repr(float(value)).removesuffix(".0")
+
+
+def _keep_top_k(scores_NV: Tensor, k: int) -> Tensor:
+    weakest_N1 = scores_NV.topk(k, dim=-1).values[..., -1:]
+    return scores_NV.masked_fill(scores_NV < weakest_N1, -math.inf)
+
+
+def _keep_top_p(scores_NV: Tensor, top_p: float) -> Tensor:
+    # From the least likely up: drop a token while it and all below it hold at most 1 - top_p. The best one stays.
+    ascending_NV, order_NV = scores_NV.sort(dim=-1, stable=True)
+    drop_NV = ascending_NV.softmax(-1).cumsum(-1) <= 1.0 - top_p
+    drop_NV[..., -1] = False
+    return scores_NV.masked_fill(torch.zeros_like(drop_NV).scatter_(-1, order_NV, drop_NV), -math.inf)
+
+
+def _signed(bits: int) -> int:
+    """A 64-bit constant as the int64 that torch takes."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+_INDEX_BITS = 24
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_PI = _signed(0x243F6A8885A308D3)
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Logical shift: int64's own copies the sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """SplitMix64's finaliser, a bijection of 64 bits (int64 products wrap)."""
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
+    return bits ^ _shift_right(bits, 31)

@@ -1,0 +1,106 @@
+"""Prompt lookup against a plain rescan of the whole text."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftforge.errors import InputError
+from draftforge.specdec.models import States
+from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.sampling import SamplingSettings
+
+GREEDY = SamplingSettings()
+STATES = States(torch.zeros(1, 1, 1), None)
+texts = st.lists(st.integers(1, 3), min_size=1, max_size=24)
+ngrams = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted)
+
+
+def rescan(ids: list[int], count: int, min_ngram: int, max_ngram: int) -> list[int]:
+    """The draft by its definition: look for ever shorter suffixes, from the most recent place back, and copy."""
+    for n in range(min(max_ngram, len(ids)), min_ngram - 1, -1):
+        for place in range(len(ids) - n - 1, -1, -1):
+            if ids[place : place + n] == ids[-n:]:
+                text = list(ids)
+                for source in range(place + n, place + n + count):
+                    text.append(text[source])
+                return text[len(ids) :]
+    return []
+
+
+def started(lookup: PromptLookup, *rows: list[int]) -> PromptLookup:
+    lookup.reserve(len(rows), 64)
+    lookup.begin(range(len(rows)), rows, STATES)
+    return lookup
+
+
+def proposed(lookup: PromptLookup, *limits: int) -> list[list[int]]:
+    draft = lookup.propose(limits, [GREEDY] * len(limits), None)
+    assert draft.q_BKV is None
+    assert draft.tokens_BK.dtype == torch.int64
+    assert draft.tokens_BK.shape == (len(limits), max(draft.count_B))
+    assert all(not row[count:].any() for row, count in zip(draft.tokens_BK, draft.count_B))
+    return [row[:count].tolist() for row, count in zip(draft.tokens_BK, draft.count_B)]
+
+
+@given(prompt=texts, rounds=st.lists(texts, max_size=4), limit=st.integers(0, 5), ngram=ngrams)
+def test_drafts_what_a_rescan_finds(prompt: list[int], rounds: list[list[int]], limit: int, ngram: list[int]) -> None:
+    lookup = started(PromptLookup(max_ngram=ngram[1], min_ngram=ngram[0]), prompt)
+    known = list(prompt)
+    for emitted in [*rounds, []]:
+        assert proposed(lookup, limit) == [rescan(known, limit, *ngram)]
+        lookup.observe([emitted], STATES)
+        known += emitted
+
+
+@given(ids=texts, start=st.integers(1, 24), count=st.integers(1, 5), ngram=ngrams)
+def test_trace_tells_what_each_round_would_have_drafted(
+    ids: list[int], start: int, count: int, ngram: list[int]
+) -> None:
+    start = min(start, len(ids))
+    trace = PromptLookup(max_ngram=ngram[1], min_ngram=ngram[0]).trace(ids, start, count, GREEDY, STATES)
+    assert trace.hit_TK.dtype == torch.bool
+    assert trace.hit_TK.shape == trace.q_TK.shape == (len(ids) - start, count)
+    assert torch.equal(trace.q_TK, trace.hit_TK.float())
+    assert trace.offered_T is not None
+    for row, known in enumerate(range(start, len(ids))):
+        draft = rescan(ids[:known], count, *ngram)
+        answer = ids[known : known + count]
+        agrees = 0
+        while agrees < min(len(draft), len(answer)) and draft[agrees] == answer[agrees]:
+            agrees += 1
+        assert int(trace.offered_T[row]) == len(draft)
+        assert trace.hit_TK[row, :agrees].all()
+        assert not trace.hit_TK[row, agrees : agrees + 1].any()
+        assert not trace.hit_TK[row, len(answer) :].any()
+
+
+def test_the_longest_then_the_most_recent_occurrence_wins() -> None:
+    assert proposed(started(PromptLookup(), [1, 2, 3, 9, 2, 3, 8, 1, 2, 3]), 1) == [[9]]
+    assert proposed(started(PromptLookup(max_ngram=2), [1, 2, 3, 9, 2, 3, 8, 1, 2, 3]), 1) == [[8]]
+
+
+def test_a_loop_is_drafted_as_a_loop() -> None:
+    assert proposed(started(PromptLookup(), [5, 7, 7]), 4) == [[7, 7, 7, 7]]
+    assert proposed(started(PromptLookup(), [1, 2, 1, 2]), 5) == [[1, 2, 1, 2, 1]]
+
+
+def test_slots_are_apart_padded_and_movable() -> None:
+    lookup = started(PromptLookup(), [1, 2, 3], [4, 5, 4], [6, 6])
+    assert proposed(lookup, 3, 2, 1) == [[], [5, 4], [6]]
+    lookup.move(2, 0)
+    lookup.observe([[8, 6], [5]], STATES)
+    assert proposed(lookup, 3, 2) == [[8, 6, 8], [4, 5]]
+    lookup.begin([0], [[1, 2]], STATES)
+    assert proposed(lookup, 3, 0) == [[], []]
+
+
+def test_a_reused_proposer_forgets_the_last_run() -> None:
+    lookup = started(PromptLookup(), [4, 5, 4])
+    assert proposed(started(lookup, [9, 4]), 2) == [[]]
+
+
+@pytest.mark.parametrize(("min_ngram", "max_ngram"), [(0, 3), (4, 3), (-1, -1)])
+def test_refuses_ngrams_out_of_order(min_ngram: int, max_ngram: int) -> None:
+    with pytest.raises(InputError, match=f"min_ngram {min_ngram}: must be from 1 to max_ngram, {max_ngram}"):
+        PromptLookup(max_ngram=max_ngram, min_ngram=min_ngram)
