@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from draftforge.specdec.sampling import Purpose, SamplingSettings, categorical, probabilities, uniforms
