@@ -1,4 +1,4 @@
-"""The decoder against plain references: transformers' own forward, its answer alone, itself in a batch, the law of p."""
+"""The decoder against plain references: transformers' own forward, itself in a batch, the law of p."""
 
 from collections import Counter
 

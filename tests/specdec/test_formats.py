@@ -103,7 +103,7 @@ def test_writer_refuses_values_that_are_not_finite_and_leaves_nothing(tmp_path: 
     draft = random_eagle3(target())
     with torch.no_grad():
         draft.fc.weight[0, 0] = float("inf")
-    with pytest.raises(FormatError, match="fc.weight has values that are not finite"):
+    with pytest.raises(FormatError, match=r"fc\.weight has values that are not finite"):
         save_draft(draft, tmp_path / "draft", meta("eagle3"))
     assert list(tmp_path.iterdir()) == []
 
@@ -115,7 +115,7 @@ def test_refuses_truncated_weights_pickles_and_strangers(tmp_path: Path, eagle3_
         load_draft(eagle3_folder, CPU, torch.float32)
     weights.unlink()
     torch.save({}, eagle3_folder / "pytorch_model.bin")
-    with pytest.raises(MissingFileError, match="model.safetensors: no such file"):
+    with pytest.raises(MissingFileError, match=r"model\.safetensors: no such file"):
         load_draft(eagle3_folder, CPU, torch.float32)
     with pytest.raises(MissingFileError, match="no such draft folder"):
         read_meta(tmp_path / "nowhere")

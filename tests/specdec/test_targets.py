@@ -110,8 +110,8 @@ def test_fingerprint_sees_weights_tokenizer_template_and_adapter(tiny_target_fol
         assert found not in seen
         seen.add(found)
 
-    weights = AutoModelForCausalLM.from_pretrained(folder)
-    lora = get_peft_model(weights, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    lora = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     lora.save_pretrained(tmp_path / "adapter")
     must_be_new(TargetSettings(model=str(folder), adapter=str(tmp_path / "adapter")))
     (folder / "chat_template.jinja").write_text("{{ messages }}")

@@ -43,7 +43,7 @@ def near_copy(model: CausalModel, noise: float = 0.05, seed: int = 1) -> SmallDr
 
 
 def random_eagle3(model: CausalModel, draft_vocab: int | None = None, seed: int = 2) -> Eagle3Draft:
-    """A head with the target's own lm_head and a weak layer: it repeats what the last feature says, at times rightly."""
+    """A head with the target's own lm_head and a weak layer: right at times."""
     torch.manual_seed(seed)
     config = Eagle3Config(
         hidden_size=48,
