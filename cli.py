@@ -1,0 +1,304 @@
+"""The command line: one thin function a verb. Nothing heavy is imported before a verb runs."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from . import __version__
+from .errors import DraftforgeError
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+app = typer.Typer(
+    name="draftforge",
+    help="Train draft models for speculative decoding and pick them by expected serving speed.",
+    epilog="Start with: draftforge doctor, then draftforge distill configs/demo.yaml",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipe_app = typer.Typer(no_args_is_help=True, help="Show a recipe as it will run, or the schema of all recipes.")
+app.add_typer(recipe_app, name="recipe", rich_help_panel="Look")
+
+STAGES, REGISTRY, USE, LOOK = "Stages", "Registry", "Use a draft", "Look"
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; see `draftforge recipe schema`.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="section.key=value", help="Values that replace the recipe's, e.g. drafts.small.steps=20."),
+]
+DraftName = Annotated[str | None, typer.Option("--draft", help="Only this draft of the recipe; default: all.")]
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", envvar="DRAFTFORGE_DEBUG")] = False,
+) -> None:
+    if version:
+        print(f"draftforge {__version__}")
+        raise typer.Exit
+    if debug:
+        os.environ["DRAFTFORGE_DEBUG"] = "1"
+
+
+def _load(path: Path, overrides: list[str] | None) -> "Recipe":
+    from .recipe import load_recipe
+
+    return load_recipe(path, overrides or [])
+
+
+@app.command(rich_help_panel=STAGES)
+def distill(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Run mix, capture, train, score, register and promote; skip what is done already.
+
+    Example: draftforge distill configs/demo.yaml drafts.small.steps=20
+
+    Several processes: torchrun --nproc-per-node 2 -m draftforge.cli distill configs/smollm2-gpu.yaml
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.distill(loaded)
+
+
+@app.command(rich_help_panel=STAGES)
+def mix(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Gather, de-duplicate, balance and split the conversations that the target will answer.
+
+    Example: draftforge mix configs/demo.yaml
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.mix(loaded)
+
+
+@app.command(rich_help_panel=STAGES)
+def capture(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Let the target answer the mix, and keep its answers and log-probabilities. Resumes where it was stopped.
+
+    Example: draftforge capture configs/demo.yaml capture.batch_size=8
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.capture(loaded)
+
+
+@app.command(rich_help_panel=STAGES)
+def train(recipe: RecipeFile, overrides: Overrides = None, draft: DraftName = None) -> None:
+    """Train the recipe's drafts on the capture. Resumes where it was stopped.
+
+    Example: draftforge train configs/demo.yaml --draft small
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.train(loaded, draft)
+
+
+@app.command(rich_help_panel=STAGES)
+def score(recipe: RecipeFile, overrides: Overrides = None, draft: DraftName = None) -> None:
+    """Score every checkpoint by acceptance and show the table of expected speed-ups.
+
+    Example: draftforge score configs/demo.yaml score.draft_tokens=[2,4,6]
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.score(loaded, draft)
+
+
+@app.command(rich_help_panel=REGISTRY)
+def promote(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Compare the candidate with the champion for this target on the holdout; move the alias, or say why not.
+
+    Example: draftforge promote configs/demo.yaml gate.min_speedup=1.2
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.promote(loaded)
+
+
+@app.command(rich_help_panel=REGISTRY)
+def rollback(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Make the previous champion for the recipe's target the champion again.
+
+    Example: draftforge rollback configs/demo.yaml
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.rollback(loaded)
+
+
+@app.command(rich_help_panel=REGISTRY)
+def fetch(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist.")],
+    target: Annotated[
+        str,
+        typer.Option("--target", help="Model folder, .gguf file, hub id, or the target's 64 hex digit fingerprint."),
+    ],
+    model: Annotated[str, typer.Option("--model", help="First part of the registered model's name.")] = "draftforge",
+    tracking_uri: Annotated[
+        str | None,
+        typer.Option("--tracking-uri", help="MLflow store; default: MLFLOW_TRACKING_URI, else runs/mlflow.db."),
+    ] = None,
+    workdir: Annotated[
+        Path, typer.Option("--workdir", help="Work folder that holds the default store, as in the recipe.")
+    ] = Path("runs"),
+    alias: Annotated[str, typer.Option("--alias", help="champion, candidate or previous.")] = "champion",
+) -> None:
+    """Copy the champion of exactly this target out of the registry.
+
+    Example: draftforge fetch served-draft --target .cache/smollm2-135m-instruct --workdir runs/demo
+    """
+    from .pipeline import verbs
+
+    verbs.fetch(out, target=target, model=model, tracking_uri=tracking_uri, workdir=workdir, alias=alias)
+
+
+@app.command(rich_help_panel=REGISTRY)
+def retrain(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Train again, from the champion's weights, if the target has changed. For schedulers: quiet when up to date.
+
+    Example: draftforge retrain configs/demo.yaml target.adapter=./new-adapter
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.retrain(loaded)
+
+
+@app.command(rich_help_panel=USE)
+def export(
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist.")],
+    overrides: Overrides = None,
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="Name in the recipe, or a checkpoint folder; default: the chosen one.")
+    ] = None,
+) -> None:
+    """Write a draft in the layout that serving engines read; read it back and score it again.
+
+    Example: draftforge export configs/demo.yaml served-draft --draft small
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.export(loaded, out, draft)
+
+
+@app.command(rich_help_panel=USE)
+def generate(
+    recipe: RecipeFile,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The user's message; - reads standard input.")],
+    overrides: Overrides = None,
+    draft: Annotated[
+        str | None,
+        typer.Option("--draft", help="Name in the recipe, checkpoint folder, lookup or none; default: the chosen one."),
+    ] = None,
+    rule: Annotated[str | None, typer.Option("--rule", help="Accept rule: greedy, token, block or onehot.")] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option("--draft-tokens", "-k", min=1, help="Tokens drafted a round.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the sampling.")] = 0,
+) -> None:
+    """Answer a prompt with the draft's help: accepted drafted tokens in colour, then tau and speed.
+
+    Example: draftforge generate configs/demo.yaml "Where is my order?" -n 64
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.generate(
+        loaded,
+        sys.stdin.read() if prompt == "-" else prompt,
+        draft=draft,
+        rule=rule,
+        draft_tokens=draft_tokens,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+
+
+@app.command(rich_help_panel=LOOK)
+def doctor(
+    workdir: Annotated[Path, typer.Option("--workdir", help="Where runs will be written.")] = Path("runs"),
+    tracking_uri: Annotated[
+        str | None, typer.Option("--tracking-uri", help="MLflow store; default: MLFLOW_TRACKING_URI, else a file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what this machine can do, what is missing, and how to mend it. Exit code 1 if something must be mended.
+
+    Example: draftforge doctor --workdir runs
+    """
+    from .pipeline.doctor import doctor as examine
+
+    raise typer.Exit(examine(workdir, tracking_uri, as_json))
+
+
+@recipe_app.command("show")
+def recipe_show(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Print the recipe with every default and override in place.
+
+    Example: draftforge recipe show configs/demo.yaml seed=1
+    """
+    import yaml
+
+    print(yaml.safe_dump(_load(recipe, overrides).resolved(), sort_keys=False, allow_unicode=True), end="")
+
+
+@recipe_app.command("schema")
+def recipe_schema() -> None:
+    """Print the JSON schema of recipes, for editors and checks.
+
+    Example: draftforge recipe schema > recipe.schema.json
+    """
+    import json
+
+    from .recipe import schema
+
+    print(json.dumps(schema(), indent=2))
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry point: errors become one line on standard error and an exit code."""
+    try:
+        app(args=args, prog_name="draftforge")
+    except DraftforgeError as error:
+        _fail(error, str(error), error.exit_code)
+    except KeyboardInterrupt as error:
+        _fail(error, "interrupted", 130)
+    except Exception as error:
+        _fail(error, _unexpected(error), 1)
+
+
+def _unexpected(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    what = f"{type(error).__name__}: {message[:300]}" if message else type(error).__name__
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return f"{what} (out of memory: lower batch sizes, sequence length or batch tokens in the recipe)"
+    return f"{what} (unexpected; DRAFTFORGE_DEBUG=1 or `draftforge --debug …` shows where)"
+
+
+def _fail(error: BaseException, message: str, code: int) -> NoReturn:
+    if os.environ.get("DRAFTFORGE_DEBUG") not in (None, "", "0"):
+        raise error
+    rank = os.environ.get("RANK", "0")
+    print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""`draftforge doctor`: what this machine can do, what is missing, and how to mend it."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
+
+from packaging.version import Version
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import DraftforgeError
+from ..progress import say
+
+MINIMUM = {
+    "torch": "2.11",
+    "transformers": "5.17",
+    "accelerate": "1.10",
+    "peft": "0.18",
+    "mlflow": "3.10",
+    "deepspeed": "0.18",
+}
+OPTIONAL = {"deepspeed"}
+PYTHON_MINIMUM = "3.11"
+LOW_DISK_GB, NO_DISK_GB, LOW_MEMORY_GB = 5.0, 1.0, 4.0
+PROBE_SECONDS = 5.0
+
+Status = Literal["OK", "WARN", "FAIL"]
+STYLE: dict[Status, str] = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
+
+
+class Check(NamedTuple):
+    """One row: what was looked at, how it stands, what was found, and what mends it."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+class Gpu(NamedTuple):
+    """A CUDA device as torch sees it."""
+
+    name: str
+    capability: tuple[int, int]
+    free_gb: float
+    total_gb: float
+
+
+def doctor(workdir: Path, tracking_uri: str | None = None, as_json: bool = False) -> int:
+    """Print the checks to standard output. Returns the exit code: 1 if any of them failed, else 0."""
+    say("looking at this machine (a few seconds)")
+    checks = examine(workdir, tracking_uri)
+    failed = any(check.status == "FAIL" for check in checks)
+    if as_json:
+        print(json.dumps({"ok": not failed, "checks": [check._asdict() for check in checks]}, indent=2))
+    else:
+        _print_table(checks)
+    return 1 if failed else 0
+
+
+def examine(workdir: Path, tracking_uri: str | None = None) -> list[Check]:
+    """All checks, in the order in which a person would mend things."""
+    packages = list(check_packages())
+    gpus, cuda = check_cuda()
+    checks = [check_python(), *packages, *cuda, check_processor(), check_memory(), check_disk(workdir)]
+    checks.append(check_engine(gpus, installed("deepspeed")))
+    checks.append(check_tracking(tracking_uri, workdir))
+    return checks
+
+
+def check_python() -> Check:
+    """The interpreter."""
+    found = platform.python_version()
+    good = Version(found) >= Version(PYTHON_MINIMUM)
+    return Check("python", "OK" if good else "FAIL", found, "" if good else f"use Python {PYTHON_MINIMUM} or later")
+
+
+def installed(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_packages() -> Iterator[Check]:
+    """Each package against the least version that draftforge works with."""
+    for name, minimum in MINIMUM.items():
+        found = installed(name)
+        package = f"draftforge[{name}]" if name in OPTIONAL else f"{name}>={minimum}"
+        remedy = f"pip install '{package}'"
+        if found is not None and Version(found) >= Version(minimum):
+            yield Check(name, "OK", f"{found} (needs {minimum})")
+        elif found is None and name in OPTIONAL:
+            yield Check(name, "WARN", "not installed; needed for CUDA and for several processes", remedy)
+        else:
+            yield Check(name, "FAIL", f"{found or 'not installed'} (needs {minimum})", remedy)
+
+
+def check_cuda() -> tuple[list[Gpu], list[Check]]:
+    """CUDA devices; none is fine, except where a driver is there that torch cannot use."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return [], [Check("cuda", "FAIL", f"torch cannot be imported: {error}", "install torch again")]
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi") is None:
+            return [], [Check("cuda", "OK", "no device: everything runs on the CPU, in float32")]
+        found = f"a driver is there, but torch {torch.__version__} sees no device"
+        return [], [Check("cuda", "WARN", found, "install a CUDA build of torch that fits the driver (nvidia-smi)")]
+    gpus = []
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        capability = torch.cuda.get_device_capability(i)
+        gpus.append(Gpu(torch.cuda.get_device_name(i), capability, free / 1e9, total / 1e9))
+    return gpus, [check_gpu(i, gpu) for i, gpu in enumerate(gpus)]
+
+
+def check_gpu(index: int, gpu: Gpu) -> Check:
+    """One CUDA device: bfloat16 needs capability 8.0."""
+    major, minor = gpu.capability
+    found = f"{gpu.name}, capability {major}.{minor}, {gpu.free_gb:.1f} of {gpu.total_gb:.1f} GB free"
+    if gpu.capability < (8, 0):
+        return Check(
+            f"cuda:{index}", "WARN", found, "no bfloat16: set precision float32, or use capability 8.0 or later"
+        )
+    if gpu.free_gb < gpu.total_gb / 2:
+        return Check(f"cuda:{index}", "WARN", found, "another process holds most of the memory")
+    return Check(f"cuda:{index}", "OK", found)
+
+
+def check_engine(gpus: list[Gpu], deepspeed: str | None) -> Check:
+    """Which engine training would use here, and why."""
+    if not gpus:
+        several = "DeepSpeed under torchrun" if deepspeed else "several processes would need DeepSpeed"
+        return Check("engine", "OK", f"plain torch: one process, no CUDA ({several})")
+    if deepspeed is None:
+        return Check("engine", "FAIL", "DeepSpeed is missing and CUDA is there", "pip install 'draftforge[deepspeed]'")
+    load = [sys.executable, "-c", "import deepspeed"]
+    done = subprocess.run(load, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Check("engine", "FAIL", f"DeepSpeed {deepspeed} cannot be imported: {reason}", "mend its installation")
+    start = f"torchrun --nproc-per-node {len(gpus)} -m draftforge.cli" if len(gpus) > 1 else "draftforge"
+    return Check("engine", "OK", f"DeepSpeed {deepspeed}: CUDA is there; start with {start} train …")
+
+
+def check_processor() -> Check:
+    """Threads that this process may use."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Check("cpu", "OK", f"{threads} threads ({platform.machine()})")
+
+
+def check_memory() -> Check:
+    """Main memory of the machine."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES") / 1e9
+    found = f"{total:.1f} GB"
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        found += f", {page * os.sysconf('SC_AVPHYS_PAGES') / 1e9:.1f} GB unused"
+    if total < LOW_MEMORY_GB:
+        return Check("memory", "WARN", found, "use a small target, or lower capture.batch_size")
+    return Check("memory", "OK", found)
+
+
+def check_disk(workdir: Path) -> Check:
+    """Free space where runs are written, and whether they may be."""
+    existing = workdir.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free / 1e9
+    found = f"{free:.1f} GB free for {workdir}"
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return Check("disk", "FAIL", f"{existing} cannot be written to", "choose another --workdir")
+    if free < LOW_DISK_GB:
+        remedy = "free some, or choose another --workdir"
+        return Check("disk", "FAIL" if free < NO_DISK_GB else "WARN", found, remedy)
+    return Check("disk", "OK", found)
+
+
+def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
+    """Whether the MLflow store answers. Nothing is made there."""
+    try:
+        from ..registry.connect import redacted, resolve_uri
+        from ..registry.settings import RegistrySettings
+
+        uri = resolve_uri(RegistrySettings(tracking_uri=tracking_uri), workdir)
+    except ImportError as error:
+        return Check("tracking", "FAIL", f"MLflow cannot be imported: {error}", "pip install 'mlflow'")
+    except DraftforgeError as error:
+        return Check("tracking", "FAIL", str(error), "correct --tracking-uri or MLFLOW_TRACKING_URI")
+    parts = urlsplit(uri)
+    if parts.scheme.startswith("sqlite"):
+        folder = check_disk(Path(uri.split("///", 1)[1]).parent)
+        return folder._replace(name="tracking", found=uri if folder.status == "OK" else folder.found)
+    shown = redacted(uri)
+    try:
+        if parts.scheme in ("http", "https"):
+            return _check_server(uri, shown)
+        if parts.hostname is None or parts.port is None:
+            return Check("tracking", "WARN", f"{shown}: not probed", "run a small recipe to see whether it answers")
+        socket.create_connection((parts.hostname, parts.port), timeout=PROBE_SECONDS).close()
+    except (OSError, ValueError) as error:
+        reason = re.sub(r".*(\[Errno -?\d+\] )", "", redacted(str(error))).strip("'\")")
+        return Check("tracking", "FAIL", f"{shown}: {reason}", "start the server, or correct MLFLOW_TRACKING_URI")
+    return Check("tracking", "OK", f"{shown} accepts connections")
+
+
+def _check_server(uri: str, shown: str) -> Check:
+    import requests
+
+    code = requests.get(f"{uri.rstrip('/')}/health", timeout=PROBE_SECONDS).status_code
+    if code in (401, 403):
+        remedy = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        return Check("tracking", "WARN", f"{shown} answers {code}", remedy)
+    if code >= 400:
+        return Check("tracking", "FAIL", f"{shown} answers {code}", "correct the address: this is no MLflow server")
+    return Check("tracking", "OK", f"{shown} answers")
+
+
+def _print_table(checks: list[Check]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for title in ("check", "", "found", "remedy"):
+        table.add_column(title, overflow="fold")
+    for check in checks:
+        status = f"[{STYLE[check.status]}]{check.status}[/]"
+        table.add_row(check.name, status, escape(check.found), escape(check.remedy))
+    console = Console()
+    console.print(table)
+    counts = {status: sum(check.status == status for check in checks) for status in STYLE}
+    console.print(f"{counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL", highlight=False)

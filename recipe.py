@@ -1,0 +1,318 @@
+"""The recipe: one YAML file, checked before any work starts.
+
+The folders below own their sections; this file composes them, owns the pipeline's own, and reads the YAML. What is
+wrong is said in one line each: `recipe.yaml: drafts.small.steps = -3: must be >= 1`.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from .data.capture_settings import CaptureSettings
+from .data.settings import MixSettings
+from .errors import MissingFileError, RecipeError
+from .eval.settings import ScoreSettings
+from .registry.settings import GateSettings, RegistrySettings
+from .specdec.settings import TargetSettings
+from .train.settings import DraftSettings
+
+M = TypeVar("M", bound=BaseModel)
+Schema = dict[str, Any]
+Keys = tuple[str | int, ...]
+
+_PATH_FORMATS = {"path", "file-path", "directory-path"}
+_ANY_KEY = "additionalProperties"
+_PATH_KEYS = {"path"}  # text that is a path whatever its type says
+_PLAIN = [
+    (re.compile(r"(Value|Assertion) error, "), ""),
+    (re.compile(r"Input should be a valid string"), "must be text"),
+    (re.compile(r"Input should be a valid integer.*"), "must be a whole number"),
+    (re.compile(r"Input should be a valid number.*"), "must be a number"),
+    (re.compile(r"Input should be a valid boolean.*"), "must be true or false"),
+    (re.compile(r"Input should be a valid (dictionary|mapping).*"), "must be a mapping of keys to values"),
+    (re.compile(r"Input should be a valid (list|tuple)"), "must be a list"),
+    (re.compile(r"Input is not a valid path.*"), "must be a path"),
+    (re.compile(r"Input should be "), "must be "),
+    (re.compile(r"\w+ should (have|match) "), r"must \1 "),
+    (re.compile(r"greater than or equal to"), ">="),
+    (re.compile(r"less than or equal to"), "<="),
+    (re.compile(r"greater than"), ">"),
+    (re.compile(r"less than"), "<"),
+]
+
+
+_NAME = r"^[a-z0-9][a-z0-9._-]*$"
+
+
+class RetrainSettings(BaseModel):
+    """What `draftforge retrain` does when the target has changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    warm_start: bool = True
+    """Start from the champion's weights where tokenizer and shapes allow it; false: always from the recipe's start."""
+    steps: int | None = Field(default=None, ge=1)
+    """Steps of a warm-started training; absent: the draft's own."""
+    lock_timeout_seconds: float = Field(default=0.0, ge=0)
+    """How long to wait for another retraining of the same work folder to end; 0: give up at once."""
+
+
+class Recipe(BaseModel):
+    """Everything that `draftforge distill` needs to know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    _base_dir: Path = PrivateAttr(default_factory=Path)
+
+    name: str = Field(pattern=_NAME, max_length=64)
+    """Name of the recipe: of its work folder and its runs."""
+    workdir: Path = Field(default=Path("runs"), json_schema_extra={"relative_to": "cwd"})
+    """Where everything is written, relative to the current folder; absent: runs/NAME."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of fresh weights, of the order of training data and of dropout."""
+    target: TargetSettings
+    """The model that is served."""
+    mix: MixSettings
+    """Which conversations it answers."""
+    capture: CaptureSettings = CaptureSettings()
+    """How it answers them, and what is kept."""
+    drafts: dict[Annotated[str, Field(pattern=_NAME, max_length=64)], DraftSettings] = Field(min_length=1)
+    """Drafts to train, by name."""
+    score: ScoreSettings = ScoreSettings()
+    """How checkpoints are scored."""
+    registry: RegistrySettings = RegistrySettings()
+    """Where runs and versions are kept."""
+    gate: GateSettings = GateSettings()
+    """What a candidate must show to become the champion."""
+    retrain: RetrainSettings = RetrainSettings()
+    """What happens when the target changes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _work_folder_of_its_own(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and isinstance(raw.get("name"), str) and raw.get("workdir") is None:
+            return {**raw, "workdir": f"runs/{raw['name']}"}
+        return raw
+
+    @property
+    def base_dir(self) -> Path:
+        """The recipe file's folder, absolute: what names without ./ (of local datasets) are relative to."""
+        return self._base_dir
+
+    def resolved(self) -> dict[str, Any]:
+        """The recipe with every default in place and every path absolute: JSON-able, and a valid recipe itself."""
+        return self.model_dump(mode="json")
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe. `overrides` are `section.key=value`, the value in YAML."""
+    recipe = read(Recipe, path, overrides)
+    recipe._base_dir = path.parent.resolve()
+    return recipe
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of recipes."""
+    return Recipe.model_json_schema()
+
+
+def read(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
+    """Read a YAML file and `section.key=value` overrides into a settings model.
+
+    Relative paths in the file are relative to the file, those in overrides to the current folder. Raises RecipeError,
+    with one line for each thing that is wrong, and MissingFileError.
+    """
+    schema = model.model_json_schema()
+    raw = _located(_read_yaml(path), [schema], schema, path.parent)
+    for override in overrides:
+        keys, value = _parse_override(override)
+        nodes = [schema]
+        for key in keys[:-1]:
+            nodes = _children(nodes, key, schema)
+        _assign(raw, keys, _located({keys[-1]: value}, nodes, schema, Path())[keys[-1]], override)
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        problems = [f"{path.name}: {line}" for line in _explain(error.errors(), raw, schema)]
+        raise RecipeError("\n".join(problems)) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with unique keys, and with 1e-4 read as the number that it is."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(problem=f"key {key.value} twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}:" if error.problem_mark else ""
+        raise RecipeError(f"{where}:{line} not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecipeError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not a readable text file ({error})") from None
+    raw = _parse_yaml(text, path.name)
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path.name}: must be a mapping of section names to settings")
+    return raw
+
+
+def _parse_override(override: str) -> tuple[Keys, Any]:
+    name, equals, value = override.partition("=")
+    if not equals or not all(name.split(".")):
+        raise RecipeError(f"override {override!r}: must be section.key=value")
+    keys = tuple(int(key) if key.isdigit() else key for key in name.split("."))
+    return keys, _parse_yaml(value, f"override {override!r}")
+
+
+def _assign(raw: dict[str, Any], keys: Keys, value: Any, override: str) -> None:
+    at: Any = raw
+    for key, after in zip(keys, (*keys[1:], None)):
+        if isinstance(at, list):
+            if not isinstance(key, int) or key >= len(at):
+                raise RecipeError(f"override {override!r}: {key} must be an index below {len(at)}")
+        elif not isinstance(at, dict):
+            raise RecipeError(f"override {override!r}: there is no section at {key}")
+        else:
+            key = str(key)
+        if after is None:
+            at[key] = value
+        else:
+            if isinstance(at, dict) and at.get(key) is None:
+                at[key] = {}
+            at = at[key]
+
+
+def _branches(node: Schema, root: Schema) -> list[Schema]:
+    """A schema node without references and unions: every plain node that it can be."""
+    if "$ref" in node:
+        return _branches(root["$defs"][node["$ref"].rpartition("/")[2]], root)
+    union = [*node.get("anyOf", ()), *node.get("oneOf", ()), *node.get("allOf", ())]
+    return [branch for member in union for branch in _branches(member, root)] if union else [node]
+
+
+def _children(nodes: Iterable[Schema], key: str | int, root: Schema) -> list[Schema]:
+    """The plain schema nodes under a key or list index; none where the key is unknown."""
+    found: list[Schema] = []
+    for node in (branch for parent in nodes for branch in _branches(parent, root)):
+        child = node.get("properties", {}).get(str(key)) or node.get("items" if isinstance(key, int) else _ANY_KEY)
+        named = [child] if isinstance(child, dict) else node.get("patternProperties", {}).values()
+        found += [branch for value in named for branch in _branches(value, root)]
+    return found
+
+
+def _located(value: Any, nodes: Iterable[Schema], root: Schema, base: Path) -> Any:
+    """A raw value with relative paths made absolute: fields of type Path, and text that begins with ./ ../ or ~/."""
+    nodes = list(nodes)
+    if isinstance(value, dict):
+        return {
+            key: _absolute(item, base)
+            if key in _PATH_KEYS and isinstance(item, str)
+            else _located(item, _children(nodes, key, root), root, base)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_located(item, _children(nodes, i, root), root, base) for i, item in enumerate(value)]
+    if not isinstance(value, str) or not value or any(node.get("relative_to") == "cwd" for node in nodes):
+        return value
+    texts = [node for node in nodes if node.get("type") == "string"]
+    is_path = bool(texts) and all(node.get("format") in _PATH_FORMATS for node in texts)
+    return _absolute(value, base) if is_path or value.startswith(("./", "../", "~/")) else value
+
+
+def _absolute(path: str, base: Path) -> str:
+    return str((base / Path(path).expanduser()).resolve())
+
+
+def _explain(errors: Iterable[ErrorDetails], raw: Any, schema: Schema) -> list[str]:
+    """One line an error, unknown keys first; a missing key whose misspelling was named is not named again."""
+    unknown: list[str] = []
+    other: dict[str, str] = {}
+    meant: set[str] = set()
+    for error in errors:
+        keys = _keys_of(error, raw)
+        dotted = ".".join(map(str, keys)) or "recipe"
+        if error["type"] == "extra_forbidden":
+            nearest = _nearest(keys, raw, schema)
+            meant.add(nearest)
+            unknown.append(f"{dotted}: unknown key; the nearest known one is {nearest}")
+        elif error["type"] == "missing":
+            other[dotted] = f"{dotted}: required"
+        else:
+            other.setdefault(dotted, f"{dotted}{_shown(error['input'])}: {_rule(error)}")
+    return [*dict.fromkeys(unknown), *(line for dotted, line in other.items() if dotted not in meant)]
+
+
+def _keys_of(error: ErrorDetails, raw: Any) -> Keys:
+    """The error's place as keys of the YAML file: pydantic also lists union tags and type names."""
+    keys: list[str | int] = []
+    at = raw
+    for i, part in enumerate(error["loc"]):
+        last = i == len(error["loc"]) - 1
+        is_index = isinstance(at, list) and isinstance(part, int) and part < len(at)
+        if is_index or (isinstance(at, dict) and part in at):
+            keys.append(part)
+            at = at[part]
+        elif last and error["type"] == "missing":
+            keys.append(part)
+    return tuple(keys)
+
+
+def _nearest(keys: Keys, raw: Any, schema: Schema) -> str:
+    """The known key that is spelled most like the unknown one, in the section that the file's own values choose."""
+    nodes, at = [schema], raw
+    for key in keys[:-1]:
+        nodes, at = _children(nodes, key, schema), at[key]
+    fields = [branch.get("properties", {}) for node in nodes for branch in _branches(node, schema)]
+    chosen = [
+        names for names in fields if all(at.get(k, v["const"]) == v["const"] for k, v in names.items() if "const" in v)
+    ]
+    known = sorted({name for names in chosen or fields for name in names})
+    close = difflib.get_close_matches(str(keys[-1]), known, n=1, cutoff=0.0)
+    return ".".join(map(str, (*keys[:-1], *close))) if close else "none: this section has no keys"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping | list | BaseModel):
+        return ""
+    text = str(value) if isinstance(value, int | float | str) and value != "" else repr(value)
+    return f" = {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def _rule(error: ErrorDetails) -> str:
+    if error["type"] == "union_tag_invalid":
+        return f"{error['ctx']['discriminator'].strip(chr(39))} must be one of {error['ctx']['expected_tags']}"
+    if error["type"] == "union_tag_not_found":
+        return f"{error['ctx']['discriminator'].strip(chr(39))} is required"
+    if isinstance(error["input"], float) and not math.isfinite(error["input"]):
+        return "must be finite"
+    message = error["msg"]
+    for pattern, plain in _PLAIN:
+        message = pattern.sub(plain, message)
+    return " ".join(message.split())

@@ -1,0 +1,203 @@
+"""The command line: what is parsed reaches the verbs, help is quick and complete, errors are one line."""
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import draftforge.pipeline
+from draftforge import __version__, cli
+from draftforge.errors import InputError, LockedError, TrainingDivergedError
+
+STAGES = ["distill", "mix", "capture", "train", "score"]
+VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "export", "generate", "doctor"]
+Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What reached the verbs; recipes are loaded as ("recipe", path, overrides)."""
+    made: Calls = []
+
+    def record(name: str) -> Callable[..., int]:
+        def verb(*args: Any, **options: Any) -> int:
+            made.append((name, args, options))
+            return 0
+
+        return verb
+
+    verbs = SimpleNamespace(**{name: record(name) for name in VERBS})
+    monkeypatch.setattr(draftforge.pipeline, "verbs", verbs, raising=False)
+    monkeypatch.setattr("draftforge.pipeline.doctor.doctor", record("doctor"))
+    monkeypatch.setattr(cli, "_load", lambda path, overrides: ("recipe", str(path), list(overrides or [])))
+    return made
+
+
+def run(*args: str) -> int:
+    """The exit code of a command line."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(args))
+    return int(ended.value.code or 0)
+
+
+def test_stages_get_the_recipe_with_its_overrides(calls: Calls) -> None:
+    for verb in ("distill", "mix", "capture", "promote", "rollback", "retrain"):
+        assert run(verb, "r.yaml", "seed=1", "drafts.a.steps=-3") == 0
+        assert calls.pop() == (verb, (("recipe", "r.yaml", ["seed=1", "drafts.a.steps=-3"]),), {})
+    for verb in ("train", "score"):
+        assert run(verb, "r.yaml", "--draft", "small", "seed=1") == 0
+        assert calls.pop() == (verb, (("recipe", "r.yaml", ["seed=1"]), "small"), {})
+
+
+def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe: tuple[str, str, list[str]] = ("recipe", "r.yaml", [])
+    assert run("export", "r.yaml", "out", "--draft", "eagle") == 0
+    assert calls.pop() == ("export", (recipe, Path("out"), "eagle"), {})
+    assert (
+        run("generate", "r.yaml", "Hello you", "-k", "3", "-n", "9", "-t", "0.8", "--rule", "block", "--seed", "4") == 0
+    )
+    options = {"draft": None, "rule": "block", "draft_tokens": 3, "max_new_tokens": 9, "temperature": 0.8, "seed": 4}
+    assert calls.pop() == ("generate", (recipe, "Hello you"), options)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(read=lambda: "from a pipe"))
+    assert run("generate", "r.yaml", "-") == 0
+    assert calls.pop()[1] == (recipe, "from a pipe")
+    assert run("fetch", "out", "--target", "owner/model", "--workdir", "w") == 0
+    options = {"target": "owner/model", "model": "draftforge", "tracking_uri": None, "alias": "champion"}
+    assert calls.pop() == ("fetch", (Path("out"),), {**options, "workdir": Path("w")})
+
+
+def examples() -> list[str]:
+    commands = [*cli.app.registered_commands, *cli.recipe_app.registered_commands]
+    found = [
+        re.findall(r"(?:draftforge|draftforge\.cli) (.*)", command.callback.__doc__ or "")
+        for command in commands
+        if command.callback
+    ]
+    assert all(found), "every verb has an example in its help"
+    return [line for lines in found for line in lines]
+
+
+@pytest.mark.parametrize("example", examples())
+def test_examples_in_the_help_are_command_lines(calls: Calls, example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_load", lambda path, overrides: SimpleNamespace(resolved=dict))
+    assert run(*shlex.split(example.partition(" >")[0])) == 0
+    assert len(calls) == (0 if example.startswith("recipe") else 1)
+
+
+def test_every_verb_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    shown = capsys.readouterr().out
+    assert not [verb for verb in [*VERBS, "recipe"] if f" {verb} " not in shown]
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from draftforge import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'mlflow', 'datasets', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    assert time.monotonic() - start < 3  # 0.2 s on an idle machine
+
+
+def test_version_and_module_entry() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "draftforge.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"draftforge {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (InputError("log.jsonl:3: not JSON"), 2, "error: log.jsonl:3: not JSON\n"),
+        (TrainingDivergedError("step 3: loss is nan"), 3, "error: step 3: loss is nan\n"),
+        (LockedError("runs: locked"), 4, "error: runs: locked\n"),
+        (KeyboardInterrupt(), 130, None),
+        (MemoryError(), 1, "error: MemoryError (out of memory: lower batch sizes"),
+        (KeyError("x"), 1, "error: KeyError: 'x' (unexpected; DRAFTFORGE_DEBUG=1"),
+        (RuntimeError("two\nlines"), 1, "error: RuntimeError: two lines (unexpected"),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(
+    calls: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    line: str | None,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "_load", fail)
+    assert run("distill", "r.yaml") == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    if line is not None:
+        assert shown.err.startswith(line) and shown.err.count("\n") == 1
+
+
+def test_debug_shows_where(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(cli, "_load", fail)
+    for args, debug in ((["--debug"], ""), ([], "1")):
+        monkeypatch.setenv("DRAFTFORGE_DEBUG", debug)
+        with pytest.raises(KeyError):
+            cli.main([*args, "distill", "r.yaml"])
+
+
+def test_other_ranks_say_who_they_are(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise InputError("bad")
+
+    monkeypatch.setattr(cli, "_load", fail)
+    monkeypatch.setenv("RANK", "1")
+    assert run("distill", "r.yaml") == 2
+    assert capsys.readouterr().err == "error (rank 1): bad\n"
+
+
+def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("distil") == 2
+    assert "distill" in capsys.readouterr().err
+    assert run("generate", "r.yaml", "x", "-k", "0") == 2
+    assert run("fetch", "out") == 2
+
+
+def test_recipe_verbs_print_results_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "{name: r, target: {model: a/b}, mix: {sources: [{kind: prompts, path: p}]},"
+        " drafts: {s: {family: small, layers: 2}}}"
+    )
+    assert run("recipe", "show", str(recipe), "drafts.s.steps=77") == 0
+    assert "    steps: 77\n" in capsys.readouterr().out
+    assert run("recipe", "schema") == 0
+    assert '"RetrainSettings"' in capsys.readouterr().out
+    assert run("recipe", "show", str(recipe), "drafts.s.stpes=77") == 2
+    said = capsys.readouterr().err
+    assert said == "error: r.yaml: drafts.s.stpes: unknown key; the nearest known one is drafts.s.steps\n"
+    assert run("recipe", "show", str(tmp_path / "none.yaml")) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none.yaml'}: no such file\n"
+
+
+def test_shell_completion_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {"_DRAFTFORGE_COMPLETE": "complete_bash", "COMP_WORDS": "draftforge dis", "COMP_CWORD": "1"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run([sys.executable, "-m", "draftforge.cli"], capture_output=True, text=True, check=False)
+    assert "distill" in done.stdout.split()

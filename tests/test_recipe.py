@@ -1,0 +1,255 @@
+"""Recipes: paths, overrides, and one exact line for everything that can be wrong in one."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from draftforge import recipe
+from draftforge.errors import MissingFileError, RecipeError
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class FileSource(Strict):
+    kind: Literal["file"]
+    path: Path
+
+
+class HubSource(Strict):
+    kind: Literal["hub"]
+    dataset: str
+    split: str = "train"
+
+
+class Mix(Strict):
+    sources: list[Annotated[FileSource | HubSource, Field(discriminator="kind")]] = []
+    weights: dict[str, float] = {}
+
+
+class Train(Strict):
+    steps: int = Field(default=10, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    warm: int = 0
+    init_from: Path | None = None
+
+    @field_validator("init_from")
+    @classmethod
+    def _exists(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_dir():
+            raise ValueError("must be a folder that exists")
+        return value
+
+    @model_validator(mode="after")
+    def _warm_within_steps(self) -> "Train":
+        if self.warm > self.steps:
+            raise ValueError(f"warm = {self.warm} must be <= steps = {self.steps}")
+        return self
+
+
+class Small(Strict):
+    name: str
+    target: str = "owner/model"
+    workdir: Path = Field(default=Path("runs"), json_schema_extra={"relative_to": "cwd"})
+    mix: Mix = Mix()
+    drafts: dict[str, Train] = {}
+    train: Train | None = None
+
+
+def read(folder: Path, text: str, *overrides: str) -> Small:
+    (folder / "recipe.yaml").write_text("name: n\n" + text)
+    return recipe.read(Small, folder / "recipe.yaml", overrides)
+
+
+def lines(folder: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as raised:
+        read(folder, text, *overrides)
+    return str(raised.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("train: {stesp: 3}", "train.stesp: unknown key; the nearest known one is train.steps"),
+        ("trian: {steps: 3}", "trian: unknown key; the nearest known one is train"),
+        ("drafts: {a: {step: 3}}", "drafts.a.step: unknown key; the nearest known one is drafts.a.steps"),
+        (
+            "mix: {sources: [{kind: hub, dataste: x}]}",
+            "mix.sources.0.dataste: unknown key; the nearest known one is mix.sources.0.dataset",
+        ),
+        ("mix: {sources: [{kind: hub}]}", "mix.sources.0.dataset: required"),
+        ("mix: {sources: [{kind: hbu}]}", "mix.sources.0: kind must be one of 'file', 'hub'"),
+        ("mix: {sources: [{path: x}]}", "mix.sources.0: kind is required"),
+        ("mix: {sources: 3}", "mix.sources = 3: must be a list"),
+        ("mix: {weights: {chat: much}}", "mix.weights.chat = much: must be a number"),
+        ("mix: 3", "mix = 3: must be a mapping of keys to values"),
+        ("train: {steps: -3}", "train.steps = -3: must be >= 1"),
+        ("train: {steps: 2.5}", "train.steps = 2.5: must be a whole number"),
+        ("train: {steps: many}", "train.steps = many: must be a whole number"),
+        ("train: {learning_rate: 0}", "train.learning_rate = 0: must be > 0"),
+        ("train: {learning_rate: .nan}", "train.learning_rate = nan: must be finite"),
+        ("train: {precision: fp8}", "train.precision = fp8: must be 'fp32' or 'bf16'"),
+        ("train: {warm: 30, steps: 20}", "train: warm = 30 must be <= steps = 20"),
+        ("target: 3", "target = 3: must be text"),
+    ],
+)
+def test_one_line_for_one_mistake(tmp_path: Path, text: str, line: str) -> None:
+    assert lines(tmp_path, text) == [f"recipe.yaml: {line}"]
+
+
+def test_every_mistake_has_its_line(tmp_path: Path) -> None:
+    assert lines(tmp_path, "train: {steps: 0, wram: 1}\ndrafts: {b: {steps: x}}") == [
+        "recipe.yaml: train.wram: unknown key; the nearest known one is train.warm",
+        "recipe.yaml: drafts.b.steps = x: must be a whole number",
+        "recipe.yaml: train.steps = 0: must be >= 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("train: [", "recipe.yaml: line 3: not valid YAML: expected the node content, but found '<stream end>'"),
+        ("train: {}\ntrain: {}", "recipe.yaml: line 3: not valid YAML: key train twice"),
+        ("train: {steps: 1, steps: 2}", "recipe.yaml: line 2: not valid YAML: key steps twice"),
+        ("train: !!python/name:os.system", "recipe.yaml: line 2: not valid YAML: could not determine a constructor"),
+    ],
+)
+def test_yaml_mistakes_name_the_line(tmp_path: Path, text: str, line: str) -> None:
+    assert lines(tmp_path, text + "\n")[0].startswith(line)
+
+
+def test_a_file_that_is_no_mapping_or_not_there(tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(RecipeError, match=r"^list.yaml: must be a mapping of section names to settings$"):
+        recipe.read(Small, tmp_path / "list.yaml")
+    with pytest.raises(MissingFileError, match=r"none.yaml: no such file$"):
+        recipe.read(Small, tmp_path / "none.yaml")
+    with pytest.raises(RecipeError, match="not a readable text file"):
+        recipe.read(Small, tmp_path)
+
+
+def test_overrides_are_yaml_and_reach_sections_mappings_and_lists(tmp_path: Path) -> None:
+    text = "mix: {sources: [{kind: hub, dataset: d}]}"
+    overrides = ["train.steps=7", "drafts.a.learning_rate=1e-4", "mix.sources.0.split=test", "mix.weights={a: 1}"]
+    settings = read(tmp_path, text, *overrides, "train.init_from=null", "target='3'")
+    assert settings.train == Train(steps=7)
+    assert settings.drafts == {"a": Train(learning_rate=1e-4)}
+    assert settings.mix.sources == [HubSource(kind="hub", dataset="d", split="test")]
+    assert settings.mix.weights == {"a": 1.0}
+    assert settings.target == "3"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("train", "override 'train': must be section.key=value"),
+        ("train..steps=3", "override 'train..steps=3': must be section.key=value"),
+        ("train.steps=[", "override 'train.steps=[': line 1: not valid YAML: expected the node content"),
+        ("name.first=3", "override 'name.first=3': there is no section at first"),
+        ("mix.sources.1.kind=hub", "override 'mix.sources.1.kind=hub': 1 must be an index below 1"),
+        ("train.stesp=3", "recipe.yaml: train.stesp: unknown key; the nearest known one is train.steps"),
+    ],
+)
+def test_override_mistakes(tmp_path: Path, override: str, line: str) -> None:
+    assert lines(tmp_path, "mix: {sources: [{kind: hub, dataset: d}]}", override)[0].startswith(line)
+
+
+def test_paths_are_relative_to_the_recipe_and_in_overrides_to_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = "target: ../model\nmix: {sources: [{kind: file, path: log.jsonl}]}\ntrain: {init_from: ./here}\n"
+    settings = read(tmp_path, text, "drafts.a.init_from=../here")
+    assert settings.target == str(tmp_path.parent / "model")
+    assert settings.mix.sources == [FileSource(kind="file", path=tmp_path / "log.jsonl")]
+    assert settings.train is not None and settings.train.init_from == tmp_path / "here"
+    assert settings.drafts["a"].init_from == tmp_path / "here"
+    assert settings.workdir == Path("runs")
+    assert read(tmp_path, "target: owner/model").target == "owner/model"
+    assert read(tmp_path, "workdir: out/x").workdir == Path("out/x")
+
+
+def test_a_missing_path_is_shown_as_it_was_looked_for(tmp_path: Path) -> None:
+    assert lines(tmp_path, "train: {init_from: nowhere}") == [
+        f"recipe.yaml: train.init_from = {tmp_path / 'nowhere'}: must be a folder that exists"
+    ]
+
+
+RECIPE = """\
+name: demo
+target: {model: ../model}
+mix: {sources: [{kind: turns, path: demo/prompts.jsonl}]}
+drafts:
+  small: {family: small, layers: 6, steps: 60}
+  eagle: {family: eagle3, steps: 40, draft_vocabulary: 8000}
+"""
+
+
+def write(folder: Path, text: str = RECIPE) -> Path:
+    (folder / "demo.yaml").write_text(text)
+    return folder / "demo.yaml"
+
+
+def test_a_small_recipe_gets_every_default(tmp_path: Path) -> None:
+    loaded = recipe.load_recipe(write(tmp_path), ["drafts.small.steps=20", "retrain.steps=5"])
+    assert loaded.workdir == Path("runs/demo")
+    assert loaded.base_dir == tmp_path
+    assert loaded.target.model == str(tmp_path.parent / "model")
+    assert loaded.mix.sources[0].kind == "turns" and loaded.mix.sources[0].path == str(tmp_path / "demo/prompts.jsonl")
+    assert loaded.drafts["small"].steps == 20
+    assert loaded.drafts["eagle"].family == "eagle3"
+    assert loaded.retrain.steps == 5 and loaded.retrain.warm_start
+
+
+def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
+    loaded = recipe.load_recipe(write(tmp_path))
+    other = tmp_path / "other"
+    other.mkdir()
+    again = recipe.load_recipe(write(other, yaml.safe_dump(loaded.resolved())))
+    assert again.resolved() == loaded.resolved()
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("drafts={}", "demo.yaml: drafts: must have at least 1 item"),
+        ("drafts.small.stesp=1", "drafts.small.stesp: unknown key; the nearest known one is drafts.small.steps"),
+        (
+            "drafts.small.steps_ahaed=1",
+            "drafts.small.steps_ahaed: unknown key; the nearest known one is drafts.small.steps",
+        ),
+        ("drafts.eagle.steps_ahaed=1", "steps_ahaed: unknown key; the nearest known one is drafts.eagle.steps_ahead"),
+        ("drafts.small.family=tiny", "drafts.small: family must be one of 'small', 'eagle3'"),
+        ("drafts.Small={family: small, layers: 2}", "demo.yaml: drafts.Small"),
+        ("mix.sources=[]", "mix.sources: must have at least 1 item"),
+        ("target.model=", "target.model = None: must be text"),
+        ("score.draft_tokens=[0]", "score.draft_tokens: [0]: every K must be at least 1"),
+        ("gate.confidence=2", "gate.confidence = 2: must be < 1"),
+        ("name=A b", "name = A b: must match pattern"),
+    ],
+)
+def test_mistakes_in_real_sections(tmp_path: Path, override: str, line: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        recipe.load_recipe(write(tmp_path), [override])
+    (said,) = str(raised.value).splitlines()
+    assert line in said
+
+
+def test_the_schema_describes_its_keys() -> None:
+    schema = recipe.schema()
+    assert set(schema["required"]) == {"name", "target", "mix", "drafts"}
+    assert schema["properties"]["workdir"]["description"].startswith("Where everything is written")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(recipe.__file__).parent / "configs").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_every_shipped_recipe_loads(path: Path) -> None:
+    assert recipe.load_recipe(path).drafts
