@@ -221,11 +221,8 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
     [
         ("drafts={}", "demo.yaml: drafts: must have at least 1 item"),
         ("drafts.small.stesp=1", "drafts.small.stesp: unknown key; the nearest known one is drafts.small.steps"),
-        (
-            "drafts.small.steps_ahaed=1",
-            "drafts.small.steps_ahaed: unknown key; the nearest known one is drafts.small.steps",
-        ),
-        ("drafts.eagle.steps_ahaed=1", "steps_ahaed: unknown key; the nearest known one is drafts.eagle.steps_ahead"),
+        ("drafts.small.lyers=1", "drafts.small.lyers: unknown key; the nearest known one is drafts.small.layers"),
+        ("drafts.eagle.lyers=1", "drafts.eagle.lyers: unknown key; the nearest known one is drafts.eagle.aux_layers"),
         ("drafts.small.family=tiny", "drafts.small: family must be one of 'small', 'eagle3'"),
         ("drafts.Small={family: small, layers: 2}", "demo.yaml: drafts.Small"),
         ("mix.sources=[]", "mix.sources: must have at least 1 item"),
