@@ -1,0 +1,214 @@
+"""Which samples make up each training step, and how they become tensors.
+
+The samples of a step follow from the samples, the seed and the size alone; ranks and accumulation only deal them out.
+
+Shapes: B rows, T tokens (padded on the right), N supervised tokens of the batch, k top ids, M tail draws.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import fingerprint
+from ..errors import InputError
+from .signals import Signals
+
+WINDOW_STEPS = 16
+"""Samples are sorted by length among this many steps' worth of a shuffled epoch: less padding, still well mixed."""
+
+_PADDING_ID = 0  # always a valid id, and never seen by a loss; many tokenizers have no pad token
+_EMPTY_LENGTH = 8
+
+
+class Tokens(Protocol):
+    """What batching needs to know of a sample."""
+
+    @property
+    def prompt_ids(self) -> list[int]: ...
+    @property
+    def answer_ids(self) -> list[int]: ...
+
+
+class Position(NamedTuple):
+    """A place in the endless stream of steps; small enough for any JSON file."""
+
+    epoch: int = 0
+    step: int = 0
+
+
+class Step(NamedTuple):
+    """One optimizer step, as one rank sees it."""
+
+    micro_batches: list[list[int]]
+    """Sample indexes of each of this rank's micro-batches; as many on every rank, some perhaps empty."""
+    samples: list[int]
+    """Sample indexes of the whole step, over all ranks."""
+    supervised: int
+    """Supervised tokens of the whole step: what the loss is divided by."""
+    tokens: int
+    """Tokens of the whole step, prompts included, padding not."""
+    after: Position
+    """Where to resume once this step is done."""
+
+
+class BatchPlan:
+    """A deterministic, endless stream of steps of about `tokens_per_step` tokens each.
+
+    Every epoch visits each sample once, in an order seeded by (seed, epoch).
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Tokens],
+        tokens_per_step: int,
+        seed: int,
+        world_size: int = 1,
+        rank: int = 0,
+        accumulation: int = 1,
+    ) -> None:
+        if not samples:
+            raise InputError("training samples: 0, must be at least 1")
+        if tokens_per_step < 1 or world_size < 1 or accumulation < 1 or not 0 <= rank < world_size:
+            raise ValueError(f"{tokens_per_step=} {world_size=} {rank=} {accumulation=}")
+        self._answers = np.array([len(sample.answer_ids) for sample in samples])
+        self._lengths = self._answers + np.array([len(sample.prompt_ids) for sample in samples])
+        self._tokens_per_step, self._seed = tokens_per_step, seed
+        self._world_size, self._rank, self._accumulation = world_size, rank, accumulation
+
+    def steps(self, start: Position | Sequence[int] = Position()) -> Iterator[Step]:  # noqa: B008 - immutable
+        """Steps from `start` on, without end."""
+        epoch, index = start
+        while True:
+            groups = self._groups(epoch)
+            for at in range(index, len(groups)):
+                after = Position(epoch, at + 1) if at + 1 < len(groups) else Position(epoch + 1, 0)
+                yield self._step(groups[at], after)
+            epoch, index = epoch + 1, 0
+
+    def steps_per_epoch(self, epoch: int = 0) -> int:
+        """Steps of one epoch."""
+        return len(self._groups(epoch))
+
+    def padding_share(self, epoch: int = 0) -> float:
+        """Share of padding in the tensors of one epoch, over all ranks."""
+        parts = [self._lengths[part] for group in self._groups(epoch) for part in self._deal(group) if len(part)]
+        padded = sum(len(part) * int(part.max()) for part in parts)
+        return 1.0 - int(self._lengths.sum()) / padded
+
+    def _groups(self, epoch: int) -> list[np.ndarray]:
+        """The epoch's steps: shuffle, sort by length inside windows, cut, and shuffle the cuts."""
+        order_rng = np.random.default_rng(int(fingerprint.of_json(["batches", self._seed, epoch])[:16], 16))
+        order = order_rng.permutation(len(self._lengths))
+        steps = max(1, round(int(self._lengths.sum()) / self._tokens_per_step))
+        groups: list[np.ndarray] = []
+        for window in _cut(order, self._lengths, -(-steps // WINDOW_STEPS)):
+            by_length = window[np.argsort(self._lengths[window], kind="stable")]
+            share = max(1, round(int(self._lengths[window].sum()) / self._tokens_per_step))
+            groups += [group for group in _cut(by_length, self._lengths, share) if len(group)]
+        return [groups[at] for at in order_rng.permutation(len(groups))]
+
+    def _deal(self, group: np.ndarray) -> list[np.ndarray]:
+        """Micro-batches of one step, alike in tokens; part i goes to rank i % world_size, so ranks finish together."""
+        return _cut(group, self._lengths, self._world_size * self._accumulation)
+
+    def _step(self, group: np.ndarray, after: Position) -> Step:
+        mine = self._deal(group)[self._rank :: self._world_size]
+        return Step(
+            micro_batches=[part.tolist() for part in mine],
+            samples=group.tolist(),
+            supervised=int(self._answers[group].sum()),
+            tokens=int(self._lengths[group].sum()),
+            after=after,
+        )
+
+
+def _cut(order: np.ndarray, lengths: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Cut an order of samples into `parts` runs of about equal tokens; a run may be empty."""
+    ordered = lengths[order]
+    middle = np.cumsum(ordered) - ordered / 2
+    part = np.minimum((middle * parts / max(1, int(ordered.sum()))).astype(np.int64), parts - 1)
+    return np.split(order, np.searchsorted(part, np.arange(1, parts)))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. Signal i of a sample belongs to its answer token i, predicted at len(prompt) - 1 + i."""
+
+    ids_BT: Tensor
+    """int64, padded on the right with a valid id that means nothing."""
+    lengths_B: Tensor
+    """int64: tokens of each row without padding."""
+    predict_mask_BT: Tensor
+    """True at t where token t+1 is an answer token: row t is trained to predict ids[t+1]."""
+    positions_N: Tensor
+    """int64: b * T + t of every True of the mask, in order; entry i goes with entry i of the signals."""
+    offsets: list[int]
+    """B + 1 numbers: row b owns positions and signals offsets[b]:offsets[b+1]."""
+    signals: Signals | None
+    """Teacher signals of the N supervised tokens, where stored ones were given."""
+    empty: bool = False
+    """True: one row with nothing supervised, so that every rank runs the same collectives."""
+
+    @property
+    def supervised(self) -> int:
+        """Supervised tokens."""
+        return self.offsets[-1]
+
+    @property
+    def padding_share(self) -> float:
+        """Share of padding in ids_BT."""
+        return 1.0 - int(self.lengths_B.sum()) / self.ids_BT.numel()
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on another device."""
+        signals = self.signals and Signals(*(tensor.to(device) for tensor in self.signals))
+        return replace(
+            self,
+            ids_BT=self.ids_BT.to(device),
+            lengths_B=self.lengths_B.to(device),
+            predict_mask_BT=self.predict_mask_BT.to(device),
+            positions_N=self.positions_N.to(device),
+            signals=signals,
+        )
+
+
+def collate(samples: Sequence[Tokens], signals: Sequence[Signals] | None = None) -> Batch:
+    """Pad samples into one batch; with their stored signals, these are joined in the same order."""
+    if not samples:
+        return _empty_batch()
+    if signals is not None and len(signals) != len(samples):
+        raise ValueError(f"{len(signals)} signals for {len(samples)} samples")
+    rows = [sample.prompt_ids + sample.answer_ids for sample in samples]
+    lengths = [len(row) for row in rows]
+    ids_BT = torch.full((len(rows), max(lengths)), _PADDING_ID)
+    mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+    offsets = [0]
+    for index, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+        ids_BT[index, : len(row)] = torch.tensor(row)
+        mask_BT[index, len(sample.prompt_ids) - 1 : len(row) - 1] = True
+        offsets.append(offsets[-1] + len(sample.answer_ids))
+    return Batch(
+        ids_BT=ids_BT,
+        lengths_B=torch.tensor(lengths),
+        predict_mask_BT=mask_BT,
+        positions_N=mask_BT.flatten().nonzero()[:, 0],
+        offsets=offsets,
+        signals=None if signals is None else Signals(*(torch.cat(parts) for parts in zip(*signals, strict=True))),
+    )
+
+
+def _empty_batch() -> Batch:
+    ids_BT = torch.full((1, _EMPTY_LENGTH), _PADDING_ID)
+    return Batch(
+        ids_BT=ids_BT,
+        lengths_B=torch.tensor([_EMPTY_LENGTH]),
+        predict_mask_BT=torch.zeros_like(ids_BT, dtype=torch.bool),
+        positions_N=torch.zeros(0, dtype=torch.int64),
+        offsets=[0, 0],
+        signals=None,
+        empty=True,
+    )

@@ -1,0 +1,225 @@
+"""A capture on disk: safetensors shards of flat, concatenated tensors, and a manifest that is written last.
+
+    header.json                 what it is made from: target, tokenizer, template, settings, mix
+    shards/00000-train.safetensors   ids, offsets, signals; the samples' records as JSON in the metadata
+    shards/00000-train.json          size, sha256 and counts of that shard; a shard without it does not count
+    manifest.json               header + all shards + totals; present once everything is
+
+Train shards carry signals; selection and holdout carry ids and logp.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .. import fingerprint, storage
+from ..errors import CorruptDataError, InputError, MissingFileError, StaleInputError
+from ..progress import track
+from ..specdec.sampling import SamplingSettings
+from ..specdec.targets import Target
+from .conversation import Split
+from .signals import Signals
+
+FORMAT = 1
+HEADER, MANIFEST, SHARDS = "header.json", "manifest.json", "shards"
+
+_OPEN_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answered assistant turn."""
+
+    id: str
+    """conversation/turn/sampling key"""
+    conversation: str
+    turn: int
+    cluster: str
+    domain: str
+    split: Split
+    sampling: SamplingSettings
+    max_new_tokens: int
+    finish: Literal["stop", "length"]
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    """The stop token included."""
+
+
+class _Place(NamedTuple):
+    path: Path
+    start: int
+    end: int
+
+
+def write_shard(folder: Path, name: str, samples: Sequence[Sample], columns: Mapping[str, Tensor]) -> Path:
+    """Write one shard atomically. `columns`: the signals of all answer tokens in order, named as in Signals."""
+    tensors = dict(columns)
+    for key in ("prompt", "answer"):
+        ids = [getattr(sample, f"{key}_ids") for sample in samples]
+        tensors[f"{key}_ids"] = torch.tensor([token for row in ids for token in row], dtype=torch.int32)
+        tensors[f"{key}_offsets"] = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    if any(len(column) != len(tensors["answer_ids"]) for column in columns.values()):
+        raise ValueError(f"{name}: signals of another number of tokens than {len(tensors['answer_ids'])}")
+    metadata = {"records": json.dumps([_record(sample) for sample in samples])}  # two keys would come in random order
+    path = shard_path(folder, name)
+    storage.write_bytes(path, safetensors.torch.save(tensors, metadata))
+    return path
+
+
+def shard_path(folder: Path, name: str) -> Path:
+    """Where a shard's tensors lie."""
+    return storage.inside(folder, f"{SHARDS}/{name}.safetensors")
+
+
+def check_shard(folder: Path, record: dict[str, Any], content: bool = True) -> None:
+    """Compare a shard's size and sha256 with its record. Raises CorruptDataError naming the file."""
+    path = shard_path(folder, record["name"])
+    cure = "delete it and run the capture again"
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such file; run the capture again")
+    if path.stat().st_size != record["bytes"]:
+        raise CorruptDataError(f"{path}: {path.stat().st_size} bytes, {record['bytes']} recorded; {cure}")
+    if content and fingerprint.of_file(path) != record["sha256"]:
+        raise CorruptDataError(f"{path}: sha256 is not the recorded {fingerprint.short(record['sha256'])}; {cure}")
+
+
+def _record(sample: Sample) -> dict[str, Any]:
+    names = ("id", "conversation", "turn", "cluster", "domain", "split", "max_new_tokens", "finish")
+    return {**{name: getattr(sample, name) for name in names}, "sampling": sample.sampling.model_dump()}
+
+
+class Capture:
+    """A complete capture, read lazily: shards stay on disk and are memory-mapped."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._samples: dict[str, list[Sample]] = {}
+        self._places: dict[str, _Place] = {}
+        self._files: dict[Path, Any] = {}
+
+    @classmethod
+    def open(cls, folder: Path, verify: bool = True) -> "Capture":
+        """Open a finished capture. `verify` reads every shard once and compares its sha256; sizes are always compared.
+
+        Raises MissingFileError or CorruptDataError, naming the file.
+        """
+        if not (folder / MANIFEST).is_file():
+            state = "the capture is not finished; run it again" if (folder / HEADER).is_file() else "not a capture"
+            raise MissingFileError(f"{folder / MANIFEST}: no such file; {state}")
+        manifest = storage.read_json(folder / MANIFEST)
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "shards" not in manifest:
+            raise CorruptDataError(f"{folder / MANIFEST}: not a capture manifest of format {FORMAT}")
+        shards: Iterable[dict[str, Any]] = manifest["shards"]
+        for record in track(manifest["shards"], "Verifying capture", unit="shards") if verify else shards:
+            check_shard(folder, record, content=verify)
+        return cls(folder, manifest)
+
+    @property
+    def target_fingerprint(self) -> str:
+        """The target that answered."""
+        return str(self.manifest["target"])
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """The tokenizer that the ids belong to."""
+        return str(self.manifest["tokenizer"])
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the target's logits."""
+        return int(self.manifest["vocab_size"])
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset(self.manifest["stop_ids"])
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokenizer's special tokens."""
+        return frozenset(self.manifest["special_ids"])
+
+    def check_target(self, target: Target) -> None:
+        """Raise StaleInputError unless `target` is the one that answered."""
+        if target.fingerprint != self.target_fingerprint:
+            raise StaleInputError(
+                f"{self.folder}: captured from target {fingerprint.short(self.target_fingerprint)}, "
+                f"but the target given is {fingerprint.short(target.fingerprint)}; capture again"
+            )
+
+    def samples(self, split: Split) -> list[Sample]:
+        """All samples of a split, shard by shard, in a fixed order."""
+        if split not in self._samples:
+            shards = [record for record in self.manifest["shards"] if record["split"] == split]
+            self._samples[split] = [sample for record in shards for sample in self._read(record["name"])]
+        return self._samples[split]
+
+    def logp(self, sample: Sample) -> Tensor:
+        """Raw log p of each answer token, fp32."""
+        return self._slice(sample, ("logp_n",))[0]
+
+    def signals(self, sample: Sample) -> Signals:
+        """The teacher signals of a train sample, log-probs in fp32."""
+        if sample.split != "train":
+            raise InputError(f"{sample.id}: the {sample.split} split stores ids and logp only, no signals")
+        return Signals(*self._slice(sample, Signals._fields))
+
+    def _slice(self, sample: Sample, names: Sequence[str]) -> list[Tensor]:
+        if sample.id not in self._places:
+            self.samples(sample.split)
+        place = self._places[sample.id]
+        with _naming(place.path):
+            file = self._file(place.path)
+            parts = [file.get_slice(name)[place.start : place.end] for name in names]
+        return [part.float() if part.is_floating_point() else part for part in parts]
+
+    def _read(self, name: str) -> list[Sample]:
+        path = shard_path(self.folder, name)
+        with _naming(path):
+            file = self._file(path)
+            records = json.loads(file.metadata()["records"])
+            prompts, answers = _rows(file, "prompt"), _rows(file, "answer")
+            ends = file.get_tensor("answer_offsets").tolist()
+            samples = [
+                Sample(
+                    **{**record, "sampling": SamplingSettings(**record["sampling"])},
+                    prompt_ids=prompt,
+                    answer_ids=answer,
+                )
+                for record, prompt, answer in zip(records, prompts, answers, strict=True)
+            ]
+        self._places |= {s.id: _Place(path, ends[i], ends[i + 1]) for i, s in enumerate(samples)}
+        return samples
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._files:
+            if len(self._files) >= _OPEN_FILES:
+                self._files.clear()
+            self._files[path] = safe_open(path, framework="pt")
+        return self._files[path]
+
+
+def _rows(file: Any, key: str) -> list[list[int]]:
+    ids, offsets = file.get_tensor(f"{key}_ids").tolist(), file.get_tensor(f"{key}_offsets").tolist()
+    return [ids[start:end] for start, end in itertools.pairwise(offsets)]
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of an unreadable shard name its file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: no such file; run the capture again") from None
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CorruptDataError(f"{path}: unreadable ({error}); delete it and run the capture again") from None

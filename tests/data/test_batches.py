@@ -1,0 +1,131 @@
+"""Batching: the same steps for every split over ranks, exact resumption, and tensors that line up with signals."""
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftforge.data.batches import BatchPlan, Position, Step, collate
+from draftforge.data.signals import Signals
+from draftforge.errors import InputError
+
+
+@dataclass
+class Tokens:
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+def make_samples(lengths: list[tuple[int, int]]) -> list[Tokens]:
+    return [
+        Tokens(list(range(1, prompt + 1)), [100 * number + i for i in range(answer)])
+        for number, (prompt, answer) in enumerate(lengths, start=1)
+    ]
+
+
+def take(plan: BatchPlan, count: int, start: Position = Position()) -> list[Step]:  # noqa: B008 - immutable
+    return list(itertools.islice(plan.steps(start), count))
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=60)
+
+
+@given(LENGTHS, st.integers(1, 400), st.integers(0, 3), st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_the_step_is_the_same_for_every_split(
+    lengths: list[tuple[int, int]], tokens: int, seed: int, world_size: int, accumulation: int
+) -> None:
+    samples = make_samples(lengths)
+    alone = take(BatchPlan(samples, tokens, seed), 12)
+    plans = [BatchPlan(samples, tokens, seed, world_size, rank, accumulation) for rank in range(world_size)]
+    for whole, *parts in zip(alone, *(take(plan, 12) for plan in plans), strict=True):
+        assert all(part._replace(micro_batches=[]) == whole._replace(micro_batches=[]) for part in parts)
+        assert all(len(part.micro_batches) == accumulation for part in parts)
+        dealt = [index for part in parts for micro in part.micro_batches for index in micro]
+        assert Counter(dealt) == Counter(whole.samples)
+        assert whole.supervised == sum(len(samples[index].answer_ids) for index in whole.samples)
+
+
+@given(LENGTHS, st.integers(1, 400), st.integers(0, 3))
+@settings(max_examples=80, deadline=None)
+def test_every_epoch_visits_each_sample_once(lengths: list[tuple[int, int]], tokens: int, seed: int) -> None:
+    samples = make_samples(lengths)
+    plan = BatchPlan(samples, tokens, seed)
+    steps = take(plan, plan.steps_per_epoch(0) + plan.steps_per_epoch(1))
+    first, second = steps[: plan.steps_per_epoch(0)], steps[plan.steps_per_epoch(0) :]
+    for epoch in (first, second):
+        assert all(step.samples for step in epoch)
+        assert sorted(index for step in epoch for index in step.samples) == list(range(len(samples)))
+
+
+@given(LENGTHS, st.integers(1, 400), st.integers(0, 30))
+@settings(max_examples=80, deadline=None)
+def test_resumes_exactly_from_a_position_kept_as_json(lengths: list[tuple[int, int]], tokens: int, stop: int) -> None:
+    samples = make_samples(lengths)
+    steps = take(BatchPlan(samples, tokens, 7), stop + 10)
+    start = Position() if stop == 0 else Position(*json.loads(json.dumps(steps[stop - 1].after)))
+    assert take(BatchPlan(samples, tokens, 7), 10, start) == steps[stop:]
+
+
+def test_steps_are_near_the_size_asked_for_and_mostly_text() -> None:
+    rng = torch.Generator().manual_seed(0)
+    lengths = [(int(p), int(a)) for p, a in torch.randint(5, 300, (800, 2), generator=rng)]
+    plan = BatchPlan(make_samples(lengths), 4000, seed=0, world_size=2, rank=1, accumulation=2)
+    sizes = torch.tensor([float(step.tokens) for step in take(plan, plan.steps_per_epoch())])
+    assert abs(sizes.mean() - 4000) < 200
+    assert sizes.std() < 400
+    assert plan.padding_share() < 0.06
+
+
+def test_epochs_and_seeds_differ() -> None:
+    samples = make_samples([(3, i % 17 + 1) for i in range(50)])
+    one, two = BatchPlan(samples, 60, seed=1), BatchPlan(samples, 60, seed=2)
+    assert take(one, 5) == take(BatchPlan(samples, 60, seed=1), 5)
+    assert [s.samples for s in take(one, 5)] != [s.samples for s in take(two, 5)]
+    assert [s.samples for s in take(one, 5)] != [s.samples for s in take(one, 5, Position(1, 0))]
+
+
+def test_no_samples_is_an_input_error() -> None:
+    with pytest.raises(InputError, match="training samples: 0"):
+        BatchPlan([], 100, seed=0)
+
+
+def make_signals(sample: Tokens, number: int) -> Signals:
+    n = len(sample.answer_ids)
+    logp = torch.arange(n) + 1000.0 * number
+    ids = torch.tensor(sample.answer_ids, dtype=torch.int32)[:, None]
+    return Signals(logp, ids.expand(n, 3), torch.zeros(n, 3), torch.zeros(n), ids.expand(n, 2), torch.zeros(n, 2))
+
+
+@given(LENGTHS.map(lambda lengths: lengths[:6]))
+@settings(max_examples=50, deadline=None)
+def test_rows_predict_the_answer_tokens_that_their_signals_belong_to(lengths: list[tuple[int, int]]) -> None:
+    samples = make_samples(lengths)
+    batch = collate(samples, [make_signals(sample, number) for number, sample in enumerate(samples)])
+    assert batch.signals is not None
+    width = batch.ids_BT.shape[1]
+    predicted = batch.ids_BT.flatten()[batch.positions_N + 1]
+    assert torch.equal(predicted, batch.signals.topk_ids_nk[:, 0].long())
+    assert torch.equal(batch.predict_mask_BT.flatten().nonzero()[:, 0], batch.positions_N)
+    assert batch.supervised == len(batch.positions_N) == sum(len(sample.answer_ids) for sample in samples)
+    for row, sample in enumerate(samples):
+        start, end = batch.offsets[row], batch.offsets[row + 1]
+        first = len(sample.prompt_ids) - 1
+        assert (batch.positions_N[start:end] - row * width).tolist() == list(range(first, first + end - start))
+        assert batch.signals.logp_n[start:end].tolist() == [1000.0 * row + i for i in range(end - start)]
+        assert batch.ids_BT[row, : batch.lengths_B[row]].tolist() == sample.prompt_ids + sample.answer_ids
+        assert (batch.ids_BT[row, batch.lengths_B[row] :] == 0).all()
+    assert batch.padding_share == pytest.approx(1 - sum(map(sum, lengths)) / batch.ids_BT.numel())
+
+
+def test_an_empty_micro_batch_has_one_unsupervised_row() -> None:
+    batch = collate([])
+    assert batch.empty
+    assert batch.supervised == 0 == batch.predict_mask_BT.sum()
+    assert batch.ids_BT.shape[0] == 1 == len(batch.lengths_B)
+    assert batch.to("cpu").empty

@@ -1,0 +1,287 @@
+"""A capture stopped anywhere goes on: at most one shard is lost, none is done twice, and the result is the same.
+
+Run as a script, this file is the process that is killed: `test_capture_resume.py FOLDER LOG SEED`.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import draftforge.data.answering as answering
+import draftforge.data.capture as capturing
+from draftforge import storage
+from draftforge.data.capture_settings import CaptureSettings
+from draftforge.data.conversation import Conversation, Message
+from draftforge.data.store import Capture
+from draftforge.errors import CorruptDataError, DiskFullError
+from draftforge.specdec.decoder import Generation, Request
+from draftforge.specdec.sampling import SamplingSettings
+
+VOCAB = 50
+SETTINGS = CaptureSettings(max_new_tokens=6, batch_size=4, top_k=4, tail_samples=2, shard_samples=5)
+SCORED = [SamplingSettings(), SamplingSettings(temperature=0.8)]
+
+
+class StubTokenizer:
+    """One id a letter."""
+
+    chat_template, name_or_path, all_special_ids = "stub", "stub", [0]
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
+        return "".join(message["role"][0] + message["content"] for message in messages) + "a"
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % VOCAB for letter in text]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(97 + token % 26) for token in ids)
+
+
+TARGET: Any = SimpleNamespace(
+    tokenizer=StubTokenizer(),
+    fingerprint="a" * 64,
+    tokenizer_digest="b" * 64,
+    stop_ids=frozenset([1]),
+    vocab_size=VOCAB,
+    max_positions=64,
+    dtype=torch.float32,
+)
+
+
+def make_mix() -> list[Conversation]:
+    """24 conversations, every third a dialogue of two turns, in all splits."""
+    return [
+        Conversation(
+            id=f"c{i}",
+            domain=f"d{i % 2}",
+            messages=[Message(role="user", content="hello" * (1 + i % 4))] * (2 if i % 3 == 0 else 1),
+            cluster=f"c{i}",
+            split=("train", "train", "selection", "holdout")[i % 4],
+        )
+        for i in range(24)
+    ]
+
+
+def fake_generate(seconds: float = 0.0, heard: Callable[[int], None] = lambda seed: None) -> Callable[..., Any]:
+    """A stand-in for the decoder whose answers follow from each request's seed; `heard(seed)` is told of each."""
+
+    def generate(
+        target: Any, proposer: None, requests: Sequence[Request], batch_size: int, on_logits: Any
+    ) -> Iterator[tuple[int, Generation]]:
+        for index, request in enumerate(requests):
+            rng = torch.Generator().manual_seed(request.seed % 2**40)
+            tokens: list[int] = []
+            for _ in range(1 + request.seed % request.max_new_tokens):
+                logits = torch.randn(1, VOCAB, generator=rng) * 3
+                tokens.append(int(logits.argmax()))
+                on_logits([index], logits, torch.tensor(tokens[-1:]))
+            heard(request.seed)
+            time.sleep(seconds)
+            yield index, Generation(tokens)
+
+    return generate
+
+
+def run(folder: Path) -> None:
+    capturing.capture(TARGET, Path("mix"), SETTINGS, SCORED, folder)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The shards and all that the manifest says of them except times."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for record in [manifest, *manifest["shards"]]:
+        record.pop("seconds")
+    manifest.pop("tokens_per_second")
+    shards = {path.name: path.read_bytes() for path in (folder / "shards").glob("*.safetensors")}
+    return {**shards, "manifest": json.dumps(manifest).encode()}
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Seeds of the answers drawn, in order; the stubs are in place."""
+    seeds: list[int] = []
+    monkeypatch.setattr(capturing, "load_mix", lambda folder: make_mix())
+    monkeypatch.setattr(answering, "generate", fake_generate(heard=seeds.append))
+    return seeds
+
+
+class Killed(BaseException):
+    """Nothing may catch it."""
+
+
+def stop_at_write(monkeypatch: pytest.MonkeyPatch, number: int, after: bool) -> None:
+    """Stop just before or just after the file write of this number."""
+    count = iter(range(1000))
+    write = storage.write_bytes
+
+    def fail(path: Path, data: bytes) -> None:
+        now = next(count) == number
+        if now and not after:
+            raise Killed
+        write(path, data)
+        if now:
+            raise Killed
+
+    monkeypatch.setattr(storage, "write_bytes", fail)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_stopped_at_any_write_it_resumes_to_the_same_files(
+    tmp_path: Path, heard: list[int], monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    run(tmp_path / "whole")
+    expected, all_seeds = files(tmp_path / "whole"), set(heard)
+    assert len(heard) == len(all_seeds)
+    writes = 2 * len(list((tmp_path / "whole" / "shards").glob("*.safetensors"))) + 2
+    largest = max(record["samples"] for record in Capture.open(tmp_path / "whole").manifest["shards"])
+    for number in range(writes):
+        folder = tmp_path / f"stopped-{number}-{after}"
+        heard.clear()
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            stop_at_write(patch, number, after)
+            run(folder)
+        complete = (folder / "manifest.json").exists()
+        assert complete == (after and number == writes - 1)
+        run(folder)
+        assert files(folder) == expected
+        assert set(heard) == all_seeds
+        assert len(heard) - len(all_seeds) <= largest
+
+
+def test_stopped_inside_a_shard_nothing_of_it_counts(
+    tmp_path: Path, heard: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        seen: list[int] = []
+
+        def stop(seed: int) -> None:
+            seen.append(seed)
+            if len(seen) == 8:
+                raise Killed
+
+        patch.setattr(answering, "generate", fake_generate(heard=stop))
+        run(tmp_path / "stopped")
+    assert len(list((tmp_path / "stopped" / "shards").glob("*.safetensors"))) == 1
+    run(tmp_path / "stopped")
+    assert files(tmp_path / "stopped") == files(tmp_path / "whole")
+
+
+def test_a_finished_capture_is_left_alone(tmp_path: Path, heard: list[int]) -> None:
+    run(tmp_path / "capture")
+    heard.clear()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
+    run(tmp_path / "capture")
+    assert not heard
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")} == before
+
+
+def test_a_damaged_shard_is_named_and_made_anew_once_deleted(tmp_path: Path, heard: list[int]) -> None:
+    run(tmp_path / "capture")
+    expected = files(tmp_path / "capture")
+    shard = next((tmp_path / "capture" / "shards").glob("00001*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    (tmp_path / "capture" / "manifest.json").unlink()
+    with pytest.raises(CorruptDataError, match=shard.name):
+        run(tmp_path / "capture")
+    shard.unlink()
+    heard.clear()
+    run(tmp_path / "capture")
+    assert len(heard) <= SETTINGS.shard_samples
+    assert files(tmp_path / "capture") == expected
+
+
+def test_a_full_disk_leaves_no_part_and_resumes(
+    tmp_path: Path, heard: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(DiskFullError, match="shards"):
+        calls = iter(range(1000))
+
+        def fsync(descriptor: int) -> None:
+            if next(calls) == 3:
+                raise OSError(28, "No space left on device")
+
+        patch.setattr(os, "fsync", fsync)
+        run(tmp_path / "full")
+    assert not list((tmp_path / "full").rglob("*.tmp"))
+    run(tmp_path / "full")
+    assert files(tmp_path / "full") == files(tmp_path / "whole")
+
+
+def test_too_little_space_is_said_before_anything_is_written(
+    tmp_path: Path, heard: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(DiskFullError, match="needed"):
+        run(tmp_path / "capture")
+    assert not heard
+    assert not (tmp_path / "capture").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_at_random_moments(tmp_path: Path, heard: list[int], seed: int) -> None:
+    run(tmp_path / "whole")
+    command = [sys.executable, __file__, str(tmp_path / "killed"), str(tmp_path / "log"), str(seed)]
+    kills = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+    assert kills >= 3
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+    assert not list((tmp_path / "killed").rglob("*.tmp"))
+    owners = {
+        planned.seed: shard.name
+        for shard in capturing.plan_shards(make_mix(), SETTINGS, SCORED)
+        for planned in shard.answers
+    }
+    drawn: dict[str, Counter[str]] = defaultdict(Counter)  # process -> shard -> answers
+    for line in (tmp_path / "log").read_text().splitlines():
+        process, answer_seed = line.split()
+        drawn[process][owners[int(answer_seed)]] += 1
+    sizes = Counter(owners.values())
+    finishers: Counter[str] = Counter()
+    for process, shards in drawn.items():
+        for shard in list(shards)[:-1]:  # only the last shard of a process may have been lost
+            assert shards[shard] == sizes[shard], (process, shard)
+            finishers[shard] += 1
+    assert all(count == 1 for count in finishers.values())
+
+
+def _kill_until_done(folder: Path, log: Path, seed: int) -> int:
+    """Run captures in child processes and kill each at a random moment, until one finishes. Returns the kills."""
+    rng = random.Random(seed)
+    capturing.load_mix = lambda folder: make_mix()
+    kills = 0
+    while True:
+        process = os.fork()
+        if process == 0:
+            _child(folder, log)
+        time.sleep(rng.uniform(0.05, 0.35))
+        os.kill(process, signal.SIGKILL)
+        if not os.WIFSIGNALED(os.waitpid(process, 0)[1]):
+            return kills
+        kills += 1
+
+
+def _child(folder: Path, log: Path) -> None:
+    torch.set_num_threads(1)
+    with log.open("ab", buffering=0) as stream:
+        heard: Callable[[int], Any] = lambda answer: stream.write(f"{os.getpid()} {answer}\n".encode())  # noqa: E731
+        answering.generate = fake_generate(seconds=0.02, heard=heard)  # type: ignore[assignment]
+        run(folder)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    print(_kill_until_done(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,230 @@
+"""A capture of a tiny target: what is stored, and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import draftforge.data.capture as capturing
+from draftforge import storage
+from draftforge.data.capture import capture
+from draftforge.data.capture_settings import CaptureSettings
+from draftforge.data.conversation import Conversation, Message, render
+from draftforge.data.store import Capture, Sample
+from draftforge.errors import ContextLengthError, InputError, LockedError, OwnershipError, StaleInputError
+from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.targets import Target
+
+SETTINGS = CaptureSettings(max_new_tokens=12, batch_size=4, top_k=8, tail_samples=4, store_dtype="float32")
+SCORED = [SamplingSettings(), SamplingSettings(temperature=0.7, top_p=0.9)]
+Capturing = Callable[..., Capture]
+
+
+def talk(id: str, *texts: str, split: str = "train", **fields: Any) -> Conversation:
+    """Texts of a user; one that begins with `>` is the assistant's."""
+    messages = [
+        Message(role="assistant" if text.startswith(">") else "user", content=text.removeprefix(">")) for text in texts
+    ]
+    return Conversation(id=id, domain=fields.pop("domain", "d"), messages=messages, cluster=id, split=split, **fields)
+
+
+MIX = [
+    talk("plain", "How do I reset my password?", domain="support"),
+    talk("warm", "Write a function.", sampling=SamplingSettings(temperature=1.0), max_new_tokens=5),
+    talk("dialogue", "What is the capital?", "And of the other country?", "Thanks"),
+    talk("logged", "Hello", ">Hi there", "Where is my order?", tools=[{"name": "find"}]),
+    talk("seen", "The order has shipped.", split="selection"),
+    talk("held", "What is a city?", "Is it large?", split="holdout"),
+]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_folder: Path) -> Target:
+    return Target.load(TargetSettings(model=str(tiny_target_folder)))
+
+
+@pytest.fixture
+def run(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Capturing:
+    """`run(mix, settings, scored, target, name)`: capture a list of conversations and open the result."""
+
+    def start(
+        mix: list[Conversation] = MIX,
+        settings: CaptureSettings = SETTINGS,
+        scored: list[SamplingSettings] = SCORED,
+        other_target: Any = None,
+        name: str = "capture",
+    ) -> Capture:
+        monkeypatch.setattr(capturing, "load_mix", lambda folder: mix)
+        capture(other_target or target, Path("mix"), settings, scored, tmp_path / name)
+        return Capture.open(tmp_path / name)
+
+    return start
+
+
+def logp_of(target: Target, sample: Sample) -> torch.Tensor:
+    """log p [n, V] at each answer token, by one teacher-forced pass."""
+    with torch.no_grad():
+        states = target.states(torch.tensor([sample.prompt_ids + sample.answer_ids]))
+        logits = target.logits(states.hidden_BTH)[0, len(sample.prompt_ids) - 1 : -1]
+    return logits.double().log_softmax(-1)
+
+
+def test_each_turn_is_answered_once_per_setting(run: Capturing) -> None:
+    found = run()
+    assert [sample.id for sample in found.samples("train")] == [
+        *("plain/0/t0", "warm/0/t1", "dialogue/0/t0", "dialogue/1/t0", "dialogue/2/t0", "logged/0/t0", "logged/1/t0")
+    ]
+    assert [sample.id for sample in found.samples("selection")] == ["seen/0/t0", "seen/0/t0.7-p0.9"]
+    assert len(found.samples("holdout")) == 4
+    assert found.samples("train")[1].max_new_tokens == 5
+    assert {len(sample.answer_ids) <= sample.max_new_tokens for sample in found.samples("train")} == {True}
+
+
+def test_signals_are_those_of_a_teacher_forced_pass(run: Capturing, target: Target) -> None:
+    found = run()
+    for sample in found.samples("train"):
+        logp = logp_of(target, sample)
+        signals = found.signals(sample)
+        best = logp.topk(8)
+        torch.testing.assert_close(signals.topk_logp_nk.double(), best.values, atol=1e-4, rtol=1e-4)
+        own = logp.gather(1, torch.tensor(sample.answer_ids)[:, None])[:, 0]
+        torch.testing.assert_close(signals.logp_n.double(), own, atol=1e-4, rtol=1e-4)
+        drawn = logp.gather(1, signals.tail_ids_nM.long())
+        torch.testing.assert_close(signals.tail_logp_nM.double(), drawn, atol=1e-4, rtol=1e-4)
+        total = signals.topk_logp_nk.exp().sum(-1) + signals.tail_logmass_n.exp()
+        torch.testing.assert_close(total, torch.ones_like(total), atol=1e-4, rtol=0)
+    for sample in found.samples("holdout"):
+        own = logp_of(target, sample).gather(1, torch.tensor(sample.answer_ids)[:, None])[:, 0]
+        torch.testing.assert_close(found.logp(sample).double(), own, atol=1e-4, rtol=1e-4)
+
+
+def test_greedy_answers_are_the_targets_best_tokens(run: Capturing, target: Target) -> None:
+    for sample in run().samples("train"):
+        if sample.sampling.greedy:
+            assert logp_of(target, sample).argmax(-1).tolist() == sample.answer_ids
+
+
+def test_a_later_turn_sees_the_generated_answers_or_the_logged_context(run: Capturing, target: Target) -> None:
+    samples = {sample.id: sample for sample in run().samples("train")}
+    answers = [
+        target.tokenizer.decode(samples[f"dialogue/{turn}/t0"].answer_ids, skip_special_tokens=True) for turn in (0, 1)
+    ]
+    context = talk(
+        "", "What is the capital?", f">{answers[0]}", "And of the other country?", f">{answers[1]}", "Thanks"
+    )
+    assert samples["dialogue/2/t0"].prompt_ids == render(target.tokenizer, context.messages)
+    logged = MIX[3]
+    assert samples["logged/1/t0"].prompt_ids == render(target.tokenizer, logged.messages, logged.tools)
+
+
+def test_batch_and_order_do_not_change_the_draws(run: Capturing) -> None:
+    one = run().samples("train")
+    other = run(MIX[::-1], SETTINGS.model_copy(update={"batch_size": 1}), name="other").samples("train")
+    assert sorted(other, key=lambda s: s.id) == sorted(one, key=lambda s: s.id)
+
+
+def test_the_manifest_counts_and_names_its_inputs(run: Capturing, target: Target) -> None:
+    found = run()
+    manifest = found.manifest
+    train = found.samples("train")
+    assert manifest["complete"] is True
+    assert manifest["splits"]["train"]["tokens"] == sum(len(sample.answer_ids) for sample in train)
+    assert manifest["splits"]["train"]["domains"]["support"]["samples"] == 1
+    assert manifest["tokens"] == sum(split["tokens"] for split in manifest["splits"].values())
+    assert manifest["tokens_per_second"] > 0
+    assert set(manifest["versions"]) >= {"draftforge", "torch", "transformers"}
+    assert found.target_fingerprint == target.fingerprint
+    assert found.tokenizer_digest == target.tokenizer_digest
+    assert found.vocab_size == target.vocab_size
+    assert found.stop_ids == target.stop_ids
+    assert found.special_ids >= {0, 1, 2}
+    found.check_target(target)
+
+
+def test_a_prompt_longer_than_the_context_is_refused_or_skipped(run: Capturing, tmp_path: Path) -> None:
+    mix = [*MIX, talk("endless", "word " * 600), talk("endless-dialogue", "word " * 600, "more")]
+    with pytest.raises(ContextLengthError, match=r"conversation endless, turn 0: the prompt has \d+ tokens"):
+        run(mix)
+    assert not (tmp_path / "capture").exists()
+    found = run(mix, SETTINGS.model_copy(update={"too_long": "skip"}))
+    assert len(found.samples("train")) == 7
+    skipped = [entry["id"] for entry in found.manifest["skipped"]]
+    assert skipped == ["endless/0/t0", "endless-dialogue/0/t0", "endless-dialogue/1/t0"]
+
+
+def test_an_answer_is_clipped_to_the_room_left(run: Capturing, target: Target) -> None:
+    mix = [talk("long", "é" * 240)]
+    prompt = len(render(target.tokenizer, mix[0].messages))
+    room = target.max_positions - prompt
+    assert 0 < room < 60
+    (sample,) = run(mix, SETTINGS.model_copy(update={"max_new_tokens": 60})).samples("train")
+    assert sample.max_new_tokens == room
+    assert len(sample.answer_ids) <= room
+
+
+def test_a_target_without_chat_template_is_refused(
+    run: Capturing, target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(target.tokenizer, "chat_template", None)
+    with pytest.raises(InputError, match="no chat template"):
+        run()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_begun_with_other_inputs_is_refused_by_name(
+    run: Capturing, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    (tmp_path / "capture" / "manifest.json").unlink()
+    for attribute, value, named in [
+        ("fingerprint", "f" * 64, "another target"),
+        ("tokenizer_digest", "f" * 64, "another tokenizer"),
+    ]:
+        with monkeypatch.context() as patch, pytest.raises(StaleInputError, match=named):
+            patch.setattr(target, attribute, value)
+            run()
+    with monkeypatch.context() as patch, pytest.raises(StaleInputError, match="another template"):
+        patch.setattr(target.tokenizer, "chat_template", f"{target.tokenizer.chat_template} ")
+        patch.setattr(target, "fingerprint", "f" * 64)
+        run()
+    with pytest.raises(StaleInputError, match="another mix"):
+        run(MIX[1:])
+    with pytest.raises(StaleInputError, match=r"another setting max_new_tokens \(12, now 13\)"):
+        run(settings=SETTINGS.model_copy(update={"max_new_tokens": 13}))
+    with pytest.raises(StaleInputError, match="another setting scored"):
+        run(scored=SCORED[:1])
+    run(settings=SETTINGS.model_copy(update={"batch_size": 2}))
+
+
+def test_a_folder_that_is_no_capture_is_left_alone(run: Capturing, tmp_path: Path) -> None:
+    (tmp_path / "capture").mkdir()
+    (tmp_path / "capture" / "thesis.txt").write_text("precious")
+    with pytest.raises(OwnershipError, match=r"thesis\.txt"):
+        run()
+    assert [path.name for path in (tmp_path / "capture").iterdir()] == ["thesis.txt"]
+
+
+def test_two_captures_into_one_folder_do_not_meet(run: Capturing, tmp_path: Path) -> None:
+    with storage.lock(tmp_path / "capture" / ".lock"), pytest.raises(LockedError):
+        run()
+
+
+def test_a_mix_that_cannot_be_planned_is_refused(run: Capturing) -> None:
+    with pytest.raises(InputError, match="mix: 0 conversations"):
+        run([])
+    with pytest.raises(InputError, match="conversation ids of the mix: plain occurs more than once"):
+        run([MIX[0], MIX[0]])
+    with pytest.raises(InputError, match="scored sampling settings: t0 occurs more than once"):
+        run(scored=[SCORED[0], SCORED[0]])
+
+
+def test_logits_that_are_not_finite_stop_the_capture(
+    run: Capturing, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = target.logits
+    monkeypatch.setattr(target, "logits", lambda hidden: logits(hidden) * float("nan"))
+    with pytest.raises(InputError, match="logits are not finite"):
+        run(MIX[:1], scored=[])
