@@ -33,7 +33,7 @@ def toy_model(seed: int, zeros: bool = False) -> Model:
         p = np.random.default_rng([seed, len(prefix), *prefix]).dirichlet(np.full(V, 0.7))
         if zeros:
             p = np.where(p < 0.15, 0.0, p)
-        return p / p.sum()
+        return normalised(p)
 
     return next_token
 
@@ -76,7 +76,8 @@ def law_onehot(p: list[np.ndarray], q: list[np.ndarray], x: tuple[int, ...]) -> 
 
 
 def normalised(x: np.ndarray) -> np.ndarray:
-    return x / x.sum() if x.sum() > 0 else x
+    total = float(x.sum())
+    return np.asarray(x / total) if total > 0 else x
 
 
 def enumerate_decoder(target: Model, draft: Model, law: Law, K: int, limit: int) -> dict[tuple[int, ...], np.ndarray]:

@@ -1,0 +1,271 @@
+"""What a round costs: draft and verify times, measured once per shape, and the speed-up that they make of a tau.
+
+Times are medians per round at batch 1 from the decoder's own timer. All checkpoints of one shape share them.
+"""
+
+import math
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import nn
+
+from .. import fingerprint
+from ..errors import CorruptDataError, InputError, MissingFileError
+from ..progress import bar, say
+from ..specdec.decoder import Request, RoundSeconds, RoundTimer, generate
+from ..specdec.models import CausalModel
+from ..specdec.proposers.base import Proposer
+from ..specdec.sampling import SamplingSettings
+from ..storage import lock, read_json, write_json
+from .figures import Estimate
+from .settings import CostSettings
+
+COSTS_VERSION = 1  # of what is measured; a new number measures everything again
+_CONFIG_NOISE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+_CONFIG_NOISE_ENDINGS = ("_token_id", "_dropout", "_range", "id2label", "label2id")
+_FEWEST_ROUNDS = 5
+
+
+class CostKey(BaseModel):
+    """What times depend on: everything but the weights' values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: int = COSTS_VERSION
+    hardware: str
+    """CPU model and threads, or the GPU's name."""
+    software: str
+    dtype: str
+    target: dict[str, Any]
+    draft: dict[str, Any]
+    sampling: str
+    rule: str
+    draft_tokens: list[int]
+
+    @property
+    def digest(self) -> str:
+        """64 hex digits: same shape, same digest."""
+        return fingerprint.of_json(self.model_dump(mode="json"))
+
+
+class RoundCost(BaseModel):
+    """Median seconds of a round that drafts K tokens, at batch 1."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    draft_seconds: float
+    verify_seconds: float
+    rest_seconds: float
+    rounds: int
+    """Rounds behind the medians."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole round."""
+        return self.draft_seconds + self.verify_seconds + self.rest_seconds
+
+
+class CostTable(BaseModel):
+    """Measured times of one target and draft shape on one machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: CostKey
+    plain_seconds: float
+    """Median seconds of a token decoded without a draft."""
+    plain_rounds: int
+    context_tokens: float
+    """Mean context length at which times were taken."""
+    by_K: dict[int, RoundCost]
+
+    def cost(self, K: int) -> RoundCost:
+        """The cost of a round of K drafted tokens. Raises InputError for a K that was not measured."""
+        if K not in self.by_K:
+            raise InputError(f"draft_tokens {K}: no times measured; there are times for {sorted(self.by_K)}")
+        return self.by_K[K]
+
+    def round_seconds(self, K: int, drafted_share: float = 1.0) -> float:
+        """A round's time. `drafted_share`: share of rounds that draft at all; the others cost a plain token."""
+        full = self.cost(K).seconds
+        return full if drafted_share == 1.0 else drafted_share * full + (1 - drafted_share) * self.plain_seconds
+
+    def speedup_per_tau(self, K: int, drafted_share: float = 1.0) -> float:
+        """Plain time over round time: tau times this is the expected speed-up."""
+        return self.plain_seconds / self.round_seconds(K, drafted_share)
+
+
+def expected_speedup(tau: Estimate, costs: CostTable, K: int, drafted_share: float = 1.0) -> Estimate:
+    """tau * plain / (draft + verify + rest); the interval is tau's (times are taken as they are)."""
+    return tau.scaled(costs.speedup_per_tau(K, drafted_share))
+
+
+def break_even_tau(costs: CostTable, K: int, drafted_share: float = 1.0) -> float:
+    """The tau at which drafting K tokens is as fast as plain decoding."""
+    return 1.0 / costs.speedup_per_tau(K, drafted_share)
+
+
+def cost_key(
+    target: CausalModel,
+    draft: nn.Module | str,
+    draft_tokens: Sequence[int],
+    sampling: SamplingSettings,
+    rule: str,
+) -> CostKey:
+    """The key of this pair of shapes on this machine. `draft`: the module, or the name of a training-free proposer."""
+    return CostKey(
+        hardware=hardware_name(target.device),
+        software=f"torch {torch.__version__}",
+        dtype=str(target.dtype).removeprefix("torch."),
+        target=module_signature(target.model),
+        draft={"class": draft} if isinstance(draft, str) else module_signature(draft),
+        sampling="greedy" if sampling.greedy else "sampled",
+        rule=rule,
+        draft_tokens=sorted(set(draft_tokens)),
+    )
+
+
+def measure_costs(
+    key: CostKey,
+    target: CausalModel,
+    proposer: Proposer,
+    prompts: Sequence[list[int]],
+    sampling: SamplingSettings,
+    settings: CostSettings,
+) -> CostTable:
+    """Decode the first prompts plainly and with each K of the key, and take the medians of full rounds.
+
+    Every prompt runs all modes before the next one does, so that a machine that slows down slows all of them.
+    Answers do not stop before `new_tokens`: times do not depend on what is said.
+    """
+    if not prompts:
+        raise InputError("no prompts: times are measured on at least one")
+    longest = max(target.max_positions - settings.new_tokens, 1)
+    prompts = [prompt[-longest:] for prompt in prompts[: settings.prompts]]  # the end leaves room for the answer
+    rounds: dict[int, list[RoundSeconds]] = {K: [] for K in (0, *key.draft_tokens)}
+    with bar("measure times", len(prompts) * len(rounds), "runs") as advance:
+        for prompt in prompts:
+            request = Request(prompt, sampling, 0, settings.new_tokens, frozenset())
+            for K in rounds:
+                timed = _timed(target, proposer if K else None, request, key.rule, K)
+                rounds[K] += timed[settings.warmup_rounds :]
+                advance(note=f"K={K}" if K else "plain")
+    plain = _medians(rounds[0], 0)
+    return CostTable(
+        key=key,
+        plain_seconds=plain.seconds,
+        plain_rounds=plain.rounds,
+        context_tokens=statistics.fmean(len(prompt) for prompt in prompts) + settings.new_tokens / 2,
+        by_K={K: _medians(rounds[K], K) for K in key.draft_tokens},
+    )
+
+
+def cached_costs(folder: Path, key: CostKey, measure: Callable[[], CostTable], wait_seconds: float = 0.0) -> CostTable:
+    """The table of this key under `folder`; measured and kept where there is none. One process measures at a time."""
+    path = folder / f"costs-{fingerprint.short(key.digest)}.json"
+    with lock(folder / ".costs.lock", wait_seconds, "a process that measures times"):
+        known = _read(path)
+        if known is not None and known.key == key:
+            return known
+        measured = measure()
+        if measured.key != key:
+            raise InputError(f"{path}: times were measured for another shape than asked for")
+        write_json(path, measured.model_dump(mode="json"))
+        return measured
+
+
+def hardware_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's model and the threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    return f"{_cpu_model()}, {torch.get_num_threads()} threads"
+
+
+def module_signature(module: nn.Module) -> dict[str, Any]:
+    """What decides a module's speed: its class, configuration, and the names, shapes and types of its tensors."""
+    inner = getattr(module, "model", None)  # a wrapped transformers model keeps the configuration
+    tensors = [
+        (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    ]
+    return {
+        "class": type(module).__name__,
+        "config": _speed_fields(getattr(module, "config", None) or getattr(inner, "config", None)),
+        "parameters": sum(math.prod(shape) for _, shape, _ in tensors),
+        "tensors": fingerprint.of_json(sorted(tensors)),
+    }
+
+
+def _speed_fields(config: Any) -> dict[str, Any]:
+    if isinstance(config, BaseModel):
+        fields = config.model_dump(mode="json")
+    elif hasattr(config, "to_dict"):
+        fields = config.to_dict()
+    else:
+        fields = dict(vars(config)) if config is not None else {}
+    return {name: _plain(value) for name, value in sorted(fields.items()) if not _is_noise(name)}
+
+
+def _is_noise(name: str) -> bool:
+    return name.startswith("_") or name in _CONFIG_NOISE or name.endswith(_CONFIG_NOISE_ENDINGS)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items() if not _is_noise(str(name))}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | bool | int | None) else repr(value)
+
+
+def _timed(target: CausalModel, proposer: Proposer | None, request: Request, rule: str, K: int) -> list[RoundSeconds]:
+    timer = RoundTimer(target.device)
+    for _ in generate(target, proposer, [request], rule=rule, draft_tokens=max(K, 1), batch_size=1, timer=timer):
+        pass
+    return list(timer.rounds)
+
+
+def _medians(rounds: Sequence[RoundSeconds], K: int) -> RoundCost:
+    """Medians over rounds that drafted K. A proposer that seldom drafts that many is timed on what it does draft."""
+    full = [one for one in rounds if one.drafted == K]
+    if len(full) < _FEWEST_ROUNDS:
+        say(f"times of K={K}: only {len(full)} full rounds; taken from all {len(rounds)} rounds that were not warm-up")
+        full = list(rounds)
+    if not full:
+        raise InputError(f"K={K}: no round was left to time; raise score.costs.new_tokens or lower warmup_rounds")
+    return RoundCost(
+        draft_seconds=_median(one.draft for one in full),
+        verify_seconds=_median(one.verify for one in full),
+        rest_seconds=_median(one.rest for one in full),
+        rounds=len(full),
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(statistics.median(values))
+
+
+def _read(path: Path) -> CostTable | None:
+    try:
+        return CostTable.model_validate(read_json(path))
+    except MissingFileError:
+        return None
+    except (CorruptDataError, ValidationError):
+        say(f"{path}: not a readable table of times; measuring again")
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

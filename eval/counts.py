@@ -1,0 +1,148 @@
+"""The score's artifact: counts per conversation turn, setting, rule and K. Every figure is derived from these rows."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ..errors import CorruptDataError, InputError, MissingFileError
+from ..specdec.walk import RoundCounts
+from ..storage import write_bytes
+
+Method = Literal["replay", "decode"]
+COUNTS_SCHEMA = pa.schema(
+    [
+        ("draft", pa.string()),
+        ("step", pa.int64()),
+        ("conversation", pa.string()),
+        ("turn", pa.int64()),
+        ("cluster", pa.string()),
+        ("domain", pa.string()),
+        ("split", pa.string()),
+        ("context_bucket", pa.string()),
+        ("setting", pa.string()),
+        ("rule", pa.string()),
+        ("draft_tokens", pa.int64()),
+        ("method", pa.string()),
+        ("rounds", pa.float64()),
+        ("tokens", pa.float64()),
+        ("drafted", pa.float64()),
+        ("accepted", pa.float64()),
+        ("reached", pa.list_(pa.float64())),
+        ("accepted_at", pa.list_(pa.float64())),
+    ]
+)
+_BUCKET_TOKENS = (128, 512, 2048, 8192, 32768)
+
+
+@dataclass(frozen=True)
+class CountRow:
+    """One row of the table. `reached` and `accepted_at` have one entry a drafted position."""
+
+    draft: str
+    step: int
+    conversation: str
+    turn: int
+    cluster: str
+    domain: str
+    split: str
+    context_bucket: str
+    setting: str
+    rule: str
+    draft_tokens: int
+    method: Method
+    counts: RoundCounts
+
+    def record(self) -> dict[str, Any]:
+        """The row as the schema has it."""
+        record = {name: value for name, value in vars(self).items() if name != "counts"}
+        counts = self.counts
+        if len(counts.reached_K) != self.draft_tokens or len(counts.accepted_K) != self.draft_tokens:
+            raise InputError(
+                f"counts of {self.conversation}: {len(counts.reached_K)} reached and {len(counts.accepted_K)} accepted "
+                f"positions for draft_tokens = {self.draft_tokens}; one entry a position is needed"
+            )
+        record |= {"rounds": counts.rounds, "tokens": counts.tokens, "drafted": counts.drafted}
+        return record | {
+            "accepted": counts.accepted,
+            "reached": list(counts.reached_K),
+            "accepted_at": list(counts.accepted_K),
+        }
+
+
+def context_bucket(prompt_tokens: int) -> str:
+    """A label that sorts by size, for grouping by prompt length: "00128" holds prompts of up to 128 tokens."""
+    for top in _BUCKET_TOKENS:
+        if prompt_tokens <= top:
+            return f"{top:05d}"
+    return f"{_BUCKET_TOKENS[-1]:05d}+"
+
+
+def to_table(rows: Iterable[CountRow]) -> pa.Table:
+    """A table of the rows, with the schema even when there are none."""
+    return pa.Table.from_pylist([row.record() for row in rows], schema=COUNTS_SCHEMA)
+
+
+def concat(tables: Sequence[pa.Table]) -> pa.Table:
+    """All rows in one table, in order."""
+    return pa.concat_tables(list(tables)) if tables else to_table([])
+
+
+def write(table: pa.Table, path: Path) -> None:
+    """Write parquet atomically."""
+    _check(table.schema, path)
+    buffer = BytesIO()
+    pq.write_table(table, buffer, compression="zstd")
+    write_bytes(path, buffer.getvalue())
+
+
+def read(path: Path) -> pa.Table:
+    """Read what `write` wrote. Raises MissingFileError, or CorruptDataError naming the file and the column."""
+    try:
+        table = pq.read_table(BytesIO(path.read_bytes()))
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: no such file") from None
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptDataError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+    _check(table.schema, path)
+    return table
+
+
+def where(table: pa.Table, **equals: str | int | Sequence[str] | Sequence[int]) -> pa.Table:
+    """Rows whose columns equal the values; a list or tuple means "any of"."""
+    for column, value in equals.items():
+        wanted = [value] if isinstance(value, str | int) else list(value)
+        table = table.filter(pc.is_in(table[column], pa.array(wanted, COUNTS_SCHEMA.field(column).type)))
+    return table
+
+
+def values(table: pa.Table, column: str) -> list[Any]:
+    """Distinct values of a column, sorted."""
+    return sorted(set(table[column].to_pylist()))
+
+
+def groups(table: pa.Table, *columns: str) -> Iterator[tuple[tuple[Any, ...], pa.Table]]:
+    """Sub-tables by the columns' values, in sorted order of the keys."""
+    keys = list(zip(*(table[column].to_pylist() for column in columns)))
+    rows: dict[tuple[Any, ...], list[int]] = {}
+    for index, key in enumerate(keys):
+        rows.setdefault(key, []).append(index)
+    for key in sorted(rows):
+        yield key, table.take(pa.array(rows[key], pa.int64()))
+
+
+def _check(schema: pa.Schema, path: Path) -> None:
+    for field in COUNTS_SCHEMA:
+        index = schema.get_field_index(field.name)
+        if index < 0:
+            raise CorruptDataError(f"{path}: column {field.name} is missing; a counts table has one")
+        if not schema.field(index).type.equals(field.type):
+            raise CorruptDataError(f"{path}: column {field.name} is {schema.field(index).type}, must be {field.type}")
+    if len(schema) != len(COUNTS_SCHEMA):
+        extra = sorted(set(schema.names) - set(COUNTS_SCHEMA.names))
+        raise CorruptDataError(f"{path}: unknown columns {', '.join(extra)}; a counts table has {len(COUNTS_SCHEMA)}")

@@ -1,0 +1,155 @@
+"""Figures from counts: tau, acceptance, alpha per position, each with an interval.
+
+Intervals are percentile bootstraps over conversation clusters: turns, near-duplicates and sampling settings of one
+cluster move together. A figure that cannot be computed is NaN with a reason, never 0.
+Shape letters: C clusters, B bootstrap samples, F summed columns, K drafted positions.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ..errors import InputError
+from .counts import values
+
+Floats = NDArray[np.float64]
+_SUMMED = ("rounds", "tokens", "drafted", "accepted")
+_CHUNK_NUMBERS = 1 << 24
+
+
+class Bootstrap(NamedTuple):
+    """How intervals are drawn."""
+
+    samples: int = 1000
+    confidence: float = 0.95
+    seed: int = 0
+
+
+class Estimate(NamedTuple):
+    """A figure and its interval. NaN says "not known", and `reason` says why."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+    clusters: int = 0
+    reason: str = ""
+
+    def scaled(self, factor: float) -> "Estimate":
+        """The same figure in another unit (factor > 0)."""
+        return self._replace(value=self.value * factor, low=self.low * factor, high=self.high * factor)
+
+
+class ClusterSums(NamedTuple):
+    """Counts summed by cluster: columns rounds, tokens, drafted, accepted, then reached and accepted per position."""
+
+    clusters: list[str]
+    sums_CF: Floats
+
+    def column(self, name: str) -> Floats:
+        """One of the plain columns, by cluster."""
+        column: Floats = self.sums_CF[:, _SUMMED.index(name)]
+        return column
+
+
+def tau(table: pa.Table, bootstrap: Bootstrap) -> Estimate:
+    """Tokens per round, pooled over all rounds."""
+    sums = cluster_sums(table)
+    return ratio(sums.column("tokens"), sums.column("rounds"), bootstrap, "rounds")
+
+
+def acceptance(table: pa.Table, bootstrap: Bootstrap) -> Estimate:
+    """Accepted over drafted tokens, pooled."""
+    sums = cluster_sums(table)
+    return ratio(sums.column("accepted"), sums.column("drafted"), bootstrap, "drafted tokens")
+
+
+def alphas(table: pa.Table, bootstrap: Bootstrap) -> list[Estimate]:
+    """Conditional acceptance per position: accepted at k over reached k. The rows must share one K."""
+    depths = values(table, "draft_tokens")
+    if len(depths) > 1:
+        raise InputError(f"draft_tokens {depths}: alpha per position needs rows of one K")
+    K = int(depths[0]) if depths else 0
+    sums = cluster_sums(table, K).sums_CF[:, len(_SUMMED) :]
+    return [ratio(sums[:, K + k], sums[:, k], bootstrap, f"rounds that reach position {k + 1}") for k in range(K)]
+
+
+def tau_difference(
+    first: pa.Table, second: pa.Table, bootstrap: Bootstrap, first_scale: float = 1.0, second_scale: float = 1.0
+) -> Estimate:
+    """first_scale * tau(first) - second_scale * tau(second) over the turns that both have, resampled together.
+
+    With scales = plain / round seconds it is the paired difference of expected speed-ups.
+    """
+    shared = set(_turns(first)) & set(_turns(second))
+    if not shared:
+        return Estimate(math.nan, reason="no conversation in common")
+    one, two = (cluster_sums(table.filter(pa.array([t in shared for t in _turns(table)]))) for table in (first, second))
+    columns = np.stack([sums.column(name) for sums in (one, two) for name in ("tokens", "rounds")], axis=1)
+    if (columns.sum(axis=0)[[1, 3]] == 0).any():
+        return Estimate(math.nan, clusters=len(columns), reason="no rounds")
+
+    def difference(sums_BF: Floats) -> Floats:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            by_draft = sums_BF[:, [0, 2]] / sums_BF[:, [1, 3]]
+        return np.asarray(first_scale * by_draft[:, 0] - second_scale * by_draft[:, 1])
+
+    value = float(difference(columns.sum(axis=0, keepdims=True))[0])
+    draws = [difference(sums_BF) for sums_BF in _resampled(columns, bootstrap)]
+    return _estimate(value, draws, len(columns), bootstrap)
+
+
+def ratio(numerator_C: Floats, denominator_C: Floats, bootstrap: Bootstrap, what: str = "counts") -> Estimate:
+    """Sum of the numerators over sum of the denominators, clusters resampled with replacement."""
+    clusters = len(denominator_C)
+    below = float(denominator_C.sum())
+    if below <= 0:
+        return Estimate(math.nan, clusters=clusters, reason=f"no {what}")
+    draws = []
+    for sums_BF in _resampled(np.stack([numerator_C, denominator_C], axis=1), bootstrap):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            draws.append(sums_BF[:, 0] / sums_BF[:, 1])
+    return _estimate(float(numerator_C.sum()) / below, draws, clusters, bootstrap)
+
+
+def cluster_sums(table: pa.Table, K: int = 0) -> ClusterSums:
+    """Sum the counts by cluster, sorted by name; K > 0 adds the positions' columns (all rows must have that K)."""
+    clusters, index_N = np.unique(np.array(table["cluster"].to_pylist(), dtype=object), return_inverse=True)
+    columns = [np.asarray(table[name].to_numpy(), dtype=np.float64) for name in _SUMMED]
+    if K:
+        for name in ("reached", "accepted_at"):
+            by_position = np.array(table[name].to_pylist(), dtype=np.float64).reshape(len(table), K)
+            columns.extend(by_position.T)
+    summed = [np.bincount(index_N, weights=column, minlength=len(clusters)) for column in columns]
+    return ClusterSums([str(name) for name in clusters], np.stack(summed, axis=1))
+
+
+def _resampled(sums_CF: Floats, bootstrap: Bootstrap) -> Iterator[Floats]:
+    """Column sums of resampled clusters as [B, F], in pieces that fit in memory. Same seed, same draws."""
+    clusters = len(sums_CF)
+    rng = np.random.default_rng(bootstrap.seed)
+    chunk = max(1, _CHUNK_NUMBERS // max(clusters, 1))
+    for start in range(0, bootstrap.samples if clusters > 1 else 0, chunk):
+        size = min(chunk, bootstrap.samples - start)
+        drawn_BC = rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=size)
+        yield np.asarray(drawn_BC @ sums_CF)
+
+
+def _estimate(value: float, draws: list[Floats], clusters: int, bootstrap: Bootstrap) -> Estimate:
+    if clusters < 2:
+        return Estimate(value, clusters=clusters, reason="fewer than 2 conversation clusters: no interval")
+    drawn = np.concatenate(draws) if draws else np.empty(0)
+    drawn = drawn[np.isfinite(drawn)]  # a resample without a denominator says nothing
+    if not len(drawn):
+        return Estimate(value, clusters=clusters, reason="no bootstrap sample: no interval")
+    tail = (1 - bootstrap.confidence) / 2
+    low, high = np.quantile(drawn, [tail, 1 - tail])
+    return Estimate(value, float(low), float(high), clusters)
+
+
+def _turns(table: pa.Table) -> list[tuple[Any, ...]]:
+    """What identifies an answer: conversation, turn, sampling setting."""
+    return list(zip(*(table[column].to_pylist() for column in ("conversation", "turn", "setting"))))

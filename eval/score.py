@@ -1,0 +1,284 @@
+"""Scores one draft on recorded answers: replay on all of them, real decoding on a part, and the two compared.
+
+Replay is exact only for answers of this very target at the sampling setting they were recorded at; so every sample is
+scored at its own setting. At temperature 0 every accept rule is the greedy one, and is scored once, under that name.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pyarrow as pa
+import torch
+
+from .. import fingerprint
+from ..data.store import Sample
+from ..errors import DraftforgeError, InputError
+from ..progress import Advance, bar, say
+from ..specdec.decoder import Generation, Request, generate
+from ..specdec.models import CausalModel
+from ..specdec.proposers.base import Proposer
+from ..specdec.proposers.lookup import PromptLookup
+from ..specdec.replay import TargetTrace, replay_sample, trace_target
+from ..specdec.sampling import SamplingSettings
+from ..specdec.targets import Target
+from ..specdec.walk import RoundCounts, count_rounds
+from .counts import CountRow, context_bucket, to_table
+from .settings import ScoreSettings
+
+
+class ReplayMismatchError(DraftforgeError, AssertionError):
+    """In float32, replay and decoding counted differently at temperature 0."""
+
+    exit_code = 3
+
+
+class Identity(NamedTuple):
+    """Which draft the counts are of."""
+
+    name: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """Replay against decoding at temperature 0."""
+
+    compared: int = 0
+    """Answers (turn x K) that both counted."""
+    ties: int = 0
+    """Answers that part where the target's two tokens tie; their counts are not compared."""
+    mismatches: tuple[str, ...] = ()
+    """The others that differ, one line each."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What scoring a draft yields."""
+
+    counts: pa.Table
+    consistency: Consistency
+
+
+class TraceCache:
+    """Remembers the target's passes over recorded answers, for the next checkpoint, up to a budget of bytes."""
+
+    def __init__(self, target: CausalModel, budget_bytes: int) -> None:
+        self._target, self._left = target, budget_bytes
+        self._known: dict[tuple[str, tuple[int, ...]], TargetTrace] = {}
+
+    def of(self, sample: Sample, aux_layers: tuple[int, ...]) -> TargetTrace:
+        """The target's states along the answer, with the layers that the draft reads."""
+        key = sample.id, aux_layers
+        traced = self._known.get(key)
+        if traced is None:
+            traced = trace_target(self._target, sample.prompt_ids, sample.answer_ids, sample.sampling, aux_layers)
+            if traced.nbytes <= self._left:
+                self._left -= traced.nbytes
+                self._known[key] = traced
+        return traced
+
+
+def score_draft(
+    target: Target,
+    proposer: Proposer,
+    samples: Sequence[Sample],
+    settings: ScoreSettings,
+    identity: Identity,
+    traces: TraceCache | None = None,
+) -> Score:
+    """Counts of one draft on the samples of a scored split.
+
+    A proposer that cannot be replayed is decoded on all of them. `traces` is shared by the checkpoints that are scored
+    on the same samples. Raises ReplayMismatchError in float32.
+    """
+    samples = _scored(samples, settings)
+    traces = traces or TraceCache(target, settings.trace_bytes)
+    decoded, depths = samples, settings.draft_tokens
+    if proposer.replayable:
+        chosen = spread(samples, settings.decode_conversations)
+        decoded, depths = [sample for sample in samples if sample.conversation in chosen], settings.decoded_depths
+    title = f"score {identity.name} step {identity.step}"
+    groups = _by_rule(decoded, proposer, settings)
+    work = len(samples) * proposer.replayable + sum(map(len, groups.values())) * len(depths)
+    with bar(title, work, "answers") as advance:
+        replayed = _replay(proposer, samples, settings, traces, advance) if proposer.replayable else []
+        answers = _decode(target, proposer, groups, depths, settings, advance)
+    consistency = _compare(target, replayed, answers, settings)
+    _judge(target, consistency, settings, title)
+    return Score(to_table(_row(identity, answer) for answer in [*replayed, *answers]), consistency)
+
+
+def rules_for(sampling: SamplingSettings, proposer: Proposer, settings: ScoreSettings) -> list[str]:
+    """The accept rules under which a sample is scored. A proposer that never samples has one at T > 0: onehot."""
+    if sampling.greedy:
+        return ["greedy"]
+    if isinstance(proposer, PromptLookup):
+        return ["onehot"]
+    if not settings.sampled_rules:
+        raise InputError(f"rules {settings.rules}: sampling {sampling.key} needs token, block or onehot")
+    return list(settings.sampled_rules)
+
+
+def spread(samples: Iterable[Sample], count: int) -> set[str]:
+    """`count` conversations, taken in turn from each domain in the order of a hash: stable as others come and go."""
+    by_domain: dict[str, set[str]] = {}
+    for sample in samples:
+        by_domain.setdefault(sample.domain, set()).add(sample.conversation)
+    ranked = [
+        (place, domain, name)
+        for domain, names in by_domain.items()
+        for place, name in enumerate(sorted(names, key=lambda name: fingerprint.of_bytes(name.encode())))
+    ]
+    return {name for _, _, name in sorted(ranked)[:count]}
+
+
+class _Answer(NamedTuple):
+    sample: Sample
+    rule: str
+    K: int
+    counts: RoundCounts
+    tokens: list[int] | None = None  # of a decoded answer
+
+
+def _scored(samples: Sequence[Sample], settings: ScoreSettings) -> list[Sample]:
+    trained = next((sample for sample in samples if sample.split == "train"), None)
+    if trained is not None:
+        raise InputError(f"sample {trained.id}: split train; drafts are scored on selection or holdout only")
+    if settings.max_conversations:
+        kept = spread(samples, settings.max_conversations)
+        samples = [sample for sample in samples if sample.conversation in kept]
+    if not samples:
+        raise InputError("no samples to score: the split is empty; give the mix more conversations")
+    return list(samples)
+
+
+def _by_rule(samples: Sequence[Sample], proposer: Proposer, settings: ScoreSettings) -> dict[str, list[Sample]]:
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        for rule in rules_for(sample.sampling, proposer, settings):
+            groups.setdefault(rule, []).append(sample)
+    return groups
+
+
+def _replay(
+    proposer: Proposer, samples: Sequence[Sample], settings: ScoreSettings, traces: TraceCache, advance: Advance
+) -> list[_Answer]:
+    answers: list[_Answer] = []
+    for sample in samples:
+        counted = replay_sample(
+            proposer,
+            traces.of(sample, proposer.aux_layers),
+            sample.prompt_ids,
+            sample.answer_ids,
+            sample.sampling,
+            rules_for(sample.sampling, proposer, settings),
+            settings.draft_tokens,
+            sample.max_new_tokens,
+        )
+        answers += [_Answer(sample, *one) for one in counted]
+        advance(note="replay")
+    return answers
+
+
+def _decode(
+    target: Target,
+    proposer: Proposer,
+    groups: dict[str, list[Sample]],
+    depths: Sequence[int],
+    settings: ScoreSettings,
+    advance: Advance,
+) -> list[_Answer]:
+    """Decode each rule's samples with every K; the order of the answers does not depend on which finishes first."""
+    answers: list[_Answer] = []
+    for rule, group in groups.items():
+        requests = [_request(target, sample, settings) for sample in group]
+        for K in depths:
+            done: dict[int, Generation] = {}
+            for index, generation in generate(target, proposer, requests, rule, K, settings.batch_size):
+                done[index] = generation
+                advance(note="decode")
+            for index, sample in enumerate(group):
+                counts = count_rounds(done[index].rounds, K)
+                answers.append(_Answer(sample, rule, K, counts, done[index].tokens))
+    return answers
+
+
+def _request(target: Target, sample: Sample, settings: ScoreSettings) -> Request:
+    seed = int(fingerprint.of_json([settings.seed, sample.id])[:15], 16)
+    return Request(sample.prompt_ids, sample.sampling, seed, sample.max_new_tokens, target.stop_ids)
+
+
+def _row(identity: Identity, answer: _Answer) -> CountRow:
+    sample = answer.sample
+    return CountRow(
+        draft=identity.name,
+        step=identity.step,
+        conversation=sample.conversation,
+        turn=sample.turn,
+        cluster=sample.cluster,
+        domain=sample.domain,
+        split=sample.split,
+        context_bucket=context_bucket(len(sample.prompt_ids)),
+        setting=sample.sampling.key,
+        rule=answer.rule,
+        draft_tokens=answer.K,
+        method="replay" if answer.tokens is None else "decode",
+        counts=answer.counts,
+    )
+
+
+def _compare(
+    target: Target, replayed: Sequence[_Answer], decoded: Sequence[_Answer], settings: ScoreSettings
+) -> Consistency:
+    expected = {(answer.sample.id, answer.K): answer.counts for answer in replayed if answer.sample.sampling.greedy}
+    compared = ties = 0
+    mismatches: list[str] = []
+    for answer in decoded:
+        counts = expected.get((answer.sample.id, answer.K))
+        if counts is None or answer.tokens is None or not answer.sample.sampling.greedy:
+            continue
+        compared += 1
+        where = f"{answer.sample.id}, K={answer.K}"
+        at = _first_difference(answer.tokens, answer.sample.answer_ids)
+        if at is None:
+            if answer.counts != counts:
+                mismatches.append(f"{where}: decoded {_brief(answer.counts)}; replayed {_brief(counts)}")
+        elif _tie(target, answer.sample, answer.tokens, at, settings.tie_logits):
+            ties += 1
+        else:
+            mismatches.append(f"{where}: the decoded answer leaves the recorded one at token {at}")
+    return Consistency(compared, ties, tuple(mismatches))
+
+
+def _judge(target: Target, consistency: Consistency, settings: ScoreSettings, title: str) -> None:
+    """Loud where replay and decoding differ; an error where arithmetic cannot be the reason."""
+    differ = len(consistency.mismatches)
+    if not differ:
+        return
+    line = f"{title}: replay and decoding differ on {differ} of {consistency.compared} answers; first: "
+    line += consistency.mismatches[0]
+    if target.dtype == torch.float32 and differ > settings.mismatch_limit:
+        raise ReplayMismatchError(f"{line} (score.mismatch_limit is {settings.mismatch_limit})")
+    say(line)
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    if one == other:
+        return None
+    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+@torch.inference_mode()
+def _tie(target: Target, sample: Sample, decoded: Sequence[int], at: int, tolerance: float) -> bool:
+    """Whether the target hardly prefers one of the two tokens at which the answers part."""
+    recorded = sample.answer_ids
+    if at >= min(len(recorded), len(decoded)):
+        return False
+    ids = torch.tensor([sample.prompt_ids + recorded[:at]], device=target.device)
+    logits_V = target.logits(target.states(ids).hidden_BTH[0, -1]).float()
+    return abs(float(logits_V[recorded[at]] - logits_V[decoded[at]])) < tolerance
+
+
+def _brief(counts: RoundCounts) -> str:
+    return f"{counts.rounds:g} rounds, {counts.accepted:g} of {counts.drafted:g} accepted"

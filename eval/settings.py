@@ -1,0 +1,104 @@
+"""The recipe's `score` section: what is scored, how, and how times are measured."""
+
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ..specdec.sampling import SamplingSettings
+from .figures import Bootstrap
+
+RuleName = Literal["greedy", "token", "block", "onehot"]
+SELECTION_SPLIT: Final = "selection"  # checkpoints are scored and picked on this split
+HOLDOUT_SPLIT: Final = "holdout"  # a candidate meets the champion on this one, and on no other
+
+
+class CostSettings(BaseModel):
+    """How draft and verify times are measured: batch 1, on real prompts, medians per round."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    prompts: int = Field(default=4, ge=1)
+    """Prompts decoded for the measurement (per K, and once without a draft)."""
+    new_tokens: int = Field(default=32, ge=8)
+    """Tokens decoded per prompt."""
+    warmup_rounds: int = Field(default=3, ge=0)
+    """First rounds of each prompt that are not timed."""
+    wait_seconds: float = Field(default=1800.0, ge=0)
+    """How long to wait for another process that is measuring the same shape."""
+
+
+class ScoreSettings(BaseModel):
+    """Scores of every checkpoint: counts by replay on all samples, by real decoding on a part."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    sampling: list[SamplingSettings] = Field(default=[SamplingSettings()], min_length=1)
+    """Sampling settings that are scored; the target answers selection and holdout once for each."""
+    rules: list[RuleName] = Field(default=["greedy", "token"], min_length=1)
+    """Accept rules. greedy is the rule at temperature 0 and only there; the first other one is the serving engine's."""
+    draft_tokens: list[int] = Field(default=[1, 2, 3, 4], min_length=1)
+    """Every K that is scored; the best one is picked with the checkpoint. The largest is the K of training."""
+    max_conversations: int = Field(default=0, ge=0)
+    """Score at most so many conversations of a split, spread over the domains; 0: all."""
+    decode_conversations: int = Field(default=8, ge=0)
+    """Of these, decode so many for real, spread over the domains, and compare with replay at temperature 0."""
+    decode_draft_tokens: list[int] = []
+    """K of that decoding; empty: the largest of draft_tokens."""
+    batch_size: int = Field(default=4, ge=1)
+    """Requests decoded at once (never for timing, which is at batch 1)."""
+    bootstrap_samples: int = Field(default=1000, ge=10)
+    """Bootstrap samples behind every interval."""
+    confidence: float = Field(default=0.95, gt=0.5, lt=1.0)
+    """Share of bootstrap samples inside an interval."""
+    tie_share: float = Field(default=0.01, ge=0, lt=1)
+    """Two K of one checkpoint whose expected speed-ups differ by less than this share tie: fewer tokens win."""
+    tie_logits: float = Field(default=1e-3, ge=0)
+    """Replay and decoding may part where the target's two tokens differ by less than this in logits (float32)."""
+    mismatch_limit: int = Field(default=0, ge=0)
+    """float32: conversations whose replayed and decoded counts may differ before the score is refused."""
+    trace_bytes: int = Field(default=1 << 30, ge=0)
+    """Memory for the target's states along the answers, kept from one checkpoint to the next (device memory)."""
+    seed: int = Field(default=0, ge=0)
+    """Of bootstrap and decoding at T > 0."""
+    costs: CostSettings = CostSettings()
+    """How times are measured."""
+
+    @field_validator("draft_tokens", "decode_draft_tokens")
+    @classmethod
+    def _positive_and_sorted(cls, value: list[int]) -> list[int]:
+        if any(k < 1 for k in value):
+            raise ValueError(f"{value}: every K must be at least 1")
+        return sorted(set(value))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ScoreSettings":
+        keys = [sampling.key for sampling in self.sampling]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"sampling {keys}: every setting may be named once")
+        sampled = [sampling.key for sampling in self.sampling if not sampling.greedy]
+        if sampled and not self.sampled_rules:
+            raise ValueError(f"rules {self.rules}: sampling {sampled[0]} needs token, block or onehot")
+        unknown = sorted(set(self.decode_draft_tokens) - set(self.draft_tokens))
+        if unknown:
+            raise ValueError(f"decode_draft_tokens {unknown}: must be among draft_tokens {self.draft_tokens}")
+        return self
+
+    @property
+    def sampled_rules(self) -> list[RuleName]:
+        """Rules at temperature > 0; at 0 every rule is the greedy one."""
+        return [rule for rule in self.rules if rule != "greedy"]
+
+    @property
+    def serving_rule(self) -> RuleName:
+        """The rule by which drafts are picked at temperature > 0."""
+        return self.sampled_rules[0] if self.sampled_rules else "greedy"
+
+    @property
+    def bootstrap(self) -> Bootstrap:
+        """How the figures' intervals are drawn."""
+        return Bootstrap(self.bootstrap_samples, self.confidence, self.seed)
+
+    @property
+    def decoded_depths(self) -> list[int]:
+        """K of the decoded part."""
+        return self.decode_draft_tokens or self.draft_tokens[-1:]

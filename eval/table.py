@@ -1,0 +1,125 @@
+"""The final tables that a person reads. Records in, text out: colours and boxes on a terminal, else plain columns."""
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .figures import Estimate
+from .select import DomainRow, Row
+
+NUMERIC = frozenset({"step", "K", "tau", "draft ms", "verify ms", "expected speed-up", "perplexity", "conversations"})
+UNKNOWN = "n/a"
+
+
+def show_leaderboard(rows: Sequence[Row], confidence: float = 0.95, console: Console | None = None) -> None:
+    """Print checkpoints and baselines, the chosen one marked."""
+    styles = ["bold green" if row.chosen else "dim" if row.baseline else "" for row in rows]
+    note = f"tau: tokens per round, pooled; intervals: {confidence:.0%}, by conversation cluster; times at batch 1"
+    _show("Drafts by expected serving speed", leaderboard_cells(rows), styles, note, console)
+
+
+def show_domains(rows: Sequence[DomainRow], confidence: float = 0.95, console: Console | None = None) -> None:
+    """Print drafts per domain and sampling setting."""
+    styles = ["dim" if row.baseline else "" for row in rows]
+    _show("By domain", domain_cells(rows), styles, f"intervals: {confidence:.0%}, by conversation cluster", console)
+
+
+def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
+    """Header and rows as text. Perplexity has a column only where one is known."""
+    header = ["draft", "step", "K", "tau", "alpha", "draft ms", "verify ms", "expected speed-up", "perplexity", ""]
+    cells = [header]
+    for row in rows:
+        cells.append(
+            [
+                row.draft,
+                str(row.step) if row.step else "-",
+                str(row.draft_tokens) if row.draft_tokens else "-",
+                interval(row.tau),
+                positions(row.alphas),
+                milliseconds(row.draft_seconds) if row.draft_tokens else "-",
+                milliseconds(row.verify_seconds),
+                interval(row.speedup, "x"),
+                number(row.perplexity),
+                "<- chosen" if row.chosen else "baseline" if row.baseline else "",
+            ]
+        )
+    if all(math.isnan(row.perplexity) for row in rows):
+        cells = [line[:-2] + line[-1:] for line in cells]
+    return cells
+
+
+def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
+    """Header and rows as text."""
+    cells = [["domain", "sampling", "rule", "draft", "step", "K", "tau", "alpha", "conversations"]]
+    for row in rows:
+        cells.append(
+            [
+                row.domain,
+                row.setting,
+                row.rule,
+                row.draft,
+                str(row.step) if row.step else "-",
+                str(row.draft_tokens),
+                interval(row.tau),
+                positions(row.alphas),
+                str(row.conversations),
+            ]
+        )
+    return cells
+
+
+def plain_text(cells: Sequence[Sequence[str]]) -> str:
+    """Aligned columns without colours, for files and pipes."""
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    lines = []
+    for line in cells:
+        padded = [
+            cell.rjust(width) if name in NUMERIC else cell.ljust(width)
+            for cell, width, name in zip(line, widths, cells[0])
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def interval(estimate: Estimate, unit: str = "") -> str:
+    """Such as "2.06 [1.95, 2.17]"; without an interval "2.06"; unknown: "n/a"."""
+    if math.isnan(estimate.value):
+        return UNKNOWN
+    if math.isnan(estimate.low) or math.isnan(estimate.high):
+        return f"{estimate.value:.2f}{unit}"
+    return f"{estimate.value:.2f}{unit} [{estimate.low:.2f}, {estimate.high:.2f}]"
+
+
+def positions(alphas: Sequence[Estimate]) -> str:
+    """Conditional acceptance of positions 1, 2, ..., such as "0.71 0.62 0.55"."""
+    if not alphas:
+        return "-"
+    return " ".join(UNKNOWN if math.isnan(alpha.value) else f"{alpha.value:.2f}" for alpha in alphas)
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds."""
+    return UNKNOWN if math.isnan(seconds) else f"{seconds * 1e3:.1f}"
+
+
+def number(value: float) -> str:
+    """Two decimals, or "n/a"."""
+    return UNKNOWN if math.isnan(value) else f"{value:.2f}"
+
+
+def _show(
+    title: str, cells: Sequence[Sequence[str]], styles: Sequence[str], note: str, console: Console | None
+) -> None:
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.print(f"{title}\n{plain_text(cells)}\n{note}", soft_wrap=True, markup=False, highlight=False)
+        return
+    table = Table(title=title, caption=note, title_justify="left", caption_justify="left")
+    for name in cells[0]:
+        table.add_column(name, justify="right" if name in NUMERIC else "left", no_wrap=name != "alpha")
+    for line, style in zip(cells[1:], styles):
+        table.add_row(*(Text(cell) for cell in line), style=style)
+    console.print(table)

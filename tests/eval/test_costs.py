@@ -1,0 +1,191 @@
+"""Times: which rounds count, what the key depends on, and that a shape is measured once."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_ins
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftforge.errors import InputError, LockedError
+from draftforge.eval import costs
+from draftforge.eval.figures import Estimate
+from draftforge.eval.settings import CostSettings
+from draftforge.specdec.decoder import RoundSeconds
+from draftforge.specdec.models import CausalModel
+from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.sampling import SamplingSettings
+from draftforge.storage import lock
+
+GREEDY = SamplingSettings()
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalModel:
+    return stand_ins.target()
+
+
+def key_of(target: CausalModel, draft: Any = "lookup", K: tuple[int, ...] = (1, 2)) -> costs.CostKey:
+    return costs.cost_key(target, draft, K, GREEDY, "greedy")
+
+
+def table_of(key: costs.CostKey, plain: float = 0.03) -> costs.CostTable:
+    by_K = {
+        K: costs.RoundCost(draft_seconds=0.002 * K, verify_seconds=0.031, rest_seconds=0.001, rounds=9)
+        for K in key.draft_tokens
+    }
+    return costs.CostTable(key=key, plain_seconds=plain, plain_rounds=50, context_tokens=40.0, by_K=by_K)
+
+
+class FakeDecoder:
+    """Yields rounds with given times instead of decoding."""
+
+    def __init__(self, by_K: dict[int, list[RoundSeconds]]) -> None:
+        self.by_K, self.calls = by_K, list[tuple[int, list[int]]]()
+
+    def __call__(
+        self, target: Any, proposer: Any, requests: Any, rule: str, draft_tokens: int, batch_size: int, timer: Any
+    ) -> Iterator[tuple[int, None]]:
+        K = draft_tokens if proposer is not None else 0
+        assert batch_size == 1 and not requests[0].stop_ids
+        self.calls.append((K, requests[0].prompt_ids))
+        timer.rounds.extend(self.by_K[K])
+        yield 0, None
+
+
+def test_medians_leave_out_warm_up_and_clipped_rounds(target: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = RoundSeconds(9.0, 9.0, 9.0, 2, 1)
+    full = [RoundSeconds(0.01 * i, 0.1, 0.002, 2, 1) for i in (1, 2, 3, 2, 1)]
+    clipped = RoundSeconds(5.0, 5.0, 5.0, 1, 1)
+    plain = [RoundSeconds(0.0, 0.08, 0.001, 0, 1)] * 4
+    decoder = FakeDecoder({0: [slow._replace(drafted=0), *plain], 2: [slow, *full, clipped]})
+    monkeypatch.setattr(costs, "generate", decoder)
+    key = key_of(target, K=(2,))
+    settings = CostSettings(prompts=2, warmup_rounds=1)
+    table = costs.measure_costs(key, target, PromptLookup(), [[1, 2], [3] * 4, [4]], GREEDY, settings)
+    assert decoder.calls == [(0, [1, 2]), (2, [1, 2]), (0, [3] * 4), (2, [3] * 4)]  # modes take turns
+    assert table.plain_seconds == pytest.approx(0.081) and table.plain_rounds == 8
+    assert table.by_K == {2: costs.RoundCost(draft_seconds=0.02, verify_seconds=0.1, rest_seconds=0.002, rounds=10)}
+    assert table.context_tokens == pytest.approx(3 + 16)
+
+
+def test_a_shape_that_seldom_drafts_is_timed_on_what_it_does(
+    target: CausalModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = [RoundSeconds(0.001, 0.03, 0.0, 0, 1)] * 6
+    monkeypatch.setattr(costs, "generate", FakeDecoder({0: empty, 2: [*empty, RoundSeconds(0.1, 0.1, 0.1, 2, 1)]}))
+    table = costs.measure_costs(
+        key_of(target, K=(2,)), target, PromptLookup(), [[1]], GREEDY, CostSettings(warmup_rounds=0)
+    )
+    assert table.by_K[2].rounds == 7 and table.by_K[2].verify_seconds == 0.03
+    assert "K=2: only 1 full rounds" in capsys.readouterr().err
+    monkeypatch.setattr(costs, "generate", FakeDecoder({0: empty, 2: empty[:2]}))
+    with pytest.raises(InputError, match=r"no round was left to time; raise score\.costs\.new_tokens"):
+        costs.measure_costs(key_of(target, K=(2,)), target, PromptLookup(), [[1]], GREEDY, CostSettings())
+
+
+def test_real_rounds_are_timed(target: CausalModel) -> None:
+    draft = stand_ins.near_copy(target)
+    key = key_of(target, draft, (1, 3))
+    prompts = stand_ins.prompts(3)
+    settings = CostSettings(prompts=2, new_tokens=40, warmup_rounds=1)
+    table = costs.measure_costs(key, target, make_proposer(draft, target), prompts, GREEDY, settings)
+    assert table.plain_seconds > 0 and table.plain_rounds == 2 * 38
+    assert all(cost.draft_seconds > 0 and cost.verify_seconds > 0 for cost in table.by_K.values())
+    assert table.by_K[3].draft_seconds > table.by_K[1].draft_seconds
+    assert costs.CostTable.model_validate_json(table.model_dump_json()) == table
+
+
+def test_no_prompts_are_refused(target: CausalModel) -> None:
+    with pytest.raises(InputError, match="no prompts"):
+        costs.measure_costs(key_of(target), target, PromptLookup(), [], GREEDY, CostSettings())
+
+
+def test_weights_do_not_change_the_key_but_shapes_do(target: CausalModel) -> None:
+    draft = stand_ins.near_copy(target, seed=1)
+    key = key_of(target, draft)
+    assert key_of(stand_ins.target(seed=7), stand_ins.near_copy(target, seed=2)).digest == key.digest
+    assert key_of(target, draft, (2, 1)).digest == key.digest
+    assert key_of(target, draft, (1, 2, 3)).digest != key.digest
+    assert key_of(target, stand_ins.random_eagle3(target)).digest != key.digest
+    full, reduced = stand_ins.random_eagle3(target), stand_ins.random_eagle3(target, draft_vocab=20)
+    assert key_of(target, full).digest != key_of(target, reduced).digest
+    assert key_of(CausalModel(stand_ins.llama(layers=2)), draft).digest != key.digest
+    half = CausalModel(copy.deepcopy(target.model).to(torch.bfloat16))
+    assert key_of(half, draft).digest != key.digest
+    heads = copy.deepcopy(target.model)
+    heads.config.num_attention_heads = 3  # same tensors, another split
+    assert costs.module_signature(heads) != costs.module_signature(target.model)
+    named = copy.deepcopy(target.model)
+    named.config._name_or_path, named.config.eos_token_id = "elsewhere", 5
+    assert costs.module_signature(named) == costs.module_signature(target.model)
+
+
+def test_hardware_is_named() -> None:
+    name = costs.hardware_name(torch.device("cpu"))
+    assert name.endswith(f", {torch.get_num_threads()} threads") and len(name) > len(", 1 threads")
+
+
+def test_times_are_measured_once(target: CausalModel, tmp_path: Path) -> None:
+    key, calls = key_of(target), []
+
+    def measure() -> costs.CostTable:
+        calls.append(1)
+        return table_of(key)
+
+    first = costs.cached_costs(tmp_path / "costs", key, measure)
+    assert costs.cached_costs(tmp_path / "costs", key, measure) == first == table_of(key)
+    assert len(calls) == 1
+    (path,) = (tmp_path / "costs").glob("*.json")
+    path.write_text(path.read_text()[:-30])
+    assert costs.cached_costs(tmp_path / "costs", key, measure) == first  # an unreadable table is measured again
+    assert len(calls) == 2
+    with pytest.raises(InputError, match="another shape"):
+        costs.cached_costs(tmp_path / "costs", key_of(target, K=(5,)), measure)
+
+
+def test_two_processes_do_not_measure_at_once(target: CausalModel, tmp_path: Path) -> None:
+    key = key_of(target)
+    with lock(tmp_path / ".costs.lock"), pytest.raises(LockedError, match="a process that measures times"):
+        costs.cached_costs(tmp_path, key, lambda: table_of(key))
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow() -> costs.CostTable:
+        entered.set()
+        assert leave.wait(10)
+        return table_of(key)
+
+    thread = threading.Thread(target=costs.cached_costs, args=(tmp_path, key, slow))
+    thread.start()
+    assert entered.wait(10)
+    threading.Timer(0.1, leave.set).start()
+    assert costs.cached_costs(tmp_path, key, pytest.fail, wait_seconds=10) == table_of(key)
+    thread.join()
+
+
+@given(st.floats(1.0, 6.0), st.integers(1, 2), st.floats(0.001, 1.0))
+def test_break_even_is_a_speedup_of_one(tau: float, K: int, plain: float) -> None:
+    key = costs.CostKey(
+        hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy", rule="greedy",
+        draft_tokens=[1, 2],
+    )  # fmt: skip
+    table = table_of(key, plain)
+    speedup = costs.expected_speedup(Estimate(tau, tau - 0.1, tau + 0.1, 5), table, K)
+    seconds = 0.002 * K + 0.031 + 0.001
+    assert speedup.value == pytest.approx(tau * plain / seconds)
+    assert speedup.low == pytest.approx((tau - 0.1) * plain / seconds)
+    even = costs.break_even_tau(table, K)
+    assert costs.expected_speedup(Estimate(even), table, K).value == pytest.approx(1.0)
+    assert table.round_seconds(K, 0.0) == pytest.approx(plain)
+    assert table.round_seconds(K, 0.25) == pytest.approx(0.25 * seconds + 0.75 * plain)
+
+
+def test_an_unmeasured_depth_is_named(target: CausalModel) -> None:
+    with pytest.raises(InputError, match=r"draft_tokens 4: no times measured; there are times for \[1, 2\]"):
+        costs.expected_speedup(Estimate(2.0), table_of(key_of(target)), 4)

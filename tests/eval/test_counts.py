@@ -1,0 +1,93 @@
+"""The counts table: schema, files, filters."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from draftforge.errors import CorruptDataError, InputError, MissingFileError
+from draftforge.eval import counts
+from draftforge.specdec.walk import RoundCounts
+
+ROW = counts.CountRow(
+    draft="small",
+    step=20,
+    conversation="c1",
+    turn=0,
+    cluster="k1",
+    domain="support",
+    split="selection",
+    context_bucket=counts.context_bucket(40),
+    setting="t0",
+    rule="greedy",
+    draft_tokens=2,
+    method="replay",
+    counts=RoundCounts(3.0, 7.0, 6.0, 4.0, (3.0, 2.5), (2.5, 1.5)),
+)
+
+
+def test_a_table_survives_the_disk(tmp_path: Path) -> None:
+    table = counts.to_table([ROW, replace(ROW, step=40, counts=RoundCounts(0.0, 0.0, 0.0, 0.0, (0, 0), (0, 0)))])
+    counts.write(table, tmp_path / "score" / "counts.parquet")
+    read = counts.read(tmp_path / "score" / "counts.parquet")
+    assert read.equals(table) and read.schema.equals(counts.COUNTS_SCHEMA)
+    assert read["reached"].to_pylist() == [[3.0, 2.5], [0.0, 0.0]]
+    assert [path.name for path in (tmp_path / "score").iterdir()] == ["counts.parquet"]
+
+
+def test_an_empty_table_has_the_schema(tmp_path: Path) -> None:
+    counts.write(counts.concat([]), tmp_path / "counts.parquet")
+    assert len(counts.read(tmp_path / "counts.parquet")) == 0
+    assert list(counts.groups(counts.to_table([]), "draft")) == []
+
+
+def test_positions_must_match_the_drafted_tokens() -> None:
+    with pytest.raises(InputError, match="counts of c1: 2 reached and 2 accepted positions for draft_tokens = 3"):
+        counts.to_table([replace(ROW, draft_tokens=3)])
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "counts.parquet"
+    with pytest.raises(MissingFileError, match=r"counts\.parquet: no such file"):
+        counts.read(path)
+    path.write_bytes(b"PAR1 not really")
+    with pytest.raises(CorruptDataError, match=r"counts\.parquet: not a readable parquet file"):
+        counts.read(path)
+    table = counts.to_table([ROW])
+    pq.write_table(table.drop_columns(["rounds"]), path)
+    with pytest.raises(CorruptDataError, match="column rounds is missing"):
+        counts.read(path)
+    pq.write_table(table.set_column(1, "step", pa.array(["20"])), path)
+    with pytest.raises(CorruptDataError, match="column step is string, must be int64"):
+        counts.read(path)
+    pq.write_table(table.append_column("perplexity", pa.array([1.0])), path)
+    with pytest.raises(CorruptDataError, match="unknown columns perplexity"):
+        counts.read(path)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "counts.parquet"
+    counts.write(counts.to_table([ROW]), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CorruptDataError, match="not a readable parquet file"):
+        counts.read(path)
+
+
+def test_filters_and_groups() -> None:
+    rows = [replace(ROW, step=step, domain=domain) for step in (20, 40) for domain in ("support", "code", "chat")]
+    table = counts.to_table(rows)
+    assert len(counts.where(table, step=40)) == 3
+    assert len(counts.where(table, step=[20, 40], domain=("code", "chat"))) == 4
+    assert len(counts.where(table, domain="none")) == 0
+    assert counts.values(table, "domain") == ["chat", "code", "support"]
+    keys = [key for key, part in counts.groups(table, "domain", "step") if len(part) == 1]
+    assert keys == sorted((row.domain, row.step) for row in rows)
+    assert counts.concat([table, table])["step"].to_pylist() == [row.step for row in rows] * 2
+
+
+def test_context_buckets_sort_by_size() -> None:
+    labels = [counts.context_bucket(tokens) for tokens in (1, 128, 129, 5000, 30000, 10**6)]
+    assert labels == ["00128", "00128", "00512", "08192", "32768", "32768+"]
+    assert labels == sorted(labels)

@@ -1,0 +1,190 @@
+"""Scoring: what is replayed, what is decoded, and that both agree."""
+
+import math
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import stand_ins
+import torch
+
+from draftforge.data.store import Sample
+from draftforge.errors import InputError
+from draftforge.eval import score
+from draftforge.eval.counts import COUNTS_SCHEMA, values, where
+from draftforge.eval.figures import Bootstrap, tau
+from draftforge.eval.settings import ScoreSettings
+from draftforge.specdec.decoder import Request, generate
+from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.base import Proposer
+from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.replay import TargetTrace, trace_target
+from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.targets import Target
+from draftforge.specdec.walk import RoundCounts
+
+GREEDY, WARM = SamplingSettings(), SamplingSettings(temperature=1.0, top_k=12)
+STOP = frozenset({5, 17})
+ME = score.Identity("small", 20)
+SETTINGS = ScoreSettings(
+    sampling=[GREEDY, WARM], rules=["token", "block"], draft_tokens=[1, 3], decode_conversations=4, batch_size=3
+)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    model = cast(Any, stand_ins.target())
+    model.stop_ids = STOP
+    return cast(Target, model)
+
+
+@pytest.fixture(scope="module")
+def samples(target: Target) -> list[Sample]:
+    """Twelve conversations in three domains, the first nine at T = 0, as a capture has them."""
+    made = []
+    for number, prompt in enumerate(stand_ins.prompts(12)):
+        sampling = GREEDY if number < 9 else WARM
+        ((_, answer),) = generate(target, None, [Request(prompt, sampling, number, 24, STOP)])
+        made.append(
+            Sample(
+                id=f"c{number}/0/{sampling.key}",
+                conversation=f"c{number}",
+                turn=0,
+                cluster=f"k{number // 2}",
+                domain=("support", "code", "chat")[number % 3],
+                split="selection",
+                sampling=sampling,
+                max_new_tokens=24,
+                finish=answer.finish,
+                prompt_ids=prompt,
+                answer_ids=answer.tokens,
+            )
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def proposer(target: Target) -> Proposer:
+    return make_proposer(stand_ins.near_copy(target, noise=0.1), target)
+
+
+def test_replay_covers_all_and_decoding_a_part(target: Target, samples: list[Sample], proposer: Proposer) -> None:
+    result = score.score_draft(target, proposer, samples, SETTINGS, ME)
+    table = result.counts
+    assert table.schema.equals(COUNTS_SCHEMA) and set(values(table, "draft")) == {"small"}
+    replayed, decoded = where(table, method="replay"), where(table, method="decode")
+    assert len(replayed) == 9 * 2 + 3 * 2 * 2  # T = 0: greedy at each K; T > 0: two rules at each K
+    assert values(where(replayed, setting="t0"), "rule") == ["greedy"]
+    assert values(where(replayed, setting=WARM.key), "rule") == ["block", "token"]
+    assert len(values(decoded, "conversation")) == 4 and values(decoded, "draft_tokens") == [3]
+    assert set(values(decoded, "domain")) == {"support", "code", "chat"}
+    assert result.consistency.compared == len(where(decoded, setting="t0")) > 0
+    assert result.consistency.mismatches == ()
+    assert 1.0 < tau(where(replayed, setting="t0", draft_tokens=3), Bootstrap()).value < 4.0
+
+
+def test_decoded_counts_equal_replayed_ones(target: Target, samples: list[Sample], proposer: Proposer) -> None:
+    greedy = [sample for sample in samples if sample.sampling.greedy]
+    settings = ScoreSettings(draft_tokens=[1, 3], decode_draft_tokens=[1, 3], decode_conversations=99)
+    table = score.score_draft(target, proposer, greedy, settings, ME).counts
+    columns = [name for name in COUNTS_SCHEMA.names if name != "method"]
+    order = [("conversation", "ascending"), ("draft_tokens", "ascending")]
+    one, two = (where(table, method=method).select(columns).sort_by(order) for method in ("replay", "decode"))
+    assert len(one) == 18 and one.equals(two)
+
+
+def test_a_proposer_that_cannot_be_replayed_is_decoded(target: Target, samples: list[Sample]) -> None:
+    lookup = PromptLookup()
+    lookup.replayable = False
+    result = score.score_draft(target, lookup, samples, SETTINGS, score.Identity("lookup", 0))
+    assert values(result.counts, "method") == ["decode"]
+    assert len(result.counts) == 12 * 2 and values(result.counts, "rule") == ["greedy", "onehot"]
+    assert result.consistency.compared == 0
+    assert not any(math.isnan(rounds) for rounds in result.counts["rounds"].to_pylist())
+
+
+def test_passes_of_the_target_are_shared_by_checkpoints(
+    target: Target, samples: list[Sample], proposer: Proposer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ScoreSettings(draft_tokens=[2], decode_conversations=0)
+    calls: list[int] = []
+
+    def counted(*args: Any) -> TargetTrace:
+        calls.append(1)
+        return trace_target(*args)
+
+    monkeypatch.setattr(score, "trace_target", counted)
+    traces = score.TraceCache(target, settings.trace_bytes)
+    greedy = samples[:4]
+    first, second = (score.score_draft(target, proposer, greedy, settings, ME, traces) for _ in range(2))
+    assert len(calls) == 4 and first.counts.equals(second.counts)
+    nothing = score.TraceCache(target, 0)
+    for _ in range(2):
+        score.score_draft(target, proposer, greedy, settings, ME, nothing)
+    assert len(calls) == 4 + 8
+
+
+def test_a_false_replay_is_an_error_in_float32(
+    target: Target, samples: list[Sample], proposer: Proposer, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def wrong(*args: Any) -> list[Any]:
+        return [("greedy", 1, RoundCounts(1, 2, 1, 1, (1,), (1,)))]
+
+    monkeypatch.setattr(score, "replay_sample", wrong)
+    settings = ScoreSettings(draft_tokens=[1], decode_conversations=3)
+    with pytest.raises(score.ReplayMismatchError, match=r"differ on 3 of 3 answers; first: c\d+/0/t0, K=1: decoded"):
+        score.score_draft(target, proposer, samples[:9], settings, ME)
+    tolerant = settings.model_copy(update={"mismatch_limit": 3})
+    result = score.score_draft(target, proposer, samples[:9], tolerant, ME)
+    assert len(result.consistency.mismatches) == 3
+    assert "replay and decoding differ on 3 of 3" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_answers_of_another_target_are_found(target: Target, samples: list[Sample], proposer: Proposer) -> None:
+    settings = ScoreSettings(draft_tokens=[1], decode_conversations=3)
+    foreign = [replace(sample, answer_ids=[(sample.answer_ids[0] + 1) % stand_ins.VOCAB, 3, 5]) for sample in samples]
+    with pytest.raises(score.ReplayMismatchError, match="the decoded answer leaves the recorded one at token 0"):
+        score.score_draft(target, proposer, foreign[:9], settings, ME)
+
+
+@torch.inference_mode()
+def test_a_tie_of_the_target_is_counted_not_refused(
+    target: Target, samples: list[Sample], proposer: Proposer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = samples[0]
+    ids = torch.tensor([sample.prompt_ids])
+    logits = target.logits(target.states(ids).hidden_BTH[0, -1])
+    gap = float(logits.topk(2).values.diff().abs())
+    other = replace(sample, answer_ids=[int(logits.topk(2).indices[1]), *sample.answer_ids[1:]])
+    settings = ScoreSettings(draft_tokens=[1], decode_conversations=1, tie_logits=gap * 1.01)
+    consistency = score.score_draft(target, proposer, [other], settings, ME).consistency
+    assert (consistency.compared, consistency.ties, consistency.mismatches) == (1, 1, ())
+    strict = settings.model_copy(update={"tie_logits": gap * 0.99})
+    with pytest.raises(score.ReplayMismatchError):
+        score.score_draft(target, proposer, [other], strict, ME)
+
+
+def test_conversations_are_spread_and_stable(samples: list[Sample]) -> None:
+    domain = {sample.conversation: sample.domain for sample in samples}
+    three = score.spread(samples, 3)
+    assert {domain[name] for name in three} == {"support", "code", "chat"}
+    assert three < score.spread(samples, 6) and len(score.spread(samples, 6)) == 6
+    assert three == score.spread(list(reversed(samples)), 3)
+    assert score.spread(samples, 0) == set() and len(score.spread(samples, 99)) == 12
+
+
+def test_at_most_so_many_conversations(target: Target, samples: list[Sample], proposer: Proposer) -> None:
+    settings = ScoreSettings(draft_tokens=[1], decode_conversations=1, max_conversations=3)
+    counts = score.score_draft(target, proposer, samples[:9], settings, ME).counts
+    assert set(values(counts, "conversation")) == score.spread(samples[:9], 3)
+
+
+def test_training_samples_and_empty_splits_are_refused(
+    target: Target, samples: list[Sample], proposer: Proposer
+) -> None:
+    with pytest.raises(InputError, match="no samples to score"):
+        score.score_draft(target, proposer, [], SETTINGS, ME)
+    with pytest.raises(InputError, match="c0/0/t0: split train"):
+        score.score_draft(target, proposer, [replace(samples[0], split="train")], SETTINGS, ME)
+    with pytest.raises(InputError, match=r"rules \['greedy'\]: sampling t1-k12 needs token"):
+        score.score_draft(target, proposer, samples, ScoreSettings(rules=["greedy"]), ME)

@@ -1,0 +1,170 @@
+"""The pick: expected speed-up at the best K, and nothing else."""
+
+import json
+import math
+
+import pyarrow as pa
+import pytest
+
+from draftforge.errors import InputError
+from draftforge.eval.costs import CostKey, CostTable, RoundCost
+from draftforge.eval.counts import CountRow, concat, to_table
+from draftforge.eval.select import Row, choose, domain_rows, leaderboard, plain_row, serving, speedup_difference
+from draftforge.eval.settings import ScoreSettings
+from draftforge.specdec.walk import RoundCounts
+
+SETTINGS = ScoreSettings(draft_tokens=[1, 2, 3], bootstrap_samples=200)
+DEPTHS = (1, 2, 3)
+
+
+def counts_of(
+    draft: str,
+    step: int,
+    taus: dict[int, float],
+    domain: str = "support",
+    setting: str = "t0",
+    rule: str = "greedy",
+    method: str = "replay",
+    conversations: int = 10,
+    drafted: float | None = None,
+) -> pa.Table:
+    """Conversations whose pooled tau at each K is the given one; every other is better, every other worse."""
+    rows = []
+    for number in range(conversations):
+        for K, tau in taus.items():
+            tokens = 100 * (tau + (0.1 if number % 2 else -0.1))
+            accepted = tokens - 100
+            counts = RoundCounts(
+                100.0, tokens, 100.0 * K if drafted is None else drafted, accepted, (100.0,) * K, (accepted / K,) * K
+            )
+            name = f"{domain}-{number}"
+            row = CountRow(draft, step, name, 0, name, domain, "selection", "128", setting, rule, K, method, counts)  # type: ignore[arg-type]
+            rows.append(row)
+    return to_table(rows)
+
+
+def costs_of(draft_ms: float, verify_ms: float = 31.0, plain_ms: float = 30.0) -> CostTable:
+    key = CostKey(
+        hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy", rule="greedy",
+        draft_tokens=list(DEPTHS),
+    )  # fmt: skip
+    by_K = {
+        K: RoundCost(draft_seconds=draft_ms * K / 1e3, verify_seconds=verify_ms / 1e3, rest_seconds=0.0, rounds=9)
+        for K in DEPTHS
+    }
+    return CostTable(key=key, plain_seconds=plain_ms / 1e3, plain_rounds=9, context_tokens=30.0, by_K=by_K)
+
+
+def test_speed_decides_not_tau() -> None:
+    slow = counts_of("slow", 10, {1: 1.7, 2: 2.2, 3: 2.9})
+    fast = counts_of("fast", 10, {1: 1.6, 2: 1.9, 3: 2.0})
+    costs = {"slow": costs_of(12.0), "fast": costs_of(2.0)}
+    rows = leaderboard([slow, fast], costs, SETTINGS)
+    chosen = next(row for row in rows if row.chosen)
+    assert [(row.draft, row.chosen) for row in rows] == [("fast", True), ("slow", False)]
+    assert chosen.draft_tokens == 2 and chosen.speedup.value == pytest.approx(1.9 * 30 / 35)
+    assert chosen.tau.value == pytest.approx(1.9) and chosen.tau.low < 1.9 < chosen.tau.high
+    assert chosen.speedup.low == pytest.approx(chosen.tau.low * 30 / 35)
+    assert chosen.break_even_tau == pytest.approx(35 / 30)
+    assert chosen.draft_seconds == pytest.approx(0.004) and chosen.verify_seconds == pytest.approx(0.031)
+    assert rows[1].draft_tokens == 3  # its own best K
+
+
+def test_perplexity_is_shown_and_never_used() -> None:
+    tables = [counts_of("small", step, {1: 1.5, 2: 1.5 + step / 100}) for step in (20, 40)]
+    perplexity = {("small", 20): 1.01, ("small", 40): 900.0}
+    rows = leaderboard(tables, {"small": costs_of(1.0)}, SETTINGS, perplexity=perplexity)
+    assert [row.perplexity for row in rows] == [1.01, 900.0] and [row.chosen for row in rows] == [False, True]
+
+
+def test_depths_within_noise_tie_and_the_fewest_win() -> None:
+    table = counts_of("small", 20, {1: 1.5, 2: 1.6, 3: 1.655})
+    costs = {"small": costs_of(1.0)}  # expected speed-ups 1.406, 1.455, 1.460: the last two are within 1%
+    assert leaderboard([table], costs, SETTINGS)[0].draft_tokens == 2
+    exact = SETTINGS.model_copy(update={"tie_share": 0.0})
+    assert leaderboard([table], costs, exact)[0].draft_tokens == 3
+    wide = SETTINGS.model_copy(update={"tie_share": 0.05})
+    assert leaderboard([table], costs, wide)[0].draft_tokens == 1
+
+
+def test_baselines_come_first_and_are_never_chosen() -> None:
+    lookup = counts_of("lookup", 0, {1: 2.5, 2: 3.0, 3: 3.5}, drafted=50.0)
+    tables = [counts_of("small", 20, {1: 1.5, 2: 1.6, 3: 1.7}), lookup]
+    rows = leaderboard(tables, {"small": costs_of(1.0), "lookup": costs_of(0.1)}, SETTINGS, baselines=["lookup"])
+    assert [(row.draft, row.baseline, row.chosen) for row in rows] == [("lookup", True, False), ("small", False, True)]
+    # 50 drafted tokens in 100 rounds of up to 3: a sixth of the rounds drafts, the others cost a plain token
+    seconds = (31.3 + 5 * 30.0) / 6
+    assert rows[0].draft_tokens == 3 and rows[0].speedup.value == pytest.approx(3.5 * 30 / seconds)
+    plain = plain_row(costs_of(1.0))
+    assert plain.speedup.value == plain.tau.value == 1.0 and plain.baseline and math.isnan(plain.acceptance.value)
+
+
+def test_each_setting_counts_under_its_serving_rule() -> None:
+    settings = ScoreSettings(draft_tokens=[2], rules=["block", "token"], bootstrap_samples=50)
+    tables = [
+        counts_of("small", 20, {2: 2.0}),
+        counts_of("small", 20, {2: 1.6}, setting="t1", rule="block"),
+        counts_of("small", 20, {2: 1.5}, setting="t1", rule="token"),
+        counts_of("small", 20, {2: 2.9}, method="decode", conversations=2),
+        counts_of("lookup", 0, {2: 1.2}, setting="t1", rule="onehot"),
+        counts_of("odd", 0, {2: 1.3}, method="decode"),
+    ]
+    kept = serving(concat(tables), settings)
+    seen = sorted(set(zip(*(kept[name].to_pylist() for name in ("draft", "setting", "rule", "method")))))
+    assert seen == [
+        ("lookup", "t1", "onehot", "replay"),
+        ("odd", "t0", "greedy", "decode"),
+        ("small", "t0", "greedy", "replay"),
+        ("small", "t1", "block", "replay"),
+    ]
+    rows = leaderboard(tables[:4], {"small": costs_of(1.0)}, settings)
+    assert len(rows) == 1 and rows[0].tau.value == pytest.approx(1.8) and rows[0].tau.clusters == 10
+
+
+def test_domains_of_the_chosen() -> None:
+    tables = [
+        counts_of("small", 20, {2: 2.4}, "support"),
+        counts_of("small", 20, {2: 1.4}, "chat"),
+        counts_of("lookup", 0, {2: 1.3}, "support", drafted=10.0),
+    ]
+    rows = leaderboard(tables, {"small": costs_of(1.0), "lookup": costs_of(0.1)}, SETTINGS, ["lookup"])
+    assert next(row for row in rows if row.chosen).tau.value == pytest.approx(1.9)  # pooled over the mix as it is
+    domains = domain_rows(tables, rows, SETTINGS)
+    assert [(d.domain, d.draft, round(d.tau.value, 6)) for d in domains] == [
+        ("chat", "small", 1.4),
+        ("support", "lookup", 1.3),
+        ("support", "small", 2.4),
+    ]
+    assert domains[0].conversations == 10 and domains[0].rule == "greedy" and len(domains[0].alphas) == 2
+
+
+def test_a_paired_difference_of_speed() -> None:
+    tables = [counts_of("a", 1, {2: 2.0}), counts_of("b", 1, {2: 1.8})]
+    rows = leaderboard(tables, {"a": costs_of(5.0), "b": costs_of(1.0)}, SETTINGS)
+    difference = speedup_difference(tables, rows[0], rows[1], SETTINGS)
+    assert difference.value == pytest.approx(2.0 * 30 / 41 - 1.8 * 30 / 33)
+    assert difference.high < 0  # the same conversations: its interval is narrow
+
+
+def test_without_times_nothing_is_guessed() -> None:
+    with pytest.raises(InputError, match=r"draft small: no times measured; there are times for \['lookup'\]"):
+        leaderboard([counts_of("small", 1, {1: 1.5})], {"lookup": costs_of(1.0)}, SETTINGS)
+    assert leaderboard([], {}, SETTINGS) == [] and choose([]) is None
+
+
+def test_a_draft_without_rounds_is_unknown_not_chosen() -> None:
+    nothing = RoundCounts(0.0, 0.0, 0.0, 0.0, (0.0,), (0.0,))
+    row = CountRow("none", 1, "c", 0, "k", "d", "selection", "128", "t0", "greedy", 1, "replay", nothing)
+    rows = leaderboard([to_table([row])], {"none": costs_of(1.0)}, SETTINGS)
+    assert math.isnan(rows[0].speedup.value) and not rows[0].chosen and rows[0].tau.reason == "no rounds"
+    record = rows[0].record()
+    assert json.loads(json.dumps(record, allow_nan=False))["tau"]["value"] is None
+    assert "tau" not in rows[0].metrics() and rows[0].metrics()["draft_ms"] == 1.0
+
+
+def test_metrics_are_flat_numbers() -> None:
+    (row,) = leaderboard([counts_of("small", 20, {2: 2.0})], {"small": costs_of(1.0)}, SETTINGS)
+    metrics = row.metrics()
+    assert metrics["tau"] == pytest.approx(2.0) and metrics["alpha_2"] == pytest.approx(0.5)
+    assert {"tau_low", "tau_high", "speedup", "speedup_low", "acceptance", "verify_ms"} <= set(metrics)
+    assert isinstance(row, Row) and json.dumps(row.record(), allow_nan=False)

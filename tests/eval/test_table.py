@@ -1,0 +1,67 @@
+"""The final tables, on a terminal and without one."""
+
+import io
+import math
+from dataclasses import replace
+
+from rich.console import Console
+
+from draftforge.eval.figures import Estimate
+from draftforge.eval.select import DomainRow, Row
+from draftforge.eval.table import leaderboard_cells, plain_text, show_domains, show_leaderboard
+
+NAN = math.nan
+SMALL = Row(
+    draft="small",
+    step=60,
+    draft_tokens=3,
+    tau=Estimate(2.06, 1.95, 2.17, 20),
+    acceptance=Estimate(0.5),
+    alphas=(Estimate(0.71), Estimate(0.62), Estimate(NAN, reason="no rounds that reach position 3")),
+    draft_seconds=0.0121,
+    verify_seconds=0.0414,
+    speedup=Estimate(1.31, 1.2, 1.4, 20),
+    break_even_tau=1.5,
+    chosen=True,
+)
+LOOKUP = replace(SMALL, draft="lookup", step=0, tau=Estimate(1.2), speedup=Estimate(NAN), baseline=True, chosen=False)
+PLAIN = Row("plain", 0, 0, Estimate(1, 1, 1), Estimate(NAN), (), 0.0, 0.035, Estimate(1, 1, 1), 1.0, baseline=True)
+SUPPORT = DomainRow("small", 60, 3, "support [new]", "t0", "greedy", 12, SMALL.tau, SMALL.acceptance, SMALL.alphas)
+
+
+def shown(rows: list[Row], terminal: bool) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=60 if not terminal else 160, color_system=None)
+    show_leaderboard(rows, console=console)
+    return stream.getvalue()
+
+
+def test_plain_text_is_aligned_and_never_wrapped() -> None:
+    lines = shown([PLAIN, LOOKUP, SMALL], terminal=False).splitlines()
+    assert lines[1].split("  ")[0] == "draft" and len(lines) == 6
+    assert "2.06 [1.95, 2.17]  0.71 0.62 n/a" in lines[4] and lines[4].endswith("1.31x [1.20, 1.40]  <- chosen")
+    assert "12.1" in lines[4] and "41.4" in lines[4]
+    assert lines[3].split()[:4] == ["lookup", "-", "3", "1.20"] and "n/a" in lines[3] and lines[3].endswith("baseline")
+    assert lines[2].split()[:3] == ["plain", "-", "-"] and "35.0" in lines[2]
+    assert len({line.index("[") for line in lines[2:5:2]}) == 1
+    assert "95%" in lines[5]
+
+
+def test_perplexity_has_a_column_only_when_known() -> None:
+    assert "perplexity" not in leaderboard_cells([SMALL])[0]
+    cells = leaderboard_cells([SMALL, replace(SMALL, step=80, perplexity=3.14159)])
+    column = cells[0].index("perplexity")
+    assert [line[column] for line in cells[1:]] == ["n/a", "3.14"]
+    assert len({len(line) for line in cells}) == 1 and "3.14" in plain_text(cells)
+
+
+def test_a_terminal_gets_a_box() -> None:
+    text = shown([PLAIN, SMALL], terminal=True)
+    assert "━" in text and "2.06 [1.95, 2.17]" in text and "<- chosen" in text
+
+
+def test_domains_print_brackets_as_they_are() -> None:
+    for terminal in (True, False):
+        stream = io.StringIO()
+        show_domains([SUPPORT], console=Console(file=stream, force_terminal=terminal, width=160, color_system=None))
+        assert "support [new]" in stream.getvalue() and "12" in stream.getvalue()
