@@ -106,7 +106,7 @@ def test_a_proposer_that_cannot_be_replayed_is_decoded(target: Target, samples: 
 def test_passes_of_the_target_are_shared_by_checkpoints(
     target: Target, samples: list[Sample], proposer: Proposer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ScoreSettings(draft_tokens=[2], decode_conversations=0)
+    settings = SETTINGS.model_copy(update={"decode_conversations": 0})
     calls: list[int] = []
 
     def counted(*args: Any) -> TargetTrace:
@@ -115,13 +115,13 @@ def test_passes_of_the_target_are_shared_by_checkpoints(
 
     monkeypatch.setattr(score, "trace_target", counted)
     traces = score.TraceCache(target, settings.trace_bytes)
-    greedy = samples[:4]
-    first, second = (score.score_draft(target, proposer, greedy, settings, ME, traces) for _ in range(2))
-    assert len(calls) == 4 and first.counts.equals(second.counts)
+    sampled = samples[9:]
+    first, second = (score.score_draft(target, proposer, sampled, settings, ME, traces) for _ in range(2))
+    assert len(calls) == 3 and first.counts.equals(second.counts)
     nothing = score.TraceCache(target, 0)
     for _ in range(2):
-        score.score_draft(target, proposer, greedy, settings, ME, nothing)
-    assert len(calls) == 4 + 8
+        score.score_draft(target, proposer, sampled, settings, ME, nothing)
+    assert len(calls) == 3 + 6
 
 
 def test_a_false_replay_is_an_error_in_float32(
