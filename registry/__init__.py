@@ -1,0 +1,16 @@
+"""MLflow tracking, versions and aliases, the promotion gate, lineage.
+
+MLflow reads these when it is first imported, so they are set here, before any file of this folder imports it. What the
+user has set stays.
+"""
+
+import os
+
+_QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+for _name, _value in _QUIET.items():
+    os.environ.setdefault(_name, _value)

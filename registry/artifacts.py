@@ -1,0 +1,96 @@
+"""Folders between the disk and MLflow: what may travel, what arrives, and proof that it is the same.
+
+No pickle travels: a file that is one by name or by its first bytes is refused, and nothing here ever loads one.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+from .. import storage
+from ..errors import FormatError, InputError, MissingFileError, RegistryError
+from ..fingerprint import of_file
+from .connect import Tracking, mlflow_errors
+
+PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pt2", ".pth")
+_PICKLE_STARTS = (*(bytes((0x80, protocol)) for protocol in range(2, 6)), b"PK\x03\x04")  # raw; torch's zip
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a draft folder, by name relative to it. Raises FormatError if one may not travel."""
+    if not folder.is_dir():
+        raise MissingFileError(f"{folder}: no such folder")
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    if not names:
+        raise FormatError(f"{folder}: is empty; a draft has at least a config and weights")
+    if found := pickles(folder, names):
+        raise FormatError(f"{folder / found[0]}: is a pickle; drafts are stored as safetensors and JSON")
+    return {name: of_file(storage.inside(folder, name)) for name in names}
+
+
+def pickles(folder: Path, names: Iterable[str]) -> list[str]:
+    """Those of the files that are pickles by name or content; only the first bytes are read."""
+    return [name for name in names if named_like_pickle(name) or _starts_like_pickle(folder / name)]
+
+
+def named_like_pickle(name: str) -> bool:
+    """Whether the suffix is one that pickles go by."""
+    return Path(name).suffix.lower() in PICKLE_SUFFIXES
+
+
+def _starts_like_pickle(path: Path) -> bool:
+    if path.suffix == ".safetensors":
+        return False  # its first bytes are a length, which may be any number; only safetensors ever reads it
+    with path.open("rb") as stream:
+        return stream.read(4).startswith(_PICKLE_STARTS)
+
+
+def stored_files(tracking: Tracking, uri: str) -> dict[str, int]:
+    """Every file below an artifact address: relative name -> bytes."""
+    with mlflow_errors(tracking.uri):
+        return _walk(get_artifact_repository(uri, tracking_uri=tracking.uri), None)
+
+
+def _walk(repository: ArtifactRepository, folder: str | None) -> dict[str, int]:
+    files: dict[str, int] = {}
+    for entry in repository.list_artifacts(folder):
+        if entry.is_dir:
+            files |= _walk(repository, entry.path)
+        else:
+            files[entry.path] = int(entry.file_size or 0)
+    return files
+
+
+def download(tracking: Tracking, uri: str, files: Mapping[str, int], into: Path) -> None:
+    """Download the named files (name -> bytes) below `uri`, each to its own name inside `into`, and nothing else."""
+    for name in files:
+        try:
+            storage.inside(into, name)
+        except InputError as error:
+            raise RegistryError(f"{uri}: names a file outside its folder: {error}") from None
+        if named_like_pickle(name):
+            raise RegistryError(f"{uri}/{name}: is a pickle; it is not downloaded")
+    storage.require_free_space(into, sum(files.values()))
+    with mlflow_errors(tracking.uri):
+        repository = get_artifact_repository(uri, tracking_uri=tracking.uri)
+        for name in files:
+            repository.download_artifacts(name, dst_path=str(into))  # type: ignore[no-untyped-call]
+    for name in files:
+        if not storage.inside(into, name).is_file():
+            raise RegistryError(f"{uri}/{name}: did not arrive")
+    if found := pickles(into, files):
+        raise RegistryError(f"{uri}/{found[0]}: is a pickle; it is not kept")
+
+
+def download_verified(tracking: Tracking, uri: str, digests: Mapping[str, str], into: Path) -> None:
+    """Download exactly the files of `digests` (name -> SHA-256) and check each. RegistryError otherwise."""
+    stored = stored_files(tracking, uri)
+    if set(stored) != set(digests):
+        odd = sorted(set(stored) ^ set(digests))
+        raise RegistryError(f"{uri}/{odd[0]}: " + ("is not recorded" if odd[0] in stored else "is missing"))
+    download(tracking, uri, stored, into)
+    for name, digest in digests.items():
+        if (found := of_file(into / name)) != digest:
+            raise RegistryError(f"{uri}/{name}: has SHA-256 {found[:12]}…, recorded is {digest[:12]}…")

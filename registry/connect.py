@@ -1,0 +1,221 @@
+"""Reach the MLflow store: resolve its address, probe it quickly, find or make the experiment.
+
+A store that cannot be reached is one TrackingError within seconds; MLflow alone would retry for minutes.
+"""
+
+import errno
+import os
+import re
+import socket
+import tempfile
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import requests
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import SQLAlchemyError
+
+from .. import storage
+from ..errors import DiskFullError, InputError, RegistryError, TrackingError
+from ..fingerprint import of_bytes, short
+from .settings import RegistrySettings
+
+DATABASE_NAME = "mlflow.db"
+_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """An MLflow store that answered, and the experiment in it."""
+
+    uri: str
+    client: MlflowClient
+    experiment_id: str
+    settings: RegistrySettings
+    lock_folder: Path
+    """Locks that keep two processes of this host apart: beside a SQLite file, in the user's cache for a server."""
+
+    def __repr__(self) -> str:
+        return f"Tracking({redacted(self.uri)})"
+
+
+def open_tracking(settings: RegistrySettings, home: Path) -> Tracking:
+    """Open the store, or raise TrackingError in one line. `home` holds the local default's database and artifacts."""
+    uri = resolve_uri(settings, home)
+    database = _sqlite_file(uri)
+    locks = _lock_folder(uri, database)
+    with storage.lock(locks / "mlflow.open.lock", timeout_seconds=120, what="a process that opens the same store"):
+        client, experiment_id = _connect(settings, uri, database)
+    return Tracking(uri, client, experiment_id, settings, locks)
+
+
+def resolve_uri(settings: RegistrySettings, home: Path) -> str:
+    """The recipe's address, else MLFLOW_TRACKING_URI, else a SQLite file in `home`. Local files become absolute."""
+    uri = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+    if not uri:
+        return _sqlite_uri(home / DATABASE_NAME)
+    if urllib.parse.urlsplit(uri).scheme in ("", "file"):
+        raise TrackingError(f"registry.tracking_uri: {uri}: must be a server (http…) or a database (sqlite:///FILE)")
+    database = _sqlite_file(uri)
+    return uri if database is None else _sqlite_uri(database)
+
+
+def redacted(text: str) -> str:
+    """The text without the user name and password of any URL in it."""
+    return re.sub(r"//[^/@\s]+@", "//***@", text)
+
+
+@contextmanager
+def mlflow_errors(tracking_uri: str) -> Iterator[None]:
+    """Turn MLflow's errors into one line of ours: RegistryError for what does not exist, TrackingError otherwise."""
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            raise RegistryError(f"{redacted(tracking_uri)}: {_one_line(error)}") from error
+        raise TrackingError(f"{redacted(tracking_uri)}: {_one_line(error)}") from error
+    except (requests.RequestException, SQLAlchemyError) as error:
+        raise TrackingError(f"{redacted(tracking_uri)}: {_one_line(error)}") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskFullError(f"{redacted(tracking_uri)}: no space left for artifacts") from error
+
+
+@contextmanager
+def quick_requests(timeout_seconds: float, retries: int = 0) -> Iterator[None]:
+    """Let MLflow's HTTP calls in this block fail fast instead of retrying for minutes."""
+    wanted = {
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": str(max(1, round(timeout_seconds))),
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(retries),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tuple[MlflowClient, str]:
+    """A client that has answered once, and the experiment's id."""
+
+    def ask() -> tuple[MlflowClient, str]:
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        return client, _experiment(client, settings.experiment, database)
+
+    scheme = urllib.parse.urlsplit(uri).scheme.split("+")[0]
+    try:
+        with quick_requests(settings.connect_seconds):
+            if scheme in _DATABASE_PORTS:
+                _knock(uri, scheme, settings.connect_seconds)
+            if database is not None or scheme in _DATABASE_PORTS:
+                return ask()  # making the tables may take its time
+            return _within(settings.connect_seconds, ask)
+    except TrackingError:
+        raise
+    except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError) as error:
+        raise TrackingError(
+            f"{redacted(uri)}: MLflow cannot be reached ({_reason(error)}); "
+            "check registry.tracking_uri or MLFLOW_TRACKING_URI"
+        ) from error
+
+
+def _experiment(client: MlflowClient, name: str, database: Path | None) -> str:
+    """Find or make the experiment. A SQLite store keeps its artifacts beside the file, wherever a run is started."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        beside = None if database is None else database.with_name(f"{database.stem}-artifacts").as_uri()
+        try:
+            return str(client.create_experiment(name, artifact_location=beside))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            found = client.get_experiment_by_name(name)  # made by somebody else just now
+    if found is None or found.lifecycle_stage != "active":
+        raise TrackingError(f"registry.experiment: {name}: is deleted there; restore it or choose another name")
+    return str(found.experiment_id)
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The call's result, or TimeoutError. A daemon thread: name resolution ignores timeouts and may hang."""
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return results[0]
+
+
+def _knock(uri: str, scheme: str, seconds: float) -> None:
+    """Open and close a socket to a database server: SQLAlchemy's own retries take minutes."""
+    url = make_url(uri)
+    if url.host:
+        socket.create_connection((url.host, url.port or _DATABASE_PORTS[scheme]), timeout=seconds).close()
+
+
+def _lock_folder(uri: str, database: Path | None) -> Path:
+    """Where this host's locks for the store lie; one that can be written to."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    spare = Path(tempfile.gettempdir()) / f"draftforge-{os.getuid()}"
+    name = short(of_bytes(redacted(uri).encode()))
+    candidates = [database.parent] if database else [cache / "draftforge" / "locks" / name, spare / "locks" / name]
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        else:
+            return folder
+    raise TrackingError(f"{candidates[-1]}: cannot be made ({reason})")
+
+
+def _sqlite_file(uri: str) -> Path | None:
+    if urllib.parse.urlsplit(uri).scheme.split("+")[0] != "sqlite":
+        return None
+    database = make_url(uri).database
+    if not database or database == ":memory:":
+        raise TrackingError(f"registry.tracking_uri: {uri}: must name a file, for example sqlite:///mlflow.db")
+    return Path(database).absolute()
+
+
+def _sqlite_uri(database: Path) -> str:
+    path = str(database.absolute())
+    if re.search(r"[%?#]", path):
+        raise InputError(f"{path}: the path of MLflow's SQLite file may not contain %, ? or #")
+    return f"sqlite:///{path}"
+
+
+def _one_line(error: BaseException, limit: int = 300) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = redacted(lines[0] if lines else type(error).__name__)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _reason(error: BaseException) -> str:
+    """The network's own words where they are buried in a long message."""
+    words = re.search(r"Connection refused|Name or service not known|No route to host|timed out", str(error))
+    return words.group().lower() if words else _one_line(error)

@@ -1,0 +1,169 @@
+"""Where a version comes from: target, data, recipe, files, training clusters, and the version it was warm-started from.
+
+The record is the version's tag `draftforge.lineage`; the hashed ids of its training clusters are an artifact of its
+run, so that a later holdout can be checked against everything that any ancestor was trained on.
+"""
+
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlflow.entities.model_registry import ModelVersion
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .. import __version__
+from ..errors import CorruptDataError, RegistryError
+from ..fingerprint import of_bytes, of_json, short
+from .artifacts import download
+from .connect import Tracking, mlflow_errors
+
+LINEAGE_TAG = "draftforge.lineage"
+CONTENT_TAG = "draftforge.content"
+CLUSTERS_NAME = "train_clusters.txt"
+_HEX64 = r"^[0-9a-f]{64}$"
+
+
+class Lineage(BaseModel):
+    """Everything that decided what a draft is. Unknown keys are ignored, so that older readers read newer records."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    target_fingerprint: str = Field(pattern=_HEX64)
+    target_name: str
+    tokenizer_digest: str
+    mix_fingerprint: str
+    capture_fingerprint: str
+    counts_digest: str
+    """SHA-256 of counts.parquet, the score it was chosen by."""
+    recipe_fingerprint: str
+    family: str
+    step: int = Field(ge=0)
+    draft_tokens: int | None = None
+    """K that the choice was made at."""
+    parent: str | None = None
+    """The version it was warm-started from, `name/number`; of this target or of another."""
+    draftforge_version: str = __version__
+    git_commit: str | None = None
+    files: dict[str, str] = {}
+    """SHA-256 of each file of the draft folder; filled in when the draft is registered."""
+    clusters_digest: str | None = None
+    """SHA-256 of the list of training clusters; filled in when the draft is registered."""
+
+    @property
+    def content(self) -> str:
+        """One digest of all files: the same draft has the same."""
+        return of_json(self.files)
+
+    @property
+    def folder(self) -> str:
+        """Where this record's artifacts lie in the run."""
+        return f"lineage/{short(self.content)}"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A registered version of ours."""
+
+    name: str
+    number: int
+    run_id: str
+    source: str
+    lineage: Lineage
+
+    @property
+    def reference(self) -> str:
+        """`name/number`, as lineage and decisions name it."""
+        return f"{self.name}/{self.number}"
+
+    @property
+    def uri(self) -> str:
+        """`models:/name/number`."""
+        return f"models:/{self.reference}"
+
+
+def as_version(record: ModelVersion) -> Version:
+    """MLflow's record as ours. RegistryError if it was not registered by draftforge."""
+    name, number = str(record.name), int(record.version)
+    text = (record.tags or {}).get(LINEAGE_TAG)
+    if text is None:
+        raise RegistryError(f"models:/{name}/{number}: has no tag {LINEAGE_TAG}; it was not registered by draftforge")
+    try:
+        lineage = Lineage.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise RegistryError(f"models:/{name}/{number}: tag {LINEAGE_TAG}: {where}: {problem['msg']}") from None
+    return Version(name, number, str(record.run_id or ""), str(record.source), lineage)
+
+
+def get_version(tracking: Tracking, reference: str) -> Version:
+    """The version `name/number`."""
+    name, _, number = reference.rpartition("/")
+    if not name or not number.isdecimal():
+        raise RegistryError(f"{reference}: must read name/number")
+    with mlflow_errors(tracking.uri):
+        return as_version(tracking.client.get_model_version(name, number))
+
+
+def ancestors(tracking: Tracking, version: Version) -> Iterator[Version]:
+    """Parent, grandparent and so on, nearest first. A deleted one is a RegistryError: what it saw cannot be known."""
+    seen = {version.reference}
+    while parent := version.lineage.parent:
+        if parent in seen:
+            raise RegistryError(f"{version.reference}: its ancestors form a circle at {parent}")
+        seen.add(parent)
+        try:
+            version = get_version(tracking, parent)
+        except RegistryError as error:
+            raise RegistryError(f"{version.reference}: its parent {parent} cannot be read: {error}") from error
+        yield version
+
+
+def cluster_digest(cluster: str) -> str:
+    """The 16 hex digits that stand for a cluster id outside the mix."""
+    return of_bytes(cluster.encode())[:16]
+
+
+def clusters_file(clusters: Iterable[str]) -> bytes:
+    """The list of hashed ids, sorted, one a line: the same set gives the same bytes."""
+    return "".join(f"{digest}\n" for digest in sorted({cluster_digest(cluster) for cluster in clusters})).encode()
+
+
+def training_clusters(tracking: Tracking, version: Version) -> frozenset[str]:
+    """Hashed ids of the clusters that this version itself was trained on, checked against the recorded digest."""
+    wanted = version.lineage.clusters_digest
+    if wanted is None:
+        raise RegistryError(f"{version.reference}: has no record of its training clusters")
+    name = f"{version.lineage.folder}/{CLUSTERS_NAME}"
+    with mlflow_errors(tracking.uri):
+        root = str(tracking.client.get_run(version.run_id).info.artifact_uri)
+    with tempfile.TemporaryDirectory() as folder:
+        download(tracking, root, {name: 0}, Path(folder))
+        data = (Path(folder) / name).read_bytes()
+    if of_bytes(data) != wanted:
+        raise CorruptDataError(f"{version.reference}: {name} does not match its recorded digest")
+    return frozenset(data.decode().split())
+
+
+def holdout_overlap(tracking: Tracking, version: Version, holdout_clusters: Iterable[str]) -> int:
+    """How many holdout clusters this version or any ancestor was trained on. Must be 0 for a fair comparison."""
+    holdout = {cluster_digest(cluster) for cluster in holdout_clusters}
+    trained: set[str] = set()
+    for one in (version, *ancestors(tracking, version)):
+        trained |= training_clusters(tracking, one)
+    return len(holdout & trained)
+
+
+def git_commit() -> str | None:
+    """The commit of the draftforge checkout in use; None for an installed wheel."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None

@@ -1,0 +1,186 @@
+"""Versions and aliases: one registered model a target, `<name>-<12 hex>`, with `candidate`, `champion`, `previous`.
+
+A server that still runs an old target keeps that target's champion.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from mlflow.exceptions import MlflowException
+from mlflow.utils.uri import append_to_uri_path
+
+from .. import storage
+from ..errors import InputError, OwnershipError, RegistryError
+from ..fingerprint import of_bytes, short
+from .artifacts import download_verified, file_digests
+from .connect import Tracking, mlflow_errors
+from .lineage import CLUSTERS_NAME, CONTENT_TAG, LINEAGE_TAG, Lineage, Version, as_version, clusters_file, get_version
+
+CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
+TARGET_TAG = "draftforge.target_fingerprint"
+TARGET_NAME_TAG = "draftforge.target_name"
+
+
+class TargetEntry(NamedTuple):
+    """One registered model, that is, one target."""
+
+    name: str
+    fingerprint: str
+    target_name: str
+    champion: int | None
+
+
+def model_name(tracking: Tracking, target_fingerprint: str) -> str:
+    """The registered model that belongs to a target (its fingerprint, or at least its first 12 hex digits)."""
+    if not re.fullmatch(r"[0-9a-f]{12,64}", target_fingerprint):
+        raise InputError(f"target {target_fingerprint}: must be a fingerprint, 12 to 64 hex digits")
+    return f"{tracking.settings.model}-{short(target_fingerprint)}"
+
+
+@contextmanager
+def aliases_lock(tracking: Tracking, name: str) -> Iterator[None]:
+    """One process of this host at a time moves a model's aliases. Other hosts are only seen by re-reading."""
+    with storage.lock(tracking.lock_folder / f"{name}.lock", timeout_seconds=60, what="another promotion or rollback"):
+        yield
+
+
+def register_version(
+    tracking: Tracking, run_id: str, folder: Path, lineage: Lineage, train_clusters: Iterable[str]
+) -> Version:
+    """Upload a draft folder into the run, register it under its target and call it `candidate`.
+
+    The same draft (same files) is registered once; again, the version that exists comes back.
+    """
+    clusters = clusters_file(train_clusters)
+    update = {"files": file_digests(folder), "clusters_digest": of_bytes(clusters)}
+    lineage = Lineage.model_validate(lineage.model_dump() | update)
+    name = model_name(tracking, lineage.target_fingerprint)
+    with aliases_lock(tracking, name), mlflow_errors(tracking.uri):
+        _ensure_model(tracking, name, lineage)
+        version = _same_content(tracking, name, lineage.content) or _upload(
+            tracking, run_id, folder, name, lineage, clusters
+        )
+        if aliases(tracking, name).get(CHAMPION) != version.number:
+            tracking.client.set_registered_model_alias(name, CANDIDATE, str(version.number))
+    return version
+
+
+def _ensure_model(tracking: Tracking, name: str, lineage: Lineage) -> None:
+    tags = {TARGET_TAG: lineage.target_fingerprint, TARGET_NAME_TAG: lineage.target_name}
+    try:
+        tracking.client.create_registered_model(name, tags=tags)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+        found = tracking.client.get_registered_model(name).tags.get(TARGET_TAG)
+        if found != lineage.target_fingerprint:
+            raise RegistryError(
+                f"{name}: belongs to target {found}, not {lineage.target_fingerprint}; set another registry.model"
+            ) from None
+
+
+def _same_content(tracking: Tracking, name: str, content: str) -> Version | None:
+    found = tracking.client.search_model_versions(f"name = '{name}' and tags.`{CONTENT_TAG}` = '{content}'")
+    return as_version(min(found, key=lambda record: int(record.version))) if found else None
+
+
+def _upload(tracking: Tracking, run_id: str, folder: Path, name: str, lineage: Lineage, clusters: bytes) -> Version:
+    """Files first, the version last: a version that exists is complete."""
+    client, to = tracking.client, f"drafts/{short(lineage.content)}"
+    record = lineage.model_dump_json(indent=2)
+    client.log_artifacts(run_id, str(folder), to)
+    client.log_text(run_id, record, f"{lineage.folder}/lineage.json")
+    with tempfile.TemporaryDirectory() as beside:
+        path = Path(beside) / CLUSTERS_NAME
+        path.write_bytes(clusters)
+        client.log_artifact(run_id, str(path), lineage.folder)
+    tags = {
+        LINEAGE_TAG: lineage.model_dump_json(),
+        CONTENT_TAG: lineage.content,
+        TARGET_TAG: lineage.target_fingerprint,
+        "draftforge.mix": lineage.mix_fingerprint,
+        "draftforge.capture": lineage.capture_fingerprint,
+        "draftforge.counts": lineage.counts_digest,
+        "draftforge.family": lineage.family,
+        "draftforge.step": str(lineage.step),
+    }
+    source: str = append_to_uri_path(client.get_run(run_id).info.artifact_uri, to)  # type: ignore[no-untyped-call]
+    return as_version(client.create_model_version(name, source, run_id=run_id, tags=tags))
+
+
+def aliases(tracking: Tracking, name: str) -> dict[str, int]:
+    """Alias -> version number of a registered model; empty when there is no such model."""
+    try:
+        with mlflow_errors(tracking.uri):
+            found = tracking.client.get_registered_model(name).aliases
+    except RegistryError:
+        return {}
+    return {alias: int(number) for alias, number in found.items()}
+
+
+def champion(tracking: Tracking, target_fingerprint: str) -> Version | None:
+    """The champion of exactly this target, if it has one."""
+    return by_alias(tracking, target_fingerprint, CHAMPION)
+
+
+def by_alias(tracking: Tracking, target_fingerprint: str, alias: str) -> Version | None:
+    """The version that an alias of this target names, if any."""
+    name = model_name(tracking, target_fingerprint)
+    number = aliases(tracking, name).get(alias)
+    if number is None:
+        return None
+    version = get_version(tracking, f"{name}/{number}")
+    if not version.lineage.target_fingerprint.startswith(target_fingerprint):
+        raise RegistryError(
+            f"{version.uri}: is for target {version.lineage.target_fingerprint}, not for {target_fingerprint}"
+        )
+    return version
+
+
+def targets(tracking: Tracking) -> list[TargetEntry]:
+    """Every target that drafts were registered for."""
+    entries: list[TargetEntry] = []
+    token: str | None = None
+    while True:
+        with mlflow_errors(tracking.uri):
+            page = tracking.client.search_registered_models(
+                f"name LIKE '{tracking.settings.model}-%'", max_results=100, page_token=token
+            )
+        for model in page:
+            if fingerprint := model.tags.get(TARGET_TAG):
+                number = model.aliases.get(CHAMPION)
+                named = model.tags.get(TARGET_NAME_TAG, "")
+                entries.append(TargetEntry(model.name, fingerprint, named, int(number) if number else None))
+        token = page.token
+        if not token:
+            return sorted(entries)
+
+
+def fetch(tracking: Tracking, target_fingerprint: str, out: Path, alias: str = CHAMPION) -> Version:
+    """Download the champion of exactly this target into `out`: all files, each verified, or nothing."""
+    out = out.absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OwnershipError(f"{out}: exists and is not empty; name a new folder")
+    version = by_alias(tracking, target_fingerprint, alias)
+    if version is None:
+        known = [f"{entry.target_name} ({short(entry.fingerprint)})" for entry in targets(tracking) if entry.champion]
+        listed = "targets with a champion: " + ", ".join(known) if known else "no target has a champion"
+        raise RegistryError(f"target {short(target_fingerprint)}: has no {alias} in the registry; {listed}")
+    with storage.new_folder(out) as folder:
+        download_verified(tracking, version.source, version.lineage.files, folder)
+    return version
+
+
+def latest_champion(tracking: Tracking) -> Version | None:
+    """The champion, of whatever target, whose version is the newest: what a changed target starts from."""
+    found: list[tuple[int, str]] = []
+    for entry in targets(tracking):
+        if entry.champion is not None:
+            with mlflow_errors(tracking.uri):
+                record = tracking.client.get_model_version(entry.name, str(entry.champion))
+            found.append((int(record.creation_timestamp), f"{entry.name}/{entry.champion}"))
+    return get_version(tracking, max(found)[1]) if found else None

@@ -1,0 +1,64 @@
+"""`models:/` addresses, of drafts or of targets, to local folders. Each version is downloaded once."""
+
+import re
+from pathlib import Path
+
+from .. import storage
+from ..errors import InputError, RegistryError
+from ..fingerprint import of_json, short
+from .artifacts import download, download_verified, stored_files
+from .connect import Tracking, mlflow_errors, redacted
+from .lineage import LINEAGE_TAG, as_version
+
+_ADDRESS = re.compile(r"models:/(?P<name>[^/@:.][^/@:]*)(?:/(?P<number>\d+)|@(?P<alias>[\w-]+))")
+
+
+def is_models_uri(text: str) -> bool:
+    """Whether a recipe's model is an address in the registry."""
+    return text.startswith("models:/")
+
+
+def resolve_models_uri(tracking: Tracking, uri: str, folder: Path) -> Path:
+    """The local copy, below `folder`, of `models:/name/version` or `models:/name@alias`.
+
+    Drafts of ours are verified against their recorded digests. Other models (a fine-tuned target) are taken as they
+    are, without pickles; what MLflow's transformers flavour spreads over folders is put into one.
+    """
+    match = _ADDRESS.fullmatch(uri)
+    if match is None:
+        raise InputError(f"{uri}: must read models:/name/version or models:/name@alias")
+    name, number, alias = match["name"], match["number"], match["alias"]
+    with mlflow_errors(tracking.uri):
+        if alias is not None:
+            number = str(_aliased(tracking, name, alias))
+        record = tracking.client.get_model_version(name, number)
+        source = tracking.client.get_model_version_download_uri(name, number)
+    identity = short(of_json([redacted(tracking.uri), source, record.creation_timestamp]))
+    place = storage.inside(folder, f"{name}-{number}-{identity}")
+    if place.is_dir():
+        return place
+    with storage.new_folder(place) as beside:
+        if LINEAGE_TAG in (record.tags or {}):
+            download_verified(tracking, source, as_version(record).lineage.files, beside)
+        else:
+            _download_foreign(tracking, source, beside)
+    return place
+
+
+def _aliased(tracking: Tracking, name: str, alias: str) -> int:
+    known = tracking.client.get_registered_model(name).aliases
+    if alias not in known:
+        listed = ", ".join(sorted(known)) or "none"
+        raise RegistryError(f"models:/{name}@{alias}: no such alias; {name} has: {listed}")
+    return int(known[alias])
+
+
+def _download_foreign(tracking: Tracking, source: str, into: Path) -> None:
+    files = stored_files(tracking, source)
+    if not files:
+        raise RegistryError(f"{source}: holds no files")
+    download(tracking, source, files, into)
+    if not (into / "config.json").exists() and (into / "model" / "config.json").is_file():
+        for part in (into / "components" / "tokenizer", into / "model"):
+            for path in sorted(part.glob("*")):
+                path.replace(into / path.name)

@@ -1,0 +1,38 @@
+"""The recipe's sections `registry` and `gate`. Light: importing this file does not import MLflow."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RegistrySettings(BaseModel):
+    """Where runs and versions are kept."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    tracking_uri: str | None = None
+    """An MLflow server (`https://…`) or database (`sqlite:///…`). None: the environment's MLFLOW_TRACKING_URI, else a
+    SQLite file in the work folder."""
+    experiment: str = Field(default="draftforge", min_length=1, max_length=500)
+    """The MLflow experiment that holds the runs; made when it does not exist."""
+    model: str = Field(default="draftforge", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+    """First part of every registered model's name; the target's 12 hex digits follow."""
+    connect_seconds: float = Field(default=8.0, gt=0)
+    """How long a server may take to answer at the start before the run is refused."""
+
+
+class GateSettings(BaseModel):
+    """What a candidate must show on the holdout to become the champion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    min_speedup: float = Field(default=0.0, ge=0)
+    """Least expected speed-up over plain decoding; 0 asks for none (on a slow CPU speculation may lose)."""
+    non_inferiority_margin: float = Field(default=0.02, ge=0, lt=1)
+    """The candidate must be faster, and the lower end of its relative gain may not lie below minus this."""
+    domain_margin: float = Field(default=0.05, ge=0, lt=1)
+    """No domain may be shown (whole interval) to lose more than this share of the champion's tau."""
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """Least coverage of the intervals that the evidence carries."""
+    min_conversations: int = Field(default=20, ge=1)
+    """Least number of holdout conversations behind the comparison."""
+    min_domain_conversations: int = Field(default=5, ge=1)
+    """Domains with fewer conversations are reported and not judged."""

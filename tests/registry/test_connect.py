@@ -1,0 +1,164 @@
+"""Reaching the store: where it is, how fast it says no, and what it never prints or leaves behind."""
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from draftforge.errors import DiskFullError, InputError, RegistryError, TrackingError
+from draftforge.registry import connect
+from draftforge.registry.connect import Tracking, mlflow_errors, open_tracking, quick_requests, redacted, resolve_uri
+from draftforge.registry.settings import RegistrySettings
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_recipe_goes_before_environment_before_local_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert resolve_uri(RegistrySettings(), tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
+    assert resolve_uri(RegistrySettings(), tmp_path) == "http://server:5000"
+    assert resolve_uri(RegistrySettings(tracking_uri="https://other"), tmp_path) == "https://other"
+
+
+def test_relative_database_becomes_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        resolve_uri(RegistrySettings(tracking_uri="sqlite:///some/x.db"), tmp_path) == f"sqlite:///{tmp_path}/some/x.db"
+    )
+
+
+@pytest.mark.parametrize("uri", ["file:///tmp/runs", "./mlruns", "sqlite://", "sqlite:///:memory:"])
+def test_stores_that_cannot_work_are_refused(uri: str, tmp_path: Path) -> None:
+    with pytest.raises(TrackingError, match=r"registry\.tracking_uri"):
+        resolve_uri(RegistrySettings(tracking_uri=uri), tmp_path)
+
+
+def test_path_that_a_database_address_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="may not contain"):
+        resolve_uri(RegistrySettings(), tmp_path / "50%#")
+
+
+def test_artifacts_lie_beside_the_database_and_never_in_the_current_folder(
+    shared_tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    database = Path(shared_tracking.uri.removeprefix("sqlite:///"))
+    again = open_tracking(RegistrySettings(), database.parent)
+    run = again.client.create_run(again.experiment_id)
+    again.client.log_text(run.info.run_id, "x", "x.txt")
+    assert again.experiment_id == shared_tracking.experiment_id
+    assert run.info.artifact_uri.startswith((database.parent / "mlflow-artifacts").as_uri())
+    assert [entry.name for entry in tmp_path.iterdir()] == []
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A server that accepts and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def closed_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+    return port
+
+
+@pytest.mark.parametrize("scheme", ["http", "postgresql"])
+def test_unreachable_server_is_one_line_at_once(scheme: str, tmp_path: Path) -> None:
+    uri = f"{scheme}://me:secret@127.0.0.1:{closed_port()}/x"
+    started = time.monotonic()
+    with pytest.raises(TrackingError) as caught:
+        open_tracking(RegistrySettings(tracking_uri=uri), tmp_path)
+    message = str(caught.value)
+    assert time.monotonic() - started < 5
+    assert "\n" not in message and "connection refused" in message and "cannot be reached" in message
+    assert "secret" not in message and caught.value.exit_code == 3
+
+
+def test_silent_server_is_refused_in_time(silent_port: int, tmp_path: Path) -> None:
+    settings = RegistrySettings(tracking_uri=f"http://127.0.0.1:{silent_port}", connect_seconds=1)
+    started = time.monotonic()
+    with pytest.raises(TrackingError, match=r"no answer within 1 s|timed out"):
+        open_tracking(settings, tmp_path)
+    assert time.monotonic() - started < 5
+
+
+def test_hanging_name_resolution_is_refused_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(connect, "_experiment", lambda *_: time.sleep(3))
+    settings = RegistrySettings(tracking_uri="http://somewhere", connect_seconds=0.2)
+    with pytest.raises(TrackingError, match=r"no answer within 0\.2 s"):
+        open_tracking(settings, tmp_path)
+
+
+def test_unknown_scheme_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TrackingError, match="foo://x: MLflow cannot be reached"):
+        open_tracking(RegistrySettings(tracking_uri="foo://x"), tmp_path)
+
+
+def test_database_that_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("not SQLite, but long enough to be looked at: " + "x" * 4096)
+    with pytest.raises(TrackingError, match=r"mlflow\.db: MLflow cannot be reached"):
+        open_tracking(RegistrySettings(), tmp_path)
+
+
+def test_deleted_experiment_says_so(shared_tracking: Tracking) -> None:
+    database = Path(shared_tracking.uri.removeprefix("sqlite:///"))
+    settings = RegistrySettings(experiment="deleted one")
+    opened = open_tracking(settings, database.parent)
+    opened.client.delete_experiment(opened.experiment_id)
+    with pytest.raises(TrackingError, match=r"registry\.experiment: deleted one"):
+        open_tracking(settings, database.parent)
+
+
+def test_lock_folder_moves_when_the_cache_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    assert connect._lock_folder("http://x", None).is_relative_to(tmp_path / f"draftforge-{os.getuid()}")
+    with pytest.raises(TrackingError, match="cannot be made"):
+        connect._lock_folder("sqlite:///x", tmp_path / "file" / "mlflow.db")
+
+
+def test_quick_requests_restores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+    with quick_requests(2.4):
+        assert (os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"], os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]) == ("2", "0")
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+
+
+def test_errors_are_ours(tracking: Tracking) -> None:
+    with pytest.raises(RegistryError, match="not found"), mlflow_errors(tracking.uri):
+        tracking.client.get_registered_model("nothing")
+    with pytest.raises(TrackingError, match="sqlite"), mlflow_errors(tracking.uri):
+        for _ in range(2):
+            tracking.client.create_registered_model(tracking.settings.model)
+    with pytest.raises(DiskFullError, match="no space left"), mlflow_errors(tracking.uri):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(FileNotFoundError), mlflow_errors(tracking.uri):
+        raise FileNotFoundError(2, "other errors pass")
+
+
+def test_passwords_are_never_shown(tracking: Tracking) -> None:
+    assert redacted("see http://u:p@h:1/x and mysql://r:s@t/d") == "see http://***@h:1/x and mysql://***@t/d"
+    assert "sqlite" in repr(tracking)
+
+
+def test_mlflow_stays_quiet(shared_tracking: Tracking, capfd: pytest.CaptureFixture[str]) -> None:
+    run = shared_tracking.client.create_run(shared_tracking.experiment_id)
+    shared_tracking.client.set_terminated(run.info.run_id)
+    assert capfd.readouterr() == ("", "")
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"]

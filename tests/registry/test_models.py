@@ -1,0 +1,251 @@
+"""Registering and fetching: once a draft, one model a target, and what arrives is what was recorded."""
+
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import draftforge.registry
+from draftforge.errors import DiskFullError, FormatError, InputError, MissingFileError, OwnershipError, RegistryError
+from draftforge.fingerprint import of_file
+from draftforge.registry import artifacts
+from draftforge.registry.champions import move_champion
+from draftforge.registry.connect import Tracking
+from draftforge.registry.lineage import LINEAGE_TAG, Lineage, Version
+from draftforge.registry.models import (
+    CANDIDATE,
+    CHAMPION,
+    TARGET_TAG,
+    aliases,
+    by_alias,
+    champion,
+    fetch,
+    model_name,
+    targets,
+)
+
+Register = Callable[..., Version]
+MakeDraft = Callable[..., Path]
+TARGET, OTHER = "a" * 64, "b" * 64
+
+
+@pytest.fixture
+def crowned(tracking: Tracking, register: Register) -> Version:
+    """A version that is champion of TARGET."""
+    version = register("one")
+    move_champion(tracking, version.name, None, version.number, "promote", "test")
+    return version
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_one_model_a_target(tracking: Tracking, register: Register) -> None:
+    first, second = register("one"), register("two", OTHER)
+    assert first.name == f"{tracking.settings.model}-{'a' * 12}" and second.name.endswith("-" + "b" * 12)
+    assert (first.number, second.number) == (1, 1)
+    assert [entry.fingerprint for entry in targets(tracking)] == [TARGET, OTHER]
+    with pytest.raises(InputError, match="12 to 64 hex"):
+        model_name(tracking, "../evil")
+
+
+def test_same_draft_is_registered_once(tracking: Tracking, register: Register) -> None:
+    first, second, again = register("one"), register("two"), register("one", step=99)
+    assert again == first and second.number == 2 and first.lineage.step == 60
+    assert aliases(tracking, first.name) == {CANDIDATE: 1}
+
+
+def test_registered_champion_does_not_become_candidate(
+    tracking: Tracking, crowned: Version, register: Register
+) -> None:
+    assert aliases(tracking, crowned.name) == {CHAMPION: 1}
+    assert register("one") == crowned
+    assert aliases(tracking, crowned.name) == {CHAMPION: 1}
+
+
+def test_model_that_belongs_to_another_target(tracking: Tracking, register: Register) -> None:
+    tracking.client.create_registered_model(model_name(tracking, TARGET), tags={TARGET_TAG: "a" * 12 + "f" * 52})
+    with pytest.raises(RegistryError, match="belongs to target"):
+        register("one")
+
+
+def test_bad_draft_folders(register: Register, make_draft: MakeDraft, tmp_path: Path) -> None:
+    folder = make_draft("one")
+    (folder / "away.json").symlink_to("/etc/hostname")
+    with pytest.raises(InputError, match="must stay inside"):
+        register("one")
+    with pytest.raises(MissingFileError, match="no such folder"):
+        artifacts.file_digests(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FormatError, match="is empty"):
+        artifacts.file_digests(tmp_path / "empty")
+
+
+def test_fetch_gives_the_same_files(
+    tracking: Tracking, crowned: Version, make_draft: MakeDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert champion(tracking, TARGET) == crowned == champion(tracking, TARGET[:12])
+    assert fetch(tracking, TARGET, tmp_path / "out") == crowned
+    assert contents(tmp_path / "out") == contents(make_draft("one"))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    fetch(tracking, TARGET, Path("empty"))
+    assert contents(tmp_path / "empty") == contents(make_draft("one"))
+
+
+def test_fetch_refuses_an_occupied_folder(tracking: Tracking, crowned: Version, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    for out in (tmp_path / "out", tmp_path / "out" / "mine.txt"):
+        with pytest.raises(OwnershipError, match="not empty"):
+            fetch(tracking, TARGET, out)
+    assert contents(tmp_path / "out") == {"mine.txt": b"mine"}
+
+
+def test_fetch_of_another_target_says_which_exist(
+    tracking: Tracking, crowned: Version, register: Register, tmp_path: Path
+) -> None:
+    register("two", OTHER)
+    known = re.escape(f"targets with a champion: target-aa ({'a' * 12})")
+    with pytest.raises(RegistryError, match=f"bbbbbbbbbbbb: has no champion in the registry; {known}$"):
+        fetch(tracking, OTHER, tmp_path / "out")
+    near = "a" * 12 + "9" * 52
+    with pytest.raises(RegistryError, match="is for target aaaa"):
+        fetch(tracking, near, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert fetch(tracking, OTHER, tmp_path / "out", alias=CANDIDATE).number == 1
+
+
+def test_fetch_from_an_empty_registry(tracking: Tracking, tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match="no target has a champion"):
+        fetch(tracking, TARGET, tmp_path / "out")
+    assert champion(tracking, TARGET) is None and by_alias(tracking, TARGET, CANDIDATE) is None
+
+
+def stored(version: Version) -> Path:
+    """The folder on disk behind a version of the local store."""
+    return Path(version.source.removeprefix("file://"))
+
+
+def test_changed_missing_and_added_files_are_refused(tracking: Tracking, crowned: Version, tmp_path: Path) -> None:
+    config = stored(crowned) / "config.json"
+    original = config.read_bytes()
+    config.write_bytes(original.replace(b"one", b"two"))
+    with pytest.raises(RegistryError, match=r"config\.json: has SHA-256"):
+        fetch(tracking, TARGET, tmp_path / "out")
+    config.unlink()
+    with pytest.raises(RegistryError, match=r"config\.json: is missing"):
+        fetch(tracking, TARGET, tmp_path / "out")
+    config.write_bytes(original)
+    (stored(crowned) / "extra.json").write_text("{}")
+    with pytest.raises(RegistryError, match=r"extra\.json: is not recorded"):
+        fetch(tracking, TARGET, tmp_path / "out")
+    assert list(tmp_path.glob("*out*")) == []
+
+
+def test_names_from_the_registry_stay_inside(
+    tracking: Tracking, crowned: Version, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"../../evil.json": 1}
+    record = crowned.lineage.model_copy(update={"files": {"../../evil.json": "0" * 64}})
+    tracking.client.set_model_version_tag(crowned.name, "1", LINEAGE_TAG, record.model_dump_json())
+    monkeypatch.setattr(artifacts, "stored_files", lambda *_: names)
+    with pytest.raises(RegistryError, match="outside its folder"):
+        fetch(tracking, TARGET, tmp_path / "out")
+
+
+def test_too_little_disk_is_said_first(
+    tracking: Tracking, crowned: Version, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifacts, "stored_files", lambda *_: dict.fromkeys(crowned.lineage.files, 1 << 60))
+    with pytest.raises(DiskFullError, match="needed"):
+        fetch(tracking, TARGET, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+class Bomb:
+    """Unpickling this makes a folder."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self._marker),)
+
+
+_unpickled: list[str] = []
+_watching = False
+
+
+def _audit(event: str, arguments: tuple[object, ...]) -> None:
+    if _watching and event == "pickle.find_class":
+        _unpickled.append(str(arguments))
+
+
+@pytest.fixture
+def no_unpickling() -> Iterator[None]:
+    """Fail if anything in the process unpickles a class meanwhile; the interpreter itself reports it."""
+    global _watching
+    if _audit not in _hooks:
+        sys.addaudithook(_audit)
+        _hooks.append(_audit)
+    _unpickled.clear()
+    _watching = True
+    yield
+    _watching = False
+    assert _unpickled == []
+
+
+_hooks: list[Callable[..., None]] = []
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "pytorch_model.bin", "state.pkl", "deep/x.PTH", "innocent.json"])
+@pytest.mark.usefixtures("no_unpickling")
+def test_pickles_are_not_registered(register: Register, make_draft: MakeDraft, tmp_path: Path, name: str) -> None:
+    path = make_draft("one") / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    with pytest.raises(FormatError, match="is a pickle"):
+        register("one")
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "innocent.json"])
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.usefixtures("no_unpickling")
+def test_pickles_are_not_fetched(
+    tracking: Tracking, crowned: Version, tmp_path: Path, name: str, recorded: bool
+) -> None:
+    bomb = stored(crowned) / name
+    bomb.write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    if recorded:
+        files = crowned.lineage.files | {name: of_file(bomb)}
+        record = Lineage.model_validate(crowned.lineage.model_dump() | {"files": files})
+        tracking.client.set_model_version_tag(crowned.name, "1", LINEAGE_TAG, record.model_dump_json())
+    with pytest.raises(RegistryError, match="is a pickle" if recorded else "is not recorded"):
+        fetch(tracking, TARGET, tmp_path / "out")
+    assert not (tmp_path / "exploded").exists() and not (tmp_path / "out").exists()
+
+
+def test_the_watch_sees_an_unpickling(tmp_path: Path, no_unpickling: None) -> None:
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "exploded")))  # noqa: S301
+    assert (tmp_path / "exploded").exists() and len(_unpickled) == 1
+    _unpickled.clear()
+
+
+def test_sources_call_nothing_that_unpickles() -> None:
+    folder = Path(str(draftforge.registry.__file__)).parent
+    for path in folder.glob("*.py"):
+        text = path.read_text()
+        assert not re.search(r"import (pickle|torch|joblib|dill)|torch\.load|pyfunc|load_model", text), path
+
+
+def test_safetensors_whose_length_looks_like_a_pickle(tmp_path: Path) -> None:
+    header = b'{"__metadata__":{}}'.ljust(0x0480)
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert set(artifacts.file_digests(tmp_path)) == {"model.safetensors"}
