@@ -49,6 +49,12 @@ class TrainingDivergedError(DraftforgeError, ArithmeticError):
     exit_code = 3
 
 
+class ReplayMismatchError(DraftforgeError, AssertionError):
+    """In float32, replay and decoding counted differently at temperature 0."""
+
+    exit_code = 3
+
+
 class TrackingError(DraftforgeError, ConnectionError):
     """The MLflow server cannot be reached or refused the request."""
 

@@ -13,24 +13,17 @@ import torch
 
 from .. import fingerprint
 from ..data.store import Sample
-from ..errors import DraftforgeError, InputError
+from ..errors import InputError, ReplayMismatchError
 from ..progress import Advance, bar, say
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
-from ..specdec.proposers.lookup import PromptLookup
 from ..specdec.replay import TargetTrace, replay_sample, trace_target
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
 from ..specdec.walk import RoundCounts, count_rounds
 from .counts import CountRow, context_bucket, to_table
 from .settings import ScoreSettings
-
-
-class ReplayMismatchError(DraftforgeError, AssertionError):
-    """In float32, replay and decoding counted differently at temperature 0."""
-
-    exit_code = 3
 
 
 class Identity(NamedTuple):
@@ -113,7 +106,7 @@ def rules_for(sampling: SamplingSettings, proposer: Proposer, settings: ScoreSet
     """The accept rules under which a sample is scored. A proposer that never samples has one at T > 0: onehot."""
     if sampling.greedy:
         return ["greedy"]
-    if isinstance(proposer, PromptLookup):
+    if proposer.deterministic:
         return ["onehot"]
     if not settings.sampled_rules:
         raise InputError(f"rules {settings.rules}: sampling {sampling.key} needs token, block or onehot")

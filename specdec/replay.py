@@ -33,12 +33,12 @@ from .walk import (
 class TargetTrace(NamedTuple):
     """One teacher-forced pass of the target over prompt and answer; the same for every draft that needs it."""
 
-    states: States  # of all tokens but the last, [1, T-1, ...]
+    states: States | None  # of all tokens but the last, [1, T-1, ...]; None where nobody asked for features
     p_N: Floats  # processed probability of each answer token
 
     @property
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.states if x is not None)
+        return sum(x.numel() * x.element_size() for x in self.states or () if x is not None)
 
 
 class Counted(NamedTuple):
@@ -57,7 +57,12 @@ def trace_target(
     sampling: SamplingSettings,
     aux_layers: Sequence[int] = (),
 ) -> TargetTrace:
-    """States of the target along an answer, and how likely each of its tokens was."""
+    """States of the target along an answer, and how likely each of its tokens was.
+
+    Without captured layers at temperature 0 nothing is run: a draft that reads no features needs no target to be scored.
+    """
+    if sampling.greedy and not aux_layers:
+        return TargetTrace(None, np.ones(len(answer_ids)))
     ids = torch.tensor([prompt_ids + answer_ids[:-1]], device=target.device)
     states = target.states(ids, aux_layers=aux_layers)
     if sampling.greedy:

@@ -7,6 +7,8 @@ from .base import Draft, Proposer, Trace
 from .eagle3 import Eagle3Proposer
 from .small import SmallProposer
 
+__all__ = ["Draft", "Eagle3Proposer", "Proposer", "SmallProposer", "Trace", "make_proposer"]
+
 
 def make_proposer(draft: SmallDraft | Eagle3Draft, target: CausalModel) -> Proposer:
     """The chain proposer of a trained draft."""

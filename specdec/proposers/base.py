@@ -36,6 +36,7 @@ class Proposer(Protocol):
     """Drafts tokens for a batch of slots. All calls of one decoding run come from one decoder."""
 
     replayable: bool
+    deterministic: bool  # never samples: at T > 0 it suits no rule that reads q
     aux_layers: tuple[int, ...]  # target layers whose hidden states it needs (hidden_states numbering)
 
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
@@ -59,8 +60,8 @@ class Proposer(Protocol):
     def reserve(self, slots: int, capacity: int) -> None:
         """Called before a run: at most so many slots of so many tokens."""
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States) -> Trace:
+    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """The trace of rounds that start with start..len(ids)-1 known tokens, `count` drafted tokens deep.
 
-        `states`: the target's states of ids[:-1] as [1, T-1, ...].
+        `states`: the target's states of ids[:-1] as [1, T-1, ...]; None for a proposer without `aux_layers`.
         """

@@ -20,6 +20,7 @@ class Eagle3Proposer:
     """Keeps the draft's cache on true features: a round's own keys are dropped, then rebuilt from the target's."""
 
     replayable = True
+    deterministic = False
 
     def __init__(self, draft: Eagle3Draft, target: CausalModel) -> None:
         self._draft = draft
@@ -66,10 +67,11 @@ class Eagle3Proposer:
         self._cache.move(source, destination)
         self._state_SH[destination] = self._state_SH[source]
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States) -> Trace:
+    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """The training-time test over the answer: step k of the pair before each round start."""
-        rows = len(ids) - start
-        device = states.hidden_BTH.device
+        if states is None:
+            raise ValueError("EAGLE-3 needs the target's captured layers; ask for proposer.aux_layers")
+        rows, device = len(ids) - start, states.hidden_BTH.device
         embeds_1TH = self._embed(torch.tensor([ids], device=device))
         aux_1TA = _pad_one(self._features(states), embeds_1TH.shape[1])
         first = torch.tensor([start - 2], device=device)

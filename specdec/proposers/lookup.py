@@ -22,6 +22,7 @@ class PromptLookup:
     """
 
     replayable = True
+    deterministic = True
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
@@ -53,7 +54,7 @@ class PromptLookup:
     def move(self, source: int, destination: int) -> None:
         self._texts[destination] = self._texts[source]
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States) -> Trace:
+    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """One walk over the text. Where all earlier drafted tokens equal the text's, a copy that goes on with itself
         copies the text, so every depth compares two places of `ids`."""
         source_T1 = torch.tensor(self._sources(ids, start), dtype=torch.long)[:, None]

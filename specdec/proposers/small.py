@@ -20,6 +20,7 @@ class SmallProposer:
     """Runs the draft on a cache of its own. `pending` holds known tokens that it has not read yet (one or two)."""
 
     replayable = True
+    deterministic = False
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, draft: SmallDraft) -> None:
@@ -67,7 +68,7 @@ class SmallProposer:
         self._cache.move(source, destination)
         self._pending[destination] = self._pending[source]
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States) -> Trace:
+    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """One teacher-forced pass: given the true prefix, every depth sees the same context as decoding would."""
         hidden_TH = self._lm.states(torch.tensor([ids[:-1]], device=self._lm.device)).hidden_BTH[0, start - 1 :]
         logits_TV = self._lm.logits(hidden_TH)

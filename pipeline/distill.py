@@ -1,0 +1,84 @@
+"""The whole flow: mix, capture, train, score, register, promote. Each stage that is on disk is skipped."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import fingerprint, storage
+from ..progress import say
+from ..registry.gate import Decision
+from ..registry.lineage import Version
+from ..registry.tracking import TrackedRun, find_run, start_run
+from ..train.metrics import NoSink
+from .promotion import promote_stage, register
+from .scoring import Scored, score_stage, show
+from .stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
+from .workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a distillation ended with."""
+
+    scored: Scored
+    version: Version
+    decision: Decision
+
+
+def distill(space: Workspace, ancestors: tuple[Path, ...] = (), parent: str | None = None) -> Outcome | None:
+    """Run every stage; None on ranks other than the first, whose part ends with the training.
+
+    `ancestors`: mixes that earlier champions were trained on; `parent`: the version that training starts from.
+    """
+    started = time.monotonic()
+    if not space.first_rank:
+        captured = capture_stage(space, mix_stage(space, ancestors))
+        for name in space.recipe.drafts:
+            train_stage(space, name, captured, NoSink())
+        return None
+    tracking = space.tracking  # a server that does not answer is found out before the work, not after it
+    with storage.lock(space.root / ".distill.lock", what=f"another run of recipe {space.recipe.name}"):
+        mix = mix_stage(space, ancestors)
+        identity = run_fingerprint(space, mix)
+        with start_run(tracking, space.recipe.name, identity, run_id=find_run(tracking, identity)) as run:
+            outcome = _tracked(space, run, mix, parent)
+    say(
+        f"distilled in {time.monotonic() - started:.0f} s; look at it with: mlflow ui --backend-store-uri {tracking.uri}"
+    )
+    return outcome
+
+
+def run_fingerprint(space: Workspace, mix: Stage) -> str:
+    """What the MLflow run of this recipe, mix and target is found by, so that a later call goes on with it."""
+    return fingerprint.of_json([space.recipe.resolved(), mix.fingerprint, space.target_fingerprint])
+
+
+def _tracked(space: Workspace, run: TrackedRun, mix: Stage, parent: str | None) -> Outcome:
+    run.log_params(space.recipe.resolved())
+    run.log_json(space.recipe.resolved(), "recipe.json")
+    run.set_tags({"draftforge.target": space.target_fingerprint})
+    captured = capture_stage(space, mix)
+    run.log_input("mix", mix.folder, mix.fingerprint)
+    run.log_input("capture", captured.folder, captured.fingerprint)
+    prepare_drafts(space, captured)
+    trained = {name: train_stage(space, name, captured, run.sink(name)) for name in space.recipe.drafts}
+    scored = score_stage(space, captured, trained)
+    show(scored, space.recipe.score)
+    _log_scores(run, scored, trained)
+    version = register(space, run.id, mix, captured, scored, parent)
+    decision = promote_stage(space, captured, version)
+    run.set_tags({"draftforge.version": version.reference, "draftforge.promoted": str(decision.promote).lower()})
+    return Outcome(scored, version, decision)
+
+
+def _log_scores(run: TrackedRun, scored: Scored, trained: dict[str, Stage]) -> None:
+    """Figures of every checkpoint at its step, the counts they come from, and the checkpoints themselves."""
+    for row in scored.rows:
+        run.sink(f"{row.draft}.score").log(row.step, row.metrics())
+    run.log_file(scored.counts_file)
+    run.log_json([row.record() for row in scored.rows], "leaderboard.json")
+    for name, stage in trained.items():
+        for step, folder in checkpoints_of(stage).items():
+            for path in sorted(folder.iterdir()):
+                if path.is_file():
+                    run.log_file(path, f"checkpoints/{name}/step-{step:06d}")

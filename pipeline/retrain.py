@@ -1,0 +1,107 @@
+"""Retraining when the target has changed: idempotent, one at a time, and never a worse draft for anyone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import storage
+from ..eval import counts
+from ..eval.figures import Estimate, tau
+from ..eval.score import Identity
+from ..eval.select import serving
+from ..eval.settings import SELECTION_SPLIT
+from ..progress import say
+from ..recipe import Recipe
+from ..registry.lineage import Version
+from ..registry.models import champion, latest_champion
+from ..registry.resolve import resolve_models_uri
+from ..specdec.drafts.eagle3 import Eagle3Draft
+from ..specdec.formats import DraftMeta, load_draft, read_meta
+from .distill import Outcome, distill
+from .scoring import Scorer
+from .stages import capture_stage, mix_stage
+from .workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Retrained:
+    """What a retraining found and did. `outcome` None: nothing was to do."""
+
+    outcome: Outcome | None
+    stale: Version | None = None
+    stale_tau: Estimate | None = None
+
+
+def retrain(space: Workspace) -> Retrained:
+    """Distil for the recipe's target unless it has a champion. Raises LockedError while another one runs.
+
+    The newest champion of another target is measured on the new target, and training starts from it where tokenizer,
+    family and shapes allow; where they do not, it starts cold and says so.
+    """
+    timeout = space.recipe.retrain.lock_timeout_seconds
+    with storage.lock(space.root / ".retrain.lock", timeout, "another retraining"):
+        if champion(space.tracking, space.target_fingerprint) is not None:
+            say("up to date: this target has its champion")
+            return Retrained(None)
+        stale = latest_champion(space.tracking)
+        if stale is None:
+            say("no champion of any target yet: distilling from the recipe's start")
+            return Retrained(distill(space))
+        say(f"target changed: {stale.reference} drafts for another one")
+        folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models")
+        stale_tau = _measure_stale(space, folder, stale)
+        started = _warm(space, folder, stale) if space.recipe.retrain.warm_start else None
+        if started is None:
+            return Retrained(distill(space), stale, stale_tau)
+        return Retrained(distill(started, parent=stale.reference), stale, stale_tau)
+
+
+def _measure_stale(space: Workspace, folder: Path, stale: Version) -> Estimate | None:
+    """Acceptance of the old champion on the new target's answers, by replay."""
+    captured = capture_stage(space, mix_stage(space))
+    if read_meta(folder).tokenizer_digest != space.target.tokenizer_digest:
+        say(f"{stale.reference}: drafts with another tokenizer; it cannot serve the new target")
+        return None
+    scorer = Scorer(space, captured, SELECTION_SPLIT)
+    try:
+        proposer, _ = scorer.proposer(folder)
+        table, _ = scorer.counts(proposer, Identity("stale", stale.lineage.step))
+    except (RuntimeError, ValueError) as error:
+        say(f"{stale.reference}: cannot draft for the new target ({str(error).splitlines()[0]})")
+        return None
+    K = max(space.recipe.score.draft_tokens)
+    settings = space.recipe.score
+    found = tau(serving(counts.where(table, draft_tokens=K), settings), settings.bootstrap)
+    say(f"{stale.reference}: tau {found.value:.2f} [{found.low:.2f}, {found.high:.2f}] at K={K} on the new target")
+    return found
+
+
+def _warm(space: Workspace, folder: Path, stale: Version) -> Workspace | None:
+    """The same work with drafts of the champion's family starting from it; None (said aloud) where that cannot be."""
+    why = _obstacle(space, folder, read_meta(folder))
+    if why is not None:
+        say(f"cold start, not from {stale.reference}: {why}")
+        return None
+    return space.with_recipe(_started_from(space.recipe, folder, stale.lineage.family))
+
+
+def _obstacle(space: Workspace, folder: Path, meta: DraftMeta) -> str | None:
+    if not any(draft.family == meta.family for draft in space.recipe.drafts.values()):
+        return f"the recipe trains no draft of its family, {meta.family}"
+    if meta.tokenizer_digest != space.target.tokenizer_digest:
+        return "the new target has another tokenizer"
+    draft = load_draft(folder, space.target.device, space.target.dtype).draft
+    if draft.vocab_size != space.target.vocab_size:
+        return f"its vocabulary has {draft.vocab_size} tokens, the new target's {space.target.vocab_size}"
+    if isinstance(draft, Eagle3Draft) and draft.config.target_hidden_size != space.target.hidden_size:
+        return f"it reads features of size {draft.config.target_hidden_size}, the new target has {space.target.hidden_size}"
+    return None
+
+
+def _started_from(recipe: Recipe, folder: Path, family: str) -> Recipe:
+    drafts = {}
+    for name, draft in recipe.drafts.items():
+        steps = recipe.retrain.steps or draft.steps
+        change = {"steps": steps, "warmup_steps": min(draft.warmup_steps, steps), "init_from": folder}
+        change["score_every"] = min(draft.score_every, steps)
+        drafts[name] = draft if draft.family != family else type(draft).model_validate(draft.model_dump() | change)
+    return recipe.model_copy(update={"drafts": drafts})

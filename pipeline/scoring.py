@@ -1,0 +1,146 @@
+"""Scores of every checkpoint, the times of every shape, and the draft that they choose."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+
+from .. import fingerprint, storage
+from ..data.store import Capture, Sample
+from ..errors import InputError
+from ..eval import counts
+from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
+from ..eval.perplexity import perplexity
+from ..eval.score import Identity, TraceCache, score_draft, spread
+from ..eval.select import Row, domain_rows, leaderboard, plain_row
+from ..eval.settings import SELECTION_SPLIT, ScoreSettings
+from ..eval.table import show_domains, show_leaderboard
+from ..progress import say
+from ..specdec.formats import load_draft
+from ..specdec.proposers import Proposer, make_proposer
+from ..specdec.proposers.lookup import PromptLookup
+from .stages import Stage, checkpoints_of
+from .workspace import Workspace
+
+LOOKUP = "lookup"
+COUNTS_FILE = "counts.parquet"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the leaderboard is made of."""
+
+    stage: Stage
+    counts: pa.Table
+    costs: dict[str, CostTable]
+    rows: list[Row]
+    folders: dict[tuple[str, int], Path]
+
+    @property
+    def chosen(self) -> Row:
+        """The checkpoint and K with the best expected speed-up."""
+        found = next((row for row in self.rows if row.chosen), None)
+        if found is None:
+            raise InputError("score: no checkpoint has a known speed-up; score more conversations")
+        return found
+
+    @property
+    def chosen_folder(self) -> Path:
+        return self.folders[self.chosen.draft, self.chosen.step]
+
+    @property
+    def counts_file(self) -> Path:
+        return self.stage.folder / COUNTS_FILE
+
+
+class Scorer:
+    """Scores drafts of one target on one split of one capture; target passes are shared by all of them."""
+
+    def __init__(self, space: Workspace, captured: Stage, split: str) -> None:
+        self._space = space
+        self.settings: ScoreSettings = space.recipe.score
+        self.samples: list[Sample] = Capture.open(captured.folder, verify=False).samples(split)  # type: ignore[arg-type]
+        self.traces = TraceCache(space.target, self.settings.trace_bytes)
+
+    def proposer(self, folder: Path) -> tuple[Proposer, torch.nn.Module]:
+        """A stored draft, ready to draft for the target."""
+        target = self._space.target
+        draft, meta = load_draft(folder, target.device, target.dtype)
+        if meta.tokenizer_digest != target.tokenizer_digest:
+            raise InputError(f"{folder}: drafts with another tokenizer than the target's")
+        return make_proposer(draft, target), draft
+
+    def counts(self, proposer: Proposer, identity: Identity) -> tuple[pa.Table, bool]:
+        """Counts of one draft, and whether decoding was seen to be lossless (greedy output equals the target's)."""
+        score = score_draft(self._space.target, proposer, self.samples, self.settings, identity, self.traces)
+        return score.counts, not score.consistency.mismatches
+
+    def perplexity(self, proposer: Proposer) -> float:
+        """Of the recorded answers under the draft; shown to people, used for nothing."""
+        chosen = spread(self.samples, self.settings.decode_conversations or 1)
+        samples = [sample for sample in self.samples if sample.conversation in chosen]
+        return perplexity(proposer, samples, self.traces)
+
+    def costs(self, proposer: Proposer, draft: torch.nn.Module | str) -> CostTable:
+        """Times of this shape on this machine, measured once."""
+        settings, target = self.settings, self._space.target
+        sampling = settings.sampling[0]
+        rule = "greedy" if sampling.greedy else settings.serving_rule
+        if isinstance(draft, str) and not sampling.greedy:
+            rule = "onehot"
+        key = cost_key(target, draft, settings.draft_tokens, sampling, rule)
+        prompts = [sample.prompt_ids for sample in self.samples]
+
+        def measure() -> CostTable:
+            return measure_costs(key, target, proposer, prompts, sampling, settings.costs)
+
+        return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
+
+
+def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> Scored:
+    """Score every checkpoint of every draft on the selection split, prompt lookup beside them, and choose."""
+    inputs = [
+        captured.fingerprint,
+        {name: stage.fingerprint for name, stage in trained.items()},
+        space.recipe.score.model_dump(mode="json", exclude={"costs", "batch_size"}),
+    ]
+    found = fingerprint.of_json(["score", inputs])
+    stage = Stage(space.folder("score", found), found)
+    folders = {(name, step): path for name, done in trained.items() for step, path in checkpoints_of(done).items()}
+    scorer = Scorer(space, captured, SELECTION_SPLIT)
+    tables: list[pa.Table] = []
+    costs: dict[str, CostTable] = {}
+    perplexities: dict[tuple[str, int], float] = {}
+    for (name, step), folder in {(LOOKUP, 0): None, **folders}.items():
+        part = stage.folder / "parts" / f"{name}-{step:06d}"
+        if not (part.with_suffix(".json").is_file() and name in costs):
+            proposer, draft = (PromptLookup(), "prompt lookup") if folder is None else scorer.proposer(folder)
+            if name not in costs:
+                costs[name] = scorer.costs(proposer, draft)
+            if not part.with_suffix(".json").is_file():
+                table, lossless = scorer.counts(proposer, Identity(name, step))
+                seen = None if folder is None else scorer.perplexity(proposer)
+                counts.write(table, part.with_suffix(".parquet"))
+                storage.write_json(part.with_suffix(".json"), {"lossless": lossless, "perplexity": seen})
+        tables.append(counts.read(part.with_suffix(".parquet")))
+        seen = storage.read_json(part.with_suffix(".json"))["perplexity"]
+        if seen is not None:
+            perplexities[name, step] = seen
+    table = counts.concat(tables)
+    counts.write(table, stage.folder / COUNTS_FILE)
+    rows = leaderboard(tables, costs, space.recipe.score, [LOOKUP], perplexities)
+    return Scored(stage, table, costs, rows, folders)
+
+
+def show(scored: Scored, settings: ScoreSettings) -> None:
+    """The final tables: all checkpoints, then the chosen one by domain beside prompt lookup."""
+    chosen = scored.chosen
+    show_leaderboard([plain_row(scored.costs[chosen.draft]), *scored.rows], settings.confidence)
+    compared = [row for row in scored.rows if row.baseline or row is chosen]
+    show_domains(domain_rows([scored.counts], compared, settings), settings.confidence)
+    if chosen.speedup.value < 1:
+        say(
+            f"speculation loses here: {chosen.draft} needs tau {chosen.break_even_tau:.2f} at K={chosen.draft_tokens} "
+            f"to break even on this machine and reaches {chosen.tau.value:.2f}"
+        )

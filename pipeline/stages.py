@@ -1,0 +1,143 @@
+"""The stages up to a score, each a folder named by the fingerprint of its settings and inputs.
+
+Same fingerprint: the folder is used as it is. With several ranks, the first does what only one can do; the others
+wait for the finished folder.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import fingerprint
+from ..data.capture import capture
+from ..data.mix import MANIFEST as MIX_MANIFEST
+from ..data.mix import build_mix
+from ..data.self_prompts import prompts_of
+from ..data.settings import TargetSource
+from ..data.sources import input_digests
+from ..data.store import MANIFEST as CAPTURE_MANIFEST
+from ..data.store import Capture
+from ..progress import say
+from ..train.checkpoints import list_steps, step_folder
+from ..train.claim import claim
+from ..train.families.prepare import INIT, prepare
+from ..train.loop import train
+from ..train.metrics import MetricSink
+from ..train.settings import Eagle3Settings, SmallSettings
+from .workspace import Workspace
+
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A finished stage."""
+
+    folder: Path
+    fingerprint: str
+
+
+def mix_stage(space: Workspace, ancestors: tuple[Path, ...] = ()) -> Stage:
+    """Conversations to answer. `ancestors`: earlier mixes whose training conversations never enter this holdout."""
+    settings = space.recipe.mix
+    inputs: list[Any] = [
+        settings.model_dump(mode="json", exclude={"sources": {"__all__": {"path", "name"}}, "ancestors": True}),
+        input_digests(settings, space.recipe.base_dir),
+        sorted(fingerprint.of_file(space.recipe.base_dir / path / MIX_MANIFEST) for path in settings.ancestors),
+        sorted(fingerprint.of_file(path / MIX_MANIFEST) for path in ancestors),
+    ]
+    asks_target = any(isinstance(source, TargetSource) for source in settings.sources)
+    if asks_target:
+        inputs.append(space.target_fingerprint)
+    stage = _stage(space, "mix", inputs)
+
+    def work() -> None:
+        ask = prompts_of(space.target) if asks_target else None
+        build_mix(settings, space.recipe.base_dir, stage.folder, ask, ancestors)
+
+    _once(space, stage.folder / MIX_MANIFEST, work, "mix")
+    return stage
+
+
+def capture_stage(space: Workspace, mix: Stage) -> Stage:
+    """The target's answers and signals."""
+    recipe = space.recipe
+    inputs = [
+        mix.fingerprint,
+        recipe.capture.identity(),
+        [sampling.model_dump() for sampling in recipe.score.sampling],
+        space.target_fingerprint,
+        recipe.target.dtype,
+    ]
+    stage = _stage(space, "capture", inputs)
+    scored = recipe.score.sampling
+    _once(
+        space,
+        stage.folder / CAPTURE_MANIFEST,
+        lambda: capture(space.target, mix.folder, recipe.capture, scored, stage.folder),
+        "capture",
+    )
+    return stage
+
+
+def prepare_drafts(space: Workspace, captured: Stage) -> None:
+    """Make the initial drafts while the target is at hand, so that `small` can train without it."""
+    for name, settings in space.recipe.drafts.items():
+        stage = trained(space, name, captured)
+        if space.first_rank and isinstance(settings, SmallSettings) and not (stage.folder / INIT).is_dir():
+            data = Capture.open(captured.folder, verify=False)
+            claim(stage.folder, settings, space.recipe.seed, data)
+            prepare(settings, space.recipe.seed, data, stage.folder, lambda: space.target)
+
+
+def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) -> Stage:
+    """Checkpoints of one draft. Every rank takes part."""
+    settings = space.recipe.drafts[name]
+    stage = trained(space, name, captured)
+    if settings.steps in list_steps(stage.folder):
+        say(f"train {name}: done ({stage.folder.name})")
+        return stage
+    data = Capture.open(captured.folder, verify=space.first_rank)
+    train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink)
+    return stage
+
+
+def checkpoints_of(stage: Stage) -> dict[int, Path]:
+    """Draft folders of a training by step."""
+    return {step: step_folder(stage.folder, step) for step in list_steps(stage.folder)}
+
+
+def trained(space: Workspace, name: str, captured: Stage) -> Stage:
+    """Where the training of a draft lies, or will."""
+    settings = space.recipe.drafts[name]
+    inputs = [captured.fingerprint, settings.identity(), space.recipe.seed, _start(settings)]
+    return _stage(space, f"train-{name}", inputs)
+
+
+def _start(settings: SmallSettings | Eagle3Settings) -> str | None:
+    """Content of the draft that training starts from."""
+    if settings.init_from is None:
+        return None
+    names = [path.name for path in settings.init_from.glob("*.safetensors")]
+    return fingerprint.of_files(settings.init_from, [*names, "config.json"])
+
+
+def _stage(space: Workspace, name: str, inputs: list[Any]) -> Stage:
+    found = fingerprint.of_json([name, inputs])
+    return Stage(space.folder(name, found), found)
+
+
+def _once(space: Workspace, done: Path, work: Callable[[], None], name: str) -> None:
+    """Run `work` on the first rank unless `done` exists; other ranks wait for it."""
+    if done.is_file():
+        say(f"{name}: done ({done.parent.name})")
+        return
+    if space.first_rank:
+        started = time.monotonic()
+        work()
+        say(f"{name}: {time.monotonic() - started:.0f} s ({done.parent.name})")
+        return
+    while not done.is_file():  # a first rank that dies takes this one down with it: the launcher does that
+        time.sleep(_POLL_SECONDS)

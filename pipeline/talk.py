@@ -1,0 +1,129 @@
+"""`draftforge generate`: one answer with the draft's help, and what the help was worth."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ..data.conversation import Message, render
+from ..errors import InputError, RegistryError
+from ..registry.models import champion
+from ..registry.resolve import resolve_models_uri
+from ..specdec.decoder import Generation, Request, generate
+from ..specdec.formats import load_draft
+from ..specdec.proposers import Proposer, make_proposer
+from ..specdec.proposers.lookup import PromptLookup
+from ..specdec.sampling import SamplingSettings
+from ..specdec.targets import Target
+from .scoring import LOOKUP
+from .stages import capture_stage, checkpoints_of, mix_stage, trained
+from .workspace import Workspace
+
+NO_DRAFT = "none"
+DRAFTED = "bold green"
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """What was said, and with which draft."""
+
+    generation: Generation
+    draft: str
+    rule: str
+    draft_tokens: int
+
+
+def find_draft(space: Workspace, name: str | None) -> Path:
+    """The folder of a draft: a checkpoint folder, the last checkpoint of a draft of the recipe, or the champion."""
+    if name is None:
+        now = champion(space.tracking, space.target_fingerprint)
+        if now is None:
+            raise RegistryError(
+                "this target has no champion yet: run `draftforge distill`, or name a draft with --draft"
+            )
+        return resolve_models_uri(space.tracking, now.uri, space.root / "models")
+    if Path(name).is_dir():
+        return Path(name)
+    if name not in space.recipe.drafts:
+        known = ", ".join(space.recipe.drafts)
+        raise InputError(f"--draft {name}: must be a checkpoint folder or one of the recipe's drafts ({known})")
+    found = checkpoints_of(trained(space, name, capture_stage(space, mix_stage(space))))
+    if not found:
+        raise InputError(f"--draft {name}: has no checkpoint yet; run `draftforge train`")
+    return found[max(found)]
+
+
+def speak(
+    space: Workspace,
+    prompt: str,
+    draft: str | None,
+    rule: str | None,
+    draft_tokens: int | None,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> Spoken:
+    """Answer one prompt. At temperature 0 the rule is greedy, else the recipe's serving rule unless one is named."""
+    target, sampling = space.target, SamplingSettings(temperature=temperature)
+    ids = render(target.tokenizer, [Message(role="user", content=prompt)], None, {})
+    proposer = _proposer(space, target, draft)
+    settings = space.recipe.score
+    rule = rule or ("greedy" if sampling.greedy else "onehot" if draft == LOOKUP else settings.serving_rule)
+    K = draft_tokens or max(settings.draft_tokens)
+    request = Request(ids, sampling, seed, max_new_tokens, target.stop_ids)
+    ((_, generation),) = generate(target, proposer, [request], rule=rule, draft_tokens=K)
+    return Spoken(generation, draft or "champion", rule, K if proposer is not None else 0)
+
+
+def _proposer(space: Workspace, target: Target, draft: str | None) -> Proposer | None:
+    if draft == NO_DRAFT:
+        return None
+    if draft == LOOKUP:
+        return PromptLookup()
+    loaded, meta = load_draft(find_draft(space, draft), target.device, target.dtype)
+    if meta.tokenizer_digest != target.tokenizer_digest:
+        raise InputError(f"--draft {draft}: drafts with another tokenizer than the target's")
+    return make_proposer(loaded, target)
+
+
+def show(target: Target, spoken: Spoken) -> None:
+    """Print the answer with accepted drafted tokens coloured, then one line of figures."""
+    console, text = Console(highlight=False), Text()
+    for piece, drafted in pieces(target, spoken.generation):
+        text.append(piece, DRAFTED if drafted else "")
+    console.print(text, soft_wrap=True)
+    generation = spoken.generation
+    speed = f"{len(generation.tokens)} tokens in {generation.seconds:.2f} s"
+    if not spoken.draft_tokens or not generation.rounds:
+        console.print(f"{speed}, no draft", style="dim")
+        return
+    rounds = len(generation.rounds)
+    tau = (len(generation.tokens) - 1) / rounds
+    accepted = sum(one.accepted for one in generation.rounds)
+    proposed = sum(one.drafted for one in generation.rounds)
+    console.print(
+        f"{speed}; {spoken.draft}, rule {spoken.rule}, K={spoken.draft_tokens}: tau {tau:.2f} "
+        f"({rounds} rounds, {accepted} of {proposed} drafted tokens accepted)",
+        style="dim",
+    )
+
+
+def pieces(target: Target, generation: Generation) -> Iterator[tuple[str, bool]]:
+    """The answer's text in pieces of one origin each: accepted drafted tokens, or the target's own."""
+    origins: list[bool] = [False]
+    for one in generation.rounds:
+        origins += [True] * one.accepted + [False] * (one.emitted - one.accepted)
+    origins += [False] * (len(generation.tokens) - len(origins))
+    tokens = [token for token in generation.tokens if token not in target.stop_ids]
+    said = ""
+    for count, origin in enumerate(origins[: len(tokens)], start=1):
+        at_end = count == len(tokens)
+        if not at_end and origins[count] == origin:
+            continue
+        text = target.tokenizer.decode(tokens[:count], skip_special_tokens=True)
+        if text.endswith("\ufffd") and not at_end:  # half a character: it goes with the next piece
+            continue
+        yield text[len(said) :], origin
+        said = text

@@ -1,0 +1,134 @@
+"""What the command line's verbs do. A verb runs the stages that it needs and that are not on disk yet."""
+
+from pathlib import Path
+
+from .. import fingerprint
+from ..errors import InputError
+from ..progress import say
+from ..recipe import Recipe
+from ..registry import champions, models
+from ..registry.connect import open_tracking
+from ..registry.settings import RegistrySettings
+from ..registry.tracking import find_run, start_run
+from ..specdec.settings import TargetSettings
+from ..specdec.targets import target_fingerprint
+from ..train.metrics import NoSink
+from . import distill as flow
+from . import retrain as again
+from . import talk
+from .exporting import export_draft
+from .promotion import promote_stage, register
+from .scoring import Scored, Scorer, score_stage, show
+from .stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
+from .workspace import Workspace
+
+
+def distill(recipe: Recipe) -> None:
+    """Everything, up to the promotion."""
+    flow.distill(Workspace(recipe))
+
+
+def mix(recipe: Recipe) -> None:
+    """The conversations."""
+    stage = mix_stage(Workspace(recipe))
+    say(f"{stage.folder}")
+
+
+def capture(recipe: Recipe) -> None:
+    """The answers, and the initial drafts that are made of the target."""
+    space = Workspace(recipe)
+    captured = capture_stage(space, mix_stage(space))
+    prepare_drafts(space, captured)
+    say(f"{captured.folder}")
+
+
+def train(recipe: Recipe, draft: str | None) -> None:
+    """The checkpoints of one draft, or of all."""
+    space = Workspace(recipe)
+    _train(space, capture_stage(space, mix_stage(space)), draft)
+
+
+def score(recipe: Recipe, draft: str | None) -> None:
+    """The leaderboard."""
+    space = Workspace(recipe)
+    captured = capture_stage(space, mix_stage(space))
+    stages = _train(space, captured, draft)
+    if space.first_rank:
+        _scored(space, captured, stages)
+
+
+def promote(recipe: Recipe) -> None:
+    """Register the chosen draft and let it meet the champion."""
+    space = Workspace(recipe)
+    conversations = mix_stage(space)
+    captured = capture_stage(space, conversations)
+    stages = _train(space, captured, None)
+    if not space.first_rank:
+        return
+    scored = _scored(space, captured, stages)
+    identity = flow.run_fingerprint(space, conversations)
+    with start_run(space.tracking, recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
+        promote_stage(space, captured, register(space, run.id, conversations, captured, scored))
+
+
+def rollback(recipe: Recipe) -> None:
+    """The previous champion of this target again."""
+    space = Workspace(recipe)
+    version = champions.rollback(space.tracking, space.target_fingerprint, "asked for on the command line")
+    say(f"{version.reference}: champion again")
+
+
+def fetch(out: Path, target: str, model: str, tracking_uri: str | None, workdir: Path, alias: str) -> None:
+    """A registered draft of exactly this target, copied to `out`."""
+    tracking = open_tracking(RegistrySettings(model=model, tracking_uri=tracking_uri), workdir.resolve())
+    found = target if _is_fingerprint(target) else target_fingerprint(TargetSettings(model=target))
+    version = models.fetch(tracking, found, out, alias)
+    say(f"{version.reference}: {alias} of target {fingerprint.short(found)}, in {out}")
+
+
+def retrain(recipe: Recipe) -> None:
+    """Train again if the target has changed."""
+    again.retrain(Workspace(recipe))
+
+
+def export(recipe: Recipe, out: Path, draft: str | None) -> None:
+    """Copy a draft out in the layout that engines read, and score the copy."""
+    space = Workspace(recipe)
+    folder = talk.find_draft(space, draft)
+    captured = capture_stage(space, mix_stage(space))
+    export_draft(Scorer(space, captured, "holdout"), folder, out)
+    say(f"{out}: exported from {folder}, read back and scored equal")
+
+
+def generate(
+    recipe: Recipe,
+    prompt: str,
+    draft: str | None,
+    rule: str | None,
+    draft_tokens: int | None,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> None:
+    """Answer a prompt and show what the draft was worth."""
+    space = Workspace(recipe)
+    spoken = talk.speak(space, prompt, draft, rule, draft_tokens, max_new_tokens, temperature, seed)
+    talk.show(space.target, spoken)
+
+
+def _train(space: Workspace, captured: Stage, draft: str | None) -> dict[str, Stage]:
+    names = list(space.recipe.drafts) if draft is None else [draft]
+    for name in names:
+        if name not in space.recipe.drafts:
+            raise InputError(f"--draft {name}: must be one of the recipe's drafts ({', '.join(space.recipe.drafts)})")
+    return {name: train_stage(space, name, captured, NoSink()) for name in names}
+
+
+def _scored(space: Workspace, captured: Stage, stages: dict[str, Stage]) -> Scored:
+    scored = score_stage(space, captured, stages)
+    show(scored, space.recipe.score)
+    return scored
+
+
+def _is_fingerprint(text: str) -> bool:
+    return len(text) == 64 and all(letter in "0123456789abcdef" for letter in text)

@@ -1,0 +1,100 @@
+"""One recipe's work folder: who owns it, where each stage's folder lies, and what is loaded once and shared.
+
+owner.json            the recipe that this folder belongs to
+digests.json          remembered hashes of large files
+targets.json          fingerprints that the recipe's targets had
+mix-<12 hex>/  capture-<12 hex>/  train-<draft>-<12 hex>/  score-<12 hex>/   one folder a fingerprint
+costs/                measured times, shared by all checkpoints of a shape
+models/               what came from the registry
+mlflow.db, artifacts/ the registry, unless the recipe or the environment names a server
+"""
+
+import os
+from functools import cached_property
+from pathlib import Path
+
+from .. import fingerprint, storage
+from ..errors import MissingFileError, OwnershipError
+from ..progress import say
+from ..recipe import Recipe
+from ..registry.connect import Tracking, open_tracking
+from ..registry.resolve import is_models_uri, resolve_models_uri
+from ..specdec.settings import TargetSettings
+from ..specdec.targets import Target, target_fingerprint
+
+OWNER_FILE, TARGETS_FILE = "owner.json", "targets.json"
+
+
+class Workspace:
+    """The work folder of one recipe. Opening it claims it; nothing else is touched."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.root = recipe.workdir.resolve()
+        self._claim()
+
+    def _claim(self) -> None:
+        owner = self.root / OWNER_FILE
+        if owner.is_file():
+            name = storage.read_json(owner).get("recipe")
+            if name != self.recipe.name:
+                raise OwnershipError(f"workdir {self.root}: belongs to recipe {name!r}, not {self.recipe.name!r}")
+        elif self.root.is_dir() and any(not path.name.startswith(".") for path in self.root.iterdir()):
+            raise OwnershipError(f"workdir {self.root}: is not empty and was not made by draftforge")
+        elif self.first_rank:
+            storage.write_json(owner, {"recipe": self.recipe.name})
+
+    @property
+    def first_rank(self) -> bool:
+        """Whether this process writes files and talks to people."""
+        return os.environ.get("RANK", "0") == "0"
+
+    def folder(self, stage: str, stage_fingerprint: str) -> Path:
+        """Where the stage with this fingerprint lies, or will."""
+        return self.root / f"{stage}-{fingerprint.short(stage_fingerprint)}"
+
+    @cached_property
+    def digests(self) -> fingerprint.FileDigests:
+        return fingerprint.FileDigests(self.root / "digests.json")
+
+    @cached_property
+    def tracking(self) -> Tracking:
+        """The MLflow store. Raises TrackingError in one line when it does not answer."""
+        return open_tracking(self.recipe.registry, self.root)
+
+    @cached_property
+    def target_settings(self) -> TargetSettings:
+        """The recipe's target, a `models:/` address resolved to a local folder."""
+        settings = self.recipe.target
+        if not is_models_uri(settings.model):
+            return settings
+        local = resolve_models_uri(self.tracking, settings.model, self.root / "models")
+        return settings.model_copy(update={"model": str(local)})
+
+    @cached_property
+    def target_fingerprint(self) -> str:
+        """The target's fingerprint; of a target that has gone since, the one it had here (`small` trains without it)."""
+        memory = self.root / TARGETS_FILE
+        known: dict[str, str] = storage.read_json(memory) if memory.is_file() else {}
+        key = fingerprint.of_json(self.recipe.target.model_dump(mode="json"))
+        try:
+            found = target_fingerprint(self.target_settings, self.digests)
+        except MissingFileError:
+            if key not in known:
+                raise
+            say(f"target {self.recipe.target.model}: is gone; going on with what it left here")
+            return known[key]
+        if self.first_rank and known.get(key) != found:
+            storage.write_json(memory, {**known, key: found})
+        return found
+
+    @cached_property
+    def target(self) -> Target:
+        """The loaded target; loaded at the first use, then shared by every stage of this process."""
+        return Target.load(self.target_settings, self.digests)
+
+    def with_recipe(self, recipe: Recipe) -> "Workspace":
+        """The same folder and the same loaded things under a changed recipe (of the same target)."""
+        other = Workspace(recipe)
+        other.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in ("recipe", "root")}
+        return other
