@@ -1,0 +1,145 @@
+"""What the target is asked: messages, conversations, and the assistant turns in them that it must answer."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+from pydantic import BaseModel, ConfigDict
+
+from ..errors import InputError
+from ..specdec.sampling import SamplingSettings
+
+Role = Literal["system", "user", "assistant", "tool"]
+Split = Literal["train", "selection", "holdout"]
+ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+SPLITS: tuple[Split, ...] = ("train", "selection", "holdout")
+
+
+class Message(BaseModel):
+    """One message in the shape that chat templates read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: Role
+    content: str
+    tool_calls: list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The dict a chat template gets. Tool arguments logged as JSON text become objects, as servers do it."""
+        message = self.model_dump(exclude_none=True)
+        for call in message.get("tool_calls", []):
+            function = call.get("function", call)
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                function["arguments"] = _object_or_text(function["arguments"])
+        return message
+
+
+class Conversation(BaseModel):
+    """One entry of a mix."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    """Hash of the redacted content (messages, tools, template arguments), never of a position."""
+    domain: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    template_args: dict[str, Any] = {}
+    """Extra arguments of the chat template, e.g. `enable_thinking`."""
+    sampling: SamplingSettings | None = None
+    """How the target is sampled here; None: the capture's default."""
+    max_new_tokens: int | None = None
+    cluster: str
+    """Stable id of its near-duplicate cluster; whole clusters fall in one split."""
+    split: Split
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One assistant turn that the target answers."""
+
+    messages: list[Message]
+    """The context before the answer. Where `waits_for` is set, the earlier answers are still missing."""
+    index: int
+    """0, 1, … among the answered turns of the conversation."""
+    waits_for: int | None
+    """The turn whose answer this one's context needs; None: the context is complete."""
+
+    def context(self, answers: Sequence[str] = ()) -> list[Message]:
+        """The complete context: `answers` of turns 0 … index-1 are put after their user messages."""
+        if self.waits_for is None:
+            return self.messages
+        if len(answers) < self.index:
+            raise InputError(f"turn {self.index}: {len(answers)} earlier answers given, {self.index} needed")
+        filled: list[Message] = []
+        pending = iter(answers[: self.index])
+        for message in self.messages:
+            filled.append(message)
+            answer = next(pending, None) if message.role == "user" else None
+            if answer is not None:
+                filled.append(Message(role="assistant", content=answer))
+        return filled
+
+
+def turns(conversation: Conversation) -> list[Turn]:
+    """The assistant turns to answer, in order.
+
+    User messages alone are answered one after the other, each in the context of the target's own earlier answers. A
+    logged conversation keeps its assistant messages: each that follows a user or tool message is answered again in its
+    logged context, and so is a last user or tool message that has no answer yet.
+    """
+    messages = conversation.messages
+    if all(message.role in ("system", "user") for message in messages):
+        ends = [i + 1 for i, message in enumerate(messages) if message.role == "user"]
+        return [Turn(messages[:end], i, i - 1 if i else None) for i, end in enumerate(ends)]
+    closing = [*messages[1:], None]
+    ends = [
+        i + 1
+        for i, (message, following) in enumerate(zip(messages, closing))
+        if message.role in ("user", "tool") and (following is None or following.role == "assistant")
+    ]
+    return [Turn(messages[:end], i, None) for i, end in enumerate(ends)]
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None = None,
+    template_args: dict[str, Any] | None = None,
+) -> list[int]:
+    """Prompt ids by the tokenizer's chat template, generation prompt included.
+
+    Raises InputError for a tokenizer without chat template and for messages that its template refuses.
+    """
+    require_chat_template(tokenizer)
+    try:
+        text = tokenizer.apply_chat_template(
+            [message.for_template() for message in messages],
+            tools=tools,
+            add_generation_prompt=True,
+            tokenize=False,
+            **(template_args or {}),
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{tokenizer.name_or_path}: its chat template refuses the messages ({reason})") from None
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def require_chat_template(tokenizer: Any) -> None:
+    """Raise InputError unless the tokenizer has a chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no chat template; conversations need one")
+
+
+def _object_or_text(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text

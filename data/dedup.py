@@ -1,0 +1,224 @@
+"""Near-copies and clusters: MinHash signatures, a locality-sensitive index, union-find, ids that last.
+
+A cluster is everything joined by near-copies (similar user turns) and by explicit groups (one template, one thread).
+The split deals whole clusters, so a cluster's id must outlive today's log. It is derived from content: the smallest
+hash of its groups or, where it has none, of its members.
+
+Its limit: without `known` members, a new member that sorts lower, or one that bridges two clusters, gives the cluster
+another id, and with it perhaps another split. With them (the members of every ancestor's mix, carried on from mix to
+mix as signatures, without text) their placement wins, and of several the one the ancestor saw most of: train before
+selection before holdout. So what an ancestor was trained on, its near-copies and its groups never enter a later
+holdout; a holdout conversation may leave for train when a new one ties it to something trained on.
+"""
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from datasketch import MinHashLSH
+from numpy.typing import NDArray
+
+from .. import progress
+from .conversation import SPLITS, Split
+
+Signature = NDArray[np.uint32]
+SIGNATURE_LENGTH = 128
+_SHINGLE_WORDS = 3
+_RECALL_AT_THRESHOLD = 0.99
+# One word, or one character of a script that is written without spaces.
+_WORD = re.compile(r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]+")
+
+
+class Member(NamedTuple):
+    """A conversation as clustering sees it."""
+
+    id: str
+    group: str | None
+    """Hash of its group's name; None: no group."""
+    signature: Signature
+
+
+class Known(NamedTuple):
+    """A member of an earlier mix, with its placement there."""
+
+    member: Member
+    cluster: str
+    split: Split
+
+
+class Placement(NamedTuple):
+    """What clustering says of one new member."""
+
+    cluster: str
+    split: Split | None
+    """The split that an ancestor gave its cluster; None: the hash decides."""
+    copy_of: str | None
+    """The kept member that it is a near-copy of; None: it is kept itself."""
+
+
+def group_key(domain: str, group: str) -> str:
+    """The hash that stands for a group of a domain."""
+    return hashlib.sha256(f"{domain}\0{group}".encode()).hexdigest()[:24]
+
+
+def shingles(text: str) -> set[str]:
+    """Word triples of a text, case and punctuation aside; a shorter text is one shingle."""
+    words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    if len(words) < _SHINGLE_WORDS:
+        return {" ".join(words) or text.strip()}
+    return {" ".join(words[i : i + _SHINGLE_WORDS]) for i in range(len(words) - _SHINGLE_WORDS + 1)}
+
+
+def signature(text: str) -> Signature:
+    """MinHash of a text's shingles: the share of equal entries of two signatures estimates their Jaccard similarity.
+
+    Computed here and not by datasketch, whose hash family changed with 2.0: stored signatures must stay comparable.
+    """
+    hashes = [hashlib.blake2b(shingle.encode(), digest_size=8).digest() for shingle in shingles(text)]
+    values_S1 = np.frombuffer(b"".join(hashes), dtype="<u8").astype(np.uint64)[:, None]
+    with np.errstate(over="ignore"):  # multiply-add-shift: the wrap at 2^64 is the modulus
+        permuted_SN = (values_S1 * _FACTORS + _OFFSETS) >> np.uint64(32)
+    smallest: Signature = permuted_SN.min(axis=0).astype(np.uint32)
+    return smallest
+
+
+def similarity(left: Signature, right: Signature) -> float:
+    """Estimated Jaccard similarity of two signatures."""
+    return float((left == right).mean())
+
+
+def place(members: Iterable[Member], known: Iterable[Known], threshold: float) -> dict[str, Placement]:
+    """Cluster new members (ids distinct) among the known ones. The result does not depend on any order.
+
+    Members are visited by id. One that is similar to one kept before is its near-copy and not kept, and joins the
+    clusters of all those that it resembles. Similar to known members only, it joins their clusters and is kept.
+    """
+    known = sorted(known, key=lambda item: (item.member.id, item.cluster, item.split))
+    members = sorted(members, key=lambda member: member.id)
+    nodes = [item.member for item in known] + members
+    union = _Union(len(nodes))
+    union.join_equal([member.group for member in nodes])
+    union.join_equal([item.cluster for item in known])
+    index = _Index(threshold, len(nodes))
+    for node, item in enumerate(known):
+        index.add(node, item.member.signature)
+    copy_of: dict[int, str] = {}
+    for node in progress.track(range(len(known), len(nodes)), "near-copies", unit="conversations"):
+        similar = index.similar(nodes[node].signature)
+        for other in similar:
+            union.join(node, other)
+        original = next((other for other in similar if other >= len(known)), None)
+        if original is None:
+            index.add(node, nodes[node].signature)
+        else:
+            copy_of[node] = nodes[original].id
+    return _placements(nodes, known, union, copy_of)
+
+
+def _placements(
+    nodes: Sequence[Member], known: Sequence[Known], union: "_Union", copy_of: dict[int, str]
+) -> dict[str, Placement]:
+    groups: dict[int, list[str]] = {}
+    ids: dict[int, list[str]] = {}
+    seen: dict[int, list[tuple[int, str]]] = {}
+    for node, member in enumerate(nodes):
+        root = union.root(node)
+        ids.setdefault(root, []).append(member.id)
+        if member.group is not None:
+            groups.setdefault(root, []).append(member.group)
+        if node < len(known):
+            seen.setdefault(root, []).append((SPLITS.index(known[node].split), known[node].cluster))
+    placed: dict[str, Placement] = {}
+    for node in range(len(known), len(nodes)):
+        root = union.root(node)
+        if root in seen:
+            split_index, cluster = min(seen[root])
+            split: Split | None = SPLITS[split_index]
+        else:
+            cluster, split = min(groups.get(root, ids[root])), None
+        placed[nodes[node].id] = Placement(cluster, split, copy_of.get(node))
+    return placed
+
+
+class _Index:
+    """Finds similar signatures: candidates from datasketch's index, decided by the whole signature.
+
+    Equal signatures share one row, so that a frequent text does not fill a bucket.
+    """
+
+    def __init__(self, threshold: float, capacity: int) -> None:
+        self._threshold = threshold
+        self._lsh = MinHashLSH(num_perm=SIGNATURE_LENGTH, params=_bands(threshold))
+        self._rows = np.empty((capacity, SIGNATURE_LENGTH), dtype=np.uint32)
+        self._row_of: dict[bytes, int] = {}
+        self._nodes: list[list[int]] = []
+
+    def add(self, node: int, sig: Signature) -> None:
+        row = self._row_of.setdefault(sig.tobytes(), len(self._nodes))
+        if row < len(self._nodes):
+            self._nodes[row].append(node)
+            return
+        self._rows[row] = sig
+        self._nodes.append([node])
+        self._lsh.insert(row, _Hashed(sig))
+
+    def similar(self, sig: Signature) -> list[int]:
+        """Nodes at least as similar as the threshold, smallest first."""
+        candidates = np.array(self._lsh.query(_Hashed(sig)), dtype=np.int64)
+        found = candidates[(self._rows[candidates] == sig).mean(axis=1) >= self._threshold]
+        return sorted(node for row in found.tolist() for node in self._nodes[row])
+
+
+class _Hashed:
+    """A signature in the shape that MinHashLSH reads."""
+
+    def __init__(self, sig: Signature) -> None:
+        self.hashvalues = sig
+
+    def __len__(self) -> int:
+        return len(self.hashvalues)
+
+
+class _Union:
+    """Union-find over 0 … count-1; the smallest member is the root."""
+
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+
+    def root(self, node: int) -> int:
+        while self._parent[node] != node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def join(self, left: int, right: int) -> None:
+        low, high = sorted((self.root(left), self.root(right)))
+        self._parent[high] = low
+
+    def join_equal(self, keys: Sequence[str | None]) -> None:
+        """Join the nodes that have the same key; None joins nothing."""
+        first: dict[str, int] = {}
+        for node, key in enumerate(keys):
+            if key is not None:
+                self.join(node, first.setdefault(key, node))
+
+
+def _bands(threshold: float) -> tuple[int, int]:
+    """(bands, rows): the longest rows at which a pair just at the threshold still meets in some band."""
+    for rows in range(SIGNATURE_LENGTH, 0, -1):
+        bands = SIGNATURE_LENGTH // rows
+        if bands >= 2 and 1 - (1 - threshold**rows) ** bands >= _RECALL_AT_THRESHOLD:
+            return bands, rows
+    return SIGNATURE_LENGTH, 1
+
+
+def _stream(name: str) -> NDArray[np.uint64]:
+    digests = (hashlib.sha256(f"{name} {i}".encode()).digest()[:8] for i in range(SIGNATURE_LENGTH))
+    return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
+
+
+_FACTORS = _stream("factor") | np.uint64(1)
+_OFFSETS = _stream("offset")

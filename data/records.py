@@ -1,0 +1,257 @@
+"""One line of a log, a dataset or a prompt list, checked and brought to one shape.
+
+Every error names the place (`file:line`) and the rule, and quotes no text of the conversation.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from .. import fingerprint
+from ..errors import InputError
+from ..specdec.sampling import SamplingSettings
+from .conversation import ROLES, Message
+from .settings import LABEL, DatasetSource, FileSource, Shape, TargetSource
+
+_ID_DIGITS = 24
+_SAMPLING_FIELDS = tuple(SamplingSettings.model_fields)
+_LIMIT_FIELDS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
+_SHAREGPT_ROLES: dict[str, str] = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    **dict(zip(ROLES, ROLES)),
+}
+DEFAULT_COLUMNS: dict[Shape, str] = {
+    "messages": "messages",
+    "sharegpt": "conversations",
+    "turns": "turns",
+    "prompts": "prompt",
+}
+M = TypeVar("M", bound=BaseModel)
+Lookup = Callable[[str], Any]
+"""A field of the line, or of its `request` object; None where neither has it."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A conversation before it has a cluster and a split."""
+
+    domain: str
+    messages: tuple[Message, ...]
+    tools: list[dict[str, Any]] | None = None
+    template_args: Mapping[str, Any] | None = None
+    sampling: SamplingSettings | None = None
+    max_new_tokens: int | None = None
+    group: str | None = None
+    source: int = 0
+    """Which of the recipe's sources it came from."""
+
+    @cached_property
+    def id(self) -> str:
+        """Hash of what the target is shown. The same for a logged conversation and its exact copy."""
+        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        return _digest([messages, self.tools, dict(self.template_args or {})])
+
+    @cached_property
+    def key(self) -> str:
+        """Hash of everything, the source's place in the recipe aside: an order that no position influences."""
+        sampling = self.sampling.model_dump() if self.sampling else None
+        return _digest([self.id, self.domain, sampling, self.max_new_tokens, self.group])
+
+    @property
+    def user_text(self) -> str:
+        """The user messages, one a line: what near-copies are judged by."""
+        return "\n".join(message.content for message in self.messages if message.role == "user")
+
+
+def parse(
+    line: Any, shape: Shape, source: FileSource | DatasetSource | TargetSource, where: str, index: int = 0
+) -> Record:
+    """Check one decoded line against its shape. Raises InputError starting with `where`."""
+    if not isinstance(line, dict):
+        raise InputError(f"{where}: is a JSON {_json_type(line)}; must be an object")
+    request = line.get("request")
+    inner = request if isinstance(request, dict) else {}
+
+    def lookup(name: str) -> Any:
+        return line[name] if line.get(name) is not None else inner.get(name)
+
+    messages = tuple(_PARSERS[shape](lookup, where))
+    if not any(message.role == "user" for message in messages):
+        raise InputError(f"{where}: has no user message; the target has nothing to answer")
+    record = Record(
+        domain=_domain(source, lookup, where),
+        messages=messages,
+        tools=_tools(lookup, where),
+        template_args={**source.template_args, **_template_args(lookup, where)},
+        sampling=_sampling(lookup, where),
+        max_new_tokens=_max_new_tokens(lookup, where),
+        group=_group(source, lookup, where),
+        source=index,
+    )
+    try:
+        record.key  # noqa: B018  computed here, so that text that no file can hold is met with its line number
+    except (UnicodeEncodeError, ValueError):
+        raise InputError(f"{where}: holds text that is not valid Unicode, or a number that is not finite") from None
+    return record
+
+
+def _messages(lookup: Lookup, where: str) -> list[Message]:
+    return [_message(raw, f"{where}: messages[{i}]") for i, raw in enumerate(_items(lookup, "messages", where))]
+
+
+def _message(raw: Any, where: str) -> Message:
+    if not isinstance(raw, dict):
+        raise InputError(f"{where}: is a JSON {_json_type(raw)}; must be an object with role and content")
+    role = "system" if raw.get("role") == "developer" else raw.get("role")
+    if role not in ROLES:
+        raise InputError(f"{where}: unknown role {_quoted(role)}; must be one of {', '.join(ROLES)}")
+    content = _content(raw.get("content"), where)
+    tool_calls = raw.get("tool_calls") or None
+    if not content.strip() and not (role == "tool" or (role == "assistant" and tool_calls)):
+        raise InputError(f"{where}: content of the {role} message is empty; must hold text")
+    fields = {"name": raw.get("name"), "tool_call_id": raw.get("tool_call_id"), "tool_calls": tool_calls}
+    return _validated(Message, {"role": role, "content": content, **fields}, where)
+
+
+def _content(content: Any, where: str) -> str:
+    """Text of a message: a string, or a list of text parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InputError(f"{where}: content is a JSON {_json_type(content)}; must be text or a list of text parts")
+    parts: list[str] = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InputError(f"{where}: content part of type {_quoted(kind)}; only text is supported")
+        parts.append(part["text"])
+    return "".join(parts)
+
+
+def _sharegpt(lookup: Lookup, where: str) -> list[Message]:
+    messages: list[Message] = []
+    system = lookup("system")
+    if isinstance(system, str) and system.strip():
+        messages.append(Message(role="system", content=system))
+    for i, raw in enumerate(_items(lookup, "conversations", where)):
+        spot = f"{where}: conversations[{i}]"
+        if not isinstance(raw, dict):
+            raise InputError(f"{spot}: is a JSON {_json_type(raw)}; must be an object with from and value")
+        role = _SHAREGPT_ROLES.get(raw["from"]) if isinstance(raw.get("from"), str) else None
+        if role is None:
+            names = ", ".join(sorted(_SHAREGPT_ROLES))
+            raise InputError(f"{spot}: unknown role {_quoted(raw.get('from'))}; must be one of {names}")
+        messages.append(_message({"role": role, "content": raw.get("value")}, spot))
+    return messages
+
+
+def _turns(lookup: Lookup, where: str) -> list[Message]:
+    turns = enumerate(_items(lookup, "turns", where))
+    return [_message({"role": "user", "content": turn}, f"{where}: turns[{i}]") for i, turn in turns]
+
+
+def _prompt(lookup: Lookup, where: str) -> list[Message]:
+    return [_message({"role": "user", "content": lookup("prompt")}, f"{where}: prompt")]
+
+
+_PARSERS: dict[Shape, Callable[[Lookup, str], list[Message]]] = {
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "turns": _turns,
+    "prompts": _prompt,
+}
+assert set(_PARSERS) == set(get_args(Shape)) == set(DEFAULT_COLUMNS)
+
+
+def _items(lookup: Lookup, name: str, where: str) -> list[Any]:
+    items = lookup(name)
+    if not isinstance(items, list) or not items:
+        found = "is missing" if items is None else f"is a JSON {_json_type(items)}" if items != [] else "is empty"
+        raise InputError(f"{where}: {name} {found}; must be a list of at least one")
+    return items
+
+
+def _domain(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str) -> str:
+    if source.domain is not None:
+        return source.domain
+    domain = lookup(source.domain_field)
+    if domain is None:
+        raise InputError(f"{where}: has no {source.domain_field}, and its source sets no domain; one of them must")
+    if not isinstance(domain, str) or not re.fullmatch(LABEL, domain):
+        raise InputError(f"{where}: {source.domain_field} {_quoted(domain)}; must be a label that matches {LABEL}")
+    return domain
+
+
+def _group(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str) -> str | None:
+    group = lookup(source.group_field)
+    if group is None or (isinstance(group, str | int) and str(group)):
+        return None if group is None else str(group)
+    raise InputError(f"{where}: {source.group_field} is a JSON {_json_type(group)}; must be text or a number")
+
+
+def _tools(lookup: Lookup, where: str) -> list[dict[str, Any]] | None:
+    tools = lookup("tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InputError(f"{where}: tools is not a list of objects")
+    return tools
+
+
+def _template_args(lookup: Lookup, where: str) -> dict[str, Any]:
+    arguments = lookup("chat_template_kwargs") or {}
+    if not isinstance(arguments, dict):
+        raise InputError(f"{where}: chat_template_kwargs is a JSON {_json_type(arguments)}; must be an object")
+    return arguments
+
+
+def _sampling(lookup: Lookup, where: str) -> SamplingSettings | None:
+    """Logged sampling settings. A request that names some but no temperature was served at 1, the API's default."""
+    given = {name: lookup(name) for name in _SAMPLING_FIELDS if lookup(name) is not None}
+    if given.get("top_k") == -1:  # vLLM's "off"
+        given["top_k"] = 0
+    return _validated(SamplingSettings, {"temperature": 1.0, **given}, where) if given else None
+
+
+def _max_new_tokens(lookup: Lookup, where: str) -> int | None:
+    for name in _LIMIT_FIELDS:
+        limit = lookup(name)
+        if limit is None:
+            continue
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise InputError(f"{where}: {name} {_quoted(limit)}; must be a whole number of at least 1")
+        return limit
+    return None
+
+
+def _validated(model: type[M], values: dict[str, Any], where: str) -> M:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{where}: {field}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+
+
+def _digest(value: Any) -> str:
+    return fingerprint.of_json(value)[:_ID_DIGITS]
+
+
+def _quoted(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null" if value is None else type(value).__name__)

@@ -1,0 +1,104 @@
+"""User prompts that a chat model makes up: it continues its own user-turn prefix until its end of turn."""
+
+from typing import Any, NamedTuple
+
+from ..errors import InputError
+from ..progress import bar
+from ..specdec.decoder import Request, generate
+from ..specdec.models import CausalModel
+from ..specdec.sampling import SamplingSettings
+from ..specdec.targets import Target
+from .conversation import require_chat_template
+from .sources import SamplePrompts
+from .split import unit
+
+_SENTINEL = "zqxUSERTEXTqxz"
+_MOST_WAVES = 4
+_AS_THE_MODEL_SAMPLES = SamplingSettings(temperature=1.0)
+
+
+class UserTurn(NamedTuple):
+    """What a chat template puts around a first user message."""
+
+    prefix_ids: list[int]
+    ending: str
+    """Text that closes the message, e.g. `<|im_end|>`; empty: the template closes it with nothing."""
+    ending_id: int | None
+    """The special token that the ending starts with, if it does."""
+
+
+def user_turn(tokenizer: Any) -> UserTurn:
+    """Find the user-turn prefix by rendering a sentinel message and cutting before it.
+
+    Raises InputError for a tokenizer without chat template, or with one that does not show the user's text once.
+    """
+    require_chat_template(tokenizer)
+    message = [{"role": "user", "content": _SENTINEL}]
+    text: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    if text.count(_SENTINEL) != 1:
+        raise InputError(f"{tokenizer.name_or_path}: its chat template does not show a user message once and unchanged")
+    prefix, suffix = text.split(_SENTINEL)
+    prefix_ids: list[int] = tokenizer(prefix, add_special_tokens=False)["input_ids"]
+    if not prefix_ids:
+        raise InputError(f"{tokenizer.name_or_path}: its chat template puts nothing before a user message")
+    suffix_ids = tokenizer(suffix.lstrip(), add_special_tokens=False)["input_ids"]
+    ending_id = next((id for id in suffix_ids[:1] if id in set(tokenizer.all_special_ids)), None)
+    ending = tokenizer.decode([ending_id]) if ending_id is not None else (suffix.split() or [""])[0]
+    return UserTurn(prefix_ids, ending, ending_id)
+
+
+def prompts_of(target: Target, batch_size: int = 16) -> SamplePrompts:
+    """`sample_prompts(count, seed, max_tokens)` for `build_mix`: temperature 1, the same prompts for the same seed.
+
+    Prompts that are empty, or not finished within `max_tokens`, are drawn anew, at most four times `count` in all;
+    after that fewer come back.
+    """
+
+    def sample_prompts(count: int, seed: int, max_tokens: int) -> list[str]:
+        return sample(target, target.tokenizer, target.stop_ids, count, seed, max_tokens, batch_size)
+
+    return sample_prompts
+
+
+def sample(
+    target: CausalModel,
+    tokenizer: Any,
+    stop_ids: frozenset[int],
+    count: int,
+    seed: int,
+    max_tokens: int,
+    batch_size: int,
+) -> list[str]:
+    """What `prompts_of` does, on a model and its tokenizer."""
+    turn = user_turn(tokenizer)
+    stops = stop_ids | ({turn.ending_id} if turn.ending_id is not None else set())
+    found: list[str] = []
+    with bar("prompts of the target", count, "prompts") as advance:
+        for wave in range(_MOST_WAVES):
+            requests = [
+                Request(turn.prefix_ids, _AS_THE_MODEL_SAMPLES, _seed_of(seed, wave * count + i), max_tokens, stops)
+                for i in range(count - len(found))
+            ]
+            drawn: dict[int, str] = {}
+            for index, generation in generate(target, None, requests, "token", batch_size=batch_size):
+                text = _user_text(tokenizer, generation.tokens, turn, stops)
+                if text is not None:
+                    drawn[index] = text
+                    advance()
+            found += [drawn[index] for index in sorted(drawn)]
+            if len(found) >= count:
+                break
+    return found
+
+
+def _user_text(tokenizer: Any, tokens: list[int], turn: UserTurn, stops: frozenset[int]) -> str | None:
+    """The prompt that the tokens spell; None where it is empty or has no end."""
+    text = tokenizer.decode([token for token in tokens if token not in stops], skip_special_tokens=True)
+    ended = bool(tokens) and tokens[-1] in stops
+    if turn.ending and turn.ending_id is None and turn.ending in text:
+        text, ended = text.split(turn.ending)[0], True
+    return text.strip() or None if ended else None
+
+
+def _seed_of(seed: int, number: int) -> int:
+    return int(unit("self prompt", str(seed), str(number)) * (1 << 53))

@@ -1,0 +1,140 @@
+"""The recipe's `mix` section."""
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ..specdec.sampling import SamplingSettings
+from .redact import Kind
+
+Shape = Literal["messages", "sharegpt", "turns", "prompts"]
+LABEL = r"^[\w.-]{1,64}$"
+Label = Annotated[str, Field(pattern=LABEL)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class _Source(_Section):
+    domain: Label | None = None
+    """Domain of every conversation of this source; absent: each line's own `domain_field` says it."""
+    domain_field: str = "domain"
+    """Field of a line that names its domain."""
+    group_field: str = "group"
+    """Field of a line that names its template or thread; conversations of one group never part in the split."""
+    limit: int | None = Field(None, ge=1)
+    """At most so many conversations, chosen by their hash; absent: all. Memory holds no more than these."""
+    weight: float | None = Field(None, gt=0)
+    """This source's share of the mix, relative to the other sources' weights."""
+    template_args: dict[str, Any] = {}
+    """Chat template arguments of its conversations, e.g. `enable_thinking: false`; a line's own ones win."""
+
+
+class FileSource(_Source):
+    """A local file, plain or .gz, read line by line."""
+
+    kind: Shape
+    """`messages` (OpenAI style), `sharegpt`, `turns` (user turns only): JSONL; `prompts`: text lines, or JSONL."""
+    path: str
+    """The file, relative to the recipe."""
+    skip_invalid: bool = False
+    """Count lines that break a rule and go on, instead of stopping at the first."""
+
+
+class DatasetSource(_Source):
+    """A Hugging Face dataset: a folder made by `save_to_disk`, a folder of data files, or a name on the hub."""
+
+    kind: Literal["dataset"]
+    name: str
+    """Local folder relative to the recipe, or a hub name."""
+    config: str | None = None
+    """Configuration of a hub dataset."""
+    split: str = "train"
+    """The dataset's own split to read; not the split of the mix."""
+    revision: str | None = None
+    """Commit of a hub dataset; without one, a change on the hub goes unnoticed."""
+    shape: Shape = "messages"
+    """Shape of what `column` holds; with `prompts` it is one text."""
+    column: str | None = None
+    """Column to read; absent: the shape's own name (messages, conversations, turns, prompt)."""
+    rows: int | None = Field(None, ge=1)
+    """Read only the first so many rows; absent: all."""
+    skip_invalid: bool = False
+    """Count rows that break a rule and go on, instead of stopping at the first."""
+
+
+class TargetSource(_Source):
+    """User prompts that the target makes up itself after its user-turn prefix, at temperature 1."""
+
+    kind: Literal["target"]
+    domain: Label = "self"
+    """Domain of the prompts."""
+    count: int = Field(ge=1)
+    """Prompts to sample; empty and unfinished ones are left out."""
+    seed: int = 0
+    """Seed of the sampling."""
+    max_tokens: int = Field(128, ge=1)
+    """A prompt that is longer is left out."""
+
+
+Source = Annotated[FileSource | DatasetSource | TargetSource, Field(discriminator="kind")]
+
+
+class SamplingChoice(SamplingSettings):
+    """Sampling settings with a weight: drawn for conversations whose log names none."""
+
+    weight: float = Field(1.0, gt=0)
+    """Chance to be drawn, relative to the other choices."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest answer under this choice; absent: the capture's default."""
+
+    @property
+    def settings(self) -> SamplingSettings:
+        """The sampling settings alone."""
+        return SamplingSettings.model_validate(self.model_dump(include=set(SamplingSettings.model_fields)))
+
+
+class MixSettings(_Section):
+    """Which conversations the target answers, and which of them train, select and judge a draft."""
+
+    sources: list[Source] = Field(min_length=1)
+    """Where conversations come from."""
+    domain_weights: dict[Label, float] | None = None
+    """Target shares of the mix by domain, reached by leaving conversations out; absent: all are kept."""
+    near_threshold: float = Field(0.8, gt=0.3, le=1)
+    """Similarity (Jaccard, word triples of the user turns) from which two conversations count as near-copies."""
+    redact: list[Kind] = list(get_args(Kind))
+    """What is replaced by a placeholder such as <email> before anything is stored."""
+    sampling: list[SamplingChoice] = []
+    """Drawn by the conversation's hash where the log names no sampling settings; empty: the capture's default."""
+    logged_sampling: bool = True
+    """Keep sampling settings and token limits that the log names."""
+    salt: str = "draftforge"
+    """Salt of the split's hash. Changing it deals the clusters anew."""
+    selection_share: float = Field(0.15, gt=0, lt=1)
+    """Share of the clusters that checkpoints are chosen on."""
+    holdout_share: float = Field(0.15, gt=0, lt=1)
+    """Share of the clusters that promotion is decided on."""
+    ancestors: list[str] = []
+    """Earlier mix folders: what they placed in train or selection never enters this holdout."""
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> "MixSettings":
+        if self.selection_share + self.holdout_share >= 1:
+            raise ValueError(
+                f"selection_share {self.selection_share} + holdout_share {self.holdout_share} must be below 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> "MixSettings":
+        weighted = sum(source.weight is not None for source in self.sources)
+        if weighted not in (0, len(self.sources)):
+            raise ValueError(f"{weighted} of {len(self.sources)} sources have a weight; give it to all or to none")
+        if weighted and self.domain_weights:
+            raise ValueError("sources have a weight and domain_weights is set; only one of them can rule the shares")
+        for domain, weight in (self.domain_weights or {}).items():
+            if not weight > 0:
+                raise ValueError(f"domain_weights.{domain} is {weight}; must be above 0")
+        return self

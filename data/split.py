@@ -1,0 +1,69 @@
+"""Choices by hash, never by position: the split, a conversation's sampling settings, and which ones a share keeps.
+
+The same salt and shares place a cluster where they placed it yesterday, whatever else the log holds today.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from ..errors import InputError
+from .conversation import SPLITS, Split
+from .settings import MixSettings
+
+T = TypeVar("T")
+_UNIT_BITS = 53
+
+
+def unit(*parts: str) -> float:
+    """A number in [0, 1) that depends on the parts alone."""
+    digest = hashlib.sha256("\0".join(parts).encode()).digest()
+    return (int.from_bytes(digest[:8], "big") >> (64 - _UNIT_BITS)) / (1 << _UNIT_BITS)
+
+
+def split_of(cluster: str, settings: MixSettings) -> Split:
+    """Where a cluster falls by its salted hash."""
+    u = unit("split", settings.salt, cluster)
+    if u < settings.holdout_share:
+        return "holdout"
+    if u < settings.holdout_share + settings.selection_share:
+        return "selection"
+    return "train"
+
+
+def weighted_choice(options: Sequence[T], weights: Sequence[float], *parts: str) -> T:
+    """One option, with the chance of its weight, by the hash of the parts."""
+    rest = unit(*parts) * sum(weights)
+    for option, weight in zip(options, weights, strict=True):
+        rest -= weight
+        if rest < 0:
+            return option
+    return options[-1]
+
+
+def keep_shares(groups: Mapping[str, Sequence[str]], weights: Mapping[str, float], salt: str) -> set[str]:
+    """The ids to keep so that the groups' sizes stand as their weights, the scarcest group kept whole.
+
+    Nothing is doubled. Within a group the ids with the smallest hashes stay, so that the choice is even, and nearly
+    the same when some ids come or go.
+    """
+    scale = min(len(ids) / weights[group] for group, ids in groups.items())
+    kept: set[str] = set()
+    for group, ids in groups.items():
+        count = max(1, min(len(ids), int(scale * weights[group] + 1e-9)))
+        kept.update(sorted(ids, key=lambda id: (unit("share", salt, id), id))[:count])
+    return kept
+
+
+def require_every_split(splits: Sequence[Split], clusters: Sequence[str], settings: MixSettings) -> None:
+    """Raise InputError, saying how to mend it, if train, selection or holdout is empty."""
+    counts = Counter(splits)
+    for split in SPLITS:
+        if counts[split]:
+            continue
+        shares = f"selection_share {settings.selection_share}, holdout_share {settings.holdout_share}"
+        raise InputError(
+            f"mix: {split} is empty: {len(splits)} conversations in {len(set(clusters))} clusters, {shares}, "
+            f"salt {settings.salt!r}; add conversations, change the shares or the salt"
+        )

@@ -1,0 +1,180 @@
+"""Whole mixes: same input, same bytes; what was trained on never comes back as holdout; nothing half-written."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftforge.data.mix import CONVERSATIONS, MEMBERS, build_mix, load_manifest, load_members, load_mix
+from draftforge.data.settings import MixSettings
+from draftforge.errors import CorruptDataError, DraftforgeError, InputError, MissingFileError
+from draftforge.specdec.sampling import SamplingSettings
+
+WORDS = [f"word{i}" for i in range(300)]
+Line = dict[str, Any]
+
+
+def line(i: int, domain: str = "chat", **more: Any) -> Line:
+    return {"turns": [" ".join(random.Random(i).choices(WORDS, k=20))], "domain": domain, **more}
+
+
+def build(base: Path, lines: list[Line], name: str = "mix", earlier: list[Path] | None = None, **changes: Any) -> Path:
+    (base / "log.jsonl").write_text("".join(json.dumps(item) + "\n" for item in lines))
+    settings = {"sources": [{"kind": "turns", "path": "log.jsonl"}], **changes}
+    build_mix(MixSettings.model_validate(settings), base, base / name, ancestors=earlier or [])
+    return base / name
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def splits(folder: Path) -> dict[str, str]:
+    return {conversation.messages[-1].content: conversation.split for conversation in load_mix(folder)}
+
+
+def test_same_input_same_bytes_and_order_changes_no_conversation(tmp_path: Path) -> None:
+    lines = [line(i, "ab"[i % 2]) for i in range(60)]
+    first, again = build(tmp_path, lines, "first"), build(tmp_path, lines, "again")
+    assert files(first) == files(again) and set(files(first)) == {CONVERSATIONS, MEMBERS, "manifest.json"}
+    shuffled = build(tmp_path, random.Random(0).sample(lines, 60), "shuffled")
+    assert (first / CONVERSATIONS).read_bytes() == (shuffled / CONVERSATIONS).read_bytes()
+
+
+def test_adding_records_moves_none(tmp_path: Path) -> None:
+    before = splits(build(tmp_path, [line(i) for i in range(60)], "before"))
+    after = splits(build(tmp_path, [line(i) for i in range(40, 160)], "after"))
+    common = before.keys() & after.keys()
+    assert len(common) == 20 and all(before[text] == after[text] for text in common)
+
+
+def test_manifest_tells_what_became_of_every_line(tmp_path: Path) -> None:
+    lines = [line(i, "ab"[i % 4 == 0]) for i in range(80)]
+    edited = {**lines[5], "turns": [lines[5]["turns"][0].upper() + "!"]}
+    secret = {"turns": ["mail joe@acme.org about the unusual offer of yesterday"], "domain": "a"}
+    folder = build(tmp_path, [*lines, lines[3], edited, secret], domain_weights={"a": 1, "b": 1})
+    manifest, mix = load_manifest(folder), load_mix(folder)
+    left_out = manifest["left_out"]
+    assert manifest["sources"][0]["read"] == 83 and manifest["redacted"]["email"] == 1
+    assert left_out["exact_copies"] == 1 and left_out["near_copies"] == 1
+    assert len(mix) + sum(left_out.values()) == 83
+    assert Counter(c.domain for c in mix) == {"a": 20, "b": 20}
+    told = {split: Counter(domains) for split, domains in manifest["conversations"].items()}
+    assert told == {s: Counter(c.domain for c in mix if c.split == s) for s in told}
+    assert all(b"joe@" not in content for content in files(folder).values())
+    assert str(tmp_path) not in json.dumps(manifest)
+
+
+def test_source_weights_rule_the_shares(tmp_path: Path) -> None:
+    for name, start in (("x", 0), ("y", 100)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(line(start + i)) for i in range(60)))
+    sources = [{"kind": "turns", "path": f"{n}.jsonl", "domain": n, "weight": w} for n, w in (("x", 3), ("y", 1))]
+    build_mix(MixSettings.model_validate({"sources": sources}), tmp_path, tmp_path / "mix")
+    assert Counter(c.domain for c in load_mix(tmp_path / "mix")) == {"x": 60, "y": 20}
+
+
+def test_sampling_comes_from_the_log_or_is_drawn(tmp_path: Path) -> None:
+    lines = [line(i) | ({"temperature": 0.3, "max_tokens": 7} if i % 2 else {}) for i in range(200)]
+    choices = [{"weight": 3, "temperature": 0}, {"weight": 1, "temperature": 0.8, "max_new_tokens": 32}]
+    mix = load_mix(build(tmp_path, lines, sampling=choices))
+    logged = SamplingSettings(temperature=0.3)
+    drawn = Counter((c.sampling, c.max_new_tokens) for c in mix)
+    assert drawn[logged, 7] == 100
+    assert drawn[SamplingSettings(), None] == pytest.approx(75, abs=20)
+    assert drawn[SamplingSettings(temperature=0.8), 32] == 100 - drawn[SamplingSettings(), None]
+    ignored = load_mix(build(tmp_path, lines, logged_sampling=False))
+    assert {(c.sampling, c.max_new_tokens) for c in ignored} == {(None, None)}
+
+
+def grown(lines: list[Line]) -> list[Line]:
+    """A later log: near-copies and group mates of every earlier line, and new lines."""
+    copies = [{**item, "turns": [item["turns"][0] + " now"]} for item in lines]
+    mates = [line(1000 + i, group=item["group"]) for i, item in enumerate(lines)]
+    return [*copies, *mates, *(line(2000 + i) for i in range(60))]
+
+
+def test_no_ancestor_s_training_data_enters_a_later_holdout(tmp_path: Path) -> None:
+    lines = [line(i, group=f"g{i}") for i in range(60)]
+    first = build(tmp_path, lines, "first")
+    second = build(tmp_path, grown(lines), "second", [first], salt="another")
+    # The third generation knows the first only through the second.
+    third = build(tmp_path, [*lines, *grown(lines)], "third", [second], salt="a third")
+    trained = {item["group"] for item in lines if splits(first)[item["turns"][0]] == "train"}
+    group_of = {item["turns"][0]: item.get("group") for item in [*lines, *grown(lines)]}
+    for folder in (second, third):
+        later = splits(folder)
+        assert set(later.values()) == {"train", "selection", "holdout"}
+        assert all(later[text] == "train" for text in later if group_of[text] in trained)
+    assert len(load_members([third])) > len(load_mix(third))
+
+
+def test_ancestors_of_the_recipe_count_too(tmp_path: Path) -> None:
+    lines = [line(i) for i in range(60)]
+    first = build(tmp_path, lines, "first")
+    assert splits(build(tmp_path, lines, "stranger", salt="another")) != splits(first)
+    heir = build(tmp_path, lines, "heir", salt="another", ancestors=["first"])
+    assert splits(heir) == splits(first)
+    assert load_manifest(heir)["ancestors"] == [load_manifest(first)["files"][CONVERSATIONS]]
+
+
+@pytest.mark.parametrize(
+    "lines, changes, rule",
+    [
+        ([line(0)], {}, "is empty: 1 conversations in 1 clusters"),
+        (
+            [line(i) for i in range(60)],
+            {"domain_weights": {"code": 1}},
+            "domain 'chat' has no weight; weights name code",
+        ),
+        ([line(i) for i in range(60)], {"domain_weights": {"chat": 1, "x": 1}}, "domain_weights.x: weight 1.0, but no"),
+        ([{"turns": []}], {}, "log.jsonl:1: turns is empty"),
+        ([line(i) for i in range(60)], {"ancestors": ["gone"]}, "gone"),
+    ],
+)
+def test_refusals_leave_nothing_behind(tmp_path: Path, lines: list[Line], changes: dict[str, Any], rule: str) -> None:
+    with pytest.raises(DraftforgeError) as caught:
+        build(tmp_path, lines, **changes)
+    assert rule in str(caught.value) and "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+
+
+def test_a_mix_needs_its_target_for_target_prompts(tmp_path: Path) -> None:
+    settings = MixSettings.model_validate({"sources": [{"kind": "target", "count": 40}]})
+    with pytest.raises(DraftforgeError, match="none is given"):
+        build_mix(settings, tmp_path, tmp_path / "mix")
+    build_mix(settings, tmp_path, tmp_path / "mix", lambda count, *_: [line(i)["turns"][0] for i in range(count)])
+    assert {c.domain for c in load_mix(tmp_path / "mix")} == {"self"}
+
+
+def test_damaged_and_missing_mixes_are_refused(tmp_path: Path) -> None:
+    folder = build(tmp_path, [line(i) for i in range(60)])
+    data = (folder / CONVERSATIONS).read_bytes()
+    (folder / CONVERSATIONS).write_bytes(data[:-1])
+    with pytest.raises(CorruptDataError, match=r"conversations\.parquet: its content does not match the digest"):
+        load_mix(folder)
+    (folder / CONVERSATIONS).unlink()
+    with pytest.raises(MissingFileError, match=r"conversations\.parquet: no such file"):
+        load_mix(folder)
+    (folder / "manifest.json").write_text("{}")
+    with pytest.raises(CorruptDataError, match="is not a mix manifest of format 1"):
+        load_mix(folder)
+    with pytest.raises(MissingFileError, match="no such mix folder"):
+        load_mix(tmp_path / "gone")
+
+
+def test_tools_and_template_arguments_survive_the_round_trip(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "clock", "description": "ask 10.0.0.1"}}]
+    mix = load_mix(build(tmp_path, [line(i, tools=tools, chat_template_kwargs={"day": "é"}) for i in range(60)]))
+    assert all(c.tools == [{"type": "function", "function": {"name": "clock", "description": "ask <ip>"}}] for c in mix)
+    assert all(c.template_args == {"day": "é"} for c in mix)
+    assert [c.id for c in mix] == sorted({c.id for c in mix})
+
+
+def test_unicode_prompts_count_as_input_errors_not_crashes(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"turns": ["\\ud800"], "domain": "d"}\n')
+    settings = MixSettings.model_validate({"sources": [{"kind": "turns", "path": "log.jsonl"}]})
+    with pytest.raises(InputError, match=r"log\.jsonl:1: holds text that is not valid Unicode"):
+        build_mix(settings, tmp_path, tmp_path / "mix")

@@ -1,0 +1,136 @@
+"""Shapes of log lines, and the one-line errors for those that break a rule."""
+
+from typing import Any
+
+import pytest
+
+from draftforge.data.records import Record, parse
+from draftforge.data.settings import FileSource, Shape
+from draftforge.errors import InputError
+from draftforge.specdec.sampling import SamplingSettings
+
+
+def read(line: Any, shape: Shape = "messages", **source: Any) -> Record:
+    return parse(line, shape, FileSource(kind=shape, path="log.jsonl", **{"domain": "chat", **source}), "log.jsonl:7")
+
+
+def shown(record: Record) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in record.messages]
+
+
+def test_openai_line_keeps_turns_tools_and_request() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
+    line = {
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "time?"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "", "tool_call_id": "c1"},
+            {"role": "assistant", "content": "Noon.", "refusal": None},
+        ],
+        "tools": [{"type": "function", "function": {"name": "clock"}}],
+        "request": {
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "max_tokens": 64,
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+    }
+    record = read(line, template_args={"enable_thinking": True, "date": "today"})
+    assert shown(record)[:2] == [("system", "Be brief."), ("user", "What time?")]
+    assert record.messages[2].tool_calls == [call] and record.messages[3].tool_call_id == "c1"
+    assert record.tools == line["tools"]
+    assert record.sampling == SamplingSettings(temperature=0.7, top_p=0.9) and record.max_new_tokens == 64
+    assert record.template_args == {"enable_thinking": False, "date": "today"}
+
+
+@pytest.mark.parametrize(
+    "line, sampling",
+    [
+        ({}, None),
+        ({"temperature": 0}, SamplingSettings()),
+        ({"top_p": 0.5}, SamplingSettings(temperature=1.0, top_p=0.5)),
+        ({"temperature": 0.5, "top_k": -1, "min_p": 0.1}, SamplingSettings(temperature=0.5, min_p=0.1)),
+    ],
+)
+def test_logged_sampling(line: dict[str, Any], sampling: SamplingSettings | None) -> None:
+    assert read({"prompt": "Hi", **line}, "prompts").sampling == sampling
+
+
+def test_sharegpt_turns_and_prompts() -> None:
+    talk = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"}
+    assert shown(read(talk, "sharegpt")) == [("system", "s"), ("user", "a"), ("assistant", "b")]
+    assert shown(read({"id": 1, "turns": ["a", "b"]}, "turns")) == [("user", "a"), ("user", "b")]
+    assert shown(read({"prompt": "a"}, "prompts")) == [("user", "a")]
+
+
+def test_domain_and_group_of_the_line_or_of_the_source() -> None:
+    line = {"prompt": "a", "domain": "code", "kind": "math", "group": 3}
+    assert read(line, "prompts", domain=None).domain == "code"
+    assert read(line, "prompts", domain=None, domain_field="kind").domain == "math"
+    assert read(line, "prompts").domain == "chat" and read(line, "prompts").group == "3"
+
+
+def test_id_is_the_content_and_key_is_everything() -> None:
+    same = [read({"prompt": "a", "id": i, "temperature": t}, "prompts") for i, t in ((1, 0), (2, 0), (3, 1))]
+    assert len({record.id for record in same}) == 1 and len({record.key for record in same}) == 2
+    assert read({"prompt": "b"}, "prompts").id != same[0].id
+
+
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    "shape, line, rule",
+    [
+        ("messages", [1], "is a JSON array; must be an object"),
+        ("messages", {}, "messages is missing; must be a list of at least one"),
+        ("messages", {"messages": []}, "messages is empty"),
+        ("messages", {"messages": "Hi"}, "messages is a JSON string"),
+        ("messages", {"messages": ["Hi"]}, "messages[0]: is a JSON string"),
+        (
+            "messages",
+            {"messages": [{"role": "bot", "content": "x"}]},
+            "messages[0]: unknown role 'bot'; must be one of",
+        ),
+        (
+            "messages",
+            {"messages": [USER, {"role": "assistant", "content": " "}]},
+            "messages[1]: content of the assistant",
+        ),
+        ("messages", {"messages": [{"role": "user", "content": None}]}, "content of the user message is empty"),
+        ("messages", {"messages": [{"role": "user", "content": 3}]}, "content is a JSON number"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "type 'image_url'; only text",
+        ),
+        ("messages", {"messages": [{"role": "system", "content": "x"}]}, "has no user message"),
+        ("messages", {"messages": [{**USER, "tool_calls": "x"}]}, "tool_calls: input should be a valid list"),
+        ("messages", {"messages": [USER], "tools": {"a": 1}}, "tools is not a list of objects"),
+        (
+            "messages",
+            {"messages": [USER], "temperature": -1},
+            "temperature: input should be greater than or equal to 0",
+        ),
+        ("messages", {"messages": [USER], "max_tokens": 0}, "max_tokens 0; must be a whole number of at least 1"),
+        ("messages", {"messages": [USER], "group": []}, "group is a JSON array"),
+        ("messages", {"messages": [USER], "chat_template_kwargs": 1}, "chat_template_kwargs is a JSON number"),
+        ("messages", {"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
+        ("sharegpt", {"conversations": [{"from": "user2", "value": "x"}]}, "unknown role 'user2'"),
+        ("sharegpt", {"conversations": [{"from": "human", "value": ""}]}, "conversations[0]: content of the user"),
+        ("turns", {"turns": ["a", ""]}, "turns[1]: content of the user message is empty"),
+        ("prompts", {"text": "a"}, "prompt: content of the user message is empty"),
+    ],
+)
+def test_bad_lines_name_place_and_rule(shape: Shape, line: Any, rule: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read(line, shape)
+    message = str(caught.value)
+    assert message.startswith("log.jsonl:7: ") and rule in message and "\n" not in message
+
+
+@pytest.mark.parametrize("domain", [None, "", "two words", "a@b.org", 3, "x" * 65])
+def test_bad_domains(domain: Any) -> None:
+    with pytest.raises(InputError, match=r"^log\.jsonl:7: .*domain"):
+        read({"prompt": "a", "domain": domain}, "prompts", domain=None)

@@ -1,0 +1,99 @@
+"""What is found, what is left alone, and that nothing found remains."""
+
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftforge.data.redact import Kind, Redactor, luhn
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def redacted(text: str) -> tuple[str, dict[str, int]]:
+    redactor = Redactor(KINDS)
+    return redactor.text(text), {kind: n for kind, n in redactor.counts.items() if n}
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("Write to jo.doe+shop@mail.example.org, please.", "Write to <email>, please."),
+        ("call +49 (30) 1234-5678 or (212) 555-0187", "call <phone> or <phone>"),
+        ("My number is 415-555-0132.", "My number is <phone>."),
+        ("+14155550132", "<phone>"),
+        ("030/123 4567", "<phone>"),
+        ("card 4111 1111 1111 1111 thanks", "card <card> thanks"),
+        ("5500-0000-0000-0004", "<card>"),
+        ("key sk-abcDEF1234567890abcd ok", "key <key> ok"),
+        ("ghp_" + "a1B2" * 9, "<key>"),
+        ("AKIAIOSFODNN7EXAMPLE", "<key>"),
+        ("api_key = 'k3y-value'", "api_key = '<key>'"),
+        ('{"password": "hunter22"}', '{"password": "<key>"}'),
+        ("my password is s3cret!x", "my password is <key>"),
+        ("Authorization: Bearer abc123.def", "Authorization: Bearer <key>"),
+        ("eyJhbGciOiJIUzI1.eyJzdWIiOiIx.sig-1", "<key>"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIB\n-----END RSA PRIVATE KEY-----\nx", "<key>\nx"),
+        ("ssh 192.168.0.17 now", "ssh <ip> now"),
+        ("[2001:db8::8a2e:370:7334]", "[<ip>]"),
+        ("https://intra.acme.com:8080/a?b=1", "https://<host>:8080/a?b=1"),
+        ("postgres://bob:pw@db/x", "postgres://<key>@db/x"),
+        ("look at build7.acme.internal and www.acme.co.uk.", "look at <host> and <host>."),
+    ],
+)
+def test_found(text: str, expected: str) -> None:
+    found, counts = redacted(text)
+    assert found == expected
+    assert sum(counts.values()) == expected.count("<")
+    assert redacted(found) == (found, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Order BW-48213 of 2024-11-05 costs 1299.95 for 12 pieces.",
+        "Add 1200 350 4000 and 12 345 678.",
+        "4111 1111 1111 1112 has a wrong check digit",
+        "for i in range(10): x = os.path.join(a, b); y = asyncio.run(main())",
+        "token = next(tokens); password = getpass()",
+        "std::vector<int> v; a::b::c; Add::Face",
+        "see README.md, setup.py, node.js, version 3.11.2 at 12:30:45",
+        "3/4 + 5/6, ratio 16:9, 100-200",
+        "def test_the_very_long_function_name_of_this_module(): pass",
+        "threading.local() and logging.info('x')",
+        "an @mention and a sk-short key",
+    ],
+)
+def test_left_alone(text: str) -> None:
+    assert redacted(text) == (text, {})
+
+
+def test_only_the_kinds_asked_for() -> None:
+    redactor = Redactor(["email"])
+    assert redactor.text("a@b.org 192.168.0.1") == "<email> 192.168.0.1"
+    assert dict(redactor.counts) == {"email": 1}
+
+
+def test_values_of_json_are_redacted_and_names_stay() -> None:
+    redactor = Redactor(KINDS)
+    value = {"a@b.org": ["x@y.org", 3, None, {"z": "10.0.0.1"}]}
+    assert redactor.value(value) == {"a@b.org": ["<email>", 3, None, {"z": "<ip>"}]}
+
+
+@pytest.mark.parametrize("piece", ["a.", "1-", "1 ", "a+", ":", "a@", "a://", "token=", "sk-", "eyJaaaaaaaaa.", "aB1"])
+@pytest.mark.timeout(10)
+def test_long_lines_take_linear_time(piece: str) -> None:
+    Redactor(KINDS).text(piece * 20_000)
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8"), max_size=200))
+def test_redaction_is_idempotent(text: str) -> None:
+    once, _ = redacted(text)
+    assert redacted(once) == (once, {})
+
+
+@given(st.lists(st.integers(0, 9), min_size=12, max_size=18))
+def test_luhn_accepts_exactly_one_check_digit(digits: list[int]) -> None:
+    body = "".join(map(str, digits))
+    assert sum(luhn(f"{body}{check}") for check in range(10)) == 1

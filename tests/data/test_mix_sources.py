@@ -1,0 +1,174 @@
+"""Files, packed files, datasets and the target's prompts: read line by line, with the line's number in every error."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from pydantic import TypeAdapter
+
+from draftforge.data.records import Record
+from draftforge.data.settings import MixSettings, Source
+from draftforge.data.sources import SamplePrompts, SourceCounts, input_digests, read, smallest
+from draftforge.errors import DraftforgeError, InputError, MissingFileError, RecipeError
+
+SOURCE: TypeAdapter[Source] = TypeAdapter(Source)
+
+
+def reading(
+    base: Path, sample_prompts: SamplePrompts | None = None, **source: Any
+) -> tuple[list[Record], SourceCounts]:
+    return read(SOURCE.validate_python({"domain": "d", **source}), base, 0, sample_prompts)
+
+
+def texts(records: list[Record]) -> list[str]:
+    return [record.user_text for record in records]
+
+
+def test_plain_prompts_and_jsonl_prompts(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfone\r\n\n two \nthree")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one\\nline"}\n\n{"prompt": "two"}\n')
+    records, counts = reading(tmp_path, kind="prompts", path="p.txt")
+    assert texts(records) == ["one", " two ", "three"] and counts == SourceCounts(3, 0, 3)
+    assert texts(reading(tmp_path, kind="prompts", path="p.jsonl")[0]) == ["one\nline", "two"]
+
+
+def test_gzip_reads_the_same(tmp_path: Path) -> None:
+    data = "".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(1000)).encode()
+    (tmp_path / "log.jsonl").write_bytes(data)
+    (tmp_path / "log.jsonl.gz").write_bytes(gzip.compress(data))
+    plain, packed = (reading(tmp_path, kind="turns", path=name) for name in ("log.jsonl", "log.jsonl.gz"))
+    assert plain == packed and len(plain[0]) == 1000
+
+
+GOOD = b'{"turns": ["a"]}\n'
+
+
+@pytest.mark.parametrize(
+    "name, content, rule",
+    [
+        ("log.jsonl", GOOD + b'{"turns": [\n', ":2: not valid JSON (Expecting value at column"),
+        ("log.jsonl", b"[\n", ":1: not valid JSON"),
+        ("log.jsonl", b"[\n", "a JSON array must be split into one object a line"),
+        ("log.jsonl", GOOD + b"\n\n3\n", ":4: is a JSON number; must be an object"),
+        ("log.jsonl", GOOD + b"\xff\n", ":2: not valid UTF-8 (byte 1 of the line)"),
+        ("log.jsonl", b"[" * 100_000, ":1: nested too deeply"),
+        ("log.jsonl", b"\n\n", "mix.sources[0]: log.jsonl: holds no conversation"),
+        ("log.jsonl.gz", gzip.compress(GOOD)[:-9], "not a complete gzip file"),
+        ("log.jsonl.gz", GOOD, ":1: not a complete gzip file"),
+    ],
+)
+def test_broken_files_name_the_line(tmp_path: Path, name: str, content: bytes, rule: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        reading(tmp_path, kind="turns", path=name)
+    assert rule in str(caught.value) and name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_error_quotes_nothing_of_the_line(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"turns": ["my card is 4111 1111 1111 1111"}\n')
+    with pytest.raises(InputError) as caught:
+        reading(tmp_path, kind="turns", path="log.jsonl")
+    assert "4111" not in str(caught.value)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"gone\.jsonl: no such file"):
+        reading(tmp_path, kind="turns", path="gone.jsonl")
+    with pytest.raises(InputError, match="is a folder; must be a file"):
+        reading(tmp_path, kind="turns", path=".")
+
+
+def test_invalid_lines_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_bytes(GOOD + b"{\n" + b'{"turns": []}\n' + b'{"turns": ["b"]}\n')
+    records, counts = reading(tmp_path, kind="turns", path="log.jsonl", skip_invalid=True)
+    assert texts(records) == ["a", "b"] and counts == SourceCounts(read=4, skipped=2, taken=2)
+
+
+def test_limit_is_an_even_sample_free_of_order_and_copies(tmp_path: Path) -> None:
+    lines = [json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(200)]
+    chosen = []
+    for seed in range(3):
+        shuffled = random.Random(seed).sample(lines, 200)
+        (tmp_path / "log.jsonl").write_text("".join(shuffled + shuffled[:50]))
+        records, counts = reading(tmp_path, kind="turns", path="log.jsonl", limit=40)
+        assert counts == SourceCounts(read=250, skipped=0, taken=40)
+        chosen.append(texts(records))
+    assert chosen[0] == chosen[1] == chosen[2] and len(set(chosen[0])) == 40
+    halves = [int(text.split()[1]) < 100 for text in chosen[0]]
+    assert 10 <= sum(halves) <= 30
+
+
+def test_a_larger_limit_keeps_what_a_smaller_one_kept(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("\n".join(f"prompt {i}" for i in range(100)))
+    records, _ = reading(tmp_path, kind="prompts", path="p.txt")
+    small, large = (set(texts(smallest(records, limit))) for limit in (10, 30))
+    assert small < large
+
+
+def test_saved_dataset(tmp_path: Path) -> None:
+    rows = {
+        "talk": [[{"role": "user", "content": f"question {i}"}] for i in range(6)],
+        "topic": ["math", "code"] * 3,
+        "temperature": [0.5, None] * 3,
+    }
+    saved = datasets.DatasetDict({"test": datasets.Dataset.from_dict(rows)})
+    saved.save_to_disk(tmp_path / "saved")
+    source: dict[str, Any] = {"kind": "dataset", "name": "saved", "split": "test", "column": "talk", "domain": None}
+    records, counts = reading(tmp_path, **source, domain_field="topic", rows=5)
+    assert texts(records) == [f"question {i}" for i in range(5)] and counts.read == 5
+    assert [record.domain for record in records][:2] == ["math", "code"]
+    assert [record.sampling is None for record in records][:2] == [False, True]
+    for change, rule in (
+        ({"split": "train"}, "has no split 'train'; it has test"),
+        ({"column": "chat"}, r"saved\[test\]: has no column 'chat'; it has talk, temperature, topic"),
+        ({"domain_field": "subject"}, r"saved\[test\] row 1: has no subject"),
+    ):
+        with pytest.raises(InputError, match=rule):
+            reading(tmp_path, **{**source, **change})
+
+
+def test_dataset_folder_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "train.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    records, _ = reading(tmp_path, kind="dataset", name="files", shape="prompts")
+    assert texts(records) == ["one", "two"]
+
+
+def test_dataset_that_is_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="no such folder"):
+        reading(tmp_path, kind="dataset", name="./gone")
+    with pytest.raises(InputError, match=r"^nobody/nothing\[train\]: the dataset cannot be read \(") as caught:
+        reading(tmp_path, kind="dataset", name="nobody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+def test_prompts_of_the_target(tmp_path: Path) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def sample_prompts(count: int, seed: int, max_tokens: int) -> list[str]:
+        asked.append((count, seed, max_tokens))
+        return ["a question", " ", "another"]
+
+    records, counts = reading(tmp_path, sample_prompts, kind="target", count=3, seed=5, max_tokens=9)
+    assert texts(records) == ["a question", "another"] and asked == [(3, 5, 9)] and counts.skipped == 1
+    with pytest.raises(RecipeError, match=r"mix.sources\[0\]: kind 'target' samples from the target"):
+        reading(tmp_path, kind="target", count=3)
+
+
+def test_input_digests_follow_content(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("one")
+    sources = [{"kind": "prompts", "path": "p.txt", "domain": "d"}, {"kind": "target", "count": 3}]
+    settings = MixSettings.model_validate({"sources": sources})
+    before = input_digests(settings, tmp_path)
+    assert set(before) == {"sources[0]", "sources[1]"} and before == input_digests(settings, tmp_path)
+    (tmp_path / "p.txt").write_text("two")
+    after = input_digests(settings, tmp_path)
+    assert after["sources[0]"] != before["sources[0]"] and after["sources[1]"] == before["sources[1]"]
+    (tmp_path / "p.txt").unlink()
+    with pytest.raises(DraftforgeError, match=r"p\.txt"):
+        input_digests(settings, tmp_path)
