@@ -83,9 +83,9 @@ def shard_path(folder: Path, name: str) -> Path:
 def check_shard(folder: Path, record: dict[str, Any], content: bool = True) -> None:
     """Compare a shard's size and sha256 with its record. Raises CorruptDataError naming the file."""
     path = shard_path(folder, record["name"])
-    cure = "delete it and run the capture again"
+    cure = f"delete it and {MANIFEST}, and run the capture again"
     if not path.is_file():
-        raise MissingFileError(f"{path}: no such file; run the capture again")
+        raise MissingFileError(f"{path}: no such file; delete {MANIFEST} and run the capture again")
     if path.stat().st_size != record["bytes"]:
         raise CorruptDataError(f"{path}: {path.stat().st_size} bytes, {record['bytes']} recorded; {cure}")
     if content and fingerprint.of_file(path) != record["sha256"]:
@@ -220,6 +220,8 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise MissingFileError(f"{path}: no such file; run the capture again") from None
+        raise MissingFileError(f"{path}: no such file; delete {MANIFEST} and run the capture again") from None
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise CorruptDataError(f"{path}: unreadable ({error}); delete it and run the capture again") from None
+        raise CorruptDataError(
+            f"{path}: unreadable ({error}); delete it and {MANIFEST}, and run the capture again"
+        ) from None
