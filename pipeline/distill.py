@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .. import fingerprint, storage
 from ..progress import say
+from ..registry.connect import redacted
 from ..registry.gate import Decision
 from ..registry.lineage import Version
 from ..registry.tracking import TrackedRun, find_run, start_run
@@ -42,9 +43,8 @@ def distill(space: Workspace, ancestors: tuple[Path, ...] = (), parent: str | No
         identity = run_fingerprint(space, mix)
         with start_run(tracking, space.recipe.name, identity, run_id=find_run(tracking, identity)) as run:
             outcome = _tracked(space, run, mix, parent)
-    say(
-        f"distilled in {time.monotonic() - started:.0f} s; look at it with: mlflow ui --backend-store-uri {tracking.uri}"
-    )
+    seconds = time.monotonic() - started
+    say(f"distilled in {seconds:.0f} s; to look at it: mlflow ui --backend-store-uri {redacted(tracking.uri)}")
     return outcome
 
 

@@ -93,7 +93,7 @@ def _obstacle(space: Workspace, folder: Path, meta: DraftMeta) -> str | None:
     if draft.vocab_size != space.target.vocab_size:
         return f"its vocabulary has {draft.vocab_size} tokens, the new target's {space.target.vocab_size}"
     if isinstance(draft, Eagle3Draft) and draft.config.target_hidden_size != space.target.hidden_size:
-        return f"it reads features of size {draft.config.target_hidden_size}, the new target has {space.target.hidden_size}"
+        return f"it reads features of {draft.config.target_hidden_size}, the new target has {space.target.hidden_size}"
     return None
 
 

@@ -73,7 +73,7 @@ class Workspace:
 
     @cached_property
     def target_fingerprint(self) -> str:
-        """The target's fingerprint; of a target that has gone since, the one it had here (`small` trains without it)."""
+        """The target's fingerprint; of a target that is gone, the one it had here (`small` trains without it)."""
         memory = self.root / TARGETS_FILE
         known: dict[str, str] = storage.read_json(memory) if memory.is_file() else {}
         key = fingerprint.of_json(self.recipe.target.model_dump(mode="json"))

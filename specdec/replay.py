@@ -59,7 +59,7 @@ def trace_target(
 ) -> TargetTrace:
     """States of the target along an answer, and how likely each of its tokens was.
 
-    Without captured layers at temperature 0 nothing is run: a draft that reads no features needs no target to be scored.
+    Without captured layers at temperature 0 nothing is run: such a draft is scored without the target.
     """
     if sampling.greedy and not aux_layers:
         return TargetTrace(None, np.ones(len(answer_ids)))

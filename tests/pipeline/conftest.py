@@ -1,0 +1,74 @@
+"""A tiny recipe that runs the whole pipeline in seconds: a random target, two domains, two families."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+WORDS = ("order", "password", "capital", "sum", "city", "settings", "function", "country", "number", "Monday")
+
+
+@pytest.fixture
+def write_recipe(tmp_path: Path, tiny_target_folder: Path) -> Callable[..., Path]:
+    """`write_recipe(**sections)`: a recipe file with its sources beside it; sections replace the default ones."""
+
+    def write(**sections: Any) -> Path:
+        for domain in ("support", "code"):
+            lines = [
+                json.dumps(
+                    {
+                        "id": f"{domain}/{i}",
+                        "domain": domain,
+                        "group": f"{domain}-{i}",
+                        "turns": [f"{domain} {WORDS[i % 10]} {WORDS[(i * 7 + i // 10) % 10]} number {i}?"],
+                    }
+                )
+                for i in range(24)
+            ]
+            (tmp_path / f"{domain}.jsonl").write_text("\n".join(lines) + "\n")
+        recipe: dict[str, Any] = {
+            "name": "tiny",
+            "workdir": str(tmp_path / "work"),
+            "target": {"model": str(tiny_target_folder), "device": "cpu"},
+            "mix": {
+                "sources": [{"kind": "turns", "path": "support.jsonl"}, {"kind": "turns", "path": "code.jsonl"}],
+                "selection_share": 0.25,
+                "holdout_share": 0.25,
+            },
+            "capture": {"max_new_tokens": 12, "batch_size": 8, "top_k": 16, "tail_samples": 4, "shard_samples": 16},
+            "drafts": {
+                "small": {
+                    "family": "small",
+                    "layers": 2,
+                    "steps": 4,
+                    "warmup_steps": 1,
+                    "tokens_per_step": 256,
+                    "score_every": 2,
+                },
+                "eagle3": {
+                    "family": "eagle3",
+                    "draft_vocabulary": 200,
+                    "steps": 4,
+                    "warmup_steps": 1,
+                    "tokens_per_step": 256,
+                    "aux_layers": [1, 2, 4],
+                    "draft_tokens": 2,
+                },
+            },
+            "score": {
+                "draft_tokens": [1, 2],
+                "decode_conversations": 2,
+                "bootstrap_samples": 50,
+                "costs": {"prompts": 2, "new_tokens": 12, "warmup_rounds": 0},
+            },
+            "gate": {"min_conversations": 2, "min_domain_conversations": 1},
+        }
+        recipe.update(sections)
+        path = tmp_path / "tiny.yaml"
+        path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+        return path
+
+    return write

@@ -1,0 +1,108 @@
+"""A changed target: the old champion is measured, training starts from it, and each target keeps its own draft."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftforge import storage
+from draftforge.cli import main
+from draftforge.errors import LockedError
+from draftforge.pipeline.distill import distill
+from draftforge.pipeline.retrain import retrain
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import load_recipe
+from draftforge.registry.models import champion
+from draftforge.specdec.formats import read_meta
+
+WriteRecipe = Callable[..., Path]
+pytestmark = pytest.mark.slow
+
+
+def fine_tuned(folder: Path, out: Path) -> Path:
+    """The target with slightly moved weights."""
+    shutil.copytree(folder, out)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.02 * weight.std() * torch.randn_like(weight)) if weight.dim() > 1 else None
+    model.save_pretrained(out)
+    return out
+
+
+@pytest.mark.parametrize("family", ["small", "eagle3"])
+def test_a_changed_target_gets_a_draft_that_starts_from_the_old_one(
+    family: str, write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(write_recipe())
+    drafts = {family: recipe.drafts[family]}
+    space = Workspace(recipe.model_copy(update={"drafts": drafts}))
+    first = distill(space)
+    assert first is not None
+    changed = recipe.target.model_copy(update={"model": str(fine_tuned(tiny_target_folder, tmp_path / "tuned"))})
+    after = Workspace(recipe.model_copy(update={"drafts": drafts, "target": changed}))
+    capsys.readouterr()
+    done = retrain(after)
+    assert done.outcome is not None and done.stale is not None and done.stale_tau is not None
+    assert done.stale.reference == first.version.reference and done.stale_tau.value >= 1
+    assert done.outcome.version.lineage.parent == first.version.reference
+    assert champion(space.tracking, space.target_fingerprint) is not None  # the old target keeps its draft
+    now = champion(after.tracking, after.target_fingerprint)
+    assert now is not None and now.reference == done.outcome.version.reference
+    assert retrain(Workspace(after.recipe)).outcome is None
+    said = capsys.readouterr().err
+    assert "target changed" in said and "up to date" in said
+
+
+def test_another_tokenizer_means_a_cold_start_said_aloud(
+    write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(write_recipe())
+    recipe = recipe.model_copy(update={"drafts": {"small": recipe.drafts["small"]}})
+    distill(Workspace(recipe))
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target_folder, other)
+    tokenizer = storage.read_json(other / "tokenizer.json")
+    names = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
+    first, second = names[40], names[41]
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    storage.write_json(other / "tokenizer.json", tokenizer)
+    changed = recipe.model_copy(update={"target": recipe.target.model_copy(update={"model": str(other)})})
+    capsys.readouterr()
+    done = retrain(Workspace(changed))
+    assert done.outcome is not None and done.stale_tau is None
+    assert done.outcome.version.lineage.parent is None
+    assert "another tokenizer" in capsys.readouterr().err
+
+
+def test_a_second_retraining_is_kept_out(write_recipe: WriteRecipe) -> None:
+    space = Workspace(load_recipe(write_recipe()))
+    with (
+        storage.lock(space.root / ".retrain.lock"),
+        pytest.raises(LockedError, match="locked by another retraining"),
+    ):
+        retrain(space)
+
+
+def test_small_trains_after_its_target_is_deleted(
+    write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "mortal"
+    shutil.copytree(tiny_target_folder, target)
+    path = write_recipe(target={"model": str(target), "device": "cpu"})
+    run(["capture", str(path)])
+    shutil.rmtree(target)
+    run(["train", str(path), "--draft", "small"])
+    (last,) = (tmp_path / "work").glob("train-small-*/checkpoints/step-000004")
+    assert read_meta(last).family == "small"
+
+
+def run(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code in (0, None)
