@@ -20,6 +20,7 @@ from ..data.sources import input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..data.store import Capture
 from ..progress import say
+from ..specdec.targets import place
 from ..train.checkpoints import list_steps, step_folder
 from ..train.claim import claim
 from ..train.families.prepare import INIT, prepare
@@ -69,7 +70,7 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
         recipe.capture.identity(),
         [sampling.model_dump() for sampling in recipe.score.sampling],
         space.target_fingerprint,
-        recipe.target.dtype,
+        str(place(recipe.target.device, recipe.target.dtype)[1]),
     ]
     stage = _stage(space, "capture", inputs)
     scored = recipe.score.sampling

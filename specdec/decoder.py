@@ -119,8 +119,7 @@ def generate(
     for request in requests if proposer is not None else ():
         check_rule(rule, "iid" if RULES[rule].needs_q else "deterministic", request.sampling)
     decoder = _Decoder(target, proposer, requests, RULES[rule], draft_tokens, batch_size, on_logits, timer)
-    with torch.inference_mode():
-        yield from decoder.run()
+    yield from decoder.run()
 
 
 def _check_requests(target: CausalModel, requests: Sequence[Request], batch_size: int) -> None:
@@ -172,6 +171,7 @@ class _Decoder:
             yield from self._retire()
             yield from self._refill()
 
+    @torch.inference_mode()  # here and not around the yields: the caller may be training
     def _round(self) -> None:
         """Draft, let the target see it in one pass, keep what the rule accepts, tell the proposer."""
         mark = self.timer.mark if self.timer is not None else time.perf_counter
@@ -243,13 +243,17 @@ class _Decoder:
     def _retire(self) -> Iterator[tuple[int, Generation]]:
         """Hand over finished answers; the last active slot takes a finished one's place."""
         for slot in [slot for slot in reversed(self.slots) if _finished(slot)]:
+            self._free(slot)
             yield self._close(slot)
-            last = self.slots.pop()
-            if last is not slot:
-                self.cache.move(last.index, slot.index)
-                if self.proposer is not None:
-                    self.proposer.move(last.index, slot.index)
-                self.slots[slot.index], last.index = last, slot.index
+
+    @torch.inference_mode()
+    def _free(self, slot: _Slot) -> None:
+        last = self.slots.pop()
+        if last is not slot:
+            self.cache.move(last.index, slot.index)
+            if self.proposer is not None:
+                self.proposer.move(last.index, slot.index)
+            self.slots[slot.index], last.index = last, slot.index
 
     def _refill(self) -> Iterator[tuple[int, Generation]]:
         """Prefill waiting requests into free slots; a request may end with its first token."""
@@ -266,6 +270,7 @@ class _Decoder:
             self.slots.extend(fresh)
             yield from self._retire()
 
+    @torch.inference_mode()
     def _prefill(self, fresh: list[_Slot]) -> None:
         """Read the prompts in one pass and emit each slot's first token."""
         prompts = [slot.request.prompt_ids for slot in fresh]
