@@ -1,0 +1,119 @@
+"""The chunked loss with gradients made by hand, against plain autograd over all logits at once."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftforge.data.signals import teacher_signals
+from draftforge.train.head import AGREE, ALPHA, COUNT, LOSS, Head, LossSettings, Rows, head_loss
+from draftforge.train.objectives import Entries, acceptance, live_entries, stored_entries, weighted_loss
+
+S, N, H, V = 3, 11, 8, 20
+OBJECTIVE = {"kl": 1.0, "ce": 0.3, "tv": 0.5}
+STEP_WEIGHTS = (1.0, 0.8, 0.64)
+
+
+class Fixed(NamedTuple):
+    """A teacher given as logits, or as signals of them."""
+
+    logits_NV: Tensor
+    stored: bool
+
+    def entries(self, rows: slice) -> tuple[Entries, Tensor | None]:
+        logits = self.logits_NV[rows]
+        if not self.stored:
+            return live_entries(logits, logits.logsumexp(-1), logits.argmax(-1), None), None
+        draws = torch.linspace(0.1, 0.9, 4).expand(len(logits), -1)
+        return stored_entries(teacher_signals(logits, torch.zeros(len(logits), dtype=torch.long), draws, top_k=6))
+
+
+def problem(stored: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Fixed]:
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(S, N, H, generator=generator).requires_grad_()
+    weight = torch.randn(V, H, generator=generator).requires_grad_()
+    bias = torch.randn(V, generator=generator).requires_grad_()
+    valid = torch.rand(S, N, generator=generator) > 0.3
+    return states, weight, bias, valid, Fixed(torch.randn(N, V, generator=generator) * 3, stored)
+
+
+def plain_loss(states: Tensor, weight: Tensor, bias: Tensor, valid: Tensor, teacher: Fixed, finish: object) -> Tensor:
+    entries, ids = teacher.entries(slice(None))
+    total = torch.zeros(())
+    for step, factor in enumerate(STEP_WEIGHTS):
+        logits = states[step] @ weight.T + bias
+        logq = (finish(logits) if callable(finish) else logits).log_softmax(-1)
+        loss = weighted_loss(OBJECTIVE, entries, logq if ids is None else logq.gather(-1, ids))
+        total = total + factor * loss[valid[step]].sum()
+    return total
+
+
+def softcap(logits: Tensor) -> Tensor:
+    return 4.0 * torch.tanh(logits * 0.5 / 4.0)
+
+
+@pytest.mark.parametrize("finish", [None, softcap])
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("rows_at_once", [1, 4, 11, 100])
+def test_chunked_equals_plain(stored: bool, rows_at_once: int, finish: Callable[[Tensor], Tensor] | None) -> None:
+    states, weight, bias, valid, teacher = problem(stored)
+    settings = LossSettings(OBJECTIVE, logits_bytes=4 * V * rows_at_once)
+    loss, sums = head_loss(Rows(states, valid, teacher, STEP_WEIGHTS), Head(weight, bias, finish), settings)
+    expected = plain_loss(states, weight, bias, valid, teacher, finish)
+    torch.testing.assert_close(loss, expected)
+    wanted = torch.autograd.grad(expected * 0.37, [states, weight, bias])
+    for found, gradient in zip(torch.autograd.grad(loss * 0.37, [states, weight, bias]), wanted):
+        torch.testing.assert_close(found, gradient)
+    assert sums[:, COUNT].tolist() == valid.sum(-1).tolist()
+    torch.testing.assert_close((sums[:, LOSS] * torch.tensor(STEP_WEIGHTS)).sum(), expected.detach())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_figures_beside_the_loss(stored: bool) -> None:
+    states, weight, bias, valid, teacher = problem(stored)
+    _, sums = head_loss(Rows(states, valid, teacher, STEP_WEIGHTS), Head(weight, bias), LossSettings(OBJECTIVE))
+    entries, ids = teacher.entries(slice(None))
+    for step in range(S):
+        logits = (states[step] @ weight.T + bias).detach()
+        logq = logits.log_softmax(-1)
+        alpha = acceptance(entries, logq if ids is None else logq.gather(-1, ids))
+        assert float(sums[step, ALPHA]) == pytest.approx(float(alpha[valid[step]].sum()), rel=1e-5)
+        agree = logits.argmax(-1) == teacher.logits_NV.argmax(-1)
+        assert int(sums[step, AGREE]) == int(agree[valid[step]].sum())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_all_masked(stored: bool) -> None:
+    states, weight, bias, valid, teacher = problem(stored)
+    rows = Rows(states, torch.zeros_like(valid), teacher, STEP_WEIGHTS)
+    loss, sums = head_loss(rows, Head(weight, bias), LossSettings(OBJECTIVE))
+    assert float(loss.detach()) == 0 and sums.abs().sum() == 0
+    assert all(float(gradient.abs().sum()) == 0 for gradient in torch.autograd.grad(loss, [states, weight, bias]))
+
+
+def test_no_positions_at_all() -> None:
+    _, weight, _, _, teacher = problem(False)
+    states = torch.zeros(1, 0, H, requires_grad=True)
+    loss, _ = head_loss(Rows(states, None, teacher), Head(weight), LossSettings(OBJECTIVE))
+    states_grad, weight_grad = torch.autograd.grad(loss, [states, weight])
+    assert float(loss.detach()) == 0 and states_grad.shape == states.shape and float(weight_grad.abs().sum()) == 0
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    states, weight, _, valid, teacher = problem(False)
+    loss, _ = head_loss(Rows(states, valid, teacher, STEP_WEIGHTS), Head(weight.detach()), LossSettings(OBJECTIVE))
+    loss.backward()
+    assert states.grad is not None and weight.grad is None
+
+
+def test_bfloat16_products_stay_close() -> None:
+    states, weight, _, valid, teacher = problem(True)
+    rows = Rows(states, valid, teacher, STEP_WEIGHTS)
+    exact, _ = head_loss(rows, Head(weight), LossSettings(OBJECTIVE))
+    rough, _ = head_loss(rows, Head(weight), LossSettings(OBJECTIVE, dtype=torch.bfloat16))
+    (wanted,), (found,) = torch.autograd.grad(exact, weight), torch.autograd.grad(rough, weight)
+    assert float(rough.detach()) == pytest.approx(float(exact.detach()), rel=0.02)
+    assert float((found - wanted).norm() / wanted.norm()) < 0.02
+    assert found.dtype == torch.float32

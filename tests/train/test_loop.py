@@ -1,0 +1,274 @@
+"""Whole tiny trainings: what they leave behind, and that they go on exactly where they were left."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from draftforge import progress
+from draftforge.data.store import Capture
+from draftforge.errors import MissingFileError, OwnershipError, StaleInputError, TrainingDivergedError
+from draftforge.specdec.drafts.small import SmallDraft
+from draftforge.specdec.formats.checkpoint import load_draft
+from draftforge.specdec.targets import Target
+from draftforge.train import loop
+from draftforge.train.families.prepare import prepare
+from draftforge.train.loop import train
+from draftforge.train.settings import Eagle3Settings, SmallSettings
+from draftforge.train.stopping import TrainingStoppedError
+
+COMMON: dict[str, Any] = {
+    "steps": 6,
+    "warmup_steps": 2,
+    "tokens_per_step": 120,
+    "learning_rate": 3e-3,
+    "precision": "float32",
+    "engine": "torch",
+}
+SMALL = SmallSettings(layers=2, **COMMON)
+LORA = SmallSettings(layers=2, lora={"rank": 2, "alpha": 4.0}, **COMMON)
+EAGLE3 = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON)
+FAMILIES = [pytest.param(SMALL, id="small"), pytest.param(LORA, id="lora"), pytest.param(EAGLE3, id="eagle3")]
+CPU = torch.device("cpu")
+
+
+class KilledError(Exception):
+    """Stands for a process that dies."""
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("settings", FAMILIES)
+def test_training_lowers_the_loss_and_leaves_loadable_drafts(
+    settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
+) -> None:
+    settings = settings.model_copy(update={"steps": 12, "score_every": 4, "save_every": 3})
+    folders = train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    assert [folder.name for folder in folders] == ["step-000004", "step-000008", "step-000012"]
+    assert sorted(path.name for path in (tmp_path / "t" / "checkpoints").iterdir()) == [f.name for f in folders]
+    assert [(folder / "trainer").is_dir() for folder in folders] == [False, False, True]
+    losses = list(recorder.losses.values())
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert [row["step"] for row in metrics(tmp_path / "t")] == list(range(1, 13))
+    for folder, step in zip(folders, (4, 8, 12)):
+        loaded = load_draft(folder, CPU, torch.float32)
+        assert (loaded.meta.step, loaded.meta.family) == (step, settings.family)
+        assert loaded.meta.target_fingerprint == tiny_capture.target_fingerprint
+
+
+@pytest.mark.parametrize("settings", FAMILIES)
+@pytest.mark.parametrize("killed_in", [1, 3, 5])
+def test_a_killed_run_goes_on_with_the_same_losses(
+    settings: Any,
+    killed_in: int,
+    tiny_capture: Capture,
+    load_tiny_target: Any,
+    tmp_path: Path,
+    make_recorder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = settings.model_copy(update={"save_every": 2, "score_every": 3})
+    whole, first, second = make_recorder(), make_recorder(), make_recorder()
+    train(settings, 0, tiny_capture, tmp_path / "whole", load_tiny_target, whole)
+    with monkeypatch.context() as patch:
+        original = loop.Run.reduce
+
+        def dying(self: loop.Run, *args: Any) -> Any:
+            if self.state.step == killed_in:
+                raise KilledError
+            return original(self, *args)
+
+        patch.setattr(loop.Run, "reduce", dying)
+        with pytest.raises(KilledError):
+            train(settings, 0, tiny_capture, tmp_path / "cut", load_tiny_target, first)
+    torch.manual_seed(99)
+    train(settings, 0, tiny_capture, tmp_path / "cut", load_tiny_target, second)
+    resumed = max(step for step in (0, 2, 3, 4, 6) if step <= killed_in)
+    assert min(second.losses) == resumed + 1
+    assert first.losses | second.losses == whole.losses  # bit for bit
+    assert [row["step"] for row in metrics(tmp_path / "cut")] == [1, 2, 3, 4, 5, 6]
+    records = [
+        json.loads((tmp_path / name / "checkpoints/step-000006/trainer/trainer.json").read_text())
+        for name in ("whole", "cut")
+    ]
+    assert records[0]["state"] == records[1]["state"]
+    files = [(tmp_path / name / "checkpoints/step-000006/model.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert files[0] == files[1]
+
+
+def test_a_run_killed_while_saving_loses_only_that_checkpoint(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SMALL.model_copy(update={"save_every": 2})
+    with monkeypatch.context() as patch:
+        original = loop.checkpoints.write_json
+
+        def dying(path: Path, value: Any) -> None:
+            if "step-000004" in str(path):
+                raise KilledError
+            original(path, value)
+
+        patch.setattr(loop.checkpoints, "write_json", dying)
+        with pytest.raises(KilledError):
+            train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000002"]
+    train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000006"]
+
+
+def test_a_finished_run_does_nothing_more(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any
+) -> None:
+    again = make_recorder()
+    first = train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder())
+    assert train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, again) == first
+    assert again.rows == []
+
+
+def test_small_trains_after_the_target_is_gone(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
+) -> None:
+    def gone() -> Target:
+        raise MissingFileError("the target was deleted")
+
+    with pytest.raises(MissingFileError):
+        train(SMALL, 0, tiny_capture, tmp_path / "never", gone, recorder)
+    loop.claim(tmp_path / "t", SMALL, 0, tiny_capture)
+    prepare(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target)
+    assert len(train(SMALL, 0, tiny_capture, tmp_path / "t", gone, recorder)) == 1
+
+
+def test_sigterm_saves_the_step_and_the_run_goes_on_later(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any
+) -> None:
+    class Stopping:
+        losses: dict[int, float] = {}  # noqa: RUF012
+
+        def log(self, step: int, values: dict[str, float]) -> None:
+            self.losses[step] = values["loss"]
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    whole, second = make_recorder(), make_recorder()
+    train(SMALL, 0, tiny_capture, tmp_path / "whole", load_tiny_target, whole)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(TrainingStoppedError, match="after step 2") as stopped:
+        train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, Stopping())
+    assert stopped.value.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, second)
+    assert Stopping.losses | second.losses == whole.losses
+    assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000006"]
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_numbers_that_are_not_finite_stop_before_the_update(
+    what: str,
+    tiny_capture: Capture,
+    load_tiny_target: Any,
+    tmp_path: Path,
+    recorder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = SMALL.model_copy(update={"save_every": 2})
+    original = loop.Run.batch
+    weights: list[torch.Tensor] = []
+
+    def poisoned(self: loop.Run, indexes: list[int]) -> Any:
+        batch = original(self, indexes)
+        if self.state.step == 3:
+            weight = next(iter(self.family.trainable().values()))
+            weights.extend([weight, weight.detach().clone()])
+            if what == "loss":
+                batch.signals.topk_logp_nk.fill_(float("nan"))
+            else:
+                weight.register_hook(lambda grad: grad * float("inf"))
+        return batch
+
+    monkeypatch.setattr(loop.Run, "batch", poisoned)
+    with pytest.raises(TrainingDivergedError, match=r"step 4, rank 0: .*samples c\d/0/t1") as error:
+        train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    assert what in str(error.value)
+    assert error.value.exit_code == 3
+    assert torch.equal(weights[0], weights[1])
+    assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_the_scorer_sees_the_draft_of_each_scored_step_once(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
+) -> None:
+    seen: list[int] = []
+
+    def scorer(draft: nn.Module, step: int) -> dict[str, float]:
+        assert isinstance(draft, SmallDraft)
+        assert not any("lora" in name for name, _ in draft.named_parameters())
+        seen.append(step)
+        return {"tau": 1.5}
+
+    train(
+        LORA.model_copy(update={"score_every": 4}), 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder, scorer
+    )
+    assert seen == [4, 6]
+    assert [row for row in recorder.rows if "tau" in row[1]] == [(4, {"tau": 1.5}), (6, {"tau": 1.5})]
+    assert (tmp_path / "t" / "scores.jsonl").read_text() == '{"step": 4, "tau": 1.5}\n{"step": 6, "tau": 1.5}\n'
+
+
+def test_a_folder_of_another_run_is_refused(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
+) -> None:
+    train(SMALL.model_copy(update={"steps": 2}), 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    with pytest.raises(OwnershipError, match=r"whose draft\.steps is 2, not 6"):
+        train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(OwnershipError, match="not made by training"):
+        train(SMALL, 0, tiny_capture, tmp_path / "mine", load_tiny_target, recorder)
+
+
+def test_eagle3_refuses_a_target_whose_logits_are_not_the_captured_ones(
+    tiny_capture: Capture, load_tiny_target: Callable[[], Target], tmp_path: Path, recorder: Any
+) -> None:
+    def changed() -> Target:
+        target = load_tiny_target()
+        with torch.no_grad():
+            target.model.lm_head.weight.mul_(1.05)
+        return target
+
+    with pytest.raises(StaleInputError, match=r"differ from the loaded target's by up to .*, must be within 0\.02"):
+        train(EAGLE3, 0, tiny_capture, tmp_path / "t", changed, recorder)
+
+
+def test_warm_start_begins_where_the_other_draft_ended(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any
+) -> None:
+    cold, warm = make_recorder(), make_recorder()
+    (champion,) = train(SMALL.model_copy(update={"steps": 12}), 0, tiny_capture, tmp_path / "a", load_tiny_target, cold)
+    kept = tmp_path / "champion"
+    shutil.copytree(champion, kept)
+    shutil.rmtree(kept / "trainer")
+    settings = SMALL.model_copy(update={"init_from": kept, "learning_rate": 1e-6})
+    train(settings, 0, tiny_capture, tmp_path / "b", load_tiny_target, warm)
+    assert max(warm.losses.values()) < cold.losses[1]
+    again = load_draft(tmp_path / "b" / "init", CPU, torch.float32).draft.state_dict()
+    for name, tensor in load_draft(champion, CPU, torch.float32).draft.state_dict().items():
+        assert torch.equal(tensor, again[name]), name
+
+
+def test_progress_line_of_each_step(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("draftforge.train.pace.say", lines.append)
+    assert progress.say is not None
+    train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    assert lines[-1].startswith("step 6/6  100%  loss ") and lines[-1].endswith("supervised tok/s  0:00 left")
+    assert "tok/s" not in next(line for line in lines if line.startswith("step 1/6"))

@@ -1,0 +1,163 @@
+"""Checkpoints: a draft that can be served, and beside it what training needs to go on exactly.
+
+    checkpoints/step-000060/            a draft folder (specdec.formats)
+    checkpoints/step-000060/trainer/    the newest step only: state.safetensors, trainer.json
+
+Free of rank count and ZeRO stage: weights and moments are stored whole, in float32.
+"""
+
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..errors import CorruptDataError
+from ..specdec.formats.checkpoint import DraftMeta, save_draft
+from ..storage import disk_errors, new_folder, read_json, write_json
+from .distributed import Ranks
+from .engine import MOMENTS, Moments
+
+FOLDER, TRAINER = "checkpoints", "trainer"
+STATE_FILE, RECORD_FILE = "state.safetensors", "trainer.json"
+
+
+@dataclass
+class LoopState:
+    """Everything the loop itself remembers from one step to the next."""
+
+    step: int = 0
+    position: list[int] = field(default_factory=lambda: [0, 0])
+    """Where the stream of batches goes on (epoch, step in it)."""
+    smoothed_loss: float = 0.0
+    loss_digest: str = ""
+    supervised_tokens: int = 0
+    scored: list[int] = field(default_factory=list)
+    """Steps whose drafts are kept."""
+
+
+class Restored(NamedTuple):
+    """A trainer's memory, read back."""
+
+    state: LoopState
+    weights: dict[str, Tensor]
+    moments: Moments
+    rng: list[dict[str, Any]]
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the draft of a step lies."""
+    return folder / FOLDER / f"step-{step:06d}"
+
+
+def list_steps(folder: Path) -> list[int]:
+    """Steps with a complete draft folder, ascending."""
+    found = [re.fullmatch(r"step-(\d{6,})", path.name) for path in (folder / FOLDER).glob("step-*")]
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def newest(folder: Path) -> int | None:
+    """The step to resume from."""
+    steps = [step for step in list_steps(folder) if (step_folder(folder, step) / TRAINER / RECORD_FILE).is_file()]
+    return steps[-1] if steps else None
+
+
+def save(
+    folder: Path,
+    draft: nn.Module,
+    meta: DraftMeta,
+    tokenizer_folder: Path | None,
+    state: LoopState,
+    weights: Mapping[str, Tensor],
+    moments: Moments,
+    rng: list[dict[str, Any]],
+) -> Path:
+    """Write one checkpoint, whole or not at all; then drop what it makes superfluous."""
+    place = step_folder(folder, state.step)
+    with new_folder(place) as beside:
+        save_draft(draft, beside, meta, tokenizer_folder)
+        trainer = beside / TRAINER
+        trainer.mkdir()
+        tensors = {f"weights/{name}": tensor for name, tensor in weights.items()}
+        tensors |= {f"{key}/{name}": moment[key] for name, moment in moments.items() for key in MOMENTS}
+        tensors |= {
+            f"rng/{rank}/{key}": x for rank, parts in enumerate(rng) for key, x in parts.items() if _is_tensor(x)
+        }
+        with disk_errors(trainer):
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, trainer / STATE_FILE)
+        plain = [{key: value for key, value in parts.items() if not _is_tensor(value)} for parts in rng]
+        write_json(trainer / RECORD_FILE, {"state": asdict(state), "rng": plain})
+    _drop_older(folder, state)
+    return place
+
+
+def restore(folder: Path, step: int) -> Restored:
+    """Read a trainer's memory. Raises CorruptDataError naming the file."""
+    trainer = step_folder(folder, step) / TRAINER
+    record = read_json(trainer / RECORD_FILE)
+    try:
+        tensors = load_file(trainer / STATE_FILE)
+    except (SafetensorError, OSError) as error:
+        raise CorruptDataError(f"{trainer / STATE_FILE}: unreadable ({error}); delete {trainer.parent}") from None
+    weights: dict[str, Tensor] = {}
+    moments: Moments = {}
+    rng: list[dict[str, Any]] = [dict(parts) for parts in record["rng"]]
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == "weights":
+            weights[name] = tensor
+        elif kind == "rng":
+            rank, _, part = name.partition("/")
+            rng[int(rank)][part] = tensor
+        else:
+            moments.setdefault(name, {})[kind] = tensor
+    return Restored(LoopState(**record["state"]), weights, moments, rng)
+
+
+def rng_state(ranks: Ranks) -> list[dict[str, Any]]:
+    """Every rank's random state: torch as tensors, Python's as JSON. All ranks must call it."""
+    torch_states = ranks.gather_bytes(torch.get_rng_state())
+    cuda = ranks.device.type == "cuda"
+    cuda_states = ranks.gather_bytes(torch.cuda.get_rng_state(ranks.device)) if cuda else []
+    version, numbers, gauss = random.getstate()
+    parts: list[dict[str, Any]] = [{"torch": state} for state in torch_states]
+    for part, state in zip(parts, cuda_states):
+        part["cuda"] = state
+    parts[0]["python"] = [version, list(numbers), gauss]
+    return parts
+
+
+def restore_rng(parts: list[dict[str, Any]], ranks: Ranks) -> None:
+    """Go on with this rank's random numbers; a rank that did not exist then keeps its own seed."""
+    if ranks.rank < len(parts):
+        mine = parts[ranks.rank]
+        torch.set_rng_state(mine["torch"])
+        if ranks.device.type == "cuda" and "cuda" in mine:
+            torch.cuda.set_rng_state(mine["cuda"], ranks.device)
+    version, numbers, gauss = parts[0]["python"]
+    random.setstate((version, tuple(numbers), gauss))
+
+
+def _drop_older(folder: Path, state: LoopState) -> None:
+    """Older trainers, and older drafts that no score needs. Renamed first, so that none is ever seen in part."""
+    for step in list_steps(folder):
+        if step >= state.step:
+            continue
+        old = step_folder(folder, step)
+        doomed = old / TRAINER if step in state.scored else old
+        if doomed.exists():
+            gone = old.parent / f".{old.name}.old"
+            shutil.rmtree(gone, ignore_errors=True)
+            doomed.rename(gone)
+            shutil.rmtree(gone)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)

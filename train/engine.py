@@ -1,0 +1,138 @@
+"""Gradients and optimizer steps, on one CPU process or on many GPUs, behind one small protocol.
+
+Both engines keep float32 weights and optimizer state, and leave the same weights behind: a micro-batch's summed loss is
+multiplied by `scale`, gradients are added up over micro-batches and ranks, clipped once, and checked before anything
+changes.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .families.base import Family, Inputs
+
+Moments = dict[str, dict[str, Tensor]]
+"""Parameter name -> exp_avg and exp_avg_sq, float32, unsharded."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """The gradient's norm is infinite or NaN; weights and optimizer are as they were."""
+
+
+class Engine(Protocol):
+    """What the loop needs."""
+
+    name: str
+
+    def accumulate(self, inputs: Inputs, scale: float, last: bool) -> Tensor:
+        """Forward and backward of one micro-batch, its loss times `scale`. Returns its sums (see head.py)."""
+        ...
+
+    def step(self, rate: float) -> float:
+        """One optimizer step; returns the gradient's norm before clipping. Raises NonFiniteGradientError."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """Trainable weights, float32, unsharded, on the CPU. All ranks must call it."""
+        ...
+
+    def moments(self) -> Moments:
+        """The optimizer's state. All ranks must call it."""
+        ...
+
+    def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
+        """Restore the state after `step` optimizer steps, whatever engine or sharding saved it."""
+        ...
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, the family's parameters are unsharded on every rank (to score or export)."""
+        ...
+
+
+def make_optimizer(family: Family, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+    """AdamW, fused; decay on matrices only. The rate is set at every step."""
+    matrices, rest = family.matrices_and_rest()
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=betas, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Use `rate` in all groups from now on."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+class TorchEngine:
+    """Plain torch, one process."""
+
+    name = "torch"
+
+    def __init__(self, family: Family, optimizer: torch.optim.AdamW, clip_norm: float) -> None:
+        self._family, self._optimizer, self._clip_norm = family, optimizer, clip_norm
+
+    def accumulate(self, inputs: Inputs, scale: float, last: bool) -> Tensor:
+        loss, sums = self._family(inputs)
+        (loss * scale).backward()
+        return sums  # type: ignore[no-any-return]
+
+    def step(self, rate: float) -> float:
+        norm = clip(self._family, self._clip_norm)
+        set_rate(self._optimizer, rate)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return norm
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().float().cpu() for name, p in self._family.trainable().items()}
+
+    def moments(self) -> Moments:
+        return read_moments(self._family, self._optimizer)
+
+    def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
+        write_moments(self._family, self._optimizer, moments, step)
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def clip(module: nn.Module, clip_norm: float) -> float:
+    """Scale gradients down to `clip_norm` (0: never); returns the norm they had. Raises NonFiniteGradientError."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    norm_tensor = torch.nn.utils.get_total_norm(gradients)
+    norm = float(norm_tensor)
+    if not norm < float("inf"):
+        raise NonFiniteGradientError(f"gradient norm {norm}")
+    if 0 < clip_norm < norm:
+        torch._foreach_mul_(gradients, clip_norm / norm)
+    return norm
+
+
+def read_moments(family: Family, optimizer: torch.optim.Optimizer) -> Moments:
+    """State of an unsharded optimizer by parameter name; empty before the first step."""
+    state = optimizer.state
+    return {
+        name: {key: state[p][key].detach().float().cpu() for key in MOMENTS}
+        for name, p in family.trainable().items()
+        if p in state
+    }
+
+
+def write_moments(
+    family: Family, optimizer: torch.optim.Optimizer, moments: Mapping[str, Mapping[str, Tensor]], step: int
+) -> None:
+    """Put saved state into an unsharded optimizer."""
+    for name, p in family.trainable().items():
+        if name in moments:
+            optimizer.state[p] = fresh_state(p, step)
+            for key in MOMENTS:
+                optimizer.state[p][key].copy_(moments[name][key])
+
+
+def fresh_state(p: Tensor, step: int) -> dict[str, Tensor]:
+    """AdamW's state of one tensor after `step` steps, moments still zero (the fused kernel wants `step` beside it)."""
+    counter = torch.tensor(float(step), dtype=torch.float32, device=p.device)
+    return {"step": counter, **{key: torch.zeros_like(p) for key in MOMENTS}}

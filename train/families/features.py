@@ -1,0 +1,75 @@
+"""What the frozen target says of a batch: recomputed each time, or remembered per sample.
+
+Shapes: B rows, T tokens, A features of all captured layers, H hidden size, N supervised tokens (n of one sample).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...data.batches import Batch
+from ...specdec.targets import Target
+
+
+class Features(NamedTuple):
+    """Features of every token; at the supervised positions, what gives the target's distribution."""
+
+    aux_BTA: Tensor
+    hidden_NH: Tensor
+    """Post-norm states: what the head reads."""
+    lse_N: Tensor
+    """log sum exp of the logits over the whole vocabulary."""
+    best_N: Tensor
+    """The likeliest token."""
+
+
+class FeatureSource:
+    """Runs the target. With a budget, samples that come again are not run again.
+
+    Then each sample is run on its own, so that what is remembered does not depend on the batch in which the sample
+    first came: a resumed run, which remembers nothing, sees the same numbers bit for bit.
+    """
+
+    def __init__(self, target: Target, aux_layers: Sequence[int], budget_bytes: int, logits_bytes: int) -> None:
+        self._target, self._aux_layers = target, aux_layers
+        self._left_bytes = budget_bytes
+        self._chunk = max(1, logits_bytes // (4 * target.vocab_size))
+        self._remembers = budget_bytes > 0
+        self._known: dict[int, Features] = {}
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, samples: Sequence[int]) -> Features:
+        """Features of a batch whose rows are the samples of these indexes."""
+        if not self._remembers or batch.empty:
+            return self._run(batch.ids_BT, batch.positions_N)
+        rows = [self._of_row(batch, row, index) for row, index in enumerate(samples)]
+        aux_BTA = rows[0].aux_BTA.new_zeros(*batch.ids_BT.shape, rows[0].aux_BTA.shape[-1])
+        for row, features in enumerate(rows):
+            aux_BTA[row, : features.aux_BTA.shape[1]] = features.aux_BTA[0]
+        return Features(aux_BTA, *(torch.cat(parts) for parts in list(zip(*rows))[1:]))
+
+    def _of_row(self, batch: Batch, row: int, index: int) -> Features:
+        if index in self._known:
+            return self._known[index]
+        mine = slice(batch.offsets[row], batch.offsets[row + 1])
+        length = int(batch.lengths_B[row])
+        positions_n = batch.positions_N[mine] - row * batch.ids_BT.shape[1]
+        features = self._run(batch.ids_BT[row : row + 1, :length], positions_n)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in features)
+        if size <= self._left_bytes:
+            self._known[index] = features
+            self._left_bytes -= size
+        return features
+
+    def _run(self, ids_BT: Tensor, positions_N: Tensor) -> Features:
+        states = self._target.states(ids_BT, aux_layers=self._aux_layers)
+        assert states.aux_BTA is not None
+        hidden_NH = states.hidden_BTH.flatten(0, 1)[positions_N]
+        lse, best = [hidden_NH.new_zeros(0, dtype=torch.float32)], [positions_N[:0]]
+        for part_CH in torch.split(hidden_NH, self._chunk):
+            logits_CV = self._target.logits(part_CH).float()
+            best.append(logits_CV.argmax(-1))
+            lse.append(logits_CV.logsumexp(-1))
+        return Features(states.aux_BTA, hidden_NH, torch.cat(lse), torch.cat(best))

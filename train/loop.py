@@ -1,0 +1,252 @@
+"""Training of one draft, top to bottom: resolve, model, optimizer, data, loop.
+
+The loop's order never changes: evaluate, save, stop test, one step, log. Its state is `LoopState`, and lies beside the
+weights of every checkpoint; a run that was killed at any moment goes on with the same losses.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .. import fingerprint
+from ..data.batches import Batch, BatchPlan, Step, collate
+from ..data.store import Capture, Sample
+from ..errors import TrainingDivergedError
+from ..progress import say
+from ..specdec.formats.checkpoint import read_meta
+from ..specdec.targets import Target
+from . import checkpoints, distributed
+from .checkpoints import LoopState
+from .claim import claim
+from .distributed import Ranks
+from .engine import Engine, NonFiniteGradientError, make_optimizer
+from .engines import make_engine, wants_deepspeed
+from .families import build
+from .families.base import Family
+from .families.prepare import INIT, prepare
+from .head import AGREE, ALPHA, COUNT, LOSS
+from .metrics import MetricLog, MetricSink, extend_digest
+from .pace import Pace, describe, smooth
+from .schedule import learning_rate
+from .settings import Settings
+from .stopping import StopRequest, TrainingStoppedError, on_sigterm
+
+LoadTarget = Callable[[], Target]
+Scorer = Callable[[nn.Module, int], dict[str, float]]
+"""(draft, step) -> figures of that step; rank 0 runs it while the others wait."""
+METRICS_FILE, SCORES_FILE = "metrics.jsonl", "scores.jsonl"
+
+
+def train(
+    settings: Settings,
+    seed: int,
+    capture: Capture,
+    folder: Path,
+    load_target: LoadTarget,
+    sink: MetricSink,
+    scorer: Scorer | None = None,
+) -> list[Path]:
+    """Train one draft in `folder`, from the start or from where it was left. Returns the kept checkpoints' folders.
+
+    Raises TrainingDivergedError before an update that is not finite, TrainingStoppedError after SIGTERM.
+    """
+    use_deepspeed = wants_deepspeed(settings)
+    with distributed.join(use_deepspeed) as ranks, on_sigterm() as stop:
+        if ranks.first:
+            claim(folder, settings, seed, capture)
+            prepare(settings, seed, capture, folder, load_target)
+        ranks.barrier()
+
+        torch.manual_seed(_seed("family", seed))  # the same on every rank
+        family = build(settings, folder / INIT, load_target, capture, ranks.device).to(ranks.device)
+        step = checkpoints.newest(folder)
+        restored = checkpoints.restore(folder, step) if step is not None else None
+        if restored is not None:
+            load_weights(family, restored.weights)
+        state = restored.state if restored is not None else LoopState()
+
+        optimizer = make_optimizer(family, (settings.beta1, settings.beta2), settings.weight_decay)
+        engine = make_engine(settings, family, optimizer, ranks, use_deepspeed)
+        if restored is not None and restored.moments:
+            engine.load_moments(restored.moments, state.step)
+
+        samples = capture.samples("train")
+        plan = BatchPlan(samples, settings.tokens_per_step, seed, ranks.world_size, ranks.rank, settings.accumulation)
+        torch.manual_seed(_seed("train", seed, ranks.rank))
+        if restored is not None:
+            checkpoints.restore_rng(restored.rng, ranks)
+        check_teacher(family, capture, samples, ranks)
+        describe(settings, family, plan, len(samples), ranks, engine.name)
+        if state.step:
+            say(f"going on after step {state.step}")
+
+        return Run(settings, folder, capture, family, engine, plan, samples, ranks, sink, scorer, stop, state).loop()
+
+
+class Run:
+    """The loop and what it needs."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        capture: Capture,
+        family: Family,
+        engine: Engine,
+        plan: BatchPlan,
+        samples: list[Sample],
+        ranks: Ranks,
+        sink: MetricSink,
+        scorer: Scorer | None,
+        stop: StopRequest,
+        state: LoopState,
+    ) -> None:
+        self.settings, self.folder, self.capture = settings, folder, capture
+        self.family, self.engine, self.plan, self.samples = family, engine, plan, samples
+        self.ranks, self.sink, self.scorer, self.stop, self.state = ranks, sink, scorer, stop, state
+        self.metrics, self.scores = MetricLog(folder / METRICS_FILE), MetricLog(folder / SCORES_FILE)
+        if ranks.first:
+            self.metrics.truncate(state.step)
+            self.scores.truncate(state.step)
+
+    def loop(self) -> list[Path]:
+        """Train to the last step. Returns the folders of the kept checkpoints."""
+        settings, state = self.settings, self.state
+        pace = Pace(settings.steps, state.step)
+        saved = state.step  # a resumed step was evaluated and saved before
+        for step in self.plan.steps(state.position):
+            due = state.step > saved
+            if due and self.is_scored(state.step):
+                self.evaluate()
+            asked = self.anyone_asked()
+            if due and (self.is_scored(state.step) or self.is_saved(state.step) or asked):
+                self.save()
+            if state.step >= settings.steps:
+                break
+            if asked:
+                raise TrainingStoppedError(
+                    f"stopped by SIGTERM after step {state.step}; the same command goes on from there"
+                )
+            pace.begin()
+            values = self.one_step(step)
+            seconds = pace.end(state.step, step.supervised)
+            self.log({**values, "seconds": seconds, "tokens_per_second": step.supervised / seconds})
+            pace.show(state.step, state.smoothed_loss)
+        return [checkpoints.step_folder(self.folder, step) for step in state.scored]
+
+    def is_scored(self, step: int) -> bool:
+        """Whether this step's draft is scored and kept."""
+        return step == self.settings.steps or bool(self.settings.score_every and step % self.settings.score_every == 0)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether this step is one to resume from."""
+        return bool(self.settings.save_every and step % self.settings.save_every == 0)
+
+    def one_step(self, step: Step) -> dict[str, float]:
+        """Forward, backward and update on one global batch. Advances the state only when all of it is done."""
+        settings, state = self.settings, self.state
+        scale = 1.0 / max(1, step.supervised)
+        sums_AS4 = []
+        for number, indexes in enumerate(step.micro_batches, start=1):
+            inputs = self.family.inputs(self.batch(indexes), indexes)
+            sums_AS4.append(self.engine.accumulate(inputs, scale, last=number == len(step.micro_batches)))
+        loss, values = self.reduce(torch.stack(sums_AS4), step)
+        rate = learning_rate(
+            state.step, settings.steps, settings.warmup_steps, settings.learning_rate, settings.final_rate_share
+        )
+        try:
+            norm = self.engine.step(rate)
+        except NonFiniteGradientError as error:
+            raise TrainingDivergedError(self.blame(step, str(error), self.ranks.rank)) from None
+        state.smoothed_loss = smooth(state.smoothed_loss, loss, state.step)
+        state.step += 1
+        state.position = list(step.after)
+        state.loss_digest = extend_digest(state.loss_digest, state.step, loss)
+        state.supervised_tokens += step.supervised
+        return {"loss": loss, **values, "gradient_norm": norm, "learning_rate": rate}
+
+    def batch(self, indexes: list[int]) -> Batch:
+        """Samples of one micro-batch, as tensors on the device."""
+        chosen = [self.samples[index] for index in indexes]
+        signals = [self.capture.signals(sample) for sample in chosen] if self.family.needs_signals else None
+        return collate(chosen, signals).to(self.ranks.device)
+
+    def reduce(self, sums_AS4: Tensor, step: Step) -> tuple[float, dict[str, float]]:
+        """Mean loss and figures over all ranks. Raises TrainingDivergedError on every rank if one is not finite."""
+        broken_A = ~sums_AS4.isfinite().flatten(1).all(-1)
+        broken_R = torch.zeros(self.ranks.world_size, device=sums_AS4.device)
+        broken_R[self.ranks.rank] = broken_A.any().float()
+        sums_S4 = sums_AS4.sum(0)
+        everything = self.ranks.sum(torch.cat([sums_S4.flatten(), broken_R]).double())
+        broken = everything[sums_S4.numel() :].nonzero()[:, 0].tolist()
+        if broken:
+            raise TrainingDivergedError(self.blame(step, "the loss is not finite", broken[0], broken_A.tolist()))
+        sums = everything[: sums_S4.numel()].view_as(sums_S4).tolist()
+        loss = sum(weight * row[LOSS] for weight, row in zip(self.family.step_weights, sums, strict=True))
+        values = {}
+        for number, row in enumerate(sums, start=1):
+            values[f"alpha_{number}"] = row[ALPHA] / max(1.0, row[COUNT])
+            values[f"agree_{number}"] = row[AGREE] / max(1.0, row[COUNT])
+        return loss / max(1, step.supervised), values
+
+    def blame(self, step: Step, what: str, rank: int, broken: list[bool] | None = None) -> str:
+        """Step, rank and samples behind a number that is not finite; the micro-batches at fault, where we had them."""
+        indexes = step.samples
+        if rank == self.ranks.rank:
+            flags = broken or [True] * len(step.micro_batches)
+            indexes = [index for flag, part in zip(flags, step.micro_batches) if flag for index in part]
+        names = ", ".join(self.samples[index].id for index in indexes)
+        return f"step {self.state.step + 1}, rank {rank}: {what}; nothing was updated; samples {names}"
+
+    def evaluate(self) -> None:
+        """Let the scorer score the draft as it is now."""
+        if self.scorer is None:
+            return
+        with self.engine.whole():
+            if self.ranks.first:
+                values = self.scorer(self.family.export(), self.state.step)
+                self.scores.log(self.state.step, values)
+                self.sink.log(self.state.step, values)
+        self.ranks.barrier()
+
+    def save(self) -> None:
+        """Write a checkpoint; older ones lose what they no longer need."""
+        if self.is_scored(self.state.step):
+            self.state.scored.append(self.state.step)
+        weights, moments, rng = self.engine.weights(), self.engine.moments(), checkpoints.rng_state(self.ranks)
+        with self.engine.whole():
+            if self.ranks.first:
+                init = self.folder / INIT
+                meta = read_meta(init).model_copy(update={"step": self.state.step})
+                checkpoints.save(self.folder, self.family.export(), meta, init, self.state, weights, moments, rng)
+        self.ranks.barrier()
+
+    def log(self, values: dict[str, float]) -> None:
+        """One line in metrics.jsonl, and the same to the sink."""
+        if self.ranks.first:
+            self.metrics.log(self.state.step, values)
+            self.sink.log(self.state.step, values)
+
+    def anyone_asked(self) -> bool:
+        """Whether any rank was told to stop: then all of them save together."""
+        asked = torch.tensor([float(self.stop.asked)], device=self.ranks.device)
+        return bool(self.ranks.sum(asked).item() > 0)
+
+
+@torch.no_grad()
+def load_weights(family: Family, weights: dict[str, Tensor]) -> None:
+    """Put saved weights into the family, before any engine shards it."""
+    for name, parameter in family.trainable().items():
+        parameter.copy_(weights[name])
+
+
+def check_teacher(family: Family, capture: Capture, samples: list[Sample], ranks: Ranks) -> None:
+    """Compare a live teacher with the stored signals of one sample, once, before anything is trained."""
+    if not family.needs_signals:
+        family.check_teacher(collate(samples[:1], [capture.signals(samples[0])]).to(ranks.device))
+
+
+def _seed(*parts: object) -> int:
+    return int(fingerprint.of_json(list(parts))[:15], 16)

@@ -1,0 +1,168 @@
+"""The recipe's `draft` section: what is trained, from what, and how."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from .. import fingerprint
+
+ObjectiveName = Literal["kl", "ce", "tv"]
+
+_ELSEWHERE = {
+    "accumulation",
+    "engine",
+    "zero_stage",
+    "save_every",
+    "logits_bytes",
+    "activation_checkpointing",
+    "init_from",
+}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class _Training(_Section):
+    """What every family shares. A step is one optimizer step over all ranks."""
+
+    steps: int = Field(default=200, ge=1)
+    """Optimizer steps."""
+    tokens_per_step: int = Field(default=4096, ge=1)
+    """Tokens of one step over all ranks and micro-batches, prompts included."""
+    accumulation: int = Field(default=1, ge=1)
+    """Micro-batches per rank and step. More of them need less memory and change nothing else."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Steps of linear warm-up; a cosine follows."""
+    final_rate_share: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate of the last step, as a share of the peak."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decay of AdamW, on matrices only."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """First-moment decay of AdamW."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Second-moment decay of AdamW."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Gradients are scaled down to this norm; 0: never."""
+    objective: dict[ObjectiveName, float] = {"kl": 1.0}
+    """Weights of the objectives that are summed: kl, ce (of the target's likeliest token), tv (the rejection rate)."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of matrix products. auto: bfloat16 on CUDA and on CPUs that multiply it in hardware, else float32."""
+    score_every: int = Field(default=0, ge=0)
+    """Score, and keep a checkpoint, every so many steps and at the end; 0: at the end only."""
+    save_every: int = Field(default=0, ge=0)
+    """Also save every so many steps, to resume from; only the newest of these is kept. 0: where scored only."""
+    engine: Literal["auto", "torch", "deepspeed"] = "auto"
+    """auto: deepspeed with CUDA or more than one process, torch for one CPU process."""
+    zero_stage: int = Field(default=0, ge=0, le=3)
+    """DeepSpeed's ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too."""
+    logits_bytes: int = Field(default=1 << 28, ge=1)
+    """Memory for logits: the loss is computed over as many positions at a time as fit."""
+    activation_checkpointing: bool = False
+    """Recompute the layers' activations in the backward pass: less memory, a third more time."""
+    draft_tokens: int = Field(default=4, ge=1, le=16)
+    """Tokens a round that the draft is made for; eagle3 unrolls so many steps in training."""
+    init_from: Path | None = None
+    """Draft folder to start from instead of fresh weights (warm start)."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "_Training":
+        if self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps}: must not exceed steps {self.steps}")
+        if self.score_every > self.steps:
+            raise ValueError(f"score_every {self.score_every}: must not exceed steps {self.steps}")
+        if not self.objective or any(weight <= 0 for weight in self.objective.values()):
+            raise ValueError(f"objective {dict(self.objective)}: needs at least one entry, and weights above 0")
+        if self.zero_stage and self.engine == "torch":
+            raise ValueError(f"zero_stage {self.zero_stage}: needs engine deepspeed, got engine torch")
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the result: how it is spread over memory and machines does not.
+
+        `init_from` is left out because a path says nothing of its content; `prepare` records that.
+        """
+        return self.model_dump(mode="json", exclude=_ELSEWHERE)
+
+    @property
+    def fingerprint(self) -> str:
+        """64 hex digits of `identity`."""
+        return fingerprint.of_json(self.identity())
+
+
+class LoraSettings(_Section):
+    """Low-rank adapters instead of full weights; merged whenever a checkpoint is saved."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the adapters."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Their scale is alpha / rank."""
+    targets: str | list[str] = "all-linear"
+    """Names of the adapted modules, or all-linear: every linear layer but the head."""
+
+    @model_validator(mode="after")
+    def _no_head(self) -> "LoraSettings":
+        named = [self.targets] if isinstance(self.targets, str) else self.targets
+        if not named or any(name.split(".")[-1] in ("lm_head", "embed_tokens") for name in named):
+            raise ValueError(f"targets {self.targets}: must name linear layers, not the head or the embeddings")
+        return self
+
+
+class SmallSettings(_Training):
+    """An independent causal LM, trained from the stored signals alone."""
+
+    family: Literal["small"] = "small"
+    layers: int | list[int] | None = None
+    """Prune the target: how many of its layers to keep, evenly spread, or which. First and last must be kept."""
+    from_model: str | None = None
+    """Start from this Hugging Face folder or hub id instead; it must have the target's tokenizer."""
+    revision: str | None = None
+    """Branch, tag or commit of `from_model` on the hub."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with `from_model`. Off unless you have read that code."""
+    lora: LoraSettings | None = None
+    """Train adapters only; absent: all weights."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "SmallSettings":
+        if (self.layers is None) == (self.from_model is None):
+            raise ValueError(f"layers {self.layers}, from_model {self.from_model}: give exactly one of them")
+        if isinstance(self.layers, int) and self.layers < 2:
+            raise ValueError(f"layers {self.layers}: must be at least 2, the first and the last")
+        if isinstance(self.layers, list) and (len(self.layers) < 2 or self.layers != sorted(set(self.layers))):
+            raise ValueError(f"layers {self.layers}: must be at least 2 different layers in ascending order")
+        return self
+
+
+class Eagle3Settings(_Training):
+    """One decoder layer on the target's features, trained with the frozen target loaded."""
+
+    family: Literal["eagle3"] = "eagle3"
+    step_decay: float = Field(default=0.8, gt=0, le=1)
+    """Weight of the loss at step k is step_decay ** k."""
+    draft_vocabulary: int | None = Field(default=None, ge=1)
+    """Draft only so many tokens, the most frequent of the supervised ones; absent: the whole vocabulary."""
+    aux_layers: tuple[int, int, int] | None = None
+    """Target layers that are read, as indexes into hidden_states; absent: 2, N // 2, N - 3."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width of the MLP; absent: the target's."""
+    features_bytes: int | None = Field(default=None, ge=0)
+    """Memory for the target's features of samples that will come again; 0: run the target each time. Absent: 2 GiB
+    where the target is on the CPU, 0 elsewhere."""
+    train_embeddings: bool = False
+    """Give the draft its own embeddings and train them; off: it shares the target's, frozen."""
+    train_head: bool = True
+    """Train the head, which starts from the target's rows; off: it stays as it is."""
+
+    @model_validator(mode="after")
+    def _ordered_layers(self) -> "Eagle3Settings":
+        if self.aux_layers is not None and list(self.aux_layers) != sorted(set(self.aux_layers)):
+            raise ValueError(f"aux_layers {list(self.aux_layers)}: must be three different layers in ascending order")
+        return self
+
+
+Settings = SmallSettings | Eagle3Settings
+DraftSettings = Annotated[Settings, Field(discriminator="family")]

@@ -1,0 +1,43 @@
+"""The reduced draft vocabulary: which tokens a draft can say at all, and how far that can take it."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from ..data.store import Capture
+from ..errors import InputError
+
+
+def count_tokens(capture: Capture) -> Tensor:
+    """How often each token is a supervised one in the train split, [V] float64.
+
+    The stored top-k probabilities count too, but never as much as one occurrence altogether: they only rank tokens
+    that were seen equally often, above all those that were never seen.
+    """
+    samples = capture.samples("train")
+    counts_V = torch.zeros(capture.vocab_size, dtype=torch.float64)
+    expected_V = torch.zeros_like(counts_V)
+    for sample in samples:
+        signals = capture.signals(sample)
+        counts_V += torch.bincount(torch.tensor(sample.answer_ids), minlength=len(counts_V))
+        expected_V.index_add_(0, signals.topk_ids_nk.long().flatten(), signals.topk_logp_nk.double().exp().flatten())
+    return counts_V + expected_V / (expected_V.sum() + 1.0)
+
+
+def choose(counts_V: Tensor, size: int, always: Collection[int]) -> Tensor:
+    """Ids of the draft vocabulary, ascending: all of `always`, then the most frequent; ties go to the lower id."""
+    if size > len(counts_V):
+        raise InputError(f"draft.draft_vocabulary {size}: must not exceed the target's vocabulary of {len(counts_V)}")
+    if size < len(set(always)):
+        raise InputError(f"draft.draft_vocabulary {size}: must hold the {len(set(always))} special and stop tokens")
+    ranked_V = counts_V.clone()
+    ranked_V[sorted(set(always))] = torch.inf
+    chosen = torch.argsort(ranked_V, descending=True, stable=True)[:size]
+    return chosen.sort().values
+
+
+def coverage(counts_V: Tensor, draft_ids: Tensor) -> float:
+    """Ceiling of acceptance: the share of supervised tokens that the draft can say."""
+    whole_V = counts_V.floor()
+    return float(whole_V[draft_ids].sum() / whole_V.sum().clamp_min(1.0))
