@@ -147,7 +147,11 @@ def measure_costs(
     longest = max(target.max_positions - settings.new_tokens, 1)
     prompts = [prompt[-longest:] for prompt in prompts[: settings.prompts]]  # the end leaves room for the answer
     rounds: dict[int, list[RoundSeconds]] = {K: [] for K in (0, *key.draft_tokens)}
-    with bar("measure times", len(prompts) * len(rounds), "runs") as advance:
+    with bar("measure times", (len(prompts) + 1) * len(rounds), "runs") as advance:
+        warm_up = Request(prompts[0], sampling, 0, 8, frozenset())
+        for K in rounds:  # allocations, kernel choices and clocks settle before anything counts
+            _timed(target, proposer if K else None, warm_up, key.rule, K)
+            advance(note="warm-up")
         for prompt in prompts:
             request = Request(prompt, sampling, 0, settings.new_tokens, frozenset())
             for K in rounds:

@@ -41,8 +41,20 @@ class Consistency:
     """Answers (turn x K) that both counted."""
     ties: int = 0
     """Answers that part where the target's two tokens tie; their counts are not compared."""
-    mismatches: tuple[str, ...] = ()
-    """The others that differ, one line each."""
+    diverged: tuple[str, ...] = ()
+    """Answers that part although the target prefers one token clearly: decoding that is not lossless."""
+    miscounted: tuple[str, ...] = ()
+    """Equal answers whose counts differ: below float32 the draft's own ties flip between passes of unlike shape."""
+
+    @property
+    def mismatches(self) -> tuple[str, ...]:
+        """All that differ, one line each."""
+        return self.diverged + self.miscounted
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every decoded answer is the target's own, but for ties."""
+        return not self.diverged
 
 
 @dataclass(frozen=True)
@@ -225,8 +237,10 @@ def _compare(
     target: Target, replayed: Sequence[_Answer], decoded: Sequence[_Answer], settings: ScoreSettings
 ) -> Consistency:
     expected = {(answer.sample.id, answer.K): answer.counts for answer in replayed if answer.sample.sampling.greedy}
+    tolerance = settings.tie_logits if target.dtype == torch.float32 else settings.tie_logits_half
     compared = ties = 0
-    mismatches: list[str] = []
+    diverged: list[str] = []
+    miscounted: list[str] = []
     for answer in decoded:
         counts = expected.get((answer.sample.id, answer.K))
         if counts is None or answer.tokens is None or not answer.sample.sampling.greedy:
@@ -236,12 +250,12 @@ def _compare(
         at = _first_difference(answer.tokens, answer.sample.answer_ids)
         if at is None:
             if answer.counts != counts:
-                mismatches.append(f"{where}: decoded {_brief(answer.counts)}; replayed {_brief(counts)}")
-        elif _tie(target, answer.sample, answer.tokens, at, settings.tie_logits):
+                miscounted.append(f"{where}: decoded {_brief(answer.counts)}; replayed {_brief(counts)}")
+        elif _tie(target, answer.sample, answer.tokens, at, tolerance):
             ties += 1
         else:
-            mismatches.append(f"{where}: the decoded answer leaves the recorded one at token {at}")
-    return Consistency(compared, ties, tuple(mismatches))
+            diverged.append(f"{where}: the decoded answer leaves the recorded one at token {at}")
+    return Consistency(compared, ties, tuple(diverged), tuple(miscounted))
 
 
 def _judge(target: Target, consistency: Consistency, settings: ScoreSettings, title: str) -> None:

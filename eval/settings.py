@@ -54,6 +54,8 @@ class ScoreSettings(BaseModel):
     """Two K of one checkpoint whose expected speed-ups differ by less than this share tie: fewer tokens win."""
     tie_logits: float = Field(default=1e-3, ge=0)
     """Replay and decoding may part where the target's two tokens differ by less than this in logits (float32)."""
+    tie_logits_half: float = Field(default=0.5, ge=0)
+    """The same for bfloat16 and float16, whose logits near 30 lie 0.1 apart."""
     mismatch_limit: int = Field(default=0, ge=0)
     """float32: conversations whose replayed and decoded counts may differ before the score is refused."""
     trace_bytes: int = Field(default=1 << 30, ge=0)

@@ -74,7 +74,7 @@ class Scorer:
     def counts(self, proposer: Proposer, identity: Identity) -> tuple[pa.Table, bool]:
         """Counts of one draft, and whether decoding was seen to be lossless (greedy output equals the target's)."""
         score = score_draft(self._space.target, proposer, self.samples, self.settings, identity, self.traces)
-        return score.counts, not score.consistency.mismatches
+        return score.counts, score.consistency.lossless
 
     def perplexity(self, proposer: Proposer) -> float:
         """Of the recorded answers under the draft; shown to people, used for nothing."""

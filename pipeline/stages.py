@@ -55,7 +55,7 @@ def mix_stage(space: Workspace, ancestors: tuple[Path, ...] = ()) -> Stage:
     stage = _stage(space, "mix", inputs)
 
     def work() -> None:
-        ask = prompts_of(space.target) if asks_target else None
+        ask = prompts_of(space.target, space.recipe.capture.batch_size) if asks_target else None
         build_mix(settings, space.recipe.base_dir, stage.folder, ask, ancestors)
 
     _once(space, stage.folder / MIX_MANIFEST, work, "mix")

@@ -29,9 +29,9 @@ class Eagle3Proposer:
         self.aux_layers: tuple[int, ...] = draft.config.aux_layers
 
     def reserve(self, slots: int, capacity: int) -> None:
-        device = self._draft.lm_head.weight.device
-        self._cache = KVCache(slots, capacity, device)
-        self._state_SH = torch.zeros(slots, self._draft.config.hidden_size, device=device)
+        weight = self._draft.lm_head.weight
+        self._cache = KVCache(slots, capacity, weight.device)
+        self._state_SH = weight.new_zeros(slots, self._draft.config.hidden_size)
 
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
         step = self._cache.prefill(slots, [len(row) - 1 for row in ids])
