@@ -11,7 +11,7 @@ from draftforge.data.store import Capture
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
-from draftforge.train.settings import Eagle3Settings, Settings, SmallSettings
+from draftforge.train.settings import Eagle3Settings, LoraSettings, Settings, SmallSettings
 from draftforge.train.stopping import TrainingStoppedError
 
 STEPS = 6
@@ -25,7 +25,7 @@ COMMON: dict[str, Any] = {
 }
 SETTINGS: dict[str, Settings] = {
     "small": SmallSettings(layers=2, **COMMON),
-    "lora": SmallSettings(layers=2, lora={"rank": 2}, **COMMON),
+    "lora": SmallSettings(layers=2, lora=LoraSettings(rank=2), **COMMON),
     "eagle3": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON),
 }
 

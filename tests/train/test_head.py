@@ -104,7 +104,7 @@ def test_no_positions_at_all() -> None:
 def test_a_frozen_head_gets_no_gradient() -> None:
     states, weight, _, valid, teacher = problem(False)
     loss, _ = head_loss(Rows(states, valid, teacher, STEP_WEIGHTS), Head(weight.detach()), LossSettings(OBJECTIVE))
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     assert states.grad is not None and weight.grad is None
 
 

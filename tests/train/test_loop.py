@@ -13,15 +13,17 @@ import torch
 from torch import nn
 
 from draftforge import progress
+from draftforge.data.batches import collate
 from draftforge.data.store import Capture
 from draftforge.errors import MissingFileError, OwnershipError, StaleInputError, TrainingDivergedError
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats.checkpoint import load_draft
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
+from draftforge.train.families import build
 from draftforge.train.families.prepare import prepare
 from draftforge.train.loop import train
-from draftforge.train.settings import Eagle3Settings, SmallSettings
+from draftforge.train.settings import Eagle3Settings, LoraSettings, SmallSettings
 from draftforge.train.stopping import TrainingStoppedError
 
 COMMON: dict[str, Any] = {
@@ -33,7 +35,7 @@ COMMON: dict[str, Any] = {
     "engine": "torch",
 }
 SMALL = SmallSettings(layers=2, **COMMON)
-LORA = SmallSettings(layers=2, lora={"rank": 2, "alpha": 4.0}, **COMMON)
+LORA = SmallSettings(layers=2, lora=LoraSettings(rank=2, alpha=4.0), **COMMON)
 EAGLE3 = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON)
 FAMILIES = [pytest.param(SMALL, id="small"), pytest.param(LORA, id="lora"), pytest.param(EAGLE3, id="eagle3")]
 CPU = torch.device("cpu")
@@ -125,6 +127,21 @@ def test_a_run_killed_while_saving_loses_only_that_checkpoint(
     assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000006"]
 
 
+def test_loss_and_gradient_are_means_over_supervised_tokens(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
+) -> None:
+    settings = SMALL.model_copy(update={"steps": 1, "warmup_steps": 0, "tokens_per_step": 10_000, "accumulation": 3})
+    train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    samples = tiny_capture.samples("train")  # one step holds them all
+    family = build(settings, tmp_path / "t" / "init", load_tiny_target, tiny_capture, CPU)
+    batch = collate(samples, [tiny_capture.signals(sample) for sample in samples])
+    total, _ = family(family.inputs(batch, range(len(samples))))
+    mean = total / sum(len(sample.answer_ids) for sample in samples)
+    norm = torch.nn.utils.get_total_norm(torch.autograd.grad(mean, list(family.trainable().values())))
+    assert recorder.losses[1] == pytest.approx(float(mean.detach()), rel=1e-5)
+    assert recorder.rows[0][1]["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
 def test_a_finished_run_does_nothing_more(
     tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any
 ) -> None:
@@ -189,9 +206,10 @@ def test_numbers_that_are_not_finite_stop_before_the_update(
             weight = next(iter(self.family.trainable().values()))
             weights.extend([weight, weight.detach().clone()])
             if what == "loss":
+                assert batch.signals is not None
                 batch.signals.topk_logp_nk.fill_(float("nan"))
             else:
-                weight.register_hook(lambda grad: grad * float("inf"))
+                weight.register_hook(lambda grad: grad * float("inf"))  # type: ignore[no-untyped-call]
         return batch
 
     monkeypatch.setattr(loop.Run, "batch", poisoned)

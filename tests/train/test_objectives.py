@@ -141,7 +141,7 @@ def test_log_probs_at_equals_log_softmax_and_gather(seed: int) -> None:
     weights = torch.randn(3, 5, generator=generator, dtype=torch.float64)
     plain, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     expected = plain.log_softmax(-1).gather(-1, ids)
-    found, top = LogProbsAt.apply(ours, ids)
+    found, top = LogProbsAt.apply(ours, ids)  # type: ignore[no-untyped-call]
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(top, logits.amax(-1))
     (wanted,) = torch.autograd.grad((expected * weights).sum(), plain)

@@ -1,0 +1,92 @@
+"""What lies beside the weights: complete, free of pickles, and refused when damaged."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftforge.data.store import Capture
+from draftforge.errors import CorruptDataError, DiskFullError
+from draftforge.train import checkpoints
+from draftforge.train.distributed import Ranks
+from draftforge.train.loop import train
+from draftforge.train.metrics import MetricLog, extend_digest
+from draftforge.train.settings import SmallSettings
+
+SETTINGS = SmallSettings(
+    layers=2, steps=3, warmup_steps=1, tokens_per_step=120, precision="float32", engine="torch", save_every=1
+)
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def trained(tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any) -> Path:
+    train(SETTINGS, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    return tmp_path / "t"
+
+
+def test_a_checkpoint_holds_all_that_training_needs(trained: Path) -> None:
+    place = checkpoints.step_folder(trained, 3)
+    assert {path.suffix for path in place.rglob("*") if path.is_file()} <= {".safetensors", ".json", ".jinja"}
+    restored = checkpoints.restore(trained, 3)
+    assert restored.state.step == 3 and restored.state.scored == [3]
+    assert set(restored.moments) == set(restored.weights)
+    for name, moment in restored.moments.items():
+        assert {key: tensor.dtype for key, tensor in moment.items()} == {
+            "exp_avg": torch.float32,
+            "exp_avg_sq": torch.float32,
+        }
+        assert moment["exp_avg"].shape == restored.weights[name].shape
+
+
+def test_random_numbers_go_on(trained: Path) -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    state = checkpoints.rng_state(ALONE)
+    expected = torch.rand(3), random.random()
+    checkpoints.restore_rng(state, ALONE)
+    assert torch.equal(torch.rand(3), expected[0]) and random.random() == expected[1]
+    checkpoints.restore_rng(checkpoints.restore(trained, 3).rng, ALONE)  # as it comes from disk
+
+
+def test_a_damaged_trainer_is_named(trained: Path, tiny_capture: Capture, load_tiny_target: Any, recorder: Any) -> None:
+    state = checkpoints.step_folder(trained, 3) / "trainer" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:1000])
+    with pytest.raises(CorruptDataError, match=r"state\.safetensors: unreadable"):
+        train(SETTINGS, 0, tiny_capture, trained, load_tiny_target, recorder)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = checkpoints.save_file
+
+    def full(tensors: Any, path: Path) -> None:
+        if "step-000002" in str(path):
+            raise OSError(28, "No space left on device")
+        original(tensors, path)
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    with pytest.raises(DiskFullError):
+        train(SETTINGS, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_the_log_forgets_what_will_be_done_again(tmp_path: Path) -> None:
+    log = MetricLog(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        log.log(step, {"loss": 1.0 / step})
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "lo')  # killed in the middle of a line
+    log.truncate(2)
+    log.log(3, {"loss": 0.5})
+    assert [(row["step"], row["loss"]) for row in log.read()] == [(1, 1.0), (2, 0.5), (3, 0.5)]
+
+
+def test_the_digest_is_of_the_whole_sequence() -> None:
+    a = extend_digest(extend_digest("", 1, 0.5), 2, 0.25)
+    assert a == extend_digest(extend_digest("", 1, 0.5), 2, 0.25)
+    assert a != extend_digest(extend_digest("", 1, 0.5), 2, 0.25000000000000006)
+    assert a != extend_digest(extend_digest("", 1, 0.25), 2, 0.5)

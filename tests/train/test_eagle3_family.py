@@ -1,0 +1,132 @@
+"""What EAGLE-3 is trained on: which position drafts which token, with which teacher; and remembered features."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from draftforge.data.batches import collate
+from draftforge.data.store import Capture
+from draftforge.specdec.drafts.eagle3 import Eagle3Draft
+from draftforge.specdec.targets import Target
+from draftforge.train.families.eagle3 import Alignment, Eagle3Family
+from draftforge.train.families.features import FeatureSource
+from draftforge.train.families.prepare import copy_from_target, eagle3_config
+from draftforge.train.head import LOSS, LossSettings
+from draftforge.train.settings import Eagle3Settings
+
+
+class Talk(NamedTuple):
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+def test_alignment_by_hand() -> None:
+    """Prompt A B C, answer d e f: position i holds (h_i, x_{i+1}) and drafts x_{i+2+k} at step k.
+
+        index      0 1 2 3 4 5
+        token      A B C d e f
+    The first drafted token d (3) comes from position 1 at step 0, from position 0 at step 1 (which is not trained).
+    """
+    batch = collate([Talk([10, 11, 12], [13, 14, 15]), Talk([20], [21, 22])])
+    assert batch.positions_N.tolist() == [2, 3, 4, 6, 7]  # j, where the target says x_{j+1}
+    place = Alignment(batch)
+    assert place.first_B.tolist() == [1, 0]
+    assert place.width == 3
+    at_SN, valid_SN = place.rows(3)
+    drafted: dict[tuple[int, int], list[int]] = {}
+    for step in range(3):
+        for n in range(5):
+            if valid_SN[step, n]:
+                row, column = divmod(int(at_SN[step, n]), place.width)
+                position = int(place.first_B[row]) + column
+                token = int(batch.ids_BT[row, position + 2 + step])
+                drafted.setdefault((step, n), []).append(token)
+                assert int(batch.positions_N[n]) == row * 6 + position + 1 + step  # j = i + 1 + k
+    assert drafted == {
+        (0, 0): [13],
+        (0, 1): [14],
+        (0, 2): [15],
+        (1, 1): [14],
+        (1, 2): [15],
+        (2, 2): [15],
+        (0, 4): [22],  # the second row has no position before its one-token prompt: 21 cannot be drafted
+    }
+
+
+@pytest.fixture(scope="module")
+def target(load_tiny_target: Callable[[], Target]) -> Target:
+    return load_tiny_target()
+
+
+def family_of(target: Target, draft_ids: torch.Tensor | None = None, **update: Any) -> Eagle3Family:
+    settings = Eagle3Settings(**{"draft_tokens": 3, **update})
+    torch.manual_seed(0)
+    size = target.vocab_size if draft_ids is None else len(draft_ids)
+    draft = Eagle3Draft(eagle3_config(settings, target, size), draft_ids, settings.train_embeddings)
+    copy_from_target(draft, target)
+    return Eagle3Family(draft, target, settings, LossSettings({"kl": 1.0}))
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_loss_is_that_of_drafting_one_position_at_a_time(
+    reduced: bool, target: Target, tiny_capture: Capture
+) -> None:
+    """Unrolled by hand with the plain causal pass: feature, own state, one token further at each step."""
+    ids = torch.arange(0, 300, 2) if reduced else None
+    family = family_of(target, ids)
+    sample = max(tiny_capture.samples("train"), key=lambda sample: len(sample.answer_ids))
+    tokens = torch.tensor([sample.prompt_ids + sample.answer_ids])
+    batch = collate([sample])
+    _, sums = family(family.inputs(batch, [0]))
+
+    with torch.no_grad():
+        logp = target.logits(target.states(tokens).hidden_BTH)[0].float().log_softmax(-1)
+        logp = logp if ids is None else logp[:, ids]
+        states = target.states(tokens, aux_layers=family.draft.config.aux_layers)
+        assert states.aux_BTA is not None
+        expected = [0.0, 0.0, 0.0]
+        first = len(sample.prompt_ids) - 2
+        for i in range(first, tokens.shape[1] - 2):
+            at = torch.tensor([i])
+            for k, state in enumerate(family.draft(target.embed(tokens), states.aux_BTA, at, 1, 3)):
+                j = i + 1 + k
+                if j < tokens.shape[1] - 1:
+                    logq = family.draft.logits(state[0, 0]).log_softmax(-1)
+                    expected[k] += float((logp[j].exp() * (logp[j] - logq)).sum())
+    assert sums[:, LOSS].tolist() == pytest.approx(expected, rel=1e-4)
+
+
+def test_remembered_features_are_those_of_a_fresh_run(target: Target, tiny_capture: Capture) -> None:
+    samples = tiny_capture.samples("train")
+    layers = (1, 2, 4)
+    plain = FeatureSource(target, layers, 0, 1 << 20)
+    memory = FeatureSource(target, layers, 1 << 30, 1 << 20)
+    for indexes in ([3, 0, 5], [5, 1], [0, 3, 1]):
+        batch = collate([samples[index] for index in indexes])
+        fresh, found = plain(batch, indexes), memory(batch, indexes)
+        for ours, theirs in zip(found[1:], fresh[1:]):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        for row, length in enumerate(batch.lengths_B.tolist()):
+            torch.testing.assert_close(found.aux_BTA[row, :length], fresh.aux_BTA[row, :length], atol=1e-4, rtol=1e-4)
+    again = FeatureSource(target, layers, 1 << 30, 1 << 20)  # another history, the same numbers bit for bit
+    batch = collate([samples[1], samples[0]])
+    for ours, theirs in zip(again(batch, [1, 0]), memory(batch, [1, 0])):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_budget_holds(target: Target, tiny_capture: Capture) -> None:
+    samples = tiny_capture.samples("train")
+    source = FeatureSource(target, (1, 2, 4), 60_000, 1 << 20)
+    for index, sample in enumerate(samples):
+        source(collate([sample]), [index])
+    kept = sum(x.numel() * x.element_size() for known in source._known.values() for x in known)
+    assert 0 < kept <= 60_000 and len(source._known) < len(samples)
+
+
+def test_only_the_draft_is_trained(target: Target) -> None:
+    names = set(family_of(target).trainable())
+    assert all(name.startswith("draft.") for name in names) and "draft.lm_head.weight" in names
+    assert "draft.lm_head.weight" not in family_of(target, train_head=False).trainable()
+    assert "draft.embed_tokens.weight" in family_of(target, train_embeddings=True).trainable()

@@ -1,0 +1,157 @@
+"""Initial drafts: pruned, taken from another model, reduced; and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from draftforge.data.store import Capture
+from draftforge.errors import InputError, MissingFileError, TokenizerMismatchError
+from draftforge.specdec.drafts.eagle3 import Eagle3Draft
+from draftforge.specdec.drafts.small import SmallDraft
+from draftforge.specdec.formats.checkpoint import load_draft, read_meta
+from draftforge.specdec.targets import Target
+from draftforge.train.families.prepare import default_aux_layers, prepare
+from draftforge.train.families.prune import prune, prune_config, spread
+from draftforge.train.settings import Eagle3Settings, Settings, SmallSettings
+
+LoadTarget = Callable[[], Target]
+
+
+def started(settings: Settings, capture: Capture, folder: Path, load_target: Any) -> Any:
+    return load_draft(prepare(settings, 0, capture, folder, load_target), torch.device("cpu"), torch.float32).draft
+
+
+def test_layers_are_spread_evenly_with_first_and_last() -> None:
+    assert spread(6, 30) == [0, 6, 12, 17, 23, 29]
+    assert spread(2, 30) == [0, 29]
+    assert spread(5, 5) == [0, 1, 2, 3, 4]
+    for total in range(2, 40):
+        for count in range(2, total + 1):
+            kept = spread(count, total)
+            assert (kept[0], kept[-1], len(set(kept))) == (0, total - 1, count)
+    with pytest.raises(InputError, match=r"draft\.layers 7: must be between 2 and the target's 4"):
+        spread(7, 4)
+
+
+def test_a_pruned_draft_holds_the_targets_own_weights(
+    tiny_capture: Capture, load_tiny_target: LoadTarget, tmp_path: Path
+) -> None:
+    draft = started(SmallSettings(layers=[0, 2, 3]), tiny_capture, tmp_path, load_tiny_target)
+    theirs = load_tiny_target().model.state_dict()
+    ours = draft.model.state_dict()
+    assert draft.model.config.num_hidden_layers == 3
+    for name, tensor in ours.items():
+        for to, source in (("layers.1.", "layers.2."), ("layers.2.", "layers.3.")):
+            if to in name:
+                name = name.replace(to, source)
+                break
+        assert torch.equal(tensor, theirs[name]), name
+    assert read_meta(tmp_path / "init").extra == {"layers": [0, 2, 3]}
+    assert AutoTokenizer.from_pretrained(tmp_path / "init").get_vocab() == load_tiny_target().tokenizer.get_vocab()
+
+
+def test_keeping_every_layer_keeps_every_logit(load_tiny_target: LoadTarget) -> None:
+    target = load_tiny_target()
+    ids = torch.randint(300, (2, 9))
+    whole = SmallDraft(prune(target.model, [0, 1, 2, 3]))
+    assert torch.equal(whole.logits(whole(ids)), target.logits(target.states(ids).hidden_BTH))
+
+
+def test_lists_with_an_entry_per_layer_are_cut(load_tiny_target: LoadTarget) -> None:
+    config = load_tiny_target().model.config
+    config.layer_types = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    pruned = prune_config(config, [0, 3])
+    assert pruned.layer_types == ["full_attention", "sliding_attention"]
+    assert (pruned.num_hidden_layers, config.num_hidden_layers) == (2, 4)
+
+
+def test_first_and_last_layer_must_be_kept(tiny_capture: Capture, load_tiny_target: LoadTarget, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"draft\.layers \[0, 2\]: must start at 0 and end at 3"):
+        prepare(SmallSettings(layers=[0, 2]), 0, tiny_capture, tmp_path, load_tiny_target)
+    assert not (tmp_path / "init").exists()
+
+
+def other_model(folder: Path, tokenizer: Any, vocabulary: int) -> Path:
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def no_target() -> Target:
+    raise AssertionError("needs no target")
+
+
+@pytest.mark.parametrize("vocabulary", [300, 320, 296])
+def test_another_model_with_the_same_tokenizer(
+    vocabulary: int, tiny_capture: Capture, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    """Embeddings padded to another size are brought to the target's; the target itself is not needed."""
+    source = other_model(tmp_path / "m", AutoTokenizer.from_pretrained(tiny_target_folder), vocabulary)
+    draft = started(SmallSettings(from_model=str(source)), tiny_capture, tmp_path / "t", no_target)
+    assert draft.vocab_size == tiny_capture.vocab_size
+
+
+def test_another_tokenizer_is_refused(tiny_capture: Capture, tiny_target_folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_folder)
+    tokenizer.add_tokens(["<new>"])
+    source = other_model(tmp_path / "m", tokenizer, 301)
+    with pytest.raises(TokenizerMismatchError, match=r"draft\.from_model: .*must be the target's [0-9a-f]{12}"):
+        prepare(SmallSettings(from_model=str(source)), 0, tiny_capture, tmp_path / "t", no_target)
+    with pytest.raises(MissingFileError, match=r"draft\.from_model: .*nowhere"):
+        prepare(SmallSettings(from_model=str(tmp_path / "nowhere")), 0, tiny_capture, tmp_path / "t", no_target)
+
+
+def test_a_reduced_eagle3_starts_from_the_targets_head(
+    tiny_capture: Capture, load_tiny_target: LoadTarget, tmp_path: Path
+) -> None:
+    draft = started(Eagle3Settings(draft_vocabulary=120), tiny_capture, tmp_path, load_tiny_target)
+    assert isinstance(draft, Eagle3Draft) and draft.embed_tokens is None
+    ids = draft.draft_ids
+    assert {*tiny_capture.special_ids, *tiny_capture.stop_ids} <= set(ids.tolist())
+    assert torch.equal(draft.lm_head.weight, load_tiny_target().model.lm_head.weight[ids])
+    covered = json.loads((tmp_path / "init" / "draftforge.json").read_text())["extra"]["coverage"]
+    answers = [token for sample in tiny_capture.samples("train") for token in sample.answer_ids]
+    assert covered == pytest.approx(sum(token in set(ids.tolist()) for token in answers) / len(answers))
+
+
+def test_the_seed_decides_fresh_weights(tiny_capture: Capture, load_tiny_target: LoadTarget, tmp_path: Path) -> None:
+    def fresh(name: str, seed: int) -> torch.Tensor:
+        init = prepare(Eagle3Settings(), seed, tiny_capture, tmp_path / name, load_tiny_target)
+        draft = load_draft(init, torch.device("cpu"), torch.float32).draft
+        assert isinstance(draft, Eagle3Draft)
+        return draft.fc.weight
+
+    first = fresh("a", 0)
+    assert torch.equal(first, fresh("b", 0)) and not torch.equal(first, fresh("c", 1))
+
+
+def test_captured_layers_by_default() -> None:
+    assert default_aux_layers(30) == (2, 15, 27)
+    assert default_aux_layers(32) == (2, 16, 29)
+    for total in range(3, 12):
+        low, middle, high = default_aux_layers(total)
+        assert 1 <= low < middle < high <= total
+    with pytest.raises(InputError, match="has 2 layers"):
+        default_aux_layers(2)
+
+
+def test_a_warm_start_of_another_kind_is_refused(
+    tiny_capture: Capture, load_tiny_target: LoadTarget, tmp_path: Path
+) -> None:
+    init = prepare(SmallSettings(layers=2), 0, tiny_capture, tmp_path / "a", load_tiny_target)
+    with pytest.raises(InputError, match=r"is of family small, but draft\.family is eagle3"):
+        prepare(Eagle3Settings(init_from=init), 0, tiny_capture, tmp_path / "b", load_tiny_target)

@@ -1,0 +1,61 @@
+"""Training settings: what is refused, in which words, and what decides a run's identity."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from draftforge.train.schedule import learning_rate
+from draftforge.train.settings import DraftSettings, Eagle3Settings, Settings, SmallSettings
+
+READ: TypeAdapter[Settings] = TypeAdapter(DraftSettings)
+
+
+def test_the_family_decides_the_fields() -> None:
+    assert isinstance(READ.validate_python({"family": "small", "layers": 4}), SmallSettings)
+    assert isinstance(READ.validate_python({"family": "eagle3", "draft_vocabulary": 100}), Eagle3Settings)
+    with pytest.raises(ValidationError, match="layers"):
+        READ.validate_python({"family": "eagle3", "layers": 4})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"warmup_steps": 30, "steps": 20}, "warmup_steps 30: must not exceed steps 20"),
+        ({"score_every": 30, "steps": 20}, "score_every 30: must not exceed steps 20"),
+        ({"objective": {}}, "needs at least one entry"),
+        ({"objective": {"kl": 1.0, "tv": -0.5}}, "weights above 0"),
+        ({"zero_stage": 2, "engine": "torch"}, "zero_stage 2: needs engine deepspeed, got engine torch"),
+        ({"layers": None}, "layers None, from_model None: give exactly one of them"),
+        ({"from_model": "a/b"}, "layers 4, from_model a/b: give exactly one of them"),
+        ({"layers": 1}, "layers 1: must be at least 2"),
+        ({"layers": [0, 5, 3]}, r"layers \[0, 5, 3\]: must be at least 2 different layers in ascending order"),
+        ({"lora": {"targets": ["q_proj", "lm_head"]}}, "not the head or the embeddings"),
+    ],
+)
+def test_what_does_not_fit_together_is_said_with_both_values(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SmallSettings(**{"layers": 4, **fields})
+
+
+def test_captured_layers_are_in_order() -> None:
+    with pytest.raises(ValidationError, match=r"aux_layers \[2, 9, 5\]"):
+        Eagle3Settings(aux_layers=(2, 9, 5))
+
+
+def test_identity_is_what_decides_the_result() -> None:
+    base = SmallSettings(layers=4)
+    elsewhere = {"accumulation": 4, "zero_stage": 1, "save_every": 5, "logits_bytes": 1, "init_from": Path("x")}
+    assert base.model_copy(update=elsewhere).fingerprint == base.fingerprint
+    for update in ({"layers": 5}, {"steps": 7}, {"learning_rate": 1e-4}, {"objective": {"ce": 1.0}}):
+        assert base.model_copy(update=update).fingerprint != base.fingerprint
+
+
+def test_learning_rate_warms_up_and_follows_a_cosine() -> None:
+    rates = [learning_rate(step, 20, 4, 1.0, 0.1) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0 and rates[-1] == pytest.approx(0.1)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert learning_rate(0, 1, 0, 1.0, 0.1) == 1.0
+    assert learning_rate(0, 1, 1, 1.0, 0.1) == 1.0

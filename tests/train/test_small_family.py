@@ -1,0 +1,78 @@
+"""`small` under training: supervised positions only, and adapters that merge to the same function."""
+
+import pytest
+import torch
+
+from draftforge.data.batches import collate
+from draftforge.data.store import Capture
+from draftforge.specdec.drafts.small import SmallDraft
+from draftforge.specdec.targets import Target
+from draftforge.train.families.prune import prune
+from draftforge.train.families.small import SmallFamily
+from draftforge.train.head import COUNT, LOSS, LossSettings
+from draftforge.train.objectives import OBJECTIVES, stored_entries
+from draftforge.train.settings import LoraSettings, SmallSettings
+
+
+def family_of(target: Target, **update: object) -> SmallFamily:
+    settings = SmallSettings.model_validate({"layers": 2, **update})
+    return SmallFamily(SmallDraft(prune(target.model, [0, 3])), settings, LossSettings({"kl": 1.0}))
+
+
+def test_the_loss_is_that_of_the_supervised_positions(tiny_capture: Capture, load_tiny_target: object) -> None:
+    family = family_of(load_tiny_target())  # type: ignore[operator]
+    samples = tiny_capture.samples("train")[:4]
+    batch = collate(samples, [tiny_capture.signals(sample) for sample in samples])
+    loss, sums = family(family.inputs(batch, [0, 1, 2, 3]))
+    expected = 0.0
+    for sample in samples:
+        ids = torch.tensor([sample.prompt_ids + sample.answer_ids])
+        logits = family.draft.logits(family.draft(ids))[0, len(sample.prompt_ids) - 1 : -1]
+        entries, places = stored_entries(tiny_capture.signals(sample))
+        expected += float(OBJECTIVES["kl"](entries, logits.log_softmax(-1).gather(-1, places)).detach().sum())
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert float(sums[0, LOSS]) == pytest.approx(expected, rel=1e-4)
+    assert int(sums[0, COUNT]) == sum(len(sample.answer_ids) for sample in samples)
+
+
+def test_the_head_never_runs_on_a_prompt(tiny_capture: Capture, load_tiny_target: object) -> None:
+    family = family_of(load_tiny_target())  # type: ignore[operator]
+    sample = tiny_capture.samples("train")[0]
+    batch = collate([sample], [tiny_capture.signals(sample)])
+    rows = family.rows(family.inputs(batch, [0]))
+    assert rows.states_SNH.shape[:2] == (1, len(sample.answer_ids))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
+def test_merged_adapters_are_the_same_function(targets: object, load_tiny_target: object) -> None:
+    family = family_of(load_tiny_target(), lora=LoraSettings.model_validate({"rank": 4, "targets": targets}))  # type: ignore[operator]
+    names = family.trainable()
+    assert names and all("lora_" in name for name in names)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in names.values():
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+    before = {name: tensor.clone() for name, tensor in family.draft.model.state_dict().items()}
+    plain = family.export()
+    ids = torch.randint(300, (2, 7))
+    torch.testing.assert_close(plain(ids), family.draft(ids), atol=1e-4, rtol=1e-4)
+    assert not any("lora" in name for name in plain.model.state_dict())
+    for name, tensor in family.draft.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name  # exporting leaves no trace, so training goes on unrounded
+
+
+def test_decay_on_matrices_only(load_tiny_target: object) -> None:
+    matrices, rest = family_of(load_tiny_target()).matrices_and_rest()  # type: ignore[operator]
+    assert {p.ndim for p in matrices} == {2} and {p.ndim for p in rest} == {1}
+
+
+def test_recomputed_activations_give_the_same_gradients(tiny_capture: Capture, load_tiny_target: object) -> None:
+    sample = tiny_capture.samples("train")[0]
+    batch = collate([sample], [tiny_capture.signals(sample)])
+    gradients = []
+    for recompute in (False, True):
+        family = family_of(load_tiny_target(), activation_checkpointing=recompute)  # type: ignore[operator]
+        family(family.inputs(batch, [0]))[0].backward()
+        gradients.append({name: p.grad for name, p in family.trainable().items()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
