@@ -10,6 +10,7 @@ mlflow.db, artifacts/ the registry, unless the recipe or the environment names a
 """
 
 import os
+import time
 from functools import cached_property
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ..specdec.settings import TargetSettings
 from ..specdec.targets import Target, target_fingerprint
 
 OWNER_FILE, TARGETS_FILE = "owner.json", "targets.json"
+POLL_SECONDS = 0.5
 
 
 class Workspace:
@@ -35,13 +37,15 @@ class Workspace:
 
     def _claim(self) -> None:
         owner = self.root / OWNER_FILE
+        while not self.first_rank and not owner.is_file():  # the first rank claims; a launcher ends us if it fails
+            time.sleep(POLL_SECONDS)
         if owner.is_file():
             name = storage.read_json(owner).get("recipe")
             if name != self.recipe.name:
                 raise OwnershipError(f"workdir {self.root}: belongs to recipe {name!r}, not {self.recipe.name!r}")
         elif self.root.is_dir() and any(not path.name.startswith(".") for path in self.root.iterdir()):
             raise OwnershipError(f"workdir {self.root}: is not empty and was not made by draftforge")
-        elif self.first_rank:
+        else:
             storage.write_json(owner, {"recipe": self.recipe.name})
 
     @property
