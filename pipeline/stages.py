@@ -4,11 +4,14 @@ Same fingerprint: the folder is used as it is. With several ranks, the first doe
 wait for the finished folder.
 """
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .. import fingerprint
 from ..data.capture import capture
@@ -102,6 +105,9 @@ def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) 
         return stage
     data = Capture.open(captured.folder, verify=space.first_rank)
     train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink)
+    gc.collect()  # an engine's cycles hold the optimizer; scoring should not find the card full
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return stage
 
 
