@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from .data.capture_settings import CaptureSettings
@@ -49,6 +49,7 @@ _PLAIN = [
 
 
 _NAME = r"^[a-z0-9][a-z0-9._-]*$"
+_BASELINES = ("lookup", "none", "plain")  # what tables and `--draft` call decoding without a trained draft
 
 
 class RetrainSettings(BaseModel):
@@ -99,6 +100,14 @@ class Recipe(BaseModel):
         if isinstance(raw, dict) and isinstance(raw.get("name"), str) and raw.get("workdir") is None:
             return {**raw, "workdir": f"runs/{raw['name']}"}
         return raw
+
+    @field_validator("drafts")
+    @classmethod
+    def _no_baselines_name(cls, drafts: dict[str, Any]) -> dict[str, Any]:
+        taken = next((name for name in _BASELINES if name in drafts), None)
+        if taken is not None:
+            raise ValueError(f"{taken}: is the name of a baseline; give the draft another")
+        return drafts
 
     @property
     def base_dir(self) -> Path:

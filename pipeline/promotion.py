@@ -90,7 +90,7 @@ def _evidence(space: Workspace, captured: Stage, version: Version, now: Version 
     clusters = {sample.cluster for sample in scorer.samples}
     common = Evidence(
         candidate=_figures(candidate.row),
-        conversations=len({sample.conversation for sample in scorer.samples}),
+        conversations=len(counts.values(candidate.table, "conversation")),  # those scored, not those there are
         confidence=settings.confidence,
         lossless=candidate.lossless,
         export_reads_back=True,  # what was measured is the registered copy, downloaded and checked by its digests

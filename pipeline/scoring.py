@@ -113,18 +113,19 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
     costs: dict[str, CostTable] = {}
     perplexities: dict[tuple[str, int], float] = {}
     for (name, step), folder in {(LOOKUP, 0): None, **folders}.items():
-        part = stage.folder / "parts" / f"{name}-{step:06d}"
-        if not (part.with_suffix(".json").is_file() and name in costs):
+        part = stage.folder / "parts" / f"{name}-{step:06d}"  # a name may hold dots: no with_suffix
+        notes_file, counts_file = (part.with_name(f"{part.name}.{kind}") for kind in ("json", "parquet"))
+        if not (notes_file.is_file() and name in costs):
             proposer, draft = (PromptLookup(), "prompt lookup") if folder is None else scorer.proposer(folder)
             if name not in costs:
                 costs[name] = scorer.costs(proposer, draft)
-            if not part.with_suffix(".json").is_file():
+            if not notes_file.is_file():
                 table, lossless = scorer.counts(proposer, Identity(name, step))
                 seen = None if folder is None else scorer.perplexity(proposer)
-                counts.write(table, part.with_suffix(".parquet"))
-                storage.write_json(part.with_suffix(".json"), {"lossless": lossless, "perplexity": seen})
-        tables.append(counts.read(part.with_suffix(".parquet")))
-        seen = storage.read_json(part.with_suffix(".json"))["perplexity"]
+                counts.write(table, counts_file)
+                storage.write_json(notes_file, {"lossless": lossless, "perplexity": seen})
+        tables.append(counts.read(counts_file))
+        seen = storage.read_json(notes_file)["perplexity"]
         if seen is not None:
             perplexities[name, step] = seen
     table = counts.concat(tables)

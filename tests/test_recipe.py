@@ -225,6 +225,7 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
         ("drafts.eagle.lyers=1", "drafts.eagle.lyers: unknown key; the nearest known one is drafts.eagle.aux_layers"),
         ("drafts.small.family=tiny", "drafts.small: family must be one of 'small', 'eagle3'"),
         ("drafts.Small={family: small, layers: 2}", "demo.yaml: drafts.Small"),
+        ("drafts.lookup={family: small, layers: 2}", "lookup: is the name of a baseline; give the draft another"),
         ("mix.sources=[]", "mix.sources: must have at least 1 item"),
         ("target.model=", "target.model = None: must be text"),
         ("score.draft_tokens=[0]", "score.draft_tokens: [0]: every K must be at least 1"),

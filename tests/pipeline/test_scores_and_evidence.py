@@ -1,0 +1,88 @@
+"""What the leaderboard and the gate are given, with counts made up: no model runs here."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from draftforge.eval.costs import CostKey, CostTable, RoundCost
+from draftforge.eval.counts import CountRow, to_table
+from draftforge.eval.score import Identity
+from draftforge.eval.select import leaderboard
+from draftforge.pipeline import promotion, scoring
+from draftforge.pipeline.stages import Stage
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import load_recipe
+from draftforge.specdec.walk import RoundCounts
+
+WriteRecipe = Callable[..., Path]
+
+
+def counts_of(name: str, step: int, accepted: float, conversations: int = 4) -> pa.Table:
+    counts = RoundCounts(100.0, 100.0 + accepted, 100.0, accepted, (100.0,), (accepted,))
+    names = [f"c{number}" for number in range(conversations)]
+    return to_table(
+        CountRow(name, step, one, 0, one, "d", "selection", "128", "t0", "greedy", 1, "replay", counts) for one in names
+    )
+
+
+def costs_of() -> CostTable:
+    key = CostKey(
+        hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy", rule="greedy",
+        draft_tokens=[1],
+    )  # fmt: skip
+    cost = RoundCost(draft_seconds=0.01, verify_seconds=0.03, rest_seconds=0.0, rounds=9)
+    return CostTable(key=key, plain_seconds=0.03, plain_rounds=9, context_tokens=30.0, by_K={1: cost})
+
+
+class MadeUpScorer:
+    """Scores a checkpoint by its step alone."""
+
+    def __init__(self, *args: Any) -> None:
+        self.samples = [SimpleNamespace(cluster=f"c{n}", conversation=f"c{n}") for n in range(40)]
+
+    def proposer(self, folder: Path) -> tuple[None, None]:
+        return None, None
+
+    def costs(self, *args: Any) -> CostTable:
+        return costs_of()
+
+    def counts(self, proposer: Any, identity: Identity) -> tuple[pa.Table, bool]:
+        return counts_of(identity.name, identity.step, 10.0 * identity.step + len(identity.name)), True
+
+    def perplexity(self, proposer: Any) -> float:
+        return 2.0
+
+
+def test_names_with_dots_keep_their_counts_apart(write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = Workspace(load_recipe(write_recipe()))
+    monkeypatch.setattr(scoring, "Scorer", MadeUpScorer)
+    monkeypatch.setattr(scoring, "checkpoints_of", lambda stage: {2: stage.folder / "2", 4: stage.folder / "4"})
+    stages = {name: Stage(space.root / name, name) for name in ("v1.5", "v1.25")}
+    for _ in range(2):  # the second time from the parts on disk
+        scored = scoring.score_stage(space, Stage(space.root / "capture", "c" * 64), stages)
+        found = {(row.draft, row.step): row.tau.value for row in scored.rows if not row.baseline}
+        assert found == {
+            ("v1.25", 2): pytest.approx(1.25),
+            ("v1.25", 4): pytest.approx(1.45),
+            ("v1.5", 2): pytest.approx(1.24),
+            ("v1.5", 4): pytest.approx(1.44),
+        }
+
+
+def test_the_gate_hears_of_the_conversations_that_were_scored(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of those that the holdout has: `score.max_conversations` may leave most of them out."""
+    space = Workspace(load_recipe(write_recipe()))
+    table = counts_of("candidate", 4, 50.0, conversations=3)
+    (row,) = leaderboard([table], {"candidate": costs_of()}, space.recipe.score)
+    monkeypatch.setattr(promotion, "Scorer", MadeUpScorer)
+    monkeypatch.setattr(promotion, "_measure", lambda *args: promotion._Measured(row, table, True))
+    monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
+    version: Any = None
+    evidence = promotion._evidence(space, Stage(space.root, "c" * 64), version, None)
+    assert evidence.conversations == 3
