@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from .. import fingerprint, storage
 from ..progress import say
@@ -26,20 +25,20 @@ class Outcome:
     decision: Decision
 
 
-def distill(space: Workspace, ancestors: tuple[Path, ...] = (), parent: str | None = None) -> Outcome | None:
+def distill(space: Workspace, parent: str | None = None) -> Outcome | None:
     """Run every stage; None on ranks other than the first, whose part ends with the training.
 
-    `ancestors`: mixes that earlier champions were trained on; `parent`: the version that training starts from.
+    `parent`: the version that training starts from.
     """
     started = time.monotonic()
     if not space.first_rank:
-        captured = capture_stage(space, mix_stage(space, ancestors))
+        captured = capture_stage(space, mix_stage(space))
         for name in space.recipe.drafts:
             train_stage(space, name, captured, NoSink())
         return None
     tracking = space.tracking  # a server that does not answer is found out before the work, not after it
     with storage.lock(space.root / ".distill.lock", what=f"another run of recipe {space.recipe.name}"):
-        mix = mix_stage(space, ancestors)
+        mix = mix_stage(space)
         identity = run_fingerprint(space, mix)
         with start_run(tracking, space.recipe.name, identity, run_id=find_run(tracking, identity)) as run:
             outcome = _tracked(space, run, mix, parent)

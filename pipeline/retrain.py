@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import storage
+from .. import fingerprint, storage
 from ..eval import counts
 from ..eval.figures import Estimate, tau
 from ..eval.score import Identity
@@ -18,7 +18,7 @@ from ..specdec.drafts.eagle3 import Eagle3Draft
 from ..specdec.formats import DraftMeta, load_draft, read_meta
 from .distill import Outcome, distill
 from .scoring import Scorer
-from .stages import capture_stage, mix_stage
+from .stages import capture_stage, mix_place, mix_stage
 from .workspace import Workspace
 
 
@@ -47,12 +47,27 @@ def retrain(space: Workspace) -> Retrained:
             say("no champion of any target yet: distilling from the recipe's start")
             return Retrained(distill(space))
         say(f"target changed: {stale.reference} drafts for another one")
+        inherit_mix(space, stale)
         folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models")
         stale_tau = _measure_stale(space, folder, stale)
         started = _warm(space, folder, stale) if space.recipe.retrain.warm_start else None
         if started is None:
             return Retrained(distill(space), stale, stale_tau)
         return Retrained(distill(started, parent=stale.reference), stale, stale_tau)
+
+
+def inherit_mix(space: Workspace, stale: Version) -> None:
+    """Keep what the champion was trained on out of the new holdout, where the recipe now makes another mix."""
+    theirs = stale.lineage.mix_fingerprint
+    if theirs == mix_place(space).fingerprint:
+        return
+    if space.folder("mix", theirs).is_dir():
+        space.inherit(theirs)
+    else:
+        say(
+            f"{stale.reference}: its mix {fingerprint.short(theirs)} is not in {space.root}: near-copies of what it "
+            "was trained on may be held out"
+        )
 
 
 def _measure_stale(space: Workspace, folder: Path, stale: Version) -> Estimate | None:

@@ -43,26 +43,35 @@ class Stage:
     fingerprint: str
 
 
-def mix_stage(space: Workspace, ancestors: tuple[Path, ...] = ()) -> Stage:
-    """Conversations to answer. `ancestors`: earlier mixes whose training conversations never enter this holdout."""
+def mix_stage(space: Workspace) -> Stage:
+    """Conversations to answer. What an ancestor's mix placed in train or selection never enters this holdout."""
+    stage, settings = mix_place(space), space.recipe.mix
+
+    def work() -> None:
+        ask = prompts_of(space.target, space.recipe.capture.batch_size) if _asks_target(space) else None
+        earlier = [space.folder("mix", ancestor) for ancestor in space.ancestors]
+        build_mix(settings, space.recipe.base_dir, stage.folder, ask, earlier)
+
+    _once(space, stage.folder / MIX_MANIFEST, work, "mix")
+    return stage
+
+
+def mix_place(space: Workspace) -> Stage:
+    """Where the recipe's mix lies, or will."""
     settings = space.recipe.mix
     inputs: list[Any] = [
         settings.model_dump(mode="json", exclude={"sources": {"__all__": {"path", "name"}}, "ancestors": True}),
         input_digests(settings, space.recipe.base_dir),
         sorted(fingerprint.of_file(space.recipe.base_dir / path / MIX_MANIFEST) for path in settings.ancestors),
-        sorted(fingerprint.of_file(path / MIX_MANIFEST) for path in ancestors),
+        space.ancestors,
     ]
-    asks_target = any(isinstance(source, TargetSource) for source in settings.sources)
-    if asks_target:
+    if _asks_target(space):
         inputs.append(space.target_fingerprint)
-    stage = _stage(space, "mix", inputs)
+    return _stage(space, "mix", inputs)
 
-    def work() -> None:
-        ask = prompts_of(space.target, space.recipe.capture.batch_size) if asks_target else None
-        build_mix(settings, space.recipe.base_dir, stage.folder, ask, ancestors)
 
-    _once(space, stage.folder / MIX_MANIFEST, work, "mix")
-    return stage
+def _asks_target(space: Workspace) -> bool:
+    return any(isinstance(source, TargetSource) for source in space.recipe.mix.sources)
 
 
 def capture_stage(space: Workspace, mix: Stage) -> Stage:

@@ -3,6 +3,7 @@
 owner.json            the recipe that this folder belongs to
 digests.json          remembered hashes of large files
 targets.json          fingerprints that the recipe's targets had
+ancestors.json        by target: mixes of the champions that its drafts started from
 mix-<12 hex>/  capture-<12 hex>/  train-<draft>-<12 hex>/  score-<12 hex>/   one folder a fingerprint
 costs/                measured times, shared by all checkpoints of a shape
 models/               what came from the registry
@@ -23,7 +24,7 @@ from ..registry.resolve import is_models_uri, resolve_models_uri
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import Target, target_fingerprint
 
-OWNER_FILE, TARGETS_FILE = "owner.json", "targets.json"
+OWNER_FILE, TARGETS_FILE, ANCESTORS_FILE = "owner.json", "targets.json", "ancestors.json"
 POLL_SECONDS = 0.5
 
 
@@ -56,6 +57,22 @@ class Workspace:
     def folder(self, stage: str, stage_fingerprint: str) -> Path:
         """Where the stage with this fingerprint lies, or will."""
         return self.root / f"{stage}-{fingerprint.short(stage_fingerprint)}"
+
+    @property
+    def ancestors(self) -> list[str]:
+        """Fingerprints of the mixes that `inherit` noted for this target."""
+        noted = self._noted_ancestors()
+        return noted.get(self.target_fingerprint, []) if noted else []  # most recipes never need the target for this
+
+    def inherit(self, mix_fingerprint: str) -> None:
+        """From now on no mix for this target holds out what that mix placed in train or selection."""
+        noted = sorted({*self.ancestors, mix_fingerprint})
+        storage.write_json(self.root / ANCESTORS_FILE, {**self._noted_ancestors(), self.target_fingerprint: noted})
+
+    def _noted_ancestors(self) -> dict[str, list[str]]:
+        path = self.root / ANCESTORS_FILE
+        known: dict[str, list[str]] = storage.read_json(path) if path.is_file() else {}
+        return known
 
     @cached_property
     def digests(self) -> fingerprint.FileDigests:

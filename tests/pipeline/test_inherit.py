@@ -1,0 +1,50 @@
+"""A new mix for a new target: what the old champion was trained on stays out of the holdout that judges its heir."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftforge.data.mix import load_mix
+from draftforge.pipeline.retrain import inherit_mix
+from draftforge.pipeline.stages import mix_stage
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import Recipe, load_recipe
+
+WriteRecipe = Callable[..., Path]
+
+
+def champion_of(mix_fingerprint: str) -> Any:
+    return SimpleNamespace(reference="tiny/1", lineage=SimpleNamespace(mix_fingerprint=mix_fingerprint))
+
+
+def dealt_anew(recipe: Recipe) -> Recipe:
+    changed = recipe.model_copy(update={"mix": recipe.mix.model_copy(update={"salt": "another"})})
+    changed._base_dir = recipe.base_dir
+    return changed
+
+
+def test_a_new_holdout_holds_nothing_that_the_champion_was_trained_on(write_recipe: WriteRecipe) -> None:
+    recipe = load_recipe(write_recipe())
+    before = mix_stage(Workspace(recipe))
+    seen = {one.id for one in load_mix(before.folder) if one.split != "holdout"}
+    space = Workspace(dealt_anew(recipe))
+    for _ in range(2):  # a killed retraining that comes again changes nothing
+        inherit_mix(space, champion_of(before.fingerprint))
+        after = mix_stage(space)
+    held_out = {one.id for one in load_mix(after.folder) if one.split == "holdout"}
+    assert held_out and not held_out & seen
+    assert mix_stage(Workspace(space.recipe)) == after  # later verbs find the same mix
+    assert mix_stage(Workspace(recipe)).fingerprint != after.fingerprint
+
+
+def test_the_same_mix_is_used_as_it_is(write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = load_recipe(write_recipe())
+    space = Workspace(recipe)
+    before = mix_stage(space)
+    inherit_mix(space, champion_of(before.fingerprint))
+    assert mix_stage(Workspace(recipe)) == before
+    inherit_mix(space, champion_of("0" * 64))
+    assert "is not in" in capsys.readouterr().err and space.ancestors == []
