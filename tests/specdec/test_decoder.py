@@ -8,9 +8,11 @@ from stand_ins import near_copy, prompts, random_eagle3, target
 from torch import Tensor
 
 from draftforge.errors import ContextLengthError, InputError
+from draftforge.specdec import decoder
 from draftforge.specdec.decoder import Generation, Request, RoundTimer, generate
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Proposer, make_proposer
+from draftforge.specdec.proposers.base import Draft
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.sampling import SamplingSettings, probabilities
 
@@ -67,6 +69,28 @@ def test_greedy_output_equals_plain_decoding(name: str, batch_size: int) -> None
     rounds = [round_ for answer in answers for round_ in answer.rounds]
     if name != "lookup":  # no pass by accident: some drafts are accepted and some are not
         assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds)
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_drafts_do_not_depend_on_the_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal answers prove nothing here: verification repairs whatever a draft with a confused cache says."""
+    model, requests = target(), greedy_requests(12)
+    original = decoder._Decoder._draft
+
+    def chains(batch_size: int) -> dict[int, list[list[int]]]:
+        seen: dict[int, list[list[int]]] = {}
+
+        def listening(self: decoder._Decoder) -> Draft:
+            draft = original(self)
+            for slot, chain, count in zip(self.slots, draft.tokens_BK.tolist(), draft.count_B):
+                seen.setdefault(slot.number, []).append(chain[:count])
+            return draft
+
+        monkeypatch.setattr(decoder._Decoder, "_draft", listening)
+        run(model, proposer_named(name, model), requests, draft_tokens=4, batch_size=batch_size)
+        return seen
+
+    assert chains(1) == chains(5)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "onehot"])

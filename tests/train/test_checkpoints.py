@@ -51,6 +51,21 @@ def test_random_numbers_go_on(trained: Path) -> None:
     checkpoints.restore_rng(checkpoints.restore(trained, 3).rng, ALONE)  # as it comes from disk
 
 
+def test_each_rank_gets_its_own_random_numbers_back() -> None:
+    torch.manual_seed(1)
+    first = torch.get_rng_state()
+    torch.manual_seed(2)
+    parts = [{**checkpoints.rng_state(ALONE)[0], "torch": first}, {"torch": torch.get_rng_state()}]
+    expected = torch.rand(3)
+    checkpoints.restore_rng(parts, Ranks(1, 2, torch.device("cpu")))
+    assert torch.equal(torch.rand(3), expected)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    checkpoints.restore_rng(parts, Ranks(2, 3, torch.device("cpu")))  # it was not there: its own seed stays
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_a_damaged_trainer_is_named(trained: Path, tiny_capture: Capture, load_tiny_target: Any, recorder: Any) -> None:
     state = checkpoints.step_folder(trained, 3) / "trainer" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:1000])

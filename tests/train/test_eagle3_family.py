@@ -98,6 +98,24 @@ def test_the_loss_is_that_of_drafting_one_position_at_a_time(
     assert sums[:, LOSS].tolist() == pytest.approx(expected, rel=1e-4)
 
 
+def test_later_steps_weigh_less_in_loss_and_gradient(target: Target, tiny_capture: Capture) -> None:
+    """The loss is sum_k decay^k loss_k, and so is its gradient: 1, 0.5, 0.25 here."""
+    batch = collate(tiny_capture.samples("train")[:2])
+
+    def gradient(**update: Any) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+        family = family_of(target, **update)
+        loss, sums = family(family.inputs(batch, [0, 1]))
+        (grad,) = torch.autograd.grad(loss, [family.draft.fc.weight])
+        return sums[:, LOSS].tolist(), loss.detach(), grad
+
+    by_step = [gradient(draft_tokens=k, step_decay=1.0) for k in (1, 2, 3)]
+    sums, loss, grad = gradient(draft_tokens=3, step_decay=0.5)
+    assert float(loss) == pytest.approx(sums[0] + 0.5 * sums[1] + 0.25 * sums[2], rel=1e-5)
+    first, second, third = (one[2] for one in by_step)
+    torch.testing.assert_close(grad, first + 0.5 * (second - first) + 0.25 * (third - second), rtol=1e-3, atol=1e-3)
+    assert Eagle3Settings().step_decay == 0.8 and family_of(target).step_weights == pytest.approx((1.0, 0.8, 0.64))
+
+
 def test_remembered_features_are_those_of_a_fresh_run(target: Target, tiny_capture: Capture) -> None:
     samples = tiny_capture.samples("train")
     layers = (1, 2, 4)
