@@ -30,6 +30,7 @@ class SmallProposer:
     def reserve(self, slots: int, capacity: int) -> None:
         self._cache = KVCache(slots, capacity, self._lm.device)
         self._pending = [[] for _ in range(slots)]
+        self._drafted = 0  # in the round that is under way
 
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
         prompts = [row[:-1] for row in ids]
@@ -40,6 +41,7 @@ class SmallProposer:
 
     def propose(self, limits: Sequence[int], sampling: Sequence[SamplingSettings], uniforms_BK: Tensor | None) -> Draft:
         batch, count = len(limits), max(limits)
+        self._drafted = count
         if count == 0:
             return Draft(torch.zeros(batch, 0, dtype=torch.long, device=self._lm.device), list(limits), None)
         fed = self._pending[:batch]
@@ -53,7 +55,6 @@ class SmallProposer:
                 drawn_from.append(q_BV)
             if k + 1 < count:
                 hidden_BH = self._read(token_B[:, None], [1] * batch)
-        self._drafted = count
         return Draft(torch.stack(tokens, 1), list(limits), torch.stack(drawn_from, 1) if drawn_from else None)
 
     def observe(self, tokens: Sequence[list[int]], states: States) -> None:

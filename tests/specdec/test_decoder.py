@@ -72,6 +72,14 @@ def test_greedy_output_equals_plain_decoding(name: str, batch_size: int) -> None
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
+def test_with_nothing_to_draft_it_is_plain_decoding(name: str) -> None:
+    model, requests = target(), greedy_requests(3)
+    answers = run(model, proposer_named(name, model), requests, draft_tokens=0, batch_size=2)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in run(model, None, requests)]
+    assert all(round_ == (0, 0, 1) for answer in answers for round_ in answer.rounds)
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
 def test_drafts_do_not_depend_on_the_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal answers prove nothing here: verification repairs whatever a draft with a confused cache says."""
     model, requests = target(), greedy_requests(12)
