@@ -145,6 +145,12 @@ def restore_rng(parts: list[dict[str, Any]], ranks: Ranks) -> None:
     random.setstate((version, tuple(numbers), gauss))
 
 
+def sweep(folder: Path) -> None:
+    """Remove what a killed run left half-written beside the checkpoints."""
+    for leftover in (folder / FOLDER).glob(".*"):
+        shutil.rmtree(leftover)
+
+
 def _drop_older(folder: Path, state: LoopState) -> None:
     """Older trainers, and older drafts that no score needs. Renamed first, so that none is ever seen in part."""
     for step in list_steps(folder):

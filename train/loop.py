@@ -56,6 +56,7 @@ def train(
     with distributed.join(use_deepspeed) as ranks, on_sigterm() as stop:
         if ranks.first:
             claim(folder, settings, seed, capture)
+            checkpoints.sweep(folder)
             prepare(settings, seed, capture, folder, load_target)
         ranks.barrier()
 

@@ -89,6 +89,15 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000001"]
 
 
+def test_what_a_killed_save_left_is_removed(
+    trained: Path, tiny_capture: Capture, load_tiny_target: Any, recorder: Any
+) -> None:
+    for name in (".step-000004.0c2e9893.tmp", "..step-000004.0c2e9893.tmp.41c9c3c1.tmp", ".step-000002.old"):
+        (trained / "checkpoints" / name / "trainer").mkdir(parents=True)
+    train(SETTINGS, 0, tiny_capture, trained, load_tiny_target, recorder)
+    assert [path.name for path in (trained / "checkpoints").iterdir()] == ["step-000003"]
+
+
 def test_the_log_forgets_what_will_be_done_again(tmp_path: Path) -> None:
     log = MetricLog(tmp_path / "metrics.jsonl")
     for step in (1, 2, 3):
