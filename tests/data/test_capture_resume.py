@@ -279,7 +279,7 @@ def _child(folder: Path, log: Path) -> None:
     torch.set_num_threads(1)
     with log.open("ab", buffering=0) as stream:
         heard: Callable[[int], Any] = lambda answer: stream.write(f"{os.getpid()} {answer}\n".encode())  # noqa: E731
-        answering.generate = fake_generate(seconds=0.02, heard=heard)  # type: ignore[assignment]
+        answering.generate = fake_generate(seconds=0.02, heard=heard)
         run(folder)
     os._exit(0)
 

@@ -11,7 +11,7 @@ import draftforge.data.capture as capturing
 from draftforge import storage
 from draftforge.data.capture import capture
 from draftforge.data.capture_settings import CaptureSettings
-from draftforge.data.conversation import Conversation, Message, render
+from draftforge.data.conversation import Conversation, Message, Split, render
 from draftforge.data.store import Capture, Sample
 from draftforge.errors import ContextLengthError, InputError, LockedError, OwnershipError, StaleInputError
 from draftforge.specdec.sampling import SamplingSettings
@@ -23,7 +23,7 @@ SCORED = [SamplingSettings(), SamplingSettings(temperature=0.7, top_p=0.9)]
 Capturing = Callable[..., Capture]
 
 
-def talk(id: str, *texts: str, split: str = "train", **fields: Any) -> Conversation:
+def talk(id: str, *texts: str, split: Split = "train", **fields: Any) -> Conversation:
     """Texts of a user; one that begins with `>` is the assistant's."""
     messages = [
         Message(role="assistant" if text.startswith(">") else "user", content=text.removeprefix(">")) for text in texts

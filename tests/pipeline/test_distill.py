@@ -28,7 +28,7 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     assert now.lineage.step == outcome.scored.chosen.step
     assert now.lineage.draft_tokens == outcome.scored.chosen.draft_tokens
     run = space.tracking.client.get_run(now.run_id)
-    assert run.info.status == "FINISHED"
+    assert run.info.status == "FINISHED" and run.inputs is not None
     assert {one.dataset.name.split("-")[0] for one in run.inputs.dataset_inputs} == {"mix", "capture"}
     tau = space.tracking.client.get_metric_history(now.run_id, "small.score/tau")
     assert [point.step for point in tau] == [2, 4]
