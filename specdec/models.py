@@ -104,6 +104,9 @@ class CausalModel:
             for handle in handles:
                 handle.remove()
 
+    def _named(self) -> str:
+        return " ".join(filter(None, (self.model.name_or_path, type(self.model).__name__)))
+
     @torch.no_grad()
     def _check_head(self) -> None:
         if self.device.type == "meta":
@@ -111,8 +114,10 @@ class CausalModel:
         ids = torch.arange(4, device=self.device)[None] % self.vocab_size
         ours = self.logits(self.states(ids).hidden_BTH).float()
         theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+        if not bool(theirs.isfinite().all()):
+            raise FormatError(f"{self._named()}: its logits are not finite; the weights are damaged")
         if not torch.allclose(ours, theirs, atol=1e-2 * float(theirs.abs().max()) + 1e-3):
-            raise FormatError(f"{type(self.model).__name__}: its logits are not head(final norm(x)); not supported")
+            raise FormatError(f"{self._named()}: its logits are not head(final norm(x)); not supported")
 
 
 def _head_arithmetic(config: Any) -> tuple[float, float | None]:

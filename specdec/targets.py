@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors import SafetensorError
+from transformers import GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import fingerprint
 from ..errors import InputError, MissingFileError
-from ..storage import read_json
+from ..storage import read_object
+from .loading import load_model, load_tokenizer, one_line
 from .models import CausalModel
 from .settings import TargetSettings
 
@@ -43,12 +45,13 @@ class Target(CausalModel):
         common: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
         if source.gguf_file is not None:
             common["gguf_file"] = source.gguf_file
-        tokenizer = AutoTokenizer.from_pretrained(source.folder, **common)
+        where = f"target.model: {settings.model}"
+        tokenizer = load_tokenizer(source.folder, where, **common)
         weights: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, **common}
         if source.gguf_file is not None:
             weights["quantization_config"] = GgufConfig(dequantize=True)
             del weights["use_safetensors"]
-        model = AutoModelForCausalLM.from_pretrained(source.folder, **weights)
+        model = load_model(source.folder, where, **weights)
         if settings.adapter is not None:
             model = _merge_adapter(model, settings.adapter)
         return cls(model.to(device), tokenizer, settings, target_fingerprint(settings, digests))
@@ -86,7 +89,13 @@ def place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
-    return torch.device(device), getattr(torch, dtype)
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"target.device: {device}: must be auto, cpu or a device of torch such as cuda:0") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"target.device: {device}: there are {torch.cuda.device_count()} CUDA devices here")
+    return found, getattr(torch, dtype)
 
 
 def target_fingerprint(settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> str:
@@ -124,7 +133,7 @@ def _present(folder: Path, names: tuple[str, ...]) -> list[str]:
 def _config_digest(path: Path) -> str | None:
     if not path.is_file():
         return None
-    return fingerprint.of_json({key: value for key, value in read_json(path).items() if key not in _CONFIG_NOISE})
+    return fingerprint.of_json({key: value for key, value in read_object(path).items() if key not in _CONFIG_NOISE})
 
 
 def _adapter_fingerprint(adapter: str | None, digests: fingerprint.FileDigests | None) -> str | None:
@@ -150,21 +159,19 @@ def _snapshot(name: str, revision: str | None, field: str) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:
-        raise MissingFileError(f"{field}: {name}: not a local folder, and the hub said: {_one_line(error)}") from None
-
-
-def _one_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise MissingFileError(f"{field}: {name}: not a local folder, and the hub said: {one_line(error)}") from None
 
 
 def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     from peft import PeftModel
 
+    folder = _adapter_folder(adapter)
     try:
-        merged = PeftModel.from_pretrained(model, str(_adapter_folder(adapter)), use_safetensors=True)
+        merged = PeftModel.from_pretrained(model, str(folder), use_safetensors=True)
         return merged.merge_and_unload()
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise InputError(f"target.adapter: {adapter}: does not fit the model: {_one_line(error)}") from None
+    except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"target.adapter: {adapter}: does not fit the model: {reason}") from None
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

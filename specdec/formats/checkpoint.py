@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from ...errors import FormatError, MissingFileError
-from ...storage import new_folder, read_json, write_json
+from ...storage import new_folder, read_object, write_json
 from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.small import SmallDraft
 from ..targets import copy_tokenizer
@@ -65,7 +65,7 @@ def read_meta(folder: Path) -> DraftMeta:
     if not folder.is_dir():
         raise MissingFileError(f"{folder}: no such draft folder")
     try:
-        return DraftMeta.model_validate(read_json(folder / META_FILE))
+        return DraftMeta.model_validate(read_object(folder / META_FILE))
     except ValidationError as error:
         first = error.errors()[0]
         raise FormatError(f"{folder / META_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from ...errors import FormatError
-from ...storage import read_json, write_json
+from ...storage import read_object, write_json
 from ..drafts.eagle3 import Eagle3Config, Eagle3Draft
 from .tensors import Shape, read_tensors, write_tensors
 
@@ -76,7 +76,7 @@ def engine_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
 
 def read_config(path: Path) -> Eagle3Config:
     """The dimensions out of an engine's config.json. Raises FormatError naming the field."""
-    raw = read_json(path)
+    raw = read_object(path)
     if raw.get("architectures") != ["LlamaForCausalLMEagle3"]:
         raise FormatError(f"{path}: architectures {raw.get('architectures')}: must be ['LlamaForCausalLMEagle3']")
     if raw.get("norm_before_residual"):

@@ -1,13 +1,12 @@
 """An independent draft as a plain Hugging Face folder."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...errors import FormatError, MissingFileError
 from ..drafts.small import SmallDraft
+from ..loading import load_model
 
 
 def write(draft: SmallDraft, folder: Path) -> None:
@@ -27,13 +26,4 @@ def read(folder: Path) -> SmallDraft:
     """Load with the stored dtype. Raises where tensors are missing: transformers would leave them random."""
     if not (folder / "config.json").is_file():
         raise MissingFileError(f"{folder / 'config.json'}: no such file")
-    config = AutoConfig.from_pretrained(folder)
-    options: dict[str, Any] = {"config": config, "dtype": "auto", "use_safetensors": True, "output_loading_info": True}
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise FormatError(f"{folder}: {str(error).splitlines()[0]}") from None
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            raise FormatError(f"{folder}: {kind.replace('_', ' ')}: {sorted(map(str, info[kind]))[0]}")
-    return SmallDraft(model)
+    return SmallDraft(load_model(folder, str(folder), only_known=True, dtype="auto", use_safetensors=True))

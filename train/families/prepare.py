@@ -16,6 +16,7 @@ from ...errors import InputError, MissingFileError, TokenizerMismatchError
 from ...specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from ...specdec.drafts.small import SmallDraft
 from ...specdec.formats.checkpoint import META_FILE, DraftMeta, load_draft, read_meta, save_draft
+from ...specdec.loading import load_model, load_tokenizer
 from ...specdec.targets import Target, tokenizer_digest
 from .. import vocabulary
 from ..settings import Eagle3Settings, Settings, SmallSettings
@@ -52,8 +53,6 @@ def _meta(settings: Settings, capture: Capture, extra: dict[str, Any]) -> DraftM
 
 
 def _small(settings: SmallSettings, capture: Capture, init: Path, load_target: LoadTarget) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     if settings.from_model is None:
         target = load_target()
         capture.check_target(target)
@@ -61,15 +60,13 @@ def _small(settings: SmallSettings, capture: Capture, init: Path, load_target: L
         model, tokenizer = prune(target.model, layers), target.tokenizer
         extra: dict[str, Any] = {"layers": layers}
     else:
-        where = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(settings.from_model, **where)
-            _same_tokenizer("draft.from_model", settings.from_model, tokenizer_digest(tokenizer), capture)
-            model = AutoModelForCausalLM.from_pretrained(
-                settings.from_model, dtype=torch.float32, use_safetensors=True, **where
-            )
-        except OSError as error:
-            raise MissingFileError(f"draft.from_model: {settings.from_model}: {_one_line(error)}") from None
+        options: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+        where = f"draft.from_model: {settings.from_model}"
+        if settings.from_model.startswith(("/", ".", "~")) and not Path(settings.from_model).expanduser().is_dir():
+            raise MissingFileError(f"{where}: no such folder")
+        tokenizer = load_tokenizer(settings.from_model, where, **options)
+        _same_tokenizer("draft.from_model", settings.from_model, tokenizer_digest(tokenizer), capture)
+        model = load_model(settings.from_model, where, dtype=torch.float32, use_safetensors=True, **options)
         if model.get_output_embeddings().weight.shape[0] != capture.vocab_size:
             model.resize_token_embeddings(capture.vocab_size)  # rows past the tokenizer's last id are padding
         extra = {"from_model": settings.from_model}
@@ -89,6 +86,11 @@ def layers_of(settings: SmallSettings, total: int) -> list[int]:
 
 def _eagle3(settings: Eagle3Settings, seed: int, capture: Capture, init: Path, target: Target) -> None:
     capture.check_target(target)
+    wrong = [layer for layer in settings.aux_layers or () if layer > target.num_layers]
+    if wrong:
+        raise InputError(
+            f"draft.aux_layers {list(settings.aux_layers or ())}: the target has {target.num_layers} layers"
+        )
     draft_ids, extra = None, {}
     if settings.draft_vocabulary is not None:
         counts_V = vocabulary.count_tokens(capture)
@@ -166,7 +168,3 @@ def _same_tokenizer(field: str, source: str, digest: str, capture: Capture) -> N
             f"{field}: {source}: tokenizer {fingerprint.short(digest)}, must be the target's "
             f"{fingerprint.short(capture.tokenizer_digest)}"
         )
-
-
-def _one_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

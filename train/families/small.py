@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ...data.batches import Batch
 from ...data.signals import Signals
+from ...errors import InputError
 from ...specdec.drafts.small import SmallDraft
 from ..head import Head, LossSettings, Rows, head_of
 from ..objectives import Entries, stored_entries
@@ -72,7 +73,10 @@ def add_lora(draft: SmallDraft, lora: LoraSettings) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0)
-    inject_adapter_in_model(config, draft.model)
+    try:
+        inject_adapter_in_model(config, draft.model)
+    except ValueError as error:
+        raise InputError(f"draft.lora: targets {lora.targets}: {' '.join(str(error).split())}") from None
 
 
 @torch.no_grad()
