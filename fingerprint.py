@@ -2,11 +2,13 @@
 
 import hashlib
 import json
-import os
+import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from . import storage
 from .errors import MissingFileError
 
 _CHUNK_BYTES = 1 << 22
@@ -43,10 +45,12 @@ class FileDigests:
 
     def __init__(self, store: Path) -> None:
         self._store = store
-        try:
-            self._known: dict[str, str] = json.loads(store.read_text())
-        except (OSError, ValueError):
-            self._known = {}
+        self._known: dict[str, str] = {}
+        with suppress(OSError, ValueError):
+            known = json.loads(store.read_text())
+            self._known = (
+                {key: value for key, value in known.items() if _is_digest(value)} if isinstance(known, dict) else {}
+            )
 
     def of_file(self, path: Path) -> str:
         """SHA-256 of the file, read from memory if its size and modification time are unchanged."""
@@ -56,10 +60,7 @@ class FileDigests:
         key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
         if key not in self._known:
             self._known[key] = of_file(path)
-            self._store.parent.mkdir(parents=True, exist_ok=True)
-            beside = self._store.with_name(f"{self._store.name}.{os.getpid()}")
-            beside.write_text(json.dumps(self._known))
-            beside.replace(self._store)
+            storage.write_bytes(self._store, json.dumps(self._known).encode())
         return self._known[key]
 
 
@@ -67,6 +68,10 @@ def of_files(root: Path, names: Iterable[str], digests: FileDigests | None = Non
     """One fingerprint of several files under `root`, by relative name and content."""
     hash_one = digests.of_file if digests else of_file
     return of_json({name: hash_one(root / name) for name in sorted(names)})
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def short(fingerprint: str) -> str:

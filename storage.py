@@ -12,7 +12,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .errors import CorruptDataError, DiskFullError, InputError, LockedError, MissingFileError
+from .errors import CorruptDataError, DiskFullError, DraftforgeError, InputError, LockedError, MissingFileError
+
+_DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large", "database or disk is full")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -44,6 +46,14 @@ def read_json(path: Path) -> Any:
         raise CorruptDataError(f"{path}: not valid JSON ({error})") from None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises MissingFileError or CorruptDataError, both naming the file."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise CorruptDataError(f"{path}: holds a JSON {type(value).__name__}, must be an object")
+    return value
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder beside `path`; rename it to `path` on success, remove it on failure.
@@ -69,13 +79,20 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's "no space left" into DiskFullError naming the path."""
+    """Turn "no space left", whichever library says it, into DiskFullError naming the path."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(f"{path}: no space left on the device") from error
-        raise
+    except Exception as error:
+        if isinstance(error, DraftforgeError) or not is_disk_full(error):
+            raise
+        raise DiskFullError(f"{path}: no space left on the device") from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether this is a full disk, a used-up quota or a file over its limit. Not every library keeps the number."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return True
+    return any(words in str(error) for words in _DISK_FULL)
 
 
 def require_free_space(folder: Path, need_bytes: int) -> None:

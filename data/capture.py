@@ -21,7 +21,7 @@ from .capture_settings import CaptureSettings
 from .conversation import Conversation
 from .mix import load_mix
 from .requests import Prompts, ShardPlan, plan_shards, settings_record
-from .store import FORMAT, HEADER, MANIFEST, SHARDS, check_shard, write_shard
+from .store import FORMAT, HEADER, MANIFEST, SHARDS, check_shard, read_record, write_shard
 
 Json = dict[str, Any]
 
@@ -111,7 +111,7 @@ def _claimed(folder: Path, header: Json) -> bool:
         if foreign:
             raise OwnershipError(f"{folder}: holds {foreign[0]} and no {HEADER}; not a capture, give another folder")
         return False
-    differing = _differences(storage.read_json(folder / HEADER), header)
+    differing = _differences(storage.read_object(folder / HEADER), header)
     if differing:
         raise StaleInputError(
             f"{folder}: captured with another {', '.join(differing)}; delete it or give another folder"
@@ -147,7 +147,7 @@ def _records(folder: Path, shards: Sequence[ShardPlan], content: bool) -> dict[s
     records: dict[str, Json] = {}
     for shard in shards:
         with suppress(MissingFileError):
-            record = storage.read_json(folder / SHARDS / f"{shard.name}.json")
+            record = read_record(folder, shard.name)
             check_shard(folder, record, content)
             records[shard.name] = record
     return records

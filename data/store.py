@@ -33,6 +33,7 @@ FORMAT = 1
 HEADER, MANIFEST, SHARDS = "header.json", "manifest.json", "shards"
 
 _OPEN_FILES = 64
+_RECORD_KEYS = {"name", "split", "bytes", "sha256"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,15 @@ def shard_path(folder: Path, name: str) -> Path:
     return storage.inside(folder, f"{SHARDS}/{name}.safetensors")
 
 
+def read_record(folder: Path, name: str) -> dict[str, Any]:
+    """The record of a finished shard. Raises MissingFileError where it is not finished, CorruptDataError."""
+    path = folder / SHARDS / f"{name}.json"
+    record = storage.read_object(path)
+    if not record.keys() >= _RECORD_KEYS or record["name"] != name:
+        raise CorruptDataError(f"{path}: not the record of shard {name}; delete it and run the capture again")
+    return record
+
+
 def check_shard(folder: Path, record: dict[str, Any], content: bool = True) -> None:
     """Compare a shard's size and sha256 with its record. Raises CorruptDataError naming the file."""
     path = shard_path(folder, record["name"])
@@ -117,8 +127,10 @@ class Capture:
             state = "the capture is not finished; run it again" if (folder / HEADER).is_file() else "not a capture"
             raise MissingFileError(f"{folder / MANIFEST}: no such file; {state}")
         manifest = storage.read_json(folder / MANIFEST)
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "shards" not in manifest:
-            raise CorruptDataError(f"{folder / MANIFEST}: not a capture manifest of format {FORMAT}")
+        if not _is_manifest(manifest):
+            raise CorruptDataError(
+                f"{folder / MANIFEST}: not a capture manifest of format {FORMAT}; delete it and run the capture again"
+            )
         shards: Iterable[dict[str, Any]] = manifest["shards"]
         for record in track(manifest["shards"], "Verifying capture", unit="shards") if verify else shards:
             check_shard(folder, record, content=verify)
@@ -207,6 +219,12 @@ class Capture:
                 self._files.clear()
             self._files[path] = safe_open(path, framework="pt")
         return self._files[path]
+
+
+def _is_manifest(value: Any) -> bool:
+    if not isinstance(value, dict) or value.get("format") != FORMAT or not isinstance(value.get("shards"), list):
+        return False
+    return all(isinstance(record, dict) and record.keys() >= _RECORD_KEYS for record in value["shards"])
 
 
 def _rows(file: Any, key: str) -> list[list[int]]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import CorruptDataError
 from ..specdec.formats.checkpoint import DraftMeta, save_draft
-from ..storage import disk_errors, new_folder, read_json, write_json
+from ..storage import disk_errors, new_folder, read_object, write_json
 from .distributed import Ranks
 from .engine import MOMENTS, Moments
 
@@ -101,14 +101,20 @@ def save(
 def restore(folder: Path, step: int) -> Restored:
     """Read a trainer's memory. Raises CorruptDataError naming the file."""
     trainer = step_folder(folder, step) / TRAINER
-    record = read_json(trainer / RECORD_FILE)
+    record = read_object(trainer / RECORD_FILE)
+    try:
+        state = LoopState(**record["state"])
+        rng: list[dict[str, Any]] = [dict(parts) for parts in record["rng"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptDataError(
+            f"{trainer / RECORD_FILE}: not a trainer's record ({type(error).__name__} {error}); delete {trainer.parent}"
+        ) from None
     try:
         tensors = load_file(trainer / STATE_FILE)
     except (SafetensorError, OSError) as error:
         raise CorruptDataError(f"{trainer / STATE_FILE}: unreadable ({error}); delete {trainer.parent}") from None
     weights: dict[str, Tensor] = {}
     moments: Moments = {}
-    rng: list[dict[str, Any]] = [dict(parts) for parts in record["rng"]]
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
         if kind == "weights":
@@ -118,7 +124,7 @@ def restore(folder: Path, step: int) -> Restored:
             rng[int(rank)][part] = tensor
         else:
             moments.setdefault(name, {})[kind] = tensor
-    return Restored(LoopState(**record["state"]), weights, moments, rng)
+    return Restored(state, weights, moments, rng)
 
 
 def rng_state(ranks: Ranks) -> list[dict[str, Any]]:

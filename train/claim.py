@@ -6,7 +6,7 @@ from typing import Any
 from .. import fingerprint
 from ..data.store import Capture
 from ..errors import OwnershipError
-from ..storage import read_json, write_json
+from ..storage import read_object, write_json
 from .settings import Settings
 
 OWNER_FILE = "train.json"
@@ -26,7 +26,7 @@ def claim(folder: Path, settings: Settings, seed: int, capture: Capture) -> None
             raise OwnershipError(f"{folder}: is not empty and was not made by training; choose another folder")
         write_json(folder / OWNER_FILE, ours)
         return
-    theirs = flatten(read_json(folder / OWNER_FILE))
+    theirs = flatten(read_object(folder / OWNER_FILE))
     for name, value in flatten(ours).items():
         if theirs.get(name) != value:
             raise OwnershipError(f"{folder}: belongs to another run, whose {name} is {theirs.get(name)}, not {value}")

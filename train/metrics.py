@@ -42,9 +42,10 @@ class MetricLog:
             return []
         lines = self._path.read_text().split("\n")
         try:
-            return [json.loads(line) for line in lines[:-1]]
-        except ValueError as error:
-            raise CorruptDataError(f"{self._path}: not JSON lines ({error})") from None
+            read = [json.loads(line) for line in lines[:-1]]
+            return [line | {"step": int(line["step"])} for line in read]
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorruptDataError(f"{self._path}: not JSON lines with a step ({error}); delete it") from None
 
     def truncate(self, step: int) -> None:
         """Forget everything after `step`: a resumed run will log it again."""
