@@ -19,7 +19,7 @@ from .data.capture_settings import CaptureSettings
 from .data.settings import MixSettings
 from .errors import MissingFileError, RecipeError
 from .eval.settings import ScoreSettings
-from .registry.settings import GateSettings, RegistrySettings
+from .registry.settings import GateSettings, RegistrySettings, redacted
 from .specdec.settings import TargetSettings
 from .train.settings import DraftSettings
 
@@ -117,6 +117,13 @@ class Recipe(BaseModel):
     def resolved(self) -> dict[str, Any]:
         """The recipe with every default in place and every path absolute: JSON-able, and a valid recipe itself."""
         return self.model_dump(mode="json")
+
+    def public(self) -> dict[str, Any]:
+        """The same without user names and passwords: for people and logs."""
+        uri = self.registry.tracking_uri
+        return self.resolved() | {
+            "registry": self.registry.model_dump(mode="json") | {"tracking_uri": uri and redacted(uri)}
+        }
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

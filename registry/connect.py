@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from .. import storage
 from ..errors import DiskFullError, InputError, RegistryError, TrackingError
 from ..fingerprint import of_bytes, short
-from .settings import RegistrySettings
+from .settings import RegistrySettings, redacted
 
 DATABASE_NAME = "mlflow.db"
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
@@ -63,14 +63,11 @@ def resolve_uri(settings: RegistrySettings, home: Path) -> str:
     if not uri:
         return _sqlite_uri(home / DATABASE_NAME)
     if urllib.parse.urlsplit(uri).scheme in ("", "file"):
-        raise TrackingError(f"registry.tracking_uri: {uri}: must be a server (http…) or a database (sqlite:///FILE)")
+        raise TrackingError(
+            f"registry.tracking_uri: {redacted(uri)}: must be a server (http…) or a database (sqlite:///FILE)"
+        )
     database = _sqlite_file(uri)
     return uri if database is None else _sqlite_uri(database)
-
-
-def redacted(text: str) -> str:
-    """The text without the user name and password of any URL in it."""
-    return re.sub(r"//[^/@\s]+@", "//***@", text)
 
 
 @contextmanager

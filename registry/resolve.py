@@ -7,8 +7,9 @@ from .. import storage
 from ..errors import InputError, RegistryError
 from ..fingerprint import of_json, short
 from .artifacts import download, download_verified, stored_files
-from .connect import Tracking, mlflow_errors, redacted
+from .connect import Tracking, mlflow_errors
 from .lineage import LINEAGE_TAG, as_version
+from .settings import redacted
 
 _ADDRESS = re.compile(r"models:/(?P<name>[^/@:.][^/@:]*)(?:/(?P<number>\d+)|@(?P<alias>[\w-]+))")
 

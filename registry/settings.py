@@ -1,5 +1,7 @@
 """The recipe's sections `registry` and `gate`. Light: importing this file does not import MLflow."""
 
+import re
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -17,6 +19,11 @@ class RegistrySettings(BaseModel):
     """First part of every registered model's name; the target's 12 hex digits follow."""
     connect_seconds: float = Field(default=8.0, gt=0)
     """How long a server may take to answer at the start before the run is refused."""
+
+
+def redacted(text: str) -> str:
+    """The text without the user name and password of any URL in it."""
+    return re.sub(r"\b(password|passwd|token)=[^&\s]+", r"\1=***", re.sub(r"//[^/\s]*@", "//***@", text))
 
 
 class GateSettings(BaseModel):

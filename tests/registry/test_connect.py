@@ -11,8 +11,8 @@ import pytest
 
 from draftforge.errors import DiskFullError, InputError, RegistryError, TrackingError
 from draftforge.registry import connect
-from draftforge.registry.connect import Tracking, mlflow_errors, open_tracking, quick_requests, redacted, resolve_uri
-from draftforge.registry.settings import RegistrySettings
+from draftforge.registry.connect import Tracking, mlflow_errors, open_tracking, quick_requests, resolve_uri
+from draftforge.registry.settings import RegistrySettings, redacted
 
 
 @pytest.fixture(autouse=True)
