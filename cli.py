@@ -2,14 +2,19 @@
 
 import logging
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from . import __version__
-from .errors import DraftforgeError
+from .errors import DraftforgeError, StoppedError
+from .storage import is_disk_full
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -214,8 +219,8 @@ def generate(
         int | None, typer.Option("--draft-tokens", "-k", min=1, help="Tokens drafted a round.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the sampling.")] = 0,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
 ) -> None:
     """Answer a prompt with the draft's help: accepted drafted tokens in colour, then tau and speed.
 
@@ -255,13 +260,13 @@ def doctor(
 
 @recipe_app.command("show")
 def recipe_show(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Print the recipe with every default and override in place.
+    """Print the recipe with every default and override in place; passwords in addresses are left out.
 
     Example: draftforge recipe show configs/demo.yaml seed=1
     """
     import yaml
 
-    print(yaml.safe_dump(_load(recipe, overrides).resolved(), sort_keys=False, allow_unicode=True), end="")
+    print(yaml.safe_dump(_load(recipe, overrides).public(), sort_keys=False, allow_unicode=True), end="")
 
 
 @recipe_app.command("schema")
@@ -281,20 +286,57 @@ def main(args: list[str] | None = None) -> None:
     """Entry point: errors become one line on standard error and an exit code."""
     _quiet_libraries()
     try:
-        app(args=args, prog_name="draftforge")
+        with _sigterm_unwinds():
+            code = app(args=args, prog_name="draftforge", standalone_mode=False)
     except DraftforgeError as error:
         _fail(error, str(error), error.exit_code)
+    except StoppedError as error:
+        _fail(error, str(error), 143)
     except KeyboardInterrupt as error:
         _fail(error, "interrupted", 130)
     except Exception as error:
-        _fail(error, _unexpected(error), 1)
+        _fail(error, *_outside_the_tree(error))
+    if code == 130:  # the parser's own way of passing on Ctrl-C
+        print("error: interrupted", file=sys.stderr)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM ends the work like an error does: what is half-written goes, locks open, the run is closed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise StoppedError("stopped by SIGTERM; the same command goes on from what is finished")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _quiet_libraries() -> None:
     """Standard output is for results, and a log without a terminal is no place for other libraries' bars."""
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)  # it prints to stdout
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of in tables, loading.py checks
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def _outside_the_tree(error: Exception) -> tuple[str, int]:
+    """One line and an exit code for what no code of ours raised: wrong usage, the operating system, the unexpected."""
+    usage = getattr(error, "format_message", None)  # the parser's errors
+    if usage is not None:
+        return " ".join(str(usage()).split()), 2
+    if is_disk_full(error):
+        where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+        return f"{where}no space left on the device ({' '.join(str(error).split())[:200]})", 3
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}", 2
+    return _unexpected(error), 1
 
 
 def _unexpected(error: Exception) -> str:

@@ -77,5 +77,9 @@ class LockedError(DraftforgeError, TimeoutError):
     exit_code = 4
 
 
+class StoppedError(BaseException):
+    """SIGTERM: like KeyboardInterrupt, nothing but the way out may catch it."""
+
+
 class OwnershipError(DraftforgeError, PermissionError):
     """An output folder belongs to another recipe, or was not made by draftforge."""

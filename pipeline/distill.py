@@ -3,11 +3,11 @@
 import time
 from dataclasses import dataclass
 
-from .. import fingerprint, storage
+from .. import fingerprint
 from ..progress import say
-from ..registry.connect import redacted
 from ..registry.gate import Decision
 from ..registry.lineage import Version
+from ..registry.settings import redacted
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.metrics import NoSink
 from .promotion import promote_stage, register
@@ -37,7 +37,7 @@ def distill(space: Workspace, parent: str | None = None) -> Outcome | None:
             train_stage(space, name, captured, NoSink())
         return None
     tracking = space.tracking  # a server that does not answer is found out before the work, not after it
-    with storage.lock(space.root / ".distill.lock", what=f"another run of recipe {space.recipe.name}"):
+    with space.alone():
         mix = mix_stage(space)
         identity = run_fingerprint(space, mix)
         with start_run(tracking, space.recipe.name, identity, run_id=find_run(tracking, identity)) as run:
@@ -53,8 +53,8 @@ def run_fingerprint(space: Workspace, mix: Stage) -> str:
 
 
 def _tracked(space: Workspace, run: TrackedRun, mix: Stage, parent: str | None) -> Outcome:
-    run.log_params(space.recipe.resolved())
-    run.log_json(space.recipe.resolved(), "recipe.json")
+    run.log_params(space.recipe.public())
+    run.log_json(space.recipe.public(), "recipe.json")
     run.set_tags({"draftforge.target": space.target_fingerprint})
     captured = capture_stage(space, mix)
     run.log_input("mix", mix.folder, mix.fingerprint)

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from .. import fingerprint
 from ..errors import FormatError, InputError
 from ..eval.score import spread
 from ..specdec.replay import replay_sample
@@ -26,6 +27,14 @@ def export_draft(scorer: Scorer, folder: Path, out: Path) -> None:
                 shutil.copyfile(path, beside / path.name)
         if not same_counts(scorer, folder, beside):
             raise FormatError(f"{out}: the exported draft does not score as the checkpoint {folder} does")
+
+
+def is_copy(out: Path, folder: Path) -> bool:
+    """Whether `out` holds exactly the files that `export_draft` copies from `folder`."""
+    one, other = (
+        {path.name: fingerprint.of_file(path) for path in place.glob("*") if path.is_file()} for place in (folder, out)
+    )
+    return one == other
 
 
 def same_counts(scorer: Scorer, one: Path, other: Path) -> bool:

@@ -1,5 +1,6 @@
 """From the chosen checkpoint to the registry: register it, meet the champion on the holdout, decide."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from ..registry.lineage import Lineage, Version, git_commit, holdout_overlap
 from ..registry.models import champion, register_version
 from ..registry.resolve import resolve_models_uri
 from ..specdec.formats import read_meta
-from .exporting import export_draft
+from .exporting import export_draft, is_copy
 from .scoring import Scored, Scorer
 from .stages import Stage
 from .workspace import Workspace
@@ -47,7 +48,8 @@ def register(
     exported = (
         space.root / "exports" / f"{chosen.draft}-{chosen.step:06d}-{fingerprint.short(scored.stage.fingerprint)}"
     )
-    if not exported.is_dir():
+    if not is_copy(exported, scored.chosen_folder):  # not there yet, or damaged since
+        shutil.rmtree(exported, ignore_errors=True)
         export_draft(Scorer(space, captured, HOLDOUT_SPLIT), scored.chosen_folder, exported)
     meta = read_meta(exported)
     lineage = Lineage(

@@ -8,7 +8,7 @@ import torch
 
 from .. import fingerprint, storage
 from ..data.store import Capture, Sample
-from ..errors import InputError
+from ..errors import CorruptDataError, InputError, MissingFileError
 from ..eval import counts
 from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
 from ..eval.perplexity import perplexity
@@ -115,23 +115,35 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
     for (name, step), folder in {(LOOKUP, 0): None, **folders}.items():
         part = stage.folder / "parts" / f"{name}-{step:06d}"  # a name may hold dots: no with_suffix
         notes_file, counts_file = (part.with_name(f"{part.name}.{kind}") for kind in ("json", "parquet"))
-        if not (notes_file.is_file() and name in costs):
+        known = _stored(counts_file, notes_file)
+        if known is None or name not in costs:
             proposer, draft = (PromptLookup(), "prompt lookup") if folder is None else scorer.proposer(folder)
             if name not in costs:
                 costs[name] = scorer.costs(proposer, draft)
-            if not notes_file.is_file():
+            if known is None:
                 table, lossless = scorer.counts(proposer, Identity(name, step))
                 seen = None if folder is None else scorer.perplexity(proposer)
                 counts.write(table, counts_file)
                 storage.write_json(notes_file, {"lossless": lossless, "perplexity": seen})
-        tables.append(counts.read(counts_file))
-        seen = storage.read_json(notes_file)["perplexity"]
-        if seen is not None:
-            perplexities[name, step] = seen
+                known = table, seen
+        tables.append(known[0])
+        if known[1] is not None:
+            perplexities[name, step] = known[1]
     table = counts.concat(tables)
     counts.write(table, stage.folder / COUNTS_FILE)
     rows = leaderboard(tables, costs, space.recipe.score, [LOOKUP], perplexities)
     return Scored(stage, table, costs, rows, folders)
+
+
+def _stored(counts_file: Path, notes_file: Path) -> tuple[pa.Table, float | None] | None:
+    """Counts and perplexity of an earlier call; None where there are none, or (said aloud) damaged ones."""
+    try:
+        return counts.read(counts_file), storage.read_object(notes_file).get("perplexity")
+    except MissingFileError:
+        return None
+    except CorruptDataError as error:
+        say(f"{error}; scoring it again")
+        return None
 
 
 def show(scored: Scored, settings: ScoreSettings) -> None:

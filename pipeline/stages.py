@@ -22,6 +22,7 @@ from ..data.settings import TargetSource
 from ..data.sources import input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..data.store import Capture
+from ..errors import MissingFileError
 from ..progress import say
 from ..specdec.targets import place
 from ..train.checkpoints import list_steps, step_folder
@@ -136,6 +137,8 @@ def _start(settings: SmallSettings | Eagle3Settings) -> str | None:
     """Content of the draft that training starts from."""
     if settings.init_from is None:
         return None
+    if not settings.init_from.is_dir():
+        raise MissingFileError(f"drafts: init_from: {settings.init_from}: no such draft folder")
     names = [path.name for path in settings.init_from.glob("*.safetensors")]
     return fingerprint.of_files(settings.init_from, [*names, "config.json"])
 

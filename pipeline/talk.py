@@ -66,6 +66,7 @@ def speak(
     seed: int,
 ) -> Spoken:
     """Answer one prompt. At temperature 0 the rule is greedy, else the recipe's serving rule unless one is named."""
+    _check_prompt(prompt)
     target, sampling = space.target, SamplingSettings(temperature=temperature)
     ids = render(target.tokenizer, [Message(role="user", content=prompt)], None, {})
     proposer = _proposer(space, target, draft)
@@ -75,6 +76,15 @@ def speak(
     request = Request(ids, sampling, seed, max_new_tokens, target.stop_ids)
     ((_, generation),) = generate(target, proposer, [request], rule=rule, draft_tokens=K)
     return Spoken(generation, draft or "champion", rule, K if proposer is not None else 0)
+
+
+def _check_prompt(prompt: str) -> None:
+    if not prompt.strip():
+        raise InputError("PROMPT: is empty; must hold text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"PROMPT {prompt[:40]!a}: is not valid Unicode") from None
 
 
 def _proposer(space: Workspace, target: Target, draft: str | None) -> Proposer | None:
@@ -97,7 +107,7 @@ def show(target: Target, spoken: Spoken) -> None:
     generation = spoken.generation
     speed = f"{len(generation.tokens)} tokens in {generation.seconds:.2f} s"
     if not spoken.draft_tokens or not generation.rounds:
-        console.print(f"{speed}, no draft", style="dim")
+        console.print(f"{speed}, no draft", style="dim", soft_wrap=True)
         return
     rounds = len(generation.rounds)
     tau = (len(generation.tokens) - 1) / rounds
@@ -107,6 +117,7 @@ def show(target: Target, spoken: Spoken) -> None:
         f"{speed}; {spoken.draft}, rule {spoken.rule}, K={spoken.draft_tokens}: tau {tau:.2f} "
         f"({rounds} rounds, {accepted} of {proposed} drafted tokens accepted)",
         style="dim",
+        soft_wrap=True,
     )
 
 

@@ -1,13 +1,16 @@
 """What the command line's verbs do. A verb runs the stages that it needs and that are not on disk yet."""
 
+import os
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from .. import fingerprint
-from ..errors import InputError
+from ..errors import InputError, MissingFileError
 from ..progress import say
 from ..recipe import Recipe
 from ..registry import champions, models
-from ..registry.connect import open_tracking
+from ..registry.connect import DATABASE_NAME, open_tracking
 from ..registry.settings import RegistrySettings
 from ..registry.tracking import find_run, start_run
 from ..specdec.settings import TargetSettings
@@ -30,36 +33,48 @@ def distill(recipe: Recipe) -> None:
 
 def mix(recipe: Recipe) -> None:
     """The conversations."""
-    stage = mix_stage(Workspace(recipe))
+    space = Workspace(recipe)
+    with space.alone():
+        stage = mix_stage(space)
     say(f"{stage.folder}")
 
 
 def capture(recipe: Recipe) -> None:
     """The answers, and the initial drafts that are made of the target."""
     space = Workspace(recipe)
-    captured = capture_stage(space, mix_stage(space))
-    prepare_drafts(space, captured)
+    with space.alone():
+        captured = capture_stage(space, mix_stage(space))
+        prepare_drafts(space, captured)
     say(f"{captured.folder}")
 
 
 def train(recipe: Recipe, draft: str | None) -> None:
     """The checkpoints of one draft, or of all."""
     space = Workspace(recipe)
-    _train(space, capture_stage(space, mix_stage(space)), draft)
+    _check_name(recipe, draft)
+    with space.alone():
+        _train(space, capture_stage(space, mix_stage(space)), draft)
 
 
 def score(recipe: Recipe, draft: str | None) -> None:
     """The leaderboard."""
     space = Workspace(recipe)
-    captured = capture_stage(space, mix_stage(space))
-    stages = _train(space, captured, draft)
-    if space.first_rank:
-        _scored(space, captured, stages)
+    _check_name(recipe, draft)
+    with space.alone():
+        captured = capture_stage(space, mix_stage(space))
+        stages = _train(space, captured, draft)
+        if space.first_rank:
+            _scored(space, captured, stages)
 
 
 def promote(recipe: Recipe) -> None:
     """Register the chosen draft and let it meet the champion."""
     space = Workspace(recipe)
+    with space.alone():
+        _promote(space)
+
+
+def _promote(space: Workspace) -> None:
     conversations = mix_stage(space)
     captured = capture_stage(space, conversations)
     stages = _train(space, captured, None)
@@ -67,7 +82,7 @@ def promote(recipe: Recipe) -> None:
         return
     scored = _scored(space, captured, stages)
     identity = flow.run_fingerprint(space, conversations)
-    with start_run(space.tracking, recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
+    with start_run(space.tracking, space.recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
         promote_stage(space, captured, register(space, run.id, conversations, captured, scored))
 
 
@@ -80,7 +95,16 @@ def rollback(recipe: Recipe) -> None:
 
 def fetch(out: Path, target: str, model: str, tracking_uri: str | None, workdir: Path, alias: str) -> None:
     """A registered draft of exactly this target, copied to `out`."""
-    tracking = open_tracking(RegistrySettings(model=model, tracking_uri=tracking_uri), workdir.resolve())
+    try:
+        settings = RegistrySettings(model=model, tracking_uri=tracking_uri)
+    except ValidationError as error:
+        raise InputError(f"--model {model}: {error.errors()[0]['msg']}") from None
+    home = workdir.resolve()
+    if not (tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (home / DATABASE_NAME).is_file()):
+        raise MissingFileError(
+            f"--workdir {workdir}: holds no {DATABASE_NAME}; name the recipe's work folder or a store"
+        )
+    tracking = open_tracking(settings, home)
     found = target if _is_fingerprint(target) else target_fingerprint(TargetSettings(model=target))
     version = models.fetch(tracking, found, out, alias)
     say(f"{version.reference}: {alias} of target {fingerprint.short(found)}, in {out}")
@@ -116,11 +140,13 @@ def generate(
     talk.show(space.target, spoken)
 
 
+def _check_name(recipe: Recipe, draft: str | None) -> None:
+    if draft is not None and draft not in recipe.drafts:
+        raise InputError(f"--draft {draft}: must be one of the recipe's drafts ({', '.join(recipe.drafts)})")
+
+
 def _train(space: Workspace, captured: Stage, draft: str | None) -> dict[str, Stage]:
     names = list(space.recipe.drafts) if draft is None else [draft]
-    for name in names:
-        if name not in space.recipe.drafts:
-            raise InputError(f"--draft {name}: must be one of the recipe's drafts ({', '.join(space.recipe.drafts)})")
     return {name: train_stage(space, name, captured, NoSink()) for name in names}
 
 

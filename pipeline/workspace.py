@@ -11,7 +11,11 @@ mlflow.db, artifacts/ the registry, unless the recipe or the environment names a
 """
 
 import os
+import re
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -25,6 +29,8 @@ from ..specdec.settings import TargetSettings
 from ..specdec.targets import Target, target_fingerprint
 
 OWNER_FILE, TARGETS_FILE, ANCESTORS_FILE = "owner.json", "targets.json", "ancestors.json"
+HALF_WRITTEN = (".mix-*", "train-*/.*", "train-*/checkpoints/.*", "score-*/.*", "score-*/parts/.*", "exports/.*")
+"""Where a killed run may leave files that only runs under the lock of `alone` write."""
 POLL_SECONDS = 0.5
 
 
@@ -40,14 +46,29 @@ class Workspace:
         owner = self.root / OWNER_FILE
         while not self.first_rank and not owner.is_file():  # the first rank claims; a launcher ends us if it fails
             time.sleep(POLL_SECONDS)
+        if self.root.exists() and not self.root.is_dir():
+            raise OwnershipError(f"workdir {self.root}: is a file, must be a folder or not exist")
         if owner.is_file():
-            name = storage.read_json(owner).get("recipe")
+            name = storage.read_object(owner).get("recipe")
             if name != self.recipe.name:
                 raise OwnershipError(f"workdir {self.root}: belongs to recipe {name!r}, not {self.recipe.name!r}")
         elif self.root.is_dir() and any(not path.name.startswith(".") for path in self.root.iterdir()):
             raise OwnershipError(f"workdir {self.root}: is not empty and was not made by draftforge")
         else:
             storage.write_json(owner, {"recipe": self.recipe.name})
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the folder against every other run of stages (LockedError), and clear what a killed one left."""
+        if not self.first_rank:
+            yield
+            return
+        with storage.lock(self.root / ".distill.lock", what=f"another run of recipe {self.recipe.name}"):
+            for place in HALF_WRITTEN:
+                for path in self.root.glob(place):
+                    if re.fullmatch(r"\..+\.[0-9a-f]{8}\.(tmp|old)", path.name):
+                        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            yield
 
     @property
     def first_rank(self) -> bool:
@@ -71,7 +92,7 @@ class Workspace:
 
     def _noted_ancestors(self) -> dict[str, list[str]]:
         path = self.root / ANCESTORS_FILE
-        known: dict[str, list[str]] = storage.read_json(path) if path.is_file() else {}
+        known: dict[str, list[str]] = storage.read_object(path) if path.is_file() else {}
         return known
 
     @cached_property
@@ -96,7 +117,7 @@ class Workspace:
     def target_fingerprint(self) -> str:
         """The target's fingerprint; of a target that is gone, the one it had here (`small` trains without it)."""
         memory = self.root / TARGETS_FILE
-        known: dict[str, str] = storage.read_json(memory) if memory.is_file() else {}
+        known: dict[str, str] = storage.read_object(memory) if memory.is_file() else {}
         key = fingerprint.of_json(self.recipe.target.model_dump(mode="json"))
         try:
             found = target_fingerprint(self.target_settings, self.digests)

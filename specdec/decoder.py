@@ -118,6 +118,8 @@ def generate(
     _check_requests(target, requests, batch_size)
     for request in requests if proposer is not None else ():
         check_rule(rule, "iid" if RULES[rule].needs_q else "deterministic", request.sampling)
+        if proposer is not None and proposer.deterministic and RULES[rule].needs_q and not request.sampling.greedy:
+            raise InputError(f"rule {rule!r}: reads the draft's probabilities; this proposer has none, use onehot")
     decoder = _Decoder(target, proposer, requests, RULES[rule], draft_tokens, batch_size, on_logits, timer)
     yield from decoder.run()
 

@@ -86,7 +86,7 @@ def examples() -> list[str]:
 
 @pytest.mark.parametrize("example", examples())
 def test_examples_in_the_help_are_command_lines(calls: Calls, example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_load", lambda path, overrides: SimpleNamespace(resolved=dict))
+    monkeypatch.setattr(cli, "_load", lambda path, overrides: SimpleNamespace(public=dict))
     assert run(*shlex.split(example.partition(" >")[0])) == 0
     assert len(calls) == (0 if example.startswith("recipe") else 1)
 
