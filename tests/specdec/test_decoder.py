@@ -56,6 +56,8 @@ def test_plain_greedy_equals_transformers() -> None:
     model, requests = target(), greedy_requests()
     answers = run(model, None, requests, batch_size=3)
     assert [answer.tokens for answer in answers] == [reference_greedy(model, request) for request in requests]
+    ends = ["stop" if answer.tokens[-1] in request.stop_ids else "length" for answer, request in zip(answers, requests)]
+    assert [answer.finish for answer in answers] == ends and set(ends) == {"stop", "length"}
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

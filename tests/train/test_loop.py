@@ -20,9 +20,11 @@ from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats.checkpoint import load_draft
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
+from draftforge.train.engine import make_optimizer
 from draftforge.train.families import build
 from draftforge.train.families.prepare import prepare
 from draftforge.train.loop import train
+from draftforge.train.schedule import learning_rate
 from draftforge.train.settings import Eagle3Settings, LoraSettings, SmallSettings
 from draftforge.train.stopping import TrainingStoppedError
 
@@ -127,10 +129,11 @@ def test_a_run_killed_while_saving_loses_only_that_checkpoint(
     assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000006"]
 
 
+@pytest.mark.parametrize("settings", [pytest.param(SMALL, id="small"), pytest.param(EAGLE3, id="eagle3")])
 def test_loss_and_gradient_are_means_over_supervised_tokens(
-    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
+    settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
 ) -> None:
-    settings = SMALL.model_copy(update={"steps": 1, "warmup_steps": 0, "tokens_per_step": 10_000, "accumulation": 3})
+    settings = settings.model_copy(update={"steps": 1, "warmup_steps": 0, "tokens_per_step": 10_000, "accumulation": 3})
     train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     samples = tiny_capture.samples("train")  # one step holds them all
     family = build(settings, tmp_path / "t" / "init", load_tiny_target, tiny_capture, CPU)
@@ -140,6 +143,54 @@ def test_loss_and_gradient_are_means_over_supervised_tokens(
     norm = torch.nn.utils.get_total_norm(torch.autograd.grad(mean, list(family.trainable().values())))
     assert recorder.losses[1] == pytest.approx(float(mean.detach()), rel=1e-5)
     assert recorder.rows[0][1]["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_the_rate_of_each_step_is_the_schedules(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
+) -> None:
+    train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    rates = [row["learning_rate"] for row in metrics(tmp_path / "t")]
+    assert rates == [learning_rate(step, 6, 2, 3e-3, 0.1) for step in range(6)]
+
+
+@pytest.mark.parametrize(
+    "update", [{"beta1": 0.5}, {"beta2": 0.5}, {"weight_decay": 1.0}, {"clip_norm": 1e-3}], ids=str
+)
+def test_settings_of_the_optimizer_reach_it(
+    update: dict[str, float], tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any
+) -> None:
+    sums = []
+    for name, settings in (("usual", SMALL), ("other", SMALL.model_copy(update=update))):
+        (last,) = train(settings, 0, tiny_capture, tmp_path / name, load_tiny_target, make_recorder())
+        weights = load_draft(last, CPU, torch.float32).draft.state_dict()
+        sums.append(float(torch.stack([tensor.double().abs().sum() for tensor in weights.values()]).sum()))
+    assert sums[0] != pytest.approx(sums[1], rel=1e-7)
+
+
+def test_norms_do_not_decay(tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path) -> None:
+    prepare(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target)
+    family = build(SMALL, tmp_path / "t" / "init", load_tiny_target, tiny_capture, CPU)
+    groups = make_optimizer(family, (0.9, 0.95), 0.3).param_groups
+    decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
+    assert {decay[p] for p in family.parameters() if p.ndim >= 2} == {0.3}
+    assert {decay[p] for p in family.parameters() if p.ndim < 2} == {0.0}
+
+
+def test_scores_of_steps_that_come_again_are_forgotten(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SMALL.model_copy(update={"score_every": 3})
+    with monkeypatch.context() as patch:
+
+        def dying(*args: Any) -> None:
+            raise KilledError
+
+        patch.setattr(loop.checkpoints, "save", dying)
+        with pytest.raises(KilledError):  # scored, and killed before the checkpoint was there
+            train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder(), lambda *_: {"tau": 1.0})
+    train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder(), lambda *_: {"tau": 2.0})
+    scores = [json.loads(line) for line in (tmp_path / "t" / "scores.jsonl").read_text().splitlines()]
+    assert scores == [{"step": 3, "tau": 2.0}, {"step": 6, "tau": 2.0}]
 
 
 def test_a_finished_run_does_nothing_more(
@@ -246,6 +297,8 @@ def test_a_folder_of_another_run_is_refused(
     train(SMALL.model_copy(update={"steps": 2}), 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     with pytest.raises(OwnershipError, match=r"whose draft\.steps is 2, not 6"):
         train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    with pytest.raises(OwnershipError, match="whose seed is 0, not 1"):
+        train(SMALL.model_copy(update={"steps": 2}), 1, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(OwnershipError, match="not made by training"):

@@ -1,5 +1,7 @@
 """Objectives against enumeration: values and gradients; unbiased estimates from the stored signals."""
 
+import itertools
+
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -105,7 +107,7 @@ def test_signals_that_cover_the_vocabulary_are_exact(target: Tensor, draft: Tens
 
 
 def test_stored_estimates_are_unbiased() -> None:
-    """The mean over every possible tail draw, weighted by its probability, is the exact value."""
+    """The mean over every possible pair of tail draws, weighted by its probability, is the exact value."""
     torch.manual_seed(0)
     target, draft = torch.randn(1, V) * 2, torch.randn(1, V) * 2
     p, logp, logq = target.softmax(-1)[0], target.log_softmax(-1)[0], draft.log_softmax(-1)
@@ -113,18 +115,18 @@ def test_stored_estimates_are_unbiased() -> None:
     tail = [token for token in range(V) if token not in top.tolist()]
     mass = p[tail].sum()
     mean = dict.fromkeys(OBJECTIVES, 0.0)
-    for token in tail:
+    for pair in itertools.product(tail, repeat=2):
         signals = Signals(
             logp_n=logp[:1],
             topk_ids_nk=top[None].int(),
             topk_logp_nk=logp[top][None],
             tail_logmass_n=mass.log()[None],
-            tail_ids_nM=torch.tensor([[token]], dtype=torch.int32),
-            tail_logp_nM=logp[token][None, None],
+            tail_ids_nM=torch.tensor([pair], dtype=torch.int32),
+            tail_logp_nM=logp[list(pair)][None],
         )
         entries, ids = stored_entries(signals)
         for name, objective in OBJECTIVES.items():
-            mean[name] += float(p[token] / mass * objective(entries, logq.gather(-1, ids)))
+            mean[name] += float(p[list(pair)].prod() / mass**2 * objective(entries, logq.gather(-1, ids)))
     for name, value in mean.items():
         assert abs(value - float(by_enumeration(name, p, logq.exp()[0]))) < 1e-5, name
 
