@@ -55,7 +55,7 @@ def plainly(draft: Eagle3Draft, embeds_TH: Tensor, aux_TA: Tensor, i: int) -> li
         for head, query in enumerate(turned(attn.q_proj(z).view(6, 8), position)):
             scores = torch.stack([query @ key[head // 3] for key in keys]) / math.sqrt(8)
             heads.append(sum(w * value[head // 3] for w, value in zip(scores.softmax(0), values)))
-        state = state + attn.o_proj(torch.cat(heads))  # type: ignore[arg-type]
+        state = state + attn.o_proj(torch.cat(heads))
         normed, mlp = layer.post_attention_layernorm(state), layer.mlp
         return state + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed))  # type: ignore[no-any-return]
 
