@@ -125,7 +125,7 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
                 seen = None if folder is None else scorer.perplexity(proposer)
                 counts.write(table, counts_file)
                 storage.write_json(notes_file, {"lossless": lossless, "perplexity": seen})
-                known = table, seen
+                known = counts.read(counts_file), seen  # as it will be read next time: the digest is of what it makes
         tables.append(known[0])
         if known[1] is not None:
             perplexities[name, step] = known[1]

@@ -38,3 +38,5 @@ def on_sigterm() -> Iterator[StopRequest]:
         yield request
     finally:
         signal.signal(signal.SIGTERM, before)
+    if request.asked and callable(before):  # asked too late to stop the training: the caller must still hear of it
+        before(signal.SIGTERM, None)

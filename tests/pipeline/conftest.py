@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,16 @@ WORDS = ("order", "password", "capital", "sum", "city", "settings", "function", 
 
 
 @pytest.fixture
-def write_recipe(tmp_path: Path, tiny_target_folder: Path) -> Callable[..., Path]:
-    """`write_recipe(**sections)`: a recipe file with its sources beside it; sections replace the default ones."""
+def write_recipe(tmp_path: Path, recipe_in: Callable[..., Path]) -> Callable[..., Path]:
+    """`write_recipe(**sections)`: `recipe_in` the test's own folder."""
+    return partial(recipe_in, tmp_path)
 
-    def write(**sections: Any) -> Path:
+
+@pytest.fixture(scope="session")
+def recipe_in(tiny_target_folder: Path) -> Callable[..., Path]:
+    """`recipe_in(folder, **sections)`: a recipe with its sources beside it; sections replace the default ones."""
+
+    def write(folder: Path, **sections: Any) -> Path:
         for domain in ("support", "code"):
             lines = [
                 json.dumps(
@@ -28,10 +35,10 @@ def write_recipe(tmp_path: Path, tiny_target_folder: Path) -> Callable[..., Path
                 )
                 for i in range(24)
             ]
-            (tmp_path / f"{domain}.jsonl").write_text("\n".join(lines) + "\n")
+            (folder / f"{domain}.jsonl").write_text("\n".join(lines) + "\n")
         recipe: dict[str, Any] = {
             "name": "tiny",
-            "workdir": str(tmp_path / "work"),
+            "workdir": str(folder / "work"),
             "target": {"model": str(tiny_target_folder), "device": "cpu"},
             "mix": {
                 "sources": [{"kind": "turns", "path": "support.jsonl"}, {"kind": "turns", "path": "code.jsonl"}],
@@ -67,7 +74,7 @@ def write_recipe(tmp_path: Path, tiny_target_folder: Path) -> Callable[..., Path
             "gate": {"min_conversations": 2, "min_domain_conversations": 1},
         }
         recipe.update(sections)
-        path = tmp_path / "tiny.yaml"
+        path = folder / "tiny.yaml"
         path.write_text(yaml.safe_dump(recipe, sort_keys=False))
         return path
 
