@@ -9,7 +9,7 @@ import os
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # what it logs as an error it also raises, and we say it in one line
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 for _name, _value in _QUIET.items():

@@ -3,7 +3,6 @@
 A store that cannot be reached is one TrackingError within seconds; MLflow alone would retry for minutes.
 """
 
-import errno
 import os
 import re
 import socket
@@ -23,7 +22,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from .. import storage
-from ..errors import DiskFullError, InputError, RegistryError, TrackingError
+from ..errors import DiskFullError, DraftforgeError, InputError, RegistryError, TrackingError
 from ..fingerprint import of_bytes, short
 from .settings import RegistrySettings, redacted
 
@@ -75,16 +74,17 @@ def mlflow_errors(tracking_uri: str) -> Iterator[None]:
     """Turn MLflow's errors into one line of ours: RegistryError for what does not exist, TrackingError otherwise."""
     try:
         yield
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            raise RegistryError(f"{redacted(tracking_uri)}: {_one_line(error)}") from error
-        raise TrackingError(f"{redacted(tracking_uri)}: {_one_line(error)}") from error
-    except (requests.RequestException, SQLAlchemyError) as error:
-        raise TrackingError(f"{redacted(tracking_uri)}: {_one_line(error)}") from error
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (MlflowException, requests.RequestException, SQLAlchemyError, OSError) as error:
+        if isinstance(error, DraftforgeError):
             raise
-        raise DiskFullError(f"{redacted(tracking_uri)}: no space left for artifacts") from error
+        where = redacted(tracking_uri)
+        if storage.is_disk_full(error):
+            raise DiskFullError(f"{where}: no space left for runs or artifacts") from error
+        if isinstance(error, MlflowException) and error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            raise RegistryError(f"{where}: {_one_line(error)}") from error
+        if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
+            raise
+        raise TrackingError(f"{where}: {_one_line(error)}") from error
 
 
 @contextmanager
@@ -124,6 +124,8 @@ def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tup
     except TrackingError:
         raise
     except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError) as error:
+        if storage.is_disk_full(error):
+            raise DiskFullError(f"{redacted(uri)}: no space left for runs or artifacts") from error
         raise TrackingError(
             f"{redacted(uri)}: MLflow cannot be reached ({_reason(error)}); "
             "check registry.tracking_uri or MLFLOW_TRACKING_URI"

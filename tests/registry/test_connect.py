@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from draftforge.errors import DiskFullError, InputError, RegistryError, TrackingError
 from draftforge.registry import connect
@@ -162,3 +163,12 @@ def test_mlflow_stays_quiet(shared_tracking: Tracking, capfd: pytest.CaptureFixt
     shared_tracking.client.set_terminated(run.info.run_id)
     assert capfd.readouterr() == ("", "")
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"]
+
+
+def test_a_store_without_room_is_a_full_disk() -> None:
+    said = "(raised as a result of Query-invoked autoflush)\n(sqlite3.OperationalError) database or disk is full"
+    with (
+        pytest.raises(DiskFullError, match=r"sqlite:///x\.db: no space left for runs or artifacts"),
+        mlflow_errors("sqlite:///x.db"),
+    ):
+        raise MlflowException(said)
