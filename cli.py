@@ -330,7 +330,9 @@ def _outside_the_tree(error: Exception) -> tuple[str, int]:
     """One line and an exit code for what no code of ours raised: wrong usage, the operating system, the unexpected."""
     usage = getattr(error, "format_message", None)  # the parser's errors
     if usage is not None:
-        return " ".join(str(usage()).split()), 2
+        said = " ".join(str(usage()).split())  # nothing after a help page, which a verb too few shows
+        help_of = getattr(getattr(error, "ctx", None), "command_path", "draftforge")
+        return said and f"{said.rstrip('.')}; see `{help_of} --help`", 2
     if is_disk_full(error):
         where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
         return f"{where}no space left on the device ({' '.join(str(error).split())[:200]})", 3
@@ -351,7 +353,8 @@ def _fail(error: BaseException, message: str, code: int) -> NoReturn:
     if os.environ.get("DRAFTFORGE_DEBUG") not in (None, "", "0"):
         raise error
     rank = os.environ.get("RANK", "0")
-    print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr)
+    if message:
+        print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -176,6 +176,11 @@ def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "distill" in capsys.readouterr().err
     assert run("generate", "r.yaml", "x", "-k", "0") == 2
     assert run("fetch", "out") == 2
+    capsys.readouterr()
+    assert run("generate", "r.yaml") == 2
+    assert capsys.readouterr().err == "error: Missing argument 'PROMPT'; see `draftforge generate --help`\n"
+    assert run() == 2
+    assert "Usage" in "".join(capsys.readouterr())
 
 
 def test_recipe_verbs_print_results_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
