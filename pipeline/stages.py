@@ -31,9 +31,7 @@ from ..train.families.prepare import INIT, prepare
 from ..train.loop import train
 from ..train.metrics import MetricSink
 from ..train.settings import Eagle3Settings, SmallSettings
-from .workspace import Workspace
-
-_POLL_SECONDS = 0.5
+from .workspace import POLL_SECONDS, Workspace
 
 
 @dataclass(frozen=True)
@@ -159,4 +157,4 @@ def _once(space: Workspace, done: Path, work: Callable[[], None], name: str) -> 
         say(f"{name}: {time.monotonic() - started:.0f} s ({done.parent.name})")
         return
     while not done.is_file():  # a first rank that dies takes this one down with it: the launcher does that
-        time.sleep(_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from .. import fingerprint
 from ..errors import InputError, MissingFileError
+from ..eval.settings import HOLDOUT_SPLIT
 from ..progress import say
 from ..recipe import Recipe
 from ..registry import champions, models
@@ -120,7 +121,7 @@ def export(recipe: Recipe, out: Path, draft: str | None) -> None:
     space = Workspace(recipe)
     folder = talk.find_draft(space, draft)
     captured = capture_stage(space, mix_stage(space))
-    export_draft(Scorer(space, captured, "holdout"), folder, out)
+    export_draft(Scorer(space, captured, HOLDOUT_SPLIT), folder, out)
     say(f"{out}: exported from {folder}, read back and scored equal")
 
 

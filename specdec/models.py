@@ -40,7 +40,7 @@ class CausalModel:
         self.max_positions: int = getattr(config, "max_position_embeddings", 1 << 30)
         self._decoder: nn.Module = model.get_decoder()
         self._head: nn.Module = model.get_output_embeddings()
-        self._scale, self._softcap = _head_arithmetic(config)
+        self._scale, self._softcap = head_arithmetic(config)
         self._check_head()
 
     @property
@@ -120,7 +120,7 @@ class CausalModel:
             raise FormatError(f"{self._named()}: its logits are not head(final norm(x)); not supported")
 
 
-def _head_arithmetic(config: Any) -> tuple[float, float | None]:
+def head_arithmetic(config: Any) -> tuple[float, float | None]:
     """Scale and soft-cap of the logits (Cohere multiplies, Granite divides, Gemma 2 caps)."""
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return scale, getattr(config, "final_logit_softcapping", None)

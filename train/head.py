@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..specdec.models import CausalModel, _head_arithmetic
+from ..specdec.models import CausalModel, head_arithmetic
 from .objectives import Entries, LogProbsAt, acceptance, weighted_loss
 
 LOSS, ALPHA, AGREE, COUNT = range(4)
@@ -46,7 +46,7 @@ class Head(NamedTuple):
 def head_of(model: CausalModel) -> Head:
     """A transformers model's head with its own scale and soft-cap."""
     linear = model.model.get_output_embeddings()
-    scale, softcap = _head_arithmetic(model.config)
+    scale, softcap = head_arithmetic(model.config)
 
     def finish(logits: Tensor) -> Tensor:
         scaled = logits * scale
