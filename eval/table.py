@@ -14,17 +14,17 @@ NUMERIC = frozenset({"step", "K", "tau", "draft ms", "verify ms", "expected spee
 UNKNOWN = "n/a"
 
 
-def show_leaderboard(rows: Sequence[Row], confidence: float = 0.95, console: Console | None = None) -> None:
+def show_leaderboard(rows: Sequence[Row], confidence: float, title: str, console: Console | None = None) -> None:
     """Print checkpoints and baselines, the chosen one marked."""
     styles = ["bold green" if row.chosen else "dim" if row.baseline else "" for row in rows]
     note = f"tau: tokens per round, pooled; intervals: {confidence:.0%}, by conversation cluster; times at batch 1"
-    _show("Drafts by expected serving speed", leaderboard_cells(rows), styles, note, console)
+    _show(title, leaderboard_cells(rows), styles, note, console)
 
 
-def show_domains(rows: Sequence[DomainRow], confidence: float = 0.95, console: Console | None = None) -> None:
+def show_domains(rows: Sequence[DomainRow], confidence: float, title: str, console: Console | None = None) -> None:
     """Print drafts per domain and sampling setting."""
     styles = ["dim" if row.baseline else "" for row in rows]
-    _show("By domain", domain_cells(rows), styles, f"intervals: {confidence:.0%}, by conversation cluster", console)
+    _show(title, domain_cells(rows), styles, f"intervals: {confidence:.0%}, by conversation cluster", console)
 
 
 def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:

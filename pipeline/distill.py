@@ -10,8 +10,8 @@ from ..registry.lineage import Version
 from ..registry.settings import redacted
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.metrics import NoSink
-from .promotion import promote_stage, register
-from .scoring import Scored, score_stage, show
+from .promotion import promote_stage
+from .scoring import Scored, score_stage
 from .stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
 
@@ -62,10 +62,8 @@ def _tracked(space: Workspace, run: TrackedRun, mix: Stage, parent: str | None) 
     prepare_drafts(space, captured)
     trained = {name: train_stage(space, name, captured, run.sink(name)) for name in space.recipe.drafts}
     scored = score_stage(space, captured, trained)
-    show(scored, space.recipe.score)
     _log_scores(run, scored, trained)
-    version = register(space, run.id, mix, captured, scored, parent)
-    decision = promote_stage(space, captured, version)
+    version, decision = promote_stage(space, run.id, mix, captured, scored, parent)
     run.set_tags({"draftforge.version": version.reference, "draftforge.promoted": str(decision.promote).lower()})
     return Outcome(scored, version, decision)
 

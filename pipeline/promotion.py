@@ -1,7 +1,7 @@
 """From the chosen checkpoint to the registry: register it, meet the champion on the holdout, decide."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,16 +12,18 @@ from ..eval import counts
 from ..eval.costs import CostTable
 from ..eval.figures import Estimate, tau, tau_difference
 from ..eval.score import Identity
-from ..eval.select import Row, leaderboard, serving
+from ..eval.select import Row, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from ..eval.settings import HOLDOUT_SPLIT, ScoreSettings
+from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
 from ..registry.gate import Decision, DomainFigures, Evidence, Figures, Interval, decide, promote
 from ..registry.lineage import Lineage, Version, git_commit, holdout_overlap
 from ..registry.models import champion, register_version
 from ..registry.resolve import resolve_models_uri
 from ..specdec.formats import read_meta
+from ..specdec.proposers.lookup import PromptLookup
 from .exporting import export_draft, is_copy
-from .scoring import Scored, Scorer
+from .scoring import LOOKUP, Scored, Scorer
 from .stages import Stage
 from .workspace import Workspace
 
@@ -37,20 +39,34 @@ class _Measured:
     lossless: bool
 
 
-def register(
+def promote_stage(
     space: Workspace, run_id: str, mix: Stage, captured: Stage, scored: Scored, parent: str | None = None
-) -> Version:
-    """Export the chosen checkpoint and register it under its target as `candidate`. The same draft once only.
+) -> tuple[Version, Decision]:
+    """Register the chosen checkpoint, let it meet the champion on the holdout, and move the alias or say why not.
 
     `parent`: the version (`name/number`) that its training started from.
     """
+    scorer = Scorer(space, captured, HOLDOUT_SPLIT)
+    version = _register(space, run_id, mix, captured, scored, scorer, parent)
+    now = champion(space.tracking, space.target_fingerprint)
+    if now is not None and now.reference == version.reference:
+        decision = Decision(promote=True, reasons=["is the champion already"], numbers={}, compared=None)
+        return version, _told(version, decision)
+    decision = decide(_evidence(space, scorer, version, now), space.recipe.gate)
+    return version, _told(version, promote(space.tracking, decision, version))
+
+
+def _register(
+    space: Workspace, run_id: str, mix: Stage, captured: Stage, scored: Scored, scorer: Scorer, parent: str | None
+) -> Version:
+    """Export the chosen checkpoint and register it under its target as `candidate`. The same draft once only."""
     chosen, recipe = scored.chosen, space.recipe
     exported = (
         space.root / "exports" / f"{chosen.draft}-{chosen.step:06d}-{fingerprint.short(scored.stage.fingerprint)}"
     )
     if not is_copy(exported, scored.chosen_folder):  # not there yet, or damaged since
         shutil.rmtree(exported, ignore_errors=True)
-        export_draft(Scorer(space, captured, HOLDOUT_SPLIT), scored.chosen_folder, exported)
+        export_draft(scorer, scored.chosen_folder, exported)
     meta = read_meta(exported)
     lineage = Lineage(
         target_fingerprint=space.target_fingerprint,
@@ -70,46 +86,51 @@ def register(
     return register_version(space.tracking, run_id, exported, lineage, trained_on)
 
 
-def promote_stage(space: Workspace, captured: Stage, version: Version) -> Decision:
-    """Compare the version with the champion for this target on the holdout, and move the alias or say why not."""
-    now = champion(space.tracking, space.target_fingerprint)
-    if now is not None and now.reference == version.reference:
-        decision = Decision(promote=True, reasons=["is the champion already"], numbers={}, compared=None)
-        return _told(version, decision)
-    decision = decide(_evidence(space, captured, version, now), space.recipe.gate)
-    return _told(version, promote(space.tracking, decision, version))
-
-
 def _told(version: Version, decision: Decision) -> Decision:
     verdict = "promoted to champion" if decision.promote else "not promoted"
     say(f"{version.reference}: {verdict}: {'; '.join(decision.reasons)}")
     return decision
 
 
-def _evidence(space: Workspace, captured: Stage, version: Version, now: Version | None) -> Evidence:
-    scorer, settings = Scorer(space, captured, HOLDOUT_SPLIT), space.recipe.score
+def _evidence(space: Workspace, scorer: Scorer, version: Version, now: Version | None) -> Evidence:
+    """Measure the version, and the champion beside it, on the holdout; and show it, with prompt lookup to compare."""
+    settings = space.recipe.score
     candidate = _measure(space, scorer, version, CANDIDATE)
-    clusters = {sample.cluster for sample in scorer.samples}
-    common = Evidence(
+    rival = None if now is None else _measure(space, scorer, now, CHAMPION)
+    _show(scorer, candidate, rival)
+    evidence = Evidence(
         candidate=_figures(candidate.row),
         conversations=len(counts.values(candidate.table, "conversation")),  # those scored, not those there are
         confidence=settings.confidence,
         lossless=candidate.lossless,
         export_reads_back=True,  # what was measured is the registered copy, downloaded and checked by its digests
-        holdout_overlap=holdout_overlap(space.tracking, version, clusters),
+        holdout_overlap=holdout_overlap(space.tracking, version, {sample.cluster for sample in scorer.samples}),
     )
-    if now is None:
-        return common
-    rival = _measure(space, scorer, now, CHAMPION)
+    if now is None or rival is None:
+        return evidence
+    difference = speedup_difference([candidate.table, rival.table], candidate.row, rival.row, settings)
     one, two = serving(candidate.table, settings), serving(rival.table, settings)
-    return common.model_copy(
+    return evidence.model_copy(
         update={
             "compared": now.reference,
             "champion": _figures(rival.row),
-            "difference": _interval(tau_difference(one, two, settings.bootstrap)),
+            "difference": _interval(difference),
             "domains": _by_domain(one, two, settings),
         }
     )
+
+
+def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> None:
+    """Both drafts and prompt lookup on the holdout, then by domain."""
+    proposer, settings = PromptLookup(), scorer.settings
+    lookup, _ = scorer.counts(proposer, Identity(LOOKUP, 0))
+    costs = scorer.costs(proposer, LOOKUP)
+    (baseline,) = leaderboard([lookup], {LOOKUP: costs}, settings, [LOOKUP])
+    drafts = [candidate] if rival is None else [candidate, rival]
+    rows = [baseline, *(draft.row for draft in drafts)]
+    show_leaderboard([plain_row(costs), *rows], settings.confidence, title="On the holdout")
+    tables = [lookup, *(draft.table for draft in drafts)]
+    show_domains(domain_rows(tables, rows, settings), settings.confidence, title="On the holdout, by domain")
 
 
 def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _Measured:
@@ -122,6 +143,7 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
     if K in scorer.settings.draft_tokens:
         table = counts.where(table, draft_tokens=K)
     (row,) = leaderboard([table], costs, scorer.settings)
+    row = replace(row, chosen=False)  # there was nothing to choose from
     return _Measured(row, counts.where(table, draft_tokens=row.draft_tokens), lossless)
 
 

@@ -25,6 +25,7 @@ from .workspace import Workspace
 
 LOOKUP = "lookup"
 COUNTS_FILE = "counts.parquet"
+BY_SPEED = "Drafts by expected serving speed"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Scorer:
 
 
 def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> Scored:
-    """Score every checkpoint of every draft on the selection split, prompt lookup beside them, and choose."""
+    """Score every checkpoint of every draft on the selection split, prompt lookup beside them; choose, and show it."""
     inputs = [
         captured.fingerprint,
         {name: stage.fingerprint for name, stage in trained.items()},
@@ -117,7 +118,7 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
         notes_file, counts_file = (part.with_name(f"{part.name}.{kind}") for kind in ("json", "parquet"))
         known = _stored(counts_file, notes_file)
         if known is None or name not in costs:
-            proposer, draft = (PromptLookup(), "prompt lookup") if folder is None else scorer.proposer(folder)
+            proposer, draft = (PromptLookup(), LOOKUP) if folder is None else scorer.proposer(folder)
             if name not in costs:
                 costs[name] = scorer.costs(proposer, draft)
             if known is None:
@@ -132,7 +133,9 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
     table = counts.concat(tables)
     counts.write(table, stage.folder / COUNTS_FILE)
     rows = leaderboard(tables, costs, space.recipe.score, [LOOKUP], perplexities)
-    return Scored(stage, table, costs, rows, folders)
+    scored = Scored(stage, table, costs, rows, folders)
+    _show(scored, space.recipe.score)
+    return scored
 
 
 def _stored(counts_file: Path, notes_file: Path) -> tuple[pa.Table, float | None] | None:
@@ -146,12 +149,12 @@ def _stored(counts_file: Path, notes_file: Path) -> tuple[pa.Table, float | None
         return None
 
 
-def show(scored: Scored, settings: ScoreSettings) -> None:
+def _show(scored: Scored, settings: ScoreSettings) -> None:
     """The final tables: all checkpoints, then the chosen one by domain beside prompt lookup."""
     chosen = scored.chosen
-    show_leaderboard([plain_row(scored.costs[chosen.draft]), *scored.rows], settings.confidence)
+    show_leaderboard([plain_row(scored.costs[chosen.draft]), *scored.rows], settings.confidence, BY_SPEED)
     compared = [row for row in scored.rows if row.baseline or row is chosen]
-    show_domains(domain_rows([scored.counts], compared, settings), settings.confidence)
+    show_domains(domain_rows([scored.counts], compared, settings), settings.confidence, "By domain")
     if chosen.speedup.value < 1:
         say(
             f"speculation loses here: {chosen.draft} needs tau {chosen.break_even_tau:.2f} at K={chosen.draft_tokens} "

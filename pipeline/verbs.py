@@ -21,8 +21,8 @@ from . import distill as flow
 from . import retrain as again
 from . import talk
 from .exporting import export_draft
-from .promotion import promote_stage, register
-from .scoring import Scored, Scorer, score_stage, show
+from .promotion import promote_stage
+from .scoring import Scorer, score_stage
 from .stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
 
@@ -65,7 +65,7 @@ def score(recipe: Recipe, draft: str | None) -> None:
         captured = capture_stage(space, mix_stage(space))
         stages = _train(space, captured, draft)
         if space.first_rank:
-            _scored(space, captured, stages)
+            score_stage(space, captured, stages)
 
 
 def promote(recipe: Recipe) -> None:
@@ -81,10 +81,10 @@ def _promote(space: Workspace) -> None:
     stages = _train(space, captured, None)
     if not space.first_rank:
         return
-    scored = _scored(space, captured, stages)
+    scored = score_stage(space, captured, stages)
     identity = flow.run_fingerprint(space, conversations)
     with start_run(space.tracking, space.recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
-        promote_stage(space, captured, register(space, run.id, conversations, captured, scored))
+        promote_stage(space, run.id, conversations, captured, scored)
 
 
 def rollback(recipe: Recipe) -> None:
@@ -149,12 +149,6 @@ def _check_name(recipe: Recipe, draft: str | None) -> None:
 def _train(space: Workspace, captured: Stage, draft: str | None) -> dict[str, Stage]:
     names = list(space.recipe.drafts) if draft is None else [draft]
     return {name: train_stage(space, name, captured, NoSink()) for name in names}
-
-
-def _scored(space: Workspace, captured: Stage, stages: dict[str, Stage]) -> Scored:
-    scored = score_stage(space, captured, stages)
-    show(scored, space.recipe.score)
-    return scored
 
 
 def _is_fingerprint(text: str) -> bool:

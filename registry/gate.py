@@ -59,6 +59,7 @@ class Evidence(_Record):
     """The champion that was measured beside the candidate, `name/number`."""
     champion: Figures | None = None
     difference: Interval | None = None
+    """Of the expected speed-ups, paired by conversation."""
     domains: dict[str, DomainFigures] = {}
 
 
@@ -88,7 +89,7 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
     elif evidence.champion is None or evidence.difference is None:
         against.append(f"champion {evidence.compared} was not measured on the holdout")
     else:
-        gain = relative_gain(evidence.candidate, evidence.champion, evidence.difference)
+        gain = relative_gain(evidence.champion, evidence.difference)
         against += _against_champion(evidence, evidence.champion, gain, settings)
         against += _against_domains(evidence, settings)
         supporting.append(
@@ -103,19 +104,11 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
     return Decision(promote=not against, reasons=against or supporting, numbers=numbers, compared=evidence.compared)
 
 
-def relative_gain(candidate: Figures, champion: Figures, difference: Interval) -> Interval:
-    """Relative gain in expected speed-up, with the interval of the paired tau difference carried over.
-
-    The times are fixed, so a draft's speed-up is its tau times a constant: tau at the interval's ends gives its ends.
-    """
-    if not (candidate.tau > 0 and champion.speedup > 0):
+def relative_gain(champion: Figures, difference: Interval) -> Interval:
+    """The difference in expected speed-up as a share of the champion's."""
+    if not champion.speedup > 0:
         return Interval(value=float("nan"), low=float("nan"), high=float("nan"))
-    per_tau = candidate.speedup / candidate.tau / champion.speedup
-    return Interval(
-        value=candidate.speedup / champion.speedup - 1,
-        low=(champion.tau + difference.low) * per_tau - 1,
-        high=(champion.tau + difference.high) * per_tau - 1,
-    )
+    return Interval(**{name: bound / champion.speedup for name, bound in difference.model_dump().items()})
 
 
 def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:

@@ -32,7 +32,7 @@ SUPPORT = DomainRow("small", 60, 3, "support [new]", "t0", "greedy", 12, SMALL.t
 def shown(rows: list[Row], terminal: bool) -> str:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=60 if not terminal else 160, color_system=None)
-    show_leaderboard(rows, console=console)
+    show_leaderboard(rows, 0.95, "Drafts", console)
     return stream.getvalue()
 
 
@@ -63,5 +63,6 @@ def test_a_terminal_gets_a_box() -> None:
 def test_domains_print_brackets_as_they_are() -> None:
     for terminal in (True, False):
         stream = io.StringIO()
-        show_domains([SUPPORT], console=Console(file=stream, force_terminal=terminal, width=160, color_system=None))
+        console = Console(file=stream, force_terminal=terminal, width=160, color_system=None)
+        show_domains([SUPPORT], 0.95, "By domain", console)
         assert "support [new]" in stream.getvalue() and "12" in stream.getvalue()

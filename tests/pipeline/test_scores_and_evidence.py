@@ -42,6 +42,7 @@ class MadeUpScorer:
     """Scores a checkpoint by its step alone."""
 
     def __init__(self, *args: Any) -> None:
+        self.settings = args[0].recipe.score
         self.samples = [SimpleNamespace(cluster=f"c{n}", conversation=f"c{n}") for n in range(40)]
 
     def proposer(self, folder: Path) -> tuple[None, None]:
@@ -74,15 +75,16 @@ def test_names_with_dots_keep_their_counts_apart(write_recipe: WriteRecipe, monk
 
 
 def test_the_gate_hears_of_the_conversations_that_were_scored(
-    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not of those that the holdout has: `score.max_conversations` may leave most of them out."""
     space = Workspace(load_recipe(write_recipe()))
     table = counts_of("candidate", 4, 50.0, conversations=3)
     (row,) = leaderboard([table], {"candidate": costs_of()}, space.recipe.score)
-    monkeypatch.setattr(promotion, "Scorer", MadeUpScorer)
     monkeypatch.setattr(promotion, "_measure", lambda *args: promotion._Measured(row, table, True))
     monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
-    version: Any = None
-    evidence = promotion._evidence(space, Stage(space.root, "c" * 64), version, None)
+    version, scorer = None, MadeUpScorer(space)
+    evidence = promotion._evidence(space, scorer, version, None)  # type: ignore[arg-type]
     assert evidence.conversations == 3
+    said = capsys.readouterr().out
+    assert "On the holdout" in said and "lookup" in said  # what the decision rests on is shown beside the baseline

@@ -29,7 +29,7 @@ GOOD: dict[str, Any] = {
     "holdout_overlap": 0,
     "compared": "m/3",
     "champion": {"tau": 2.0, "speedup": 1.2},
-    "difference": {"value": 0.2, "low": 0.1, "high": 0.3},
+    "difference": {"value": 0.12, "low": 0.06, "high": 0.18},
 }
 
 
@@ -54,11 +54,11 @@ def test_better_candidate_is_promoted_with_numbers() -> None:
     assert decision.numbers["evidence"]["conversations"] == 40
 
 
-def test_gain_counts_the_cost_of_drafting() -> None:
-    candidate, champion = Figures(tau=2.4, speedup=1.2), Figures(tau=2.0, speedup=1.2)
-    gain = relative_gain(candidate, champion, Interval(value=0.4, low=0.2, high=0.6))
-    assert gain.value == pytest.approx(0) and gain.low == pytest.approx(2.2 / 2.4 - 1)
-    assert math.isnan(relative_gain(Figures(tau=0, speedup=1), champion, Interval(value=0, low=0, high=0)).value)
+def test_gain_is_a_share_of_the_champions_speed() -> None:
+    champion = Figures(tau=2.0, speedup=1.2)
+    gain = relative_gain(champion, Interval(value=0.12, low=-0.06, high=0.3))
+    assert [gain.value, gain.low, gain.high] == pytest.approx([0.1, -0.05, 0.25])
+    assert math.isnan(relative_gain(Figures(tau=1, speedup=math.nan), Interval(value=0, low=0, high=0)).value)
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -68,8 +68,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"conversations": 19}, "19 holdout conversations, at least 20"),
     ({"confidence": 0.9}, "intervals cover 0.9"),
     ({"confidence": math.nan}, "intervals cover nan"),
-    ({"candidate": {"tau": 2.2, "speedup": 1.2}}, "not faster"),
-    ({"candidate": {"tau": 2.2, "speedup": math.nan}}, "not faster"),
+    ({"difference": {"value": 0.0, "low": -0.01, "high": 0.01}}, "not faster"),
+    ({"difference": {"value": math.nan, "low": math.nan, "high": math.nan}}, "not faster"),
+    ({"candidate": {"tau": 2.2, "speedup": math.nan}}, "is below 0"),
     ({"difference": {"value": 0.2, "low": -0.5, "high": 0.9}}, "may be slower than champion m/3"),
     ({"difference": {"value": 0.2, "low": math.nan, "high": 0.9}}, "may be slower"),
     ({"difference": None}, "m/3 was not measured"),
