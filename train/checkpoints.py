@@ -23,7 +23,7 @@ from ..errors import CorruptDataError
 from ..specdec.formats.checkpoint import DraftMeta, save_draft
 from ..storage import disk_errors, new_folder, read_object, write_json
 from .distributed import Ranks
-from .engine import MOMENTS, Moments
+from .optimizers import Moments
 
 FOLDER, TRAINER = "checkpoints", "trainer"
 STATE_FILE, RECORD_FILE = "state.safetensors", "trainer.json"
@@ -86,7 +86,7 @@ def save(
         trainer = beside / TRAINER
         trainer.mkdir()
         tensors = {f"weights/{name}": tensor for name, tensor in weights.items()}
-        tensors |= {f"{key}/{name}": moment[key] for name, moment in moments.items() for key in MOMENTS}
+        tensors |= {f"{key}/{name}": x for name, moment in moments.items() for key, x in moment.items()}
         tensors |= {
             f"rng/{rank}/{key}": x for rank, parts in enumerate(rng) for key, x in parts.items() if _is_tensor(x)
         }

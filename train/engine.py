@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .families.base import Family, Inputs
-
-Moments = dict[str, dict[str, Tensor]]
-"""Parameter name -> exp_avg and exp_avg_sq, float32, unsharded."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from .optimizers import Moments, read_moments, set_rate, write_moments
 
 
 class NonFiniteGradientError(ArithmeticError):
@@ -53,25 +50,12 @@ class Engine(Protocol):
         ...
 
 
-def make_optimizer(family: Family, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """AdamW, fused; decay on matrices only. The rate is set at every step."""
-    matrices, rest = family.matrices_and_rest()
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=betas, fused=True)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` in all groups from now on."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 class TorchEngine:
     """Plain torch, one process."""
 
     name = "torch"
 
-    def __init__(self, family: Family, optimizer: torch.optim.AdamW, clip_norm: float) -> None:
+    def __init__(self, family: Family, optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
         self._family, self._optimizer, self._clip_norm = family, optimizer, clip_norm
 
     def accumulate(self, inputs: Inputs, scale: float, last: bool) -> Tensor:
@@ -109,30 +93,3 @@ def clip(module: nn.Module, clip_norm: float) -> float:
     if 0 < clip_norm < norm:
         torch._foreach_mul_(gradients, clip_norm / norm)
     return norm
-
-
-def read_moments(family: Family, optimizer: torch.optim.Optimizer) -> Moments:
-    """State of an unsharded optimizer by parameter name; empty before the first step."""
-    state = optimizer.state
-    return {
-        name: {key: state[p][key].detach().float().cpu() for key in MOMENTS}
-        for name, p in family.trainable().items()
-        if p in state
-    }
-
-
-def write_moments(
-    family: Family, optimizer: torch.optim.Optimizer, moments: Mapping[str, Mapping[str, Tensor]], step: int
-) -> None:
-    """Put saved state into an unsharded optimizer."""
-    for name, p in family.trainable().items():
-        if name in moments:
-            optimizer.state[p] = fresh_state(p, step)
-            for key in MOMENTS:
-                optimizer.state[p][key].copy_(moments[name][key])
-
-
-def fresh_state(p: Tensor, step: int) -> dict[str, Tensor]:
-    """AdamW's state of one tensor after `step` steps, moments still zero (the fused kernel wants `step` beside it)."""
-    counter = torch.tensor(float(step), dtype=torch.float32, device=p.device)
-    return {"step": counter, **{key: torch.zeros_like(p) for key in MOMENTS}}

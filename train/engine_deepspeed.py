@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..errors import RecipeError
 from .distributed import Ranks
-from .engine import MOMENTS, Moments, NonFiniteGradientError, clip, fresh_state, read_moments, set_rate, write_moments
+from .engine import NonFiniteGradientError, clip
 from .families.base import Family, Inputs
+from .optimizers import ADAMW_MOMENTS, Moments, read_moments, set_rate, state_after, write_moments
 
 
 def deepspeed_config(accumulation: int, zero_stage: int, clip_norm: float) -> dict[str, Any]:
@@ -36,7 +37,7 @@ class DeepSpeedEngine:
     def __init__(
         self,
         family: Family,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         clip_norm: float,
         ranks: Ranks,
         accumulation: int,
@@ -90,7 +91,7 @@ class DeepSpeedEngine:
             return read_moments(self._family, self._base)
         self._link()
         return {
-            name: {key: safe_get_full_optimizer_state(p, key).detach().float().cpu() for key in MOMENTS}
+            name: {key: safe_get_full_optimizer_state(p, key).detach().float().cpu() for key in ADAMW_MOMENTS}
             for name, p in self._family.trainable().items()
         }
 
@@ -101,10 +102,10 @@ class DeepSpeedEngine:
             write_moments(self._family, self._base, moments, step)
             return
         for flat in self._flat_tensors():
-            self._base.state[flat] = fresh_state(flat, step)
+            self._base.state[flat] = state_after(flat, {key: torch.zeros_like(flat) for key in ADAMW_MOMENTS}, step)
         self._link()
         for name, p in self._family.trainable().items():
-            for key in MOMENTS:
+            for key in ADAMW_MOMENTS:
                 safe_set_full_optimizer_state(p, moments[name][key].to(self._ranks.device), key)
 
     def _link(self) -> None:

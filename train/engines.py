@@ -23,7 +23,7 @@ def wants_deepspeed(settings: Settings) -> bool:
 
 
 def make_engine(
-    settings: Settings, family: Family, optimizer: torch.optim.AdamW, ranks: Ranks, use_deepspeed: bool
+    settings: Settings, family: Family, optimizer: torch.optim.Optimizer, ranks: Ranks, use_deepspeed: bool
 ) -> Engine:
     """The engine that fits this machine."""
     if not use_deepspeed:

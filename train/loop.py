@@ -21,13 +21,14 @@ from . import checkpoints, distributed
 from .checkpoints import LoopState
 from .claim import claim
 from .distributed import Ranks
-from .engine import Engine, NonFiniteGradientError, make_optimizer
+from .engine import Engine, NonFiniteGradientError
 from .engines import make_engine, wants_deepspeed
 from .families import build
 from .families.base import Family
 from .families.prepare import INIT, prepare
 from .head import AGREE, ALPHA, COUNT, LOSS
 from .metrics import MetricLog, MetricSink, extend_digest
+from .optimizers import make_optimizer
 from .pace import Pace, describe, smooth
 from .schedule import learning_rate
 from .settings import Settings
@@ -68,7 +69,7 @@ def train(
             load_weights(family, restored.weights)
         state = restored.state if restored is not None else LoopState()
 
-        optimizer = make_optimizer(family, (settings.beta1, settings.beta2), settings.weight_decay)
+        optimizer = make_optimizer(family, settings)
         engine = make_engine(settings, family, optimizer, ranks, use_deepspeed)
         if restored is not None and restored.moments:
             engine.load_moments(restored.moments, state.step)

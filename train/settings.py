@@ -33,14 +33,18 @@ class _Training(_Section):
     """Tokens of one step over all ranks and micro-batches, prompts included."""
     accumulation: int = Field(default=1, ge=1)
     """Micro-batches per rank and step. More of them need less memory and change nothing else."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: matrices inside the network by Muon, embeddings, heads, norms and biases by AdamW."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate of AdamW."""
+    muon_rate: float = Field(default=8e-3, gt=0)
+    """Peak learning rate of Muon, whose updates are scaled to the size of AdamW's."""
     warmup_steps: int = Field(default=10, ge=0)
     """Steps of linear warm-up; a cosine follows."""
     final_rate_share: float = Field(default=0.1, ge=0, le=1)
     """Learning rate of the last step, as a share of the peak."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decay of AdamW, on matrices only."""
+    """Decay of matrices, per step and rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """First-moment decay of AdamW."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -78,6 +82,8 @@ class _Training(_Section):
             raise ValueError(f"objective {dict(self.objective)}: needs at least one entry, and weights above 0")
         if self.zero_stage and self.engine == "torch":
             raise ValueError(f"zero_stage {self.zero_stage}: needs engine deepspeed, got engine torch")
+        if self.zero_stage and self.optimizer == "muon":
+            raise ValueError(f"zero_stage {self.zero_stage}: splits matrices, which optimizer muon needs whole; set 0")
         return self
 
     def identity(self) -> dict[str, Any]:

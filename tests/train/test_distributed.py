@@ -27,7 +27,9 @@ SETTINGS: dict[str, Settings] = {
     "small": SmallSettings(layers=2, **COMMON),
     "lora": SmallSettings(layers=2, lora=LoraSettings(rank=2), **COMMON),
     "eagle3": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON),
+    "muon": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON),
 }
+MATRIX = [(name, stage) for name in SETTINGS for stage in range(4) if name != "muon" or stage == 0]
 
 
 class Figures:
@@ -97,10 +99,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_training(losses: list[float], norms: list[float], folder: Path, reference: Any) -> None:
     figures, final = reference
-    assert losses == pytest.approx(figures["losses"], rel=1e-4, abs=1e-5)
-    assert norms == pytest.approx(figures["norms"], rel=1e-3)
+    exact = "muon" not in folder.name  # its orthogonalisation runs in bfloat16, which lifts rounding to a thousandth
+    assert losses == pytest.approx(figures["losses"], rel=1e-4 if exact else 2e-3, abs=1e-5)
+    assert norms == pytest.approx(figures["norms"], rel=1e-3 if exact else 2e-2)
     for name, tensor in weights(folder).items():
-        torch.testing.assert_close(tensor, final[name], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(tensor, final[name], atol=1e-4 if exact else 4e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("accumulation", [4, 16])
@@ -109,8 +112,8 @@ def test_accumulation_changes_nothing(
     name: str, accumulation: int, reference: Any, places: tuple[str, str], tmp_path: Path
 ) -> None:
     """(batch 8 x 1) = (batch 2 x 4); cut into 16, some micro-batches hold nothing at all."""
-    (found,) = run_all(*places, [job(name, tmp_path / "t", engine="torch", accumulation=accumulation)])
-    assert_same_training(found["losses"], found["norms"], tmp_path / "t", reference[name])
+    (found,) = run_all(*places, [job(name, tmp_path / name, engine="torch", accumulation=accumulation)])
+    assert_same_training(found["losses"], found["norms"], tmp_path / name, reference[name])
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +123,11 @@ def spread_out(places: tuple[str, str], run_distributed: Any, tmp_path_factory: 
     Returns, by a name of its own: losses and norms in order, and the folder.
     """
     folder = tmp_path_factory.mktemp("spread")
-    matrix = [(name, stage) for name in SETTINGS for stage in range(4)]
     launches = [
         (
             2,
             [
-                *(job(n, folder / f"{n}-{s}", zero_stage=s, accumulation=2, engine="auto") for n, s in matrix),
+                *(job(n, folder / f"{n}-{s}", zero_stage=s, accumulation=2, engine="auto") for n, s in MATRIX),
                 job("small", folder / "2x1 to 1x0", stop=3, zero_stage=1),
                 job("small", folder / "2x3 to 2x2", stop=3, zero_stage=3),
             ],
@@ -155,8 +157,7 @@ def spread_out(places: tuple[str, str], run_distributed: Any, tmp_path_factory: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.parametrize(("name", "stage"), MATRIX)
 def test_two_ranks_equal_one(name: str, stage: int, reference: Any, spread_out: Any) -> None:
     losses, norms, folder = spread_out[f"{name}-{stage}"]
     assert_same_training(losses, norms, Path(folder), reference[name])

@@ -20,10 +20,10 @@ from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats.checkpoint import load_draft
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
-from draftforge.train.engine import make_optimizer
 from draftforge.train.families import build
 from draftforge.train.families.prepare import prepare
 from draftforge.train.loop import train
+from draftforge.train.optimizers import make_optimizer
 from draftforge.train.schedule import learning_rate
 from draftforge.train.settings import Eagle3Settings, LoraSettings, SmallSettings
 from draftforge.train.stopping import TrainingStoppedError
@@ -39,7 +39,13 @@ COMMON: dict[str, Any] = {
 SMALL = SmallSettings(layers=2, **COMMON)
 LORA = SmallSettings(layers=2, lora=LoraSettings(rank=2, alpha=4.0), **COMMON)
 EAGLE3 = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON)
-FAMILIES = [pytest.param(SMALL, id="small"), pytest.param(LORA, id="lora"), pytest.param(EAGLE3, id="eagle3")]
+MUON = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON)
+FAMILIES = [
+    pytest.param(SMALL, id="small"),
+    pytest.param(LORA, id="lora"),
+    pytest.param(EAGLE3, id="eagle3"),
+    pytest.param(MUON, id="muon"),
+]
 CPU = torch.device("cpu")
 
 
@@ -167,13 +173,17 @@ def test_settings_of_the_optimizer_reach_it(
     assert sums[0] != pytest.approx(sums[1], rel=1e-7)
 
 
-def test_norms_do_not_decay(tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path) -> None:
-    prepare(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target)
-    family = build(SMALL, tmp_path / "t" / "init", load_tiny_target, tiny_capture, CPU)
-    groups = make_optimizer(family, (0.9, 0.95), 0.3).param_groups
+@pytest.mark.parametrize("settings", FAMILIES)
+def test_norms_do_not_decay(settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path) -> None:
+    settings = settings.model_copy(update={"weight_decay": 0.3})
+    prepare(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target)
+    family = build(settings, tmp_path / "t" / "init", load_tiny_target, tiny_capture, CPU)
+    groups = make_optimizer(family, settings).param_groups
     decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
-    assert {decay[p] for p in family.parameters() if p.ndim >= 2} == {0.3}
-    assert {decay[p] for p in family.parameters() if p.ndim < 2} == {0.0}
+    trained = family.trainable().values()
+    assert set(decay) == set(trained)
+    assert {decay[p] for p in trained if p.ndim >= 2} == {0.3}
+    assert {decay[p] for p in trained if p.ndim < 2} <= {0.0}
 
 
 def test_scores_of_steps_that_come_again_are_forgotten(

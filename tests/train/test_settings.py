@@ -27,6 +27,7 @@ def test_the_family_decides_the_fields() -> None:
         ({"objective": {}}, "needs at least one entry"),
         ({"objective": {"kl": 1.0, "tv": -0.5}}, "weights above 0"),
         ({"zero_stage": 2, "engine": "torch"}, "zero_stage 2: needs engine deepspeed, got engine torch"),
+        ({"zero_stage": 1, "optimizer": "muon"}, "zero_stage 1: splits matrices, which optimizer muon needs whole"),
         ({"layers": None}, "layers None, from_model None: give exactly one of them"),
         ({"from_model": "a/b"}, "layers 4, from_model a/b: give exactly one of them"),
         ({"layers": 1}, "layers 1: must be at least 2"),

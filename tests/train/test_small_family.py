@@ -61,9 +61,14 @@ def test_merged_adapters_are_the_same_function(targets: object, load_tiny_target
         assert torch.equal(tensor, before[name]), name  # exporting leaves no trace, so training goes on unrounded
 
 
-def test_decay_on_matrices_only(load_tiny_target: object) -> None:
-    matrices, rest = family_of(load_tiny_target()).matrices_and_rest()  # type: ignore[operator]
-    assert {p.ndim for p in matrices} == {2} and {p.ndim for p in rest} == {1}
+def test_embeddings_and_head_are_told_from_the_other_matrices(load_tiny_target: object) -> None:
+    family = family_of(load_tiny_target())  # type: ignore[operator]
+    hidden, tables, rest = family.parameter_groups()
+    names = {id(p): name for name, p in family.named_parameters()}
+    assert all(".layers." in names[id(p)] for p in hidden) and len(hidden) == 2 * 7
+    assert tables and all("embed_tokens" in names[id(p)] or "lm_head" in names[id(p)] for p in tables)
+    assert {p.ndim for p in rest} == {1}
+    assert len({*map(id, [*hidden, *tables, *rest])}) == len(list(family.parameters()))
 
 
 def test_recomputed_activations_give_the_same_gradients(tiny_capture: Capture, load_tiny_target: object) -> None:

@@ -62,10 +62,17 @@ class Family(nn.Module, ABC):
         """The draft as it is saved and served. Adapters are merged into a copy."""
         return self.draft
 
-    def matrices_and_rest(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Trainable parameters: those that weight decay applies to, and norms and biases."""
+    def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+        """Trainable matrices inside the network; embeddings and heads; norms and biases."""
+        tables = {id(self.head().weight_VH)}
+        tables |= {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]
+        matrices = [p for p in trainable if p.ndim >= 2]
+        return (
+            [p for p in matrices if id(p) not in tables],
+            [p for p in matrices if id(p) in tables],
+            [p for p in trainable if p.ndim < 2],
+        )
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name; a tied one once."""

@@ -1,0 +1,79 @@
+"""Two optimizers in one: each parameter gets the step of its own."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftforge.data.store import Capture
+from draftforge.train.families import build
+from draftforge.train.families.base import Family
+from draftforge.train.families.prepare import prepare
+from draftforge.train.optimizers import make_optimizer, read_moments, set_rate, write_moments
+from draftforge.train.settings import Eagle3Settings
+
+MUON = Eagle3Settings(
+    draft_vocabulary=200, draft_tokens=2, optimizer="muon", learning_rate=1e-3, muon_rate=5e-3, weight_decay=0.0
+)
+
+
+@pytest.fixture
+def family(tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path) -> Family:
+    prepare(MUON, 0, tiny_capture, tmp_path / "t", load_tiny_target)
+    return build(MUON, tmp_path / "t" / "init", load_tiny_target, tiny_capture, torch.device("cpu"))
+
+
+def make_up_gradients(family: Family, seed: int) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    for parameter in family.trainable().values():
+        parameter.grad = torch.randn(parameter.shape, generator=drawn)
+
+
+def step(family: Family, optimizer: torch.optim.Optimizer, rate: float, seed: int) -> dict[str, Tensor]:
+    """How far one step moves each parameter."""
+    make_up_gradients(family, seed)
+    before = {name: parameter.detach().clone() for name, parameter in family.trainable().items()}
+    set_rate(optimizer, rate)
+    optimizer.step()
+    return {name: parameter.detach() - before[name] for name, parameter in family.trainable().items()}
+
+
+def test_first_step_is_orthogonal_inside_and_signs_elsewhere(family: Family) -> None:
+    """At half the peak rate: AdamW moves every number by the rate, Muon turns the gradient into a near-rotation."""
+    moved = step(family, make_optimizer(family, MUON), MUON.learning_rate / 2, seed=1)
+    hidden = {id(p) for p in family.parameter_groups()[0]}
+    seen = 0
+    for name, parameter in family.trainable().items():
+        assert parameter.grad is not None
+        if id(parameter) in hidden:
+            size = MUON.muon_rate / 2 * 0.2 * math.sqrt(max(parameter.shape))
+            values = torch.linalg.svdvals(moved[name]) / size
+            assert float(values.min()) > 0.3 and float(values.max()) < 1.4, name
+            assert float((moved[name] * parameter.grad).sum()) < 0
+            seen += 1
+        else:
+            expected = -MUON.learning_rate / 2 * parameter.grad.sign()
+            torch.testing.assert_close(moved[name], expected, atol=1e-6, rtol=1e-3)
+    assert seen == len(hidden) > 5 and seen < len(family.trainable())
+
+
+def test_state_put_back_gives_the_same_next_step(family: Family) -> None:
+    optimizer = make_optimizer(family, MUON)
+    for seed in range(3):
+        step(family, optimizer, 1e-3, seed)
+    moments = copy.deepcopy(read_moments(family, optimizer))  # the next step would write into them
+    weights = {name: parameter.detach().clone() for name, parameter in family.trainable().items()}
+    kinds = {frozenset(moment) for moment in moments.values()}
+    assert kinds == {frozenset({"momentum_buffer"}), frozenset({"exp_avg", "exp_avg_sq"})}
+    whole = step(family, optimizer, 1e-3, seed=9)
+    with torch.no_grad():
+        for name, parameter in family.trainable().items():
+            parameter.copy_(weights[name])
+    other = make_optimizer(family, MUON)
+    write_moments(family, other, moments, 3)
+    for name, moved in step(family, other, 1e-3, seed=9).items():
+        assert torch.equal(moved, whole[name]), name

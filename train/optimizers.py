@@ -1,0 +1,90 @@
+"""Optimizers over a family's parameters, and their state by parameter name, free of how it is spread.
+
+AdamW takes everything, or Muon takes the matrices inside the network and AdamW the rest: embeddings and heads, whose
+rows are looked up one by one, norms and biases. Muon (K. Jordan, 2024) orthogonalises each matrix's update; at the
+size of AdamW's updates (0.2 sqrt(longer side); J. Liu et al., arXiv 2502.16982) both live with similar rates.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .families.base import Family
+from .settings import Settings
+
+Moments = dict[str, dict[str, Tensor]]
+"""Parameter name -> its moments (exp_avg and exp_avg_sq of AdamW, momentum_buffer of Muon), float32, unsharded."""
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
+_COUNTER = "step"  # AdamW counts its steps beside the moments; the loop knows their number
+_SHARE = "rate_share"
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon and AdamW as one optimizer, with common groups and state."""
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})  # the same dicts: a rate set here holds there
+        self._parts: tuple[torch.optim.Optimizer, ...] = (muon, adamw)
+        for part in self._parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of both."""
+        for part in self._parts:
+            part.step()
+
+
+def make_optimizer(family: Family, settings: Settings) -> torch.optim.Optimizer:
+    """The recipe's optimizer; decay on matrices only. The rate is set at every step."""
+    hidden, tables, rest = family.parameter_groups()
+    if settings.optimizer == "adamw":
+        return _adamw(settings, [*hidden, *tables], rest)
+    share = settings.muon_rate / settings.learning_rate
+    muon = torch.optim.Muon(
+        [{"params": hidden, _SHARE: share}],
+        lr=0.0,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return MuonAdamW(muon, _adamw(settings, tables, rest))
+
+
+def _adamw(settings: Settings, decayed: list[torch.nn.Parameter], rest: list[torch.nn.Parameter]) -> torch.optim.AdamW:
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=betas, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Use `rate`, AdamW's, in all groups from now on; Muon's follows in proportion."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get(_SHARE, 1.0)
+
+
+def read_moments(family: Family, optimizer: torch.optim.Optimizer) -> Moments:
+    """State of an unsharded optimizer by parameter name; empty before the first step."""
+    state = optimizer.state
+    return {
+        name: {key: moment.detach().float().cpu() for key, moment in state[p].items() if key != _COUNTER}
+        for name, p in family.trainable().items()
+        if p in state
+    }
+
+
+def write_moments(
+    family: Family, optimizer: torch.optim.Optimizer, moments: Mapping[str, Mapping[str, Tensor]], step: int
+) -> None:
+    """Put saved state into an unsharded optimizer."""
+    for name, p in family.trainable().items():
+        if name in moments:
+            optimizer.state[p] = state_after(p, moments[name], step)
+
+
+def state_after(p: Tensor, moments: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+    """One tensor's state after `step` steps, on its device (AdamW's fused kernel wants its counter there too)."""
+    state = {key: moment.to(p.device, torch.float32, copy=True) for key, moment in moments.items()}
+    if ADAMW_MOMENTS[0] in state:
+        state[_COUNTER] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
+    return state
