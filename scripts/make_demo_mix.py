@@ -42,7 +42,8 @@ def support_lines(section: dict[str, Any]) -> Iterator[Line]:
         texts = [template] if isinstance(template, str) else template
         slots = {slot for text in texts for slot in re.findall(r"{(\w+?)2?}", text)}
         assert slots <= {*section["slots"], "order"}, f"{name}: {slots}"
-        for variant in range(section["variants"]):
+        variants = section["variants"] if slots - {"order"} else 1  # another order number alone makes a near-copy
+        for variant in range(variants):
             turns = fill(texts, section["slots"], name, variant)
             messages = [system, *({"role": "user", "content": turn} for turn in turns)]
             yield {"id": f"support/{name}/{variant}", "domain": "support", "group": name, "messages": messages}
