@@ -63,7 +63,7 @@ class Eagle3Family(Family):
         budget = settings.features_bytes
         if budget is None:
             budget = _CPU_FEATURES_BYTES if target.device.type == "cpu" else 0
-        self._features = FeatureSource(target, draft.config.aux_layers, budget, settings.logits_bytes)
+        self._features = FeatureSource(target, draft.config.aux_layers, budget, settings.logits_bytes, loss.dtype)
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:

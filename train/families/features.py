@@ -32,8 +32,17 @@ class FeatureSource:
     first came: a resumed run, which remembers nothing, sees the same numbers bit for bit.
     """
 
-    def __init__(self, target: Target, aux_layers: Sequence[int], budget_bytes: int, logits_bytes: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        aux_layers: Sequence[int],
+        budget_bytes: int,
+        logits_bytes: int,
+        matrix_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._target, self._aux_layers = target, aux_layers
+        # A float32 target's layers run in the precision that the draft trains in; its head stays in float32.
+        self._autocast = matrix_dtype if target.dtype == torch.float32 else torch.float32
         self._left_bytes = budget_bytes
         self._chunk = max(1, logits_bytes // (4 * target.vocab_size))
         self._remembers = budget_bytes > 0
@@ -64,12 +73,14 @@ class FeatureSource:
         return features
 
     def _run(self, ids_BT: Tensor, positions_N: Tensor) -> Features:
-        states = self._target.states(ids_BT, aux_layers=self._aux_layers)
+        half = self._autocast != torch.float32
+        with torch.autocast(ids_BT.device.type, self._autocast if half else torch.bfloat16, enabled=half):
+            states = self._target.states(ids_BT, aux_layers=self._aux_layers)
         assert states.aux_BTA is not None
-        hidden_NH = states.hidden_BTH.flatten(0, 1)[positions_N]
+        hidden_NH = states.hidden_BTH.flatten(0, 1)[positions_N].to(self._target.dtype)
         lse, best = [hidden_NH.new_zeros(0, dtype=torch.float32)], [positions_N[:0]]
         for part_CH in torch.split(hidden_NH, self._chunk):
             logits_CV = self._target.logits(part_CH).float()
             best.append(logits_CV.argmax(-1))
             lse.append(logits_CV.logsumexp(-1))
-        return Features(states.aux_BTA, hidden_NH, torch.cat(lse), torch.cat(best))
+        return Features(states.aux_BTA.to(self._target.dtype), hidden_NH, torch.cat(lse), torch.cat(best))
