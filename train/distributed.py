@@ -65,7 +65,7 @@ def join(need_group: bool) -> Iterator[Ranks]:
     if need_group and not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
         if world > 1:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, device_id=device if cuda else None)
         else:
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
