@@ -1,6 +1,7 @@
 """What a round costs: draft and verify times, measured once per shape, and the speed-up that they make of a tau.
 
-Times are medians per round at batch 1 from the decoder's own timer. All checkpoints of one shape share them.
+Times are lower quartiles of rounds at batch 1, from the decoder's own timer: what else runs on a machine can only add
+to a round, for seconds at a time, and a median takes over what it added. All checkpoints of one shape share them.
 """
 
 import math
@@ -25,7 +26,7 @@ from ..storage import lock, read_json, write_json
 from .figures import Estimate
 from .settings import CostSettings
 
-COSTS_VERSION = 1  # of what is measured; a new number measures everything again
+COSTS_VERSION = 2  # of what is measured; a new number measures everything again
 _CONFIG_NOISE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 _CONFIG_NOISE_ENDINGS = ("_token_id", "_dropout", "_range", "id2label", "label2id")
 _FEWEST_ROUNDS = 5
@@ -54,7 +55,7 @@ class CostKey(BaseModel):
 
 
 class RoundCost(BaseModel):
-    """Median seconds of a round that drafts K tokens, at batch 1."""
+    """Seconds of a round that drafts K tokens, at batch 1."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,7 +63,7 @@ class RoundCost(BaseModel):
     verify_seconds: float
     rest_seconds: float
     rounds: int
-    """Rounds behind the medians."""
+    """Rounds behind the times."""
 
     @property
     def seconds(self) -> float:
@@ -77,7 +78,7 @@ class CostTable(BaseModel):
 
     key: CostKey
     plain_seconds: float
-    """Median seconds of a token decoded without a draft."""
+    """Seconds of a token decoded without a draft."""
     plain_rounds: int
     context_tokens: float
     """Mean context length at which times were taken."""
@@ -137,7 +138,7 @@ def measure_costs(
     sampling: SamplingSettings,
     settings: CostSettings,
 ) -> CostTable:
-    """Decode the first prompts plainly and with each K of the key, and take the medians of full rounds.
+    """Decode the first prompts plainly and with each K of the key, and take the lower quartiles of full rounds.
 
     Every prompt runs all modes before the next one does, so that a machine that slows down slows all of them.
     Answers do not stop before `new_tokens`: times do not depend on what is said.
@@ -158,13 +159,13 @@ def measure_costs(
                 timed = _timed(target, proposer if K else None, request, key.rule, K)
                 rounds[K] += timed[settings.warmup_rounds :]
                 advance(note=f"K={K}" if K else "plain")
-    plain = _medians(rounds[0], 0)
+    plain = _typical(rounds[0], 0)
     return CostTable(
         key=key,
         plain_seconds=plain.seconds,
         plain_rounds=plain.rounds,
         context_tokens=statistics.fmean(len(prompt) for prompt in prompts) + settings.new_tokens / 2,
-        by_K={K: _medians(rounds[K], K) for K in key.draft_tokens},
+        by_K={K: _typical(rounds[K], K) for K in key.draft_tokens},
     )
 
 
@@ -235,8 +236,8 @@ def _timed(target: CausalModel, proposer: Proposer | None, request: Request, rul
     return list(timer.rounds)
 
 
-def _medians(rounds: Sequence[RoundSeconds], K: int) -> RoundCost:
-    """Medians over rounds that drafted K. A proposer that seldom drafts that many is timed on what it does draft."""
+def _typical(rounds: Sequence[RoundSeconds], K: int) -> RoundCost:
+    """Times of rounds that drafted K. A proposer that seldom drafts that many is timed on what it does draft."""
     full = [one for one in rounds if one.drafted == K]
     if len(full) < _FEWEST_ROUNDS:
         say(f"times of K={K}: only {len(full)} full rounds; taken from all {len(rounds)} rounds that were not warm-up")
@@ -244,15 +245,16 @@ def _medians(rounds: Sequence[RoundSeconds], K: int) -> RoundCost:
     if not full:
         raise InputError(f"K={K}: no round was left to time; raise score.costs.new_tokens or lower warmup_rounds")
     return RoundCost(
-        draft_seconds=_median(one.draft for one in full),
-        verify_seconds=_median(one.verify for one in full),
-        rest_seconds=_median(one.rest for one in full),
+        draft_seconds=_lower_quartile(one.draft for one in full),
+        verify_seconds=_lower_quartile(one.verify for one in full),
+        rest_seconds=_lower_quartile(one.rest for one in full),
         rounds=len(full),
     )
 
 
-def _median(values: Iterable[float]) -> float:
-    return float(statistics.median(values))
+def _lower_quartile(values: Iterable[float]) -> float:
+    known = list(values)
+    return statistics.quantiles(known, n=4, method="inclusive")[0] if len(known) > 1 else known[0]
 
 
 def _read(path: Path) -> CostTable | None:

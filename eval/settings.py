@@ -13,7 +13,7 @@ HOLDOUT_SPLIT: Final = "holdout"  # a candidate meets the champion on this one, 
 
 
 class CostSettings(BaseModel):
-    """How draft and verify times are measured: batch 1, on real prompts, medians per round."""
+    """How draft and verify times are measured: batch 1, on real prompts, lower quartiles of rounds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
