@@ -83,3 +83,9 @@ class StoppedError(BaseException):
 
 class OwnershipError(DraftforgeError, PermissionError):
     """An output folder belongs to another recipe, or was not made by draftforge."""
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """The first line of what another library's error says, or its name where it says nothing."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= limit else line[: limit - 1] + "…"

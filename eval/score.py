@@ -52,9 +52,9 @@ class Consistency:
         return self.diverged + self.miscounted
 
     @property
-    def lossless(self) -> bool:
-        """Whether every decoded answer is the target's own, but for ties."""
-        return not self.diverged
+    def lossless(self) -> bool | None:
+        """Whether every decoded answer is the target's own, but for ties; None where none was decoded at T = 0."""
+        return not self.diverged if self.compared or self.ties or self.diverged else None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class _Measured:
 
     row: Row
     table: pa.Table
-    lossless: bool
+    lossless: bool | None
 
 
 def promote_stage(

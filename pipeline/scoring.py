@@ -72,8 +72,8 @@ class Scorer:
             raise InputError(f"{folder}: drafts with another tokenizer than the target's")
         return make_proposer(draft, target), draft
 
-    def counts(self, proposer: Proposer, identity: Identity) -> tuple[pa.Table, bool]:
-        """Counts of one draft, and whether decoding was seen to be lossless (greedy output equals the target's)."""
+    def counts(self, proposer: Proposer, identity: Identity) -> tuple[pa.Table, bool | None]:
+        """Counts of one draft, and whether decoding was seen to be lossless (None: nothing was decoded at T = 0)."""
         score = score_draft(self._space.target, proposer, self.samples, self.settings, identity, self.traces)
         return score.counts, score.consistency.lossless
 

@@ -22,7 +22,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from .. import storage
-from ..errors import DiskFullError, DraftforgeError, InputError, RegistryError, TrackingError
+from ..errors import DiskFullError, DraftforgeError, InputError, RegistryError, TrackingError, one_line
 from ..fingerprint import of_bytes, short
 from .settings import RegistrySettings, redacted
 
@@ -81,10 +81,10 @@ def mlflow_errors(tracking_uri: str) -> Iterator[None]:
         if storage.is_disk_full(error):
             raise DiskFullError(f"{where}: no space left for runs or artifacts") from error
         if isinstance(error, MlflowException) and error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            raise RegistryError(f"{where}: {_one_line(error)}") from error
+            raise RegistryError(f"{where}: {redacted(one_line(error))}") from error
         if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
             raise
-        raise TrackingError(f"{where}: {_one_line(error)}") from error
+        raise TrackingError(f"{where}: {redacted(one_line(error))}") from error
 
 
 @contextmanager
@@ -208,13 +208,7 @@ def _sqlite_uri(database: Path) -> str:
     return f"sqlite:///{path}"
 
 
-def _one_line(error: BaseException, limit: int = 300) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = redacted(lines[0] if lines else type(error).__name__)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
 def _reason(error: BaseException) -> str:
     """The network's own words where they are buried in a long message."""
     words = re.search(r"Connection refused|Name or service not known|No route to host|timed out", str(error))
-    return words.group().lower() if words else _one_line(error)
+    return words.group().lower() if words else redacted(one_line(error))

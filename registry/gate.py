@@ -50,8 +50,8 @@ class Evidence(_Record):
     conversations: int = Field(ge=0)
     confidence: float
     """Coverage of the intervals below."""
-    lossless: bool
-    """Greedy speculative output equals plain greedy output in the self-test."""
+    lossless: bool | None
+    """Greedy speculative output equals plain greedy output in the self-test; None: it compared nothing."""
     export_reads_back: bool
     holdout_overlap: int = Field(ge=0)
     """Holdout clusters that the candidate or an ancestor was trained on."""
@@ -79,6 +79,8 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
     """
     against = _validity(evidence, settings)
     supporting = [f"expected speed-up over plain decoding is {evidence.candidate.speedup:.2f}"]
+    if evidence.lossless is None:
+        supporting.append("no self-test: nothing was decoded at T = 0 (score.sampling, score.decode_conversations)")
     gain: Interval | None = None
     if not evidence.candidate.speedup >= settings.min_speedup:
         against.append(
@@ -114,7 +116,7 @@ def relative_gain(champion: Figures, difference: Interval) -> Interval:
 def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:
     """What makes any comparison worthless."""
     against = []
-    if not evidence.lossless:
+    if evidence.lossless is False:
         against.append("the self-test found speculative output that differs from plain decoding: not lossless")
     if not evidence.export_reads_back:
         against.append("the export was not read back equal")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import DraftforgeError, FormatError
+from ..errors import DraftforgeError, FormatError, one_line
 from ..progress import say
 
 _OURS = (DraftforgeError, MemoryError, torch.OutOfMemoryError)
@@ -48,11 +48,6 @@ def refused(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise FormatError(f"{where}: cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of what an error says."""
-    return (str(error).strip().splitlines() or ["no reason given"])[0][:300]
 
 
 def _check_weights(where: str, info: dict[str, Any], kinds: tuple[str, ...]) -> None:

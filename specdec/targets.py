@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from transformers import GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import fingerprint
-from ..errors import InputError, MissingFileError
+from ..errors import InputError, MissingFileError, one_line
 from ..storage import read_object
-from .loading import load_model, load_tokenizer, one_line
+from .loading import load_model, load_tokenizer
 from .models import CausalModel
 from .settings import TargetSettings
 

@@ -87,6 +87,11 @@ def test_refusals_say_why(changes: dict[str, Any], words: str) -> None:
     json.dumps(decision.model_dump(), allow_nan=False)
 
 
+def test_a_self_test_that_compared_nothing_is_said() -> None:
+    decision = decide(evidence(lossless=None), GateSettings())
+    assert decision.promote and any("no self-test" in reason for reason in decision.reasons)
+
+
 def test_every_fault_is_listed() -> None:
     decision = decide(evidence(lossless=False, conversations=1, domains={"code": domain(-1, -0.5)}), GateSettings())
     assert len(decision.reasons) == 3

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...errors import InputError
+from ...errors import InputError, one_line
 
 
 def spread(count: int, total: int) -> list[int]:
@@ -42,7 +42,7 @@ def prune(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
         small.load_state_dict(kept)
     except RuntimeError as error:
         raise InputError(
-            f"draft.layers {layers}: {type(model).__name__} cannot be pruned: {_one_line(error)}"
+            f"draft.layers {layers}: {type(model).__name__} cannot be pruned: {one_line(error)}"
         ) from None
     small.tie_weights()
     small.generation_config = copy.deepcopy(model.generation_config)
@@ -67,7 +67,3 @@ def _layers_prefix(model: nn.Module, total: int) -> str:
     if not found:
         raise InputError(f"draft.layers: {type(model).__name__} has no list of {total} layers to prune")
     return f"{found[0]}."
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
