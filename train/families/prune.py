@@ -41,9 +41,7 @@ def prune(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     try:
         small.load_state_dict(kept)
     except RuntimeError as error:
-        raise InputError(
-            f"draft.layers {layers}: {type(model).__name__} cannot be pruned: {one_line(error)}"
-        ) from None
+        raise InputError(f"draft.layers {layers}: {type(model).__name__} cannot be pruned: {one_line(error)}") from None
     small.tie_weights()
     small.generation_config = copy.deepcopy(model.generation_config)
     return small
