@@ -4,6 +4,8 @@ Each class also inherits the standard type it refines, so callers may catch eith
 (field or file), the value, the rule. The command line prints it and exits with `exit_code`.
 """
 
+from collections.abc import Callable
+
 
 class DraftforgeError(Exception):
     """Root of the tree. Raised as it is only by tests."""
@@ -85,7 +87,10 @@ class OwnershipError(DraftforgeError, PermissionError):
     """An output folder belongs to another recipe, or was not made by draftforge."""
 
 
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """The first line of what another library's error says, or its name where it says nothing."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def one_line(error: BaseException, limit: int = 300, clean: Callable[[str], str] = str) -> str:
+    """The first line of what another library's error says, or its name where it says nothing.
+
+    `clean` takes secrets out before the line is cut: half an address may no longer look like one.
+    """
+    line = clean(next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__))
     return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -25,7 +25,6 @@ from .workspace import Workspace
 
 LOOKUP = "lookup"
 COUNTS_FILE = "counts.parquet"
-BY_SPEED = "Drafts by expected serving speed"
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,9 @@ def _stored(counts_file: Path, notes_file: Path) -> tuple[pa.Table, float | None
 def _show(scored: Scored, settings: ScoreSettings) -> None:
     """The final tables: all checkpoints, then the chosen one by domain beside prompt lookup."""
     chosen = scored.chosen
-    show_leaderboard([plain_row(scored.costs[chosen.draft]), *scored.rows], settings.confidence, BY_SPEED)
+    show_leaderboard(
+        [plain_row(scored.costs[chosen.draft]), *scored.rows], settings.confidence, "Drafts by expected serving speed"
+    )
     compared = [row for row in scored.rows if row.baseline or row is chosen]
     show_domains(domain_rows([scored.counts], compared, settings), settings.confidence, "By domain")
     if chosen.speedup.value < 1:

@@ -81,10 +81,10 @@ def mlflow_errors(tracking_uri: str) -> Iterator[None]:
         if storage.is_disk_full(error):
             raise DiskFullError(f"{where}: no space left for runs or artifacts") from error
         if isinstance(error, MlflowException) and error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            raise RegistryError(f"{where}: {redacted(one_line(error))}") from error
+            raise RegistryError(f"{where}: {one_line(error, clean=redacted)}") from error
         if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
             raise
-        raise TrackingError(f"{where}: {redacted(one_line(error))}") from error
+        raise TrackingError(f"{where}: {one_line(error, clean=redacted)}") from error
 
 
 @contextmanager
@@ -211,4 +211,4 @@ def _sqlite_uri(database: Path) -> str:
 def _reason(error: BaseException) -> str:
     """The network's own words where they are buried in a long message."""
     words = re.search(r"Connection refused|Name or service not known|No route to host|timed out", str(error))
-    return words.group().lower() if words else redacted(one_line(error))
+    return words.group().lower() if words else one_line(error, clean=redacted)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from mlflow.exceptions import MlflowException
 
-from draftforge.errors import DiskFullError, InputError, RegistryError, TrackingError
+from draftforge.errors import DiskFullError, InputError, RegistryError, TrackingError, one_line
 from draftforge.registry import connect
 from draftforge.registry.connect import Tracking, mlflow_errors, open_tracking, quick_requests, resolve_uri
 from draftforge.registry.settings import RegistrySettings, redacted
@@ -172,3 +172,9 @@ def test_a_store_without_room_is_a_full_disk() -> None:
         mlflow_errors("sqlite:///x.db"),
     ):
         raise MlflowException(said)
+
+
+def test_a_password_is_taken_out_before_a_long_line_is_cut() -> None:
+    error = OSError("x" * 270 + " http://user:" + "secret" * 10 + "@host")
+    assert "secret" not in one_line(error, clean=redacted)
+    assert one_line(error).endswith("…") and "secret" in one_line(error)  # cut first, it would show

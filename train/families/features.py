@@ -42,7 +42,7 @@ class FeatureSource:
     ) -> None:
         self._target, self._aux_layers = target, aux_layers
         # A float32 target's layers run in the precision that the draft trains in; its head stays in float32.
-        self._autocast = matrix_dtype if target.dtype == torch.float32 else torch.float32
+        self._half = target.dtype == torch.float32 and matrix_dtype == torch.bfloat16
         self._left_bytes = budget_bytes
         self._chunk = max(1, logits_bytes // (4 * target.vocab_size))
         self._remembers = budget_bytes > 0
@@ -73,8 +73,7 @@ class FeatureSource:
         return features
 
     def _run(self, ids_BT: Tensor, positions_N: Tensor) -> Features:
-        half = self._autocast != torch.float32
-        with torch.autocast(ids_BT.device.type, self._autocast if half else torch.bfloat16, enabled=half):
+        with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=self._half):
             states = self._target.states(ids_BT, aux_layers=self._aux_layers)
         assert states.aux_BTA is not None
         hidden_NH = states.hidden_BTH.flatten(0, 1)[positions_N].to(self._target.dtype)
