@@ -1,13 +1,14 @@
 """What a round costs: draft and verify times, measured once per shape, and the speed-up that they make of a tau.
 
-Times are lower quartiles of rounds at batch 1, from the decoder's own timer: what else runs on a machine can only add
-to a round, for seconds at a time, and a median takes over what it added. All checkpoints of one shape share them.
+Times are of rounds at batch 1, from the decoder's own timer. What else runs on a machine can make every round three
+times as long for seconds at a time, so plain decoding and every K take turns, round by round, and what counts is a
+round's time over that of the plain round beside it. All checkpoints of one shape share the table.
 """
 
 import math
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from .. import fingerprint
 from ..errors import CorruptDataError, InputError, MissingFileError
 from ..progress import bar, say
-from ..specdec.decoder import Request, RoundSeconds, RoundTimer, generate
+from ..specdec.decoder import Request, RoundSeconds, RoundTimer, decode_rounds
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
 from ..specdec.sampling import SamplingSettings
@@ -26,7 +27,7 @@ from ..storage import lock, read_json, write_json
 from .figures import Estimate
 from .settings import CostSettings
 
-COSTS_VERSION = 2  # of what is measured; a new number measures everything again
+COSTS_VERSION = 3  # of what is measured; a new number measures everything again
 _CONFIG_NOISE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 _CONFIG_NOISE_ENDINGS = ("_token_id", "_dropout", "_range", "id2label", "label2id")
 _FEWEST_ROUNDS = 5
@@ -133,39 +134,39 @@ def cost_key(
 def measure_costs(
     key: CostKey,
     target: CausalModel,
-    proposer: Proposer,
+    proposer: Callable[[], Proposer],
     prompts: Sequence[list[int]],
     sampling: SamplingSettings,
     settings: CostSettings,
 ) -> CostTable:
-    """Decode the first prompts plainly and with each K of the key, and take the lower quartiles of full rounds.
+    """Decode the first prompts plainly and with each K of the key, by turns. `proposer`: makes one for each K.
 
-    Every prompt runs all modes before the next one does, so that a machine that slows down slows all of them.
-    Answers do not stop before `new_tokens`: times do not depend on what is said.
+    Answers do not stop before `settings.rounds`: times do not depend on what is said.
     """
     if not prompts:
         raise InputError("no prompts: times are measured on at least one")
-    longest = max(target.max_positions - settings.new_tokens, 1)
-    prompts = [prompt[-longest:] for prompt in prompts[: settings.prompts]]  # the end leaves room for the answer
-    rounds: dict[int, list[RoundSeconds]] = {K: [] for K in (0, *key.draft_tokens)}
-    with bar("measure times", (len(prompts) + 1) * len(rounds), "runs") as advance:
-        warm_up = Request(prompts[0], sampling, 0, 8, frozenset())
-        for K in rounds:  # allocations, kernel choices and clocks settle before anything counts
-            _timed(target, proposer if K else None, warm_up, key.rule, K)
-            advance(note="warm-up")
+    modes = (0, *key.draft_tokens)
+    proposers = {K: proposer() if K else None for K in modes}
+    room = _most_tokens(settings.rounds, modes[-1])  # the end of a prompt leaves room for the answer
+    prompts = [prompt[-max(target.max_positions - room, 1) :] for prompt in prompts[: settings.prompts]]
+    rounds: dict[int, list[RoundSeconds]] = {K: [] for K in modes}
+    with bar("measure times", len(prompts) + 1, "prompts") as advance:
+        # Allocations, kernel choices and clocks settle before anything counts.
+        _by_turns(target, proposers, prompts[0], sampling, key.rule, settings.rounds)
+        advance(note="warm-up")
         for prompt in prompts:
-            request = Request(prompt, sampling, 0, settings.new_tokens, frozenset())
-            for K in rounds:
-                timed = _timed(target, proposer if K else None, request, key.rule, K)
-                rounds[K] += timed[settings.warmup_rounds :]
-                advance(note=f"K={K}" if K else "plain")
-    plain = _typical(rounds[0], 0)
+            timed = _by_turns(target, proposers, prompt, sampling, key.rule, settings.rounds)
+            for K in modes:
+                rounds[K] += timed[K][settings.warmup_rounds :]
+            advance()
+    plain = rounds[0]
+    plain_seconds = _lower_quartile([one.total for one in plain])
     return CostTable(
         key=key,
-        plain_seconds=plain.seconds,
-        plain_rounds=plain.rounds,
-        context_tokens=statistics.fmean(len(prompt) for prompt in prompts) + settings.new_tokens / 2,
-        by_K={K: _typical(rounds[K], K) for K in key.draft_tokens},
+        plain_seconds=plain_seconds,
+        plain_rounds=len(plain),
+        context_tokens=statistics.fmean(map(len, prompts)) + settings.rounds / 2,
+        by_K={K: _round_cost(K, rounds[K], plain, plain_seconds) for K in key.draft_tokens},
     )
 
 
@@ -229,32 +230,64 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | bool | int | None) else repr(value)
 
 
-def _timed(target: CausalModel, proposer: Proposer | None, request: Request, rule: str, K: int) -> list[RoundSeconds]:
-    timer = RoundTimer(target.device)
-    for _ in generate(target, proposer, [request], rule=rule, draft_tokens=max(K, 1), batch_size=1, timer=timer):
-        pass
-    return list(timer.rounds)
+def _by_turns(
+    target: CausalModel,
+    proposers: dict[int, Proposer | None],
+    prompt: list[int],
+    sampling: SamplingSettings,
+    rule: str,
+    rounds: int,
+) -> dict[int, list[RoundSeconds]]:
+    """Every K (0: plain) decodes the prompt; they take turns after each round, so that all see the same machine."""
+    timers = {K: RoundTimer(target.device) for K in proposers}
+    runs = [
+        decode_rounds(
+            target,
+            proposer,
+            [Request(prompt, sampling, 0, _most_tokens(rounds, K))],
+            rule=rule,
+            draft_tokens=max(K, 1),
+            timer=timers[K],
+        )
+        for K, proposer in proposers.items()
+    ]
+    for _ in range(rounds + 1):  # the first turn reads the prompt
+        for run in runs:
+            next(run)
+    return {K: timer.rounds for K, timer in timers.items()}
 
 
-def _typical(rounds: Sequence[RoundSeconds], K: int) -> RoundCost:
-    """Times of rounds that drafted K. A proposer that seldom drafts that many is timed on what it does draft."""
-    full = [one for one in rounds if one.drafted == K]
+def _most_tokens(rounds: int, K: int) -> int:
+    """Tokens of an answer that lasts so many rounds, none of them with its draft clipped."""
+    return 1 + rounds * (K + 1)
+
+
+def _round_cost(
+    K: int, rounds: Sequence[RoundSeconds], plain: Sequence[RoundSeconds], plain_seconds: float
+) -> RoundCost:
+    """Times of rounds that drafted K, each as a share of the plain round beside it.
+
+    A proposer that seldom drafts that many is timed on what it does draft.
+    """
+    pairs = list(zip(rounds, plain))
+    full = [(one, beside) for one, beside in pairs if one.drafted == K]
     if len(full) < _FEWEST_ROUNDS:
-        say(f"times of K={K}: only {len(full)} full rounds; taken from all {len(rounds)} rounds that were not warm-up")
-        full = list(rounds)
-    if not full:
-        raise InputError(f"K={K}: no round was left to time; raise score.costs.new_tokens or lower warmup_rounds")
+        say(f"times of K={K}: only {len(full)} full rounds; taken from all {len(pairs)} rounds that were not warm-up")
+        full = pairs
+
+    def typical(part: Callable[[RoundSeconds], float]) -> float:
+        return plain_seconds * statistics.median(part(one) / beside.total for one, beside in full)
+
     return RoundCost(
-        draft_seconds=_lower_quartile(one.draft for one in full),
-        verify_seconds=_lower_quartile(one.verify for one in full),
-        rest_seconds=_lower_quartile(one.rest for one in full),
+        draft_seconds=typical(lambda one: one.draft),
+        verify_seconds=typical(lambda one: one.verify),
+        rest_seconds=typical(lambda one: one.rest),
         rounds=len(full),
     )
 
 
-def _lower_quartile(values: Iterable[float]) -> float:
-    known = list(values)
-    return statistics.quantiles(known, n=4, method="inclusive")[0] if len(known) > 1 else known[0]
+def _lower_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
 def _read(path: Path) -> CostTable | None:

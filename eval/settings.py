@@ -13,18 +13,24 @@ HOLDOUT_SPLIT: Final = "holdout"  # a candidate meets the champion on this one, 
 
 
 class CostSettings(BaseModel):
-    """How draft and verify times are measured: batch 1, on real prompts, lower quartiles of rounds."""
+    """How draft and verify times are measured: batch 1, on real prompts, plain decoding and every K by turns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     prompts: int = Field(default=4, ge=1)
     """Prompts decoded for the measurement (per K, and once without a draft)."""
-    new_tokens: int = Field(default=32, ge=8)
-    """Tokens decoded per prompt."""
+    rounds: int = Field(default=16, ge=4)
+    """Rounds decoded per prompt."""
     warmup_rounds: int = Field(default=3, ge=0)
     """First rounds of each prompt that are not timed."""
     wait_seconds: float = Field(default=1800.0, ge=0)
     """How long to wait for another process that is measuring the same shape."""
+
+    @model_validator(mode="after")
+    def _some_are_timed(self) -> "CostSettings":
+        if self.warmup_rounds >= self.rounds:
+            raise ValueError(f"warmup_rounds {self.warmup_rounds}: must be below rounds {self.rounds}")
+        return self
 
 
 class ScoreSettings(BaseModel):

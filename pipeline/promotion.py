@@ -122,9 +122,8 @@ def _evidence(space: Workspace, scorer: Scorer, version: Version, now: Version |
 
 def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> None:
     """Both drafts and prompt lookup on the holdout, then by domain."""
-    proposer, settings = PromptLookup(), scorer.settings
-    lookup, _ = scorer.counts(proposer, Identity(LOOKUP, 0))
-    costs = scorer.costs(proposer, LOOKUP)
+    settings, costs = scorer.settings, scorer.costs(None)
+    lookup, _ = scorer.counts(PromptLookup(), Identity(LOOKUP, 0))
     (baseline,) = leaderboard([lookup], {LOOKUP: costs}, settings, [LOOKUP])
     drafts = [candidate] if rival is None else [candidate, rival]
     rows = [baseline, *(draft.row for draft in drafts)]
@@ -138,7 +137,7 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
     folder = resolve_models_uri(space.tracking, version.uri, space.root / "models")
     proposer, draft = scorer.proposer(folder)
     table, lossless = scorer.counts(proposer, Identity(name, version.lineage.step))
-    costs: dict[str, CostTable] = {name: scorer.costs(proposer, draft)}
+    costs: dict[str, CostTable] = {name: scorer.costs(draft)}
     K = version.lineage.draft_tokens
     if K in scorer.settings.draft_tokens:
         table = counts.where(table, draft_tokens=K)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import torch
 
 from .. import fingerprint, storage
 from ..data.store import Capture, Sample
@@ -17,7 +16,7 @@ from ..eval.select import Row, domain_rows, leaderboard, plain_row
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
-from ..specdec.formats import load_draft
+from ..specdec.formats import Draft, load_draft
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.lookup import PromptLookup
 from .stages import Stage, checkpoints_of
@@ -63,7 +62,7 @@ class Scorer:
         self.samples: list[Sample] = Capture.open(captured.folder, verify=False).samples(split)  # type: ignore[arg-type]
         self.traces = TraceCache(space.target, self.settings.trace_bytes)
 
-    def proposer(self, folder: Path) -> tuple[Proposer, torch.nn.Module]:
+    def proposer(self, folder: Path) -> tuple[Proposer, Draft]:
         """A stored draft, ready to draft for the target."""
         target = self._space.target
         draft, meta = load_draft(folder, target.device, target.dtype)
@@ -82,15 +81,18 @@ class Scorer:
         samples = [sample for sample in self.samples if sample.conversation in chosen]
         return perplexity(proposer, samples, self.traces)
 
-    def costs(self, proposer: Proposer, draft: torch.nn.Module | str) -> CostTable:
-        """Times of this shape on this machine, measured once."""
+    def costs(self, draft: Draft | None) -> CostTable:
+        """Times of this shape (None: prompt lookup) on this machine, measured once."""
         settings, target = self.settings, self._space.target
         sampling = settings.sampling[0]
         rule = "greedy" if sampling.greedy else settings.serving_rule
-        if isinstance(draft, str) and not sampling.greedy:
+        if draft is None and not sampling.greedy:
             rule = "onehot"
-        key = cost_key(target, draft, settings.draft_tokens, sampling, rule)
+        key = cost_key(target, LOOKUP if draft is None else draft, settings.draft_tokens, sampling, rule)
         prompts = [sample.prompt_ids for sample in self.samples]
+
+        def proposer() -> Proposer:
+            return PromptLookup() if draft is None else make_proposer(draft, target)
 
         def measure() -> CostTable:
             return measure_costs(key, target, proposer, prompts, sampling, settings.costs)
@@ -117,9 +119,9 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
         notes_file, counts_file = (part.with_name(f"{part.name}.{kind}") for kind in ("json", "parquet"))
         known = _stored(counts_file, notes_file)
         if known is None or name not in costs:
-            proposer, draft = (PromptLookup(), LOOKUP) if folder is None else scorer.proposer(folder)
+            proposer, draft = (PromptLookup(), None) if folder is None else scorer.proposer(folder)
             if name not in costs:
-                costs[name] = scorer.costs(proposer, draft)
+                costs[name] = scorer.costs(draft)
             if known is None:
                 table, lossless = scorer.counts(proposer, Identity(name, step))
                 seen = None if folder is None else scorer.perplexity(proposer)

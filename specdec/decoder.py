@@ -58,6 +58,10 @@ class RoundSeconds(NamedTuple):
     drafted: int
     batch: int
 
+    @property
+    def total(self) -> float:
+        return self.draft + self.verify + self.rest
+
 
 class RoundTimer:
     """Collects the seconds of every round; `mark` waits for the device, so only timed runs pay for it."""
@@ -103,13 +107,30 @@ def generate(
     draft_tokens: int = 4,
     batch_size: int = 1,
     on_logits: OnLogits | None = None,
-    timer: RoundTimer | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """Answer every request; yields (index of the request, generation) as they finish.
 
     A finished row is replaced at once. `proposer` None: plain decoding; then `on_logits(indexes, logits_BV,
     tokens_B)` sees, for every emitted token, the raw logits it was drawn from. Raises ContextLengthError for a
     request that does not fit the target, InputError for a rule that does not suit a request.
+    """
+    for finished in decode_rounds(target, proposer, requests, rule, draft_tokens, batch_size, on_logits):
+        yield from finished
+
+
+def decode_rounds(
+    target: CausalModel,
+    proposer: Proposer | None,
+    requests: Sequence[Request],
+    rule: str = "greedy",
+    draft_tokens: int = 4,
+    batch_size: int = 1,
+    on_logits: OnLogits | None = None,
+    timer: RoundTimer | None = None,
+) -> Iterator[list[tuple[int, Generation]]]:
+    """`generate`, step by step: the first step reads the first prompts, each later one is a round.
+
+    Each step yields what finished in it. Two decoders may take turns; each needs a proposer of its own.
     """
     if rule not in RULES:
         raise InputError(f"rule {rule!r}: must be one of {', '.join(RULES)}")
@@ -166,12 +187,11 @@ class _Decoder:
         if proposer is not None:
             proposer.reserve(self.batch_size, capacity)
 
-    def run(self) -> Iterator[tuple[int, Generation]]:
-        yield from self._refill()
+    def run(self) -> Iterator[list[tuple[int, Generation]]]:
+        yield list(self._refill())
         while self.slots:
             self._round()
-            yield from self._retire()
-            yield from self._refill()
+            yield [*self._retire(), *self._refill()]
 
     @torch.inference_mode()  # here and not around the yields: the caller may be training
     def _round(self) -> None:

@@ -11,6 +11,7 @@ import stand_ins
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from draftforge.errors import InputError, LockedError
 from draftforge.eval import costs
@@ -44,74 +45,87 @@ def table_of(key: costs.CostKey, plain: float = 0.03) -> costs.CostTable:
 
 
 class FakeDecoder:
-    """Yields rounds with given times instead of decoding."""
+    """Takes rounds of given times instead of decoding; starts them anew with each prompt."""
 
     def __init__(self, by_K: dict[int, list[RoundSeconds]]) -> None:
-        self.by_K, self.calls = by_K, list[tuple[int, list[int]]]()
+        self.by_K, self.calls, self.turns = by_K, list[tuple[int, list[int]]](), list[int]()
 
     def __call__(
-        self, target: Any, proposer: Any, requests: Any, rule: str, draft_tokens: int, batch_size: int, timer: Any
-    ) -> Iterator[tuple[int, None]]:
+        self, target: Any, proposer: Any, requests: Any, rule: str, draft_tokens: int, timer: Any
+    ) -> Iterator[list[Any]]:
         K = draft_tokens if proposer is not None else 0
-        assert batch_size == 1 and not requests[0].stop_ids
+        assert len(requests) == 1 and not requests[0].stop_ids
         self.calls.append((K, requests[0].prompt_ids))
-        timer.rounds.extend(self.by_K[K])
-        yield 0, None
+        yield []
+        for one in self.by_K[K]:
+            self.turns.append(K)
+            timer.rounds.append(one)
+            yield []
+
+
+def measure(
+    target: CausalModel, monkeypatch: pytest.MonkeyPatch, decoder: FakeDecoder, **settings: int
+) -> costs.CostTable:
+    monkeypatch.setattr(costs, "decode_rounds", decoder)
+    rounds = len(decoder.by_K[0])
+    known = CostSettings(rounds=rounds, **{"prompts": 1, "warmup_rounds": 0, **settings})
+    return costs.measure_costs(key_of(target, K=(2,)), target, PromptLookup, [[1, 2], [3] * 4, [4]], GREEDY, known)
 
 
 def test_times_leave_out_warm_up_and_clipped_rounds(target: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = RoundSeconds(9.0, 9.0, 9.0, 2, 1)
-    full = [RoundSeconds(0.01 * i, 0.1, 0.002, 2, 1) for i in (2, 2, 3, 4, 1)]
+    full = [RoundSeconds(0.01 * i, 0.1, 0.002, 2, 1) for i in (2, 2, 3, 1, 2)]
     clipped = RoundSeconds(5.0, 5.0, 5.0, 1, 1)
-    plain = [RoundSeconds(0.0, 0.08, 0.001, 0, 1)] * 4
+    plain = [RoundSeconds(0.0, 0.08, 0.001, 0, 1)] * 6
     decoder = FakeDecoder({0: [slow._replace(drafted=0), *plain], 2: [slow, *full, clipped]})
-    monkeypatch.setattr(costs, "generate", decoder)
-    key = key_of(target, K=(2,))
-    settings = CostSettings(prompts=2, warmup_rounds=1)
-    table = costs.measure_costs(key, target, PromptLookup(), [[1, 2], [3] * 4, [4]], GREEDY, settings)
-    warm_up, timed = decoder.calls[:2], decoder.calls[2:]
-    assert warm_up == [(0, [1, 2]), (2, [1, 2])]
-    assert timed == [(0, [1, 2]), (2, [1, 2]), (0, [3] * 4), (2, [3] * 4)]  # modes take turns
-    assert table.plain_seconds == pytest.approx(0.081) and table.plain_rounds == 8
-    assert table.by_K == {2: costs.RoundCost(draft_seconds=0.02, verify_seconds=0.1, rest_seconds=0.002, rounds=10)}
-    assert table.context_tokens == pytest.approx(3 + 16)
+    table = measure(target, monkeypatch, decoder, prompts=2, warmup_rounds=1)
+    assert decoder.calls[:2] == decoder.calls[2:4] == [(0, [1, 2]), (2, [1, 2])]  # the first time to warm up
+    assert decoder.calls[4:] == [(0, [3] * 4), (2, [3] * 4)]
+    assert decoder.turns == [0, 2] * 21  # round by round
+    assert table.plain_seconds == pytest.approx(0.081) and table.plain_rounds == 12
+    cost = table.by_K[2]
+    assert (cost.draft_seconds, cost.verify_seconds, cost.rest_seconds) == pytest.approx((0.02, 0.1, 0.002))
+    assert cost.rounds == 10
+    assert table.context_tokens == pytest.approx(3 + 3.5)
 
 
-def test_times_do_not_move_when_something_else_runs_for_half_of_them(
-    target: CausalModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("busy_rounds", [3, 9, 13, 16])
+def test_a_speedup_does_not_move_when_the_machine_is_busy_for_a_while(
+    target: CausalModel, monkeypatch: pytest.MonkeyPatch, busy_rounds: int
 ) -> None:
-    """As seen on a shared host: rounds of 30 ms took 60 to 150 ms for seconds at a time."""
-    quiet = [RoundSeconds(0.01, 0.03, 0.002, 2, 1)] * 10
-    busy = [RoundSeconds(0.03, 0.09, 0.006, 2, 1)] * 11
-    plain = [RoundSeconds(0.0, 0.02, 0.001, 0, 1)] * 10
-    monkeypatch.setattr(costs, "generate", FakeDecoder({0: plain, 2: [*busy, *quiet]}))
-    settings = CostSettings(prompts=1, warmup_rounds=0)
-    table = costs.measure_costs(key_of(target, K=(2,)), target, PromptLookup(), [[1]], GREEDY, settings)
-    assert table.by_K[2].seconds == pytest.approx(0.042)
+    """As seen on a shared host: for seconds at a time every round takes three times as long."""
+    factors = [3.0 if turn < busy_rounds else 1.0 for turn in range(16)]
+    plain = [RoundSeconds(0.0, 0.02 * f, 0.001 * f, 0, 1) for f in factors]
+    drafted = [RoundSeconds(0.01 * f, 0.03 * f, 0.002 * f, 2, 1) for f in factors]
+    table = measure(target, monkeypatch, FakeDecoder({0: plain, 2: drafted}))
+    assert table.speedup_per_tau(2) == pytest.approx(21 / 42)
+    if busy_rounds < 12:
+        assert table.by_K[2].seconds == pytest.approx(0.042)
 
 
 def test_a_shape_that_seldom_drafts_is_timed_on_what_it_does(
     target: CausalModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    empty = [RoundSeconds(0.001, 0.03, 0.0, 0, 1)] * 6
-    monkeypatch.setattr(costs, "generate", FakeDecoder({0: empty, 2: [*empty, RoundSeconds(0.1, 0.1, 0.1, 2, 1)]}))
-    table = costs.measure_costs(
-        key_of(target, K=(2,)), target, PromptLookup(), [[1]], GREEDY, CostSettings(warmup_rounds=0)
-    )
-    assert table.by_K[2].rounds == 7 and table.by_K[2].verify_seconds == 0.03
+    empty = [RoundSeconds(0.001, 0.03, 0.0, 0, 1)] * 7
+    once = [*empty[:6], RoundSeconds(0.1, 0.1, 0.1, 2, 1)]
+    table = measure(target, monkeypatch, FakeDecoder({0: empty, 2: once}))
+    assert table.by_K[2].rounds == 7 and table.by_K[2].verify_seconds == pytest.approx(0.03)
     assert "K=2: only 1 full rounds" in capsys.readouterr().err
-    monkeypatch.setattr(costs, "generate", FakeDecoder({0: empty, 2: empty[:2]}))
-    with pytest.raises(InputError, match=r"no round was left to time; raise score\.costs\.new_tokens"):
-        costs.measure_costs(key_of(target, K=(2,)), target, PromptLookup(), [[1]], GREEDY, CostSettings())
+
+
+def test_warm_up_must_leave_rounds_to_time() -> None:
+    with pytest.raises(ValidationError, match="warmup_rounds 8: must be below rounds 8"):
+        CostSettings(rounds=8, warmup_rounds=8)
 
 
 def test_real_rounds_are_timed(target: CausalModel) -> None:
     draft = stand_ins.near_copy(target)
     key = key_of(target, draft, (1, 3))
-    prompts = stand_ins.prompts(3)
-    settings = CostSettings(prompts=2, new_tokens=40, warmup_rounds=1)
-    table = costs.measure_costs(key, target, make_proposer(draft, target), prompts, GREEDY, settings)
-    assert table.plain_seconds > 0 and table.plain_rounds == 2 * 38
+    prompts = [*stand_ins.prompts(2), [7] * target.max_positions]
+    settings = CostSettings(prompts=3, rounds=12, warmup_rounds=1)
+    table = costs.measure_costs(key, target, lambda: make_proposer(draft, target), prompts, GREEDY, settings)
+    assert table.plain_seconds > 0 and table.plain_rounds == 3 * 11
+    assert all(cost.rounds == 3 * 11 for cost in table.by_K.values())  # not one draft was clipped
     assert all(cost.draft_seconds > 0 and cost.verify_seconds > 0 for cost in table.by_K.values())
     assert table.by_K[3].draft_seconds > table.by_K[1].draft_seconds
     assert costs.CostTable.model_validate_json(table.model_dump_json()) == table
@@ -119,7 +133,7 @@ def test_real_rounds_are_timed(target: CausalModel) -> None:
 
 def test_no_prompts_are_refused(target: CausalModel) -> None:
     with pytest.raises(InputError, match="no prompts"):
-        costs.measure_costs(key_of(target), target, PromptLookup(), [], GREEDY, CostSettings())
+        costs.measure_costs(key_of(target), target, PromptLookup, [], GREEDY, CostSettings())
 
 
 def test_weights_do_not_change_the_key_but_shapes_do(target: CausalModel) -> None:

@@ -69,7 +69,7 @@ def recipe_in(tiny_target_folder: Path) -> Callable[..., Path]:
                 "draft_tokens": [1, 2],
                 "decode_conversations": 2,
                 "bootstrap_samples": 50,
-                "costs": {"prompts": 2, "new_tokens": 12, "warmup_rounds": 0},
+                "costs": {"prompts": 2, "rounds": 6, "warmup_rounds": 0},
             },
             "gate": {"min_conversations": 2, "min_domain_conversations": 1},
         }

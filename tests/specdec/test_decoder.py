@@ -1,5 +1,6 @@
 """The decoder against plain references: transformers' own forward, itself in a batch, the law of p."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from draftforge.errors import ContextLengthError, InputError
 from draftforge.specdec import decoder
-from draftforge.specdec.decoder import Generation, Request, RoundTimer, generate
+from draftforge.specdec.decoder import Generation, Request, RoundTimer, decode_rounds, generate
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Proposer, make_proposer
 from draftforge.specdec.proposers.base import Draft
@@ -186,9 +187,21 @@ def test_on_logits_sees_what_each_token_was_drawn_from() -> None:
 def test_timer_collects_every_round() -> None:
     model, requests = target(), greedy_requests(2)
     timer = RoundTimer(model.device)
-    answers = run(model, proposer_named("small", model), requests, timer=timer)
-    assert len(timer.rounds) == sum(len(answer.rounds) for answer in answers)
-    assert all(r.draft > 0 and r.verify > 0 for r in timer.rounds)
+    steps = [dict(done) for done in decode_rounds(model, proposer_named("small", model), requests, timer=timer)]
+    answers = {index: answer for done in steps for index, answer in done.items()}
+    assert len(timer.rounds) == sum(len(answer.rounds) for answer in answers.values()) == len(steps) - 1
+    assert all(r.draft > 0 and r.verify > 0 and r.total > r.draft + r.verify for r in timer.rounds)
+
+
+def test_two_decoders_may_take_turns() -> None:
+    model, requests = target(), greedy_requests(2)
+    alone = [run(model, proposer_named("small", model), [request]) for request in requests]
+    turns = [decode_rounds(model, proposer_named("small", model), [request]) for request in requests]
+    done: list[dict[int, Generation]] = [{}, {}]
+    for steps in itertools.zip_longest(*turns, fillvalue=[]):
+        for found, step in zip(done, steps):
+            found.update(step)
+    assert [found[0].tokens for found in done] == [one[0].tokens for one in alone]
 
 
 def test_refusals_name_value_and_rule() -> None:
