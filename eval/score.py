@@ -118,7 +118,7 @@ def rules_for(sampling: SamplingSettings, proposer: Proposer, settings: ScoreSet
     """The accept rules under which a sample is scored. A proposer that never samples has one at T > 0: onehot."""
     if sampling.greedy:
         return ["greedy"]
-    if proposer.deterministic:
+    if proposer.drawn == "deterministic":
         return ["onehot"]
     if not settings.sampled_rules:
         raise InputError(f"rules {settings.rules}: sampling {sampling.key} needs token, block or onehot")

@@ -43,11 +43,10 @@ def attend(
         if kv_step.visible_BNL is not None:
             visible = kv_step.visible_BNL[:, None]
             key, value = kv_step.cache.read(layer, query.shape[0], visible.shape[-1])
-    positions = None if visible is None or kv_step is None else kv_step.positions_BN
     if visible is None and sliding_window is not None and query.shape[2] > sliding_window:
         visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     if visible is not None and sliding_window is not None:
-        visible = visible & _inside_window(visible.shape[-1], query.shape[2], positions, sliding_window, query.device)
+        visible = visible & _inside_window(visible.shape[-1], query.shape[2], kv_step, sliding_window, query.device)
     output = attention(query, key, value, visible, scaling, softcap)
     return output.transpose(1, 2).contiguous(), None
 
@@ -100,11 +99,14 @@ def _softcapped(
     return _ungroup(scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value, query)
 
 
-def _inside_window(keys: int, queries: int, positions_BN: Tensor | None, window: int, device: torch.device) -> Tensor:
+def _inside_window(keys: int, queries: int, step: Step | None, window: int, device: torch.device) -> Tensor:
     """True where the key lies less than `window` tokens before the query. [B or 1, 1, N, L]."""
-    if positions_BN is None:
-        positions_BN = torch.arange(queries, device=device)[None]
-    return (positions_BN[..., None] - torch.arange(keys, device=device) < window)[:, None]
+    query_BN, key_BL = (None, None) if step is None else (step.positions_BN, step.key_positions_BL)
+    if query_BN is None:
+        query_BN = torch.arange(queries, device=device)[None]
+    if key_BL is None:
+        key_BL = torch.arange(keys, device=device)[None]
+    return (query_BN[..., None] - key_BL[:, None] < window)[:, None]
 
 
 AttentionInterface.register(NAME, attend)

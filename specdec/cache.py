@@ -1,7 +1,7 @@
 """The decoder's own key-value cache: preallocated, ragged, attention over true lengths.
 
-Shapes: S slots, B rows of one pass (the first B slots), N new tokens a row, T prompt tokens, G key-value heads,
-L cached positions, D head size.
+Shapes: S slots, B rows of one pass (the first B slots), N new tokens a row, F tree entries so far, T prompt tokens,
+G key-value heads, L cached positions, D head size (of a path: its depth).
 
 transformers changes its cache API between minor releases, so no model here ever sees one: the attention function
 (`attention.py`) writes into and reads from a `Step` of this cache.
@@ -32,7 +32,7 @@ class KVCache:
         """A step that fills fresh slots with right-padded prompts; each sees only itself, causally."""
         for slot, length in zip(slots, lengths):
             self.lengths[slot] = length
-        return Step(self, rows=torch.tensor(slots, device=self.device), positions_BN=None, visible_BNL=None)
+        return Step(self, torch.tensor(slots, device=self.device), None, None, None, None)
 
     def extend(self, batch: int, tokens: int) -> "Step":
         """A step that adds `tokens` tokens to each of the first `batch` slots; call `keep` after it.
@@ -44,12 +44,46 @@ class KVCache:
         longest = max(self.lengths[:batch]) + tokens
         visible_BNL = torch.arange(longest, device=self.device) <= positions_BN[..., None]
         rows = torch.arange(batch, device=self.device)
-        return Step(self, rows=rows, positions_BN=positions_BN, visible_BNL=visible_BNL)
+        return Step(self, rows, positions_BN, positions_BN, visible_BNL, None)
+
+    def branch(self, depth_BF: Tensor, visible_BNF: Tensor) -> "Step":
+        """A step that adds the last N of F tree entries to each of the first B slots; call `keep_path` after it.
+
+        The entries stand side by side past a slot's length. Each sees the slot's past and the entries that
+        `visible_BNF` names; its position is the length plus its depth.
+        """
+        batch, new, entries = visible_BNF.shape
+        length_B1 = torch.tensor(self.lengths[:batch], device=self.device)[:, None]
+        keys_L = torch.arange(max(self.lengths[:batch]) + entries, device=self.device)
+        entry_BL = keys_L - length_B1
+        inside_BL = (entry_BL >= 0) & (entry_BL < entries)
+        entry_BL = entry_BL.clamp(0, entries - 1)
+        among_BNL = visible_BNF.gather(2, entry_BL[:, None].expand(-1, new, -1))
+        visible_BNL = (keys_L < length_B1)[:, None] | (inside_BL[:, None] & among_BNL)
+        key_positions_BL = torch.where(inside_BL, length_B1 + depth_BF.gather(1, entry_BL), keys_L)
+        at_BN = length_B1 + torch.arange(entries - new, entries, device=self.device)
+        rows = torch.arange(batch, device=self.device)
+        return Step(self, rows, length_B1 + depth_BF[:, entries - new :], at_BN, visible_BNL, key_positions_BL)
 
     def keep(self, counts: Sequence[int]) -> None:
         """Let the first `counts[b]` tokens of the last step stay in slot b."""
         for slot, count in enumerate(counts):
             self.lengths[slot] += count
+
+    def keep_path(self, path_BD: Tensor, counts: Sequence[int]) -> None:
+        """Let the first `counts[b]` tree entries of `path_BD` stay in slot b, in that order, and drop the others.
+
+        A path only goes up (parents stand before children), so no entry is overwritten before it is read.
+        """
+        batch, depth = path_BD.shape
+        to_BD = torch.tensor(self.lengths[:batch], device=self.device)[:, None] + torch.arange(
+            depth, device=self.device
+        )
+        from_BD = to_BD[:, :1] + torch.where(path_BD < 0, torch.arange(depth, device=self.device), path_BD)
+        rows_B1 = torch.arange(batch, device=self.device)[:, None]
+        for layer in (*self._keys.values(), *self._values.values()):
+            layer[rows_B1, :, to_BD] = layer[rows_B1, :, from_BD]
+        self.keep(counts)
 
     def move(self, source: int, destination: int) -> None:
         """Copy one slot onto another, so that the active slots stay the first ones."""
@@ -64,11 +98,11 @@ class KVCache:
             shape = (len(self.lengths), key_BGND.shape[1], self.capacity)
             self._keys[layer] = key_BGND.new_zeros(*shape, key_BGND.shape[-1])
             self._values[layer] = value_BGND.new_zeros(*shape, value_BGND.shape[-1])
-        if step.positions_BN is None:
+        if step.at_BN is None:
             self._keys[layer][step.rows, :, : key_BGND.shape[2]] = key_BGND
             self._values[layer][step.rows, :, : key_BGND.shape[2]] = value_BGND
         else:
-            at = (step.rows[:, None], slice(None), step.positions_BN)
+            at = (step.rows[:, None], slice(None), step.at_BN)
             self._keys[layer][at] = key_BGND.transpose(1, 2)
             self._values[layer][at] = value_BGND.transpose(1, 2)
 
@@ -83,5 +117,7 @@ class Step:
 
     cache: KVCache
     rows: Tensor  # [B] slots
-    positions_BN: Tensor | None  # None: prefill, positions 0..T-1
+    positions_BN: Tensor | None  # of the new tokens in the text; None: prefill, 0..T-1
+    at_BN: Tensor | None  # where their keys go; None: prefill, 0..T-1
     visible_BNL: Tensor | None  # None: prefill, causal
+    key_positions_BL: Tensor | None  # None: a key's position is where it stands

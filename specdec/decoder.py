@@ -1,89 +1,46 @@
 """The speculative decoder: the judge of every checkpoint.
 
-Shapes: B active slots (always the first B), K drafted tokens, V vocabulary.
+Shapes: B active slots (always the first B), N drafted nodes, M = N + 1 rows of the target (row 0 after the last emitted
+token, row i + 1 after node i), D levels, V vocabulary, S slots.
 
-One round: the proposer drafts up to K tokens a slot; one target pass over [last token, drafted tokens] gives the
-target's distribution p after each; the accept rule keeps a prefix of the draft and adds one token of the target's
-own (`verify.py` states each rule in p and q). Plain decoding is the round with nothing drafted.
+One round: the proposer drafts a tree a slot (a chain is one); one target pass over [last token, nodes] gives the
+target's distribution p after each; the accept rule keeps a path of the tree and adds one token of the target's own
+(`verify.py` states each rule in p and q). Plain decoding is the round with nothing drafted.
 
-Counting: the prefill and the token it yields are no round; drafts are clipped to min(K, remaining - 1); tokens after
-a stop are neither emitted nor accepted.
+Counting: the prefill and the token it yields are no round; drafts are clipped to min(K, remaining - 1) levels; tokens
+after a stop are neither emitted nor accepted.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..errors import ContextLengthError, InputError
+from ..errors import InputError
 from .cache import KVCache
-from .models import CausalModel
-from .proposers.base import Draft, Proposer
-from .proposers.chain import fill_rows, process_rows
-from .sampling import Purpose, SamplingSettings, categorical, uniforms
-from .tree import DraftTree
-from .verify import RULES, Rule, Verdict, check_rule, verify_block, verify_onehot, verify_token
+from .models import CausalModel, States
+from .proposers.base import Ask, Draft, Proposer
+from .proposers.rows import fill_rows, pick_states, process_rows
+from .requests import (
+    Decode,
+    Generation,
+    Request,
+    Round,
+    RoundSeconds,
+    RoundTimer,
+    check_proposer,
+    check_requests,
+    until_stop,
+)
+from .sampling import Purpose, categorical, uniforms
+from .tree import TreeBatch
+from .verify import RULES, Rule
+from .verify_batch import BatchVerdict, verify_batch
 
 OnLogits = Callable[[list[int], Tensor, Tensor], None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt to answer."""
-
-    prompt_ids: list[int]
-    sampling: SamplingSettings
-    seed: int
-    max_new_tokens: int
-    stop_ids: frozenset[int] = frozenset()
-
-
-class Round(NamedTuple):
-    """One target pass of one request."""
-
-    drafted: int
-    accepted: int
-    emitted: int
-
-
-class RoundSeconds(NamedTuple):
-    """Wall time of one round of the whole batch."""
-
-    draft: float
-    verify: float
-    rest: float
-    drafted: int
-    batch: int
-
-    @property
-    def total(self) -> float:
-        return self.draft + self.verify + self.rest
-
-
-class RoundTimer:
-    """Collects the seconds of every round; `mark` waits for the device, so only timed runs pay for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.rounds: list[RoundSeconds] = []
-        self._device = device
-
-    def mark(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-
-@dataclass
-class Generation:
-    """An answer and how it came about. `tokens` includes the stop token where one ended it."""
-
-    tokens: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
-    finish: Literal["stop", "length"] = "length"
-    seconds: float = 0.0
 
 
 @dataclass
@@ -93,10 +50,15 @@ class _Slot:
     request: Request
     generation: Generation
     started: float
+    stopped: bool = False
 
     @property
     def remaining(self) -> int:
         return self.request.max_new_tokens - len(self.generation.tokens)
+
+    @property
+    def finished(self) -> bool:
+        return self.stopped or self.remaining <= 0
 
 
 def generate(
@@ -107,14 +69,16 @@ def generate(
     draft_tokens: int = 4,
     batch_size: int = 1,
     on_logits: OnLogits | None = None,
+    decode: Decode | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """Answer every request; yields (index of the request, generation) as they finish.
 
-    A finished row is replaced at once. `proposer` None: plain decoding; then `on_logits(indexes, logits_BV,
-    tokens_B)` sees, for every emitted token, the raw logits it was drawn from. Raises ContextLengthError for a
-    request that does not fit the target, InputError for a rule that does not suit a request.
+    A finished row is replaced at once. `draft_tokens`: most levels of a round's draft. `proposer` None: plain decoding;
+    then `on_logits(indexes, logits_BV, tokens_B)` sees, for every emitted token, the raw logits it was drawn from.
+    `decode` turns token ids into text, for requests with stop strings. Raises ContextLengthError for a request that
+    does not fit the target, InputError for a rule that does not suit a request or the proposer.
     """
-    for finished in decode_rounds(target, proposer, requests, rule, draft_tokens, batch_size, on_logits):
+    for finished in decode_rounds(target, proposer, requests, rule, draft_tokens, batch_size, on_logits, decode):
         yield from finished
 
 
@@ -126,6 +90,7 @@ def decode_rounds(
     draft_tokens: int = 4,
     batch_size: int = 1,
     on_logits: OnLogits | None = None,
+    decode: Decode | None = None,
     timer: RoundTimer | None = None,
 ) -> Iterator[list[tuple[int, Generation]]]:
     """`generate`, step by step: the first step reads the first prompts, each later one is a round.
@@ -136,29 +101,12 @@ def decode_rounds(
         raise InputError(f"rule {rule!r}: must be one of {', '.join(RULES)}")
     if proposer is not None and on_logits is not None:
         raise InputError("on_logits: only plain decoding reports logits")
-    _check_requests(target, requests, batch_size)
-    for request in requests if proposer is not None else ():
-        check_rule(rule, "iid" if RULES[rule].needs_q else "deterministic", request.sampling)
-        if proposer is not None and proposer.deterministic and RULES[rule].needs_q and not request.sampling.greedy:
-            raise InputError(f"rule {rule!r}: reads the draft's probabilities; this proposer has none, use onehot")
-    decoder = _Decoder(target, proposer, requests, RULES[rule], draft_tokens, batch_size, on_logits, timer)
+    check_requests(target, requests, batch_size, decode)
+    if proposer is not None:
+        for request in requests:
+            check_proposer(RULES[rule], proposer, request.sampling)
+    decoder = _Decoder(target, proposer, requests, RULES[rule], draft_tokens, batch_size, on_logits, decode, timer)
     yield from decoder.run()
-
-
-def _check_requests(target: CausalModel, requests: Sequence[Request], batch_size: int) -> None:
-    if batch_size < 1:
-        raise InputError(f"batch_size {batch_size}: must be >= 1")
-    for number, request in enumerate(requests):
-        if not request.prompt_ids:
-            raise InputError(f"request {number}: empty prompt")
-        if request.max_new_tokens < 1:
-            raise InputError(f"request {number}: max_new_tokens {request.max_new_tokens}: must be >= 1")
-        need = len(request.prompt_ids) + request.max_new_tokens
-        if need > target.max_positions:
-            raise ContextLengthError(
-                f"request {number}: prompt of {len(request.prompt_ids)} + {request.max_new_tokens} new tokens: "
-                f"must fit the context of {target.max_positions}"
-            )
 
 
 class _Decoder:
@@ -173,19 +121,24 @@ class _Decoder:
         draft_tokens: int,
         batch_size: int,
         on_logits: OnLogits | None,
+        decode: Decode | None,
         timer: RoundTimer | None,
     ) -> None:
         self.target, self.proposer, self.rule, self.draft_tokens = target, proposer, rule, draft_tokens
-        self.on_logits, self.timer = on_logits, timer
+        self.on_logits, self.decode, self.timer = on_logits, decode, timer
         self.aux_layers = proposer.aux_layers if proposer is not None else ()
         self.waiting = iter(enumerate(requests))
         self.slots: list[_Slot] = []
         self.batch_size = min(batch_size, max(len(requests), 1))
-        longest = max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=1)
-        capacity = longest + draft_tokens + 1  # rows near their end are padded up to the batch's longest draft
-        self.cache = KVCache(self.batch_size, capacity, target.device)
+        longest = max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=1) + 1
+        # Rows near their end are padded up to the largest tree of the batch.
+        nodes = proposer.most_nodes(draft_tokens) if proposer is not None else 0
+        self.cache = KVCache(self.batch_size, longest + nodes, target.device)
         if proposer is not None:
-            proposer.reserve(self.batch_size, capacity)
+            proposer.reserve(self.batch_size, longest, draft_tokens)
+        self.seen_SV: Tensor | None = None  # tokens known to each slot, where any request has a repetition penalty
+        if any(request.sampling.repetition_penalty != 1.0 for request in requests):
+            self.seen_SV = torch.zeros(self.batch_size, target.vocab_size, dtype=torch.bool, device=target.device)
 
     def run(self) -> Iterator[list[tuple[int, Generation]]]:
         yield list(self._refill())
@@ -195,76 +148,96 @@ class _Decoder:
 
     @torch.inference_mode()  # here and not around the yields: the caller may be training
     def _round(self) -> None:
-        """Draft, let the target see it in one pass, keep what the rule accepts, tell the proposer."""
+        """Draft from q, let the target see it in one pass, keep what the rule accepts by p and q, tell the proposer."""
         mark = self.timer.mark if self.timer is not None else time.perf_counter
         t0 = mark()
         draft = self._draft()
         t1 = mark()
-        last = fill_rows([slot.generation.tokens[-1:] for slot in self.slots], self.target.device)
-        ids_BN = torch.cat([last, draft.tokens_BK], dim=1)
-        states = self.target.states(ids_BN, self.cache.extend(*ids_BN.shape), self.aux_layers)
-        logits_BNV = self.target.logits(states.hidden_BTH)
+        states, logits_BMV = self._target_pass(draft)
         t2 = mark()
-        emitted = self._emit(self._verify(draft, logits_BNV), draft, logits_BNV)
-        self.cache.keep([len(tokens) for tokens in emitted])
+        verdict = self._verify(draft, logits_BMV)
+        emitted = self._emit(verdict, draft, logits_BMV)
+        states = self._keep(verdict, draft, [len(tokens) for tokens in emitted], states)
         t3 = mark()
         if self.proposer is not None:
             self.proposer.observe(emitted, states)
         if self.timer is not None:
             # What `observe` does prepares the next draft, so its time is the draft's.
             seconds = (t1 - t0 + mark() - t3, t2 - t1, t3 - t2)
-            self.timer.rounds.append(RoundSeconds(*seconds, draft.tokens_BK.shape[1], len(self.slots)))
+            self.timer.rounds.append(RoundSeconds(*seconds, draft.tree.tokens_BN.shape[1], len(self.slots)))
 
     def _draft(self) -> Draft:
-        if self.proposer is None or self.draft_tokens == 0:
-            empty = torch.zeros(len(self.slots), 0, dtype=torch.long, device=self.target.device)
-            return Draft(empty, [0] * len(self.slots), None)
         limits = [min(self.draft_tokens, slot.remaining - 1) for slot in self.slots]
-        sampled = self.rule.needs_q and any(not slot.request.sampling.greedy for slot in self.slots)
-        chances = self._uniforms(self.slots, Purpose.DRAFT, max(limits)) if sampled and max(limits) > 0 else None
-        return self.proposer.propose(limits, [slot.request.sampling for slot in self.slots], chances)
-
-    def _verify(self, draft: Draft, logits_BNV: Tensor) -> list[tuple[int, int]]:
-        """Per slot: how many drafted tokens the rule accepts, and the target's token that follows."""
-        if all(slot.request.sampling.greedy for slot in self.slots):
-            return verify_greedy_rows(draft.tokens_BK, draft.count_B, logits_BNV)
+        if self.proposer is None or max(limits) <= 0:
+            empty_B0 = torch.zeros(len(self.slots), 0, dtype=torch.long, device=self.target.device)
+            return Draft.of_chains(empty_B0, [0] * len(self.slots), "deterministic")
         sampling = [slot.request.sampling for slot in self.slots]
-        if not any(draft.count_B):
-            p_BV = process_rows(logits_BNV[:, 0], sampling)
-            tokens = categorical(p_BV, self._uniforms(self.slots, Purpose.FINAL, 1)[:, 0]).tolist()
-            return [(0, token) for token in tokens]
-        accept_BK = self._uniforms(self.slots, Purpose.ACCEPT, draft.tokens_BK.shape[1]).cpu()
-        final_B = self._uniforms(self.slots, Purpose.FINAL, 1)[:, 0].cpu()
-        return [
-            self._verify_slot(b, draft, logits_BNV[b], accept_BK[b], float(final_B[b])) for b in range(len(self.slots))
-        ]
+        draws = self.rule.draws and not all(setting.greedy for setting in sampling)
+        numbers = partial(self._uniforms, self.slots, Purpose.DRAFT) if draws else None
+        return self.proposer.propose(Ask(limits, sampling, numbers, self._seen()))
 
-    def _verify_slot(self, b: int, draft: Draft, logits_NV: Tensor, u_K: Tensor, u_final: float) -> tuple[int, int]:
-        count = draft.count_B[b]
-        p_NV = process_rows(logits_NV[: count + 1], [self.slots[b].request.sampling])
-        q_KV = draft.q_BKV[b, :count] if draft.q_BKV is not None else None
-        verdict = verify_chain(self.rule, p_NV, q_KV, draft.tokens_BK[b, :count].tolist(), u_K[:count], u_final)
-        return len(verdict.accepted), verdict.token
+    def _target_pass(self, draft: Draft) -> tuple[States, Tensor]:
+        """The target's states and logits after the last token and after every node."""
+        tree = draft.tree
+        last_B1 = fill_rows([slot.generation.tokens[-1:] for slot in self.slots], self.target.device)
+        ids_BM = torch.cat([last_B1, tree.tokens_BN], dim=1)
+        step = self.cache.extend(*ids_BM.shape) if draft.chain else self.cache.branch(*_below_one_root(tree))
+        states = self.target.states(ids_BM, step, self.aux_layers)
+        return states, self.target.logits(states.hidden_BTH)
 
-    def _emit(self, verdicts: list[tuple[int, int]], draft: Draft, logits_BNV: Tensor) -> list[list[int]]:
-        """Append each slot's accepted tokens and the target's own, up to a stop; record the round."""
-        drafted = draft.tokens_BK.tolist()
+    def _verify(self, draft: Draft, logits_BMV: Tensor) -> BatchVerdict:
+        """The rule's verdict for every slot, on the device."""
+        sampling = [slot.request.sampling for slot in self.slots]
+        tree, seen_BMV = draft.tree, _seen_along(draft.tree, self._seen())
+        finals = [self._uniforms(self.slots, Purpose.FINAL, 1, ahead) for ahead in range(tree.depth + 1)]
+        accept_BN = self._uniforms(self.slots, Purpose.ACCEPT, tree.tokens_BN.shape[1])
+        if all(setting.greedy for setting in sampling):
+            p_BMV = logits_BMV if seen_BMV is None else process_rows(logits_BMV, sampling, seen_BMV)
+            return verify_batch("greedy", p_BMV, None, tree, accept_BN, torch.cat(finals, 1))
+        p_BMV = process_rows(logits_BMV, sampling, seen_BMV)
+        if tree.depth == 0:
+            token_B = categorical(p_BMV[:, 0], finals[0][:, 0])
+            return BatchVerdict(torch.zeros_like(token_B), tree.tokens_BN, token_B)
+        return verify_batch(self.rule.name, p_BMV, draft.q_BNV, tree, accept_BN, torch.cat(finals, 1))
+
+    def _emit(self, verdict: BatchVerdict, draft: Draft, logits_BMV: Tensor) -> list[list[int]]:
+        """Append each slot's accepted tokens and the target's own, up to a stop; record the round.
+
+        The one place where a round waits for the device.
+        """
+        tree = draft.tree
+        along_BD = tree.tokens_BN.gather(1, verdict.path_BD.clamp(min=0))
+        drafted_B, judged_B = tree.candidate_BN.sum(1), verdict.length_B + tree.goes_on(verdict.path_BD)
+        read = torch.cat([torch.stack([verdict.length_B, verdict.token_B, drafted_B, judged_B], 1), along_BD], 1)
         emitted: list[list[int]] = []
-        for slot, (accepted, token) in zip(self.slots, verdicts):
-            tokens = _until_stop([*drafted[slot.index][:accepted], token], slot.request.stop_ids)
-            slot.generation.tokens.extend(tokens)
+        for slot, (accepted, token, drafted, judged, *along) in zip(self.slots, read.tolist()):
+            known = slot.generation.tokens
+            tokens, slot.stopped = until_stop(known, [*along[:accepted], token], slot.request, self.decode)
+            known.extend(tokens)
             if self.proposer is not None:
-                count = draft.count_B[slot.index]
-                slot.generation.rounds.append(Round(count, min(accepted, len(tokens)), len(tokens)))
+                # A stop inside the path: what was drafted after it is neither accepted nor reached.
+                rest = judged if accepted < len(tokens) else len(tokens)
+                slot.generation.rounds.append(Round(drafted, min(accepted, len(tokens)), len(tokens), rest))
             emitted.append(tokens)
+        self._see(self.slots, emitted)
         if self.on_logits is not None:
-            last_B = torch.tensor([tokens[-1] for tokens in emitted], device=logits_BNV.device)
-            self.on_logits([slot.number for slot in self.slots], logits_BNV[:, 0], last_B)
+            last_B = torch.tensor([tokens[-1] for tokens in emitted], device=logits_BMV.device)
+            self.on_logits([slot.number for slot in self.slots], logits_BMV[:, 0], last_B)
         return emitted
+
+    def _keep(self, verdict: BatchVerdict, draft: Draft, counts: list[int], states: States) -> States:
+        """Let the accepted path stay in the cache; the states along it, one a token emitted."""
+        if draft.chain:
+            self.cache.keep(counts)
+            return states
+        path_BD = torch.cat([torch.zeros_like(verdict.path_BD[:, :1]), verdict.path_BD + 1], 1)
+        path_BD[:, 1:][verdict.path_BD < 0] = -1
+        self.cache.keep_path(path_BD, counts)
+        return pick_states(states, path_BD.clamp(min=0))
 
     def _retire(self) -> Iterator[tuple[int, Generation]]:
         """Hand over finished answers; the last active slot takes a finished one's place."""
-        for slot in [slot for slot in reversed(self.slots) if _finished(slot)]:
+        for slot in [slot for slot in reversed(self.slots) if slot.finished]:
             self._free(slot)
             yield self._close(slot)
 
@@ -273,6 +246,8 @@ class _Decoder:
         last = self.slots.pop()
         if last is not slot:
             self.cache.move(last.index, slot.index)
+            if self.seen_SV is not None:
+                self.seen_SV[slot.index] = self.seen_SV[last.index]
             if self.proposer is not None:
                 self.proposer.move(last.index, slot.index)
             self.slots[slot.index], last.index = last, slot.index
@@ -301,57 +276,63 @@ class _Decoder:
         states = self.target.states(fill_rows(prompts, self.target.device), step, self.aux_layers)
         last_B = torch.tensor(lengths, device=self.target.device) - 1
         logits_BV = self.target.logits(states.hidden_BTH[torch.arange(len(fresh)), last_B])
-        p_BV = process_rows(logits_BV, [slot.request.sampling for slot in fresh])
+        if self.seen_SV is not None:
+            self.seen_SV[[slot.index for slot in fresh]] = False
+            self._see(fresh, prompts)
+        seen_BV = None if self.seen_SV is None else self.seen_SV[[slot.index for slot in fresh]]
+        p_BV = process_rows(logits_BV, [slot.request.sampling for slot in fresh], seen_BV)
         tokens_B = categorical(p_BV, self._uniforms(fresh, Purpose.FINAL, 1)[:, 0])
-        for slot, token in zip(fresh, tokens_B.tolist()):
-            slot.generation.tokens.append(token)
+        first = [[token] for token in tokens_B.tolist()]
+        for slot, tokens in zip(fresh, first):
+            slot.generation.tokens, slot.stopped = until_stop((), tokens, slot.request, self.decode)
+        self._see(fresh, first)
         if self.on_logits is not None:
             self.on_logits([slot.number for slot in fresh], logits_BV, tokens_B)
         if self.proposer is not None:
             known = [[*slot.request.prompt_ids, *slot.generation.tokens] for slot in fresh]
             self.proposer.begin([slot.index for slot in fresh], known, states)
 
-    def _uniforms(self, slots: Sequence[_Slot], purpose: Purpose, count: int) -> Tensor:
+    def _seen(self) -> Tensor | None:
+        return None if self.seen_SV is None else self.seen_SV[: len(self.slots)]
+
+    def _see(self, slots: Sequence[_Slot], tokens: Sequence[list[int]]) -> None:
+        if self.seen_SV is not None:
+            for slot, new in zip(slots, tokens):
+                self.seen_SV[slot.index, new] = True
+
+    def _uniforms(self, slots: Sequence[_Slot], purpose: Purpose, count: int, ahead: int = 0) -> Tensor:
+        """Numbers of a round that starts `ahead` tokens later than this one."""
         seeds = torch.tensor([slot.request.seed for slot in slots], device=self.target.device)
-        emitted = torch.tensor([len(slot.generation.tokens) for slot in slots], device=self.target.device)
+        emitted = torch.tensor([len(slot.generation.tokens) + ahead for slot in slots], device=self.target.device)
         return uniforms(seeds, emitted, purpose, count)
 
     @staticmethod
     def _close(slot: _Slot) -> tuple[int, Generation]:
         generation = slot.generation
-        generation.finish = "stop" if generation.tokens[-1] in slot.request.stop_ids else "length"
+        generation.finish = "stop" if slot.stopped else "length"
         generation.seconds = time.perf_counter() - slot.started
         return slot.number, generation
 
 
-def verify_greedy_rows(tokens_BK: Tensor, count_B: Sequence[int], logits_BNV: Tensor) -> list[tuple[int, int]]:
-    """Rule greedy for a batch: accept the longest prefix equal to the target's best tokens; the next best follows."""
-    best_BN = logits_BNV.argmax(-1)
-    counts = torch.tensor(count_B, device=best_BN.device)
-    drafted = torch.arange(tokens_BK.shape[1], device=best_BN.device) < counts[:, None]
-    accepted_B = ((tokens_BK == best_BN[:, :-1]) & drafted).long().cumprod(1).sum(1)
-    token_B = best_BN.gather(1, accepted_B[:, None])[:, 0]
-    return list(zip(*torch.stack([accepted_B, token_B]).tolist()))
+def _below_one_root(tree: TreeBatch) -> tuple[Tensor, Tensor]:
+    """Depths [B, M] and the tree mask [B, M, M] of [last token, nodes]: each sees that token, its ancestors, itself."""
+    batch, nodes = tree.tokens_BN.shape
+    depth_BM = torch.cat([tree.depth_BN.new_zeros(batch, 1), tree.depth_BN + 1], 1)
+    visible_BMM = torch.zeros(batch, nodes + 1, nodes + 1, dtype=torch.bool, device=depth_BM.device)
+    visible_BMM[:, :, 0] = True
+    visible_BMM[:, 1:, 1:] = tree.ancestors_BNN
+    return depth_BM, visible_BMM
 
 
-def verify_chain(
-    rule: Rule, p_NV: Tensor, q_KV: Tensor | None, tokens_K: list[int], u_K: Tensor, u_final: float
-) -> Verdict:
-    """Apply a rule by its name to one slot's chain."""
-    if rule.name == "onehot":
-        return verify_onehot(p_NV, DraftTree.chain(tokens_K, "deterministic"), u_K, u_final)
-    if q_KV is None:
-        raise InputError(f"rule {rule.name}: needs the distributions that the draft was drawn from")
-    return {"token": verify_token, "block": verify_block}[rule.name](p_NV, q_KV, tokens_K, u_K, u_final)
-
-
-def _until_stop(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
-    """Cut after the first stop token."""
-    for place, token in enumerate(tokens):
-        if token in stop_ids:
-            return tokens[: place + 1]
-    return tokens
-
-
-def _finished(slot: _Slot) -> bool:
-    return slot.remaining <= 0 or slot.generation.tokens[-1] in slot.request.stop_ids
+def _seen_along(tree: TreeBatch, seen_BV: Tensor | None) -> Tensor | None:
+    """Tokens known at every row of the target [B, M, V]: those of the slot, and the row's node and ancestors."""
+    if seen_BV is None:
+        return None
+    batch, nodes = tree.tokens_BN.shape
+    seen_BMV = seen_BV[:, None].repeat(1, nodes + 1, 1)
+    above_BN = torch.arange(nodes, device=seen_BV.device).expand(batch, nodes)
+    for _ in range(tree.depth):
+        seen_BMV[:, 1:].scatter_(2, tree.tokens_BN.gather(1, above_BN)[..., None], True)
+        parents_BN = tree.parents_BN.gather(1, above_BN)
+        above_BN = torch.where(parents_BN < 0, above_BN, parents_BN)
+    return seen_BMV

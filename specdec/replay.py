@@ -15,12 +15,14 @@ import torch
 
 from ..errors import InputError
 from .models import CausalModel, States
-from .proposers.base import Proposer, Trace
+from .proposers.base import Ask, Proposer, Trace
 from .sampling import SamplingSettings, probabilities
+from .tree import ROOT
 from .verify import RULES
 from .walk import (
     Floats,
     RoundCounts,
+    count_rounds,
     survival_block,
     survival_onehot,
     survival_token,
@@ -56,12 +58,13 @@ def trace_target(
     answer_ids: list[int],
     sampling: SamplingSettings,
     aux_layers: Sequence[int] = (),
+    reads_states: bool = False,
 ) -> TargetTrace:
     """States of the target along an answer, and how likely each of its tokens was.
 
-    Without captured layers at temperature 0 nothing is run: such a draft is scored without the target.
+    A draft that reads no states is scored at temperature 0 without the target: nothing is run.
     """
-    if sampling.greedy and not aux_layers:
+    if sampling.greedy and not aux_layers and not reads_states:
         return TargetTrace(None, np.ones(len(answer_ids)))
     ids = torch.tensor([prompt_ids + answer_ids[:-1]], device=target.device)
     states = target.states(ids, aux_layers=aux_layers)
@@ -90,6 +93,12 @@ def replay_sample(
     if len(answer_ids) < 2:  # the prefill emitted it all: no round
         nothing = RoundCounts(0.0, 0.0, 0.0, 0.0, (), ())
         return [Counted(rule, K, _padded(nothing, K)) for rule in rules for K in draft_tokens]
+    if not proposer.chain:
+        return [
+            Counted(rule, K, _drive(proposer, traced, prompt_ids, answer_ids, sampling, rule, K, max_new_tokens))
+            for rule in rules
+            for K in draft_tokens
+        ]
     ids = prompt_ids + answer_ids
     trace = proposer.trace(ids, len(prompt_ids) + 1, max(draft_tokens), sampling, traced.states)
     return [
@@ -113,6 +122,64 @@ def count(trace: Trace, p_N: Floats, sampling: SamplingSettings, rule: str, K: i
     else:
         survival_TK = {"token": survival_token, "block": survival_block}[rule](p_TK, q_TK)
     return walk_expected(survival_TK, K, len(p_N), max_new_tokens, offered_T)
+
+
+def _drive(
+    proposer: Proposer,
+    traced: TargetTrace,
+    prompt_ids: list[int],
+    answer_ids: list[int],
+    sampling: SamplingSettings,
+    rule: str,
+    K: int,
+    max_new_tokens: int,
+) -> RoundCounts:
+    """Counts of a proposer of trees: it drafts for real, and the recorded answer stands in for the target.
+
+    At temperature 0 trees are built where rounds start, as in decoding. Above it, for chosen siblings (rule onehot)
+    the round goes on while the answer's token is among them, so trees are built at every start.
+    """
+    if not sampling.greedy and rule != "onehot":
+        raise InputError(f"rule {rule}: trees of drawn siblings cannot be replayed, decode them")
+    states = traced.states if traced.states is not None else States(torch.zeros(1, len(prompt_ids), 0), None)
+    proposer.reserve(1, len(prompt_ids) + len(answer_ids) + 1, K)
+    proposer.begin([0], [[*prompt_ids, answer_ids[0]]], _cut(states, 0, len(prompt_ids)))
+    emitted, rounds, runs, nodes, levels = 1, [], [], [], []
+    while emitted < len(answer_ids):
+        drafted, run, judged = _longest_hit(proposer, answer_ids[emitted:], min(K, max_new_tokens - emitted - 1), sampling)
+        step = min(run + 1, len(answer_ids) - emitted) if sampling.greedy else 1
+        rounds.append((drafted, run, step, run if step == run else judged))
+        runs.append(run)
+        nodes.append(drafted)
+        levels.append(judged)
+        at = len(prompt_ids) + emitted - 1
+        proposer.observe([answer_ids[emitted : emitted + step]], _cut(states, at, at + step))
+        emitted += step
+    if sampling.greedy:
+        return count_rounds(rounds, K)
+    survival_TK = (np.arange(K) < np.array(runs)[:, None]).astype(np.float64)
+    return walk_expected(survival_TK, K, len(answer_ids), max_new_tokens, levels, nodes)
+
+
+def _longest_hit(
+    proposer: Proposer, answer: list[int], limit: int, sampling: SamplingSettings
+) -> tuple[int, int, int]:
+    """Candidates of the tree that is drafted here, how many levels of it the answer follows, and how many judge it."""
+    if limit <= 0:
+        return 0, 0, 0
+    tree = proposer.propose(Ask([limit], [sampling], None, None)).tree
+    tokens, parents, candidates = (x[0].tolist() for x in (tree.tokens_BN, tree.parents_BN, tree.candidate_BN))
+    edges = {(parent, token): n for n, (parent, token, ok) in enumerate(zip(parents, tokens, candidates)) if ok}
+    node, run = ROOT, 0
+    while run < len(answer) and (node, answer[run]) in edges:
+        node = edges[node, answer[run]]
+        run += 1
+    return sum(candidates), run, run + any(parent == node for parent, _ in edges)
+
+
+def _cut(states: States, start: int, stop: int) -> States:
+    aux = None if states.aux_BTA is None else states.aux_BTA[:, start:stop]
+    return States(states.hidden_BTH[:, start:stop], aux)
 
 
 def _padded(counts: RoundCounts, K: int) -> RoundCounts:

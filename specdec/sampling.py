@@ -25,6 +25,9 @@ class SamplingSettings(BaseModel):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Drop tokens less likely than this share of the most likely one; 0 drops none."""
 
+    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Stub until merged."""
+
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
@@ -42,11 +45,21 @@ class SamplingSettings(BaseModel):
         parts += [f"k{self.top_k}"] if self.top_k > 0 else []
         parts += [f"p{_short(self.top_p)}"] if self.top_p < 1.0 else []
         parts += [f"m{_short(self.min_p)}"] if self.min_p > 0.0 else []
+        parts += [f"r{_short(self.repetition_penalty)}"] if self.repetition_penalty != 1.0 else []
         return "-".join(parts)
 
 
-def probabilities(logits_NV: Tensor, settings: SamplingSettings) -> Tensor:
+def penalised(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor | None) -> Tensor:
+    if settings.repetition_penalty == 1.0 or seen_NV is None:
+        return logits_NV
+    penalty = settings.repetition_penalty
+    changed_NV = torch.where(logits_NV > 0, logits_NV / penalty, logits_NV * penalty)
+    return torch.where(seen_NV, changed_NV, logits_NV)
+
+
+def probabilities(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor | None = None) -> Tensor:
     """The distribution [N, V] in fp32 that `settings` draw from; greedy: all mass on the (first) best token."""
+    logits_NV = penalised(logits_NV, settings, seen_NV)
     if settings.greedy:
         best_N1 = logits_NV.argmax(-1, keepdim=True)
         return torch.zeros_like(logits_NV, dtype=torch.float32).scatter_(-1, best_N1, 1.0)

@@ -1,11 +1,14 @@
 """The tokens that a draft proposes for one round, as a tree. A chain is a tree of single children.
 
-Shapes: N drafted nodes, in the order in which the target sees them.
+Shapes: B slots, N drafted nodes, in the order in which the target sees them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..errors import InputError
 
@@ -82,3 +85,49 @@ def _check_order(parents_N: Sequence[int]) -> None:
     for node, parent in enumerate(parents_N):
         if not ROOT <= parent < node:
             raise InputError(f"tree: node {node}: parent {parent} must be {ROOT} (the root) or an earlier node")
+
+
+class TreeBatch(NamedTuple):
+    """One tree a slot, on the device, padded on the right to the largest. Ordered as in `DraftTree`."""
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    """Index of each node's parent, or ROOT."""
+    candidate_BN: Tensor
+    """False: padding or a rider, which the target evaluates and may never accept."""
+    depth: int
+    """Levels of the deepest tree: known to the host, so that no loop over levels waits for the device."""
+    drawn: Drawn
+
+    @classmethod
+    def chains(cls, tokens_BN: Tensor, counts: Sequence[int], drawn: Drawn) -> "TreeBatch":
+        """Each row's first `counts[b]` tokens, each the only child of the one before."""
+        batch, nodes = tokens_BN.shape
+        index_N = torch.arange(nodes, device=tokens_BN.device)
+        candidate_BN = index_N < torch.tensor(list(counts), device=tokens_BN.device)[:, None]
+        return cls(tokens_BN, (index_N - 1).expand(batch, nodes), candidate_BN, nodes, drawn)
+
+    def goes_on(self, path_BD: Tensor) -> Tensor:
+        """Whether a candidate stands below the end of each path (node indexes, -1 past its end), [B]."""
+        ends_B1 = path_BD.amax(1, keepdim=True) if self.depth else path_BD.new_full((len(path_BD), 1), ROOT)
+        return ((self.parents_BN == ends_B1) & self.candidate_BN).any(1)
+
+    @property
+    def depth_BN(self) -> Tensor:
+        """Distance from the first drafted position: 0 for children of the root."""
+        return self.ancestors_BNN.sum(-1) - 1
+
+    @property
+    def ancestors_BNN(self) -> Tensor:
+        """True at [b, n, a] where node a is node n or lies on its path to the root."""
+        nodes = self.tokens_BN.shape[1]
+        reached_BNN = torch.eye(nodes + 1, dtype=torch.bool, device=self.tokens_BN.device)[:nodes]
+        reached_BNN = reached_BNN.expand(len(self.tokens_BN), nodes, nodes + 1).clone()
+        above_BN = self.parents_BN
+        for _ in range(self.depth - 1):  # ROOT lands in the column past the last node
+            above_BN = torch.where(above_BN < 0, nodes, above_BN)
+            reached_BNN.scatter_(2, above_BN[..., None], True)
+            above_BN = torch.cat([self.parents_BN, self.parents_BN.new_full((len(above_BN), 1), -1)], 1).gather(
+                1, above_BN
+            )
+        return reached_BNN[..., :nodes]

@@ -108,7 +108,9 @@ class Rule(NamedTuple):
     greedy_only: bool
     """Whether it holds at temperature 0 only."""
     description: str
-    engines: tuple[str, ...]
+    trees: bool = False
+    draws: bool = False
+    engines: tuple[str, ...] = ()
     """Engines that verify this way, by default or when asked to."""
 
 
@@ -117,6 +119,7 @@ RULES = {
     for rule in (
         Rule(
             name="greedy",
+            trees=True,
             lossless=True,
             drawn=frozenset({"deterministic", "iid", "without_replacement"}),
             needs_q=False,
@@ -126,6 +129,7 @@ RULES = {
         ),
         Rule(
             name="token",
+            draws=True,
             lossless=True,
             drawn=frozenset({"iid"}),
             needs_q=True,
@@ -135,6 +139,7 @@ RULES = {
         ),
         Rule(
             name="block",
+            draws=True,
             lossless=True,
             drawn=frozenset({"iid"}),
             needs_q=True,
@@ -144,6 +149,7 @@ RULES = {
         ),
         Rule(
             name="onehot",
+            trees=True,
             lossless=True,
             drawn=frozenset({"deterministic"}),
             needs_q=False,

@@ -39,28 +39,36 @@ def walk_greedy(
     """
     run = _starts(run_T, n_answer, max_new_tokens, "run_T")
     drafted_T = _drafted(K, n_answer, max_new_tokens, offered_T)
-    rounds: list[tuple[int, int, int]] = []
+    rounds: list[tuple[int, int, int, int]] = []
     emitted = 1
     while emitted < n_answer:
         drafted = int(drafted_T[emitted - 1])
         accepted = min(int(run[emitted - 1]), drafted, n_answer - emitted)
         step = min(accepted + 1, n_answer - emitted)
-        rounds.append((drafted, accepted, step))
+        # A run that reaches the stop ends there: what was drafted after it is not reached.
+        rounds.append((drafted, accepted, step, accepted if step == accepted else min(accepted + 1, drafted)))
         emitted += step
     return count_rounds(rounds, K)
 
 
 def walk_expected(
-    w_TK: ArrayLike, K: int, n_answer: int, max_new_tokens: int, offered_T: ArrayLike | None = None
+    w_TK: ArrayLike,
+    K: int,
+    n_answer: int,
+    max_new_tokens: int,
+    offered_T: ArrayLike | None = None,
+    nodes_T: ArrayLike | None = None,
 ) -> RoundCounts:
     """Expected counts given the answer, at any temperature: push the mass of round starts forward.
 
     w_TK[r, j]: probability that a round starting there accepts at least j + 1 tokens, given the answer (`survival_*`).
+    nodes_T: nodes drafted by a round at each start, where that is a tree; else one a level.
     """
     w = _starts(w_TK, n_answer, max_new_tokens, "w_TK").astype(np.float64)
     if n_answer > 1 and (w.ndim != 2 or w.shape[1] < K):
         raise ValueError(f"w_TK has shape {w.shape}: two axes and at least K = {K} columns are needed")
     drafted_T = _drafted(K, n_answer, max_new_tokens, offered_T)
+    nodes = drafted_T if nodes_T is None else _starts(nodes_T, n_answer, max_new_tokens, "nodes_T")
     starts = np.zeros(n_answer + 2)  # probability that a round starts with that many tokens emitted
     starts[1] = 1.0
     reached, accepted = np.zeros(K), np.zeros(K)
@@ -70,7 +78,7 @@ def walk_expected(
         inside = min(int(drafted_T[emitted - 1]), n_answer - emitted)
         at_least = np.concatenate(([1.0], w[emitted - 1, :inside], [0.0]))  # index j: accepts j tokens or more
         rounds += mass
-        drafted += mass * drafted_T[emitted - 1]
+        drafted += mass * nodes[emitted - 1]
         reached[:inside] += mass * at_least[:inside]
         accepted[:inside] += mass * at_least[1 : inside + 1]
         # j accepted and the correction or bonus; where j reaches the answer's end the last index takes the overshoot
@@ -81,13 +89,12 @@ def walk_expected(
     )
 
 
-def count_rounds(rounds: Iterable[tuple[int, int, int]], K: int) -> RoundCounts:
-    """Counts of decoded rounds (drafted, accepted, emitted), by the same rules as the walk."""
+def count_rounds(rounds: Iterable[tuple[int, int, int, int]], K: int) -> RoundCounts:
+    """Counts of decoded rounds (drafted, accepted, emitted, reached), by the same rules as the walk."""
     reached, accepted_at = np.zeros(K), np.zeros(K)
     total = drafted_total = accepted_total = emitted_total = 0
-    for drafted, accepted, emitted in rounds:
-        ended = emitted == accepted  # the accepted run reached the stop: what was drafted after it is not reached
-        reached[: accepted if ended else min(accepted + 1, drafted)] += 1
+    for drafted, accepted, emitted, judged in rounds:
+        reached[:judged] += 1
         accepted_at[:accepted] += 1
         total += 1
         drafted_total += drafted

@@ -1,27 +1,47 @@
-"""What every way of drafting promises to the decoder.
+"""What every way of drafting promises to the decoder, and every draft to its proposer.
 
-Shapes: B active slots (always slots 0..B-1), K drafted tokens, V vocabulary, T known tokens, A captured features.
+Shapes: B active slots (always slots 0..B-1), N drafted nodes, F nodes read at once, K drafted tokens of a chain,
+V vocabulary, T known tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..models import States
 from ..sampling import SamplingSettings
+from ..tree import Drawn, TreeBatch
+
+
+class Ask(NamedTuple):
+    """What a round asks of a proposer, one entry a slot."""
+
+    limits: list[int]
+    """Levels to draft at most."""
+    sampling: list[SamplingSettings]
+    uniforms: Callable[[int], Tensor] | None
+    """So many numbers [B, count] to draw nodes 0, 1, ... with; None: take the likeliest tokens."""
+    seen_BV: Tensor | None
+    """Tokens known to each slot, for repetition penalties; None: no slot has one."""
 
 
 class Draft(NamedTuple):
-    """One chain a slot, padded on the right to the longest."""
+    """One tree a slot."""
 
-    tokens_BK: Tensor
-    count_B: list[int]
-    q_BKV: Tensor | None  # the distribution each token was drawn from; None: deterministic
+    tree: TreeBatch
+    q_BNV: Tensor | None
+    """Row i is the full distribution that node i was drawn from; None: nothing was drawn."""
+    chain: bool
+    """Every tree is a chain: it needs no tree mask and no sorting of the cache."""
+
+    @classmethod
+    def of_chains(cls, tokens_BK: Tensor, counts: Sequence[int], drawn: Drawn, q_BKV: Tensor | None = None) -> "Draft":
+        return cls(TreeBatch.chains(tokens_BK, counts, drawn), q_BKV, chain=True)
 
 
 class Trace(NamedTuple):
-    """What a draft would have said along a recorded answer.
+    """What a chain would have said along a recorded answer.
 
     Row r is a round that starts with `start + r` tokens known; column j its (j+1)-th drafted token, given that all
     earlier ones equal the answer. False and 0 where nothing is drafted or the answer has ended.
@@ -32,23 +52,14 @@ class Trace(NamedTuple):
     offered_T: Tensor | None = None  # tokens on offer at each start, where that may be fewer than K
 
 
-class Proposer(Protocol):
-    """Drafts tokens for a batch of slots. All calls of one decoding run come from one decoder."""
+class Reader(Protocol):
+    """Follows a batch of texts. All calls of one decoding run come from one decoder."""
 
-    replayable: bool
-    deterministic: bool  # never samples: at T > 0 it suits no rule that reads q
     aux_layers: tuple[int, ...]  # target layers whose hidden states it needs (hidden_states numbering)
+    reads_states: bool  # whether it needs the target's states at all
 
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
         """Fill fresh slots. `ids`: prompt and first emitted token; `states`: the target's, of all but that token."""
-
-    def propose(
-        self,
-        limits: Sequence[int],
-        sampling: Sequence[SamplingSettings],
-        uniforms_BK: Tensor | None,
-    ) -> Draft:
-        """Draft up to `limits[b]` tokens for slot b. `uniforms_BK` None: take the most likely token (q is None)."""
 
     def observe(self, tokens: Sequence[list[int]], states: States) -> None:
         """What each slot emitted this round (accepted tokens, then the target's own), and the target's states:
@@ -57,11 +68,43 @@ class Proposer(Protocol):
     def move(self, source: int, destination: int) -> None:
         """Slot `source` continues as slot `destination`."""
 
-    def reserve(self, slots: int, capacity: int) -> None:
-        """Called before a run: at most so many slots of so many tokens."""
-
     def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """The trace of rounds that start with start..len(ids)-1 known tokens, `count` drafted tokens deep.
 
-        `states`: the target's states of ids[:-1] as [1, T-1, ...]; None for a proposer without `aux_layers`.
+        `states`: the target's states of ids[:-1] as [1, T-1, ...]; None for one without `reads_states`.
         """
+
+
+class Drafter(Reader, Protocol):
+    """A trained draft: it reads nodes and says what may follow each."""
+
+    levels: int | None  # most levels that it can draft; None: any number
+
+    def reserve(self, slots: int, tokens: int, nodes: int) -> None:
+        """Called before a run: so many slots of at most so many tokens, and nodes read on top of them in a round."""
+
+    def open(self, batch: int) -> Tensor:
+        """Logits [B, V] of the first drafted token. Forgets all nodes of the round before."""
+
+    def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
+        """Read F more nodes of one level (0: below the root); logits [B, F, V] of what follows each.
+
+        `parents_BF`: place of each node's parent among all nodes read in this round, or ROOT.
+        """
+
+
+class Proposer(Reader, Protocol):
+    """Drafts a tree a slot."""
+
+    replayable: bool
+    drawn: Drawn  # how siblings are drawn where a rule wants draws; deterministic: it never draws
+    chain: bool
+
+    def reserve(self, slots: int, tokens: int, levels: int) -> None:
+        """Called before a run: at most so many slots, of so many tokens, that draft so many levels a round."""
+
+    def most_nodes(self, levels: int) -> int:
+        """Nodes of the largest tree of so many levels."""
+
+    def propose(self, ask: Ask) -> Draft:
+        """Draft a tree for each slot."""

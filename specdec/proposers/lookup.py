@@ -6,12 +6,12 @@ Shapes: B active slots, K drafted tokens, T round starts.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from ...errors import InputError
 from ..models import States
 from ..sampling import SamplingSettings
-from .base import Draft, Trace
+from ..tree import Drawn
+from .base import Ask, Draft, Trace
 
 
 class PromptLookup:
@@ -22,8 +22,10 @@ class PromptLookup:
     """
 
     replayable = True
-    deterministic = True
+    drawn: Drawn = "deterministic"
+    chain = True
     aux_layers: tuple[int, ...] = ()
+    reads_states = False
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
         if not 1 <= min_ngram <= max_ngram:
@@ -32,8 +34,11 @@ class PromptLookup:
         self._texts: list[_Text] = []
         self._device = torch.device("cpu")
 
-    def reserve(self, slots: int, capacity: int) -> None:
+    def reserve(self, slots: int, tokens: int, levels: int) -> None:
         self._texts = [_Text(self._ngrams) for _ in range(slots)]
+
+    def most_nodes(self, levels: int) -> int:
+        return levels
 
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
         self._device = states.hidden_BTH.device
@@ -41,11 +46,12 @@ class PromptLookup:
             self._texts[slot] = _Text(self._ngrams)
             self._texts[slot].extend(row)
 
-    def propose(self, limits: Sequence[int], sampling: Sequence[SamplingSettings], uniforms_BK: Tensor | None) -> Draft:
-        copies = [text.copy(limit) for text, limit in zip(self._texts, limits)]
+    def propose(self, ask: Ask) -> Draft:
+        copies = [text.copy(limit) for text, limit in zip(self._texts, ask.limits)]
         counts = [len(copy) for copy in copies]
         padded = [copy + [0] * (max(counts) - len(copy)) for copy in copies]
-        return Draft(torch.tensor(padded, dtype=torch.long, device=self._device), counts, None)
+        tokens_BK = torch.tensor(padded, dtype=torch.long, device=self._device)
+        return Draft.of_chains(tokens_BK, counts, self.drawn)
 
     def observe(self, tokens: Sequence[list[int]], states: States) -> None:
         for text, emitted in zip(self._texts, tokens):

@@ -5,29 +5,21 @@ from collections import Counter
 
 import pytest
 import torch
-from stand_ins import near_copy, prompts, random_eagle3, target
+from proposing import CHAINS, TREES, proposer_named
+from stand_ins import prompts, target
 from torch import Tensor
 
 from draftforge.errors import ContextLengthError, InputError
 from draftforge.specdec import decoder
 from draftforge.specdec.decoder import Generation, Request, RoundTimer, decode_rounds, generate
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import Proposer, make_proposer
+from draftforge.specdec.proposers import Proposer
 from draftforge.specdec.proposers.base import Draft
-from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.sampling import SamplingSettings, probabilities
 
 GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=0.7, top_p=0.9)
-PROPOSERS = ("small", "eagle3", "eagle3-reduced", "lookup")
-
-
-def proposer_named(name: str, model: CausalModel) -> Proposer:
-    if name == "small":
-        return make_proposer(near_copy(model), model)
-    if name == "lookup":
-        return PromptLookup()
-    return make_proposer(random_eagle3(model, draft_vocab=40 if name == "eagle3-reduced" else None), model)
+PROPOSERS = (*CHAINS, *TREES)
 
 
 def run(model: CausalModel, proposer: Proposer | None, requests: list[Request], **options: object) -> list[Generation]:
@@ -79,7 +71,15 @@ def test_with_nothing_to_draft_it_is_plain_decoding(name: str) -> None:
     model, requests = target(), greedy_requests(3)
     answers = run(model, proposer_named(name, model), requests, draft_tokens=0, batch_size=2)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in run(model, None, requests)]
-    assert all(round_ == (0, 0, 1) for answer in answers for round_ in answer.rounds)
+    assert all(round_ == (0, 0, 1, 0) for answer in answers for round_ in answer.rounds)
+
+
+def ways(tokens: list[int], parents: list[int], candidates: list[bool]) -> list[tuple[int, ...]]:
+    """The tokens from the root to each candidate."""
+    known: dict[int, tuple[int, ...]] = {-1: ()}
+    for node, (token, parent) in enumerate(zip(tokens, parents)):
+        known[node] = (*known[parent], token)
+    return [known[node] for node, candidate in enumerate(candidates) if candidate]
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -88,20 +88,21 @@ def test_drafts_do_not_depend_on_the_batch(name: str, monkeypatch: pytest.Monkey
     model, requests = target(), greedy_requests(12)
     original = decoder._Decoder._draft
 
-    def chains(batch_size: int) -> dict[int, list[list[int]]]:
-        seen: dict[int, list[list[int]]] = {}
+    def drafts(batch_size: int) -> dict[int, list[list[tuple[int, ...]]]]:
+        seen: dict[int, list[list[tuple[int, ...]]]] = {}
 
         def listening(self: decoder._Decoder) -> Draft:
             draft = original(self)
-            for slot, chain, count in zip(self.slots, draft.tokens_BK.tolist(), draft.count_B):
-                seen.setdefault(slot.number, []).append(chain[:count])
+            tree = draft.tree
+            for slot, *columns in zip(self.slots, *(x.tolist() for x in tree[:3])):
+                seen.setdefault(slot.number, []).append(ways(*columns))
             return draft
 
         monkeypatch.setattr(decoder._Decoder, "_draft", listening)
         run(model, proposer_named(name, model), requests, draft_tokens=4, batch_size=batch_size)
         return seen
 
-    assert chains(1) == chains(5)
+    assert drafts(1) == drafts(5)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "onehot"])
@@ -120,7 +121,9 @@ def test_rounds_account_for_every_token(name: str) -> None:
         assert sum(r.emitted for r in answer.rounds) == len(answer.tokens) - 1  # the prefill's token is no round
         emitted = 1
         for r in answer.rounds:
-            assert r.accepted <= r.drafted <= max(min(4, request.max_new_tokens - emitted - 1), 0)
+            levels = max(min(4, request.max_new_tokens - emitted - 1), 0)
+            assert r.accepted <= levels
+            assert r.drafted <= (levels if name in CHAINS else 10) and (r.drafted == 0) >= (levels == 0)
             assert r.emitted in (r.accepted, r.accepted + 1)
             emitted += r.emitted
         assert not set(answer.tokens[:-1]) & request.stop_ids

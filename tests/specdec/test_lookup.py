@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from draftforge.errors import InputError
 from draftforge.specdec.models import States
+from draftforge.specdec.proposers import Ask
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -29,18 +30,20 @@ def rescan(ids: list[int], count: int, min_ngram: int, max_ngram: int) -> list[i
 
 
 def started(lookup: PromptLookup, *rows: list[int]) -> PromptLookup:
-    lookup.reserve(len(rows), 64)
+    lookup.reserve(len(rows), 64, 8)
     lookup.begin(range(len(rows)), rows, STATES)
     return lookup
 
 
 def proposed(lookup: PromptLookup, *limits: int) -> list[list[int]]:
-    draft = lookup.propose(limits, [GREEDY] * len(limits), None)
-    assert draft.q_BKV is None
-    assert draft.tokens_BK.dtype == torch.int64
-    assert draft.tokens_BK.shape == (len(limits), max(draft.count_B))
-    assert all(not row[count:].any() for row, count in zip(draft.tokens_BK, draft.count_B))
-    return [row[:count].tolist() for row, count in zip(draft.tokens_BK, draft.count_B)]
+    draft = lookup.propose(Ask(list(limits), [GREEDY] * len(limits), None, None))
+    tree = draft.tree
+    counts = tree.candidate_BN.sum(1).tolist()
+    assert draft.q_BNV is None and draft.chain and tree.drawn == "deterministic"
+    assert tree.tokens_BN.dtype == torch.int64
+    assert tree.tokens_BN.shape == (len(limits), max(counts)) and tree.depth == max(counts)
+    assert all(not row[count:].any() for row, count in zip(tree.tokens_BN, counts))
+    return [row[:count].tolist() for row, count in zip(tree.tokens_BN, counts)]
 
 
 @given(prompt=texts, rounds=st.lists(texts, max_size=4), limit=st.integers(0, 5), ngram=ngrams)

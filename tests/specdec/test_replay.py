@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
-from stand_ins import near_copy, prompts, random_eagle3, target
+from proposing import CHAINS, TREES, proposer_named
+from stand_ins import near_copy, prompts, target
 
 from draftforge.errors import InputError
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import Proposer, make_proposer
-from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers import (
+    StaticProposer,
+    TreeShape,
+    make_drafter,
+)
 from draftforge.specdec.replay import replay_sample, trace_target
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.walk import RoundCounts, count_rounds
@@ -17,22 +20,14 @@ GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=1.0, top_k=12)
 
 
-def proposer_named(name: str, model: CausalModel) -> Proposer:
-    if name == "lookup":
-        return PromptLookup()
-    if name == "small":
-        return make_proposer(near_copy(model, noise=0.1), model)
-    return make_proposer(random_eagle3(model, draft_vocab=40 if name == "eagle3-reduced" else None), model)
-
-
 @pytest.mark.parametrize("K", [1, 3, 5])
-@pytest.mark.parametrize("name", ["small", "eagle3", "eagle3-reduced", "lookup"])
+@pytest.mark.parametrize("name", [*CHAINS, *(name for name in TREES if name != "small-merged")])
 def test_replay_equals_decoding_count_by_count(name: str, K: int) -> None:
     model = target()
-    proposer = proposer_named(name, model)
+    proposer = proposer_named(name, model, noise=0.1)
     requests = [Request(ids, GREEDY, 0, 28, frozenset({5, 17})) for ids in prompts(10)]
     total = 0.0
-    for index, answer in generate(model, proposer, requests, draft_tokens=K):
+    for index, answer in dict(generate(model, proposer, requests, draft_tokens=K)).items():
         ids = requests[index].prompt_ids
         decoded = count_rounds(answer.rounds, K)
         traced = trace_target(model, ids, answer.tokens, GREEDY, proposer.aux_layers)
@@ -57,8 +52,14 @@ def test_one_trace_serves_every_draft_length() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["token", "block", "onehot"])
-@pytest.mark.parametrize("name", ["small", "eagle3-reduced"])
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        *((name, rule) for name in ("small", "eagle3-reduced") for rule in ("token", "block", "onehot")),
+        ("small-tree", "onehot"),
+        ("eagle3-dynamic", "onehot"),
+    ],
+)
 def test_replay_above_zero_gives_the_decoders_mean(name: str, rule: str) -> None:
     """Rounds a token: replay on plain samples against decoding with other seeds, within four standard errors."""
     model, K, answers, length = target(), 3, 150, 16
@@ -96,6 +97,6 @@ def test_refuses_what_it_cannot_replay() -> None:
     traced = trace_target(model, [1, 2], [5, 6, 7], WARM)
     with pytest.raises(InputError, match="temperature 0"):
         replay_sample(proposer, traced, [1, 2], [5, 6, 7], WARM, ["greedy"], [2], 10)
-    proposer.replayable = False
+    proposer = StaticProposer(make_drafter(near_copy(model), model), TreeShape.branching([2, 2]))
     with pytest.raises(InputError, match="cannot be replayed"):
         replay_sample(proposer, traced, [1, 2], [5, 6, 7], WARM, ["token"], [2], 10)

@@ -84,7 +84,7 @@ def enumerate_decoder(target: Model, draft: Model, law: Law, K: int, limit: int)
     """answer -> [P(answer), E[1(answer) * counts]]: rounds, tokens, drafted, accepted, reached_K, accepted_K."""
     totals: dict[tuple[int, ...], np.ndarray] = defaultdict(lambda: np.zeros(5 + 2 * K))
 
-    def run(emitted: tuple[int, ...], mass: float, rounds: list[tuple[int, int, int]]) -> None:
+    def run(emitted: tuple[int, ...], mass: float, rounds: list[tuple[int, int, int, int]]) -> None:
         if mass == 0.0:
             return
         if len(emitted) == limit or (emitted and emitted[-1] == STOP):
@@ -108,10 +108,10 @@ def enumerate_decoder(target: Model, draft: Model, law: Law, K: int, limit: int)
                 kept = x[:j]
                 if STOP in kept:
                     kept = kept[: kept.index(STOP) + 1]
-                    run(emitted + kept, mass * drawn * chance, [*rounds, (drafted, len(kept), len(kept))])
+                    run(emitted + kept, mass * drawn * chance, [*rounds, (drafted, len(kept), len(kept), len(kept))])
                     continue
                 for token, probability in enumerate(final):
-                    entry = (drafted, j, j + 1)
+                    entry = (drafted, j, j + 1, min(j + 1, drafted))
                     run((*emitted, *kept, token), mass * drawn * chance * probability, [*rounds, entry])
 
     run((), 1.0, [])

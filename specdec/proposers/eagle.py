@@ -1,0 +1,139 @@
+"""Reading EAGLE heads: they draft from the target's states, and from their own where the target has not been yet.
+
+Shapes: B active slots, K drafted tokens, F nodes read at once, N pairs read, H hidden size, A features, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache import KVCache, Step
+from ..drafts.eagle3 import Eagle3Draft
+from ..models import CausalModel, States
+from ..sampling import SamplingSettings
+from ..tree import ROOT
+from .base import Trace
+from .branches import Branches
+from .rows import fill_rows, gather_rows, last_of, trace_from_logits
+
+
+class EagleDrafter:
+    """Keeps the draft's cache on true states: a round's own keys are dropped, then rebuilt from the target's.
+
+    Position t of the cache is the pair (target's state of t, token t + 1). Subclasses say which state that is and
+    what reads the head's own.
+    """
+
+    aux_layers: tuple[int, ...] = ()
+    reads_states = True
+    levels = None
+
+    def __init__(self, draft: Any, embed: Any, hidden_size: int) -> None:
+        self._draft, self._embed, self._hidden_size = draft, embed, hidden_size
+
+    def _true_states(self, states: States) -> Tensor:
+        """What the head reads of the target, [B, N, H]."""
+        raise NotImplementedError
+
+    def _logits(self, state: Tensor) -> Tensor:
+        """The head's states [..., H] -> logits over the target's vocabulary."""
+        raise NotImplementedError
+
+    def _unrolled(self, embeds_1TH: Tensor, states: States, first: int, rows: int, count: int) -> list[Tensor]:
+        """The head's states of `count` steps at `rows` positions from `first` on (see the draft's `forward`)."""
+        raise NotImplementedError
+
+    def reserve(self, slots: int, tokens: int, nodes: int) -> None:
+        weight = self._draft.fc.weight
+        self._cache = KVCache(slots, tokens + nodes, weight.device)
+        self._state_SH = weight.new_zeros(slots, self._hidden_size)
+
+    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
+        step = self._cache.prefill(slots, [len(row) - 1 for row in ids])
+        self._read_pairs([row[1:] for row in ids], states, step, torch.tensor(slots))
+
+    def open(self, batch: int) -> Tensor:
+        self._branches = Branches(self._cache, batch)
+        self._known_BEH = self._state_SH[:batch, None]  # the root's state, then those of the nodes read
+        return self._logits(self._state_SH[:batch])
+
+    def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
+        above_BFH = gather_rows(self._known_BEH, parents_BF - ROOT)
+        step = self._branches.grow(parents_BF, depth)
+        state_BFH = self._draft.decode(self._embed(tokens_BF), above_BFH, step)
+        self._known_BEH = torch.cat([self._known_BEH, state_BFH], 1)
+        return self._logits(state_BFH)
+
+    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
+        batch = len(tokens)
+        step = self._cache.extend(batch, max(len(row) for row in tokens))
+        self._read_pairs(tokens, states, step, torch.arange(batch))
+        self._cache.keep([len(row) for row in tokens])
+
+    def move(self, source: int, destination: int) -> None:
+        self._cache.move(source, destination)
+        self._state_SH[destination] = self._state_SH[source]
+
+    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        """The training-time test over the answer: step k of the pair before each round start."""
+        if states is None:
+            raise ValueError("EAGLE heads need the target's states; ask for proposer.reads_states")
+        rows, device = len(ids) - start, states.hidden_BTH.device
+        embeds_1TH = self._embed(torch.tensor([ids], device=device))
+        answer_T = torch.tensor(ids[start:], device=device)
+        hits, qs = [], []
+        for k, state in enumerate(self._unrolled(embeds_1TH, states, start - 2, rows, count)):
+            inside = max(rows - k, 0)
+            hit_T, q_T = trace_from_logits(self._logits(state[0, :inside]), answer_T[k:], sampling)
+            hits.append(torch.cat([hit_T, hit_T.new_zeros(rows - inside)]))
+            qs.append(torch.cat([q_T, q_T.new_zeros(rows - inside)]))
+        return Trace(torch.stack(hits, 1), torch.stack(qs, 1))
+
+    def _read_pairs(self, next_tokens: Sequence[Sequence[int]], states: States, step: Step, slots: Tensor) -> None:
+        """Feed pairs (state, next token); remember each row's last state, from which the next tree starts."""
+        counts = [len(row) for row in next_tokens]
+        true_BNH = self._true_states(states)[:, : max(counts)]
+        embeds_BNH = self._embed(fill_rows(next_tokens, true_BNH.device))
+        self._state_SH[slots] = last_of(self._draft.decode(embeds_BNH, true_BNH, step), counts)
+
+
+class Eagle3Drafter(EagleDrafter):
+    """EAGLE-3: reads features of three layers, and has a head of its own, maybe over fewer tokens."""
+
+    def __init__(self, draft: Eagle3Draft, target: CausalModel) -> None:
+        embed = draft.embed_tokens if draft.embed_tokens is not None else target.embed
+        super().__init__(draft, embed, draft.config.hidden_size)
+        self._reduced = draft.config.draft_vocab_size < draft.config.vocab_size
+        self.aux_layers = draft.config.aux_layers
+
+    def _features(self, states: States) -> Tensor:
+        if states.aux_BTA is None:
+            raise ValueError("EAGLE-3 needs the target's captured layers; ask for proposer.aux_layers")
+        return states.aux_BTA.to(self._draft.fc.weight.dtype)
+
+    def _true_states(self, states: States) -> Tensor:
+        fused: Tensor = self._draft.fc(self._features(states))
+        return fused
+
+    def _logits(self, state: Tensor) -> Tensor:
+        """-inf outside the draft's vocabulary, nothing renormalised."""
+        logits: Tensor = self._draft.logits(state)
+        if not self._reduced:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self._draft.vocab_size), float("-inf"))
+        full[..., self._draft.draft_ids] = logits
+        return full
+
+    def _unrolled(self, embeds_1TH: Tensor, states: States, first: int, rows: int, count: int) -> list[Tensor]:
+        aux_1TA = _pad_one(self._features(states), embeds_1TH.shape[1])
+        at = torch.tensor([first], device=aux_1TA.device)
+        unrolled: list[Tensor] = self._draft(embeds_1TH, aux_1TA, at, rows, count)
+        return unrolled
+
+
+def _pad_one(x_BTA: Tensor, tokens: int) -> Tensor:
+    """Repeat the last position until there are `tokens` of them (the last token has no state yet)."""
+    missing = tokens - x_BTA.shape[1]
+    return torch.cat([x_BTA, x_BTA[:, -1:].expand(-1, missing, -1)], dim=1)

@@ -1,0 +1,110 @@
+"""Several drafts into one tree, as SpecInfer does (Miao et al. 2024, arXiv 2305.09781).
+
+Shapes: B slots, N drafted nodes of one proposer, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import InputError
+from ..models import States
+from ..sampling import SamplingSettings
+from ..tree import Drawn, TreeBatch
+from .base import Ask, Draft, Proposer, Trace
+
+
+class MergedProposer:
+    """Puts the trees of several proposers side by side below one root. Each node keeps the q that it was drawn from."""
+
+    replayable = False
+    chain = False
+    drawn: Drawn = "iid"
+
+    def __init__(self, proposers: Sequence[Proposer]) -> None:
+        others = [proposer.drawn for proposer in proposers if proposer.drawn != "iid"]
+        if len(proposers) < 2 or others:
+            raise InputError(f"merged drafts: {len(proposers)} with {others or 'iid'}: must be two or more, drawn iid")
+        self._proposers = tuple(proposers)
+        self.aux_layers = tuple(sorted({layer for one in proposers for layer in one.aux_layers}))
+        self.reads_states = any(one.reads_states for one in proposers)
+        unlike = [one.aux_layers for one in proposers if one.aux_layers not in ((), self.aux_layers)]
+        if unlike:
+            raise InputError(f"merged drafts: read layers {unlike[0]} and {self.aux_layers}: must read the same ones")
+
+    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
+        for proposer in self._proposers:
+            proposer.begin(slots, ids, states)
+
+    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
+        for proposer in self._proposers:
+            proposer.observe(tokens, states)
+
+    def move(self, source: int, destination: int) -> None:
+        for proposer in self._proposers:
+            proposer.move(source, destination)
+
+    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        raise InputError("merged drafts: cannot be replayed, decode them")
+
+    def reserve(self, slots: int, tokens: int, levels: int) -> None:
+        self._counts = [proposer.most_nodes(levels) for proposer in self._proposers]
+        for proposer in self._proposers:
+            proposer.reserve(slots, tokens, levels)
+
+    def most_nodes(self, levels: int) -> int:
+        return sum(proposer.most_nodes(levels) for proposer in self._proposers)
+
+    def propose(self, ask: Ask) -> Draft:
+        drafts: list[Draft] = []
+        for place, proposer in enumerate(self._proposers):
+            first, count = sum(self._counts[:place]), self._counts[place]
+            drafts.append(_padded(proposer.propose(ask._replace(uniforms=_from(ask, first))), count))
+        q_rows = [draft.q_BNV for draft in drafts if draft.q_BNV is not None]
+        return Draft(_side_by_side([draft.tree for draft in drafts]), torch.cat(q_rows, 1) if q_rows else None, False)
+
+
+def _from(ask: Ask, first: int) -> Callable[[int], Tensor] | None:
+    """The round's numbers from node `first` on: no two drafts may draw with the same ones."""
+    numbers = ask.uniforms
+    return None if numbers is None else lambda count: numbers(first + count)[:, first:]
+
+
+def _padded(draft: Draft, count: int) -> Draft:
+    """So many nodes, whatever the batch's other slots asked for: a node's number decides what it is judged with."""
+    missing = count - draft.tree.tokens_BN.shape[1]
+    tree = draft.tree._replace(
+        tokens_BN=F.pad(draft.tree.tokens_BN, (0, missing)),
+        parents_BN=F.pad(draft.tree.parents_BN, (0, missing), value=-1),
+        candidate_BN=F.pad(draft.tree.candidate_BN, (0, missing)),
+    )
+    return Draft(tree, None if draft.q_BNV is None else F.pad(draft.q_BNV, (0, 0, 0, missing)), chain=False)
+
+
+def _side_by_side(trees: Sequence[TreeBatch]) -> TreeBatch:
+    first = 0
+    parents = []
+    for tree in trees:
+        parents.append(torch.where(tree.parents_BN < 0, -1, tree.parents_BN + first))
+        first += tree.tokens_BN.shape[1]
+    drawn = trees[0].drawn
+    merged = TreeBatch(
+        torch.cat([tree.tokens_BN for tree in trees], 1),
+        torch.cat(parents, 1),
+        torch.cat([tree.candidate_BN for tree in trees], 1),
+        max(tree.depth for tree in trees),
+        drawn,
+    )
+    return merged if drawn == "iid" else merged._replace(candidate_BN=merged.candidate_BN & ~_repeated(merged))
+
+
+def _repeated(tree: TreeBatch) -> Tensor:
+    """Chosen siblings must differ: nodes below a first token that an earlier draft chose too, [B, N]."""
+    nodes = tree.tokens_BN.shape[1]
+    first_BN = (tree.parents_BN < 0) & tree.candidate_BN
+    same_BNN = (tree.tokens_BN[:, :, None] == tree.tokens_BN[:, None]) & first_BN[:, :, None] & first_BN[:, None]
+    earlier_NN = torch.ones(nodes, nodes, dtype=torch.bool, device=tree.tokens_BN.device).tril(-1)
+    repeats_BN = (same_BNN & earlier_NN).any(-1)
+    return (tree.ancestors_BNN & repeats_BN[:, None]).any(-1)

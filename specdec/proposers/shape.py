@@ -1,0 +1,114 @@
+"""Shapes of trees that are the same in every round: chains, Medusa's choices, sampled trees."""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+from ...errors import InputError, MissingFileError
+from ..tree import ROOT
+
+Choice = tuple[int, ...]
+"""A node by its way from the root: (0, 2) is the third choice below the first one."""
+
+
+class TreeShape:
+    """Nodes level by level, siblings by rank. Raises InputError for a node without parent."""
+
+    def __init__(self, choices: Iterable[Sequence[int]]) -> None:
+        self.choices: tuple[Choice, ...] = tuple(sorted({tuple(c) for c in choices}, key=lambda c: (len(c), c)))
+        for choice in self.choices:
+            if not choice or min(choice) < 0:
+                raise InputError(f"tree: choice {list(choice)}: must be one rank a level, each at least 0")
+            if len(choice) > 1 and choice[:-1] not in self._index:
+                raise InputError(f"tree: choice {list(choice)}: its parent {list(choice[:-1])} is not in the tree")
+
+    @classmethod
+    def chain(cls, length: int) -> "TreeShape":
+        return cls((0,) * depth for depth in range(1, length + 1))
+
+    @classmethod
+    def branching(cls, widths: Sequence[int]) -> "TreeShape":
+        """Every node of a level has as many children as `widths` says for it."""
+        level: list[Choice] = [()]
+        choices: list[Choice] = []
+        for width in widths:
+            level = [(*choice, rank) for choice in level for rank in range(width)]
+            choices += level
+        return cls(choices)
+
+    @classmethod
+    def read(cls, path: Path) -> "TreeShape":
+        """A choices file as Medusa's: a JSON list of lists of ranks."""
+        try:
+            raw = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise MissingFileError(f"{path}: no such file") from None
+        except ValueError as error:
+            raise InputError(f"{path}: not JSON ({error})") from None
+        if not isinstance(raw, list) or not all(_is_choice(choice) for choice in raw):
+            raise InputError(f"{path}: must be a list of lists of whole numbers, such as [[0], [1], [0, 0]]")
+        return cls(raw)
+
+    @classmethod
+    def of_accuracies(cls, accuracy_HR: Sequence[Sequence[float]], nodes: int) -> "TreeShape":
+        """The `nodes` choices that are most often all right, as if heads were right independently (Medusa, App. C).
+
+        accuracy_HR[h][r]: how often head h's rank-r token is the target's.
+        """
+        known: dict[Choice, float] = {(): 1.0}
+        chosen: list[Choice] = []
+        for _ in range(nodes):
+            best = max(_offers(known, accuracy_HR), key=lambda offer: (offer[1], -len(offer[0])), default=None)
+            if best is None:
+                break
+            known[best[0]] = best[1]
+            chosen.append(best[0])
+        return cls(chosen)
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    @property
+    def depth(self) -> int:
+        return len(self.choices[-1]) if self.choices else 0
+
+    def cut(self, levels: int) -> "TreeShape":
+        """The same without what lies deeper."""
+        return self if levels >= self.depth else TreeShape(c for c in self.choices if len(c) <= levels)
+
+    @cached_property
+    def parents(self) -> list[int]:
+        """Index of each node's parent, or ROOT."""
+        return [self._index.get(choice[:-1], ROOT) for choice in self.choices]
+
+    @cached_property
+    def levels(self) -> list[range]:
+        """The nodes of each level."""
+        bounds = [sum(len(c) <= level for c in self.choices) for level in range(self.depth + 1)]
+        return [range(start, stop) for start, stop in pairwise(bounds)]
+
+    @cached_property
+    def inner(self) -> list[int]:
+        """Nodes that have children."""
+        return sorted(set(self.parents) - {ROOT})
+
+    @cached_property
+    def _index(self) -> dict[Choice, int]:
+        return {choice: place for place, choice in enumerate(self.choices)}
+
+
+def _is_choice(raw: object) -> bool:
+    return isinstance(raw, list) and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in raw)
+
+
+def _offers(known: dict[Choice, float], accuracy_HR: Sequence[Sequence[float]]) -> Iterable[tuple[Choice, float]]:
+    """The next sibling below each known node, and how often the whole way to it is right."""
+    for choice, share in known.items():
+        if len(choice) < len(accuracy_HR):
+            taken = {other[-1] for other in known if other[:-1] == choice and other}
+            ranks = [rank for rank in range(len(accuracy_HR[len(choice)])) if rank not in taken]
+            if ranks:
+                best = max(ranks, key=lambda rank: accuracy_HR[len(choice)][rank])
+                yield (*choice, best), share * accuracy_HR[len(choice)][best]

@@ -1,0 +1,134 @@
+"""Drafting trees of one shape: greedy and sampled chains, Medusa's static trees, top-k and sampled trees.
+
+Shapes: B slots, N nodes, F nodes that have children on one level, C children, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..models import States
+from ..sampling import SamplingSettings, categorical
+from ..tree import Drawn, TreeBatch
+from .base import Ask, Draft, Drafter, Trace
+from .rows import penalised_rows, process_rows, see
+from .shape import TreeShape
+
+
+class StaticProposer:
+    """Reads a draft level by level. `shape` None: a chain as long as asked for.
+
+    Where a rule wants draws, siblings are drawn iid, or without replacement; a node that q has no mass left for is
+    no candidate, so there are never more children than q has support.
+    """
+
+    def __init__(self, drafter: Drafter, shape: TreeShape | None = None, drawn: Drawn = "iid") -> None:
+        self._drafter, self._shape = drafter, shape
+        self.drawn: Drawn = drawn
+        self.chain = shape is None
+        self.replayable = self.chain or drawn == "deterministic"
+        self.aux_layers, self.reads_states = drafter.aux_layers, drafter.reads_states
+
+    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
+        self._drafter.begin(slots, ids, states)
+
+    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
+        self._drafter.observe(tokens, states)
+
+    def move(self, source: int, destination: int) -> None:
+        self._drafter.move(source, destination)
+
+    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        return self._drafter.trace(ids, start, count, sampling, states)
+
+    def reserve(self, slots: int, tokens: int, levels: int) -> None:
+        self._drafter.reserve(slots, tokens, self.most_nodes(levels))
+
+    def most_nodes(self, levels: int) -> int:
+        return len(self._cut(levels))
+
+    def propose(self, ask: Ask) -> Draft:
+        shape, batch = self._cut(max(ask.limits)), len(ask.limits)
+        drawn: Drawn = "deterministic" if ask.uniforms is None else self.drawn
+        logits_BFV = self._drafter.open(batch)[:, None]
+        growing = _Growing(shape, ask, drawn, logits_BFV)
+        for depth, level in enumerate(shape.levels):
+            growing.draw(level, logits_BFV)
+            inner = [node for node in level if node in growing.entry]
+            if inner:
+                tokens_BF, parents_BF = growing.read(inner)
+                logits_BFV = self._drafter.expand(tokens_BF, parents_BF, depth)
+        return growing.draft(chain=self.chain)
+
+    def _cut(self, levels: int) -> TreeShape:
+        if self._drafter.levels is not None:
+            levels = min(levels, self._drafter.levels)
+        return TreeShape.chain(levels) if self._shape is None else self._shape.cut(levels)
+
+
+class _Growing:
+    """The trees of one round as they grow, on the device; their shape is on the host."""
+
+    def __init__(self, shape: TreeShape, ask: Ask, drawn: Drawn, logits_BFV: Tensor) -> None:
+        self.shape, self.ask, self.drawn = shape, ask, drawn
+        self.entry = {node: place for place, node in enumerate(shape.inner)}  # the order in which nodes are read
+        batch, device = len(ask.limits), logits_BFV.device
+        self.tokens_BN = torch.zeros(batch, len(shape), dtype=torch.long, device=device)
+        levels_N = torch.tensor([len(choice) for choice in shape.choices], device=device)
+        self.candidate_BN = levels_N <= torch.tensor(ask.limits, device=device)[:, None]
+        self.q_BNV: Tensor | None = None
+        if drawn != "deterministic":
+            self.q_BNV = logits_BFV.new_zeros(batch, len(shape), logits_BFV.shape[-1], dtype=torch.float32)
+            self._u_BN = ask.uniforms(len(shape)) if ask.uniforms is not None else None
+        self._frontier = [-1]  # nodes that the logits at hand follow
+        self._seen_BFV = None if ask.seen_BV is None else ask.seen_BV[:, None]
+
+    def draw(self, level: range, logits_BFV: Tensor) -> None:
+        """Fill in a level's tokens from the logits of its parents, rank by rank."""
+        place = {node: at for at, node in enumerate(self._frontier)}
+        if self.drawn == "deterministic":
+            left_BFV = penalised_rows(logits_BFV, self.ask.sampling, self._seen_BFV)
+            best_BFR = left_BFV.topk(1 + max(self.shape.choices[node][-1] for node in level), dim=-1)
+        else:
+            q_BFV = process_rows(logits_BFV, self.ask.sampling, self._seen_BFV)
+            left_BFV = q_BFV.clone() if self.drawn == "without_replacement" else q_BFV
+        for rank in sorted({self.shape.choices[node][-1] for node in level}):
+            nodes = [node for node in level if self.shape.choices[node][-1] == rank]
+            parents = [place[self.shape.parents[node]] for node in nodes]
+            if self.drawn == "deterministic":
+                tokens_BC = best_BFR.indices[:, parents, rank]
+                possible_BC = best_BFR.values[:, parents, rank].isfinite()
+            else:
+                assert self.q_BNV is not None and self._u_BN is not None
+                rest_BCV = left_BFV[:, parents]
+                tokens_BC = categorical(rest_BCV, self._u_BN[:, nodes])
+                possible_BC = rest_BCV.sum(-1) > 0
+                self.q_BNV[:, nodes] = q_BFV[:, parents]
+                if self.drawn == "without_replacement":
+                    left_BFV[:, parents] = rest_BCV.scatter(-1, tokens_BC[..., None], 0.0)
+            self.tokens_BN[:, nodes] = tokens_BC
+            self.candidate_BN[:, nodes] &= possible_BC
+        self._drop_orphans(level)
+
+    def read(self, inner: list[int]) -> tuple[Tensor, Tensor]:
+        """Tokens and parents of the nodes that are read next; their logits are the next ones drawn from."""
+        tokens_BF = self.tokens_BN[:, inner]
+        if self._seen_BFV is not None:
+            above = [self._frontier.index(self.shape.parents[node]) for node in inner]
+            self._seen_BFV = see(self._seen_BFV[:, above], tokens_BF)
+        self._frontier = inner
+        parents = [self.entry.get(self.shape.parents[node], -1) for node in inner]
+        return tokens_BF, torch.tensor(parents, device=tokens_BF.device).expand(len(tokens_BF), -1)
+
+    def draft(self, chain: bool) -> Draft:
+        parents_N = torch.tensor(self.shape.parents, dtype=torch.long, device=self.tokens_BN.device)
+        parents_BN = parents_N.expand(*self.tokens_BN.shape)
+        tree = TreeBatch(self.tokens_BN, parents_BN, self.candidate_BN, self.shape.depth, self.drawn)
+        return Draft(tree, self.q_BNV, chain)
+
+    def _drop_orphans(self, level: range) -> None:
+        """What stands below a node that is no candidate is none either."""
+        parents = self.shape.parents[level.start : level.stop]
+        if parents and parents[0] >= 0:
+            self.candidate_BN[:, level.start : level.stop] &= self.candidate_BN[:, parents]

@@ -1,0 +1,123 @@
+"""What a decoding run is asked and what it answers: requests, generations, and the record of every round."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from ..errors import ContextLengthError, InputError
+from .models import CausalModel
+from .proposers.base import Proposer
+from .sampling import SamplingSettings
+from .verify import Rule, check_rule
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to answer."""
+
+    prompt_ids: list[int]
+    sampling: SamplingSettings
+    seed: int
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end the answer with the token that completes them; they need `decode` of `generate`."""
+
+
+class Round(NamedTuple):
+    """One target pass of one request."""
+
+    drafted: int
+    """Drafted nodes that might have been accepted."""
+    accepted: int
+    emitted: int
+    reached: int
+    """Levels at which a drafted token was judged: in a chain one more than accepted, unless it ended there."""
+
+
+class RoundSeconds(NamedTuple):
+    """Wall time of one round of the whole batch."""
+
+    draft: float
+    verify: float
+    rest: float
+    drafted: int
+    batch: int
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.verify + self.rest
+
+
+class RoundTimer:
+    """Collects the seconds of every round; `mark` waits for the device, so only timed runs pay for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rounds: list[RoundSeconds] = []
+        self._device = device
+
+    def mark(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+@dataclass
+class Generation:
+    """An answer and how it came about. `tokens` includes the token that stopped it, where one did."""
+
+    tokens: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    finish: Literal["stop", "length"] = "length"
+    seconds: float = 0.0
+
+
+def check_requests(target: CausalModel, requests: Sequence[Request], batch_size: int, decode: Decode | None) -> None:
+    """Refuse what cannot be answered, in one line that names the request."""
+    if batch_size < 1:
+        raise InputError(f"batch_size {batch_size}: must be >= 1")
+    for number, request in enumerate(requests):
+        if not request.prompt_ids:
+            raise InputError(f"request {number}: empty prompt")
+        if request.max_new_tokens < 1:
+            raise InputError(f"request {number}: max_new_tokens {request.max_new_tokens}: must be >= 1")
+        if request.stop_strings and decode is None:
+            raise InputError(f"request {number}: stop_strings {list(request.stop_strings)}: need `decode`")
+        if "" in request.stop_strings:
+            raise InputError(f"request {number}: stop_strings {list(request.stop_strings)}: none may be empty")
+        need = len(request.prompt_ids) + request.max_new_tokens
+        if need > target.max_positions:
+            raise ContextLengthError(
+                f"request {number}: prompt of {len(request.prompt_ids)} + {request.max_new_tokens} new tokens: "
+                f"must fit the context of {target.max_positions}"
+            )
+
+
+def check_proposer(rule: Rule, proposer: Proposer, sampling: SamplingSettings) -> None:
+    """Refuse a rule that would not be lossless (or typical) for what this proposer drafts."""
+    if not rule.trees and not proposer.chain:
+        raise InputError(f"rule: {rule.name!r}: is for chains, and this proposer drafts trees")
+    if sampling.greedy:
+        return  # nothing is drawn, and every rule is the greedy one
+    if proposer.drawn == "deterministic" and rule.needs_q:
+        raise InputError(f"rule: {rule.name!r}: reads the draft's probabilities; this proposer has none, use onehot")
+    check_rule(rule.name, proposer.drawn if rule.draws else "deterministic", sampling)
+
+
+def until_stop(known: Sequence[int], new: list[int], request: Request, decode: Decode | None) -> tuple[list[int], bool]:
+    """The new tokens up to one that stops the answer, and whether one does. `known`: those emitted before."""
+    for place, token in enumerate(new):
+        if token in request.stop_ids:
+            return new[: place + 1], True
+        if request.stop_strings and decode is not None:
+            # A token spells at least a byte of any text that it is part of: so many of them hold a whole stop string.
+            reach = max(len(text.encode()) for text in request.stop_strings)
+            text = decode([*known, *new[: place + 1]][-reach:])
+            if any(stop in text for stop in request.stop_strings):
+                return new[: place + 1], True
+    return new, False

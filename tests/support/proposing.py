@@ -1,0 +1,40 @@
+"""Ways of drafting for the decoder's tests, by name."""
+
+from stand_ins import near_copy, random_eagle3
+
+from draftforge.specdec.models import CausalModel
+from draftforge.specdec.proposers import (
+    DynamicProposer,
+    MergedProposer,
+    Proposer,
+    StaticProposer,
+    TreeShape,
+    make_drafter,
+    make_proposer,
+)
+from draftforge.specdec.proposers.lookup import PromptLookup
+
+CHAINS = ("small", "eagle3", "eagle3-reduced", "lookup")
+TREES = ("small-tree", "small-dynamic", "small-merged", "eagle3-tree", "eagle3-dynamic")
+SHAPE = TreeShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]])
+
+
+def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Proposer:
+    """A fresh proposer; drafts agree with the target now and then."""
+    if name == "lookup":
+        return PromptLookup()
+    family, _, kind = name.partition("-")
+    small = near_copy(model, noise)
+    draft = small if family == "small" else random_eagle3(model, draft_vocab=40 if kind == "reduced" else None)
+    if kind in ("", "reduced"):
+        return make_proposer(draft, model)
+    drafter = make_drafter(draft, model)
+    if kind == "dynamic":
+        return DynamicProposer(drafter, top_k=3, nodes=9)
+    if kind == "merged":
+        return MergedProposer([make_proposer(draft, model), make_proposer(near_copy(model, noise, seed=5), model)])
+    if kind == "sampled":
+        return StaticProposer(drafter, TreeShape.branching([2, 2, 1]))
+    if kind == "distinct":
+        return StaticProposer(drafter, TreeShape.branching([3, 2, 1]), drawn="without_replacement")
+    return StaticProposer(drafter, SHAPE, drawn="deterministic")
