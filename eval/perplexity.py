@@ -26,7 +26,7 @@ def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TraceCache
     for sample in samples:
         if len(sample.answer_ids) < 2:
             continue
-        states = traces.of(sample, proposer.aux_layers).states
+        states = traces.of(sample, proposer).states
         ids = sample.prompt_ids + sample.answer_ids
         q_T = proposer.trace(ids, len(sample.prompt_ids) + 1, 1, _AS_TRAINED, states).q_TK[:, 0]
         inside_T = q_T > 0

@@ -70,14 +70,14 @@ class TraceCache:
 
     def __init__(self, target: CausalModel, budget_bytes: int) -> None:
         self._target, self._left = target, budget_bytes
-        self._known: dict[tuple[str, tuple[int, ...]], TargetTrace] = {}
+        self._known: dict[tuple[str, tuple[int, ...], bool], TargetTrace] = {}
 
-    def of(self, sample: Sample, aux_layers: tuple[int, ...]) -> TargetTrace:
-        """The target's states along the answer, with the layers that the draft reads."""
-        key = sample.id, aux_layers
+    def of(self, sample: Sample, proposer: Proposer) -> TargetTrace:
+        """The target's states along the answer, as far as the proposer reads them."""
+        key = sample.id, proposer.aux_layers, proposer.reads_states
         traced = self._known.get(key)
         if traced is None:
-            traced = trace_target(self._target, sample.prompt_ids, sample.answer_ids, sample.sampling, aux_layers)
+            traced = trace_target(self._target, sample.prompt_ids, sample.answer_ids, sample.sampling, *key[1:])
             if traced.nbytes <= self._left:
                 self._left -= traced.nbytes
                 self._known[key] = traced
@@ -173,7 +173,7 @@ def _replay(
     for sample in samples:
         counted = replay_sample(
             proposer,
-            traces.of(sample, proposer.aux_layers),
+            traces.of(sample, proposer),
             sample.prompt_ids,
             sample.answer_ids,
             sample.sampling,

@@ -49,7 +49,7 @@ def same_counts(scorer: Scorer, one: Path, other: Path) -> bool:
             [
                 replay_sample(
                     proposer,
-                    scorer.traces.of(sample, proposer.aux_layers),
+                    scorer.traces.of(sample, proposer),
                     sample.prompt_ids,
                     sample.answer_ids,
                     sample.sampling,

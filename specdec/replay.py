@@ -146,7 +146,9 @@ def _drive(
     proposer.begin([0], [[*prompt_ids, answer_ids[0]]], _cut(states, 0, len(prompt_ids)))
     emitted, rounds, runs, nodes, levels = 1, [], [], [], []
     while emitted < len(answer_ids):
-        drafted, run, judged = _longest_hit(proposer, answer_ids[emitted:], min(K, max_new_tokens - emitted - 1), sampling)
+        drafted, run, judged = _longest_hit(
+            proposer, answer_ids[emitted:], min(K, max_new_tokens - emitted - 1), sampling
+        )
         step = min(run + 1, len(answer_ids) - emitted) if sampling.greedy else 1
         rounds.append((drafted, run, step, run if step == run else judged))
         runs.append(run)
@@ -161,9 +163,7 @@ def _drive(
     return walk_expected(survival_TK, K, len(answer_ids), max_new_tokens, levels, nodes)
 
 
-def _longest_hit(
-    proposer: Proposer, answer: list[int], limit: int, sampling: SamplingSettings
-) -> tuple[int, int, int]:
+def _longest_hit(proposer: Proposer, answer: list[int], limit: int, sampling: SamplingSettings) -> tuple[int, int, int]:
     """Candidates of the tree that is drafted here, how many levels of it the answer follows, and how many judge it."""
     if limit <= 0:
         return 0, 0, 0

@@ -1,11 +1,14 @@
 """Ways of drafting behind one protocol (`base.Proposer`)."""
 
+from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
+from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
 from ..models import CausalModel
 from .base import Ask, Draft, Drafter, Proposer, Trace
 from .dynamic import DynamicProposer
-from .eagle import Eagle3Drafter
+from .eagle import Eagle3Drafter, EagleDrafter
+from .medusa import MedusaDrafter
 from .merged import MergedProposer
 from .shape import TreeShape
 from .small import SmallDrafter
@@ -26,11 +29,20 @@ __all__ = [
 ]
 
 
-def make_drafter(draft: SmallDraft | Eagle3Draft, target: CausalModel) -> Drafter:
+AnyDraft = SmallDraft | MedusaDraft | EagleDraft | Eagle3Draft
+
+
+def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
     """What reads a trained draft."""
-    return SmallDrafter(draft) if isinstance(draft, SmallDraft) else Eagle3Drafter(draft, target)
+    if isinstance(draft, SmallDraft):
+        return SmallDrafter(draft)
+    if isinstance(draft, MedusaDraft):
+        return MedusaDrafter(draft)
+    if isinstance(draft, EagleDraft):
+        return EagleDrafter(draft, target)
+    return Eagle3Drafter(draft, target)
 
 
-def make_proposer(draft: SmallDraft | Eagle3Draft, target: CausalModel) -> Proposer:
+def make_proposer(draft: AnyDraft, target: CausalModel) -> Proposer:
     """The chain proposer of a trained draft."""
     return StaticProposer(make_drafter(draft, target))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache, Step
+from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..models import CausalModel, States
 from ..sampling import SamplingSettings
@@ -19,7 +20,7 @@ from .branches import Branches
 from .rows import fill_rows, gather_rows, last_of, trace_from_logits
 
 
-class EagleDrafter:
+class FeatureDrafter:
     """Keeps the draft's cache on true states: a round's own keys are dropped, then rebuilt from the target's.
 
     Position t of the cache is the pair (target's state of t, token t + 1). Subclasses say which state that is and
@@ -28,7 +29,7 @@ class EagleDrafter:
 
     aux_layers: tuple[int, ...] = ()
     reads_states = True
-    levels = None
+    levels: int | None = None
 
     def __init__(self, draft: Any, embed: Any, hidden_size: int) -> None:
         self._draft, self._embed, self._hidden_size = draft, embed, hidden_size
@@ -99,7 +100,28 @@ class EagleDrafter:
         self._state_SH[slots] = last_of(self._draft.decode(embeds_BNH, true_BNH, step), counts)
 
 
-class Eagle3Drafter(EagleDrafter):
+class EagleDrafter(FeatureDrafter):
+    """EAGLE-1: reads the target's last state, and the target's own head reads what it makes of it."""
+
+    def __init__(self, draft: EagleDraft, target: CausalModel) -> None:
+        embed = draft.embed_tokens if draft.embed_tokens is not None else target.embed
+        super().__init__(draft, embed, draft.config.hidden_size)
+        self._head = target.logits
+
+    def _true_states(self, states: States) -> Tensor:
+        return states.hidden_BTH.to(self._draft.fc.weight.dtype)
+
+    def _logits(self, state: Tensor) -> Tensor:
+        return self._head(state)
+
+    def _unrolled(self, embeds_1TH: Tensor, states: States, first: int, rows: int, count: int) -> list[Tensor]:
+        hidden_1TH = _pad_one(self._true_states(states), embeds_1TH.shape[1])
+        at = torch.tensor([first], device=hidden_1TH.device)
+        unrolled: list[Tensor] = self._draft(embeds_1TH, hidden_1TH, at, rows, count)
+        return unrolled
+
+
+class Eagle3Drafter(FeatureDrafter):
     """EAGLE-3: reads features of three layers, and has a head of its own, maybe over fewer tokens."""
 
     def __init__(self, draft: Eagle3Draft, target: CausalModel) -> None:

@@ -22,7 +22,7 @@ class SmallDrafter:
 
     aux_layers: tuple[int, ...] = ()
     reads_states = False
-    levels = None
+    levels: int | None = None
 
     def __init__(self, draft: SmallDraft) -> None:
         self._lm = draft.lm

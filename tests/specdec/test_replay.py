@@ -30,7 +30,7 @@ def test_replay_equals_decoding_count_by_count(name: str, K: int) -> None:
     for index, answer in dict(generate(model, proposer, requests, draft_tokens=K)).items():
         ids = requests[index].prompt_ids
         decoded = count_rounds(answer.rounds, K)
-        traced = trace_target(model, ids, answer.tokens, GREEDY, proposer.aux_layers)
+        traced = trace_target(model, ids, answer.tokens, GREEDY, proposer.aux_layers, proposer.reads_states)
         (replayed,) = replay_sample(proposer, traced, ids, answer.tokens, GREEDY, ["greedy"], [K], 28)
         assert replayed.counts == decoded
         total += decoded.accepted
@@ -42,7 +42,7 @@ def test_one_trace_serves_every_draft_length() -> None:
     proposer = proposer_named("eagle3", model)
     request = Request(prompts(1)[0], GREEDY, 0, 28)
     ((_, answer),) = generate(model, None, [request])
-    traced = trace_target(model, request.prompt_ids, answer.tokens, GREEDY, proposer.aux_layers)
+    traced = trace_target(model, request.prompt_ids, answer.tokens, GREEDY, proposer.aux_layers, proposer.reads_states)
     together = replay_sample(proposer, traced, request.prompt_ids, answer.tokens, GREEDY, ["greedy"], [1, 2, 4], 28)
     for counted in together:
         (alone,) = replay_sample(
@@ -69,7 +69,7 @@ def test_replay_above_zero_gives_the_decoders_mean(name: str, rule: str) -> None
     other = [Request(prompt, WARM, 10_000 + seed, length) for seed in range(answers)]
     replayed: list[RoundCounts] = []
     for _, answer in generate(model, None, plain, batch_size=50):
-        traced = trace_target(model, prompt, answer.tokens, WARM, proposer.aux_layers)
+        traced = trace_target(model, prompt, answer.tokens, WARM, proposer.aux_layers, proposer.reads_states)
         (counted,) = replay_sample(proposer, traced, prompt, answer.tokens, WARM, [rule], [K], length)
         replayed.append(counted.counts)
     decoded = [

@@ -1,9 +1,13 @@
 """Ways of drafting for the decoder's tests, by name."""
 
-from stand_ins import near_copy, random_eagle3
+import functools
+from collections.abc import Callable
+
+from stand_ins import near_copy, random_eagle3, target, taught_eagle, taught_medusa
 
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import (
+    AnyDraft,
     DynamicProposer,
     MergedProposer,
     Proposer,
@@ -14,9 +18,17 @@ from draftforge.specdec.proposers import (
 )
 from draftforge.specdec.proposers.lookup import PromptLookup
 
-CHAINS = ("small", "eagle3", "eagle3-reduced", "lookup")
-TREES = ("small-tree", "small-dynamic", "small-merged", "eagle3-tree", "eagle3-dynamic")
+CHAINS = ("small", "eagle", "eagle3", "eagle3-reduced", "medusa", "lookup")
+TREES = (
+    "small-tree", "small-dynamic", "small-merged", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic", "medusa-tree",
+)  # fmt: skip
 SHAPE = TreeShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]])
+
+
+@functools.cache
+def _taught(family: str) -> AnyDraft:
+    """Taught once a process, on the one target of these tests."""
+    return taught_eagle(target()) if family == "eagle" else taught_medusa(target())
 
 
 def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Proposer:
@@ -24,8 +36,13 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
     if name == "lookup":
         return PromptLookup()
     family, _, kind = name.partition("-")
-    small = near_copy(model, noise)
-    draft = small if family == "small" else random_eagle3(model, draft_vocab=40 if kind == "reduced" else None)
+    drafts: dict[str, Callable[[], AnyDraft]] = {
+        "small": lambda: near_copy(model, noise),
+        "eagle": lambda: _taught("eagle"),
+        "eagle3": lambda: random_eagle3(model, draft_vocab=40 if kind == "reduced" else None),
+        "medusa": lambda: _taught("medusa"),
+    }
+    draft = drafts[family]()
     if kind in ("", "reduced"):
         return make_proposer(draft, model)
     drafter = make_drafter(draft, model)

@@ -1,13 +1,21 @@
 """Tiny models for the decoder's tests: a random Llama target, and drafts that agree with it now and then."""
 
 import copy
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftforge.specdec.decoder import Request, generate
+from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import CausalModel
+from draftforge.specdec.sampling import SamplingSettings
 
 VOCAB = 61
 
@@ -64,6 +72,69 @@ def random_eagle3(model: CausalModel, draft_vocab: int | None = None, seed: int 
     with torch.no_grad():
         draft.lm_head.weight.copy_(model.model.get_output_embeddings().weight[ids])
     return draft
+
+
+def taught_eagle(model: CausalModel, steps: int = 60) -> EagleDraft:
+    """An EAGLE-1 head after a few steps on the target's own answers: right at times."""
+    torch.manual_seed(2)
+    config = EagleConfig(
+        hidden_size=48,
+        intermediate_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=model.vocab_size,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+    )
+    draft = EagleDraft(config)
+    ids_BT, hidden_BTH = _answers(model)
+    first_B, width = torch.zeros(len(ids_BT), dtype=torch.long), ids_BT.shape[1] - 3
+
+    def loss() -> Tensor:
+        states = draft(model.embed(ids_BT).detach(), hidden_BTH, first_B, width, 2)
+        logits = [model.logits(state).flatten(0, 1) for state in states]
+        return sum(F.cross_entropy(x, ids_BT[:, 2 + k : 2 + k + width].flatten()) for k, x in enumerate(logits))  # type: ignore[return-value]
+
+    return _taught(draft, loss, steps)
+
+
+def taught_medusa(model: CausalModel, heads: int = 3, steps: int = 100) -> MedusaDraft:
+    """Heads after a few steps on the target's own answers: right at times."""
+    torch.manual_seed(2)
+    config = MedusaConfig(hidden_size=48, vocab_size=model.vocab_size, num_heads=heads, num_layers=1, fc_bias=True)
+    draft = MedusaDraft(config)
+    ids_BT, hidden_BTH = _answers(model)
+    width = ids_BT.shape[1] - 1 - heads
+
+    def loss() -> Tensor:
+        logits = [draft.logits(hidden_BTH[:, :width], head).flatten(0, 1) for head in range(heads)]
+        return sum(F.cross_entropy(x, ids_BT[:, 2 + h : 2 + h + width].flatten()) for h, x in enumerate(logits))  # type: ignore[return-value]
+
+    return _taught(draft, loss, steps)
+
+
+def _answers(model: CausalModel) -> tuple[Tensor, Tensor]:
+    """The first tokens of the tests' prompts and of the greedy answers to them, and the target's states along them."""
+    asked = [ids for count in (2, 4, 6, 7, 10, 12) for ids in prompts(count)]
+    requests = [Request(ids, SamplingSettings(), 0, 31) for ids in asked]
+    answers = dict(generate(model, None, requests, batch_size=len(asked)))
+    ids_BT = torch.tensor([[*ids, *answers[index].tokens][:31] for index, ids in enumerate(asked)])
+    with torch.no_grad():
+        return ids_BT, model.states(ids_BT).hidden_BTH
+
+
+D = TypeVar("D", bound=nn.Module)
+
+
+def _taught(draft: D, loss: Callable[[], Tensor], steps: int) -> D:
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=5e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return draft.eval().requires_grad_(False)
 
 
 def prompts(count: int, seed: int = 3, vocab: int = VOCAB) -> list[list[int]]:

@@ -1,0 +1,65 @@
+"""Reading Medusa heads: each level of a tree is one head's, whatever stands above it.
+
+Shapes: B active slots, F nodes read at once, K drafted tokens, T round starts, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..drafts.medusa import MedusaDraft
+from ..models import States
+from ..sampling import SamplingSettings
+from .base import Trace
+from .rows import last_of, trace_from_logits
+
+
+class MedusaDrafter:
+    """Remembers the target's state from which each slot's last token was emitted; there is nothing else to know."""
+
+    aux_layers: tuple[int, ...] = ()
+    reads_states = True
+
+    def __init__(self, draft: MedusaDraft) -> None:
+        self._draft = draft
+        self._heads = draft.config.num_heads
+        self.levels: int | None = self._heads
+        self._weight: Tensor = draft.lm_heads[0].weight  # type: ignore[assignment]
+
+    def reserve(self, slots: int, tokens: int, nodes: int) -> None:
+        self._state_SH = self._weight.new_zeros(slots, self._draft.config.hidden_size)
+
+    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
+        self._state_SH[list(slots)] = self._last(states, [len(row) - 1 for row in ids])
+
+    def open(self, batch: int) -> Tensor:
+        return self._draft.logits(self._state_SH[:batch], 0)
+
+    def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
+        logits_BV = self._draft.logits(self._state_SH[: len(tokens_BF)], depth + 1)
+        return logits_BV[:, None].expand(-1, tokens_BF.shape[1], -1)
+
+    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
+        self._state_SH[: len(tokens)] = self._last(states, [len(row) for row in tokens])
+
+    def move(self, source: int, destination: int) -> None:
+        self._state_SH[destination] = self._state_SH[source]
+
+    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        """Head j at every round start: the answer's token j + 1 places on, or nothing where there is no such head."""
+        if states is None:
+            raise ValueError("Medusa heads need the target's states; ask for proposer.reads_states")
+        rows = len(ids) - start
+        hidden_TH = states.hidden_BTH[0, start - 2 : start - 2 + rows].to(self._weight.dtype)
+        answer_T = torch.tensor(ids[start:], device=hidden_TH.device)
+        hit_TK = torch.zeros(rows, count, dtype=torch.bool, device=hidden_TH.device)
+        q_TK = torch.zeros(rows, count, device=hidden_TH.device)
+        for j in range(min(count, self._heads)):
+            inside = max(rows - j, 0)
+            logits_TV = self._draft.logits(hidden_TH[:inside], j)
+            hit_TK[:inside, j], q_TK[:inside, j] = trace_from_logits(logits_TV, answer_T[j:], sampling)
+        return Trace(hit_TK, q_TK, offered_T=torch.full((rows,), min(count, self._heads)))
+
+    def _last(self, states: States, counts: Sequence[int]) -> Tensor:
+        return last_of(states.hidden_BTH, counts).to(self._weight.dtype)

@@ -1,0 +1,100 @@
+"""Per-request settings: stop strings, repetition penalties, and what is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from proposing import CHAINS, TREES, proposer_named
+from stand_ins import prompts, target
+
+from draftforge.errors import InputError
+from draftforge.specdec.decoder import Generation, Request, generate
+from draftforge.specdec.models import CausalModel
+from draftforge.specdec.proposers import Proposer
+from draftforge.specdec.requests import until_stop
+from draftforge.specdec.sampling import SamplingSettings
+
+GREEDY = SamplingSettings()
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678"
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(LETTERS[token] for token in ids)
+
+
+def run(model: CausalModel, proposer: Proposer | None, requests: list[Request], **options: object) -> list[Generation]:
+    done = dict(generate(model, proposer, requests, decode=decode, **options))  # type: ignore[arg-type]
+    return [done[index] for index in range(len(requests))]
+
+
+@pytest.mark.parametrize("name", [*CHAINS, *TREES])
+def test_stop_strings_end_an_answer_as_in_plain_decoding(name: str) -> None:
+    model = target()
+    whole = run(model, None, [Request(ids, GREEDY, 0, 30) for ids in prompts(6)])
+    stops = [decode(answer.tokens[place : place + 2]) for place, answer in zip((0, 1, 4, 9, 17, 28), whole)]
+    requests = [Request(ids, GREEDY, 0, 30, stop_strings=(stop,)) for ids, stop in zip(prompts(6), stops)]
+    for batch_size in (1, 4):
+        answers = run(model, proposer_named(name, model), requests, batch_size=batch_size)
+        for answer, stop, full in zip(answers, stops, whole):
+            text = decode(full.tokens)
+            assert decode(answer.tokens) == text[: text.index(stop) + 2]
+            assert answer.finish == "stop"
+            assert sum(r.emitted for r in answer.rounds) == len(answer.tokens) - 1
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    st.lists(st.text("abcd", min_size=1, max_size=4), min_size=1, max_size=2),
+)  # fmt: skip
+def test_a_stop_string_is_found_wherever_tokens_part_it(known: list[int], new: list[int], stops: list[str]) -> None:
+    """Against a scan of the whole text; what came before held none, or the answer would have ended there."""
+    if any(stop in decode(known) for stop in stops):
+        return
+    kept, stopped = until_stop(known, new, Request([0], GREEDY, 0, 30, stop_strings=tuple(stops)), decode)
+    ends = [n for n in range(1, len(new) + 1) if any(stop in decode([*known, *new[:n]]) for stop in stops)]
+    assert (kept, stopped) == (new[: ends[0]], True) if ends else (new, False)
+
+
+@pytest.mark.parametrize("name", [*CHAINS, *TREES])
+def test_a_repetition_penalty_holds_for_target_and_draft(name: str) -> None:
+    model = target()
+    settings = [SamplingSettings(repetition_penalty=penalty) for penalty in (1.0, 1.3, 4.0)]
+    requests = [Request(ids, settings[i % 3], 0, 24) for i, ids in enumerate(prompts(6))]
+    plain = run(model, None, requests)
+    bare = run(model, None, [Request(request.prompt_ids, GREEDY, 0, 24) for request in requests])
+    assert [a.tokens == b.tokens for a, b in zip(plain, bare)] == [True, False, False] * 2
+    for batch_size in (1, 4):
+        answers = run(model, proposer_named(name, model), requests, batch_size=batch_size)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    if name != "lookup":  # a draft that forgets the penalty would still be right now and then, but seldom
+        rounds = [r for answer in answers[2::3] for r in answer.rounds]
+        assert sum(r.accepted for r in rounds) > 0
+
+
+def test_plain_penalised_decoding_equals_a_full_pass() -> None:
+    import torch
+
+    model, setting = target(), SamplingSettings(repetition_penalty=1.5)
+    (answer,) = run(model, None, [Request([4, 8, 4], setting, 0, 20)])
+    ids = [4, 8, 4]
+    for token in answer.tokens:
+        with torch.no_grad():
+            logits = model.logits(model.states(torch.tensor([ids])).hidden_BTH[0, -1])
+        seen = sorted(set(ids))
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.5, logits[seen] * 1.5)
+        assert int(logits.argmax()) == token
+        ids.append(token)
+
+
+def test_refusals() -> None:
+    model = target()
+    with pytest.raises(InputError, match="need `decode`"):
+        list(generate(model, None, [Request([1], GREEDY, 0, 4, stop_strings=("a",))]))
+    with pytest.raises(InputError, match="none may be empty"):
+        run(model, None, [Request([1], GREEDY, 0, 4, stop_strings=("a", ""))])
+    warm = SamplingSettings(temperature=1.0)
+    with pytest.raises(InputError, match="is for chains"):
+        run(model, proposer_named("small-sampled", model), [Request([1], warm, 0, 4)], rule="token")
+    with pytest.raises(InputError, match="takes drafts drawn"):
+        run(model, proposer_named("small-distinct", model), [Request([1], warm, 0, 4)], rule="multiround")
+    with pytest.raises(InputError, match="use onehot"):
+        run(model, proposer_named("small-dynamic", model), [Request([1], warm, 0, 4)], rule="traversal")

@@ -1,0 +1,220 @@
+"""What tree proposers draft, against references that read every path from its start, without cache or tree mask."""
+
+import heapq
+from collections.abc import Callable
+
+import pytest
+import torch
+from proposing import SHAPE
+from stand_ins import near_copy, prompts, random_eagle3, target, taught_eagle, taught_medusa
+from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM
+
+from draftforge.specdec.cache import KVCache
+from draftforge.specdec.decoder import Request, generate
+from draftforge.specdec.models import CausalModel
+from draftforge.specdec.proposers import (
+    Ask,
+    Draft,
+    DynamicProposer,
+    MergedProposer,
+    Proposer,
+    StaticProposer,
+    TreeShape,
+    make_drafter,
+    make_proposer,
+)
+from draftforge.specdec.sampling import SamplingSettings, categorical, probabilities
+from draftforge.specdec.tree import TreeBatch
+
+GREEDY = SamplingSettings()
+WARM = SamplingSettings(temperature=0.8, top_k=6)
+Way = tuple[int, ...]
+After = Callable[[Way], Tensor]
+"""Logits [V] that the draft gives after a way of drafted tokens."""
+
+
+def started(proposer: Proposer, model: CausalModel, ids: list[int], levels: int) -> None:
+    with torch.inference_mode():
+        states = model.states(torch.tensor([ids[:-1]]), aux_layers=proposer.aux_layers)
+        proposer.reserve(1, len(ids) + 1, levels)
+        proposer.begin([0], [ids], states)
+
+
+def small_after(model: CausalModel, ids: list[int]) -> tuple[Proposer, After]:
+    draft = near_copy(model)
+
+    def after(way: Way) -> Tensor:
+        with torch.inference_mode():
+            return draft.logits(draft(torch.tensor([[*ids, *way]]))[0, -1])
+
+    return make_drafter(draft, model), after  # type: ignore[return-value]
+
+
+def eagle3_after(model: CausalModel, ids: list[int]) -> tuple[Proposer, After]:
+    """Each way is fed one token at a time, as a chain, to a cache of its own."""
+    draft = random_eagle3(model)
+
+    def after(way: Way) -> Tensor:
+        with torch.inference_mode():
+            states = model.states(torch.tensor([ids[:-1]]), aux_layers=draft.config.aux_layers)
+            assert states.aux_BTA is not None
+            cache = KVCache(1, 64, model.device)
+            embeds = model.embed(torch.tensor([ids[1:]]))
+            state = draft.decode(embeds, draft.fc(states.aux_BTA), cache.prefill([0], [len(ids) - 1]))[:, -1:]
+            for token in way:
+                state = draft.decode(model.embed(torch.tensor([[token]])), state, cache.extend(1, 1))
+                cache.keep([1])
+            return draft.logits(state[0, 0])
+
+    return make_drafter(draft, model), after  # type: ignore[return-value]
+
+
+def eagle_after(model: CausalModel, ids: list[int]) -> tuple[Proposer, After]:
+    draft = taught_eagle(model, steps=3)
+
+    def after(way: Way) -> Tensor:
+        with torch.inference_mode():
+            hidden = model.states(torch.tensor([ids[:-1]])).hidden_BTH
+            cache = KVCache(1, 64, model.device)
+            step = cache.prefill([0], [len(ids) - 1])
+            state = draft.decode(model.embed(torch.tensor([ids[1:]])), hidden, step)[:, -1:]
+            for token in way:
+                state = draft.decode(model.embed(torch.tensor([[token]])), state, cache.extend(1, 1))
+                cache.keep([1])
+            return model.logits(state[0, 0])
+
+    return make_drafter(draft, model), after  # type: ignore[return-value]
+
+
+def medusa_after(model: CausalModel, ids: list[int]) -> tuple[Proposer, After]:
+    draft = taught_medusa(model, heads=5, steps=3)
+
+    def after(way: Way) -> Tensor:
+        with torch.inference_mode():
+            return draft.logits(model.states(torch.tensor([ids[:-1]])).hidden_BTH[0, -1], len(way))
+
+    return make_drafter(draft, model), after  # type: ignore[return-value]
+
+
+FAMILIES = {"small": small_after, "eagle": eagle_after, "eagle3": eagle3_after, "medusa": medusa_after}
+
+
+def ways(tree: TreeBatch) -> list[Way]:
+    """The candidates of slot 0 as ways from the root."""
+    known: dict[int, Way] = {-1: ()}
+    for node, (token, parent) in enumerate(zip(tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist())):
+        known[node] = (*known[parent], token)
+    return [known[node] for node, ok in enumerate(tree.candidate_BN[0].tolist()) if ok]
+
+
+def asked(proposer: Proposer, levels: int, uniforms: Callable[[int], Tensor] | None = None) -> Draft:
+    with torch.inference_mode():
+        return proposer.propose(Ask([levels], [GREEDY if uniforms is None else WARM], uniforms, None))
+
+
+@pytest.mark.parametrize("levels", [1, 3, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_static_trees_hold_the_likeliest_tokens_of_every_rank(family: str, levels: int) -> None:
+    model, ids = target(), [7, 3, 19, 4]
+    drafter, after = FAMILIES[family](model, ids)
+    proposer = StaticProposer(drafter, SHAPE, "deterministic")  # type: ignore[arg-type]
+    started(proposer, model, ids, levels)
+    expected: dict[Way, Way] = {(): ()}
+    for choice in SHAPE.cut(levels).choices:
+        above = expected[choice[:-1]]
+        expected[choice] = (*above, int(after(above).argsort(descending=True)[choice[-1]]))
+    assert ways(asked(proposer, levels).tree) == list(expected.values())[1:]
+
+
+@pytest.mark.parametrize(("top_k", "nodes", "levels"), [(3, 9, 4), (4, 30, 3), (2, 2, 3), (3, 100, 2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dynamic_trees_hold_the_best_of_what_the_frontiers_offer(
+    family: str, top_k: int, nodes: int, levels: int
+) -> None:
+    model, ids = target(), [7, 3, 19, 4]
+    drafter, after = FAMILIES[family](model, ids)
+    proposer = DynamicProposer(drafter, top_k, nodes)  # type: ignore[arg-type]
+    started(proposer, model, ids, levels)
+    scores: dict[Way, float] = {(): 0.0}
+    frontier: list[Way] = [()]
+    for _ in range(levels):
+        offered: dict[Way, float] = {}
+        for way in frontier:
+            best = after(way).log_softmax(-1).topk(top_k)
+            offered |= {(*way, t): scores[way] + v for t, v in zip(best.indices.tolist(), best.values.tolist())}
+        scores |= offered
+        frontier = heapq.nlargest(top_k, offered, key=lambda way: offered[way])
+    del scores[()]
+    drafted = ways(asked(proposer, levels).tree)
+    assert set(drafted) == set(heapq.nlargest(nodes, scores, key=lambda way: scores[way]))
+    assert all(way[:-1] in ((), *drafted[:place]) for place, way in enumerate(drafted))  # parents first
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_trees_draw_from_the_processed_draft(family: str, drawn: str) -> None:
+    model, ids, shape = target(), [7, 3, 19, 4], TreeShape.branching([3, 2, 1])
+    drafter, after = FAMILIES[family](model, ids)
+    proposer = StaticProposer(drafter, shape, drawn)  # type: ignore[arg-type]
+    started(proposer, model, ids, 3)
+    numbers = torch.rand(1, len(shape), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    draft = asked(proposer, 3, lambda count: numbers[:, :count])
+    assert draft.tree.drawn == drawn and draft.q_BNV is not None and bool(draft.tree.candidate_BN.all())
+    drawn_ways: dict[tuple[int, ...], Way] = {(): ()}
+    for node, choice in enumerate(shape.choices):
+        above = drawn_ways[choice[:-1]]
+        q = probabilities(after(above), WARM)
+        torch.testing.assert_close(draft.q_BNV[0, node], q, atol=1e-5, rtol=1e-4)
+        rest = q.clone()
+        if drawn == "without_replacement":
+            rest[[drawn_ways[(*choice[:-1], rank)][-1] for rank in range(choice[-1])]] = 0.0
+        drawn_ways[choice] = (*above, int(categorical(rest, numbers[0, node])))
+    assert ways(draft.tree) == list(drawn_ways.values())[1:]
+
+
+def test_no_more_children_than_q_has_support() -> None:
+    model, ids, shape = target(), [7, 3, 19, 4], TreeShape.branching([4, 1])
+    proposer = StaticProposer(make_drafter(near_copy(model), model), shape, "without_replacement")
+    started(proposer, model, ids, 2)
+    numbers = torch.full((1, 8), 0.5, dtype=torch.float64)
+    narrow = SamplingSettings(temperature=1.0, top_k=2)
+    with torch.inference_mode():
+        tree = proposer.propose(Ask([2], [narrow], lambda count: numbers[:, :count], None)).tree
+    assert tree.candidate_BN[0].tolist() == [True, True, False, False, True, True, False, False]
+
+
+def test_several_drafts_stand_side_by_side_with_their_own_q() -> None:
+    model, ids = target(), [7, 3, 19, 4]
+    drafts = [near_copy(model), near_copy(model, noise=0.3, seed=9)]
+    merged = MergedProposer([make_proposer(draft, model) for draft in drafts])
+    numbers = torch.rand(1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    started(merged, model, ids, 3)
+    draft = asked(merged, 3, lambda count: numbers[:, :count])
+    assert draft.tree.parents_BN[0].tolist() == [-1, 0, 1, -1, 3, 4] and draft.q_BNV is not None
+    for place, one in enumerate(drafts):
+        alone = make_proposer(one, model)
+        started(alone, model, ids, 3)
+        mine = slice(3 * place, 3 * place + 3)
+        chain = asked(alone, 3, lambda count, mine=mine: numbers[:, mine][:, :count])  # type: ignore[misc]
+        assert chain.tree.tokens_BN.tolist() == draft.tree.tokens_BN[:, mine].tolist()
+        assert torch.equal(draft.q_BNV[:, mine], chain.q_BNV)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_trees_on_a_sliding_window(kind: str) -> None:
+    """A key of the tree stands elsewhere than its position; the window counts positions."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=61, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=8, sliding_window=5, initializer_range=0.4, max_position_embeddings=256,
+    )  # fmt: skip
+    model = CausalModel(MistralForCausalLM(config).eval())
+    drafter = make_drafter(near_copy(model), model)
+    proposer: Proposer = DynamicProposer(drafter, 3, 12) if kind == "dynamic" else StaticProposer(drafter, SHAPE)
+    requests = [Request(ids, GREEDY, 0, 24) for ids in prompts(6)]
+    plain = dict(generate(model, None, requests))
+    drafted = dict(generate(model, proposer, requests, batch_size=3))
+    assert [drafted[i].tokens for i in range(6)] == [plain[i].tokens for i in range(6)]
+    accepted = sum(r.accepted for answer in drafted.values() for r in answer.rounds)
+    assert accepted > 20
