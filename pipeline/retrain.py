@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import fingerprint, storage
+from ..errors import LostFilesError
 from ..eval import counts
 from ..eval.figures import Estimate, tau
 from ..eval.score import Identity
@@ -12,7 +13,7 @@ from ..eval.settings import SELECTION_SPLIT
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.lineage import Version
-from ..registry.models import champion, latest_champion
+from ..registry.models import champion, latest_champion, missing_file
 from ..registry.resolve import resolve_models_uri
 from ..specdec.drafts.eagle3 import Eagle3Draft
 from ..specdec.formats import DraftMeta, load_draft, read_meta
@@ -32,23 +33,32 @@ class Retrained:
 
 
 def retrain(space: Workspace) -> Retrained:
-    """Distil for the recipe's target unless it has a champion. Raises LockedError while another one runs.
+    """Distil for the recipe's target unless it has a champion whose files are there. LockedError: another one runs.
 
     The newest champion of another target is measured on the new target, and training starts from it where tokenizer,
     family and shapes allow; where they do not, it starts cold and says so.
     """
     timeout = space.recipe.retrain.lock_timeout_seconds
     with storage.lock(space.root / ".retrain.lock", timeout, "another retraining"):
-        if champion(space.tracking, space.target_fingerprint) is not None:
+        now = champion(space.tracking, space.target_fingerprint)
+        missing = None if now is None else missing_file(space.tracking, now)
+        if now is not None and missing is None:
             say("up to date: this target has its champion")
             return Retrained(None)
+        if now is not None:
+            say(f"champion {now.reference}: its files are gone ({missing}): this target needs a draft again")
         stale = latest_champion(space.tracking)
         if stale is None:
             say("no champion of any target yet: distilling from the recipe's start")
             return Retrained(distill(space))
-        say(f"target changed: {stale.reference} drafts for another one")
+        if stale.lineage.target_fingerprint != space.target_fingerprint:
+            say(f"target changed: {stale.reference} drafts for another one")
         inherit_mix(space, stale)
-        folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models")
+        try:
+            folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models", afresh=True)
+        except LostFilesError as error:
+            say(f"cold start, not from {stale.reference}: its files are gone or damaged ({error})")
+            return Retrained(distill(space), stale)
         stale_tau = _measure_stale(space, folder, stale)
         started = _warm(space, folder, stale) if space.recipe.retrain.warm_start else None
         if started is None:

@@ -1,4 +1,4 @@
-"""`models:/` addresses, of drafts or of targets, to local folders. Each version is downloaded once, while it is sound."""
+"""`models:/` addresses, of drafts or of targets, to local folders. What is here and sound is not downloaded again."""
 
 import re
 from pathlib import Path
@@ -20,12 +20,13 @@ def is_models_uri(text: str) -> bool:
     return text.startswith("models:/")
 
 
-def resolve_models_uri(tracking: Tracking, uri: str, folder: Path) -> Path:
+def resolve_models_uri(tracking: Tracking, uri: str, folder: Path, afresh: bool = False) -> Path:
     """The local copy, below `folder`, of `models:/name/version` or `models:/name@alias`.
 
     Drafts of ours are verified against their recorded digests, a copy that is here already too: a damaged one is
     downloaded again. Other models (a fine-tuned target) are taken as they are, without pickles; what MLflow's
-    transformers flavour spreads over folders is put into one.
+    transformers flavour spreads over folders is put into one. `afresh`: download even where a sound copy is here,
+    to see what the registry itself holds.
     """
     match = _ADDRESS.fullmatch(uri)
     if match is None:
@@ -39,7 +40,7 @@ def resolve_models_uri(tracking: Tracking, uri: str, folder: Path) -> Path:
     identity = short(of_json([redacted(tracking.uri), source, record.creation_timestamp]))
     place = storage.inside(folder, f"{name}-{number}-{identity}")
     digests = as_version(record).lineage.files if LINEAGE_TAG in (record.tags or {}) else None
-    if place.is_dir():
+    if place.is_dir() and not afresh:
         damage = None if digests is None else difference(place, digests)
         if damage is None:
             return place

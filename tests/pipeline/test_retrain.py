@@ -15,6 +15,7 @@ from draftforge.pipeline.distill import distill
 from draftforge.pipeline.retrain import retrain
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
+from draftforge.registry.lineage import Version
 from draftforge.registry.models import champion
 from draftforge.specdec.formats import read_meta
 
@@ -78,6 +79,40 @@ def test_another_tokenizer_means_a_cold_start_said_aloud(
     assert done.outcome is not None and done.stale_tau is None
     assert done.outcome.version.lineage.parent is None
     assert "another tokenizer" in capsys.readouterr().err
+
+
+def test_a_champion_whose_files_are_gone_is_replaced(
+    write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(write_recipe())
+    recipe = recipe.model_copy(update={"drafts": {"small": recipe.drafts["small"]}})
+
+    def vanish(version: Version) -> Version:
+        shutil.rmtree(version.source.removeprefix("file://"))
+        capsys.readouterr()
+        return version
+
+    first = distill(Workspace(recipe))
+    assert first is not None
+    lost = vanish(first.version)
+    other = distill(Workspace(recipe.model_copy(update={"seed": 1})))  # another draft: nothing to compare it with
+    assert other is not None and other.decision.promote and other.version.number == 2
+    assert f"champion {lost.reference}: its files are gone" in other.decision.reasons[-1]
+
+    lost = vanish(other.version)
+    again = retrain(Workspace(recipe.model_copy(update={"seed": 1}))).outcome  # the very same draft
+    said = capsys.readouterr().err
+    assert again is not None and again.decision.promote and again.version.number == 3
+    assert f"champion {lost.reference}: its files are gone (" in said
+    assert f"cold start, not from {lost.reference}" in said and "target changed" not in said
+    assert retrain(Workspace(recipe.model_copy(update={"seed": 1}))).outcome is None
+
+    lost = vanish(again.version)
+    changed = recipe.target.model_copy(update={"model": str(fine_tuned(tiny_target_folder, tmp_path / "tuned"))})
+    done = retrain(Workspace(recipe.model_copy(update={"target": changed})))
+    said = capsys.readouterr().err
+    assert done.outcome is not None and done.outcome.version.lineage.parent is None
+    assert "target changed" in said and f"cold start, not from {lost.reference}: its files are gone" in said
 
 
 def test_a_second_retraining_is_kept_out(write_recipe: WriteRecipe) -> None:
