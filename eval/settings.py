@@ -15,7 +15,7 @@ HOLDOUT_SPLIT: Final = "holdout"  # a candidate meets the champion on this one, 
 class CostSettings(BaseModel):
     """How draft and verify times are measured: batch 1, on real prompts, plain decoding and every K by turns."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     prompts: int = Field(default=4, ge=1)
     """Prompts decoded for the measurement (per K, and once without a draft)."""
@@ -36,7 +36,7 @@ class CostSettings(BaseModel):
 class ScoreSettings(BaseModel):
     """Scores of every checkpoint: counts by replay on all samples, by real decoding on a part."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     sampling: list[SamplingSettings] = Field(default=[SamplingSettings()], min_length=1)
     """Sampling settings that are scored; the target answers selection and holdout once for each."""
