@@ -264,7 +264,7 @@ EVERYTHING: dict[str, Any] = {
 """A recipe with an entry in every list and mapping, so that every number of the schema has a place in it."""
 
 
-def number_fields(nodes: list[recipe.Schema], at: Any, root: recipe.Schema) -> Iterator[tuple[str | int, ...]]:
+def number_fields(nodes: list[recipe.Schema], at: Any, root: recipe.Schema) -> Iterator[tuple[Any, ...]]:
     """Places of all fields that may be numbers, present or not, by schema and by what `at` holds."""
     if any(node.get("type") in ("number", "integer") for node in nodes) or (isinstance(at, int) and not nodes):
         yield ()

@@ -1,6 +1,7 @@
 """Times: which rounds count, what the key depends on, and that a shape is measured once."""
 
 import copy
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,6 +178,41 @@ def test_times_are_measured_once(target: CausalModel, tmp_path: Path) -> None:
     assert len(calls) == 2
     with pytest.raises(InputError, match="another shape"):
         costs.cached_costs(tmp_path / "costs", key_of(target, K=(5,)), measure)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("plain_seconds", 0),
+        ("plain_seconds", float("nan")),
+        ("plain_rounds", 0),
+        ("context_tokens", -1),
+        ("by_K.1.draft_seconds", float("inf")),
+        ("by_K.2.draft_seconds", -0.01),
+        ("by_K.1.verify_seconds", 0),
+        ("by_K.1.rest_seconds", "NaN"),
+        ("by_K.2.rounds", 0),
+        ("by_K", {}),
+        ("by_K.3", {"draft_seconds": 0.1, "verify_seconds": 0.1, "rest_seconds": 0.1, "rounds": 5}),
+    ],
+)
+def test_times_that_cannot_be_are_measured_again(
+    target: CausalModel, tmp_path: Path, field: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = key_of(target)
+    sound = costs.cached_costs(tmp_path, key, lambda: table_of(key))
+    (path,) = tmp_path.glob("costs-*.json")
+    stored = json.loads(path.read_text())
+    at = stored
+    *above, last = field.split(".")
+    for name in above:
+        at = at[name]
+    at[last] = value
+    path.write_text(json.dumps(stored))
+    capsys.readouterr()
+    assert costs.cached_costs(tmp_path, key, lambda: table_of(key)) == sound
+    assert "measuring again" in capsys.readouterr().err
+    assert costs.cached_costs(tmp_path, key, pytest.fail) == sound
 
 
 def test_two_processes_do_not_measure_at_once(target: CausalModel, tmp_path: Path) -> None:

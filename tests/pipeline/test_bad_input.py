@@ -111,6 +111,15 @@ def both(first: Damage, second: Damage) -> Damage:
     return lambda work: (first(work), second(work))
 
 
+def fill(path: Path, value: Any) -> None:
+    """Give every entry of a JSON object this value."""
+    storage.write_json(path, dict.fromkeys(storage.read_json(path), value))
+
+
+def write_ancestors(value: Any) -> Damage:
+    return lambda work: storage.write_json(work / "ancestors.json", {"f" * 64: value})
+
+
 DAMAGES: list[tuple[str, Damage, str]] = [
     ("score", cut("capture-*/shards/00000-train.safetensors"), r"00000-train\.safetensors: 100 bytes, \d+ recorded"),
     ("score", write("capture-*/manifest.json", '{"format": 1, "shards": [{}]}'), "manifest.json: not a capture manif"),
@@ -136,6 +145,11 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     ("score", write("owner.json", "[]"), "owner.json: holds a JSON list"),
     ("score", write("owner.json", '{"recipe": "other"}'), "belongs to recipe 'other', not 'tiny'"),
     ("score", write("targets.json", "{"), "targets.json: not valid JSON"),
+    ("score", lambda work: fill(work / "targets.json", 3), "targets.json: [0-9a-f]{64}: must be a fingerprint"),
+    ("score", lambda work: fill(work / "targets.json", "abc"), "targets.json: [0-9a-f]{64}: must be a fingerprint"),
+    ("score", write_ancestors("x"), "ancestors.json: [0-9a-f]{64}: must be a list of fingerprints"),
+    ("score", write_ancestors(["x"]), "ancestors.json: [0-9a-f]{64}: must be a list of fingerprints"),
+    ("score", write_ancestors([["0" * 64]]), "ancestors.json: [0-9a-f]{64}: must be a list of fingerprints"),
 ]
 
 
@@ -154,6 +168,11 @@ def test_a_damaged_file_is_named(verb: str, damage: Damage, says: str, trained: 
     [
         cut("score-*/parts/small-000004.parquet"),
         write("score-*/parts/small-000004.json", "[]"),
+        write("score-*/parts/small-000004.json", "{}"),
+        write("score-*/parts/small-000004.json", '{"perplexity": "much"}'),
+        write("score-*/parts/small-000004.json", '{"perplexity": [2.0]}'),
+        write("score-*/parts/small-000004.json", '{"perplexity": NaN}'),
+        write("score-*/parts/small-000004.json", '{"perplexity": true}'),
         lambda work: one(work, "score-*/parts/small-000004.parquet").unlink(),
         cut("score-*/counts.parquet"),
         write("digests.json", '{"a": 1}'),
@@ -162,9 +181,11 @@ def test_a_damaged_file_is_named(verb: str, damage: Damage, says: str, trained: 
 )
 def test_what_is_only_remembered_is_made_again(damage: Damage, trained: Trained) -> None:
     before = one(trained.work, "score-*/counts.parquet").read_bytes()
+    notes = one(trained.work, "score-*/parts/small-000004.json").read_bytes()
     damage(trained.work)
     assert code_of("score", trained.recipe, f"workdir={trained.work}") == 0
     assert one(trained.work, "score-*/counts.parquet").read_bytes() == before
+    assert one(trained.work, "score-*/parts/small-000004.json").read_bytes() == notes
     assert len(list(trained.work.glob("train-*"))) == 1
 
 
