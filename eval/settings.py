@@ -10,6 +10,7 @@ from .figures import Bootstrap
 RuleName = Literal["greedy", "token", "block", "onehot"]
 SELECTION_SPLIT: Final = "selection"  # checkpoints are scored and picked on this split
 HOLDOUT_SPLIT: Final = "holdout"  # a candidate meets the champion on this one, and on no other
+MOST_DRAFT_TOKENS: Final = 64  # of a round; far beyond what pays, and a round's memory grows with it
 
 
 class CostSettings(BaseModel):
@@ -74,8 +75,9 @@ class ScoreSettings(BaseModel):
     @field_validator("draft_tokens", "decode_draft_tokens")
     @classmethod
     def _positive_and_sorted(cls, value: list[int]) -> list[int]:
-        if any(k < 1 for k in value):
-            raise ValueError(f"{value}: every K must be at least 1")
+        wrong = [k for k in value if not 1 <= k <= MOST_DRAFT_TOKENS]
+        if wrong:
+            raise ValueError(f"K = {wrong[0]}: every K must be at least 1 and at most {MOST_DRAFT_TOKENS}")
         return sorted(set(value))
 
     @model_validator(mode="after")
