@@ -249,17 +249,55 @@ def test_libraries_say_nothing_beside_our_line(
         ("target.device=gpu7", "target.device: gpu7: must be auto, cpu"),
         ("target.device=cuda:64", "target.device: cuda:64: there are"),
         ("target.adapter=/nowhere", "target.adapter: /nowhere"),
-        ("drafts={s: {family: small, from_model: /nowhere}}", "draft.from_model: /nowhere: no such folder"),
-        ("drafts={s: {family: small, layers: 9}}", "draft.layers 9: must be between 2 and the target's 4"),
-        ("drafts={s: {family: eagle3, aux_layers: [1, 2, 9]}}", r"draft.aux_layers \[1, 2, 9\]: the target has 4"),
-        ("drafts={s: {family: small, layers: 2, lora: {rank: 2, targets: [zzz]}}}", r"draft.lora: targets \['zzz'\]"),
-        ("drafts={s: {family: small, layers: 2, init_from: /nowhere}}", "init_from: /nowhere: no such draft folder"),
+        ("drafts={s: {family: small, from_model: /nowhere}}", "drafts.s.from_model: /nowhere: no such folder"),
+        ("drafts={s: {family: small, layers: 9}}", "drafts.s.layers 9: must be between 2 and the target's 4"),
+        (
+            "drafts={s: {family: eagle3, aux_layers: [1, 2, 9]}}",
+            r"drafts.s.aux_layers = \[1, 2, 9\]: must",
+        ),
+        (
+            "drafts={s: {family: small, layers: 2, lora: {rank: 2, targets: [zzz]}}}",
+            r"s.lora: targets \['zzz'\]",
+        ),
+        ("drafts={s: {family: small, layers: 2, init_from: /nowhere}}", "s.init_from: /nowhere: no such draft folder"),
+        (
+            "drafts={s: {family: small, layers: 2, init_from: /usr}}",
+            r"drafts.s.init_from /usr: no draft folder \(no draftforge.json\)",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_named(override: str, says: str, trained: Trained, fails: Fails) -> None:
     line = fails(2, "train", trained.recipe, f"workdir={trained.work}", override)
     assert re.search(says, line), line
     assert not half_written(trained.work)
+
+
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        ("{family: eagle3, aux_layers: [1, 2, 9]}", "drafts.s.aux_layers = [1, 2, 9]: must be between 1 and 4"),
+        ("{family: eagle3, aux_layers: [0, 1, 2]}", "drafts.s.aux_layers = [0, 1, 2]: must be between 1 and 4"),
+        ("{family: small, layers: 9}", "drafts.s.layers 9: must be between 2 and the target's 4"),
+        ("{family: small, layers: [0, 9]}", "drafts.s.layers [0, 9]: must start at 0 and end at 3"),
+    ],
+)
+def test_layers_that_do_not_exist_are_found_out_before_anything_is_written(
+    draft: str, says: str, trained: Trained, write_recipe: Callable[..., Path], tmp_path: Path, fails: Fails
+) -> None:
+    before = set(trained.work.glob("train-*"))
+    assert says in fails(2, "train", trained.recipe, f"workdir={trained.work}", f"drafts={{s: {draft}}}")
+    assert set(trained.work.glob("train-*")) == before
+    (tmp_path / "fresh").mkdir()
+    fresh = f"workdir={tmp_path / 'fresh' / 'work'}"
+    assert says in fails(2, "capture", write_recipe(), fresh, f"drafts={{s: {draft}}}")
+    assert not list((tmp_path / "fresh" / "work").glob("capture-*"))
+
+
+def test_a_start_of_another_shape_is_refused_by_name(trained: Trained, fails: Fails) -> None:
+    start = one(trained.work, "train-*/checkpoints/step-000004")
+    draft = f"drafts={{s: {{family: small, layers: 3, init_from: {start}}}}}"
+    line = fails(2, "train", trained.recipe, f"workdir={trained.work}", draft)
+    assert f"error: drafts.s.layers = 3: init_from {start} has 2 layers" in line
 
 
 @pytest.mark.parametrize(
