@@ -153,8 +153,14 @@ def measure_costs(
         raise InputError("no prompts: times are measured on at least one")
     modes = (0, *key.draft_tokens)
     proposers = {K: proposer() if K else None for K in modes}
-    room = _most_tokens(settings.rounds, modes[-1])  # the end of a prompt leaves room for the answer
-    prompts = [prompt[-max(target.max_positions - room, 1) :] for prompt in prompts[: settings.prompts]]
+    room = target.max_positions - _most_tokens(settings.rounds, modes[-1])
+    if room < 1:
+        raise InputError(
+            f"score.costs.rounds = {settings.rounds}: so many rounds of up to {modes[-1] + 1} tokens do not fit the "
+            f"target's context of {target.max_positions}; at most {(target.max_positions - 2) // (modes[-1] + 1)} do; or "
+            "lower score.draft_tokens"
+        )
+    prompts = [prompt[-room:] for prompt in prompts[: settings.prompts]]  # their ends: the answer needs the rest
     rounds: dict[int, list[RoundSeconds]] = {K: [] for K in modes}
     with bar("measure times", len(prompts) + 1, "prompts") as advance:
         # Allocations, kernel choices and clocks settle before anything counts.

@@ -1,6 +1,7 @@
 """The gate: may this candidate become the champion? A pure decision in words and numbers, and the act that follows."""
 
 import json
+import math
 from datetime import UTC, datetime
 from typing import Any
 
@@ -156,7 +157,12 @@ def _against_champion(evidence: Evidence, champion: Figures, gain: Interval, set
             f"not faster: expected speed-up {evidence.candidate.speedup:.2f}, "
             f"champion {evidence.compared} has {champion.speedup:.2f}"
         )
-    if not gain.low >= -settings.non_inferiority_margin:
+    if math.isnan(gain.low):
+        against.append(
+            f"may be slower than champion {evidence.compared}: too few conversations for an interval "
+            "(gate.non_inferiority_margin)"
+        )
+    elif not gain.low >= -settings.non_inferiority_margin:
         against.append(
             f"may be slower than champion {evidence.compared}: the gain's interval reaches {_percent(gain.low)}, "
             f"allowed is {_percent(-settings.non_inferiority_margin)} (gate.non_inferiority_margin)"

@@ -132,6 +132,16 @@ def test_real_rounds_are_timed(target: CausalModel) -> None:
     assert costs.CostTable.model_validate_json(table.model_dump_json()) == table
 
 
+def test_rounds_that_outgrow_the_context_are_named(target: CausalModel) -> None:
+    """256 positions: one of the prompt, one of the prefill, and rounds of up to 3 tokens."""
+    most = (target.max_positions - 2) // 3
+    wrong = CostSettings(prompts=1, rounds=most + 1, warmup_rounds=1)
+    with pytest.raises(InputError, match=rf"^score\.costs\.rounds = {most + 1}: .* context of 256; at most {most} do"):
+        costs.measure_costs(key_of(target), target, PromptLookup, [[1, 2]], GREEDY, wrong)
+    fits = CostSettings(prompts=1, rounds=most, warmup_rounds=1)
+    assert costs.measure_costs(key_of(target), target, PromptLookup, [[1, 2]], GREEDY, fits).plain_rounds == most - 1
+
+
 def test_no_prompts_are_refused(target: CausalModel) -> None:
     with pytest.raises(InputError, match="no prompts"):
         costs.measure_costs(key_of(target), target, PromptLookup, [], GREEDY, CostSettings())

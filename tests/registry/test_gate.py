@@ -88,6 +88,14 @@ def test_refusals_say_why(changes: dict[str, Any], words: str) -> None:
     json.dumps(decision.model_dump(), allow_nan=False)
 
 
+@pytest.mark.parametrize("value", [0.2, -0.2])
+def test_one_conversation_gives_no_interval_and_no_percentage_of_nothing(value: float) -> None:
+    alone = evidence(conversations=1, difference={"value": value, "low": math.nan, "high": math.nan})
+    decision = decide(alone, GateSettings(min_conversations=1))
+    assert not decision.promote and any("too few conversations for an interval" in one for one in decision.reasons)
+    assert not any("nan" in reason for reason in decision.reasons)
+
+
 def test_a_self_test_that_compared_nothing_is_said() -> None:
     decision = decide(evidence(lossless=None), GateSettings())
     assert decision.promote and any("no self-test" in reason for reason in decision.reasons)
