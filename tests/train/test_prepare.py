@@ -197,7 +197,7 @@ def test_a_draft_that_is_too_short_for_the_capture_is_refused(
     longest = max(
         len(sample.prompt_ids) + len(sample.answer_ids)
         for split in ("train", "selection", "holdout")
-        for sample in tiny_capture.samples(split)  # type: ignore[arg-type]
+        for sample in tiny_capture.samples(split)
     )
     with pytest.raises(InputError, match=rf"draft\.from_model: .*context of 16 tokens .*, {longest} tokens$"):
         prepare(SmallSettings(from_model=str(source)), 0, tiny_capture, tmp_path / "t", no_target)

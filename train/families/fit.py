@@ -27,7 +27,7 @@ def misfit(settings: Settings, draft: SmallDraft | Eagle3Draft, source: str) -> 
         if settings.draft_vocabulary not in (None, config.draft_vocab_size):
             return f"draft_vocabulary = {settings.draft_vocabulary}: {source} drafts {config.draft_vocab_size} tokens"
         if settings.aux_layers not in (None, config.aux_layers):
-            return f"aux_layers = {list(settings.aux_layers or ())}: {source} reads {list(config.aux_layers)}"
+            return f"aux_layers = {list(settings.aux_layers)}: {source} reads {list(config.aux_layers)}"
         if settings.intermediate_size not in (None, config.intermediate_size):
             return f"intermediate_size = {settings.intermediate_size}: {source} has {config.intermediate_size}"
         if settings.train_embeddings and draft.embed_tokens is None:
