@@ -155,10 +155,10 @@ def measure_costs(
     proposers = {K: proposer() if K else None for K in modes}
     room = target.max_positions - _most_tokens(settings.rounds, modes[-1])
     if room < 1:
+        most = (target.max_positions - 2) // (modes[-1] + 1)
         raise InputError(
             f"score.costs.rounds = {settings.rounds}: so many rounds of up to {modes[-1] + 1} tokens do not fit the "
-            f"target's context of {target.max_positions}; at most {(target.max_positions - 2) // (modes[-1] + 1)} do; or "
-            "lower score.draft_tokens"
+            f"target's context of {target.max_positions}; at most {most} do (more with smaller score.draft_tokens)"
         )
     prompts = [prompt[-room:] for prompt in prompts[: settings.prompts]]  # their ends: the answer needs the rest
     rounds: dict[int, list[RoundSeconds]] = {K: [] for K in modes}
