@@ -1,11 +1,14 @@
 """The tokens that a draft proposes for one round, as a tree. A chain is a tree of single children.
 
-Shapes: N drafted nodes, in the order in which the target sees them.
+Shapes: B slots, N drafted nodes, in the order in which the target sees them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..errors import InputError
 
@@ -44,10 +47,7 @@ class DraftTree:
     def of(cls, tokens_N: Sequence[int], parents_N: Sequence[int], drawn: Drawn) -> "DraftTree":
         """A tree in which every node is a candidate."""
         _check_order(parents_N)
-        depths: list[int] = []
-        for parent in parents_N:
-            depths.append(0 if parent == ROOT else depths[parent] + 1)
-        return cls(tuple(tokens_N), tuple(parents_N), tuple(depths), (True,) * len(tokens_N), drawn)
+        return cls(tuple(tokens_N), tuple(parents_N), tuple(_depths(parents_N)), (True,) * len(tokens_N), drawn)
 
     @classmethod
     def chain(cls, tokens_N: Sequence[int], drawn: Drawn) -> "DraftTree":
@@ -82,3 +82,71 @@ def _check_order(parents_N: Sequence[int]) -> None:
     for node, parent in enumerate(parents_N):
         if not ROOT <= parent < node:
             raise InputError(f"tree: node {node}: parent {parent} must be {ROOT} (the root) or an earlier node")
+
+
+def _depths(parents_N: Sequence[int]) -> list[int]:
+    depths: list[int] = []
+    for parent in parents_N:
+        depths.append(0 if parent == ROOT else depths[parent] + 1)
+    return depths
+
+
+class TreeBatch(NamedTuple):
+    """One tree a slot, on the device, padded on the right to the largest. Ordered as in `DraftTree`."""
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    """Index of each node's parent, or ROOT."""
+    candidate_BN: Tensor
+    """False: padding or a rider, which the target evaluates and may never accept."""
+    depth: int
+    """Levels of the deepest tree: known to the host, so that no loop over levels waits for the device."""
+    drawn: Drawn
+
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree], device: torch.device | str = "cpu") -> "TreeBatch":
+        """One slot a tree, at least one, all drawn in the same way."""
+        drawn = {tree.drawn for tree in trees}
+        if len(drawn) != 1:
+            raise InputError(f"trees: drawn in {len(drawn)} ways {sorted(drawn)}: must be one")
+        nodes = max(len(tree) for tree in trees)
+
+        def padded(columns: Iterable[Sequence[int]], filler: int) -> Tensor:
+            rows = [[*column, *[filler] * (nodes - len(column))] for column in columns]
+            return torch.tensor(rows, dtype=torch.long, device=device)
+
+        return cls(
+            padded((tree.tokens_N for tree in trees), 0),
+            padded((tree.parents_N for tree in trees), ROOT),
+            padded((tree.candidate_N for tree in trees), 0).bool(),
+            max(depth + 1 for tree in trees for depth in (-1, *_depths(tree.parents_N))),
+            drawn.pop(),
+        )
+
+    @classmethod
+    def chains(cls, tokens_BN: Tensor, counts: Sequence[int], drawn: Drawn) -> "TreeBatch":
+        """Each row's first `counts[b]` tokens, each the only child of the one before."""
+        batch, nodes = tokens_BN.shape
+        index_N = torch.arange(nodes, device=tokens_BN.device)
+        candidate_BN = index_N < torch.tensor(list(counts), device=tokens_BN.device)[:, None]
+        return cls(tokens_BN, (index_N - 1).expand(batch, nodes), candidate_BN, nodes, drawn)
+
+    @property
+    def depth_BN(self) -> Tensor:  # noqa: N802 - tensor names carry shape letters
+        """Distance from the first drafted position: 0 for children of the root."""
+        return self.ancestors_BNN.sum(-1) - 1
+
+    @property
+    def ancestors_BNN(self) -> Tensor:  # noqa: N802
+        """True at [b, n, a] where node a is node n or lies on its path to the root."""
+        nodes = self.tokens_BN.shape[1]
+        reached_BNN = torch.eye(nodes + 1, dtype=torch.bool, device=self.tokens_BN.device)[:nodes]
+        reached_BNN = reached_BNN.expand(len(self.tokens_BN), nodes, nodes + 1).clone()
+        above_BN = self.parents_BN
+        for _ in range(self.depth - 1):  # ROOT lands in the column past the last node
+            above_BN = torch.where(above_BN < 0, nodes, above_BN)
+            reached_BNN.scatter_(2, above_BN[..., None], True)
+            above_BN = torch.cat([self.parents_BN, self.parents_BN.new_full((len(above_BN), 1), -1)], 1).gather(
+                1, above_BN
+            )
+        return reached_BNN[..., :nodes]
