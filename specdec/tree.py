@@ -3,7 +3,7 @@
 Shapes: B slots, N drafted nodes, in the order in which the target sees them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -47,10 +47,7 @@ class DraftTree:
     def of(cls, tokens_N: Sequence[int], parents_N: Sequence[int], drawn: Drawn) -> "DraftTree":
         """A tree in which every node is a candidate."""
         _check_order(parents_N)
-        depths: list[int] = []
-        for parent in parents_N:
-            depths.append(0 if parent == ROOT else depths[parent] + 1)
-        return cls(tuple(tokens_N), tuple(parents_N), tuple(depths), (True,) * len(tokens_N), drawn)
+        return cls(tuple(tokens_N), tuple(parents_N), tuple(_depths(parents_N)), (True,) * len(tokens_N), drawn)
 
     @classmethod
     def chain(cls, tokens_N: Sequence[int], drawn: Drawn) -> "DraftTree":
@@ -87,6 +84,13 @@ def _check_order(parents_N: Sequence[int]) -> None:
             raise InputError(f"tree: node {node}: parent {parent} must be {ROOT} (the root) or an earlier node")
 
 
+def _depths(parents_N: Sequence[int]) -> list[int]:
+    depths: list[int] = []
+    for parent in parents_N:
+        depths.append(0 if parent == ROOT else depths[parent] + 1)
+    return depths
+
+
 class TreeBatch(NamedTuple):
     """One tree a slot, on the device, padded on the right to the largest. Ordered as in `DraftTree`."""
 
@@ -98,6 +102,26 @@ class TreeBatch(NamedTuple):
     depth: int
     """Levels of the deepest tree: known to the host, so that no loop over levels waits for the device."""
     drawn: Drawn
+
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree], device: torch.device | str = "cpu") -> "TreeBatch":
+        """One slot a tree, at least one, all drawn in the same way."""
+        drawn = {tree.drawn for tree in trees}
+        if len(drawn) != 1:
+            raise InputError(f"trees: drawn in {len(drawn)} ways {sorted(drawn)}: must be one")
+        nodes = max(len(tree) for tree in trees)
+
+        def padded(columns: Iterable[Sequence[int]], filler: int) -> Tensor:
+            rows = [[*column, *[filler] * (nodes - len(column))] for column in columns]
+            return torch.tensor(rows, dtype=torch.long, device=device)
+
+        return cls(
+            padded((tree.tokens_N for tree in trees), 0),
+            padded((tree.parents_N for tree in trees), ROOT),
+            padded((tree.candidate_N for tree in trees), 0).bool(),
+            max(depth + 1 for tree in trees for depth in (-1, *_depths(tree.parents_N))),
+            drawn.pop(),
+        )
 
     @classmethod
     def chains(cls, tokens_BN: Tensor, counts: Sequence[int], drawn: Drawn) -> "TreeBatch":
@@ -113,12 +137,12 @@ class TreeBatch(NamedTuple):
         return ((self.parents_BN == ends_B1) & self.candidate_BN).any(1)
 
     @property
-    def depth_BN(self) -> Tensor:
+    def depth_BN(self) -> Tensor:  # noqa: N802 - tensor names carry shape letters
         """Distance from the first drafted position: 0 for children of the root."""
         return self.ancestors_BNN.sum(-1) - 1
 
     @property
-    def ancestors_BNN(self) -> Tensor:
+    def ancestors_BNN(self) -> Tensor:  # noqa: N802
         """True at [b, n, a] where node a is node n or lies on its path to the root."""
         nodes = self.tokens_BN.shape[1]
         reached_BNN = torch.eye(nodes + 1, dtype=torch.bool, device=self.tokens_BN.device)[:nodes]

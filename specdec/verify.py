@@ -2,21 +2,46 @@
 
 Every function is pure. p is the target's distribution, q the draft's, both after the same sampling processors and with
 float64 inside. u are uniforms in [0, 1) that serve this round alone; a token is accepted iff u < h, its threshold.
+Which drafts a rule may judge, and whether it is lossless, stands in `rules.py`.
 
-Shapes: N drafted nodes, K drafted tokens of a chain, V vocabulary. Row 0 of p stands after the last emitted token, row
-i+1 after node i. Row i of q is the distribution that node i was drawn from.
+Shapes: N drafted nodes, K drafted tokens of a chain, D accepted nodes and one, V vocabulary. Row 0 of p stands after
+the last emitted token, row i+1 after node i. Row i of q is the distribution that node i was drawn from, before its
+siblings' tokens are taken out of it.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..errors import InputError
-from .sampling import SamplingSettings, categorical
-from .tree import ROOT, DraftTree, Drawn
+from .rules import RULES, Rule, check_rule
+from .sampling import categorical
+from .tree import ROOT, DraftTree
+
+__all__ = [
+    "RULES",
+    "Rule",
+    "Verdict",
+    "check_rule",
+    "typical_threshold",
+    "verify_block",
+    "verify_greedy",
+    "verify_match",
+    "verify_multiround",
+    "verify_onehot",
+    "verify_recursive",
+    "verify_token",
+    "verify_traversal",
+    "verify_typical",
+]
 
 Numbers = Sequence[float] | Tensor
+
+TYPICAL_EPSILON = 0.3
+"""Cap of the probability that rule `typical` asks for; reached only where delta exceeds it."""
+TYPICAL_DELTA = 0.09
+"""Share of exp(-entropy), which is the typical probability where the target hesitates, that it asks for."""
 
 
 class Verdict(NamedTuple):
@@ -46,11 +71,11 @@ def verify_token(p_NV: Tensor, q_KV: Tensor, tokens_K: Sequence[int], u_K: Numbe
     p_NV, q_KV = _distributions("p", p_NV, drafted + 1), _distributions("q", q_KV, drafted)
     length = 0
     # Accept x_i with probability min(1, p(x_i) / q(x_i)); stop at the first rejection.
-    while length < drafted and u_K[length] < min(1.0, _ratio(p_NV, q_KV, length, tokens_K)):
+    while length < drafted and u_K[length] < _ratio(p_NV[length], q_KV[length], tokens_K[length]):
         length += 1
     # Rejected: emit from norm(max(p - q, 0)). All accepted: a bonus from p.
     rest_V = _residual(1.0, p_NV, q_KV, length)
-    return Verdict(list(range(length)), _draw(rest_V, p_NV[length], u_final))
+    return Verdict(list(range(length)), int(categorical(_norm(rest_V, p_NV[length]), u_final)))
 
 
 def verify_block(p_NV: Tensor, q_KV: Tensor, tokens_K: Sequence[int], u_K: Numbers, u_final: float) -> Verdict:
@@ -64,7 +89,7 @@ def verify_block(p_NV: Tensor, q_KV: Tensor, tokens_K: Sequence[int], u_K: Numbe
     length, rest_V = 0, _residual(weight, p_NV, q_KV, 0)
     for i in range(1, drafted + 1):
         # P_i = min(P_{i-1} p(x_i) / q(x_i), 1), p and q being those that x_i was judged by and drawn from.
-        weight = min(weight * _ratio(p_NV, q_KV, i - 1, tokens_K), 1.0)
+        weight = min(weight * _ratio(p_NV[i - 1], q_KV[i - 1], tokens_K[i - 1]), 1.0)
         # Z_i = sum_x max(P_i p(x) - q(x), 0), p and q being those of the token after x_i.
         residual_V = _residual(weight, p_NV, q_KV, i)
         # h_i = Z_i / (Z_i + 1 - P_i) for i < K; h_K = P_K.
@@ -73,7 +98,7 @@ def verify_block(p_NV: Tensor, q_KV: Tensor, tokens_K: Sequence[int], u_K: Numbe
         if u_K[i - 1] < threshold:
             length, rest_V = i, residual_V
     # Emit from norm(max(P_i p - q, 0)), or after all K a bonus from p.
-    return Verdict(list(range(length)), _draw(rest_V, p_NV[length], u_final))
+    return Verdict(list(range(length)), int(categorical(_norm(rest_V, p_NV[length]), u_final)))
 
 
 def verify_onehot(p_NV: Tensor, tree: DraftTree, u_N: Numbers, u_final: float) -> Verdict:
@@ -92,85 +117,118 @@ def verify_onehot(p_NV: Tensor, tree: DraftTree, u_N: Numbers, u_final: float) -
         else:
             rest_V[token] = 0.0
     # No child left: emit from the rest.
-    return Verdict(accepted, _draw(rest_V, rest_V, u_final))
+    return Verdict(accepted, int(categorical(rest_V, u_final)))
 
 
-class Rule(NamedTuple):
-    """What a caller must know about an accept rule."""
+def verify_match(p_NV: Tensor, tree: DraftTree, u_final_D: Numbers) -> Verdict:
+    """Draw the target's own token at every node reached; go on while a child equals it. `p` has N+1 rows.
 
-    name: str
-    lossless: bool
-    """Whether the output has the target's distribution."""
-    drawn: frozenset[Drawn]
-    """The ways of drafting for which that holds."""
-    needs_q: bool
-    """Whether it reads the distributions that the draft was drawn from."""
-    greedy_only: bool
-    """Whether it holds at temperature 0 only."""
-    description: str
-    trees: bool = False
-    draws: bool = False
-    engines: tuple[str, ...] = ()
-    """Engines that verify this way, by default or when asked to."""
+    How the draft came about does not matter. The token at depth d is drawn with number d: one more than levels.
+    """
+    p_NV = _distributions("p", p_NV, len(tree) + 1)
+    accepted: list[int] = []
+    node = ROOT
+    while True:
+        token = int(categorical(p_NV[node + 1], u_final_D[len(accepted)]))
+        matching = [child for child in tree.children(node) if tree.tokens_N[child] == token]
+        if not matching:
+            return Verdict(accepted, token)
+        node = matching[0]
+        accepted.append(node)
 
 
-RULES = {
-    rule.name: rule
-    for rule in (
-        Rule(
-            name="greedy",
-            trees=True,
-            lossless=True,
-            drawn=frozenset({"deterministic", "iid", "without_replacement"}),
-            needs_q=False,
-            greedy_only=True,
-            description="accept what equals the target's most likely token",
-            engines=("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers"),
-        ),
-        Rule(
-            name="token",
-            draws=True,
-            lossless=True,
-            drawn=frozenset({"iid"}),
-            needs_q=True,
-            greedy_only=False,
-            description="draft sampled from q; accept each token with min(1, p/q)",
-            engines=("vllm", "sglang", "transformers"),
-        ),
-        Rule(
-            name="block",
-            draws=True,
-            lossless=True,
-            drawn=frozenset({"iid"}),
-            needs_q=True,
-            greedy_only=False,
-            description="draft sampled from q; judge the chain as a whole, never accepting less than token",
-            engines=("vllm",),
-        ),
-        Rule(
-            name="onehot",
-            trees=True,
-            lossless=True,
-            drawn=frozenset({"deterministic"}),
-            needs_q=False,
-            greedy_only=False,
-            description="draft takes its most likely tokens; accept each with the target's p",
-            engines=("vllm", "sglang", "llama.cpp"),
-        ),
-    )
-}
+def verify_multiround(p_NV: Tensor, q_NV: Tensor, tree: DraftTree, u_N: Numbers, u_final: float) -> Verdict:
+    """Multi-round verification (SpecInfer, Miao et al., ASPLOS 2024) of children drawn independently of each other.
+
+    Each child may have a q of its own, as where several drafts share a tree. `p` has N+1 rows.
+    """
+    p_NV, q_NV = _distributions("p", p_NV, len(tree) + 1), _distributions("q", q_NV, len(tree))
+    accepted: list[int] = []
+    rest_V, children = p_NV[0], tree.children(ROOT)
+    while children:
+        child = children.pop(0)
+        # Accept child x with probability min(1, p(x) / q(x)), and go on below it ...
+        if u_N[child] < _ratio(rest_V, q_NV[child], tree.tokens_N[child]):
+            accepted.append(child)
+            rest_V, children = p_NV[child + 1], tree.children(child)
+        # ... else p <- norm(max(p - q, 0)) for its next sibling.
+        else:
+            rest_V = _norm((rest_V - q_NV[child]).clamp(min=0.0), rest_V)
+    # No child left: emit from the rest.
+    return Verdict(accepted, int(categorical(rest_V, u_final)))
 
 
-def check_rule(name: str, drawn: Drawn, sampling: SamplingSettings | None = None) -> Rule:
-    """The rule of that name, or InputError where it would not be lossless for such a draft (and sampling)."""
-    rule = RULES.get(name)
-    if rule is None:
-        raise InputError(f"rule: {name!r}: must be one of {', '.join(RULES)}")
-    if drawn not in rule.drawn:
-        raise InputError(f"rule: {name!r}: takes drafts drawn {' or '.join(sorted(rule.drawn))}, not {drawn}")
-    if rule.greedy_only and sampling is not None and not sampling.greedy:
-        raise InputError(f"rule: {name!r}: is for temperature 0, not {sampling.temperature}")
-    return rule
+def verify_recursive(p_NV: Tensor, q_NV: Tensor, tree: DraftTree, u_N: Numbers, u_final: float) -> Verdict:
+    """Recursive rejection (Sequoia, Chen et al. 2024) of children drawn without replacement. `p` has N+1 rows."""
+    p_NV, q_NV = _distributions("p", p_NV, len(tree) + 1), _distributions("q", q_NV, len(tree))
+    accepted: list[int] = []
+    rest_V, children, rejected = p_NV[0], tree.children(ROOT), list[int]()
+    while children:
+        child = children.pop(0)
+        q_V = _without(q_NV[child], rejected)
+        # Accept child x with probability min(1, p(x) / q(x)), and go on below it ...
+        if u_N[child] < _ratio(rest_V, q_V, tree.tokens_N[child]):
+            accepted.append(child)
+            rest_V, children, rejected = p_NV[child + 1], tree.children(child), []
+        # ... else p <- norm(max(p - q, 0)), and q <- q without x, renormalised, for its next sibling.
+        else:
+            rest_V = _norm((rest_V - q_V).clamp(min=0.0), rest_V)
+            rejected.append(tree.tokens_N[child])
+    # No child left: emit from the rest.
+    return Verdict(accepted, int(categorical(rest_V, u_final)))
+
+
+def verify_traversal(p_NV: Tensor, q_NV: Tensor, tree: DraftTree, u_N: Numbers, u_final: float) -> Verdict:
+    """Traversal verification (Weng et al. 2025) of a sampled tree, from its leaves to the root. `p` has N+1 rows.
+
+    A likely token makes up for an unlikely ancestor, as in block verification, which it is on a chain.
+    """
+    p_NV, q_NV = _distributions("p", p_NV, len(tree) + 1), _distributions("q", q_NV, len(tree))
+
+    def climb(node: int, weight: float) -> Verdict | None:
+        """What is accepted below a node, if it or anything below it is. `weight` a: its chance before that."""
+        rest_V, rejected = p_NV[node + 1], list[int]()
+        for child in tree.children(node):
+            token = tree.tokens_N[child]
+            q_V = _without(q_NV[child], rejected)
+            # a_c = min(1, a p(x) / q(x)) for child x; its subtree is judged first.
+            below = climb(child, min(weight * _ratio(rest_V, q_V, token), 1.0))
+            if below is not None:
+                return Verdict([child, *below.accepted], below.token)
+            # All of it rejected: r = max(a p - q, 0), Z = sum r; a <- Z / (Z + 1 - a), p <- r / Z ...
+            residual_V = (weight * rest_V - q_V).clamp(min=0.0)
+            weight, rest_V = _share(float(residual_V.sum()), 1.0 - weight), _norm(residual_V, rest_V)
+            # ... and q <- q without x, renormalised, unless siblings were drawn independently of each other.
+            rejected += [token] if tree.drawn == "without_replacement" else []
+        # No child left: accept the node with probability a, the root always, and emit from the rest.
+        if node == ROOT or u_N[node] < weight:
+            return Verdict([], int(categorical(rest_V, u_final)))
+        return None
+
+    verdict = climb(ROOT, 1.0)
+    assert verdict is not None  # the root accepts
+    return verdict
+
+
+def verify_typical(p_NV: Tensor, tree: DraftTree, u_final: float) -> Verdict:
+    """Typical acceptance (Medusa, Cai et al. 2024). Lossy: likely tokens become likelier. `p` has N+1 rows.
+
+    Accepts the longest path of typical tokens, of several the one whose last node comes first.
+    """
+    p_NV = _distributions("p", p_NV, len(tree) + 1)
+    threshold_N = typical_threshold(p_NV)
+    paths: dict[int, list[int]] = {ROOT: []}
+    for node, (parent, token) in enumerate(zip(tree.parents_N, tree.tokens_N)):
+        if tree.candidate_N[node] and parent in paths and p_NV[parent + 1, token] > threshold_N[parent + 1]:
+            paths[node] = [*paths[parent], node]
+    last, longest = max(paths.items(), key=lambda path: len(path[1]))  # the first one, parents and elders being earlier
+    return Verdict(longest, int(categorical(p_NV[last + 1], u_final)))
+
+
+def typical_threshold(p_NV: Tensor) -> Tensor:
+    """Probability [N] above which a token is typical: min(eps, delta exp(-H(p))), H the entropy in nats."""
+    entropy_N: Tensor = torch.special.entr(p_NV).sum(-1)
+    return (TYPICAL_DELTA * (-entropy_N).exp()).clamp(max=TYPICAL_EPSILON)
 
 
 def _check_rows(name: str, rows: Tensor, count: int) -> None:
@@ -185,11 +243,10 @@ def _distributions(name: str, rows_NV: Tensor, count: int) -> Tensor:
     return rows_NV / rows_NV.sum(-1, keepdim=True)
 
 
-def _ratio(p_NV: Tensor, q_KV: Tensor, row: int, tokens_K: Sequence[int]) -> float:
+def _ratio(p_V: Tensor, q_V: Tensor, token: int) -> float:
     """p(x) / q(x) of a drafted token. q never draws a token of q(x) = 0; a caller who names one sees it rejected."""
-    token = tokens_K[row]
-    q = float(q_KV[row, token])
-    return float(p_NV[row, token]) / q if q > 0.0 else 0.0
+    q = float(q_V[token])
+    return float(p_V[token]) / q if q > 0.0 else 0.0
 
 
 def _residual(weight: float, p_NV: Tensor, q_KV: Tensor, row: int) -> Tensor:
@@ -204,6 +261,16 @@ def _share(part: float, rest: float) -> float:
     return part / (part + rest) if rest > 0.0 else 1.0
 
 
-def _draw(weights_V: Tensor, target_V: Tensor, u: float) -> int:
-    """Draw from norm(weights); from the target where they have no mass, as when p = q rejects by a rounding."""
-    return int(categorical(weights_V if float(weights_V.sum()) > 0.0 else target_V, u))
+def _norm(weights_V: Tensor, otherwise_V: Tensor) -> Tensor:
+    """norm(weights); `otherwise` where they have no mass, as when p = q rejects by a rounding."""
+    mass = float(weights_V.sum())
+    return weights_V / mass if mass > 0.0 else otherwise_V
+
+
+def _without(q_V: Tensor, tokens: Sequence[int]) -> Tensor:
+    """q without those tokens, renormalised; all zeros where nothing is left, so that any more are rejected."""
+    if not tokens:
+        return q_V
+    q_V = q_V.clone()
+    q_V[list(tokens)] = 0.0
+    return _norm(q_V, q_V)

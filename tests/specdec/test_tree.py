@@ -1,9 +1,10 @@
 """Draft trees: shape, order and what they refuse."""
 
 import pytest
+import torch
 
 from draftforge.errors import InputError
-from draftforge.specdec.tree import ROOT, DraftTree
+from draftforge.specdec.tree import ROOT, DraftTree, TreeBatch
 
 
 def test_a_chain_is_a_tree_of_single_children() -> None:
@@ -55,3 +56,40 @@ def test_a_candidate_stands_at_its_depth_below_candidates() -> None:
         DraftTree((5, 6), (ROOT, 0), (0, 2), (True, True), "deterministic")
     with pytest.raises(InputError, match="node 1: a candidate's parent"):
         DraftTree((5, 6), (ROOT, 0), (0, 1), (False, True), "deterministic")
+
+
+class TestBatch:
+    FORK = DraftTree.of([5, 6, 8, 4], [ROOT, 0, 1, 0], "iid")
+    RIDER = DraftTree((5, 7), (ROOT, ROOT), (0, 4), (True, False), "iid")
+    EMPTY = DraftTree.chain([], "iid")
+
+    def test_trees_stand_side_by_side_padded_on_the_right(self) -> None:
+        batch = TreeBatch.of([self.RIDER, self.FORK, self.EMPTY])
+        assert batch.tokens_BN.tolist() == [[5, 7, 0, 0], [5, 6, 8, 4], [0, 0, 0, 0]]
+        assert batch.parents_BN.tolist() == [[ROOT] * 4, [ROOT, 0, 1, 0], [ROOT] * 4]
+        assert batch.candidate_BN.tolist() == [[True, False, False, False], [True] * 4, [False] * 4]
+        assert (batch.depth, batch.drawn) == (3, "iid")
+        assert [column.dtype for column in batch[:3]] == [torch.long, torch.long, torch.bool]
+
+    def test_ancestors_include_the_node_itself(self) -> None:
+        batch = TreeBatch.of([self.FORK, self.RIDER])
+        assert batch.ancestors_BNN[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
+        assert batch.ancestors_BNN[1].equal(torch.eye(4, dtype=torch.bool))
+        assert batch.depth_BN.tolist() == [[0, 1, 2, 1], [0, 0, 0, 0]]
+
+    def test_chains_of_several_lengths(self) -> None:
+        tokens_BN = torch.tensor([[5, 6, 7], [8, 0, 0]])
+        chains = TreeBatch.chains(tokens_BN, [3, 1], "deterministic")
+        of_trees = TreeBatch.of([DraftTree.chain([5, 6, 7], "deterministic"), DraftTree.chain([8], "deterministic")])
+        assert chains.candidate_BN.equal(of_trees.candidate_BN)
+        assert chains.parents_BN[0].equal(of_trees.parents_BN[0])
+        assert chains.depth == of_trees.depth == 3
+
+    def test_nothing_drafted(self) -> None:
+        batch = TreeBatch.of([self.EMPTY])
+        assert batch.depth == 0
+        assert batch.ancestors_BNN.shape == (1, 0, 0)
+
+    def test_trees_of_a_batch_are_drawn_in_one_way(self) -> None:
+        with pytest.raises(InputError, match=r"trees: drawn in 2 ways \['deterministic', 'iid'\]: must be one"):
+            TreeBatch.of([self.EMPTY, DraftTree.chain([1], "deterministic")])
