@@ -35,9 +35,9 @@ from .requests import (
     check_requests,
     until_stop,
 )
+from .rules import RULES, Rule
 from .sampling import Purpose, categorical, uniforms
 from .tree import TreeBatch
-from .verify import RULES, Rule
 from .verify_batch import BatchVerdict, verify_batch
 
 OnLogits = Callable[[list[int], Tensor, Tensor], None]

@@ -10,8 +10,8 @@ import torch
 from ..errors import ContextLengthError, InputError
 from .models import CausalModel
 from .proposers.base import Proposer
+from .rules import Rule, check_rule
 from .sampling import SamplingSettings
-from .verify import Rule, check_rule
 
 Decode = Callable[[list[int]], str]
 
@@ -99,14 +99,13 @@ def check_requests(target: CausalModel, requests: Sequence[Request], batch_size:
 
 
 def check_proposer(rule: Rule, proposer: Proposer, sampling: SamplingSettings) -> None:
-    """Refuse a rule that would not be lossless (or typical) for what this proposer drafts."""
-    if not rule.trees and not proposer.chain:
-        raise InputError(f"rule: {rule.name!r}: is for chains, and this proposer drafts trees")
-    if sampling.greedy:
-        return  # nothing is drawn, and every rule is the greedy one
+    """Refuse a rule that does not take what this proposer drafts."""
+    if sampling.greedy:  # nothing is drawn, and every rule is the greedy one
+        check_rule(rule.name, min(rule.drawn), trees=not proposer.chain)
+        return
     if proposer.drawn == "deterministic" and rule.needs_q:
         raise InputError(f"rule: {rule.name!r}: reads the draft's probabilities; this proposer has none, use onehot")
-    check_rule(rule.name, proposer.drawn if rule.draws else "deterministic", sampling)
+    check_rule(rule.name, proposer.drawn if rule.draws else "deterministic", sampling, trees=not proposer.chain)
 
 
 def until_stop(known: Sequence[int], new: list[int], request: Request, decode: Decode | None) -> tuple[list[int], bool]:

@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     @property
     def draws(self) -> bool:
         """Whether drafts are drawn from q under it, above temperature 0, where the proposer can draw."""
-        return "iid" in self.drawn or "without_replacement" in self.drawn
+        return self.needs_q or self.name == "match"
 
     @property
     def label(self) -> str:

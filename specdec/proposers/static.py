@@ -50,6 +50,8 @@ class StaticProposer:
 
     def propose(self, ask: Ask) -> Draft:
         shape, batch = self._cut(max(ask.limits)), len(ask.limits)
+        if self.drawn == "deterministic":
+            ask = ask._replace(uniforms=None)
         drawn: Drawn = "deterministic" if ask.uniforms is None else self.drawn
         logits_BFV = self._drafter.open(batch)[:, None]
         growing = _Growing(shape, ask, drawn, logits_BFV)
@@ -78,38 +80,51 @@ class _Growing:
         levels_N = torch.tensor([len(choice) for choice in shape.choices], device=device)
         self.candidate_BN = levels_N <= torch.tensor(ask.limits, device=device)[:, None]
         self.q_BNV: Tensor | None = None
-        if drawn != "deterministic":
+        if ask.uniforms is not None:
             self.q_BNV = logits_BFV.new_zeros(batch, len(shape), logits_BFV.shape[-1], dtype=torch.float32)
-            self._u_BN = ask.uniforms(len(shape)) if ask.uniforms is not None else None
+            self._u_BN = ask.uniforms(len(shape))
+            self._greedy_B = torch.tensor([setting.greedy for setting in ask.sampling], device=device)
         self._frontier = [-1]  # nodes that the logits at hand follow
         self._seen_BFV = None if ask.seen_BV is None else ask.seen_BV[:, None]
 
     def draw(self, level: range, logits_BFV: Tensor) -> None:
         """Fill in a level's tokens from the logits of its parents, rank by rank."""
         place = {node: at for at, node in enumerate(self._frontier)}
-        if self.drawn == "deterministic":
-            left_BFV = penalised_rows(logits_BFV, self.ask.sampling, self._seen_BFV)
-            best_BFR = left_BFV.topk(1 + max(self.shape.choices[node][-1] for node in level), dim=-1)
-        else:
-            q_BFV = process_rows(logits_BFV, self.ask.sampling, self._seen_BFV)
-            left_BFV = q_BFV.clone() if self.drawn == "without_replacement" else q_BFV
-        for rank in sorted({self.shape.choices[node][-1] for node in level}):
-            nodes = [node for node in level if self.shape.choices[node][-1] == rank]
-            parents = [place[self.shape.parents[node]] for node in nodes]
-            if self.drawn == "deterministic":
-                tokens_BC = best_BFR.indices[:, parents, rank]
-                possible_BC = best_BFR.values[:, parents, rank].isfinite()
-            else:
-                assert self.q_BNV is not None and self._u_BN is not None
-                rest_BCV = left_BFV[:, parents]
-                tokens_BC = categorical(rest_BCV, self._u_BN[:, nodes])
-                possible_BC = rest_BCV.sum(-1) > 0
-                self.q_BNV[:, nodes] = q_BFV[:, parents]
-                if self.drawn == "without_replacement":
-                    left_BFV[:, parents] = rest_BCV.scatter(-1, tokens_BC[..., None], 0.0)
+        choices = self.shape.choices
+        self._look(logits_BFV, 1 + max(choices[node][-1] for node in level))
+        for rank in sorted({choices[node][-1] for node in level}):
+            nodes = [node for node in level if choices[node][-1] == rank]
+            tokens_BC, possible_BC = self._pick(nodes, [place[self.shape.parents[node]] for node in nodes], rank)
             self.tokens_BN[:, nodes] = tokens_BC
             self.candidate_BN[:, nodes] &= possible_BC
         self._drop_orphans(level)
+
+    def _look(self, logits_BFV: Tensor, ranks: int) -> None:
+        """The likeliest tokens of each parent, and q where children are drawn.
+
+        Slots at temperature 0 draft their likeliest tokens beside slots that draw, as they would alone; q says that
+        those were equally likely, under which every rule accepts the target's best token and no other.
+        """
+        self._best_BFR = penalised_rows(logits_BFV, self.ask.sampling, self._seen_BFV).topk(ranks, dim=-1)
+        if self.q_BNV is not None:
+            q_BFV = process_rows(logits_BFV, self.ask.sampling, self._seen_BFV)
+            among_BFV = torch.zeros_like(q_BFV).scatter_(-1, self._best_BFR.indices, 1.0 / ranks)
+            self._q_BFV = torch.where(self._greedy_B[:, None, None], among_BFV, q_BFV)
+            self._left_BFV = self._q_BFV.clone()
+
+    def _pick(self, nodes: list[int], parents: list[int], rank: int) -> tuple[Tensor, Tensor]:
+        """Tokens [B, C] of children of one rank, and whether there are such."""
+        tokens_BC = self._best_BFR.indices[:, parents, rank]
+        possible_BC = self._best_BFR.values[:, parents, rank].isfinite()
+        if self.q_BNV is None:
+            return tokens_BC, possible_BC
+        left_BCV = self._left_BFV[:, parents]
+        tokens_BC = torch.where(self._greedy_B[:, None], tokens_BC, categorical(left_BCV, self._u_BN[:, nodes]))
+        possible_BC = torch.where(self._greedy_B[:, None], possible_BC, left_BCV.sum(-1) > 0)
+        self.q_BNV[:, nodes] = self._q_BFV[:, parents]
+        if self.drawn == "without_replacement":
+            self._left_BFV[:, parents] = left_BCV.scatter(-1, tokens_BC[..., None], 0.0)
+        return tokens_BC, possible_BC
 
     def read(self, inner: list[int]) -> tuple[Tensor, Tensor]:
         """Tokens and parents of the nodes that are read next; their logits are the next ones drawn from."""

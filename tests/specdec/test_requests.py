@@ -92,7 +92,7 @@ def test_refusals() -> None:
     with pytest.raises(InputError, match="none may be empty"):
         run(model, None, [Request([1], GREEDY, 0, 4, stop_strings=("a", ""))])
     warm = SamplingSettings(temperature=1.0)
-    with pytest.raises(InputError, match="is for chains"):
+    with pytest.raises(InputError, match="takes chains, not trees"):
         run(model, proposer_named("small-sampled", model), [Request([1], warm, 0, 4)], rule="token")
     with pytest.raises(InputError, match="takes drafts drawn"):
         run(model, proposer_named("small-distinct", model), [Request([1], warm, 0, 4)], rule="multiround")
