@@ -38,9 +38,9 @@ __all__ = [
 
 Numbers = Sequence[float] | Tensor
 
-TYPICAL_EPSILON = 0.3
+TYPICAL_EPSILON = 0.09
 """Cap of the probability that rule `typical` asks for; reached only where delta exceeds it."""
-TYPICAL_DELTA = 0.09
+TYPICAL_DELTA = 0.3
 """Share of exp(-entropy), which is the typical probability where the target hesitates, that it asks for."""
 
 

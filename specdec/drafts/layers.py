@@ -22,7 +22,7 @@ from ..cache import Step
 class LayerConfig(BaseModel):
     """Dimensions of the layer and of the vocabulary that it reads."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     hidden_size: int = Field(ge=1)
     intermediate_size: int = Field(ge=1)

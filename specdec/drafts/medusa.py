@@ -14,7 +14,7 @@ from torch import Tensor, nn
 class MedusaConfig(BaseModel):
     """Dimensions of the heads."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     hidden_size: int = Field(ge=1)
     vocab_size: int = Field(ge=1)
