@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import FormatError
+from .architecture import PROBE, check_layers, find_decoder, fix_rope, named, probe
 from .attention import NAME
-from .cache import Step
+from .cache import KVCache, Step
+
+_CHECKED = 8  # tokens that every model is compared on when it is loaded
 
 
 class States(NamedTuple):
@@ -26,22 +29,28 @@ class States(NamedTuple):
 class CausalModel:
     """A transformers causal LM without its cache, masks and head: `states`, then `logits` where wanted.
 
-    Raises FormatError for a model whose head does more than we know of, found by comparing both once.
+    `context` is the longest sequence that is served; None: the longest that the config allows. Raises FormatError for
+    a model that does more than we know of, found by comparing both on a few tokens (see architecture.py).
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, context: int | None = None) -> None:
         self.model = model
-        self.model.set_attn_implementation(NAME)
         config = model.config.get_text_config()
         self.config = config
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
-        self.max_positions: int = getattr(config, "max_position_embeddings", 1 << 30)
-        self._decoder: nn.Module = model.get_decoder()
+        longest: int = getattr(config, "max_position_embeddings", 1 << 30)
+        self.max_positions = longest if context is None else min(context, longest)
+        self._decoder = find_decoder(model, config)
+        self._embedding: nn.Module = model.get_input_embeddings()
         self._head: nn.Module = model.get_output_embeddings()
         self._scale, self._softcap = head_arithmetic(config)
-        self._check_head()
+        self._embed_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
+        self.embed_scale = self._embed_multiplier * float(getattr(self._embedding, "scalar_embed_scale", 1.0))
+        fix_rope(model, self._decoder, self.max_positions)
+        self._embeds = True
+        self._check()
 
     @property
     def device(self) -> torch.device:
@@ -58,6 +67,8 @@ class CausalModel:
         aux_layers: Sequence[int] = (),
     ) -> States:
         """Run the decoder stack. `aux_layers` count as transformers' hidden_states do: i is the output of layer i-1.
+
+        The last one, i = num_layers, is taken before the final norm, as engines do; transformers gives it after.
 
         Without a step: a causal pass over right-padded rows; what stands at padded positions means nothing.
         With a step: the new tokens of cached rows (see cache.py).
@@ -80,8 +91,17 @@ class CausalModel:
         return logits
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings of token ids, [...] -> [..., H]."""
-        return self.model.get_input_embeddings()(ids)  # type: ignore[no-any-return]
+        """What the first decoder layer reads for token ids, [...] -> [..., H]: scaled as the model scales it.
+
+        That is the embedding table's rows times `embed_scale` (Gemma: sqrt(H); Granite: its multiplier; else 1).
+        EAGLE heads are trained on it. Engines that lend a head the bare table leave the scale out: an exported head
+        has it folded into its weights, or brings its own table. Raises FormatError for a model whose first layer reads
+        anything else, such as learned positions.
+        """
+        if not self._embeds:
+            raise FormatError(f"{named(self.model)}: its first layer does not read scaled token embeddings alone")
+        embedded: Tensor = self._embedding(ids)
+        return embedded if self._embed_multiplier == 1.0 else embedded * self._embed_multiplier
 
     @contextmanager
     def _capture(self, aux_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -104,20 +124,52 @@ class CausalModel:
             for handle in handles:
                 handle.remove()
 
-    def _named(self) -> str:
-        return " ".join(filter(None, (self.model.name_or_path, type(self.model).__name__)))
-
     @torch.no_grad()
-    def _check_head(self) -> None:
+    def _check(self) -> None:
+        """Compare ourselves with transformers on a few tokens spread over the vocabulary."""
         if self.device.type == "meta":
+            self.model.set_attn_implementation(NAME)
             return
-        ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+        ids = (11 + 7919 * torch.arange(_CHECKED, device=self.device))[None] % self.vocab_size
+        self.model.set_attn_implementation(PROBE)
+        seen = probe(self._decoder, ids)
+        check_layers(self.model, self.config, seen.calls)
+        self.model.set_attn_implementation("eager")
+        plain = self.model(input_ids=ids, use_cache=False).logits.float()
+        self.model.set_attn_implementation(NAME)
+        self._check_head(ids)
+        self._check_cache(ids, plain)
+        self._embeds = self._reads_embeddings(ids, seen.read_BTH)
+
+    def _check_head(self, ids: Tensor) -> None:
         ours = self.logits(self.states(ids).hidden_BTH).float()
         theirs = self.model(input_ids=ids, use_cache=False).logits.float()
         if not bool(theirs.isfinite().all()):
-            raise FormatError(f"{self._named()}: its logits are not finite; the weights are damaged")
+            raise FormatError(f"{named(self.model)}: its logits are not finite; the weights are damaged")
         if not torch.allclose(ours, theirs, atol=1e-2 * float(theirs.abs().max()) + 1e-3):
-            raise FormatError(f"{self._named()}: its logits are not head(final norm(x)); not supported")
+            raise FormatError(f"{named(self.model)}: its logits are not head(final norm(x)); not supported")
+
+    def _check_cache(self, ids: Tensor, plain: Tensor) -> None:
+        """A cached pass in two pieces must give what transformers' own attention gives in one."""
+        half = _CHECKED // 2
+        cache = KVCache(1, _CHECKED, self.device)
+        first = self.states(ids[:, :half], cache.prefill([0], [half])).hidden_BTH
+        second = self.states(ids[:, half:], cache.extend(1, _CHECKED - half)).hidden_BTH
+        error = self.logits(torch.cat([first, second], dim=1)).float() - plain
+        limit = 0.01 if self.dtype == torch.float32 else 0.3  # in half precision a rounding can change an expert
+        if not float(error.norm()) <= limit * float(plain.norm()) + 1e-3:
+            share = float(error.norm() / plain.norm())
+            raise FormatError(
+                f"{named(self.model)}: with our key-value cache its logits are off by {share:.0%}, must be below "
+                f"{limit:.0%}; not supported"
+            )
+
+    def _reads_embeddings(self, ids: Tensor, read: Tensor) -> bool:
+        """Whether the first layer reads `embed`, and `embed` is the table's rows times `embed_scale`."""
+        ours = self.embed(ids)
+        rows = (self._embedding.weight[ids] * self.embed_scale).to(ours)  # type: ignore[index]
+        within = 1e-5 if self.dtype == torch.float32 else 1e-2
+        return ours.shape == read.shape and all(torch.allclose(ours, other, rtol=within) for other in (read, rows))
 
 
 def head_arithmetic(config: Any) -> tuple[float, float | None]:

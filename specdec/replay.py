@@ -16,7 +16,7 @@ import torch
 from ..errors import InputError
 from .models import CausalModel, States
 from .proposers.base import Ask, Proposer, Trace
-from .sampling import SamplingSettings, probabilities
+from .sampling import SamplingSettings, probabilities, seen_before
 from .tree import ROOT
 from .verify import RULES
 from .walk import (
@@ -37,6 +37,7 @@ class TargetTrace(NamedTuple):
 
     states: States | None  # of all tokens but the last, [1, T-1, ...]; None where nobody asked for features
     p_N: Floats  # processed probability of each answer token
+    vocab_size: int
 
     @property
     def nbytes(self) -> int:
@@ -65,15 +66,19 @@ def trace_target(
     A draft that reads no states is scored at temperature 0 without the target: nothing is run.
     """
     if sampling.greedy and not aux_layers and not reads_states:
-        return TargetTrace(None, np.ones(len(answer_ids)))
+        return TargetTrace(None, np.ones(len(answer_ids)), target.vocab_size)
     ids = torch.tensor([prompt_ids + answer_ids[:-1]], device=target.device)
     states = target.states(ids, aux_layers=aux_layers)
     if sampling.greedy:
-        return TargetTrace(states, np.ones(len(answer_ids)))
+        return TargetTrace(states, np.ones(len(answer_ids)), target.vocab_size)
     logits_NV = target.logits(states.hidden_BTH[0, len(prompt_ids) - 1 :])
     answer_N1 = torch.tensor(answer_ids, device=target.device)[:, None]
-    p_N = probabilities(logits_NV, sampling).gather(-1, answer_N1)[:, 0]
-    return TargetTrace(states, p_N.double().cpu().numpy())
+    seen_NV = None
+    if sampling.repetition_penalty != 1.0:
+        ids_known, rows = prompt_ids + answer_ids, len(answer_ids)
+        seen_NV = seen_before(ids_known, len(prompt_ids), rows, target.vocab_size, target.device)
+    p_N = probabilities(logits_NV, sampling, seen_NV).gather(-1, answer_N1)[:, 0]
+    return TargetTrace(states, p_N.double().cpu().numpy(), target.vocab_size)
 
 
 @torch.inference_mode()
@@ -146,9 +151,12 @@ def _drive(
     proposer.begin([0], [[*prompt_ids, answer_ids[0]]], _cut(states, 0, len(prompt_ids)))
     emitted, rounds, runs, nodes, levels = 1, [], [], [], []
     while emitted < len(answer_ids):
-        drafted, run, judged = _longest_hit(
-            proposer, answer_ids[emitted:], min(K, max_new_tokens - emitted - 1), sampling
-        )
+        known = [*prompt_ids, *answer_ids[:emitted]]
+        seen_1V = None
+        if sampling.repetition_penalty != 1.0:
+            seen_1V = seen_before(known, len(known), 1, traced.vocab_size, states.hidden_BTH.device)
+        ask = Ask([min(K, max_new_tokens - emitted - 1)], [sampling], None, seen_1V)
+        drafted, run, judged = _longest_hit(proposer, ask, answer_ids[emitted:])
         step = min(run + 1, len(answer_ids) - emitted) if sampling.greedy else 1
         rounds.append((drafted, run, step, run if step == run else judged))
         runs.append(run)
@@ -163,11 +171,11 @@ def _drive(
     return walk_expected(survival_TK, K, len(answer_ids), max_new_tokens, levels, nodes)
 
 
-def _longest_hit(proposer: Proposer, answer: list[int], limit: int, sampling: SamplingSettings) -> tuple[int, int, int]:
+def _longest_hit(proposer: Proposer, ask: Ask, answer: list[int]) -> tuple[int, int, int]:
     """Candidates of the tree that is drafted here, how many levels of it the answer follows, and how many judge it."""
-    if limit <= 0:
+    if max(ask.limits) <= 0:
         return 0, 0, 0
-    tree = proposer.propose(Ask([limit], [sampling], None, None)).tree
+    tree = proposer.propose(ask).tree
     tokens, parents, candidates = (x[0].tolist() for x in (tree.tokens_BN, tree.parents_BN, tree.candidate_BN))
     edges = {(parent, token): n for n, (parent, token, ok) in enumerate(zip(parents, tokens, candidates)) if ok}
     node, run = ROOT, 0

@@ -1,32 +1,46 @@
 """Sampling settings, the distributions they make, and the random numbers that draw from them.
 
-Shapes: N rows (any leading dimensions, none included), V vocabulary, B slots, C numbers for one purpose.
+Shapes: N rows (any leading dimensions, none included), V vocabulary, K best tokens, B slots, C numbers for one purpose.
 """
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor
+
+from ..errors import InputError
 
 
 class SamplingSettings(BaseModel):
-    """How the next token is drawn. The processors run in Hugging Face's order: temperature, top-k, top-p, min-p."""
+    """How the next token is drawn.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    The processors run in Hugging Face's order: repetition penalty, temperature, top-k, top-p, min-p.
+    """
 
-    temperature: float = Field(default=0.0, ge=0.0)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """0 takes the most likely token; so does anything below 0.00001, as in vLLM."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k most likely tokens and all that tie with the last of them; 0 keeps every token."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, allow_inf_nan=False)
     """Keep the most likely tokens that together reach this probability; 1 keeps every token."""
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     """Drop tokens less likely than this share of the most likely one; 0 drops none."""
-
     repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    """Stub until merged."""
+    """Divide positive and multiply negative logits of tokens that the prompt or the answer already holds; 1: leave."""
+
+    @model_serializer(mode="wrap")
+    def _as_recorded(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A penalty of 1 is not written, so that what was recorded or fingerprinted without one stays the same."""
+        record: dict[str, Any] = handler(self)
+        if self.repetition_penalty == 1.0:
+            record.pop("repetition_penalty", None)
+        return record
 
     @property
     def greedy(self) -> bool:
@@ -35,30 +49,25 @@ class SamplingSettings(BaseModel):
 
     @property
     def key(self) -> str:
-        """A short label that is safe in file names, such as `t0` or `t0.8-k50-p0.95`.
+        """A short label that is safe in file names, such as `t0`, `t0-r1.1` or `t0.8-k50-p0.95`.
 
         Two settings share a key only if they draw from the same distributions.
         """
-        if self.greedy:
-            return "t0"
-        parts = [f"t{_short(self.temperature)}"]
-        parts += [f"k{self.top_k}"] if self.top_k > 0 else []
-        parts += [f"p{_short(self.top_p)}"] if self.top_p < 1.0 else []
-        parts += [f"m{_short(self.min_p)}"] if self.min_p > 0.0 else []
+        parts = ["t0" if self.greedy else f"t{_short(self.temperature)}"]
+        if not self.greedy:
+            parts += [f"k{self.top_k}"] if self.top_k > 0 else []
+            parts += [f"p{_short(self.top_p)}"] if self.top_p < 1.0 else []
+            parts += [f"m{_short(self.min_p)}"] if self.min_p > 0.0 else []
         parts += [f"r{_short(self.repetition_penalty)}"] if self.repetition_penalty != 1.0 else []
         return "-".join(parts)
 
 
-def penalised(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor | None) -> Tensor:
-    if settings.repetition_penalty == 1.0 or seen_NV is None:
-        return logits_NV
-    penalty = settings.repetition_penalty
-    changed_NV = torch.where(logits_NV > 0, logits_NV / penalty, logits_NV * penalty)
-    return torch.where(seen_NV, changed_NV, logits_NV)
-
-
 def probabilities(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor | None = None) -> Tensor:
-    """The distribution [N, V] in fp32 that `settings` draw from; greedy: all mass on the (first) best token."""
+    """The distribution [N, V] in fp32 that `settings` draw from; greedy: all mass on the (first) best token.
+
+    `seen` (bool, broadcast to the logits) marks the tokens of the prompt and of the answer so far. It must be given
+    where there is a repetition penalty, and is not read elsewhere.
+    """
     logits_NV = penalised(logits_NV, settings, seen_NV)
     if settings.greedy:
         best_N1 = logits_NV.argmax(-1, keepdim=True)
@@ -66,13 +75,41 @@ def probabilities(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor
     # With the best score at 0, no temperature overflows, and min-p compares scores instead of probabilities.
     scores_NV = logits_NV.float()
     scores_NV = (scores_NV - scores_NV.amax(-1, keepdim=True)) / settings.temperature
-    if 0 < settings.top_k < scores_NV.shape[-1]:
+    bounded = 0 < settings.top_k < scores_NV.shape[-1]
+    if bounded and settings.top_p < 1.0:
+        scores_NV = _keep_top_k_then_p(scores_NV, settings.top_k, settings.top_p)
+    elif bounded:
         scores_NV = _keep_top_k(scores_NV, settings.top_k)
-    if settings.top_p < 1.0:
+    elif settings.top_p < 1.0:
         scores_NV = _keep_top_p(scores_NV, settings.top_p)
     if settings.min_p > 0.0:
         scores_NV = scores_NV.masked_fill(scores_NV < math.log(settings.min_p), -math.inf)
     return scores_NV.softmax(-1)
+
+
+def penalised(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor | None) -> Tensor:
+    """Logits after the repetition penalty (Keskar et al. 2019, arXiv 1909.05858), in fp32; as they are without one.
+
+    Raises InputError where there is a penalty and `seen` is not given.
+    """
+    penalty = settings.repetition_penalty
+    if penalty == 1.0:
+        return logits_NV
+    if seen_NV is None:
+        raise InputError(f"repetition_penalty {penalty}: must be 1 here, where the tokens seen so far are not known")
+    scores_NV = logits_NV.float()
+    return torch.where(seen_NV, torch.where(scores_NV < 0, scores_NV * penalty, scores_NV / penalty), scores_NV)
+
+
+def seen_before(ids: Sequence[int], first: int, rows: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Marks [rows, V] of the tokens in ids[: first + r] for each row r."""
+    marks_NV = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+    if rows == 0:
+        return marks_NV
+    marks_NV[0, list(ids[:first])] = True
+    new_N = torch.tensor(ids[first : first + rows - 1], dtype=torch.long, device=device)
+    marks_NV[torch.arange(1, rows, device=device), new_N] = True
+    return marks_NV.cummax(0).values if rows > 1 else marks_NV
 
 
 def categorical(p_NV: Tensor, u_N: Tensor | float) -> Tensor:
@@ -133,6 +170,34 @@ def _keep_top_p(scores_NV: Tensor, top_p: float) -> Tensor:
     drop_NV = ascending_NV.softmax(-1).cumsum(-1) <= 1.0 - top_p
     drop_NV[..., -1] = False
     return scores_NV.masked_fill(torch.zeros_like(drop_NV).scatter_(-1, order_NV, drop_NV), -math.inf)
+
+
+def _keep_top_k_then_p(scores_NV: Tensor, k: int, top_p: float) -> Tensor:
+    """`_keep_top_k`, then `_keep_top_p`, but only the k best are sorted. The best score must be 0.
+
+    Any number of tokens may tie with the weakest that top-k keeps, and not all are among the k: they weigh the same
+    and go in order of their ids, so counting them does for sorting.
+    """
+    best_NK, id_NK = scores_NV.topk(k, dim=-1)
+    weakest_N1 = best_NK[..., -1:]
+    id_NK, order_NK = id_NK.sort(dim=-1)  # topk does not say which of two equals comes first
+    best_NK, rank_NK = best_NK.gather(-1, order_NK).sort(dim=-1, stable=True)
+    id_NK = id_NK.gather(-1, rank_NK)
+
+    tied_NV = scores_NV == weakest_N1
+    nth_NV = tied_NV.cumsum(-1)
+    ties_N1 = nth_NV[..., -1:]
+    above_NK = best_NK > weakest_N1
+    each_N1 = weakest_N1.exp()
+    below_NK = each_N1 * ties_N1 + (best_NK.exp() * above_NK).cumsum(-1)
+    may_go_N1 = (1.0 - top_p) * below_NK[..., -1:]
+
+    drop_NK = above_NK & (below_NK <= may_go_N1)
+    drop_NK[..., -1] = False
+    alone_N1 = ~above_NK[..., -1:]  # all that are kept tie: the last one stays
+    drop_NV = tied_NV & (each_N1 * nth_NV <= may_go_N1) & ~(alone_N1 & (nth_NV == ties_N1))
+    drop_NV = drop_NV | (scores_NV < weakest_N1)
+    return scores_NV.masked_fill(drop_NV.scatter(-1, id_NK, drop_NK | drop_NV.gather(-1, id_NK)), -math.inf)
 
 
 def _signed(bits: int) -> int:

@@ -12,7 +12,7 @@ from transformers import GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from .. import fingerprint
 from ..errors import InputError, MissingFileError, one_line
 from ..storage import read_object
-from .loading import load_model, load_tokenizer
+from .loading import load_model, load_tokenizer, refused
 from .models import CausalModel
 from .settings import TargetSettings
 
@@ -30,7 +30,7 @@ class Target(CausalModel):
         settings: TargetSettings,
         target_fingerprint: str,
     ) -> None:
-        super().__init__(model.requires_grad_(False).eval())
+        super().__init__(model.requires_grad_(False).eval(), settings.context)
         self.tokenizer = tokenizer
         self.settings = settings
         self.fingerprint = target_fingerprint
@@ -54,7 +54,9 @@ class Target(CausalModel):
         model = load_model(source.folder, where, **weights)
         if settings.adapter is not None:
             model = _merge_adapter(model, settings.adapter)
-        return cls(model.to(device), tokenizer, settings, target_fingerprint(settings, digests))
+        identity = target_fingerprint(settings, digests)
+        with refused(where):
+            return cls(model.to(device), tokenizer, settings, identity)
 
 
 class Source:
@@ -99,16 +101,18 @@ def place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
 
 
 def target_fingerprint(settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> str:
-    """64 hex digits of weights, configuration (quantisation included), tokenizer, chat template and adapter."""
+    """64 hex digits of weights, configuration (quantisation included), tokenizer, template, adapter and context."""
     source = locate(settings)
     names = _weight_files(source)
-    parts = {
+    parts: dict[str, Any] = {
         "weights": fingerprint.of_files(source.folder, names, digests),
         "config": _config_digest(source.folder / "config.json"),
         "tokenizer": fingerprint.of_files(source.folder, _present(source.folder, _TOKENIZER_FILES)),
         "generation": _config_digest(source.folder / "generation_config.json"),
         "adapter": _adapter_fingerprint(settings.adapter, digests),
     }
+    if settings.context is not None:  # it may choose the rotary frequencies
+        parts["context"] = settings.context
     return fingerprint.of_json(parts)
 
 

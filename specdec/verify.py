@@ -39,7 +39,7 @@ __all__ = [
 Numbers = Sequence[float] | Tensor
 
 TYPICAL_EPSILON = 0.09
-"""Cap of the probability that rule `typical` asks for; reached only where delta exceeds it."""
+"""Cap of the probability that rule `typical` asks for, where the target is sure."""
 TYPICAL_DELTA = 0.3
 """Share of exp(-entropy), which is the typical probability where the target hesitates, that it asks for."""
 

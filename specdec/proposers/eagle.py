@@ -83,11 +83,10 @@ class FeatureDrafter:
             raise ValueError("EAGLE heads need the target's states; ask for proposer.reads_states")
         rows, device = len(ids) - start, states.hidden_BTH.device
         embeds_1TH = self._embed(torch.tensor([ids], device=device))
-        answer_T = torch.tensor(ids[start:], device=device)
         hits, qs = [], []
         for k, state in enumerate(self._unrolled(embeds_1TH, states, start - 2, rows, count)):
             inside = max(rows - k, 0)
-            hit_T, q_T = trace_from_logits(self._logits(state[0, :inside]), answer_T[k:], sampling)
+            hit_T, q_T = trace_from_logits(self._logits(state[0, :inside]), ids, start + k, sampling)
             hits.append(torch.cat([hit_T, hit_T.new_zeros(rows - inside)]))
             qs.append(torch.cat([q_T, q_T.new_zeros(rows - inside)]))
         return Trace(torch.stack(hits, 1), torch.stack(qs, 1))

@@ -52,13 +52,12 @@ class MedusaDrafter:
             raise ValueError("Medusa heads need the target's states; ask for proposer.reads_states")
         rows = len(ids) - start
         hidden_TH = states.hidden_BTH[0, start - 2 : start - 2 + rows].to(self._weight.dtype)
-        answer_T = torch.tensor(ids[start:], device=hidden_TH.device)
         hit_TK = torch.zeros(rows, count, dtype=torch.bool, device=hidden_TH.device)
         q_TK = torch.zeros(rows, count, device=hidden_TH.device)
         for j in range(min(count, self._heads)):
             inside = max(rows - j, 0)
             logits_TV = self._draft.logits(hidden_TH[:inside], j)
-            hit_TK[:inside, j], q_TK[:inside, j] = trace_from_logits(logits_TV, answer_T[j:], sampling)
+            hit_TK[:inside, j], q_TK[:inside, j] = trace_from_logits(logits_TV, ids, start + j, sampling)
         return Trace(hit_TK, q_TK, offered_T=torch.full((rows,), min(count, self._heads)))
 
     def _last(self, states: States, counts: Sequence[int]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..models import States
-from ..sampling import SamplingSettings, penalised, probabilities
+from ..sampling import SamplingSettings, penalised, probabilities, seen_before
 
 
 def fill_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -63,9 +63,19 @@ def last_of(x_BNH: Tensor, counts: Sequence[int]) -> Tensor:
     return x_BNH[torch.arange(len(counts), device=x_BNH.device), last_B]
 
 
-def trace_from_logits(logits_TV: Tensor, answer_T: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor]:
-    """Per position: is the answer's token the draft's most likely one, and its processed probability."""
-    hit_T = logits_TV.argmax(-1) == answer_T
+def trace_from_logits(
+    logits_TV: Tensor, ids: Sequence[int], first: int, sampling: SamplingSettings
+) -> tuple[Tensor, Tensor]:
+    """Per row: is ids[first + row] the draft's most likely token, and its processed probability.
+
+    `logits_TV`: of drafts that know ids[: first + row].
+    """
+    rows, vocab = logits_TV.shape
+    answer_T = torch.tensor(ids[first : first + rows], dtype=torch.long, device=logits_TV.device)
+    seen_TV = None
+    if sampling.repetition_penalty != 1.0:
+        seen_TV = seen_before(ids, first, rows, vocab, logits_TV.device)
+    hit_T = penalised(logits_TV, sampling, seen_TV).argmax(-1) == answer_T
     if sampling.greedy:
         return hit_T, hit_T.float()
-    return hit_T, probabilities(logits_TV, sampling).gather(-1, answer_T[:, None])[:, 0]
+    return hit_T, probabilities(logits_TV, sampling, seen_TV).gather(-1, answer_T[:, None])[:, 0]

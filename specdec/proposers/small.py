@@ -66,8 +66,7 @@ class SmallDrafter:
         """One teacher-forced pass: given the true prefix, every depth sees the same context as decoding would."""
         hidden_TH = self._lm.states(torch.tensor([ids[:-1]], device=self._lm.device)).hidden_BTH[0, start - 1 :]
         logits_TV = self._lm.logits(hidden_TH)
-        answer_T = torch.tensor(ids[start:], device=self._lm.device)
-        hit_T, q_T = trace_from_logits(logits_TV, answer_T, sampling)
+        hit_T, q_T = trace_from_logits(logits_TV, ids, start, sampling)
         return Trace(_diagonals(hit_T, count), _diagonals(q_T, count))
 
 

@@ -50,6 +50,7 @@ def test_openai_line_keeps_turns_tools_and_request() -> None:
         ({}, None),
         ({"temperature": 0}, SamplingSettings()),
         ({"top_p": 0.5}, SamplingSettings(temperature=1.0, top_p=0.5)),
+        ({"repetition_penalty": 1.1}, SamplingSettings(temperature=1.0, repetition_penalty=1.1)),
         ({"temperature": 0.5, "top_k": -1, "min_p": 0.1}, SamplingSettings(temperature=0.5, min_p=0.1)),
     ],
 )

@@ -17,21 +17,22 @@ from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.walk import RoundCounts, count_rounds
 
 GREEDY = SamplingSettings()
-WARM = SamplingSettings(temperature=1.0, top_k=12)
+WARM = SamplingSettings(temperature=1.0, top_k=12, repetition_penalty=1.2)
 
 
 @pytest.mark.parametrize("K", [1, 3, 5])
+@pytest.mark.parametrize("setting", [GREEDY, SamplingSettings(repetition_penalty=1.4)], ids=["bare", "penalised"])
 @pytest.mark.parametrize("name", [*CHAINS, *(name for name in TREES if name != "small-merged")])
-def test_replay_equals_decoding_count_by_count(name: str, K: int) -> None:
+def test_replay_equals_decoding_count_by_count(name: str, setting: SamplingSettings, K: int) -> None:
     model = target()
     proposer = proposer_named(name, model, noise=0.1)
-    requests = [Request(ids, GREEDY, 0, 28, frozenset({5, 17})) for ids in prompts(10)]
+    requests = [Request(ids, setting, 0, 28, frozenset({5, 17})) for ids in prompts(10)]
     total = 0.0
     for index, answer in dict(generate(model, proposer, requests, draft_tokens=K)).items():
         ids = requests[index].prompt_ids
         decoded = count_rounds(answer.rounds, K)
-        traced = trace_target(model, ids, answer.tokens, GREEDY, proposer.aux_layers, proposer.reads_states)
-        (replayed,) = replay_sample(proposer, traced, ids, answer.tokens, GREEDY, ["greedy"], [K], 28)
+        traced = trace_target(model, ids, answer.tokens, setting, proposer.aux_layers, proposer.reads_states)
+        (replayed,) = replay_sample(proposer, traced, ids, answer.tokens, setting, ["greedy"], [K], 28)
         assert replayed.counts == decoded
         total += decoded.accepted
     assert total > 0 or name == "lookup"

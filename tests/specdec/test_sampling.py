@@ -1,18 +1,49 @@
 """Settings, their distributions, draws from them, and the counter-based uniforms."""
 
+import json
+import math
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, example, given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy import stats  # type: ignore[import-untyped]
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from stand_ins import llama
+from transformers import GenerationConfig, LogitsProcessorList
 
-from draftforge.specdec.sampling import Purpose, SamplingSettings, categorical, probabilities, uniforms
+from draftforge.data.capture_settings import CaptureSettings
+from draftforge.data.settings import SamplingChoice
+from draftforge.errors import InputError
+from draftforge.specdec.sampling import (
+    Purpose,
+    SamplingSettings,
+    _keep_top_k,
+    _keep_top_k_then_p,
+    _keep_top_p,
+    categorical,
+    probabilities,
+    uniforms,
+)
 
 LARGEST_U = 1.0 - 2.0**-53
 RARE = 1e-3  # a sound generator fails a statistical test below with this chance (and then always: they are seeded)
+
+
+def transformers_processors(settings: SamplingSettings) -> LogitsProcessorList:
+    """What `generate` would apply, in its order."""
+    config = GenerationConfig(
+        do_sample=True,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        repetition_penalty=settings.repetition_penalty,
+    )
+    found: LogitsProcessorList = llama(layers=1)._get_logits_processor(config, input_ids_seq_length=12, device="cpu")
+    return found
 
 
 def int64(*values: int) -> torch.Tensor:
@@ -25,6 +56,8 @@ class TestSettings:
         assert SamplingSettings(temperature=1).key == "t1"
         assert SamplingSettings(temperature=0.8, top_p=0.95).key == "t0.8-p0.95"
         assert SamplingSettings(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05).key == "t0.8-k50-p0.9-m0.05"
+        assert SamplingSettings(repetition_penalty=1.1).key == "t0-r1.1"
+        assert SamplingSettings(temperature=0.8, min_p=0.05, repetition_penalty=1.3).key == "t0.8-m0.05-r1.3"
 
     def test_settings_that_draw_alike_share_a_key(self) -> None:
         assert SamplingSettings(temperature=0, top_p=0.5).key == SamplingSettings(temperature=1e-6, top_k=3).key == "t0"
@@ -46,12 +79,29 @@ class TestSettings:
             ("top_p", 1.01),
             ("min_p", -0.1),
             ("min_p", 1.1),
+            ("repetition_penalty", 0),
+            ("repetition_penalty", float("inf")),
             ("top_q", 1),
         ],
     )
     def test_refuses_values_out_of_range_and_unknown_fields(self, field: str, value: float) -> None:
         with pytest.raises(ValidationError, match=field):
             SamplingSettings.model_validate({field: value})
+
+    def test_what_was_recorded_before_there_was_a_penalty_stays_the_same(self) -> None:
+        """Fingerprints of captures and mixes hash these records, and old files hold them."""
+        record = {"temperature": 0.8, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
+        settings = SamplingSettings.model_validate(record)
+        assert settings.model_dump() == record
+        assert json.loads(settings.model_dump_json()) == record
+        assert SamplingChoice.model_validate({}).model_dump().keys() == {*record, "weight", "max_new_tokens"}
+        assert CaptureSettings(sampling=settings).identity()["sampling"] == record
+
+    def test_a_penalty_survives_being_recorded(self) -> None:
+        settings = SamplingSettings(temperature=0.8, repetition_penalty=1.2)
+        assert SamplingSettings.model_validate(settings.model_dump()) == settings
+        assert SamplingSettings.model_validate_json(settings.model_dump_json()) == settings
+        assert SamplingChoice.model_validate({"repetition_penalty": 1.2}).settings == SamplingSettings(repetition_penalty=1.2)
 
     def test_is_frozen_and_hashable(self) -> None:
         assert len({SamplingSettings(), SamplingSettings()}) == 1
@@ -74,17 +124,51 @@ class TestProbabilities:
         ],
         ids=lambda settings: settings.key,
     )
-    def test_equals_hugging_face(self, settings: SamplingSettings) -> None:
-        logits = torch.randn(40, 33, generator=torch.Generator().manual_seed(1)) * 3
-        scores = TemperatureLogitsWarper(settings.temperature)(None, logits)
-        if settings.top_k:
-            scores = TopKLogitsWarper(settings.top_k)(None, scores)
-        if settings.top_p < 1:
-            scores = TopPLogitsWarper(settings.top_p)(None, scores)
-        scores = MinPLogitsWarper(settings.min_p)(None, scores)
-        p = probabilities(logits, settings)
+    @pytest.mark.parametrize("penalty", [1.0, 1.3, 0.7])
+    def test_equals_hugging_face(self, settings: SamplingSettings, penalty: float) -> None:
+        settings = settings.model_copy(update={"repetition_penalty": penalty})
+        generator = torch.Generator().manual_seed(1)
+        logits = torch.randn(40, 33, generator=generator) * 3
+        context = torch.randint(0, 33, (40, 12), generator=generator)
+        scores = transformers_processors(settings)(context, logits)
+        p = probabilities(logits, settings, torch.zeros_like(logits).bool().scatter(-1, context, True))
         assert torch.equal(p > 0, scores > -torch.inf)
         torch.testing.assert_close(p, scores.softmax(-1))
+
+    def test_greedy_takes_the_best_token_after_the_penalty(self) -> None:
+        settings = SamplingSettings(repetition_penalty=2.0)
+        logits = torch.tensor([[3.0, 2.0, -1.0], [-1.0, -1.5, -3.0]], dtype=torch.bfloat16)
+        seen = torch.tensor([True, False, False])  # broadcast to both rows
+        assert probabilities(logits, settings, seen).tolist() == [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]
+
+    def test_a_penalty_without_the_tokens_seen_is_refused(self) -> None:
+        with pytest.raises(InputError, match=r"repetition_penalty 1\.1: must be 1 here"):
+            probabilities(torch.zeros(1, 3), SamplingSettings(repetition_penalty=1.1))
+
+    def test_tokens_seen_are_not_read_without_a_penalty(self) -> None:
+        logits, everything = torch.randn(2, 5), torch.ones(2, 5, dtype=torch.bool)
+        settings = SamplingSettings(temperature=0.7)
+        assert torch.equal(probabilities(logits, settings, everything), probabilities(logits, settings))
+
+    @given(
+        scores=st.lists(st.sampled_from([0.0, -0.25, -0.5, -1.0, -3.0, -90.0, -math.inf]), min_size=3, max_size=14),
+        k=st.integers(1, 13),
+        top_p=st.floats(0.01, 0.99),
+    )
+    @hypothesis_settings(max_examples=500)
+    @example(scores=[-1.0, -1.0, -1.0, -2.0], k=2, top_p=0.6)  # ties with the weakest beyond the k
+    @example(scores=[0.0, 0.0, -1.0], k=2, top_p=0.1)  # all that are kept tie
+    @example(scores=[0.0, -1.0, -1.0], k=1, top_p=1e-9)  # and one of them must stay
+    @example(scores=[-1.0, -1.0, -3.0], k=2, top_p=1e-9)  # the best one must stay
+    @example(scores=[-math.inf, -math.inf, -1.0], k=3, top_p=0.5)  # fewer than k possible tokens
+    def test_top_p_within_top_k_needs_no_sorted_vocabulary(self, scores: list[float], k: int, top_p: float) -> None:
+        """The same tokens as sorting everything keeps, many ties included; sums at the limit itself may round apart."""
+        assume(k < len(scores))
+        best_first = torch.tensor([0.0, *scores])  # the best score is 0
+        survivors = _keep_top_k(best_first, k)
+        held = survivors.sort(stable=True).values.softmax(-1).double().cumsum(-1)
+        assume(bool(((held[:-1] - (1.0 - top_p)).abs() > 1e-6).all()))
+        assert torch.equal(_keep_top_k_then_p(best_first, k, top_p), _keep_top_p(survivors, top_p))
 
     def test_greedy_is_one_hot_at_the_first_best_token(self) -> None:
         p = probabilities(torch.tensor([1.0, 3.0, 3.0], dtype=torch.bfloat16), SamplingSettings())
