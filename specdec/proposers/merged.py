@@ -63,7 +63,11 @@ class MergedProposer:
             first, count = sum(self._counts[:place]), self._counts[place]
             drafts.append(_padded(proposer.propose(ask._replace(uniforms=_from(ask, first))), count))
         q_rows = [draft.q_BNV for draft in drafts if draft.q_BNV is not None]
-        return Draft(_side_by_side([draft.tree for draft in drafts]), torch.cat(q_rows, 1) if q_rows else None, False)
+        tree = _side_by_side([draft.tree for draft in drafts])
+        chosen = [ask.uniforms is None or setting.greedy for setting in ask.sampling]
+        repeats_BN = _repeated(tree) & torch.tensor(chosen, device=tree.tokens_BN.device)[:, None]
+        tree = tree._replace(candidate_BN=tree.candidate_BN & ~repeats_BN)
+        return Draft(tree, torch.cat(q_rows, 1) if q_rows else None, chain=False)
 
 
 def _from(ask: Ask, first: int) -> Callable[[int], Tensor] | None:
@@ -89,19 +93,17 @@ def _side_by_side(trees: Sequence[TreeBatch]) -> TreeBatch:
     for tree in trees:
         parents.append(torch.where(tree.parents_BN < 0, -1, tree.parents_BN + first))
         first += tree.tokens_BN.shape[1]
-    drawn = trees[0].drawn
-    merged = TreeBatch(
+    return TreeBatch(
         torch.cat([tree.tokens_BN for tree in trees], 1),
         torch.cat(parents, 1),
         torch.cat([tree.candidate_BN for tree in trees], 1),
         max(tree.depth for tree in trees),
-        drawn,
+        trees[0].drawn,
     )
-    return merged if drawn == "iid" else merged._replace(candidate_BN=merged.candidate_BN & ~_repeated(merged))
 
 
 def _repeated(tree: TreeBatch) -> Tensor:
-    """Chosen siblings must differ: nodes below a first token that an earlier draft chose too, [B, N]."""
+    """Siblings that were chosen must differ: nodes below a first token that an earlier draft has too, [B, N]."""
     nodes = tree.tokens_BN.shape[1]
     first_BN = (tree.parents_BN < 0) & tree.candidate_BN
     same_BNN = (tree.tokens_BN[:, :, None] == tree.tokens_BN[:, None]) & first_BN[:, :, None] & first_BN[:, None]
