@@ -101,7 +101,9 @@ class TestSettings:
         settings = SamplingSettings(temperature=0.8, repetition_penalty=1.2)
         assert SamplingSettings.model_validate(settings.model_dump()) == settings
         assert SamplingSettings.model_validate_json(settings.model_dump_json()) == settings
-        assert SamplingChoice.model_validate({"repetition_penalty": 1.2}).settings == SamplingSettings(repetition_penalty=1.2)
+        assert SamplingChoice.model_validate({"repetition_penalty": 1.2}).settings == SamplingSettings(
+            repetition_penalty=1.2
+        )
 
     def test_is_frozen_and_hashable(self) -> None:
         assert len({SamplingSettings(), SamplingSettings()}) == 1
