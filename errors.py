@@ -67,6 +67,10 @@ class RegistryError(DraftforgeError, LookupError):
     """The model registry holds no such model, version or alias."""
 
 
+class LostFilesError(RegistryError):
+    """A registered version's files are gone from the store, or are not those that were recorded."""
+
+
 class DiskFullError(DraftforgeError, OSError):
     """Not enough free space for what is about to be written."""
 

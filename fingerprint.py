@@ -49,7 +49,7 @@ class FileDigests:
         with suppress(OSError, ValueError):
             known = json.loads(store.read_text())
             self._known = (
-                {key: value for key, value in known.items() if _is_digest(value)} if isinstance(known, dict) else {}
+                {key: value for key, value in known.items() if is_fingerprint(value)} if isinstance(known, dict) else {}
             )
 
     def of_file(self, path: Path) -> str:
@@ -70,7 +70,8 @@ def of_files(root: Path, names: Iterable[str], digests: FileDigests | None = Non
     return of_json({name: hash_one(root / name) for name in sorted(names)})
 
 
-def _is_digest(value: object) -> bool:
+def is_fingerprint(value: object) -> bool:
+    """Whether a value is 64 hex digits, as every function here gives them."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 

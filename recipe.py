@@ -55,7 +55,7 @@ _BASELINES = ("lookup", "none", "plain")  # what tables and `--draft` call decod
 class RetrainSettings(BaseModel):
     """What `draftforge retrain` does when the target has changed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     warm_start: bool = True
     """Start from the champion's weights where tokenizer and shapes allow it; false: always from the recipe's start."""
@@ -68,7 +68,7 @@ class RetrainSettings(BaseModel):
 class Recipe(BaseModel):
     """Everything that `draftforge distill` needs to know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
     _base_dir: Path = PrivateAttr(default_factory=Path)
 
     name: str = Field(pattern=_NAME, max_length=64)

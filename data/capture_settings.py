@@ -10,7 +10,7 @@ from ..specdec.sampling import SamplingSettings
 class CaptureSettings(BaseModel):
     """How the target answers the mix. Train answers are drawn at each conversation's own sampling setting."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer; a conversation's own smaller limit holds."""

@@ -1,8 +1,8 @@
 """The recipe's `mix` section."""
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from ..specdec.sampling import SamplingSettings
 from .redact import Kind
@@ -13,7 +13,7 @@ Label = Annotated[str, Field(pattern=LABEL)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class _Source(_Section):
@@ -27,7 +27,7 @@ class _Source(_Section):
     """At most so many conversations, chosen by their hash; absent: all. Memory holds no more than these."""
     weight: float | None = Field(None, gt=0)
     """This source's share of the mix, relative to the other sources' weights."""
-    template_args: dict[str, Any] = {}
+    template_args: dict[str, JsonValue] = {}
     """Chat template arguments of its conversations, e.g. `enable_thinking: false`; a line's own ones win."""
 
 

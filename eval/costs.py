@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import nn
 
 from .. import fingerprint
@@ -58,12 +58,12 @@ class CostKey(BaseModel):
 class RoundCost(BaseModel):
     """Seconds of a round that drafts K tokens, at batch 1."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    draft_seconds: float
-    verify_seconds: float
-    rest_seconds: float
-    rounds: int
+    draft_seconds: float = Field(ge=0)
+    verify_seconds: float = Field(gt=0)
+    rest_seconds: float = Field(ge=0)
+    rounds: int = Field(ge=1)
     """Rounds behind the times."""
 
     @property
@@ -75,15 +75,21 @@ class RoundCost(BaseModel):
 class CostTable(BaseModel):
     """Measured times of one target and draft shape on one machine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     key: CostKey
-    plain_seconds: float
+    plain_seconds: float = Field(gt=0)
     """Seconds of a token decoded without a draft."""
-    plain_rounds: int
-    context_tokens: float
+    plain_rounds: int = Field(ge=1)
+    context_tokens: float = Field(ge=0)
     """Mean context length at which times were taken."""
     by_K: dict[int, RoundCost]
+
+    @model_validator(mode="after")
+    def _covers_its_key(self) -> "CostTable":
+        if sorted(self.by_K) != self.key.draft_tokens:
+            raise ValueError(f"by_K {sorted(self.by_K)}: must hold the key's draft_tokens {self.key.draft_tokens}")
+        return self
 
     def cost(self, K: int) -> RoundCost:
         """The cost of a round of K drafted tokens. Raises InputError for a K that was not measured."""
@@ -147,8 +153,14 @@ def measure_costs(
         raise InputError("no prompts: times are measured on at least one")
     modes = (0, *key.draft_tokens)
     proposers = {K: proposer() if K else None for K in modes}
-    room = _most_tokens(settings.rounds, modes[-1])  # the end of a prompt leaves room for the answer
-    prompts = [prompt[-max(target.max_positions - room, 1) :] for prompt in prompts[: settings.prompts]]
+    room = target.max_positions - _most_tokens(settings.rounds, modes[-1])
+    if room < 1:
+        most = (target.max_positions - 2) // (modes[-1] + 1)
+        raise InputError(
+            f"score.costs.rounds = {settings.rounds}: so many rounds of up to {modes[-1] + 1} tokens do not fit the "
+            f"target's context of {target.max_positions}; at most {most} do (more with smaller score.draft_tokens)"
+        )
+    prompts = [prompt[-room:] for prompt in prompts[: settings.prompts]]  # their ends: the answer needs the rest
     rounds: dict[int, list[RoundSeconds]] = {K: [] for K in modes}
     with bar("measure times", len(prompts) + 1, "prompts") as advance:
         # Allocations, kernel choices and clocks settle before anything counts.

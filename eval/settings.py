@@ -10,12 +10,13 @@ from .figures import Bootstrap
 RuleName = Literal["greedy", "token", "block", "onehot"]
 SELECTION_SPLIT: Final = "selection"  # checkpoints are scored and picked on this split
 HOLDOUT_SPLIT: Final = "holdout"  # a candidate meets the champion on this one, and on no other
+MOST_DRAFT_TOKENS: Final = 64  # of a round; far beyond what pays, and a round's memory grows with it
 
 
 class CostSettings(BaseModel):
     """How draft and verify times are measured: batch 1, on real prompts, plain decoding and every K by turns."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     prompts: int = Field(default=4, ge=1)
     """Prompts decoded for the measurement (per K, and once without a draft)."""
@@ -36,7 +37,7 @@ class CostSettings(BaseModel):
 class ScoreSettings(BaseModel):
     """Scores of every checkpoint: counts by replay on all samples, by real decoding on a part."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     sampling: list[SamplingSettings] = Field(default=[SamplingSettings()], min_length=1)
     """Sampling settings that are scored; the target answers selection and holdout once for each."""
@@ -74,8 +75,9 @@ class ScoreSettings(BaseModel):
     @field_validator("draft_tokens", "decode_draft_tokens")
     @classmethod
     def _positive_and_sorted(cls, value: list[int]) -> list[int]:
-        if any(k < 1 for k in value):
-            raise ValueError(f"{value}: every K must be at least 1")
+        wrong = [k for k in value if not 1 <= k <= MOST_DRAFT_TOKENS]
+        if wrong:
+            raise ValueError(f"K = {wrong[0]}: every K must be at least 1 and at most {MOST_DRAFT_TOKENS}")
         return sorted(set(value))
 
     @model_validator(mode="after")

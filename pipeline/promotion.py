@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from .. import fingerprint
 from ..data.store import Capture
+from ..errors import LostFilesError
 from ..eval import counts
 from ..eval.costs import CostTable
 from ..eval.figures import Estimate, tau, tau_difference
@@ -96,7 +97,7 @@ def _evidence(space: Workspace, scorer: Scorer, version: Version, now: Version |
     """Measure the version, and the champion beside it, on the holdout; and show it, with prompt lookup to compare."""
     settings = space.recipe.score
     candidate = _measure(space, scorer, version, CANDIDATE)
-    rival = None if now is None else _measure(space, scorer, now, CHAMPION)
+    rival, lost = (None, None) if now is None else _rival(space, scorer, now)
     _show(scorer, candidate, rival)
     evidence = Evidence(
         candidate=_figures(candidate.row),
@@ -106,8 +107,10 @@ def _evidence(space: Workspace, scorer: Scorer, version: Version, now: Version |
         export_reads_back=True,  # what was measured is the registered copy, downloaded and checked by its digests
         holdout_overlap=holdout_overlap(space.tracking, version, {sample.cluster for sample in scorer.samples}),
     )
-    if now is None or rival is None:
+    if now is None:
         return evidence
+    if rival is None:
+        return evidence.model_copy(update={"compared": now.reference, "champion_lost": lost})
     difference = speedup_difference([candidate.table, rival.table], candidate.row, rival.row, settings)
     one, two = serving(candidate.table, settings), serving(rival.table, settings)
     return evidence.model_copy(
@@ -132,9 +135,17 @@ def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> None
     show_domains(domain_rows(tables, rows, settings), settings.confidence, title="On the holdout, by domain")
 
 
+def _rival(space: Workspace, scorer: Scorer, now: Version) -> tuple[_Measured | None, str | None]:
+    """The champion measured, or what is wrong with its files: one that nobody can fetch blocks no better draft."""
+    try:
+        return _measure(space, scorer, now, CHAMPION), None
+    except LostFilesError as error:
+        return None, str(error)
+
+
 def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _Measured:
-    """Score a registered version, at its own K where that is among the recipe's."""
-    folder = resolve_models_uri(space.tracking, version.uri, space.root / "models")
+    """Score a registered version, as the registry has it now, at its own K where that is among the recipe's."""
+    folder = resolve_models_uri(space.tracking, version.uri, space.root / "models", afresh=True)
     proposer, draft = scorer.proposer(folder)
     table, lossless = scorer.counts(proposer, Identity(name, version.lineage.step))
     costs: dict[str, CostTable] = {name: scorer.costs(draft)}

@@ -1,21 +1,25 @@
 """Retraining when the target has changed: idempotent, one at a time, and never a worse draft for anyone."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import fingerprint, storage
+from ..errors import LostFilesError
 from ..eval import counts
 from ..eval.figures import Estimate, tau
 from ..eval.score import Identity
 from ..eval.select import serving
 from ..eval.settings import SELECTION_SPLIT
+from ..eval.table import interval
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.lineage import Version
-from ..registry.models import champion, latest_champion
+from ..registry.models import champion, latest_champion, missing_file
 from ..registry.resolve import resolve_models_uri
 from ..specdec.drafts.eagle3 import Eagle3Draft
-from ..specdec.formats import DraftMeta, load_draft, read_meta
+from ..specdec.formats import Draft, DraftMeta, load_draft, read_meta
+from ..train.families.fit import misfit
 from .distill import Outcome, distill
 from .scoring import Scorer
 from .stages import capture_stage, mix_place, mix_stage
@@ -32,23 +36,32 @@ class Retrained:
 
 
 def retrain(space: Workspace) -> Retrained:
-    """Distil for the recipe's target unless it has a champion. Raises LockedError while another one runs.
+    """Distil for the recipe's target unless it has a champion whose files are there. LockedError: another one runs.
 
     The newest champion of another target is measured on the new target, and training starts from it where tokenizer,
     family and shapes allow; where they do not, it starts cold and says so.
     """
     timeout = space.recipe.retrain.lock_timeout_seconds
     with storage.lock(space.root / ".retrain.lock", timeout, "another retraining"):
-        if champion(space.tracking, space.target_fingerprint) is not None:
+        now = champion(space.tracking, space.target_fingerprint)
+        missing = None if now is None else missing_file(space.tracking, now)
+        if now is not None and missing is None:
             say("up to date: this target has its champion")
             return Retrained(None)
+        if now is not None:
+            say(f"champion {now.reference}: its files are gone ({missing}): this target needs a draft again")
         stale = latest_champion(space.tracking)
         if stale is None:
             say("no champion of any target yet: distilling from the recipe's start")
             return Retrained(distill(space))
-        say(f"target changed: {stale.reference} drafts for another one")
+        if stale.lineage.target_fingerprint != space.target_fingerprint:
+            say(f"target changed: {stale.reference} drafts for another one")
         inherit_mix(space, stale)
-        folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models")
+        try:
+            folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models", afresh=True)
+        except LostFilesError as error:
+            say(f"cold start, not from {stale.reference}: its files are gone or damaged ({error})")
+            return Retrained(distill(space), stale)
         stale_tau = _measure_stale(space, folder, stale)
         started = _warm(space, folder, stale) if space.recipe.retrain.warm_start else None
         if started is None:
@@ -86,37 +99,47 @@ def _measure_stale(space: Workspace, folder: Path, stale: Version) -> Estimate |
     K = max(space.recipe.score.draft_tokens)
     settings = space.recipe.score
     found = tau(serving(counts.where(table, draft_tokens=K), settings), settings.bootstrap)
-    say(f"{stale.reference}: tau {found.value:.2f} [{found.low:.2f}, {found.high:.2f}] at K={K} on the new target")
+    say(f"{stale.reference}: tau {interval(found)} at K={K} on the new target")
     return found
 
 
 def _warm(space: Workspace, folder: Path, stale: Version) -> Workspace | None:
     """The same work with drafts of the champion's family starting from it; None (said aloud) where that cannot be."""
-    why = _obstacle(space, folder, read_meta(folder))
+    meta = read_meta(folder)
+    draft = load_draft(folder, space.target.device, space.target.dtype).draft
+    mine = {name: settings for name, settings in space.recipe.drafts.items() if settings.family == meta.family}
+    odd = {name: why for name, settings in mine.items() if (why := misfit(settings, draft, stale.reference))}
+    why = _obstacle(space, draft, meta)
+    if why is None and len(odd) == len(mine):
+        why = next(f"drafts.{name}.{field}" for name, field in odd.items())
     if why is not None:
         say(f"cold start, not from {stale.reference}: {why}")
         return None
-    return space.with_recipe(_started_from(space.recipe, folder, stale.lineage.family))
+    for name, field in odd.items():
+        say(f"drafts.{name} starts cold: drafts.{name}.{field}")
+    return space.with_recipe(_started_from(space.recipe, folder, mine.keys() - odd.keys()))
 
 
-def _obstacle(space: Workspace, folder: Path, meta: DraftMeta) -> str | None:
+def _obstacle(space: Workspace, draft: Draft, meta: DraftMeta) -> str | None:
+    """Why no draft of the recipe can start from this one, whatever shape the recipe asks for."""
     if not any(draft.family == meta.family for draft in space.recipe.drafts.values()):
         return f"the recipe trains no draft of its family, {meta.family}"
     if meta.tokenizer_digest != space.target.tokenizer_digest:
         return "the new target has another tokenizer"
-    draft = load_draft(folder, space.target.device, space.target.dtype).draft
     if draft.vocab_size != space.target.vocab_size:
         return f"its vocabulary has {draft.vocab_size} tokens, the new target's {space.target.vocab_size}"
     if isinstance(draft, Eagle3Draft) and draft.config.target_hidden_size != space.target.hidden_size:
         return f"it reads features of {draft.config.target_hidden_size}, the new target has {space.target.hidden_size}"
+    if isinstance(draft, Eagle3Draft) and draft.config.aux_layers[-1] > space.target.num_layers:
+        return f"it reads layers {list(draft.config.aux_layers)}, the new target has {space.target.num_layers}"
     return None
 
 
-def _started_from(recipe: Recipe, folder: Path, family: str) -> Recipe:
+def _started_from(recipe: Recipe, folder: Path, names: Collection[str]) -> Recipe:
     drafts = {}
     for name, draft in recipe.drafts.items():
         steps = recipe.retrain.steps or draft.steps
         change = {"steps": steps, "warmup_steps": min(draft.warmup_steps, steps), "init_from": folder}
         change["score_every"] = min(draft.score_every, steps)
-        drafts[name] = draft if draft.family != family else type(draft).model_validate(draft.model_dump() | change)
+        drafts[name] = draft if name not in names else type(draft).model_validate(draft.model_dump() | change)
     return recipe.model_copy(update={"drafts": drafts})

@@ -1,5 +1,6 @@
 """Scores of every checkpoint, the times of every shape, and the draft that they choose."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,12 +143,24 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
 def _stored(counts_file: Path, notes_file: Path) -> tuple[pa.Table, float | None] | None:
     """Counts and perplexity of an earlier call; None where there are none, or (said aloud) damaged ones."""
     try:
-        return counts.read(counts_file), storage.read_object(notes_file).get("perplexity")
+        return counts.read(counts_file), _perplexity(notes_file)
     except MissingFileError:
         return None
     except CorruptDataError as error:
         say(f"{error}; scoring it again")
         return None
+
+
+def _perplexity(notes_file: Path) -> float | None:
+    notes = storage.read_object(notes_file)
+    if "perplexity" not in notes:
+        raise CorruptDataError(f"{notes_file}: perplexity: is missing")
+    value = notes["perplexity"]
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CorruptDataError(f"{notes_file}: perplexity: {value!r}: must be a number above 0, or null")
+    return float(value)
 
 
 def _show(scored: Scored, settings: ScoreSettings) -> None:

@@ -6,7 +6,8 @@ wait for the finished folder.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,17 @@ from ..data.settings import TargetSource
 from ..data.sources import input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..data.store import Capture
-from ..errors import MissingFileError
+from ..errors import DraftforgeError, MissingFileError
 from ..progress import say
+from ..specdec.formats import META_FILE
 from ..specdec.targets import place
 from ..train.checkpoints import list_steps, step_folder
 from ..train.claim import claim
+from ..train.families.fit import check_layers_exist
 from ..train.families.prepare import INIT, prepare
 from ..train.loop import train
 from ..train.metrics import MetricSink
-from ..train.settings import Eagle3Settings, SmallSettings
+from ..train.settings import Settings, SmallSettings
 from .workspace import POLL_SECONDS, Workspace
 
 
@@ -85,12 +88,14 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
     ]
     stage = _stage(space, "capture", inputs)
     scored = recipe.score.sampling
-    _once(
-        space,
-        stage.folder / CAPTURE_MANIFEST,
-        lambda: capture(space.target, mix.folder, recipe.capture, scored, stage.folder),
-        "capture",
-    )
+
+    def work() -> None:
+        for name, settings in recipe.drafts.items():  # hours before the training would find it out
+            with _naming(name):
+                check_layers_exist(settings, lambda: space.target)
+        capture(space.target, mix.folder, recipe.capture, scored, stage.folder)
+
+    _once(space, stage.folder / CAPTURE_MANIFEST, work, "capture")
     return stage
 
 
@@ -100,8 +105,10 @@ def prepare_drafts(space: Workspace, captured: Stage) -> None:
         stage = trained(space, name, captured)
         if space.first_rank and isinstance(settings, SmallSettings) and not (stage.folder / INIT).is_dir():
             data = Capture.open(captured.folder, verify=False)
-            claim(stage.folder, settings, space.recipe.seed, data)
-            prepare(settings, space.recipe.seed, data, stage.folder, lambda: space.target)
+            with _naming(name):
+                check_layers_exist(settings, lambda: space.target)
+                claim(stage.folder, settings, space.recipe.seed, data)
+                prepare(settings, space.recipe.seed, data, stage.folder, lambda: space.target)
 
 
 def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) -> Stage:
@@ -112,7 +119,10 @@ def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) 
         say(f"train {name}: done ({stage.folder.name})")
         return stage
     data = Capture.open(captured.folder, verify=space.first_rank)
-    train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink)
+    with _naming(name):
+        if space.first_rank and not (stage.folder / INIT).is_dir():
+            check_layers_exist(settings, lambda: space.target)
+        train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink)
     gc.collect()  # an engine's cycles hold the optimizer; scoring should not find the card full
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -127,16 +137,30 @@ def checkpoints_of(stage: Stage) -> dict[int, Path]:
 def trained(space: Workspace, name: str, captured: Stage) -> Stage:
     """Where the training of a draft lies, or will."""
     settings = space.recipe.drafts[name]
-    inputs = [captured.fingerprint, settings.identity(), space.recipe.seed, _start(settings)]
+    inputs = [captured.fingerprint, settings.identity(), space.recipe.seed, _start(settings, f"drafts.{name}")]
     return _stage(space, f"train-{name}", inputs)
 
 
-def _start(settings: SmallSettings | Eagle3Settings) -> str | None:
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """The training knows one draft, `draft`; people know it by its name in the recipe."""
+    try:
+        yield
+    except DraftforgeError as error:
+        field, dot, rest = str(error).partition(".")
+        if not (field == "draft" and dot):
+            raise
+        raise type(error)(f"drafts.{name}.{rest}") from error
+
+
+def _start(settings: Settings, where: str) -> str | None:
     """Content of the draft that training starts from."""
     if settings.init_from is None:
         return None
     if not settings.init_from.is_dir():
-        raise MissingFileError(f"drafts: init_from: {settings.init_from}: no such draft folder")
+        raise MissingFileError(f"{where}.init_from: {settings.init_from}: no such draft folder")
+    if not (settings.init_from / META_FILE).is_file():
+        raise MissingFileError(f"{where}.init_from {settings.init_from}: no draft folder (no {META_FILE})")
     names = [path.name for path in settings.init_from.glob("*.safetensors")]
     return fingerprint.of_files(settings.init_from, [*names, "config.json"])
 

@@ -106,7 +106,7 @@ def fetch(out: Path, target: str, model: str, tracking_uri: str | None, workdir:
             f"--workdir {workdir}: holds no {DATABASE_NAME}; name the recipe's work folder or a store"
         )
     tracking = open_tracking(settings, home)
-    found = target if _is_fingerprint(target) else target_fingerprint(TargetSettings(model=target))
+    found = target if fingerprint.is_fingerprint(target) else target_fingerprint(TargetSettings(model=target))
     version = models.fetch(tracking, found, out, alias)
     say(f"{version.reference}: {alias} of target {fingerprint.short(found)}, in {out}")
 
@@ -149,7 +149,3 @@ def _check_name(recipe: Recipe, draft: str | None) -> None:
 def _train(space: Workspace, captured: Stage, draft: str | None) -> dict[str, Stage]:
     names = list(space.recipe.drafts) if draft is None else [draft]
     return {name: train_stage(space, name, captured, NoSink()) for name in names}
-
-
-def _is_fingerprint(text: str) -> bool:
-    return len(text) == 64 and all(letter in "0123456789abcdef" for letter in text)

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 from .. import fingerprint, storage
-from ..errors import MissingFileError, OwnershipError
+from ..errors import CorruptDataError, MissingFileError, OwnershipError
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.connect import Tracking, open_tracking
@@ -93,6 +93,17 @@ class Workspace:
     def _noted_ancestors(self) -> dict[str, list[str]]:
         path = self.root / ANCESTORS_FILE
         known: dict[str, list[str]] = storage.read_object(path) if path.is_file() else {}
+        for target, mixes in known.items():
+            if not isinstance(mixes, list) or not all(map(fingerprint.is_fingerprint, mixes)):
+                raise CorruptDataError(f"{path}: {target}: must be a list of fingerprints, 64 hex digits each")
+        return known
+
+    def _known_targets(self) -> dict[str, str]:
+        path = self.root / TARGETS_FILE
+        known: dict[str, str] = storage.read_object(path) if path.is_file() else {}
+        for settings, found in known.items():
+            if not fingerprint.is_fingerprint(found):
+                raise CorruptDataError(f"{path}: {settings}: must be a fingerprint, 64 hex digits; delete the file")
         return known
 
     @cached_property
@@ -116,8 +127,7 @@ class Workspace:
     @cached_property
     def target_fingerprint(self) -> str:
         """The target's fingerprint; of a target that is gone, the one it had here (`small` trains without it)."""
-        memory = self.root / TARGETS_FILE
-        known: dict[str, str] = storage.read_object(memory) if memory.is_file() else {}
+        known = self._known_targets()
         key = fingerprint.of_json(self.recipe.target.model_dump(mode="json"))
         try:
             found = target_fingerprint(self.target_settings, self.digests)
@@ -127,7 +137,7 @@ class Workspace:
             say(f"target {self.recipe.target.model}: is gone; going on with what it left here")
             return known[key]
         if self.first_rank and known.get(key) != found:
-            storage.write_json(memory, {**known, key: found})
+            storage.write_json(self.root / TARGETS_FILE, {**known, key: found})
         return found
 
     @cached_property

@@ -10,7 +10,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from .. import storage
-from ..errors import FormatError, InputError, MissingFileError, RegistryError
+from ..errors import FormatError, InputError, LostFilesError, MissingFileError, RegistryError
 from ..fingerprint import of_file
 from .connect import Tracking, mlflow_errors
 
@@ -85,12 +85,29 @@ def download(tracking: Tracking, uri: str, files: Mapping[str, int], into: Path)
 
 
 def download_verified(tracking: Tracking, uri: str, digests: Mapping[str, str], into: Path) -> None:
-    """Download exactly the files of `digests` (name -> SHA-256) and check each. RegistryError otherwise."""
+    """Download exactly the files of `digests` (name -> SHA-256) and check each. LostFilesError otherwise."""
     stored = stored_files(tracking, uri)
-    if set(stored) != set(digests):
-        odd = sorted(set(stored) ^ set(digests))
-        raise RegistryError(f"{uri}/{odd[0]}: " + ("is not recorded" if odd[0] in stored else "is missing"))
+    if odd := _odd_name(stored, digests):
+        raise LostFilesError(f"{uri}/{odd}")
     download(tracking, uri, stored, into)
+    if odd := difference(into, digests):
+        raise LostFilesError(f"{uri}/{odd}")
+
+
+def difference(folder: Path, digests: Mapping[str, str]) -> str | None:
+    """The first file of a folder that is not as recorded, and how it differs; None where all are."""
+    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    if odd := _odd_name(found, digests):
+        return odd
     for name, digest in digests.items():
-        if (found := of_file(into / name)) != digest:
-            raise RegistryError(f"{uri}/{name}: has SHA-256 {found[:12]}…, recorded is {digest[:12]}…")
+        if (seen := of_file(folder / name)) != digest:
+            return f"{name}: has SHA-256 {seen[:12]}…, recorded is {digest[:12]}…"
+    return None
+
+
+def _odd_name(found: Iterable[str], recorded: Iterable[str]) -> str | None:
+    found, recorded = set(found), set(recorded)
+    missing, unknown = sorted(recorded - found), sorted(found - recorded)
+    if missing:
+        return f"{missing[0]}: is missing"
+    return f"{unknown[0]}: is not recorded" if unknown else None

@@ -19,7 +19,7 @@ import requests
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from .. import storage
 from ..errors import DiskFullError, DraftforgeError, InputError, RegistryError, TrackingError, one_line
@@ -84,7 +84,7 @@ def mlflow_errors(tracking_uri: str) -> Iterator[None]:
             raise RegistryError(f"{where}: {one_line(error, clean=redacted)}") from error
         if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
             raise
-        raise TrackingError(f"{where}: {one_line(error, clean=redacted)}") from error
+        raise TrackingError(f"{where}: {_said(error, tracking_uri)}") from error
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tup
         if storage.is_disk_full(error):
             raise DiskFullError(f"{redacted(uri)}: no space left for runs or artifacts") from error
         raise TrackingError(
-            f"{redacted(uri)}: MLflow cannot be reached ({_reason(error)}); "
+            f"{redacted(uri)}: MLflow cannot be reached ({_reason(error, uri)}); "
             "check registry.tracking_uri or MLFLOW_TRACKING_URI"
         ) from error
 
@@ -208,7 +208,19 @@ def _sqlite_uri(database: Path) -> str:
     return f"sqlite:///{path}"
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException, uri: str) -> str:
     """The network's own words where they are buried in a long message."""
     words = re.search(r"Connection refused|Name or service not known|No route to host|timed out", str(error))
-    return words.group().lower() if words else one_line(error, clean=redacted)
+    return words.group().lower() if words else _said(error, uri)
+
+
+def _said(error: BaseException, uri: str) -> str:
+    """An error in one line: the database's own words where SQLAlchemy, or MLflow quoting it, says more around them."""
+    cause = error if isinstance(error, DBAPIError) else error.__cause__
+    if not isinstance(cause, DBAPIError) or cause.orig is None or not str(error).startswith(str(cause)):
+        return one_line(error, clean=redacted)
+    words = one_line(cause.orig, clean=redacted)
+    database = _sqlite_file(uri)
+    if database is not None and "readonly" in words:
+        words += f"; {database} is read-only here: make it and its folder writable, or name another store"
+    return words

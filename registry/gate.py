@@ -1,6 +1,7 @@
 """The gate: may this candidate become the champion? A pure decision in words and numbers, and the act that follows."""
 
 import json
+import math
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..errors import RegistryError
 from .champions import ROLLED_BACK_TAG, move_champion, set_previous
 from .connect import Tracking, mlflow_errors
 from .lineage import Version
-from .models import CHAMPION, aliases, aliases_lock
+from .models import CHAMPION, aliases, aliases_lock, same_content
 from .settings import GateSettings
 
 
@@ -57,6 +58,8 @@ class Evidence(_Record):
     """Holdout clusters that the candidate or an ancestor was trained on."""
     compared: str | None = None
     """The champion that was measured beside the candidate, `name/number`."""
+    champion_lost: str | None = None
+    """What is wrong with that champion's files: it can serve nobody, and nothing was compared."""
     champion: Figures | None = None
     difference: Interval | None = None
     """Of the expected speed-ups, paired by conversation."""
@@ -70,6 +73,8 @@ class Decision(_Record):
     reasons: list[str]
     numbers: dict[str, Any]
     compared: str | None
+    champion_lost: bool = False
+    """The champion's files are gone: no rollback should return to it."""
 
 
 def decide(evidence: Evidence, settings: GateSettings) -> Decision:
@@ -86,8 +91,14 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
         against.append(
             f"expected speed-up {evidence.candidate.speedup:.2f} is below {settings.min_speedup:g} (gate.min_speedup)"
         )
+    lost = []
     if evidence.compared is None:
         supporting.append("first champion for this target: there is none to compare with")
+    elif evidence.champion_lost is not None:
+        lost = [
+            f"champion {evidence.compared}: its files are gone or damaged ({evidence.champion_lost}): "
+            "nothing to compare with"
+        ]
     elif evidence.champion is None or evidence.difference is None:
         against.append(f"champion {evidence.compared} was not measured on the holdout")
     else:
@@ -103,7 +114,13 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
         "settings": settings.model_dump(),
         "gain": None if gain is None else json.loads(gain.model_dump_json()),
     }
-    return Decision(promote=not against, reasons=against or supporting, numbers=numbers, compared=evidence.compared)
+    return Decision(
+        promote=not against,
+        reasons=[*(against or supporting), *lost],
+        numbers=numbers,
+        compared=evidence.compared,
+        champion_lost=bool(lost),
+    )
 
 
 def relative_gain(champion: Figures, difference: Interval) -> Interval:
@@ -127,7 +144,8 @@ def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:
             f"{evidence.conversations} holdout conversations, at least {settings.min_conversations} are needed "
             "(gate.min_conversations)"
         )
-    if evidence.compared is not None and not evidence.confidence >= settings.confidence:
+    comparing = evidence.compared is not None and evidence.champion_lost is None
+    if comparing and not evidence.confidence >= settings.confidence:
         against.append(f"intervals cover {evidence.confidence:g}, gate.confidence asks for {settings.confidence:g}")
     return against
 
@@ -139,7 +157,12 @@ def _against_champion(evidence: Evidence, champion: Figures, gain: Interval, set
             f"not faster: expected speed-up {evidence.candidate.speedup:.2f}, "
             f"champion {evidence.compared} has {champion.speedup:.2f}"
         )
-    if not gain.low >= -settings.non_inferiority_margin:
+    if math.isnan(gain.low):
+        against.append(
+            f"may be slower than champion {evidence.compared}: too few conversations for an interval "
+            "(gate.non_inferiority_margin)"
+        )
+    elif not gain.low >= -settings.non_inferiority_margin:
         against.append(
             f"may be slower than champion {evidence.compared}: the gain's interval reaches {_percent(gain.low)}, "
             f"allowed is {_percent(-settings.non_inferiority_margin)} (gate.non_inferiority_margin)"
@@ -169,14 +192,15 @@ def promote(tracking: Tracking, decision: Decision, version: Version) -> Decisio
     """Record the decision and, if it says so, make the version champion. Returns the decision as it was carried out.
 
     RegistryError if the champion is no longer the one that was compared: measure again. Doing it twice changes nothing.
-    A version that was rolled back is not promoted again.
+    A draft that was rolled back is not promoted again.
     """
     with aliases_lock(tracking, version.name):
         number = aliases(tracking, version.name).get(CHAMPION)
         if number == version.number:
             return decision.model_copy(update={"promote": True, "reasons": ["is the champion already"]})
-        if why := _rolled_back(tracking, version):
-            reason = f"version {version.number} was rolled back ({why}); delete its tag {ROLLED_BACK_TAG} to allow it"
+        if left := _rolled_back(tracking, version):
+            number_left, why = left
+            reason = f"version {number_left} was rolled back ({why}); delete its tag {ROLLED_BACK_TAG} to allow it"
             decision = decision.model_copy(update={"promote": False, "reasons": [reason, *decision.reasons]})
         found = None if number is None else f"{version.name}/{number}"
         if decision.promote and decision.compared != found:
@@ -186,17 +210,20 @@ def promote(tracking: Tracking, decision: Decision, version: Version) -> Decisio
             )
         _record(tracking, decision, version)
         if decision.promote:
-            if number is not None:
+            if number is not None and not decision.champion_lost:
                 set_previous(tracking, version.name, number)
             move_champion(tracking, version.name, number, version.number, "promote", decision.reasons[-1])
     return decision
 
 
-def _rolled_back(tracking: Tracking, version: Version) -> str | None:
-    with mlflow_errors(tracking.uri):
-        tags = tracking.client.get_model_version(version.name, str(version.number)).tags or {}
-    why = tags.get(ROLLED_BACK_TAG)
-    return None if why is None else str(why)
+def _rolled_back(tracking: Tracking, version: Version) -> tuple[int, str] | None:
+    """The version by which this draft was rolled back, and why: itself, or an earlier one with the same files."""
+    for one in same_content(tracking, version.name, version.lineage.content):
+        with mlflow_errors(tracking.uri):
+            tags = tracking.client.get_model_version(one.name, str(one.number)).tags or {}
+        if ROLLED_BACK_TAG in tags:
+            return one.number, str(tags[ROLLED_BACK_TAG])
+    return None
 
 
 def _record(tracking: Tracking, decision: Decision, version: Version) -> None:

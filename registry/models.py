@@ -16,7 +16,8 @@ from mlflow.utils.uri import append_to_uri_path
 from .. import storage
 from ..errors import InputError, OwnershipError, RegistryError
 from ..fingerprint import of_bytes, short
-from .artifacts import download_verified, file_digests
+from ..progress import say
+from .artifacts import download_verified, file_digests, stored_files
 from .connect import Tracking, mlflow_errors
 from .lineage import CLUSTERS_NAME, CONTENT_TAG, LINEAGE_TAG, Lineage, Version, as_version, clusters_file, get_version
 
@@ -53,7 +54,8 @@ def register_version(
 ) -> Version:
     """Upload a draft folder into the run, register it under its target and call it `candidate`.
 
-    The same draft (same files) is registered once; again, the version that exists comes back.
+    The same draft (same files) is registered once; again, the version that exists comes back, unless files of its own
+    are gone from the store: then they are uploaded again, as a new version.
     """
     clusters = clusters_file(train_clusters)
     update = {"files": file_digests(folder), "clusters_digest": of_bytes(clusters)}
@@ -61,9 +63,13 @@ def register_version(
     name = model_name(tracking, lineage.target_fingerprint)
     with aliases_lock(tracking, name), mlflow_errors(tracking.uri):
         _ensure_model(tracking, name, lineage)
-        version = _same_content(tracking, name, lineage.content) or _upload(
-            tracking, run_id, folder, name, lineage, clusters
-        )
+        known = same_content(tracking, name, lineage.content)
+        version = next((one for one in known if missing_file(tracking, one) is None), None)
+        if version is None:
+            if known:
+                say(f"{known[-1].reference}: its files are gone from the registry: the draft is registered again")
+            to = f"drafts/{short(lineage.content)}" + (f"-{len(known) + 1}" if known else "")  # apart from remains
+            version = _upload(tracking, run_id, folder, to, name, lineage, clusters)
         if aliases(tracking, name).get(CHAMPION) != version.number:
             tracking.client.set_registered_model_alias(name, CANDIDATE, str(version.number))
     return version
@@ -83,14 +89,24 @@ def _ensure_model(tracking: Tracking, name: str, lineage: Lineage) -> None:
             ) from None
 
 
-def _same_content(tracking: Tracking, name: str, content: str) -> Version | None:
-    found = tracking.client.search_model_versions(f"name = '{name}' and tags.`{CONTENT_TAG}` = '{content}'")
-    return as_version(min(found, key=lambda record: int(record.version))) if found else None
+def same_content(tracking: Tracking, name: str, content: str) -> list[Version]:
+    """Every version of a registered model that has these files on record, oldest first."""
+    with mlflow_errors(tracking.uri):
+        found = tracking.client.search_model_versions(f"name = '{name}' and tags.`{CONTENT_TAG}` = '{content}'")
+    return sorted((as_version(record) for record in found), key=lambda version: version.number)
 
 
-def _upload(tracking: Tracking, run_id: str, folder: Path, name: str, lineage: Lineage, clusters: bytes) -> Version:
+def missing_file(tracking: Tracking, version: Version) -> str | None:
+    """The first of a version's files that its store no longer has. An error where the store does not answer."""
+    missing = sorted(set(version.lineage.files) - set(stored_files(tracking, version.source)))
+    return missing[0] if missing else None
+
+
+def _upload(
+    tracking: Tracking, run_id: str, folder: Path, to: str, name: str, lineage: Lineage, clusters: bytes
+) -> Version:
     """Files first, the version last: a version that exists is complete."""
-    client, to = tracking.client, f"drafts/{short(lineage.content)}"
+    client = tracking.client
     record = lineage.model_dump_json(indent=2)
     client.log_artifacts(run_id, str(folder), to)
     client.log_text(run_id, record, f"{lineage.folder}/lineage.json")

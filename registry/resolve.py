@@ -1,4 +1,4 @@
-"""`models:/` addresses, of drafts or of targets, to local folders. Each version is downloaded once."""
+"""`models:/` addresses, of drafts or of targets, to local folders. What is here and sound is not downloaded again."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 from .. import storage
 from ..errors import InputError, RegistryError
 from ..fingerprint import of_json, short
-from .artifacts import download, download_verified, stored_files
+from ..progress import say
+from .artifacts import difference, download, download_verified, stored_files
 from .connect import Tracking, mlflow_errors
 from .lineage import LINEAGE_TAG, as_version
 from .settings import redacted
@@ -19,11 +20,13 @@ def is_models_uri(text: str) -> bool:
     return text.startswith("models:/")
 
 
-def resolve_models_uri(tracking: Tracking, uri: str, folder: Path) -> Path:
+def resolve_models_uri(tracking: Tracking, uri: str, folder: Path, afresh: bool = False) -> Path:
     """The local copy, below `folder`, of `models:/name/version` or `models:/name@alias`.
 
-    Drafts of ours are verified against their recorded digests. Other models (a fine-tuned target) are taken as they
-    are, without pickles; what MLflow's transformers flavour spreads over folders is put into one.
+    Drafts of ours are verified against their recorded digests, a copy that is here already too: a damaged one is
+    downloaded again. Other models (a fine-tuned target) are taken as they are, without pickles; what MLflow's
+    transformers flavour spreads over folders is put into one. `afresh`: download even where a sound copy is here,
+    to see what the registry itself holds.
     """
     match = _ADDRESS.fullmatch(uri)
     if match is None:
@@ -36,11 +39,15 @@ def resolve_models_uri(tracking: Tracking, uri: str, folder: Path) -> Path:
         source = tracking.client.get_model_version_download_uri(name, number)
     identity = short(of_json([redacted(tracking.uri), source, record.creation_timestamp]))
     place = storage.inside(folder, f"{name}-{number}-{identity}")
-    if place.is_dir():
-        return place
+    digests = as_version(record).lineage.files if LINEAGE_TAG in (record.tags or {}) else None
+    if place.is_dir() and not afresh:
+        damage = None if digests is None else difference(place, digests)
+        if damage is None:
+            return place
+        say(f"{place}/{damage}; downloading it again")
     with storage.new_folder(place) as beside:
-        if LINEAGE_TAG in (record.tags or {}):
-            download_verified(tracking, source, as_version(record).lineage.files, beside)
+        if digests is not None:
+            download_verified(tracking, source, digests, beside)
         else:
             _download_foreign(tracking, source, beside)
     return place

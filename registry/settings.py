@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class RegistrySettings(BaseModel):
     """Where runs and versions are kept."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     tracking_uri: str | None = None
     """An MLflow server (`https://…`) or database (`sqlite:///…`). None: the environment's MLFLOW_TRACKING_URI, else a
@@ -29,7 +29,7 @@ def redacted(text: str) -> str:
 class GateSettings(BaseModel):
     """What a candidate must show on the holdout to become the champion."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     min_speedup: float = Field(default=0.0, ge=0)
     """Least expected speed-up over plain decoding; 0 asks for none (on a slow CPU speculation may lose)."""

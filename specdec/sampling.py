@@ -14,9 +14,9 @@ from torch import Tensor
 class SamplingSettings(BaseModel):
     """How the next token is drawn. The processors run in Hugging Face's order: temperature, top-k, top-p, min-p."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    temperature: float = Field(default=0.0, ge=0.0)
     """0 takes the most likely token; so does anything below 0.00001, as in vLLM."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k most likely tokens and all that tie with the last of them; 0 keeps every token."""

@@ -1,7 +1,9 @@
 """Recipes: paths, overrides, and one exact line for everything that can be wrong in one."""
 
+import copy
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
@@ -228,7 +230,8 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
         ("drafts.lookup={family: small, layers: 2}", "lookup: is the name of a baseline; give the draft another"),
         ("mix.sources=[]", "mix.sources: must have at least 1 item"),
         ("target.model=", "target.model = None: must be text"),
-        ("score.draft_tokens=[0]", "score.draft_tokens: [0]: every K must be at least 1"),
+        ("score.draft_tokens=[0]", "score.draft_tokens: K = 0: every K must be at least 1 and at most 64"),
+        ("score.draft_tokens=[4, 100]", "score.draft_tokens: K = 100: every K must be at least 1 and at most 64"),
         ("gate.confidence=2", "gate.confidence = 2: must be < 1"),
         ("name=A b", "name = A b: must match pattern"),
     ],
@@ -238,6 +241,71 @@ def test_mistakes_in_real_sections(tmp_path: Path, override: str, line: str) -> 
         recipe.load_recipe(write(tmp_path), [override])
     (said,) = str(raised.value).splitlines()
     assert line in said
+
+
+EVERYTHING: dict[str, Any] = {
+    "name": "all",
+    "target": {"model": "owner/model"},
+    "mix": {
+        "sources": [
+            {"kind": "turns", "path": "x.jsonl", "template_args": {"deep": [{"depth": 1}]}},
+            {"kind": "dataset", "name": "owner/data"},
+            {"kind": "target", "count": 1},
+        ],
+        "domain_weights": {"code": 1.0},
+        "sampling": [{"temperature": 1.0}],
+    },
+    "drafts": {
+        "small": {"family": "small", "layers": 2, "lora": {}, "objective": {"kl": 1.0, "ce": 1.0, "tv": 1.0}},
+        "listed": {"family": "small", "layers": [0, 2]},
+        "eagle": {"family": "eagle3", "aux_layers": [1, 2, 3], "objective": {"kl": 1.0}},
+    },
+    "score": {"sampling": [{}], "draft_tokens": [1], "decode_draft_tokens": [1]},
+}
+"""A recipe with an entry in every list and mapping, so that every number of the schema has a place in it."""
+
+
+def number_fields(nodes: list[recipe.Schema], at: Any, root: recipe.Schema) -> Iterator[tuple[Any, ...]]:
+    """Places of all fields that may be numbers, present or not, by schema and by what `at` holds."""
+    if any(node.get("type") in ("number", "integer") for node in nodes) or (isinstance(at, int) and not nodes):
+        yield ()
+    if any(node == {} for node in nodes) and isinstance(at, int):
+        yield ()  # any JSON value
+    names = list(at) if isinstance(at, dict) else list(range(len(at))) if isinstance(at, list) else []
+    for node in nodes:
+        known = node.get("properties", {})
+        const = {name: field["const"] for name, field in known.items() if "const" in field}
+        if not isinstance(at, list) and all(name in (at or {}) and at[name] == value for name, value in const.items()):
+            names += [name for name in known if name not in names]
+    for name in names:
+        inner = at[name] if isinstance(at, list) or name in (at or {}) else None
+        for rest in number_fields(recipe._children(nodes, name, root), inner, root):
+            yield name, *rest
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_no_number_of_a_recipe_may_be_infinite_or_nan(tmp_path: Path, value: float) -> None:
+    schema = recipe.schema()
+    places = {".".join(map(str, keys)): keys for keys in number_fields([schema], EVERYTHING, schema)}
+    assert len(places) > 110
+    assert places.keys() > {
+        "mix.sources.0.template_args.deep.0.depth", "mix.sources.1.rows", "mix.sources.2.count", "mix.sampling.0.top_p",
+        "mix.domain_weights.code", "drafts.small.lora.alpha", "drafts.small.objective.tv", "drafts.eagle.aux_layers.2",
+        "drafts.eagle.step_decay", "score.costs.wait_seconds", "score.draft_tokens.0", "capture.sampling.temperature",
+        "gate.min_speedup", "registry.connect_seconds", "retrain.lock_timeout_seconds", "seed",
+    }  # fmt: skip
+    outer = {keys for keys in places.values() if any(keys == other[: len(keys)] != other for other in places.values())}
+    for chosen in (outer, {*places.values()} - outer):  # a number where another recipe has a list of them
+        raw = copy.deepcopy(EVERYTHING)
+        for keys in chosen:
+            at: Any = raw
+            for key in keys[:-1]:
+                at = at[key] if isinstance(at, list) else at.setdefault(key, {})
+            at[keys[-1]] = value
+        with pytest.raises(RecipeError) as raised:
+            recipe.load_recipe(write(tmp_path, yaml.safe_dump(raw)))
+        lines = {f"demo.yaml: {'.'.join(map(str, keys))} = {value}: must be finite" for keys in chosen}
+        assert not lines - set(str(raised.value).splitlines())
 
 
 def test_the_schema_describes_its_keys() -> None:

@@ -48,7 +48,7 @@ def make_optimizer(family: Family, settings: Settings) -> torch.optim.Optimizer:
         weight_decay=settings.weight_decay,
         adjust_lr_fn="match_rms_adamw",
     )
-    return MuonAdamW(muon, _adamw(settings, tables, rest))
+    return MuonAdamW(muon, _adamw(settings, tables, rest)) if tables or rest else muon  # adapters: matrices only
 
 
 def _adamw(settings: Settings, decayed: list[torch.nn.Parameter], rest: list[torch.nn.Parameter]) -> torch.optim.AdamW:

@@ -1,6 +1,7 @@
 """Times: which rounds count, what the key depends on, and that a shape is measured once."""
 
 import copy
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +132,16 @@ def test_real_rounds_are_timed(target: CausalModel) -> None:
     assert costs.CostTable.model_validate_json(table.model_dump_json()) == table
 
 
+def test_rounds_that_outgrow_the_context_are_named(target: CausalModel) -> None:
+    """256 positions: one of the prompt, one of the prefill, and rounds of up to 3 tokens."""
+    most = (target.max_positions - 2) // 3
+    wrong = CostSettings(prompts=1, rounds=most + 1, warmup_rounds=1)
+    with pytest.raises(InputError, match=rf"^score\.costs\.rounds = {most + 1}: .* context of 256; at most {most} do"):
+        costs.measure_costs(key_of(target), target, PromptLookup, [[1, 2]], GREEDY, wrong)
+    fits = CostSettings(prompts=1, rounds=most, warmup_rounds=1)
+    assert costs.measure_costs(key_of(target), target, PromptLookup, [[1, 2]], GREEDY, fits).plain_rounds == most - 1
+
+
 def test_no_prompts_are_refused(target: CausalModel) -> None:
     with pytest.raises(InputError, match="no prompts"):
         costs.measure_costs(key_of(target), target, PromptLookup, [], GREEDY, CostSettings())
@@ -177,6 +188,41 @@ def test_times_are_measured_once(target: CausalModel, tmp_path: Path) -> None:
     assert len(calls) == 2
     with pytest.raises(InputError, match="another shape"):
         costs.cached_costs(tmp_path / "costs", key_of(target, K=(5,)), measure)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("plain_seconds", 0),
+        ("plain_seconds", float("nan")),
+        ("plain_rounds", 0),
+        ("context_tokens", -1),
+        ("by_K.1.draft_seconds", float("inf")),
+        ("by_K.2.draft_seconds", -0.01),
+        ("by_K.1.verify_seconds", 0),
+        ("by_K.1.rest_seconds", "NaN"),
+        ("by_K.2.rounds", 0),
+        ("by_K", {}),
+        ("by_K.3", {"draft_seconds": 0.1, "verify_seconds": 0.1, "rest_seconds": 0.1, "rounds": 5}),
+    ],
+)
+def test_times_that_cannot_be_are_measured_again(
+    target: CausalModel, tmp_path: Path, field: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = key_of(target)
+    sound = costs.cached_costs(tmp_path, key, lambda: table_of(key))
+    (path,) = tmp_path.glob("costs-*.json")
+    stored = json.loads(path.read_text())
+    at = stored
+    *above, last = field.split(".")
+    for name in above:
+        at = at[name]
+    at[last] = value
+    path.write_text(json.dumps(stored))
+    capsys.readouterr()
+    assert costs.cached_costs(tmp_path, key, lambda: table_of(key)) == sound
+    assert "measuring again" in capsys.readouterr().err
+    assert costs.cached_costs(tmp_path, key, pytest.fail) == sound
 
 
 def test_two_processes_do_not_measure_at_once(target: CausalModel, tmp_path: Path) -> None:

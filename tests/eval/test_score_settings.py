@@ -25,12 +25,16 @@ def test_the_serving_rule_is_the_first_that_is_not_greedy() -> None:
 
 def test_draft_tokens_are_sorted_once_each() -> None:
     assert ScoreSettings(draft_tokens=[4, 2, 2]).draft_tokens == [2, 4]
+    assert ScoreSettings(draft_tokens=[64]).draft_tokens == [64]
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"draft_tokens": [0, 1]}, "every K must be at least 1"),
+        ({"draft_tokens": [0, 1]}, "K = 0: every K must be at least 1 and at most 64"),
+        ({"draft_tokens": [1, 65]}, "K = 65: every K must be at least 1 and at most 64"),
+        ({"draft_tokens": list(range(1, 10**6))}, "K = 65: every K"),
+        ({"decode_draft_tokens": [10**9]}, "K = 1000000000: every K"),
         ({"draft_tokens": []}, "at least 1 item"),
         ({"rules": ["typical"]}, "'greedy', 'token', 'block' or 'onehot'"),
         ({"sampling": [WARM], "rules": ["greedy"]}, "sampling t0.8 needs token, block or onehot"),

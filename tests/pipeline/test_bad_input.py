@@ -111,6 +111,15 @@ def both(first: Damage, second: Damage) -> Damage:
     return lambda work: (first(work), second(work))
 
 
+def fill(path: Path, value: Any) -> None:
+    """Give every entry of a JSON object this value."""
+    storage.write_json(path, dict.fromkeys(storage.read_json(path), value))
+
+
+def write_ancestors(value: Any) -> Damage:
+    return lambda work: storage.write_json(work / "ancestors.json", {"f" * 64: value})
+
+
 DAMAGES: list[tuple[str, Damage, str]] = [
     ("score", cut("capture-*/shards/00000-train.safetensors"), r"00000-train\.safetensors: 100 bytes, \d+ recorded"),
     ("score", write("capture-*/manifest.json", '{"format": 1, "shards": [{}]}'), "manifest.json: not a capture manif"),
@@ -136,6 +145,11 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     ("score", write("owner.json", "[]"), "owner.json: holds a JSON list"),
     ("score", write("owner.json", '{"recipe": "other"}'), "belongs to recipe 'other', not 'tiny'"),
     ("score", write("targets.json", "{"), "targets.json: not valid JSON"),
+    ("score", lambda work: fill(work / "targets.json", 3), "targets.json: [0-9a-f]{64}: must be a fingerprint"),
+    ("score", lambda work: fill(work / "targets.json", "abc"), "targets.json: [0-9a-f]{64}: must be a fingerprint"),
+    ("score", write_ancestors("x"), "ancestors.json: [0-9a-f]{64}: must be a list of fingerprints"),
+    ("score", write_ancestors(["x"]), "ancestors.json: [0-9a-f]{64}: must be a list of fingerprints"),
+    ("score", write_ancestors([["0" * 64]]), "ancestors.json: [0-9a-f]{64}: must be a list of fingerprints"),
 ]
 
 
@@ -154,6 +168,11 @@ def test_a_damaged_file_is_named(verb: str, damage: Damage, says: str, trained: 
     [
         cut("score-*/parts/small-000004.parquet"),
         write("score-*/parts/small-000004.json", "[]"),
+        write("score-*/parts/small-000004.json", "{}"),
+        write("score-*/parts/small-000004.json", '{"perplexity": "much"}'),
+        write("score-*/parts/small-000004.json", '{"perplexity": [2.0]}'),
+        write("score-*/parts/small-000004.json", '{"perplexity": NaN}'),
+        write("score-*/parts/small-000004.json", '{"perplexity": true}'),
         lambda work: one(work, "score-*/parts/small-000004.parquet").unlink(),
         cut("score-*/counts.parquet"),
         write("digests.json", '{"a": 1}'),
@@ -162,9 +181,11 @@ def test_a_damaged_file_is_named(verb: str, damage: Damage, says: str, trained: 
 )
 def test_what_is_only_remembered_is_made_again(damage: Damage, trained: Trained) -> None:
     before = one(trained.work, "score-*/counts.parquet").read_bytes()
+    notes = one(trained.work, "score-*/parts/small-000004.json").read_bytes()
     damage(trained.work)
     assert code_of("score", trained.recipe, f"workdir={trained.work}") == 0
     assert one(trained.work, "score-*/counts.parquet").read_bytes() == before
+    assert one(trained.work, "score-*/parts/small-000004.json").read_bytes() == notes
     assert len(list(trained.work.glob("train-*"))) == 1
 
 
@@ -228,17 +249,55 @@ def test_libraries_say_nothing_beside_our_line(
         ("target.device=gpu7", "target.device: gpu7: must be auto, cpu"),
         ("target.device=cuda:64", "target.device: cuda:64: there are"),
         ("target.adapter=/nowhere", "target.adapter: /nowhere"),
-        ("drafts={s: {family: small, from_model: /nowhere}}", "draft.from_model: /nowhere: no such folder"),
-        ("drafts={s: {family: small, layers: 9}}", "draft.layers 9: must be between 2 and the target's 4"),
-        ("drafts={s: {family: eagle3, aux_layers: [1, 2, 9]}}", r"draft.aux_layers \[1, 2, 9\]: the target has 4"),
-        ("drafts={s: {family: small, layers: 2, lora: {rank: 2, targets: [zzz]}}}", r"draft.lora: targets \['zzz'\]"),
-        ("drafts={s: {family: small, layers: 2, init_from: /nowhere}}", "init_from: /nowhere: no such draft folder"),
+        ("drafts={s: {family: small, from_model: /nowhere}}", "drafts.s.from_model: /nowhere: no such folder"),
+        ("drafts={s: {family: small, layers: 9}}", "drafts.s.layers 9: must be between 2 and the target's 4"),
+        (
+            "drafts={s: {family: eagle3, aux_layers: [1, 2, 9]}}",
+            r"drafts.s.aux_layers = \[1, 2, 9\]: must",
+        ),
+        (
+            "drafts={s: {family: small, layers: 2, lora: {rank: 2, targets: [zzz]}}}",
+            r"s.lora: targets \['zzz'\]",
+        ),
+        ("drafts={s: {family: small, layers: 2, init_from: /nowhere}}", "s.init_from: /nowhere: no such draft folder"),
+        (
+            "drafts={s: {family: small, layers: 2, init_from: /usr}}",
+            r"drafts.s.init_from /usr: no draft folder \(no draftforge.json\)",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_named(override: str, says: str, trained: Trained, fails: Fails) -> None:
     line = fails(2, "train", trained.recipe, f"workdir={trained.work}", override)
     assert re.search(says, line), line
     assert not half_written(trained.work)
+
+
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        ("{family: eagle3, aux_layers: [1, 2, 9]}", "drafts.s.aux_layers = [1, 2, 9]: must be between 1 and 4"),
+        ("{family: eagle3, aux_layers: [0, 1, 2]}", "drafts.s.aux_layers = [0, 1, 2]: must be between 1 and 4"),
+        ("{family: small, layers: 9}", "drafts.s.layers 9: must be between 2 and the target's 4"),
+        ("{family: small, layers: [0, 9]}", "drafts.s.layers [0, 9]: must start at 0 and end at 3"),
+    ],
+)
+def test_layers_that_do_not_exist_are_found_out_before_anything_is_written(
+    draft: str, says: str, trained: Trained, write_recipe: Callable[..., Path], tmp_path: Path, fails: Fails
+) -> None:
+    before = set(trained.work.glob("train-*"))
+    assert says in fails(2, "train", trained.recipe, f"workdir={trained.work}", f"drafts={{s: {draft}}}")
+    assert set(trained.work.glob("train-*")) == before
+    (tmp_path / "fresh").mkdir()
+    fresh = f"workdir={tmp_path / 'fresh' / 'work'}"
+    assert says in fails(2, "capture", write_recipe(), fresh, f"drafts={{s: {draft}}}")
+    assert not list((tmp_path / "fresh" / "work").glob("capture-*"))
+
+
+def test_a_start_of_another_shape_is_refused_by_name(trained: Trained, fails: Fails) -> None:
+    start = one(trained.work, "train-*/checkpoints/step-000004")
+    draft = f"drafts={{s: {{family: small, layers: 3, init_from: {start}}}}}"
+    line = fails(2, "train", trained.recipe, f"workdir={trained.work}", draft)
+    assert f"error: drafts.s.layers = 3: init_from {start} has 2 layers" in line
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM
 from draftforge import storage
 from draftforge.cli import main
 from draftforge.errors import LockedError
+from draftforge.pipeline import retrain as retraining
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.retrain import retrain
 from draftforge.pipeline.workspace import Workspace
-from draftforge.recipe import load_recipe
+from draftforge.recipe import Recipe, load_recipe
+from draftforge.registry.lineage import Version
 from draftforge.registry.models import champion
-from draftforge.specdec.formats import read_meta
+from draftforge.specdec.formats import load_draft, read_meta
 
 WriteRecipe = Callable[..., Path]
 pytestmark = pytest.mark.slow
@@ -78,6 +80,67 @@ def test_another_tokenizer_means_a_cold_start_said_aloud(
     assert done.outcome is not None and done.stale_tau is None
     assert done.outcome.version.lineage.parent is None
     assert "another tokenizer" in capsys.readouterr().err
+
+
+def test_a_recipe_of_another_shape_starts_cold_and_says_so(
+    write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(write_recipe())
+    small = recipe.drafts["small"]
+    first = distill(Workspace(recipe.model_copy(update={"drafts": {"small": small}})))
+    assert first is not None
+    changed = recipe.target.model_copy(update={"model": str(fine_tuned(tiny_target_folder, tmp_path / "tuned"))})
+    three = small.model_copy(update={"layers": 3})
+    capsys.readouterr()
+    done = retrain(Workspace(recipe.model_copy(update={"drafts": {"small": three}, "target": changed})))
+    said, champion_name = capsys.readouterr().err, first.version.reference
+    assert f"cold start, not from {champion_name}: drafts.small.layers = 3: {champion_name} has 2 layers" in said
+    assert done.outcome is not None and done.outcome.version.lineage.parent is None
+    assert load_draft(done.outcome.scored.chosen_folder, torch.device("cpu"), torch.float32).draft.lm.num_layers == 3  # type: ignore[union-attr]
+
+    again = recipe.target.model_copy(update={"model": str(fine_tuned(tmp_path / "tuned", tmp_path / "twice"))})
+    both = recipe.model_copy(update={"drafts": {"two": small, "three": three}, "target": again})
+    kept: list[Recipe] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retraining, "distill", lambda space, parent=None: kept.append(space.recipe))
+        retrain(Workspace(both))
+    starts = {name: settings.init_from for name, settings in kept[0].drafts.items()}
+    assert starts["two"] is None and starts["three"] is not None  # the one that has the new champion's shape
+    assert "drafts.two starts cold: drafts.two.layers = 2" in capsys.readouterr().err
+
+
+def test_a_champion_whose_files_are_gone_is_replaced(
+    write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(write_recipe())
+    recipe = recipe.model_copy(update={"drafts": {"small": recipe.drafts["small"]}})
+
+    def vanish(version: Version) -> Version:
+        shutil.rmtree(version.source.removeprefix("file://"))
+        capsys.readouterr()
+        return version
+
+    first = distill(Workspace(recipe))
+    assert first is not None
+    lost = vanish(first.version)
+    other = distill(Workspace(recipe.model_copy(update={"seed": 1})))  # another draft: nothing to compare it with
+    assert other is not None and other.decision.promote and other.version.number == 2
+    assert f"champion {lost.reference}: its files are gone" in other.decision.reasons[-1]
+
+    lost = vanish(other.version)
+    again = retrain(Workspace(recipe.model_copy(update={"seed": 1}))).outcome  # the very same draft
+    said = capsys.readouterr().err
+    assert again is not None and again.decision.promote and again.version.number == 3
+    assert f"champion {lost.reference}: its files are gone (" in said
+    assert f"cold start, not from {lost.reference}" in said and "target changed" not in said
+    assert retrain(Workspace(recipe.model_copy(update={"seed": 1}))).outcome is None
+
+    lost = vanish(again.version)
+    changed = recipe.target.model_copy(update={"model": str(fine_tuned(tiny_target_folder, tmp_path / "tuned"))})
+    done = retrain(Workspace(recipe.model_copy(update={"target": changed})))
+    said = capsys.readouterr().err
+    assert done.outcome is not None and done.outcome.version.lineage.parent is None
+    assert "target changed" in said and f"cold start, not from {lost.reference}: its files are gone" in said
 
 
 def test_a_second_retraining_is_kept_out(write_recipe: WriteRecipe) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from draftforge.errors import LostFilesError, TrackingError
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
 from draftforge.eval.counts import CountRow, to_table
 from draftforge.eval.score import Identity
@@ -88,3 +89,25 @@ def test_the_gate_hears_of_the_conversations_that_were_scored(
     assert evidence.conversations == 3
     said = capsys.readouterr().out
     assert "On the holdout" in said and "lookup" in said  # what the decision rests on is shown beside the baseline
+
+
+def test_a_champion_is_measured_as_the_registry_has_it(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from the copy in the work folder; only files that are gone or damaged leave nothing to compare with."""
+    space = Workspace(load_recipe(write_recipe()))
+    monkeypatch.setattr(Workspace, "tracking", None)
+    asked: list[dict[str, Any]] = []
+
+    def resolve(*args: Any, **options: Any) -> Path:
+        asked.append(options)
+        raise error
+
+    monkeypatch.setattr(promotion, "resolve_models_uri", resolve)
+    version: Any = SimpleNamespace(uri="models:/m/1")
+    error: Exception = LostFilesError("file:///x/config.json: is missing")
+    assert promotion._rival(space, None, version) == (None, str(error))  # type: ignore[arg-type]
+    error = TrackingError("no answer")
+    with pytest.raises(TrackingError):
+        promotion._rival(space, None, version)  # type: ignore[arg-type]
+    assert asked == [{"afresh": True}] * 2

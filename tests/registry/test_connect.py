@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+from sqlalchemy.exc import OperationalError
 
 from draftforge.errors import DiskFullError, InputError, RegistryError, TrackingError, one_line
 from draftforge.registry import connect
@@ -178,3 +181,23 @@ def test_a_password_is_taken_out_before_a_long_line_is_cut() -> None:
     error = OSError("x" * 270 + " http://user:" + "secret" * 10 + "@host")
     assert "secret" not in one_line(error, clean=redacted)
     assert one_line(error).endswith("…") and "secret" in one_line(error)  # cut first, it would show
+
+
+def test_a_read_only_database_is_named_with_its_own_words(tmp_path: Path) -> None:
+    tracking = open_tracking(RegistrySettings(), tmp_path)
+    database = tmp_path / "mlflow.db"
+    read_only = f"sqlite:///file:{database}?mode=ro&uri=true"  # a file's mode means nothing to root
+    client = MlflowClient(tracking_uri=read_only, registry_uri=read_only)
+    with pytest.raises(TrackingError) as caught, mlflow_errors(tracking.uri):
+        client.create_run(tracking.experiment_id)
+    message = str(caught.value)
+    assert message.startswith(f"{tracking.uri}: attempt to write a readonly database; {database} is read-only here")
+    assert "\n" not in message and "autoflush" not in message
+    with pytest.raises(TrackingError, match=r"x: attempt to write a readonly database$"), mlflow_errors("http://x"):
+        raise OperationalError("INSERT INTO runs", {}, sqlite3.OperationalError("attempt to write a readonly database"))
+
+
+def test_what_mlflow_says_itself_about_the_database_stays(tracking: Tracking) -> None:
+    tracking.client.create_registered_model(tracking.settings.model)
+    with pytest.raises(TrackingError, match="already exists"), mlflow_errors(tracking.uri):
+        tracking.client.create_registered_model(tracking.settings.model)

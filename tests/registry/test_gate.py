@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,14 @@ def test_refusals_say_why(changes: dict[str, Any], words: str) -> None:
     json.dumps(decision.model_dump(), allow_nan=False)
 
 
+@pytest.mark.parametrize("value", [0.2, -0.2])
+def test_one_conversation_gives_no_interval_and_no_percentage_of_nothing(value: float) -> None:
+    alone = evidence(conversations=1, difference={"value": value, "low": math.nan, "high": math.nan})
+    decision = decide(alone, GateSettings(min_conversations=1))
+    assert not decision.promote and any("too few conversations for an interval" in one for one in decision.reasons)
+    assert not any("nan" in reason for reason in decision.reasons)
+
+
 def test_a_self_test_that_compared_nothing_is_said() -> None:
     decision = decide(evidence(lossless=None), GateSettings())
     assert decision.promote and any("no self-test" in reason for reason in decision.reasons)
@@ -116,6 +125,28 @@ def test_first_champion() -> None:
     assert refused.reasons == ["expected speed-up 0.80 is below 1.1 (gate.min_speedup)"]
     assert not decide(first(candidate={"tau": 1.5, "speedup": math.nan}), GateSettings()).promote
     assert decide(first(confidence=0.5), GateSettings()).promote
+
+
+LOST = {"champion": None, "difference": None, "champion_lost": "file:///x/config.json: is missing"}
+
+
+def test_a_champion_whose_files_are_gone_blocks_nobody() -> None:
+    decision = decide(evidence(**LOST, confidence=0.5), GateSettings())
+    said = "champion m/3: its files are gone or damaged (file:///x/config.json: is missing): nothing to compare with"
+    assert decision.promote and decision.champion_lost and decision.reasons[-1] == said
+    assert decision.compared == "m/3"
+    refused = decide(evidence(**LOST), GateSettings(min_speedup=2))
+    assert not refused.promote and "gate.min_speedup" in refused.reasons[0] and refused.reasons[-1] == said
+
+
+def test_no_rollback_returns_to_a_champion_whose_files_are_gone(tracking: Tracking, register: Register) -> None:
+    one, two, three = register("one"), register("two"), register("three")
+    crown(tracking, one)
+    crown(tracking, two)
+    lost = Decision(promote=True, reasons=["x"], numbers={}, compared=two.reference, champion_lost=True)
+    assert promote(tracking, lost, three).promote
+    assert aliases(tracking, one.name) == {CHAMPION: 3, PREVIOUS: 1}
+    assert rollback(tracking, TARGET).number == 1
 
 
 def verdict(compared: str | None, yes: bool = True) -> Decision:
@@ -234,3 +265,14 @@ def test_what_was_rolled_back_stays_so(tracking: Tracking, register: Register) -
     assert not outcome.promote and outcome.reasons[0].startswith("version 2 was rolled back (users complained)")
     tracking.client.delete_model_version_tag(two.name, "2", ROLLED_BACK_TAG)
     assert promote(tracking, verdict(one.reference), two).promote
+
+
+def test_what_was_rolled_back_stays_so_when_it_is_registered_again(tracking: Tracking, register: Register) -> None:
+    one, two = register("one"), register("two")
+    crown(tracking, one)
+    crown(tracking, two)
+    rollback(tracking, TARGET, "users complained")
+    shutil.rmtree(two.source.removeprefix("file://"))
+    again = register("two")
+    outcome = promote(tracking, verdict(one.reference), again)
+    assert again.number == 3 and not outcome.promote and outcome.reasons[0].startswith("version 2 was rolled back")

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +11,17 @@ from pathlib import Path
 import pytest
 
 import draftforge.registry
-from draftforge.errors import DiskFullError, FormatError, InputError, MissingFileError, OwnershipError, RegistryError
+from draftforge.errors import (
+    DiskFullError,
+    FormatError,
+    InputError,
+    MissingFileError,
+    OwnershipError,
+    RegistryError,
+    TrackingError,
+)
 from draftforge.fingerprint import of_file
-from draftforge.registry import artifacts
+from draftforge.registry import artifacts, models
 from draftforge.registry.champions import move_champion
 from draftforge.registry.connect import Tracking
 from draftforge.registry.lineage import LINEAGE_TAG, Lineage, Version
@@ -58,6 +67,34 @@ def test_same_draft_is_registered_once(tracking: Tracking, register: Register) -
     first, second, again = register("one"), register("two"), register("one", step=99)
     assert again == first and second.number == 2 and first.lineage.step == 60
     assert aliases(tracking, first.name) == {CANDIDATE: 1}
+
+
+@pytest.mark.parametrize("gone", ["model.safetensors", "."])
+def test_a_draft_whose_files_are_gone_is_registered_again(
+    tracking: Tracking, register: Register, tmp_path: Path, gone: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = register("one")
+    path = stored(first) / gone
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = register("one")
+    assert again.number == 2 and aliases(tracking, first.name) == {CANDIDATE: 2}
+    assert f"{first.reference}: its files are gone" in capsys.readouterr().err
+    assert fetch(tracking, TARGET, tmp_path / "out", alias=CANDIDATE) == again
+    assert register("one") == again
+
+
+def test_a_store_that_does_not_answer_registers_nothing(
+    tracking: Tracking, register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = register("one")
+
+    def refuse(*_: object) -> None:
+        raise TrackingError("no answer")
+
+    monkeypatch.setattr(models, "stored_files", refuse)
+    with pytest.raises(TrackingError):
+        register("one")
+    assert [one.number for one in models.same_content(tracking, first.name, first.lineage.content)] == [1]
 
 
 def test_registered_champion_does_not_become_candidate(

@@ -31,6 +31,35 @@ def test_spoiled_draft_is_refused(tracking: Tracking, register: Register, tmp_pa
     assert list((tmp_path / "models").iterdir()) == []
 
 
+@pytest.mark.parametrize("damage", ["changed", "missing", "added"])
+def test_damaged_local_copy_is_downloaded_again(
+    tracking: Tracking, register: Register, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    version = register("one")
+    place = resolve_models_uri(tracking, version.uri, tmp_path)
+    sound = {path.name: path.read_bytes() for path in place.glob("*.*")}
+    if damage == "changed":
+        (place / "config.json").write_text('{"word": "two"}')
+    elif damage == "missing":
+        (place / "model.safetensors").unlink()
+    else:
+        (place / "generation_config.json").write_text("{}")
+    capsys.readouterr()
+    assert resolve_models_uri(tracking, version.uri, tmp_path) == place
+    assert {path.name: path.read_bytes() for path in place.glob("*.*")} == sound
+    (said,) = capsys.readouterr().err.splitlines()
+    assert str(place) in said and said.endswith("; downloading it again")
+
+
+def test_sound_local_copy_is_not_downloaded_again(
+    tracking: Tracking, register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = register("one")
+    place = resolve_models_uri(tracking, version.uri, tmp_path)
+    monkeypatch.setattr(resolve, "download_verified", None)
+    assert resolve_models_uri(tracking, version.uri, tmp_path) == place
+
+
 @pytest.mark.parametrize(
     "uri", ["models:/m", "models:/m/Production", "models:/m/latest", "models:/../1", "models:/a/b/1", "models:/m-abc"]
 )

@@ -14,17 +14,24 @@ from draftforge.train.families import build
 from draftforge.train.families.base import Family
 from draftforge.train.families.prepare import prepare
 from draftforge.train.optimizers import make_optimizer, read_moments, set_rate, write_moments
-from draftforge.train.settings import Eagle3Settings
+from draftforge.train.settings import Eagle3Settings, LoraSettings, Settings, SmallSettings
 
 MUON = Eagle3Settings(
     draft_vocabulary=200, draft_tokens=2, optimizer="muon", learning_rate=1e-3, muon_rate=5e-3, weight_decay=0.0
 )
 
 
+ADAPTERS = SmallSettings(layers=2, lora=LoraSettings(rank=4), optimizer="muon", weight_decay=0.0)
+
+
+def family_of(settings: Settings, capture: Capture, load_target: Any, folder: Path) -> Family:
+    init = prepare(settings, 0, capture, folder, load_target)
+    return build(settings, init, load_target, capture, torch.device("cpu"))
+
+
 @pytest.fixture
 def family(tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path) -> Family:
-    prepare(MUON, 0, tiny_capture, tmp_path / "t", load_tiny_target)
-    return build(MUON, tmp_path / "t" / "init", load_tiny_target, tiny_capture, torch.device("cpu"))
+    return family_of(MUON, tiny_capture, load_tiny_target, tmp_path / "t")
 
 
 def make_up_gradients(family: Family, seed: int) -> None:
@@ -77,3 +84,24 @@ def test_state_put_back_gives_the_same_next_step(family: Family) -> None:
     write_moments(family, other, moments, 3)
     for name, moved in step(family, other, 1e-3, seed=9).items():
         assert torch.equal(moved, whole[name]), name
+
+
+def test_adapters_are_matrices_only_and_train_by_muon_alone(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path
+) -> None:
+    family = family_of(ADAPTERS, tiny_capture, load_tiny_target, tmp_path / "t")
+    optimizer = make_optimizer(family, ADAPTERS)
+    step(family, optimizer, ADAPTERS.learning_rate, seed=1)
+    before = {name: parameter.detach().clone() for name, parameter in family.trainable().items()}
+    moments = copy.deepcopy(read_moments(family, optimizer))
+    assert moments.keys() == before.keys()
+    assert {key for moment in moments.values() for key in moment} == {"momentum_buffer"}
+    moved = step(family, optimizer, ADAPTERS.learning_rate, seed=2)
+    assert all(float(change.abs().sum()) > 0 for change in moved.values())
+    with torch.no_grad():
+        for name, parameter in family.trainable().items():
+            parameter.copy_(before[name])
+    other = make_optimizer(family, ADAPTERS)
+    write_moments(family, other, moments, 1)
+    for name, change in step(family, other, ADAPTERS.learning_rate, seed=2).items():
+        assert torch.equal(change, moved[name]), name

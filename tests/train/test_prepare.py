@@ -1,6 +1,7 @@
 """Initial drafts: pruned, taken from another model, reduced; and what is refused."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats.checkpoint import load_draft, read_meta
 from draftforge.specdec.targets import Target
-from draftforge.train.families.prepare import default_aux_layers, prepare
+from draftforge.train.families.fit import default_aux_layers
+from draftforge.train.families.prepare import prepare
 from draftforge.train.families.prune import prune, prune_config, spread
 from draftforge.train.settings import Eagle3Settings, Settings, SmallSettings
 
@@ -76,7 +78,7 @@ def test_first_and_last_layer_must_be_kept(tiny_capture: Capture, load_tiny_targ
     assert not (tmp_path / "init").exists()
 
 
-def other_model(folder: Path, tokenizer: Any, vocabulary: int) -> Path:
+def other_model(folder: Path, tokenizer: Any, vocabulary: int, positions: int = 512) -> Path:
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=32,
@@ -84,7 +86,7 @@ def other_model(folder: Path, tokenizer: Any, vocabulary: int) -> Path:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -155,3 +157,48 @@ def test_a_warm_start_of_another_kind_is_refused(
     init = prepare(SmallSettings(layers=2), 0, tiny_capture, tmp_path / "a", load_tiny_target)
     with pytest.raises(InputError, match=r"is of family small, but draft\.family is eagle3"):
         prepare(Eagle3Settings(init_from=init), 0, tiny_capture, tmp_path / "b", load_tiny_target)
+
+
+def test_a_warm_start_of_another_shape_than_the_recipe_names_is_refused(
+    tiny_capture: Capture, load_tiny_target: LoadTarget, tmp_path: Path
+) -> None:
+    small = prepare(SmallSettings(layers=2), 0, tiny_capture, tmp_path / "small", load_tiny_target)
+    named = Eagle3Settings(draft_vocabulary=120, aux_layers=(1, 2, 4), intermediate_size=64)
+    eagle = prepare(named, 0, tiny_capture, tmp_path / "eagle", load_tiny_target)
+    wrong: list[tuple[Settings, str]] = [
+        (SmallSettings(layers=3, init_from=small), f"draft.layers = 3: init_from {small} has 2 layers"),
+        (SmallSettings(layers=[0, 1, 3], init_from=small), f"draft.layers = [0, 1, 3]: init_from {small} has 2 layers"),
+        (
+            Eagle3Settings(draft_vocabulary=99, init_from=eagle),
+            f"= 99: init_from {eagle} drafts 120 tokens",
+        ),
+        (Eagle3Settings(aux_layers=(1, 2, 3), init_from=eagle), f"[1, 2, 3]: init_from {eagle} reads [1, 2, 4]"),
+        (Eagle3Settings(intermediate_size=96, init_from=eagle), f"intermediate_size = 96: init_from {eagle} has 64"),
+        (Eagle3Settings(train_embeddings=True, init_from=eagle), "has no embeddings of its own"),
+    ]
+    for settings, says in wrong:
+        with pytest.raises(InputError, match=re.escape(says)):
+            prepare(settings, 0, tiny_capture, tmp_path / "out", no_target)
+        assert not (tmp_path / "out" / "init").exists()
+    fitting: list[Settings] = [
+        SmallSettings(layers=2, init_from=small),
+        SmallSettings(layers=[0, 3], init_from=small),
+        Eagle3Settings(init_from=eagle),  # what it does not name, the draft decides
+        named.model_copy(update={"init_from": eagle}),
+    ]
+    for number, settings in enumerate(fitting):
+        prepare(settings, 0, tiny_capture, tmp_path / f"fits-{number}", no_target)
+
+
+def test_a_draft_that_is_too_short_for_the_capture_is_refused(
+    tiny_capture: Capture, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    source = other_model(tmp_path / "m", AutoTokenizer.from_pretrained(tiny_target_folder), 300, positions=16)
+    longest = max(
+        len(sample.prompt_ids) + len(sample.answer_ids)
+        for split in ("train", "selection", "holdout")
+        for sample in tiny_capture.samples(split)
+    )
+    with pytest.raises(InputError, match=rf"draft\.from_model: .*context of 16 tokens .*, {longest} tokens$"):
+        prepare(SmallSettings(from_model=str(source)), 0, tiny_capture, tmp_path / "t", no_target)
+    assert not (tmp_path / "t" / "init").exists()

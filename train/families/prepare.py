@@ -20,7 +20,8 @@ from ...specdec.loading import load_model, load_tokenizer
 from ...specdec.targets import Target, tokenizer_digest
 from .. import vocabulary
 from ..settings import Eagle3Settings, Settings, SmallSettings
-from .prune import check_layers, prune, spread
+from .fit import aux_layers_of, check_context, layers_of, misfit
+from .prune import prune
 
 LoadTarget = Callable[[], Target]
 INIT = "init"
@@ -70,27 +71,16 @@ def _small(settings: SmallSettings, capture: Capture, init: Path, load_target: L
         if model.get_output_embeddings().weight.shape[0] != capture.vocab_size:
             model.resize_token_embeddings(capture.vocab_size)  # rows past the tokenizer's last id are padding
         extra = {"from_model": settings.from_model}
+    draft = SmallDraft(model)
+    if settings.from_model is not None:
+        check_context(draft, capture, f"draft.from_model: {settings.from_model}")
     with tempfile.TemporaryDirectory() as files:
         tokenizer.save_pretrained(files)
-        save_draft(SmallDraft(model), init, _meta(settings, capture, extra), tokenizer_folder=Path(files))
-
-
-def layers_of(settings: SmallSettings, total: int) -> list[int]:
-    """The target layers that are kept."""
-    if isinstance(settings.layers, int):
-        return spread(settings.layers, total)
-    assert settings.layers is not None
-    check_layers(settings.layers, total)
-    return settings.layers
+        save_draft(draft, init, _meta(settings, capture, extra), tokenizer_folder=Path(files))
 
 
 def _eagle3(settings: Eagle3Settings, seed: int, capture: Capture, init: Path, target: Target) -> None:
     capture.check_target(target)
-    wrong = [layer for layer in settings.aux_layers or () if layer > target.num_layers]
-    if wrong:
-        raise InputError(
-            f"draft.aux_layers {list(settings.aux_layers or ())}: the target has {target.num_layers} layers"
-        )
     draft_ids, extra = None, {}
     if settings.draft_vocabulary is not None:
         counts_V = vocabulary.count_tokens(capture)
@@ -126,19 +116,11 @@ def eagle3_config(settings: Eagle3Settings, target: Target, draft_vocabulary: in
         head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocabulary,
-        aux_layers=settings.aux_layers or default_aux_layers(target.num_layers),
+        aux_layers=aux_layers_of(settings, target.num_layers),
         max_position_embeddings=target.max_positions,
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
         rope_theta=_rope_theta(config),
     )
-
-
-def default_aux_layers(total: int) -> tuple[int, int, int]:
-    """A low, a middle and a high layer; shallow targets give what they have."""
-    if total < 3:
-        raise InputError(f"draft.family eagle3: the target has {total} layers, must have at least 3")
-    usual = (2, total // 2, total - 3)
-    return usual if usual[0] < usual[1] < usual[2] else (1, (total + 1) // 2, total)
 
 
 def _rope_theta(config: Any) -> float:
@@ -158,6 +140,10 @@ def _warm(settings: Settings, source: Path, capture: Capture, init: Path) -> Non
         raise InputError(
             f"draft.init_from: {source}: vocabulary {draft.vocab_size}, the target's is {capture.vocab_size}"
         )
+    if (odd := misfit(settings, draft, f"init_from {source}")) is not None:
+        raise InputError(f"draft.{odd}")
+    if isinstance(draft, SmallDraft):
+        check_context(draft, capture, f"draft.init_from: {source}")
     tokenizer = source if isinstance(draft, SmallDraft) else None
     save_draft(draft, init, _meta(settings, capture, {"warm_start_step": meta.step}), tokenizer_folder=tokenizer)
 
