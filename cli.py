@@ -194,15 +194,26 @@ def export(
     draft: Annotated[
         str | None, typer.Option("--draft", help="Name in the recipe, or a checkpoint folder; default: the chosen one.")
     ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="hf, vllm, sglang, speculators or medusa (the original project's); default: vllm, as it is stored.",
+        ),
+    ] = None,
+    target_id: Annotated[
+        str | None,
+        typer.Option("--target-id", help="The target's hub id, for formats that name it; default: the recipe's model."),
+    ] = None,
 ) -> None:
     """Write a draft in the layout that serving engines read; read it back and score it again.
 
-    Example: draftforge export configs/demo.yaml served-draft --draft small
+    Example: draftforge export configs/demo.yaml served-draft --draft small --format sglang
     """
     loaded = _load(recipe, overrides)
     from .pipeline import verbs
 
-    verbs.export(loaded, out, draft)
+    verbs.export(loaded, out, draft, layout, target_id)
 
 
 @app.command(rich_help_panel=USE)

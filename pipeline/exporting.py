@@ -1,32 +1,49 @@
 """Drafts leave the work folder here: copied, read back, and scored again before anyone may use them."""
 
+import re
 import shutil
 from pathlib import Path
 
 from .. import fingerprint
 from ..errors import FormatError, InputError
 from ..eval.score import spread
+from ..specdec.formats import Format, Verifier, convert_draft
 from ..specdec.replay import replay_sample
 from ..storage import new_folder
 from .scoring import Scorer
+from .workspace import Workspace
 
 _CHECKED_CONVERSATIONS = 4
 
 
-def export_draft(scorer: Scorer, folder: Path, out: Path) -> None:
+def export_draft(
+    scorer: Scorer, folder: Path, out: Path, layout: Format | None = None, verifier: Verifier | None = None
+) -> None:
     """Copy a draft (without its trainer's state) to `out`, which must not exist or be empty.
 
-    The copy is loaded again and must give the same counts on recorded answers. Raises FormatError otherwise, and
-    leaves nothing behind.
+    `layout`: write it in this format instead; `verifier` is for those that name the target. What was written is
+    loaded again and must give the same counts on recorded answers. Raises FormatError otherwise, and leaves nothing
+    behind.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: exists and is not empty; name a new folder")
     with new_folder(out) as beside:
-        for path in sorted(folder.iterdir()):
-            if path.is_file():
+        if layout is not None:
+            convert_draft(folder, beside, layout, verifier)
+        else:
+            for path in sorted(path for path in folder.iterdir() if path.is_file()):
                 shutil.copyfile(path, beside / path.name)
         if not same_counts(scorer, folder, beside):
             raise FormatError(f"{out}: the exported draft does not score as the checkpoint {folder} does")
+
+
+def verifier_of(space: Workspace, target_id: str | None) -> Verifier:
+    """The target under its hub id: the given one, else the recipe's model where that is one."""
+    name = space.recipe.target.model if target_id is None else target_id
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise InputError(f"--target-id {name}: must be the target's hub id (owner/name), which the format names")
+    model = space.target.model
+    return Verifier(name, list(model.config.architectures or [type(model).__name__]))
 
 
 def is_copy(out: Path, folder: Path) -> bool:

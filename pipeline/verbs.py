@@ -14,13 +14,14 @@ from ..registry import champions, models
 from ..registry.connect import DATABASE_NAME, open_tracking
 from ..registry.settings import RegistrySettings
 from ..registry.tracking import find_run, start_run
+from ..specdec.formats import check_family, known_format, needs_verifier, read_meta
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import target_fingerprint
 from ..train.metrics import NoSink
 from . import distill as flow
 from . import retrain as again
 from . import talk
-from .exporting import export_draft
+from .exporting import export_draft, verifier_of
 from .promotion import promote_stage
 from .scoring import Scorer, score_stage
 from .stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
@@ -116,12 +117,17 @@ def retrain(recipe: Recipe) -> None:
     again.retrain(Workspace(recipe))
 
 
-def export(recipe: Recipe, out: Path, draft: str | None) -> None:
-    """Copy a draft out in the layout that engines read, and score the copy."""
+def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, target_id: str | None) -> None:
+    """Copy a draft out, or write it in another format; score what was written."""
+    chosen = None if layout is None else known_format(layout)
     space = Workspace(recipe)
     folder = talk.find_draft(space, draft)
+    verifier = None
+    if chosen is not None:
+        check_family(chosen, read_meta(folder).family)
+        verifier = verifier_of(space, target_id) if needs_verifier(chosen) else None
     captured = capture_stage(space, mix_stage(space))
-    export_draft(Scorer(space, captured, HOLDOUT_SPLIT), folder, out)
+    export_draft(Scorer(space, captured, HOLDOUT_SPLIT), folder, out, chosen, verifier)
     say(f"{out}: exported from {folder}, read back and scored equal")
 
 

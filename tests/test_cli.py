@@ -59,7 +59,9 @@ def test_stages_get_the_recipe_with_its_overrides(calls: Calls) -> None:
 def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe: tuple[str, str, list[str]] = ("recipe", "r.yaml", [])
     assert run("export", "r.yaml", "out", "--draft", "eagle") == 0
-    assert calls.pop() == ("export", (recipe, Path("out"), "eagle"), {})
+    assert calls.pop() == ("export", (recipe, Path("out"), "eagle", None, None), {})
+    assert run("export", "r.yaml", "out", "--format", "speculators", "--target-id", "owner/model") == 0
+    assert calls.pop() == ("export", (recipe, Path("out"), None, "speculators", "owner/model"), {})
     assert (
         run("generate", "r.yaml", "Hello you", "-k", "3", "-n", "9", "-t", "0.8", "--rule", "block", "--seed", "4") == 0
     )

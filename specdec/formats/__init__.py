@@ -1,5 +1,26 @@
-"""Draft checkpoints on disk: `save_draft` and `load_draft` for every family. Safetensors and JSON only."""
+"""Draft checkpoints on disk: ours, and every layout that engines and other projects read. Safetensors and JSON only."""
 
-from .checkpoint import META_FILE, Draft, DraftMeta, LoadedDraft, load_draft, read_meta, save_draft
+from .checkpoint import META_FILE, DraftMeta, LoadedDraft, convert_draft, load_draft, read_meta, save_draft
+from .detect import Draft, Layout, detect, read_draft
+from .layouts import Format, check_family, known_format, needs_verifier, write_draft
+from .speculators import Verifier
 
-__all__ = ["META_FILE", "Draft", "DraftMeta", "LoadedDraft", "load_draft", "read_meta", "save_draft"]
+__all__ = [
+    "META_FILE",
+    "Draft",
+    "DraftMeta",
+    "Format",
+    "Layout",
+    "LoadedDraft",
+    "Verifier",
+    "check_family",
+    "convert_draft",
+    "detect",
+    "known_format",
+    "load_draft",
+    "needs_verifier",
+    "read_draft",
+    "read_meta",
+    "save_draft",
+    "write_draft",
+]

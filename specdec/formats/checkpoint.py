@@ -1,22 +1,21 @@
 """One folder a draft: the layout that engines read, plus `draftforge.json` with what they do not ask for."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from ...errors import FormatError, MissingFileError
 from ...storage import new_folder, read_object, write_json
-from ..drafts.eagle3 import Eagle3Draft
-from ..drafts.small import SmallDraft
 from ..targets import copy_tokenizer
-from . import eagle3, hf
+from .detect import Draft, read_draft
+from .layouts import NATIVE, Format, write_draft
+from .llama import validated
+from .speculators import Verifier
 
 META_FILE = "draftforge.json"
-Draft = SmallDraft | Eagle3Draft
 
 
 class DraftMeta(BaseModel):
@@ -24,7 +23,7 @@ class DraftMeta(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    family: Literal["small", "eagle3"]
+    family: Literal["small", "eagle", "eagle3", "medusa"]
     target_fingerprint: str
     tokenizer_digest: str
     step: int = Field(ge=0)
@@ -44,28 +43,41 @@ def save_draft(draft: nn.Module, folder: Path, meta: DraftMeta, tokenizer_folder
 
     `tokenizer_folder`: files that a `small` draft needs to stand on its own.
     """
-    writers: dict[str, Callable[..., None]] = {"small": hf.write, "eagle3": eagle3.write}
+    assert isinstance(draft, Draft)
     with new_folder(folder) as beside:
-        writers[meta.family](draft, beside)
-        if tokenizer_folder is not None:
-            copy_tokenizer(tokenizer_folder, beside)
-        write_json(beside / META_FILE, meta.model_dump())
+        _fill(draft, beside, meta, NATIVE, None, tokenizer_folder)
+
+
+def convert_draft(source: Path, folder: Path, name: Format, verifier: Verifier | None = None) -> None:
+    """Write the draft of one folder into another, existing one in a format of choice. The lineage goes along."""
+    meta = read_meta(source)
+    _fill(_read(source, meta), folder, meta, name, verifier, source if meta.family == "small" else None)
 
 
 def load_draft(folder: Path, device: torch.device, dtype: torch.dtype) -> LoadedDraft:
-    """Read a folder that `save_draft` wrote. Raises MissingFileError or FormatError naming what is wrong."""
+    """Read a folder that `save_draft` or `convert_draft` wrote. Raises MissingFileError or FormatError."""
     meta = read_meta(folder)
-    readers: dict[str, Callable[[Path], Draft]] = {"small": hf.read, "eagle3": eagle3.read}
-    draft = readers[meta.family](folder)
-    return LoadedDraft(draft.to(device=device, dtype=dtype).eval(), meta)
+    return LoadedDraft(_read(folder, meta).to(device=device, dtype=dtype).eval(), meta)
 
 
 def read_meta(folder: Path) -> DraftMeta:
     """The lineage beside the weights."""
     if not folder.is_dir():
         raise MissingFileError(f"{folder}: no such draft folder")
-    try:
-        return DraftMeta.model_validate(read_object(folder / META_FILE))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise FormatError(f"{folder / META_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return validated(DraftMeta, folder / META_FILE, read_object(folder / META_FILE))
+
+
+def _fill(
+    draft: Draft, folder: Path, meta: DraftMeta, name: Format, verifier: Verifier | None, tokenizer: Path | None
+) -> None:
+    write_draft(draft, folder, name, meta.draft_tokens, verifier)
+    if tokenizer is not None:
+        copy_tokenizer(tokenizer, folder)
+    write_json(folder / META_FILE, meta.model_dump())
+
+
+def _read(folder: Path, meta: DraftMeta) -> Draft:
+    draft = read_draft(folder)
+    if draft.family != meta.family:
+        raise FormatError(f"{folder}: holds a draft of family {draft.family}, {META_FILE} says {meta.family}")
+    return draft

@@ -1,120 +1,168 @@
-"""EAGLE-3 in the layout that vLLM and SGLang both read.
+"""EAGLE-3 heads in the layout that vLLM and SGLang both read, and the original project's as safetensors.
 
 vLLM and llama.cpp number captured layers as transformers' hidden_states (2 = output of layer 1) at the top level;
 SGLang reads `eagle_config` and adds one. Both are written.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from torch import Tensor
 
 from ...errors import FormatError
 from ...storage import read_object, write_json
 from ..drafts.eagle3 import Eagle3Config, Eagle3Draft
-from .tensors import Shape, read_tensors, write_tensors
+from .llama import dtype_entries, embedding_specs, layer_entries, layer_fields, layer_specs, rope_entries, validated
+from .tensors import WEIGHTS_FILE, Spec, Stored, check_tensors, present, read_tensors, write_tensors
 
-WEIGHTS_FILE = "model.safetensors"
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Prefixes: of the decoder layer, in our module as in the first layout; and of the norms of captured layers.
+LAYER, OTHER_LAYER = "midlayer.", "layers.0."
+OUR_NORMS, FILE_NORMS = "fc.norms.", "fc_norm."
 
 
 def write(draft: Eagle3Draft, folder: Path) -> None:
     """Write config.json and model.safetensors."""
-    tensors = draft.state_dict()
-    write_tensors(folder / WEIGHTS_FILE, tensors, {**tensor_shapes(draft.config), **_embedding_shape(draft)})
-    dtype = str(draft.lm_head.weight.dtype).removeprefix("torch.")
+    dtype = write_weights(draft, folder, LAYER)
     write_json(folder / "config.json", engine_config(draft.config, dtype))
 
 
-def read(folder: Path) -> Eagle3Draft:
-    """Load a folder of this layout."""
-    config = read_config(folder / "config.json")
-    embeddings: dict[str, Shape] = {"embed_tokens.weight": (config.vocab_size, config.hidden_size)}
-    tensors = read_tensors(folder / WEIGHTS_FILE, tensor_shapes(config), embeddings)
-    draft_ids = tensors["d2t"] + torch.arange(config.draft_vocab_size)
-    if bool((draft_ids < 0).any()) or bool((draft_ids >= config.vocab_size).any()):
-        raise FormatError(f"{folder / WEIGHTS_FILE}: d2t points outside the vocabulary of {config.vocab_size}")
-    draft = Eagle3Draft(config, draft_ids, own_embeddings="embed_tokens.weight" in tensors)
-    if not torch.equal(draft.t2d, tensors["t2d"]):
-        raise FormatError(f"{folder / WEIGHTS_FILE}: t2d does not mark the ids that d2t names")
-    draft.load_state_dict(tensors)
+def write_weights(draft: Eagle3Draft, folder: Path, layer: str) -> str:
+    """Write model.safetensors, the decoder layer's tensors under the prefix `layer`. Returns the weights' type.
+
+    A draft of the whole vocabulary has no d2t and t2d: vLLM and `speculators` have no place for them there.
+    """
+    config, names = draft.config, {LAYER: layer, OUR_NORMS: FILE_NORMS}
+    tensors = {_renamed(name, names): tensor for name, tensor in draft.state_dict().items()}
+    specs = {**tensor_specs(config, layer), **(mapping_specs(config) if reduced(config) else {})}
+    if draft.embed_tokens is not None:
+        specs |= embedding_specs(config)
+    if not reduced(config):
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in mapping_specs(config)}
+    return write_tensors(folder / WEIGHTS_FILE, tensors, specs)
+
+
+def read(folder: Path, target_layers: int | None = None) -> Eagle3Draft:
+    """Load a folder. `target_layers` of the target say what a config means that names no captured layers."""
+    path = folder / "config.json"
+    return load(read_config(path, read_object(path), target_layers), read_tensors(folder))
+
+
+def load(config: Eagle3Config, stored: Stored) -> Eagle3Draft:
+    """The head out of its tensors. Raises FormatError naming the tensor that is wrong."""
+    where, tensors = stored
+    layer = OTHER_LAYER if any(name.startswith(OTHER_LAYER) for name in tensors) else LAYER
+    mapping = mapping_specs(config)
+    specs = {**tensor_specs(config, layer), **present({**embedding_specs(config), **mapping}, tensors)}
+    if reduced(config):
+        specs["d2t"] = mapping["d2t"]  # t2d says nothing that d2t does not, and engines do not read it
+    check_tensors(where, tensors, specs)
+    draft = Eagle3Draft(config, _draft_ids(config, where, tensors), own_embeddings="embed_tokens.weight" in tensors)
+    if "t2d" in tensors and not torch.equal(draft.t2d, tensors["t2d"]):
+        raise FormatError(f"{where}: t2d does not mark the ids that d2t names")
+    back = {layer: LAYER, FILE_NORMS: OUR_NORMS}
+    ours = {_renamed(name, back): tensor for name, tensor in tensors.items()}
+    draft.load_state_dict({"d2t": draft.d2t, "t2d": draft.t2d, **ours})
     return draft.to(tensors["lm_head.weight"].dtype)
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _draft_ids(config: Eagle3Config, where: Path, tensors: Mapping[str, Tensor]) -> Tensor:
+    ids = torch.arange(config.draft_vocab_size) + tensors.get("d2t", torch.zeros((), dtype=torch.long))
+    if bool((ids < 0).any()) or bool((ids >= config.vocab_size).any()):
+        raise FormatError(f"{where}: d2t points outside the vocabulary of {config.vocab_size}")
+    times = ids.bincount()
+    if bool((times > 1).any()):
+        raise FormatError(f"{where}: d2t names token {int(times.argmax())} more than once")
+    return ids
 
 
 def engine_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     """config.json as engines expect it."""
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
+        "architectures": [ARCHITECTURES[0]],
+        **layer_entries(config),
+        **rope_entries(config),
         "target_hidden_size": config.target_hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "max_position_embeddings": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
-        "tie_word_embeddings": False,
-        "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in config.aux_layers],
-        },
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        **{flag: getattr(config, flag) for flag in FLAGS},
+        LAYER_IDS: list(config.aux_layers),
+        "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: [layer - 1 for layer in config.aux_layers]},
+        **dtype_entries(dtype),
     }
 
 
-def read_config(path: Path) -> Eagle3Config:
+def read_config(path: Path, raw: Mapping[str, Any], target_layers: int | None) -> Eagle3Config:
     """The dimensions out of an engine's config.json. Raises FormatError naming the field."""
-    raw = read_object(path)
-    if raw.get("architectures") != ["LlamaForCausalLMEagle3"]:
-        raise FormatError(f"{path}: architectures {raw.get('architectures')}: must be ['LlamaForCausalLMEagle3']")
-    if raw.get("norm_before_residual"):
-        raise FormatError(f"{path}: norm_before_residual true: only false is supported")
-    known = {name: raw[name] for name in Eagle3Config.model_fields if name in raw}
-    known["aux_layers"] = raw.get("eagle_aux_hidden_state_layer_ids")
-    known.setdefault("target_hidden_size", raw.get("hidden_size"))
-    try:
-        return Eagle3Config.model_validate(known)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise FormatError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    nested = raw.get("eagle_config") or {}
+    if not isinstance(nested, Mapping):
+        raise FormatError(f"{path}: eagle_config {nested}: must be an object")
+    if raw.get("norm_before_fc") or nested.get("norm_before_fc"):
+        raise FormatError(f"{path}: norm_before_fc true: only false is supported")
+    if nested.get("use_aux_hidden_state") is False:
+        raise FormatError(f"{path}: eagle_config.use_aux_hidden_state false: only true is supported")
+    fields = layer_fields(path, raw)
+    fields |= {flag: raw[flag] for flag in FLAGS if raw.get(flag) is not None}
+    fields["target_hidden_size"] = raw.get("target_hidden_size") or raw.get("hidden_size")
+    fields["draft_vocab_size"] = raw.get("draft_vocab_size") or raw.get("vocab_size")
+    fields["aux_layers"] = _aux_layers(path, raw.get(LAYER_IDS), nested.get(LAYER_IDS), target_layers)
+    return validated(Eagle3Config, path, fields)
 
 
-def tensor_shapes(config: Eagle3Config) -> dict[str, Shape]:
-    """Every tensor that the layout must hold."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads, groups = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+def _aux_layers(path: Path, named: Any, nested: Any, target_layers: int | None) -> list[int]:
+    """The captured layers, counted as hidden_states are."""
+    if named is None and nested is None:
+        if target_layers is None:
+            raise FormatError(f"{path}: {LAYER_IDS}: is absent, and the target's number of layers is not known")
+        named = [2, target_layers // 2, target_layers - 3]  # what every engine takes then
+    if nested is not None:
+        _check_layer_ids(path, f"eagle_config.{LAYER_IDS}", nested, lowest=0)
+        shifted = [layer + 1 for layer in nested]
+        if named not in (None, shifted):
+            raise FormatError(f"{path}: {LAYER_IDS} {named}: must be one more than those of eagle_config, {nested}")
+        return shifted
+    _check_layer_ids(path, LAYER_IDS, named, lowest=1)
+    return list(named)
+
+
+def _check_layer_ids(path: Path, field: str, found: Any, lowest: int) -> None:
+    """vLLM sorts them in silence, SGLang does not; and both take three."""
+    if not isinstance(found, list) or len(found) != 3 or not all(type(layer) is int for layer in found):
+        raise FormatError(f"{path}: {field} {found}: must be three layers")
+    if found != sorted(set(found)) or found[0] < lowest:
+        raise FormatError(f"{path}: {field} {found}: must be different layers in ascending order, from {lowest} on")
+
+
+def reduced(config: Eagle3Config) -> bool:
+    """Whether the draft knows a part of the vocabulary only."""
+    return config.draft_vocab_size < config.vocab_size
+
+
+def mapping_specs(config: Eagle3Config) -> dict[str, Spec]:
+    """What ties a reduced vocabulary to the target's: target id - draft id, and which ids are in it."""
+    return {"d2t": Spec((config.draft_vocab_size,), torch.int64), "t2d": Spec((config.vocab_size,), torch.bool)}
+
+
+def tensor_specs(config: Eagle3Config, layer: str) -> dict[str, Spec]:
+    """Every weight that the layout must hold."""
+    hidden, size = config.hidden_size, config.target_hidden_size
+    norms = {f"fc_norm.{index}.weight": Spec((size,)) for index in range(3)} if config.fc_norm else {}
     return {
-        "fc.weight": (hidden, 3 * config.target_hidden_size),
-        "midlayer.self_attn.q_proj.weight": (heads, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (groups, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (groups, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, heads),
-        "midlayer.mlp.gate_proj.weight": (inner, hidden),
-        "midlayer.mlp.up_proj.weight": (inner, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, inner),
-        "midlayer.input_layernorm.weight": (hidden,),
-        "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.post_attention_layernorm.weight": (hidden,),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (config.draft_vocab_size, hidden),
-        "d2t": (config.draft_vocab_size,),
-        "t2d": (config.vocab_size,),
+        "fc.weight": Spec((hidden, 3 * size)),
+        **norms,
+        f"{layer}input_layernorm.weight": Spec((hidden,)),
+        f"{layer}hidden_norm.weight": Spec((hidden,)),
+        **layer_specs(config, layer, width=2 * hidden),
+        "norm.weight": Spec((hidden,)),
+        "lm_head.weight": Spec((config.draft_vocab_size, hidden)),
     }
-
-
-def _embedding_shape(draft: Eagle3Draft) -> dict[str, Shape]:
-    if draft.embed_tokens is None:
-        return {}
-    return {"embed_tokens.weight": (draft.config.vocab_size, draft.config.hidden_size)}

@@ -1,53 +1,134 @@
-"""Safetensors with a contract: the exact set of names, their shapes, and finite values."""
+"""Safetensors with a contract: the exact set of names, their shapes and types, and finite values."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...errors import FormatError, MissingFileError
 
+WEIGHTS_FILE = "model.safetensors"
 Shape = tuple[int, ...]
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_CONVERT = (
+    "import sys, torch; from safetensors.torch import save_file; "
+    "save_file({k: v.clone().contiguous() for k, v in torch.load(sys.argv[1], weights_only=True).items()}, sys.argv[2])"
+)
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) -> None:
-    """Check, write, read back, compare. Nothing incomplete ever leaves: engines load missing tensors silently."""
+
+class Spec(NamedTuple):
+    """What one tensor must be."""
+
+    shape: Shape
+    dtype: torch.dtype | None = None
+    """None: a weight, float32, bfloat16 or float16."""
+
+
+Specs = Mapping[str, Spec]
+
+
+class Stored(NamedTuple):
+    """All tensors of a folder, and the path that errors about them name."""
+
+    where: Path
+    tensors: dict[str, Tensor]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Specs) -> str:
+    """Check, write, read back, compare. Nothing incomplete ever leaves: engines load missing tensors silently.
+
+    Returns the one type of all weights, as config files name it.
+    """
     check_tensors(path, tensors, expected)
+    dtypes = {tensors[name].dtype: name for name, spec in expected.items() if spec.dtype is None}
+    if len(dtypes) > 1:
+        (one, first), (other, second), *_ = dtypes.items()
+        raise FormatError(f"{path}: tensor {first} is {_name(one)} and {second} is {_name(other)}, must be the same")
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, path, metadata={"format": "pt"})
     again = load_file(path)
     for name, tensor in contiguous.items():
-        if name not in again or not torch.equal(again[name], tensor):
+        if name not in again or again[name].dtype != tensor.dtype or not torch.equal(again[name], tensor):
             raise FormatError(f"{path}: {name}: reads back different from what was written")
+    return _name(next(iter(dtypes)))
 
 
-def read_tensors(
-    path: Path, expected: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None
-) -> dict[str, Tensor]:
-    """Load and check a file. `optional` tensors may be absent."""
-    if not path.is_file():
-        raise MissingFileError(f"{path}: no such file")
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise FormatError(f"{path}: not a readable safetensors file ({error})") from None
-    present = {name: shape for name, shape in (optional or {}).items() if name in tensors}
-    check_tensors(path, tensors, {**expected, **present})
-    return tensors
+def read_tensors(folder: Path) -> Stored:
+    """Every tensor of every safetensors file in a folder. Raises MissingFileError or FormatError."""
+    files = weight_files(folder)
+    found: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise _unreadable(path, error) from None
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise FormatError(f"{folder}: tensor {twice[0]} is in {path.name} and in another file")
+        found |= tensors
+    return Stored(files[0] if len(files) == 1 else folder, found)
 
 
-def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) -> None:
-    """Raise FormatError naming the first tensor that is missing, unknown, misshapen or not finite."""
-    for name, shape in expected.items():
+def read_names(folder: Path) -> set[str]:
+    """Names of all tensors in a folder; no weight is read."""
+    names: set[str] = set()
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as stream:
+                names.update(stream.keys())
+        except SafetensorError as error:
+            raise _unreadable(path, error) from None
+    return names
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder. Pickles are refused with the command that turns them into one."""
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = [path for path in folder.glob("*") if path.suffix in _PICKLES]
+    if not pickles:
+        raise MissingFileError(f"{folder / WEIGHTS_FILE}: no such file")
+    source = min(pickles, key=lambda path: ("model" not in path.name and "head" not in path.name, path.name))
+    command = shlex.join(["python", "-c", _CONVERT, str(source), str(folder / WEIGHTS_FILE)])
+    raise FormatError(f"{source}: pickled weights are not loaded; if you trust the file, convert it: {command}")
+
+
+def check_tensors(where: Path, tensors: Mapping[str, Tensor], expected: Specs) -> None:
+    """Raise FormatError naming the first tensor that is missing, misshapen, of a wrong type, unknown or not finite."""
+    for name, spec in expected.items():
         if name not in tensors:
-            raise FormatError(f"{path}: tensor {name} is missing")
-        if tuple(tensors[name].shape) != shape:
-            raise FormatError(f"{path}: tensor {name} has shape {tuple(tensors[name].shape)}, must be {shape}")
+            raise FormatError(f"{where}: tensor {name} is missing")
+        tensor = tensors[name]
+        if tuple(tensor.shape) != spec.shape:
+            raise FormatError(f"{where}: tensor {name} has shape {tuple(tensor.shape)}, must be {spec.shape}")
+        allowed = _FLOATS if spec.dtype is None else (spec.dtype,)
+        if tensor.dtype not in allowed:
+            raise FormatError(
+                f"{where}: tensor {name} is {_name(tensor.dtype)}, must be {' or '.join(map(_name, allowed))}"
+            )
     for name, tensor in tensors.items():
         if name not in expected:
-            raise FormatError(f"{path}: tensor {name} is not part of this format")
+            raise FormatError(f"{where}: tensor {name} is not part of this format")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise FormatError(f"{path}: tensor {name} has values that are not finite")
+            raise FormatError(f"{where}: tensor {name} has values that are not finite")
+
+
+def present(optional: Specs, tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+    """Those optional tensors that are there."""
+    return {name: spec for name, spec in optional.items() if name in tensors}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _unreadable(path: Path, error: SafetensorError) -> FormatError:
+    return FormatError(f"{path}: not a readable safetensors file ({error})")

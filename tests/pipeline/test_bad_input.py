@@ -136,11 +136,11 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     ),
     ("train", both(unfinished_training, write("train-*/checkpoints/*2/trainer/trainer.json", "{}")), "trainer.json: n"),
     ("train", both(unfinished_training, cut("train-*/checkpoints/*2/trainer/state.safetensors")), "unreadable"),
-    ("train", both(unfinished_training, cut("train-*/init/model.safetensors")), "init: cannot be loaded"),
+    ("train", both(unfinished_training, cut("train-*/init/model.safetensors")), "init/model.safetensors: not a read"),
     ("train", both(unfinished_training, write("train-*/train.json", "[]")), "train.json: holds a JSON list"),
     ("train", both(unfinished_training, write("train-*/metrics.jsonl", "[]\n")), "metrics.jsonl: not JSON lines"),
-    ("generate", cut("train-*/checkpoints/step-000004/model.safetensors"), "step-000004: cannot be loaded"),
-    ("generate", write("train-*/checkpoints/step-000004/config.json", "{"), "step-000004: cannot be loaded"),
+    ("generate", cut("train-*/checkpoints/step-000004/model.safetensors"), "model.safetensors: not a readable"),
+    ("generate", write("train-*/checkpoints/step-000004/config.json", "{"), "step-000004/config.json: not valid JSON"),
     ("generate", write("train-*/checkpoints/step-000004/draftforge.json", "[]"), "draftforge.json: holds a JSON list"),
     ("score", write("owner.json", "[]"), "owner.json: holds a JSON list"),
     ("score", write("owner.json", '{"recipe": "other"}'), "belongs to recipe 'other', not 'tiny'"),
@@ -329,6 +329,21 @@ def test_a_draft_of_another_tokenizer_neither_drafts_nor_leaves(trained: Trained
     here = f"workdir={trained.work}"
     assert "another tokenizer" in fails(2, "generate", trained.recipe, "hi", here, "--draft", foreign)
     assert "another tokenizer" in fails(2, "export", trained.recipe, tmp_path / "out", here, "--draft", foreign)
+    assert not (tmp_path / "out").exists() and not half_written(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("onnx", "format onnx: must be one of hf, vllm, sglang, speculators, medusa"),
+        ("speculators", "format speculators: takes no small draft; small drafts go as hf, vllm, sglang"),
+    ],
+)
+def test_formats_that_do_not_suit_the_draft(
+    name: str, says: str, trained: Trained, tmp_path: Path, fails: Fails
+) -> None:
+    options = [f"workdir={trained.work}", "--draft", "small", "--format", name]
+    assert says in fails(2, "export", trained.recipe, tmp_path / "out", *options)
     assert not (tmp_path / "out").exists() and not half_written(tmp_path)
 
 

@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 
 from draftforge.cli import main
+from draftforge.errors import InputError
 from draftforge.pipeline import stages
 from draftforge.pipeline.distill import distill
+from draftforge.pipeline.exporting import verifier_of
 from draftforge.pipeline.retrain import retrain
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.models import champion
+from draftforge.storage import read_object
 
 WriteRecipe = Callable[..., Path]
 
@@ -54,6 +57,15 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     main_without_exit(["export", str(path), str(tmp_path / "exported"), "--draft", "small"])
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     assert not (tmp_path / "exported" / "trainer").exists()
+    with pytest.raises(InputError, match=r"--target-id /.*: must be the target's hub id"):
+        verifier_of(space, None)
+    named = ["--format", "speculators", "--target-id", "owner/model"]
+    main_without_exit(["export", str(path), str(tmp_path / "speculators"), "--draft", "eagle3", *named])
+    config = read_object(tmp_path / "speculators" / "config.json")["speculators_config"]
+    assert config["verifier"] == {"name_or_path": "owner/model", "architectures": ["LlamaForCausalLM"]}
+    assert config["proposal_methods"][0]["speculative_tokens"] == 2
+    main_without_exit(["export", str(path), str(tmp_path / "hf"), "--draft", "small", "--format", "hf"])
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
     main_without_exit(["generate", str(path), "Where is my order?", "-n", "8"])
     assert "tau" in capsys.readouterr().out
     assert retrain(Workspace(load_recipe(path))).outcome is None

@@ -1,19 +1,31 @@
-"""Checkpoints read back equal, and incomplete or foreign ones are refused by tensor name."""
+"""Draft folders of our own: every family is saved and loaded with its lineage, and written again in other formats."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import heads
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stand_ins import near_copy, random_eagle3, target
 
 from draftforge.errors import FormatError, MissingFileError
-from draftforge.specdec.drafts.eagle3 import Eagle3Draft
-from draftforge.specdec.formats import DraftMeta, load_draft, read_meta, save_draft
+from draftforge.specdec.drafts.small import SmallDraft
+from draftforge.specdec.formats import (
+    Draft,
+    DraftMeta,
+    Format,
+    Verifier,
+    convert_draft,
+    detect,
+    load_draft,
+    read_meta,
+    save_draft,
+)
 
 CPU = torch.device("cpu")
+VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])
 
 
 def meta(family: Any) -> DraftMeta:
@@ -27,67 +39,86 @@ def meta(family: Any) -> DraftMeta:
     )
 
 
+def same(one: Draft, other: Draft) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 @pytest.fixture
 def eagle3_folder(tmp_path: Path) -> Path:
-    save_draft(random_eagle3(target(), draft_vocab=40), tmp_path / "draft", meta("eagle3"))
+    save_draft(heads.eagle3(40), tmp_path / "draft", meta("eagle3"))
     return tmp_path / "draft"
 
 
-def test_small_reads_back_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "draft",
+    [near_copy(target()), heads.eagle(True), heads.eagle3(), heads.eagle3(40, fc_norm=True), heads.medusa(True, 2)],
+    ids=lambda draft: draft.family,
+)
+def test_every_family_reads_back_equal(draft: Draft, tmp_path: Path) -> None:
+    save_draft(draft, tmp_path / "draft", meta(draft.family))
+    again, found = load_draft(tmp_path / "draft", CPU, torch.float32)
+    assert found == meta(draft.family)
+    assert type(again) is type(draft) and same(again, draft)
+
+
+def test_a_small_draft_is_a_plain_model_folder(tmp_path: Path) -> None:
     draft = near_copy(target())
     save_draft(draft, tmp_path / "draft", meta("small"))
-    again, found = load_draft(tmp_path / "draft", CPU, torch.float32)
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"
+    assert config["vocab_size"] == 61 and config["num_hidden_layers"] == 4 and config["dtype"] == "float32"
+    layer = {
+        "input_layernorm.weight": (48,),
+        "mlp.down_proj.weight": (48, 96),
+        "mlp.gate_proj.weight": (96, 48),
+        "mlp.up_proj.weight": (96, 48),
+        "post_attention_layernorm.weight": (48,),
+        "self_attn.k_proj.weight": (16, 48),
+        "self_attn.o_proj.weight": (48, 48),
+        "self_attn.q_proj.weight": (48, 48),
+        "self_attn.v_proj.weight": (16, 48),
+    }
+    whole = {"lm_head.weight": (61, 48), "model.embed_tokens.weight": (61, 48), "model.norm.weight": (48,)}
+    whole |= {f"model.layers.{index}.{name}": shape for index in range(4) for name, shape in layer.items()}
+    stored = load_file(tmp_path / "draft" / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == whole
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    again = load_draft(tmp_path / "draft", CPU, torch.float32).draft
     ids = torch.tensor([[1, 2, 3]])
-    assert found == meta("small")
-    assert torch.equal(again.logits(again(ids)), draft.logits(draft(ids)))
-    assert (tmp_path / "draft" / "model.safetensors").is_file()
-
-
-def test_eagle3_reads_back_equal(eagle3_folder: Path) -> None:
-    again, found = load_draft(eagle3_folder, CPU, torch.float32)
-    original = random_eagle3(target(), draft_vocab=40)
-    assert found.family == "eagle3"
-    assert isinstance(again, Eagle3Draft) and again.config == original.config
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in original.state_dict().items())
-
-
-def test_eagle3_layout_is_what_engines_read(eagle3_folder: Path) -> None:
-    config = json.loads((eagle3_folder / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
-    assert config["vocab_size"] == 61 and config["draft_vocab_size"] == 40
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]  # vLLM, llama.cpp
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3]  # SGLang adds one
-    assert config["norm_before_residual"] is False and config["tie_word_embeddings"] is False
-    tensors = load_file(eagle3_folder / "model.safetensors")
-    assert sorted(tensors) == sorted(
-        ["d2t", "fc.weight", "lm_head.weight", "norm.weight", "t2d"]
-        + [f"midlayer.{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
-        + [f"midlayer.mlp.{name}_proj.weight" for name in ("down", "gate", "up")]
-        + [f"midlayer.self_attn.{name}_proj.weight" for name in "kovq"]
-    )
-    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
-    ids = tensors["d2t"] + torch.arange(40)
-    assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
-    assert tuple(tensors["midlayer.self_attn.q_proj.weight"].shape) == (48, 96)
+    assert isinstance(again, SmallDraft) and torch.equal(again.logits(again(ids)), draft.logits(draft(ids)))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("draft", "name", "layout"),
     [
-        (lambda t: t.pop("midlayer.hidden_norm.weight"), "tensor midlayer.hidden_norm.weight is missing"),
-        (lambda t: t.update(extra=torch.zeros(1)), "tensor extra is not part of this format"),
-        (lambda t: t["norm.weight"].fill_(float("nan")), "tensor norm.weight has values that are not finite"),
-        (lambda t: t.update({"norm.weight": torch.ones(7)}), r"norm.weight has shape \(7,\), must be \(48,\)"),
-        (lambda t: t["d2t"].add_(1000), "d2t points outside the vocabulary of 61"),
-        (lambda t: t["t2d"].fill_(True), "t2d does not mark the ids that d2t names"),
+        (near_copy(target()), "hf", "hf"),
+        (heads.eagle(), "sglang", "eagle"),
+        (heads.eagle3(40), "speculators", "speculators"),
+        (heads.medusa(True), "medusa", "medusa"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_eagle3_refuses_broken_tensor_sets(eagle3_folder: Path, change: Any, message: str) -> None:
-    tensors = load_file(eagle3_folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, eagle3_folder / "model.safetensors")
-    with pytest.raises(FormatError, match=message):
-        load_draft(eagle3_folder, CPU, torch.float32)
+def test_a_draft_is_written_again_in_another_format(draft: Draft, name: Format, layout: str, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    small = isinstance(draft, SmallDraft)
+    save_draft(draft, tmp_path / "draft", meta(draft.family), tokenizer if small else None)
+    (tmp_path / "out").mkdir()
+    convert_draft(tmp_path / "draft", tmp_path / "out", name, VERIFIER)
+    assert detect(tmp_path / "out") == layout
+    again, found = load_draft(tmp_path / "out", CPU, torch.float32)
+    assert found == meta(draft.family) and same(again, draft)
+    assert (tmp_path / "out" / "tokenizer.json").is_file() == small
+
+
+def test_weights_keep_their_type_when_written_again(tmp_path: Path) -> None:
+    save_draft(heads.eagle3(40).bfloat16(), tmp_path / "draft", meta("eagle3"))
+    (tmp_path / "out").mkdir()
+    convert_draft(tmp_path / "draft", tmp_path / "out", "speculators", VERIFIER)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16, torch.int64, torch.bool}
 
 
 def test_small_refuses_missing_tensors(tmp_path: Path) -> None:
@@ -110,12 +141,25 @@ def test_writer_refuses_values_that_are_not_finite_and_leaves_nothing(tmp_path: 
 
 def test_refuses_truncated_weights_pickles_and_strangers(tmp_path: Path, eagle3_folder: Path) -> None:
     weights = eagle3_folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(FormatError, match="not a readable safetensors file"):
-        load_draft(eagle3_folder, CPU, torch.float32)
+    whole = weights.read_bytes()
+    for length in (100, len(whole) - 100):
+        weights.write_bytes(whole[:length])
+        with pytest.raises(FormatError, match="not a readable safetensors file"):
+            load_draft(eagle3_folder, CPU, torch.float32)
     weights.unlink()
-    torch.save({}, eagle3_folder / "pytorch_model.bin")
     with pytest.raises(MissingFileError, match=r"model\.safetensors: no such file"):
+        load_draft(eagle3_folder, CPU, torch.float32)
+    torch.save({}, eagle3_folder / "pytorch_model.bin")
+    with pytest.raises(FormatError, match=r"pytorch_model\.bin: pickled weights are not loaded"):
         load_draft(eagle3_folder, CPU, torch.float32)
     with pytest.raises(MissingFileError, match="no such draft folder"):
         read_meta(tmp_path / "nowhere")
+
+
+def test_lineage_and_weights_must_be_of_one_family(eagle3_folder: Path) -> None:
+    (eagle3_folder / "draftforge.json").write_text(meta("medusa").model_dump_json())
+    with pytest.raises(FormatError, match=r"holds a draft of family eagle3, draftforge\.json says medusa"):
+        load_draft(eagle3_folder, CPU, torch.float32)
+    (eagle3_folder / "draftforge.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"draftforge\.json: family: Field required"):
+        load_draft(eagle3_folder, CPU, torch.float32)

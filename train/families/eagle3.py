@@ -84,7 +84,7 @@ class Eagle3Family(Family):
         at_SN, valid_SN = place.rows(len(self.step_weights))
         states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
         teacher = LiveTeacher(self._teacher_head, inputs.features, self._draft_ids)
-        return Rows(self.draft.norm(states_SNH), valid_SN, teacher, self.step_weights)
+        return Rows(self.draft.normed(states_SNH), valid_SN, teacher, self.step_weights)
 
     def head(self) -> Head:
         """The draft's own head; its norm is part of `rows`."""

@@ -1,0 +1,47 @@
+"""EAGLE (Li et al. 2024, arXiv 2401.15077) and EAGLE-2, whose head is the same and whose tree is the decoder's.
+
+Shapes: B rows, T tokens, N new tokens, H hidden size.
+
+The state of a true position is the target's own, after its final norm; `layers.py` says how the head goes on from it.
+The target's head turns states into logits: this one has none, and no final norm. Parameters bear the names of the
+checkpoint layout that vLLM reads.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .layers import DecoderLayer, FeatureDraft, LayerConfig
+
+
+class EagleConfig(LayerConfig):
+    """Dimensions of the head: the target's hidden size and vocabulary, and one layer."""
+
+
+class EagleDraft(FeatureDraft):
+    """The head. Embeddings come from the target unless the checkpoint brought its own (`embed_tokens`)."""
+
+    family = "eagle"
+
+    def __init__(self, config: EagleConfig, own_embeddings: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([DecoderLayer(config, width=config.hidden_size)])
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def layer(self) -> DecoderLayer:
+        return self.layers[0]  # type: ignore[return-value]
+
+    def enter(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+        """fc of embedding and state, twice: attention reads the residual as it is, there is no norm before it."""
+        mixed_BNH = self.fc(torch.cat([embeds_BNH, state_BNH], dim=-1))
+        return mixed_BNH, mixed_BNH
+
+    def forward(self, embeds_BTH: Tensor, hidden_BTH: Tensor, first_B: Tensor, width: int, steps: int) -> list[Tensor]:
+        """Training-time test from the target's post-norm states; see `FeatureDraft.unroll`."""
+        return self.unroll(embeds_BTH, hidden_BTH, first_B, width, steps)

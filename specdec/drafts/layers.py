@@ -1,0 +1,200 @@
+"""What heads that draft from the target's states share: one decoder layer, run as it is trained and as it drafts.
+
+Shapes: B rows, T tokens, M trained positions a row, N new tokens, H hidden size, Z what attention reads,
+Q query heads, G key-value heads (R = Q / G), D head size.
+
+Position i pairs the target's state of x_i with the embedding of x_{i+1} and drafts x_{i+2}. Step k feeds the draft's
+own state instead, at rotary position i + k, and drafts x_{i+2+k}. It sees the true states' keys of positions <= i and
+its own keys of steps 1..k; that is what serving sees, so training, replay and decoding agree.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from ..attention import attend
+from ..cache import Step
+
+
+class LayerConfig(BaseModel):
+    """Dimensions of the layer and of the vocabulary that it reads."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=2)
+    vocab_size: int = Field(ge=1)
+    max_position_embeddings: int = Field(ge=1)
+    rms_norm_eps: float = Field(gt=0)
+    rope_theta: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> "LayerConfig":
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads}: must be a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        return self
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Self-attention whose queries, keys and values read vectors of any width Z."""
+
+    layer_idx = 0  # its only layer in the draft's own cache
+
+    def __init__(self, config: LayerConfig, width: int) -> None:
+        super().__init__()
+        heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.heads, self.groups, self.head_dim, self.rope_theta = heads, groups, size, config.rope_theta
+        self.q_proj = nn.Linear(width, heads * size, bias=False)
+        self.k_proj = nn.Linear(width, groups * size, bias=False)
+        self.v_proj = nn.Linear(width, groups * size, bias=False)
+        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
+
+    def query(self, z_BNZ: Tensor, positions_BN: Tensor) -> Tensor:
+        """[B, Q, N, D], rotated."""
+        return rotate(self._split(self.q_proj(z_BNZ), self.heads), positions_BN, self.rope_theta)
+
+    def key(self, z_BNZ: Tensor, positions_BN: Tensor) -> Tensor:
+        """[B, G, N, D], rotated."""
+        return rotate(self._split(self.k_proj(z_BNZ), self.groups), positions_BN, self.rope_theta)
+
+    def value(self, z_BNZ: Tensor) -> Tensor:
+        """[B, G, N, D]."""
+        return self._split(self.v_proj(z_BNZ), self.groups)
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        return x.view(*x.shape[:-1], heads, self.head_dim).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """Gated SiLU."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP. What stands before attention differs from head to head."""
+
+    def __init__(self, config: LayerConfig, width: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, width)
+        self.mlp = MLP(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def finish(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
+        """Residuals and MLP: the next un-normed state."""
+        state_BNH = residual_BNH + self.self_attn.o_proj(attended_BNQD.flatten(-2))
+        return state_BNH + self.mlp(self.post_attention_layernorm(state_BNH))  # type: ignore[no-any-return]
+
+
+class FeatureDraft(nn.Module, ABC):
+    """A head of one decoder layer. Its state at a position is what the next step there reads."""
+
+    @property
+    @abstractmethod
+    def layer(self) -> DecoderLayer:
+        """The decoder layer."""
+
+    @abstractmethod
+    def enter(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+        """What the layer's output is added to, [B, N, H], and what its attention reads, [B, N, Z]."""
+
+    def leave(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
+        """The state that comes out, [B, N, H]."""
+        return self.layer.finish(residual_BNH, attended_BNQD)
+
+    def decode(self, embeds_BNH: Tensor, state_BNH: Tensor, step: Step) -> Tensor:
+        """One pass over the draft's own cache. `state` is the target's for true positions, else the last output."""
+        attn, positions_BN = self.layer.self_attn, step.positions_BN
+        if positions_BN is None:
+            positions_BN = torch.arange(embeds_BNH.shape[1], device=embeds_BNH.device).expand(embeds_BNH.shape[:2])
+        residual_BNH, z_BNZ = self.enter(embeds_BNH, state_BNH)
+        query, key, value = attn.query(z_BNZ, positions_BN), attn.key(z_BNZ, positions_BN), attn.value(z_BNZ)
+        attended, _ = attend(attn, query, key, value, None, kv_step=step)
+        return self.leave(residual_BNH, attended)
+
+    def unroll(self, embeds_BTH: Tensor, state_BTH: Tensor, first_B: Tensor, width: int, steps: int) -> list[Tensor]:
+        """Training-time test: the states of steps 0..steps-1 at positions first_b .. first_b + width - 1.
+
+        `embeds` and `state` are of x_0 .. x_{T-1}. Returns `steps` tensors [B, M, H], M = width; state k at position
+        i drafts x_{i+2+k}. Positions past the row's end repeat its last one and mean nothing. Only these positions
+        run the query, the MLP and later steps; all positions give the step-0 keys.
+        """
+        attn, device = self.layer.self_attn, embeds_BTH.device
+        tokens = embeds_BTH.shape[1]
+        at_BM = (first_B[:, None] + torch.arange(width, device=device)).clamp(max=tokens - 1)
+        everywhere_BT = torch.arange(tokens, device=device).expand(embeds_BTH.shape[:2])
+        residual_BTH, z_BTZ = self.enter(take(embeds_BTH, everywhere_BT + 1), state_BTH)
+        keys, values = [attn.key(z_BTZ, everywhere_BT)], [attn.value(z_BTZ)]
+        past_BMT = everywhere_BT[:, None] <= at_BM[..., None]
+        residual_BMH, z_BMZ = take(residual_BTH, at_BM), take(z_BTZ, at_BM)
+        states: list[Tensor] = []
+        for k in range(steps):
+            if k:
+                residual_BMH, z_BMZ = self.enter(take(embeds_BTH, at_BM + 1 + k), states[-1])
+                keys.append(attn.key(z_BMZ, at_BM + k))
+                values.append(attn.value(z_BMZ))
+            attended = attend_columns(attn.query(z_BMZ, at_BM + k), keys, values, past_BMT)
+            states.append(self.leave(residual_BMH, attended))
+        return states
+
+
+def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], past_BMT: Tensor) -> Tensor:
+    """Attention of the training-time test. Returns [B, M, Q, D].
+
+    keys[0] [B, G, T, D] are the true states' (seen where `past`); keys[j] [B, G, M, D], j >= 1, are earlier steps'
+    own, of which each position sees only its own column.
+    """
+    groups, size = keys[0].shape[1], query_BQMD.shape[-1]
+    query = query_BQMD.reshape(query_BQMD.shape[0], groups, -1, *query_BQMD.shape[2:]) * size**-0.5  # [B, G, R, M, D]
+    scores = torch.einsum("bgrmd,bgtd->bgrmt", query, keys[0]).masked_fill(~past_BMT[:, None, None], float("-inf"))
+    own = [torch.einsum("bgrmd,bgmd->bgrm", query, key)[..., None] for key in keys[1:]]
+    weights = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
+    past = keys[0].shape[2]
+    output = torch.einsum("bgrmt,bgtd->bgrmd", weights[..., :past], values[0])
+    for j, value in enumerate(values[1:]):
+        output = output + weights[..., past + j, None] * value[:, :, None]
+    return output.flatten(1, 2).transpose(1, 2)
+
+
+def rotate(x_BHND: Tensor, positions_BN: Tensor, theta: float) -> Tensor:
+    """Rotary embedding (Su et al. 2021), halves layout as in transformers' Llama."""
+    half = x_BHND.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, device=x_BHND.device, dtype=torch.float32) / half)
+    angle = (positions_BN[..., None].float() * frequency)[:, None]
+    cos, sin = angle.cos().to(x_BHND.dtype), angle.sin().to(x_BHND.dtype)
+    low, high = x_BHND[..., :half], x_BHND[..., half:]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def take(x_BTH: Tensor, at_BM: Tensor) -> Tensor:
+    """Rows of x at given positions, clamped to the last."""
+    at = at_BM.clamp(max=x_BTH.shape[1] - 1)[..., None].expand(-1, -1, x_BTH.shape[-1])
+    return x_BTH.gather(1, at)

@@ -1,0 +1,84 @@
+"""Which layout a draft folder has, by its config and its tensors; and the draft in it, whoever wrote it."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ...errors import FormatError, MissingFileError
+from ...storage import read_object
+from ..drafts.eagle import EagleDraft
+from ..drafts.eagle3 import Eagle3Draft
+from ..drafts.medusa import MedusaDraft
+from ..drafts.small import SmallDraft
+from . import eagle, eagle3, hf, medusa, speculators
+from .tensors import read_names
+
+Draft = SmallDraft | EagleDraft | Eagle3Draft | MedusaDraft
+Layout = Literal["hf", "eagle", "eagle3", "medusa", "speculators"]
+_SHOWN = 5
+
+
+def read_draft(folder: Path, target_layers: int | None = None) -> Draft:
+    """The draft of a folder in any layout, on the CPU, its weights as they are stored.
+
+    `target_layers`: layers of the target, for EAGLE-3 configs that do not name the captured ones. Raises
+    MissingFileError or FormatError naming what is wrong.
+    """
+    match detect(folder):
+        case "hf":
+            return hf.read(folder)
+        case "eagle":
+            return eagle.read(folder)
+        case "eagle3":
+            return eagle3.read(folder, target_layers)
+        case "medusa":
+            return medusa.read(folder)
+        case "speculators":
+            return speculators.read(folder)
+
+
+def detect(folder: Path) -> Layout:
+    """The layout of a folder. Raises FormatError saying what is there where it is none that we read."""
+    if not folder.is_dir():
+        raise MissingFileError(f"{folder}: no such draft folder")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such file; the folder holds {_some(p.name for p in folder.iterdir())}")
+    raw, tensors = read_object(path), read_names(folder)
+    named = raw.get("architectures") or []
+    found = _layout(raw, set(map(str, named)), tensors)
+    if found is None:
+        raise FormatError(
+            f"{folder}: not a draft that can be read: architectures {named}, model_type {raw.get('model_type')}, "
+            f"tensors {_some(tensors)}"
+        )
+    return found
+
+
+def _layout(raw: Mapping[str, Any], named: set[str], tensors: set[str]) -> Layout | None:
+    if speculators.MODEL_TYPE in raw:
+        return "speculators"
+    if raw.get("model_type") == "medusa" or "medusa_num_heads" in raw or medusa.is_original(tensors):
+        return "medusa"
+    if named & set(eagle3.ARCHITECTURES):
+        return "eagle3"
+    if named & set(eagle.ARCHITECTURES.values()):
+        return "eagle"
+    if "fc.weight" in tensors:  # the original project gives its heads a plain model's architecture
+        if not named <= {"LlamaForCausalLM"}:
+            return None
+        return "eagle3" if {"lm_head.weight", "norm.weight", "d2t"} & tensors else "eagle"
+    return "hf" if named & _causal_models() else None
+
+
+def _causal_models() -> set[str]:
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return {name for entry in names for name in ([entry] if isinstance(entry, str) else entry)}
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return (", ".join(ordered[:_SHOWN]) or "nothing") + more

@@ -1,0 +1,92 @@
+"""Which formats a draft can be written in, by family, and the writers."""
+
+from pathlib import Path
+from typing import Literal, get_args
+
+from ...errors import InputError
+from ..drafts.eagle import EagleDraft
+from ..drafts.eagle3 import Eagle3Draft
+from ..drafts.medusa import MedusaDraft
+from ..drafts.small import SmallDraft
+from . import eagle, eagle3, hf, medusa, speculators
+from .detect import Draft
+from .speculators import Verifier
+
+Format = Literal["hf", "vllm", "sglang", "speculators", "medusa"]
+NATIVE: Format = "vllm"
+"""What training and the registry keep: every family has this format, and it loses nothing."""
+
+FAMILIES: dict[Format, tuple[str, ...]] = {
+    "hf": ("small",),
+    "vllm": ("small", "eagle", "eagle3", "medusa"),
+    "sglang": ("small", "eagle", "eagle3"),
+    "speculators": ("eagle3",),
+    "medusa": ("medusa",),
+}
+"""Families that each format takes. `medusa`: the original project's layout."""
+_NEED_VERIFIER = ("speculators", "medusa")
+assert set(FAMILIES) == set(get_args(Format))
+
+
+def known_format(name: str) -> Format:
+    """The format of that name. Raises InputError listing what there is."""
+    if name not in FAMILIES:
+        raise InputError(f"format {name}: must be one of {', '.join(FAMILIES)}")
+    return name
+
+
+def check_family(name: Format, family: str) -> None:
+    """Raise InputError, listing the formats that take the family, unless this one does."""
+    if family not in FAMILIES[name]:
+        suited = ", ".join(other for other, families in FAMILIES.items() if family in families)
+        raise InputError(f"format {name}: takes no {family} draft; {family} drafts go as {suited}")
+
+
+def needs_verifier(name: Format) -> bool:
+    """Whether the format names the target."""
+    return name in _NEED_VERIFIER
+
+
+def write_draft(
+    draft: Draft, folder: Path, name: Format, draft_tokens: int = 1, verifier: Verifier | None = None
+) -> None:
+    """Write config and weights of a draft into an existing folder, checked and read back.
+
+    `draft_tokens` and `verifier` are for formats that name them. Raises InputError where the format cannot hold the
+    draft, FormatError where a tensor is missing or not finite.
+    """
+    check_family(name, draft.family)
+    if verifier is None and needs_verifier(name):
+        raise InputError(f"format {name}: names the target; give its hub id")
+    if name == "sglang":
+        _check_sglang(draft)
+    match draft:
+        case SmallDraft():
+            hf.write(draft, folder)
+        case EagleDraft():
+            eagle.write(draft, folder, "sglang" if name == "sglang" else "vllm")
+        case Eagle3Draft():
+            if name == "speculators":
+                assert verifier is not None
+                speculators.write(draft, folder, draft_tokens, verifier)
+            else:
+                eagle3.write(draft, folder)
+        case MedusaDraft():
+            if name == "medusa":
+                assert verifier is not None
+                medusa.write_original(draft, folder, verifier.name)
+            else:
+                medusa.write(draft, folder)
+
+
+def _check_sglang(draft: Draft) -> None:
+    """Two things that SGLang would leave out in silence, so that acceptance would drop."""
+    if isinstance(draft, Eagle3Draft) and draft.config.norm_before_residual:
+        raise InputError("format sglang: SGLang does not know norm_before_residual; the draft was made with it")
+    if isinstance(draft, EagleDraft | Eagle3Draft) and draft.embed_tokens is not None and not _other_width(draft):
+        raise InputError("format sglang: SGLang drafts with the target's embeddings; the draft has its own")
+
+
+def _other_width(draft: EagleDraft | Eagle3Draft) -> bool:
+    """Whether the target's embeddings do not fit the head, so that SGLang keeps the head's own."""
+    return isinstance(draft, Eagle3Draft) and draft.config.target_hidden_size != draft.config.hidden_size

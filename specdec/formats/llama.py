@@ -1,0 +1,116 @@
+"""The Llama config by which heads of one decoder layer are described: read, refused where it asks for more, written."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ...errors import FormatError
+from ..drafts.layers import LayerConfig
+from .tensors import Shape, Spec
+
+Config = TypeVar("Config", bound=BaseModel)
+
+_FIXED = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+_LLAMA_THETA = 10000.0
+
+
+def layer_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a LayerConfig that a config names, Llama's defaults where it names none.
+
+    Raises FormatError where it describes another layer than ours.
+    """
+    for name, value in _FIXED.items():
+        if raw.get(name) not in (None, value):
+            raise FormatError(f"{path}: {name} {raw[name]}: must be {value}")
+    fields = {name: raw[name] for name in LayerConfig.model_fields if raw.get(name) is not None}
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        fields = {"num_key_value_heads": heads, "head_dim": hidden // heads, **fields}
+    return {**_LLAMA_DEFAULTS, **fields, "rope_theta": _rope_theta(path, raw)}
+
+
+def _rope_theta(path: Path, raw: Mapping[str, Any]) -> Any:
+    """Base of the rotary embedding. A scaled or partial one is not what our layer computes."""
+    theta, share = raw.get("rope_theta"), raw.get("partial_rotary_factor")
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(name) or {}
+        if not isinstance(rope, Mapping):
+            raise FormatError(f"{path}: {name} {rope}: must be an object")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise FormatError(f"{path}: {name}: rope_type {kind}: must be default")
+        theta, share = rope.get("rope_theta", theta), rope.get("partial_rotary_factor", share)
+    if share not in (None, 1):
+        raise FormatError(f"{path}: partial_rotary_factor {share}: must be 1")
+    return _LLAMA_THETA if theta is None else theta
+
+
+def validated(model: type[Config], path: Path, fields: Mapping[str, Any]) -> Config:
+    """A configuration, or a FormatError that names the file and the field."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"{part}: " for part in first["loc"][:1])
+        raise FormatError(f"{path}: {where}{first['msg']}") from None
+
+
+def layer_entries(config: LayerConfig) -> dict[str, Any]:
+    """What config.json says of the layer."""
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+    }
+
+
+def rope_entries(config: LayerConfig) -> dict[str, Any]:
+    """The rotary embedding under the names that every release of the engines reads."""
+    return {"rope_theta": config.rope_theta, "rope_scaling": None}
+
+
+def dtype_entries(dtype: str) -> dict[str, Any]:
+    """The type of the weights under its new name and its old one."""
+    return {"dtype": dtype, "torch_dtype": dtype}
+
+
+def layer_specs(config: LayerConfig, prefix: str, width: int) -> dict[str, Spec]:
+    """Tensors of attention (which reads vectors of that width), MLP and the norm between them."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads, groups = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    shapes: dict[str, Shape] = {
+        "self_attn.q_proj.weight": (heads, width),
+        "self_attn.k_proj.weight": (groups, width),
+        "self_attn.v_proj.weight": (groups, width),
+        "self_attn.o_proj.weight": (hidden, heads),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    return {f"{prefix}{name}": Spec(shape) for name, shape in shapes.items()}
+
+
+def embedding_specs(config: LayerConfig) -> dict[str, Spec]:
+    """Embeddings of the head's own, which may be absent."""
+    return {"embed_tokens.weight": Spec((config.vocab_size, config.hidden_size))}

@@ -1,0 +1,134 @@
+"""Medusa heads: the layout that vLLM reads, and that of the original project, kept as safetensors.
+
+New: `blocks.{h}.layers.{l}.weight`, `lm_heads.{h}.weight`. Original (FasterDecoding/Medusa, its ModuleList of
+Sequentials): `{h}.{l}.linear.weight`, and `{h}.{L}.weight` for the head after L blocks. The original always has
+biases, which vLLM drops unless `medusa_fc_bias` says otherwise; TensorRT-LLM wants them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import FormatError
+from ...storage import read_object, write_json
+from ..drafts.medusa import MedusaConfig, MedusaDraft
+from .llama import dtype_entries, validated
+from .tensors import WEIGHTS_FILE, Spec, check_tensors, read_tensors, write_tensors
+
+ORIGINAL_FILE = "medusa_lm_head.safetensors"
+_ORIGINAL_NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+
+
+def write(draft: MedusaDraft, folder: Path) -> None:
+    """Write config.json and model.safetensors in vLLM's layout."""
+    config = draft.config
+    dtype = write_tensors(folder / WEIGHTS_FILE, draft.state_dict(), tensor_specs(config))
+    entries = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "medusa_fc_bias": config.fc_bias,
+        **dtype_entries(dtype),
+    }
+    write_json(folder / "config.json", entries)
+
+
+def write_original(draft: MedusaDraft, folder: Path, target: str) -> None:
+    """Write config.json and medusa_lm_head.safetensors in the original layout. A draft without biases gets zeros."""
+    config = draft.config.model_copy(update={"fc_bias": True})
+    ours = draft.state_dict()
+    dtype = ours["lm_heads.0.weight"].dtype
+    tensors = {
+        _original_name(name, config): ours[name] if name in ours else torch.zeros(spec.shape, dtype=dtype)
+        for name, spec in tensor_specs(config).items()
+    }
+    written = write_tensors(folder / ORIGINAL_FILE, tensors, original_specs(config))
+    entries = {
+        "base_model_name_or_path": target,
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "medusa_fc_bias": True,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        **dtype_entries(written),
+    }
+    write_json(folder / "config.json", entries)
+
+
+def read(folder: Path) -> MedusaDraft:
+    """Load a folder of either layout."""
+    path = folder / "config.json"
+    raw, (where, tensors) = read_object(path), read_tensors(folder)
+    if is_original(tensors):
+        config = _original_config(path, raw, where, tensors)
+        check_tensors(where, tensors, original_specs(config))
+        tensors = {name: tensors[_original_name(name, config)] for name in tensor_specs(config)}
+        if not any(bool(tensor.any()) for name, tensor in tensors.items() if name.endswith(".bias")):
+            config = config.model_copy(update={"fc_bias": False})
+            tensors = {name: tensors[name] for name in tensor_specs(config)}
+    else:
+        config = _read_config(path, raw)
+        check_tensors(where, tensors, tensor_specs(config))
+    draft = MedusaDraft(config)
+    draft.load_state_dict(tensors)
+    return draft.to(tensors["lm_heads.0.weight"].dtype)
+
+
+def is_original(names: Iterable[str]) -> bool:
+    """Whether tensors bear the names of the original layout."""
+    return any(map(_ORIGINAL_NAME.fullmatch, names))
+
+
+def tensor_specs(config: MedusaConfig) -> dict[str, Spec]:
+    """Every tensor of vLLM's layout, which is the draft's own."""
+    hidden = config.hidden_size
+    specs: dict[str, Spec] = {}
+    for h in range(config.num_heads):
+        for layer in range(config.num_layers):
+            specs[f"blocks.{h}.layers.{layer}.weight"] = Spec((hidden, hidden))
+            if config.fc_bias:
+                specs[f"blocks.{h}.layers.{layer}.bias"] = Spec((hidden,))
+        specs[f"lm_heads.{h}.weight"] = Spec((config.vocab_size, hidden))
+    return specs
+
+
+def original_specs(config: MedusaConfig) -> dict[str, Spec]:
+    """Every tensor of the original layout."""
+    return {_original_name(name, config): spec for name, spec in tensor_specs(config).items()}
+
+
+def _original_name(name: str, config: MedusaConfig) -> str:
+    kind, head, *rest = name.split(".")
+    return f"{head}.{config.num_layers}.weight" if kind == "lm_heads" else f"{head}.{rest[1]}.linear.{rest[2]}"
+
+
+def _read_config(path: Path, raw: Mapping[str, Any]) -> MedusaConfig:
+    names = {"num_layers": "num_hidden_layers", "fc_bias": "medusa_fc_bias"}
+    fields = {name: raw.get(names.get(name, name)) for name in MedusaConfig.model_fields}
+    for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
+        if fields[name] is None:
+            raise FormatError(f"{path}: {names.get(name, name)}: must be named")
+    return validated(MedusaConfig, path, {**fields, "fc_bias": fields["fc_bias"] or False})
+
+
+def _original_config(path: Path, raw: Mapping[str, Any], where: Path, tensors: Mapping[str, Tensor]) -> MedusaConfig:
+    """Sizes out of the tensors: original configs name none, and published ones name fewer heads than there are."""
+    found = [match.groups() for match in map(_ORIGINAL_NAME.fullmatch, tensors) if match]
+    heads = 1 + max(int(head) for head, _, _ in found)
+    layers = raw.get("medusa_num_layers") or max(int(layer) for _, layer, kind in found if kind == "weight")
+    named = raw.get("medusa_num_heads", 0)
+    if not isinstance(named, int) or named > heads:
+        raise FormatError(f"{path}: medusa_num_heads {named}: the weights have {heads} heads")
+    last = f"0.{layers}.weight"
+    if last not in tensors:
+        raise FormatError(f"{where}: tensor {last} is missing")
+    sizes = {"vocab_size": tensors[last].shape[0], "hidden_size": tensors[last].shape[-1]}
+    bias = any(kind == "linear.bias" for _, _, kind in found)
+    return validated(MedusaConfig, path, {**sizes, "num_heads": heads, "num_layers": layers, "fc_bias": bias})

@@ -1,0 +1,150 @@
+"""EAGLE heads against arithmetic written out in loops: as they are trained, and as they draft on their cache."""
+
+import math
+from typing import Any
+
+import heads
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftforge.specdec.cache import KVCache
+from draftforge.specdec.drafts.eagle import EagleDraft
+from draftforge.specdec.drafts.eagle3 import Eagle3Draft
+
+TOKENS, STEPS = 9, 4
+CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-3}  # float32; the un-normed states of EAGLE-1 reach the hundreds
+Head = EagleDraft | Eagle3Draft
+HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "eagle": (heads.eagle, {}),
+    "eagle3": (heads.eagle3, {"draft_vocab": 40}),
+    "fc_norm": (heads.eagle3, {"fc_norm": True}),
+    "norm_output": (heads.eagle3, {"norm_output": True}),
+    "norm_before_residual": (heads.eagle3, {"norm_before_residual": True}),
+    "other width": (heads.eagle3, {"target_hidden_size": 20, "fc_norm": True}),
+}
+
+
+def inputs(draft: Head) -> tuple[Tensor, Tensor]:
+    """Embeddings of x_0 .. x_{T-1}, and what the head reads of the target at each of them."""
+    generator = torch.Generator().manual_seed(5)
+    config = draft.config
+    width = 3 * draft.config.target_hidden_size if isinstance(draft, Eagle3Draft) else config.hidden_size
+    embeds = torch.randn(TOKENS, config.hidden_size, generator=generator)
+    return embeds, 2 * torch.randn(TOKENS, width, generator=generator) + 0.5
+
+
+def true_state(draft: Head, seen_X: Tensor) -> Tensor:
+    """The state of a true position, [H]."""
+    if isinstance(draft, EagleDraft):
+        return seen_X
+    if draft.fc.norms is not None:
+        parts = [normed(part, norm.weight) for part, norm in zip(seen_X.chunk(3), draft.fc.norms)]  # type: ignore[arg-type]
+        seen_X = torch.cat(parts)
+    return draft.fc.weight @ seen_X
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean() + 1e-5).sqrt() * weight
+
+
+def turned(x_HD: Tensor, position: int) -> Tensor:
+    """Rotary embedding, one pair of numbers at a time."""
+    out, half = x_HD.clone(), x_HD.shape[1] // 2
+    for i in range(half):
+        angle = position * 10000.0 ** (-i / half)
+        low, high = x_HD[:, i], x_HD[:, i + half]
+        out[:, i] = low * math.cos(angle) - high * math.sin(angle)
+        out[:, i + half] = high * math.cos(angle) + low * math.sin(angle)
+    return out
+
+
+def entered(draft: Head, embed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual, and what attention reads."""
+    if isinstance(draft, EagleDraft):
+        mixed = draft.fc.weight @ torch.cat([embed, state])
+        return mixed, mixed
+    layer = draft.midlayer
+    state_normed = normed(state, layer.hidden_norm.weight)
+    z = torch.cat([normed(embed, layer.input_layernorm.weight), state_normed])
+    return state_normed if draft.config.norm_before_residual else state, z
+
+
+def plainly(draft: Head, embeds_TH: Tensor, seen_TX: Tensor, i: int) -> list[Tensor]:
+    """States of all steps at position i: true pairs 0..i, then the draft's own state with one more token a step."""
+    layer, attn = draft.layer, draft.layer.self_attn
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def one(embed: Tensor, state: Tensor, position: int) -> Tensor:
+        residual, z = entered(draft, embed, state)
+        keys.append(turned((attn.k_proj.weight @ z).view(2, 8), position))
+        values.append((attn.v_proj.weight @ z).view(2, 8))
+        outputs = []
+        for head, query in enumerate(turned((attn.q_proj.weight @ z).view(6, 8), position)):
+            scores = torch.stack([query @ key[head // 3] for key in keys]) / math.sqrt(8)
+            outputs.append(sum(w * value[head // 3] for w, value in zip(scores.softmax(0), values)))
+        state = residual + attn.o_proj.weight @ torch.cat(outputs)
+        x, mlp = normed(state, layer.post_attention_layernorm.weight), layer.mlp
+        state = state + mlp.down_proj.weight @ (F.silu(mlp.gate_proj.weight @ x) * (mlp.up_proj.weight @ x))
+        if isinstance(draft, Eagle3Draft) and draft.config.norm_output:
+            state = normed(state, draft.norm.weight)
+        return state
+
+    for t in range(i + 1):
+        state = one(embeds_TH[t + 1], true_state(draft, seen_TX[t]), t)
+    states = [state]
+    for k in range(1, STEPS):
+        states.append(one(embeds_TH[i + 1 + k], states[-1], i + k))
+    return states
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.no_grad()
+def test_training_and_drafting_compute_what_is_written_down(name: str) -> None:
+    make, options = HEADS[name]
+    draft: Head = make(**options)
+    embeds_TH, seen_TX = inputs(draft)
+    first, width = 2, TOKENS - STEPS - 2
+    trained = draft(embeds_TH[None], seen_TX[None], torch.tensor([first]), width, STEPS)
+    true_TH = torch.stack([true_state(draft, seen) for seen in seen_TX])
+    for column in range(width):
+        i = first + column
+        expected = plainly(draft, embeds_TH, seen_TX, i)
+        cache = KVCache(1, TOKENS, torch.device("cpu"))
+        step = cache.prefill([0], [i + 1])
+        state_BNH = draft.decode(embeds_TH[None, 1 : i + 2], true_TH[None, : i + 1], step)[:, -1:]
+        for k in range(STEPS):
+            if k:
+                state_BNH = draft.decode(embeds_TH[None, None, i + 1 + k], state_BNH, cache.extend(1, 1))
+                cache.keep([1])
+            torch.testing.assert_close(trained[k][0, column], expected[k], **CLOSE)
+            torch.testing.assert_close(state_BNH[0, 0], expected[k], **CLOSE)
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+@torch.no_grad()
+def test_the_head_reads_a_state_that_is_normed_once(norm_output: bool) -> None:
+    draft = heads.eagle3(norm_output=norm_output)
+    state = torch.randn(24)
+    read = state if norm_output else normed(state, draft.norm.weight)
+    torch.testing.assert_close(draft.logits(state), draft.lm_head.weight @ read)
+
+
+@torch.no_grad()
+def test_medusa_heads_are_residual_blocks_and_a_linear_layer() -> None:
+    draft = heads.medusa(fc_bias=True, num_layers=2)
+    hidden_BTH = torch.randn(2, 5, 24)
+    for h in range(3):
+        x = hidden_BTH
+        for layer in draft.blocks[h].layers:  # type: ignore[union-attr]
+            y = x @ layer.weight.T + layer.bias
+            x = x + y / (1 + (-y).exp())
+        torch.testing.assert_close(draft.logits(hidden_BTH, h), F.linear(x, draft.lm_heads[h].weight))  # type: ignore[arg-type]
+
+
+def test_new_medusa_blocks_are_the_identity() -> None:
+    config = heads.medusa().config.model_copy(update={"fc_bias": True})
+    hidden = torch.randn(4, 24)
+    assert torch.equal(type(heads.medusa())(config).state(hidden, 1), hidden)

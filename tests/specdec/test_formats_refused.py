@@ -1,0 +1,290 @@
+"""What does not belong in a draft folder is refused by name: tensors, config fields, formats."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import heads
+import pytest
+import stand_ins
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftforge.errors import FormatError, InputError, MissingFileError
+from draftforge.specdec.formats import (
+    Draft,
+    Format,
+    Verifier,
+    check_family,
+    known_format,
+    read_draft,
+    write_draft,
+)
+
+VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])
+IDS = "eagle_aux_hidden_state_layer_ids"
+DRAFTS: dict[str, tuple[Callable[[], Draft], Format, set[str]]] = {
+    "eagle-vllm": (lambda: heads.eagle(own_embeddings=True), "vllm", {"embed_tokens.weight"}),
+    "eagle-sglang": (heads.eagle, "sglang", {"fc.bias"}),
+    "eagle3": (lambda: heads.eagle3(40, fc_norm=True), "vllm", {"t2d"}),
+    "eagle3-whole": (heads.eagle3, "vllm", set()),
+    "speculators": (lambda: heads.eagle3(40, fc_norm=True), "speculators", {"t2d"}),
+    "medusa-vllm": (lambda: heads.medusa(True, 2), "vllm", set()),
+    "medusa-original": (lambda: heads.medusa(True, 2), "medusa", set()),
+}
+"""How a folder is made, and the tensors that may be absent."""
+
+
+def stored(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    (path,) = folder.glob("*.safetensors")
+    return path, load_file(path)
+
+
+def change_config(folder: Path, **entries: Any) -> None:
+    """Entries replace; None removes."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **entries}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+@pytest.fixture(params=DRAFTS)
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A folder of each kind, in tmp_path."""
+    make, name, _ = DRAFTS[request.param]
+    write_draft(make(), tmp_path, name, 4, VERIFIER)
+    return str(request.param)
+
+
+def test_every_missing_tensor_is_named(kind: str, tmp_path: Path) -> None:
+    path, tensors = stored(tmp_path)
+    for name in tensors:
+        save_file({other: tensor for other, tensor in tensors.items() if other != name}, path)
+        if name in DRAFTS[kind][2]:
+            read_draft(tmp_path)
+            continue
+        with pytest.raises(FormatError, match="missing") as refused:
+            read_draft(tmp_path)
+        assert str(refused.value) == f"{path}: tensor {name} is missing"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: torch.cat([x, x]), "has shape"),
+        (lambda x: x.to(torch.int32), "is int32, must be"),
+        (lambda x: x.to(torch.float64), "is float64, must be"),
+    ],
+    ids=["shape", "int32", "float64"],
+)
+def test_every_tensor_of_another_shape_or_type_is_named(
+    kind: str, change: Callable[[Tensor], Tensor], message: str, tmp_path: Path
+) -> None:
+    path, tensors = stored(tmp_path)
+    for name, tensor in tensors.items():
+        if kind == "medusa-original" and name == "0.2.weight" and message == "has shape":
+            continue  # the vocabulary is read off this one: the others are then what is wrong
+        save_file({**tensors, name: change(tensor)}, path)
+        with pytest.raises(FormatError, match=message) as refused:
+            read_draft(tmp_path)
+        assert f"{path}: tensor {name} " in str(refused.value)
+
+
+def test_values_that_are_not_finite_and_strangers_are_named(kind: str, tmp_path: Path) -> None:
+    path, tensors = stored(tmp_path)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            spoilt = tensor.clone()
+            spoilt.view(-1)[-1] = float("nan")
+            save_file({**tensors, name: spoilt}, path)
+            with pytest.raises(FormatError, match="has values that are not finite"):
+                read_draft(tmp_path)
+    save_file({**tensors, "stranger.weight": torch.zeros(1)}, path)
+    with pytest.raises(FormatError, match=r"tensor stranger\.weight is not part of this format"):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vllm", "speculators"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["d2t"].add_(1000), "d2t points outside the vocabulary of 61"),
+        (lambda t: t["d2t"].sub_(1000), "d2t points outside the vocabulary of 61"),
+        (lambda t: t["d2t"].sub_(torch.arange(40)), "d2t names token 0 more than once"),
+        (lambda t: t["t2d"].logical_not_(), "t2d does not mark the ids that d2t names"),
+    ],
+)
+def test_vocabularies_that_do_not_fit(name: Format, change: Any, message: str, tmp_path: Path) -> None:
+    draft = heads.eagle3(40)
+    write_draft(draft, tmp_path, name, 4, VERIFIER)
+    path, tensors = stored(tmp_path)
+    if "more than once" in message:
+        tensors["d2t"].zero_()
+    change(tensors)
+    save_file(tensors, path)
+    with pytest.raises(FormatError, match=message):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({IDS: [1, 2, 3, 4]}, rf"{IDS} \[1, 2, 3, 4\]: must be three layers"),
+        ({IDS: [1, 2]}, rf"{IDS} \[1, 2\]: must be three layers"),
+        ({IDS: [1, 2, "4"]}, "must be three layers"),
+        ({IDS: [2, 1, 4]}, rf"{IDS} \[2, 1, 4\]: must be different layers in ascending order, from 1 on"),
+        ({IDS: [1, 1, 4]}, "must be different layers in ascending order"),
+        ({IDS: [0, 1, 4]}, "in ascending order, from 1 on"),
+        ({IDS: None}, f"{IDS}: is absent, and the target's number of layers is not known"),
+        ({"eagle_config": {IDS: [0, 1, 2]}}, r"must be one more than those of eagle_config, \[0, 1, 2\]"),
+        ({"eagle_config": {IDS: [0, 1, 2, 3]}}, rf"eagle_config\.{IDS} \[0, 1, 2, 3\]: must be three layers"),
+        ({"eagle_config": [1]}, r"eagle_config \[1\]: must be an object"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false: only true is supported"),
+        ({"norm_before_fc": True}, "norm_before_fc true: only false is supported"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2: must be 1"),
+        ({"model_type": "qwen3"}, "model_type qwen3: must be llama"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu: must be silu"),
+        ({"attention_bias": True}, "attention_bias True: must be False"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: rope_type llama3: must be default"),
+        ({"rope_parameters": {"type": "linear"}}, "rope_parameters: rope_type linear: must be default"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: must be 1"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 6: must be a multiple of num_key_value_heads 4"),
+        ({"draft_vocab_size": 62}, "draft_vocab_size 62: must not exceed vocab_size 61"),
+        ({"hidden_size": None}, "hidden_size: Field required"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps: Input should be greater than 0"),
+        ({"rope_theta": float("inf")}, "rope_theta: Input should be a finite number"),
+    ],
+)
+def test_configs_that_ask_for_something_else(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_draft(heads.eagle3(40), tmp_path, "vllm")
+    change_config(tmp_path, **({"eagle_config": None} if IDS in entries else {}) | entries)
+    with pytest.raises(FormatError, match=message) as refused:
+        read_draft(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"speculators_model_type": "dflash"}, "speculators_model_type dflash: only eagle3 can be read"),
+        ({"transformer_layer_config": {"model_type": "qwen3"}}, "model_type qwen3: must be llama"),
+        ({"transformer_layer_config": None}, r"transformer_layer_config\.model_type None: must be llama"),
+        ({"norm_before_residual": None}, "norm_before_residual: must be named"),
+        ({"norm_before_fc": True}, "norm_before_fc true: only false is supported"),
+        ({IDS: None}, f"{IDS}: must be named"),
+        ({IDS: [4, 2, 1]}, "in ascending order"),
+    ],
+)
+def test_speculators_configs_that_ask_for_something_else(entries: Any, message: str, tmp_path: Path) -> None:
+    write_draft(heads.eagle3(40), tmp_path, "speculators", 4, VERIFIER)
+    change_config(tmp_path, **entries)
+    with pytest.raises(FormatError, match=message):
+        read_draft(tmp_path)
+
+
+def test_a_bias_that_was_trained_is_refused(tmp_path: Path) -> None:
+    write_draft(heads.eagle(), tmp_path, "sglang")
+    path, tensors = stored(tmp_path)
+    save_file({**tensors, "fc.bias": tensors["fc.bias"] + 0.1}, path)
+    with pytest.raises(FormatError, match=r"fc\.bias has values other than 0: heads with a bias are not supported"):
+        read_draft(tmp_path)
+
+
+def test_medusa_configs_that_say_something_else(tmp_path: Path) -> None:
+    write_draft(heads.medusa(), tmp_path, "vllm")
+    change_config(tmp_path, num_heads=None)
+    with pytest.raises(FormatError, match=r"config\.json: num_heads: must be named"):
+        read_draft(tmp_path)
+    change_config(tmp_path, num_heads=4)
+    with pytest.raises(FormatError, match=r"tensor blocks\.3\.layers\.0\.weight is missing"):
+        read_draft(tmp_path)
+    change_config(tmp_path, num_heads=2)
+    with pytest.raises(FormatError, match=r"tensor blocks\.2\.layers\.0\.weight is not part of this format"):
+        read_draft(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    write_draft(heads.medusa(), tmp_path, "medusa", 1, VERIFIER)
+    change_config(tmp_path, medusa_num_heads=4)
+    with pytest.raises(FormatError, match="medusa_num_heads 4: the weights have 3 heads"):
+        read_draft(tmp_path)
+
+
+def test_folders_that_hold_something_else_are_described(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="no such draft folder"):
+        read_draft(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(MissingFileError, match=r"config\.json: no such file; the folder holds notes\.txt"):
+        read_draft(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}))
+    with pytest.raises(MissingFileError, match=r"model\.safetensors: no such file"):
+        read_draft(tmp_path)
+    names = ["fc.weight", "hidden_norm.weight", *(f"layers.{index}.mlp.up_proj.weight" for index in range(5))]
+    save_file({name: torch.zeros(2, 2) for name in names}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError) as refused:
+        read_draft(tmp_path)
+    assert str(refused.value) == (
+        f"{tmp_path}: not a draft that can be read: architectures ['DFlashDraftModel'], model_type qwen3, tensors "
+        "fc.weight, hidden_norm.weight, layers.0.mlp.up_proj.weight, layers.1.mlp.up_proj.weight, "
+        "layers.2.mlp.up_proj.weight and 2 more"
+    )
+
+
+def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    folder = tmp_path / "it's here"
+    folder.mkdir()
+    draft = heads.eagle()
+    write_draft(draft, folder, "vllm")
+    shared = dict(draft.state_dict())
+    (folder / "model.safetensors").unlink()
+    torch.save(shared, folder / "pytorch_model.bin")
+    torch.save({}, folder / "optimizer.pt")
+    with pytest.raises(
+        FormatError, match=r"pytorch_model\.bin: pickled weights are not loaded; .* convert it"
+    ) as refused:
+        read_draft(folder)
+    assert "\n" not in str(refused.value)
+    python, *rest = shlex.split(str(refused.value).partition("convert it: ")[2])
+    assert python == "python"
+    subprocess.run([sys.executable, *rest], check=True)
+    again = read_draft(folder)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in draft.state_dict().items())
+
+
+def test_formats_take_the_families_that_they_are_for(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="format onnx: must be one of hf, vllm, sglang, speculators, medusa"):
+        known_format("onnx")
+    with pytest.raises(InputError, match="format sglang: takes no medusa draft; medusa drafts go as vllm, medusa"):
+        write_draft(heads.medusa(), tmp_path, "sglang")
+    with pytest.raises(InputError, match="format speculators: takes no eagle draft; eagle drafts go as vllm, sglang"):
+        check_family("speculators", "eagle")
+    with pytest.raises(InputError, match=r"format hf: takes no eagle3 draft; eagle3 .* vllm, sglang, speculators"):
+        check_family("hf", "eagle3")
+    with pytest.raises(InputError, match="format speculators: names the target; give its hub id"):
+        write_draft(heads.eagle3(), tmp_path, "speculators")
+    with pytest.raises(InputError, match="SGLang does not know norm_before_residual"):
+        write_draft(heads.eagle3(norm_before_residual=True), tmp_path, "sglang")
+    for draft in (heads.eagle(own_embeddings=True), heads.eagle3(own_embeddings=True)):
+        with pytest.raises(InputError, match="SGLang drafts with the target's embeddings; the draft has its own"):
+            write_draft(draft, tmp_path, "sglang")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "wide").mkdir()
+    write_draft(heads.eagle3(own_embeddings=True, target_hidden_size=20), tmp_path / "wide", "sglang")  # it keeps these
+    for name in ("hf", "vllm", "sglang"):
+        write_draft(stand_ins.near_copy(stand_ins.target()), tmp_path / name, known_format(name))
+        assert read_draft(tmp_path / name).family == "small"
+
+
+def test_the_writer_refuses_weights_of_several_types_and_odd_values(tmp_path: Path) -> None:
+    mixed = heads.medusa()
+    mixed.lm_heads[2].bfloat16()
+    with pytest.raises(FormatError, match=r"is float32 and lm_heads\.2\.weight is bfloat16, must be the same"):
+        write_draft(mixed, tmp_path, "vllm")
+    for draft, name in ((heads.medusa(), "medusa"), (heads.eagle(), "sglang"), (heads.eagle3(), "speculators")):
+        with torch.no_grad():
+            next(draft.parameters()).view(-1)[0] = float("inf")
+        with pytest.raises(FormatError, match="has values that are not finite"):
+            write_draft(draft, tmp_path, known_format(name), 4, VERIFIER)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,72 @@
+"""The `speculators` package reads what we write, and drafts the tokens that we draft. Runs where it is installed."""
+
+from pathlib import Path
+from typing import Any
+
+import heads
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftforge.specdec.formats import Verifier, read_draft, write_draft
+
+speculators = pytest.importorskip(
+    "speculators", reason="an oracle, not a dependency: pip install --no-deps speculators==0.9.0"
+)
+TOKENS, STEPS = 12, 3
+FLAGS: list[dict[str, bool]] = [
+    {},
+    {"fc_norm": True, "norm_output": True},
+    {"norm_before_residual": True},
+    {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+]
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of the heads' sizes; the package takes its embeddings where the head has none."""
+    folder = tmp_path_factory.mktemp("target")
+    layer = {name: value for name, value in heads.LAYER.items() if name != "rope_theta"}
+    torch.manual_seed(7)
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, initializer_range=0.5, **layer)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+@pytest.mark.parametrize("draft_vocab", [61, 40])
+@torch.no_grad()
+def test_it_loads_our_folder_and_drafts_the_same_tokens(
+    target_folder: Path, tmp_path: Path, draft_vocab: int, flags: dict[str, bool]
+) -> None:
+    ours = heads.eagle3(draft_vocab, **flags)
+    write_draft(ours, tmp_path, "speculators", 4, Verifier(str(target_folder), ["LlamaForCausalLM"]))
+    config: Any = speculators.SpeculatorModelConfig.from_pretrained(str(tmp_path))
+    assert config.speculators_config.proposal_methods[0].speculative_tokens == 4
+    assert config.transformer_layer_config.rope_parameters["rope_theta"] == 10000.0
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs: Any = speculators.SpeculatorModel.from_pretrained(str(tmp_path), config=config)
+    assert type(theirs).__name__ == "Eagle3DraftModel"
+    stored, loaded = load_file(tmp_path / "model.safetensors"), theirs.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
+    of_the_target = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
+    assert loaded.keys() - stored.keys() == of_the_target
+
+    ids = torch.randint(61, (1, TOKENS + 1), generator=torch.Generator().manual_seed(3))
+    aux = torch.randn(1, TOKENS + 1, 72, generator=torch.Generator().manual_seed(4))
+    document = torch.zeros(1, TOKENS, dtype=torch.long)
+    drafted = theirs(hidden_states=aux[:, :TOKENS], input_ids=ids[:, 1:], document_ids=document, ttt_steps=STEPS)
+    states = ours(theirs.embed_tokens(ids), aux, torch.zeros(1, dtype=torch.long), TOKENS, STEPS)
+    for k, (tokens, state) in enumerate(zip(drafted, states, strict=True)):
+        inside = TOKENS - k  # later positions read past the end of the text
+        assert torch.equal(ours.logits(state).argmax(-1)[:, :inside], tokens[:, :inside])
+
+
+def test_we_read_what_it_writes(target_folder: Path, tmp_path: Path) -> None:
+    write_draft(heads.eagle3(40), tmp_path / ".", "speculators", 4, Verifier(str(target_folder), ["LlamaForCausalLM"]))
+    model: Any = speculators.SpeculatorModel.from_pretrained(str(tmp_path))
+    model.save_pretrained(tmp_path / "theirs")
+    again = read_draft(tmp_path / "theirs")
+    ours = heads.eagle3(40).state_dict()
+    assert {name for name in again.state_dict() if name not in ours} == {"embed_tokens.weight"}
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in ours.items())
