@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,7 +16,8 @@ from ..drafts.eagle3 import Eagle3Config, Eagle3Draft
 from . import eagle3
 from .gguf_file import Field, GgufFile, read_gguf, write_gguf
 from .gguf_vocabulary import vocabulary_fields
-from .tensors import Shape, check_tensors
+from .llama import embedding_specs, validated
+from .tensors import Spec, check_tensors
 
 _LLAMA_LAYER = {
     "attn_norm": "input_layernorm",
@@ -47,13 +47,12 @@ def write_llama(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path
     config, weights = model.config, model.state_dict()
     _check_llama(config, path)
     names = _llama_names(config)
-    expected = {name: tuple(weights[source].shape) for name, source in names.items()}
     tensors = {name: weights[source] for name, source in names.items()}
     if config.rope_parameters["rope_type"] == "llama3":
-        tensors[_ROPE_FACTORS], expected[_ROPE_FACTORS] = _rope_factors(model), (config.head_dim // 2,)
+        tensors[_ROPE_FACTORS] = _rope_factors(model)
     fields = _dimensions("llama", config, config.num_hidden_layers, config.rope_parameters["rope_theta"])
     fields |= {"llama.vocab_size": config.vocab_size, **vocabulary_fields(tokenizer, config.vocab_size)}
-    write_gguf(path, GgufFile("llama", fields, _to_ggml(path, tensors, expected, config)))
+    write_gguf(path, GgufFile("llama", fields, _to_ggml(path, tensors, _shapes_of(tensors), config)))
 
 
 def read_llama(path: Path) -> LlamaForCausalLM:
@@ -74,8 +73,8 @@ def read_llama(path: Path) -> LlamaForCausalLM:
     )
     names = _llama_names(config)
     with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
-    tensors = _from_ggml(path, content.tensors, {name: shapes[source] for name, source in names.items()}, config)
+        specs = _shapes_of(LlamaForCausalLM(config).state_dict())
+    tensors = _from_ggml(path, content.tensors, {name: specs[source] for name, source in names.items()}, config)
     model = LlamaForCausalLM(config)
     model.load_state_dict({names[name]: tensor for name, tensor in tensors.items()}, strict=not tied)
     model.tie_weights()
@@ -85,16 +84,19 @@ def read_llama(path: Path) -> LlamaForCausalLM:
 def write_eagle3(draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """Write an EAGLE-3 head. `tokenizer`: the target's, whose keys llama.cpp wants in both files."""
     config, weights = draft.config, draft.state_dict()
+    for flag in ("fc_norm", "norm_output"):
+        if getattr(config, flag):
+            raise FormatError(f"{path}: {flag} true: llama.cpp has no place for it")
     names, expected = _eagle3_names(config, draft.embed_tokens is not None)
     tensors = {name: weights[source] for name, source in names.items()}
-    if config.draft_vocab_size < config.vocab_size:
+    if eagle3.reduced(config):
         tensors["d2t"] = draft.draft_ids
     fields = _dimensions("eagle3", config, 1, config.rope_theta)
     fields |= {
         "eagle3.vocab_size": config.vocab_size,
         "eagle3.target_layers": list(config.aux_layers),
         "eagle3.target_hidden_size": config.target_hidden_size,
-        "eagle3.norm_before_residual": False,
+        "eagle3.norm_before_residual": config.norm_before_residual,
         "eagle3.norm_before_fc": False,
         **vocabulary_fields(tokenizer, config.vocab_size),
     }
@@ -104,22 +106,19 @@ def write_eagle3(draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: P
 def read_eagle3(path: Path) -> Eagle3Draft:
     """Load a file that `write_eagle3` wrote."""
     content = _open(path, "eagle3")
-    for switch in ("eagle3.norm_before_residual", "eagle3.norm_before_fc"):
-        if content.fields.get(switch):
-            raise FormatError(f"{path}: {switch} true: only false is supported")
+    if content.fields.get("eagle3.norm_before_fc"):
+        raise FormatError(f"{path}: eagle3.norm_before_fc true: only false is supported")
     vocabulary = content.get(path, "eagle3.vocab_size", int)
     draft_ids = content.tensors.get("d2t")
-    try:
-        config = Eagle3Config(
-            **_read_dimensions(content, path),
-            target_hidden_size=content.get(path, "eagle3.target_hidden_size", int),
-            vocab_size=vocabulary,
-            draft_vocab_size=vocabulary if draft_ids is None else len(draft_ids),
-            aux_layers=content.get(path, "eagle3.target_layers", list),
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise FormatError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    fields = {
+        **_read_dimensions(content, path),
+        "target_hidden_size": content.get(path, "eagle3.target_hidden_size", int),
+        "vocab_size": vocabulary,
+        "draft_vocab_size": vocabulary if draft_ids is None else len(draft_ids),
+        "aux_layers": content.get(path, "eagle3.target_layers", list),
+        "norm_before_residual": content.get(path, "eagle3.norm_before_residual", bool),
+    }
+    config = validated(Eagle3Config, path, fields)
     own = "token_embd.weight" in content.tensors
     names, expected = _eagle3_names(config, own)
     tensors = _from_ggml(path, content.tensors, expected, config)
@@ -192,19 +191,20 @@ def _llama_names(config: LlamaConfig) -> dict[str, str]:
     return names
 
 
-def _eagle3_names(config: Eagle3Config, own_embeddings: bool) -> tuple[dict[str, str], dict[str, Shape]]:
-    """GGUF's name -> the checkpoint's name of every weight; and the shapes of all tensors."""
-    names, shapes = dict(_EAGLE3), eagle3.tensor_shapes(config)
-    expected = {name: shapes[source] for name, source in names.items()}
-    if config.draft_vocab_size < config.vocab_size:
-        expected["d2t"] = shapes["d2t"]
+def _eagle3_names(config: Eagle3Config, own_embeddings: bool) -> tuple[dict[str, str], dict[str, Spec]]:
+    """GGUF's name -> the checkpoint's name of every weight; and what all tensors must be."""
+    names, specs = dict(_EAGLE3), {**eagle3.tensor_specs(config, eagle3.LAYER), **embedding_specs(config)}
     if own_embeddings:
         names["token_embd.weight"] = "embed_tokens.weight"
-        expected["token_embd.weight"] = (config.vocab_size, config.hidden_size)
-    return names, expected
+    expected = {name: specs[source] for name, source in names.items()}
+    return names, expected | ({"d2t": eagle3.mapping_specs(config)["d2t"]} if eagle3.reduced(config) else {})
 
 
-def _to_ggml(path: Path, tensors: dict[str, Tensor], expected: dict[str, Shape], config: Any) -> dict[str, Tensor]:
+def _shapes_of(tensors: dict[str, Tensor]) -> dict[str, Spec]:
+    return {name: Spec(tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _to_ggml(path: Path, tensors: dict[str, Tensor], expected: dict[str, Spec], config: Any) -> dict[str, Tensor]:
     """Checked, in float32 (ids stay integers), q and k in llama.cpp's order of rows."""
     check_tensors(path, tensors, expected)
     stored = {name: t.cpu().float() if t.is_floating_point() else t.cpu() for name, t in tensors.items()}
@@ -213,7 +213,7 @@ def _to_ggml(path: Path, tensors: dict[str, Tensor], expected: dict[str, Shape],
     }
 
 
-def _from_ggml(path: Path, tensors: dict[str, Tensor], expected: dict[str, Shape], config: Any) -> dict[str, Tensor]:
+def _from_ggml(path: Path, tensors: dict[str, Tensor], expected: dict[str, Spec], config: Any) -> dict[str, Tensor]:
     check_tensors(path, tensors, expected)
     return {name: _permute(name, tensor, config, (config.head_dim // 2, 2)) for name, tensor in tensors.items()}
 

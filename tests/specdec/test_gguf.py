@@ -1,4 +1,4 @@
-"""GGUF files: keys, tensors and order of rows as llama.cpp reads them; read back equal; what does not fit is refused."""
+"""GGUF files: keys, tensors and order of rows as llama.cpp reads them; what does not fit is refused."""
 
 import copy
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from draftforge.errors import FormatError, MissingFileError
+from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.formats.gguf import read_eagle3, read_llama, write_eagle3, write_llama
 from draftforge.specdec.formats.gguf_file import GgufFile, read_gguf, write_gguf
 from draftforge.specdec.models import CausalModel
@@ -61,7 +62,11 @@ def small(layers: int = 2) -> Any:
 
 
 def head(draft_vocab: int | None = 40) -> Any:
-    return random_eagle3(CausalModel(small(4)), draft_vocab)
+    draft = random_eagle3(CausalModel(small(4)), draft_vocab)
+    for name, weight in draft.named_parameters():
+        if "norm" in name:  # new ones are all alike
+            torch.nn.init.uniform_(weight, 0.5, 2.0)
+    return draft
 
 
 def without_lists(fields: dict[str, Any]) -> dict[str, Any]:
@@ -201,12 +206,21 @@ def test_values_that_are_not_finite_are_refused_and_nothing_stays(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("flag", ["fc_norm", "norm_output"])
+def test_a_head_that_llamacpp_cannot_run_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, flag: str
+) -> None:
+    draft = Eagle3Draft(head().config.model_copy(update={flag: True}), head().draft_ids)
+    with pytest.raises(FormatError, match=rf"draft\.gguf: {flag} true: llama\.cpp has no place for it"):
+        write_eagle3(draft, tokenizer, tmp_path / "draft.gguf")
+
+
 def test_a_tokenizer_that_llamacpp_would_read_otherwise_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     lower = copy.deepcopy(tokenizer)
     lower.backend_tokenizer.normalizer = normalizers.Lowercase()
-    with pytest.raises(FormatError, match="normalizer Lowercase: llama.cpp has none"):
+    with pytest.raises(FormatError, match=r"normalizer Lowercase: llama\.cpp has none"):
         write_eagle3(head(), lower, tmp_path / "draft.gguf")
 
 
@@ -219,7 +233,7 @@ def test_a_tokenizer_that_llamacpp_would_read_otherwise_is_refused(
         (lambda c: c.tensors["d2t"].add_(1000), "d2t points outside the vocabulary of 283"),
         (lambda c: c.fields.pop("eagle3.target_layers"), "key eagle3.target_layers is missing"),
         (lambda c: c.fields.update({"eagle3.target_layers": [1, 2]}), "aux_layers"),
-        (lambda c: c.fields.update({"eagle3.norm_before_residual": True}), "norm_before_residual true: only false"),
+        (lambda c: c.fields.update({"eagle3.norm_before_fc": True}), "norm_before_fc true: only false"),
         (lambda c: c.fields.update({"eagle3.block_count": "1", "eagle3.context_length": "9"}), "must be of type int"),
     ],
 )
@@ -241,7 +255,7 @@ def test_strangers_truncated_and_quantised_files_are_refused(
     with pytest.raises(MissingFileError, match="no such file"):
         read_llama(path)
     write_llama(small(), tokenizer, path)
-    with pytest.raises(FormatError, match="general.architecture 'llama': must be 'eagle3'"):
+    with pytest.raises(FormatError, match=r"general\.architecture 'llama': must be 'eagle3'"):
         read_eagle3(path)
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(FormatError, match="not a readable GGUF file"):

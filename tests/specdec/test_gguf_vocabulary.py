@@ -21,6 +21,7 @@ TEXTS = [
     "It's 12345 o'clock; WE'LL see 7 or 42 or 2024-11-28, won't we?\n\n",
     "  two spaces,\ttabs\t\tand   trailing blanks   \n   indented\n\n\n",
     "f(x) == {'a': [1, 22, 333]}; // naïve café Übermut, 東京 и Москва 🙂🙂",
+    "columns:  1  22   333\n  4    5\n",
     "don'T SHOUT'S 100000 1000 100 10 1 x86_64 v2.0.1",
 ]
 
@@ -50,6 +51,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_llamacpp_reads_the_same_ids(name: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(name)
+    assert vocabulary_fields(tokenizer, VOCAB)["tokenizer.ggml.pre"] == name
     write_llama(llama(layers=1, vocab=VOCAB), tokenizer, tmp_path / "model.gguf")
     server = LlamaServer(tmp_path / "model.gguf")
     for text in [*TEXTS, *(line[::-1] for line in TEXTS)]:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from draftforge.errors import FormatError
 from draftforge.specdec.counting import EngineCounts, EngineRound, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Generation, Request, generate
+from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.formats.gguf import read_llama, write_eagle3, write_llama
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
@@ -100,6 +101,24 @@ def test_an_answer_that_ends_inside_a_draft_is_booked_as_counting_says(
             assert found.counts == expected
             differing += expected.accepted != sum(round_.accepted for round_ in answer.rounds)
     assert bool(differing) == (K > 1)  # the two laws differ where a stop is inside a draft, and only there
+
+
+def test_a_head_with_norm_before_residual_counts_the_same(
+    target: Target, drafts: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = drafts["eagle3"]
+    draft = Eagle3Draft(plain.config.model_copy(update={"norm_before_residual": True}))
+    draft.load_state_dict(plain.state_dict())
+    write_files(tmp_path, target, {"eagle3": draft.eval()})
+    server, totals = serve(tmp_path, "eagle3", 4), {"plain": 0, "normed": 0}
+    for text in PROMPTS:
+        ids = target.tokenizer(text).input_ids
+        answer = decode(target, draft, ids, 60, 4, frozenset())
+        found = server.complete(ids, 60)
+        assert found.counts == EngineCounts.of([EngineRound(*r[:2]) for r in answer.rounds if r.drafted], 4)
+        totals["normed"] += found.counts.accepted
+        totals["plain"] += sum(r.accepted for r in decode(target, plain, ids, 60, 4, frozenset()).rounds)
+    assert totals["normed"] != totals["plain"]  # the switch does something
 
 
 def test_scaled_rotary_frequencies_are_llamacpps(trained_drafts: Trained, tmp_path: Path) -> None:
