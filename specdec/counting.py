@@ -3,11 +3,11 @@
 The decoder and replay count in one way (decoder.py, walk.py). At temperature 0 what a draft gets right along the
 target's own text fixes every round of every engine; they differ in where rounds start and in what is clipped:
 
-                 first round after  drafts at most          rounds without a draft  an answer that ends inside a draft
-  draftforge     the first token    min(K, remaining - 1)   counted                 its stop token is accepted, no more
-  llamacpp       the first token    min(K, remaining - 1)   not counted             its stop token is accepted only as the draft's last
-  transformers   the prompt         min(K, remaining - 1)   counted                 (not derived, see below)
-  vllm           the first token    K                       none                    whatever equals the target's text
+                 first round after  drafts at most          without a draft  a stop token inside a draft
+  draftforge     the first token    min(K, remaining - 1)   a round          accepted; what follows is not
+  llamacpp       the first token    min(K, remaining - 1)   no round         accepted only as the draft's last token
+  transformers   the prompt         min(K, remaining - 1)   a round          (not derived, see below)
+  vllm           the first token    K                       -                accepted, with all that is right after it
 
 transformers stops a draft at a stop token of the draft's own, right or wrong, which no recorded text tells.
 
