@@ -78,6 +78,19 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a name beside `path` to write to; rename it to `path` on success, remove it on failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with disk_errors(path):
+            yield beside
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turn "no space left", whichever library says it, into DiskFullError naming the path."""
     try:

@@ -17,13 +17,13 @@ os.environ["DRAFTFORGE_DEBUG"] = ""
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from byte_level import byte_level_tokenizer
+from trained import Trained, trained
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_TARGET = ROOT / ".cache" / "smollm2-135m-instruct"
 TINY_VOCABULARY = 300
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = """\
 {% if tools %}{{ '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}\
 {% for message in messages %}\
@@ -44,19 +44,7 @@ RunDistributed = Callable[..., list[Any]]
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of 300 tokens with a chat template and no pad token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=TINY_VOCABULARY,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TINY_TEXT, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
-    )
+    fast = byte_level_tokenizer(TINY_TEXT, TINY_VOCABULARY)
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -99,6 +87,12 @@ def make_tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int]
 def tiny_target_folder(make_tiny_target: Callable[[int], Path]) -> Path:
     """A tiny target as a Hugging Face folder. Shared by the session: copy it before changing it."""
     return make_tiny_target(0)
+
+
+@pytest.fixture(scope="session")
+def trained_drafts() -> Trained:
+    """A tiny trained target and drafts trained on it, from the cache (the first use trains for half a minute)."""
+    return trained()
 
 
 @pytest.fixture(scope="session")

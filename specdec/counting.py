@@ -1,0 +1,91 @@
+"""Counts as serving engines report them, so that a score here may be laid beside an engine's own metrics.
+
+The decoder and replay count in one way (decoder.py, walk.py). At temperature 0 what a draft gets right along the
+target's own text fixes every round of every engine; they differ in where rounds start and in what is clipped:
+
+                 first round after  drafts at most          without a draft  a stop token inside a draft
+  draftforge     the first token    min(K, remaining - 1)   a round          accepted; what follows is not
+  llamacpp       the first token    min(K, remaining - 1)   no round         accepted only as the draft's last token
+  transformers   the prompt         min(K, remaining - 1)   a round          (not derived, see below)
+  vllm           the first token    K                       -                accepted, with all that is right after it
+
+transformers stops a draft at a stop token of the draft's own, right or wrong, which no recorded text tells.
+
+Shapes: T round starts (row t: t tokens of the answer known), K drafted tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from ..errors import InputError
+from .models import CausalModel
+from .proposers.base import Proposer
+from .replay import trace_target
+from .sampling import SamplingSettings
+
+Counting = Literal["draftforge", "llamacpp", "transformers", "vllm"]
+
+
+class EngineRound(NamedTuple):
+    """One verified draft, as the engine books it."""
+
+    drafted: int
+    accepted: int
+
+
+class EngineCounts(NamedTuple):
+    """Totals of one answer. Position k (from 1) is at index k - 1."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    accepted_K: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rounds: Sequence[EngineRound], K: int) -> "EngineCounts":
+        at_least = tuple(sum(r.accepted >= k for r in rounds) for k in range(1, K + 1))
+        return cls(len(rounds), sum(r.drafted for r in rounds), sum(r.accepted for r in rounds), at_least)
+
+
+def engine_rounds(
+    counting: Counting, run_T: Sequence[int], K: int, max_new_tokens: int, stopped_after: int | None = None
+) -> list[EngineRound]:
+    """The rounds of one greedy answer.
+
+    run_T[t]: how many of K drafted tokens equal the target's text when t tokens are known; the text goes on beyond the
+    answer's end. stopped_after: tokens up to and with the stop that ends the answer; None: it ends by length.
+    """
+    if counting == "transformers" and stopped_after is not None:
+        raise InputError("counting transformers: an answer that ends with a stop token cannot be counted")
+    end = max_new_tokens if stopped_after is None else min(stopped_after, max_new_tokens)
+    rounds: list[EngineRound] = []
+    known = 0 if counting == "transformers" else 1
+    while known < end:
+        drafted = K if counting == "vllm" else min(K, max_new_tokens - known - 1)
+        accepted = min(int(run_T[known]), drafted)
+        emitted = min(accepted + 1, end - known)
+        booked = accepted
+        if counting == "draftforge":
+            booked = min(accepted, emitted)
+        elif counting == "llamacpp" and emitted < drafted:
+            booked = emitted - 1
+        if drafted or counting != "llamacpp":
+            rounds.append(EngineRound(drafted, booked))
+        known += accepted + 1
+    return rounds
+
+
+def matched_runs(
+    target: CausalModel, proposer: Proposer, prompt_ids: list[int], text_ids: list[int], K: int, known: int = 1
+) -> list[int]:
+    """`run_T` of a draft along the target's greedy text, for rows known .. len(text_ids) - 1; 0 in rows before.
+
+    Rows nearer to the text's end than K are cut short: the text must go on K tokens beyond the answer that is counted.
+    """
+    ids, greedy = prompt_ids + text_ids, SamplingSettings()
+    with torch.inference_mode():
+        traced = trace_target(target, prompt_ids, text_ids, greedy, proposer.aux_layers)
+        trace = proposer.trace(ids, len(prompt_ids) + known, K, greedy, traced.states)
+    return [0] * known + trace.hit_TK.long().cumprod(1).sum(1).tolist()

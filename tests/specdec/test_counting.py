@@ -1,0 +1,84 @@
+"""Each engine's law of counting on rounds small enough to check by hand, and ours against the decoder."""
+
+import pytest
+from stand_ins import near_copy, prompts, random_eagle3, target
+
+from draftforge.errors import InputError
+from draftforge.specdec.counting import Counting, EngineCounts, EngineRound, engine_rounds, matched_runs
+from draftforge.specdec.decoder import Request, generate
+from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.walk import count_rounds
+
+# Row t: what of three drafted tokens is right when t tokens of the answer are known. Eight tokens are asked for.
+RUNS = [2, 3, 0, 1, 0, 0, 2, 3, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("counting", "expected"),
+    [
+        ("draftforge", [(3, 3), (2, 0), (1, 1)]),  # at 1, 5, 6; of the last draft one token still fits
+        ("llamacpp", [(3, 3), (2, 0), (1, 1)]),
+        ("transformers", [(3, 2), (3, 1), (2, 0), (1, 1)]),  # at 0, 3, 5, 6
+        ("vllm", [(3, 3), (3, 0), (3, 2)]),  # at 1, 5, 6: nothing is clipped, the surplus is accepted
+    ],
+)
+def test_an_answer_that_ends_by_length(counting: Counting, expected: list[tuple[int, int]]) -> None:
+    assert engine_rounds(counting, RUNS, 3, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("counting", "expected"),
+    [
+        ("draftforge", [(3, 2)]),  # the third token is the stop; the fourth is right, and not emitted
+        ("llamacpp", [(3, 1)]),
+        ("vllm", [(3, 3)]),
+    ],
+)
+def test_an_answer_that_ends_inside_a_draft(counting: Counting, expected: list[tuple[int, int]]) -> None:
+    assert engine_rounds(counting, RUNS, 3, 8, stopped_after=3) == expected
+
+
+def test_llamacpp_accepts_a_stop_token_only_as_the_drafts_last() -> None:
+    assert engine_rounds("llamacpp", [9, 3], 3, 8, stopped_after=4) == [(3, 3)]
+    assert engine_rounds("llamacpp", [9, 2], 3, 8, stopped_after=3) == [(3, 1)]
+    assert engine_rounds("draftforge", [9, 2], 3, 8, stopped_after=3) == [(3, 2)]
+
+
+def test_a_last_round_of_one_token_drafts_nothing_and_llamacpp_does_not_count_it() -> None:
+    assert engine_rounds("draftforge", RUNS, 3, 6) == [(3, 3), (0, 0)]
+    assert engine_rounds("llamacpp", RUNS, 3, 6) == [(3, 3)]
+    assert engine_rounds("vllm", RUNS, 3, 6) == [(3, 3), (3, 0)]
+
+
+def test_one_token_is_no_round_but_for_transformers() -> None:
+    assert engine_rounds("vllm", RUNS, 3, 1) == engine_rounds("draftforge", RUNS, 3, 1) == []
+    assert engine_rounds("transformers", RUNS, 3, 1) == [(0, 0)]
+
+
+def test_transformers_is_not_guessed_where_a_stop_ends_the_answer() -> None:
+    with pytest.raises(InputError, match="counting transformers: an answer that ends with a stop token"):
+        engine_rounds("transformers", RUNS, 3, 8, stopped_after=3)
+
+
+def test_totals_name_each_position() -> None:
+    rounds = [EngineRound(3, 3), EngineRound(3, 1), EngineRound(1, 0)]
+    assert EngineCounts.of(rounds, 3) == (3, 7, 4, (2, 1, 1))
+
+
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize("name", ["small", "eagle3"])
+def test_our_own_law_is_the_decoders(name: str, K: int) -> None:
+    model, length, stops = target(), 24, frozenset({5, 17})
+    proposer = make_proposer(near_copy(model, noise=0.1) if name == "small" else random_eagle3(model), model)
+    total = 0
+    for ids in prompts(8):
+        ((_, answer),) = generate(model, proposer, [Request(ids, SamplingSettings(), 0, length, stops)], draft_tokens=K)
+        ((_, text),) = generate(model, None, [Request(ids, SamplingSettings(), 0, length + K)])
+        stopped = len(answer.tokens) if answer.finish == "stop" else None
+        rounds = engine_rounds("draftforge", matched_runs(model, proposer, ids, text.tokens, K), K, length, stopped)
+        assert rounds == [r[:2] for r in answer.rounds]
+        decoded = count_rounds(answer.rounds, K)
+        assert EngineCounts.of(rounds, K) == (decoded.rounds, decoded.drafted, decoded.accepted, decoded.accepted_K)
+        total += len(rounds)
+    assert total > 10

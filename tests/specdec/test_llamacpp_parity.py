@@ -1,0 +1,157 @@
+"""Our counts against llama.cpp's, on the very files that we write: greedy, float32, every K, every way to end."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llamacpp import LlamaServer
+from trained import PROMPTS, Trained
+from transformers import AutoConfig, LlamaForCausalLM
+
+from draftforge.errors import FormatError
+from draftforge.specdec.counting import EngineCounts, EngineRound, engine_rounds, matched_runs
+from draftforge.specdec.decoder import Generation, Request, generate
+from draftforge.specdec.drafts.eagle3 import Eagle3Draft
+from draftforge.specdec.formats.gguf import read_llama, write_eagle3, write_llama
+from draftforge.specdec.models import CausalModel
+from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.targets import Target
+
+pytestmark = pytest.mark.slow
+NAMES = ("small", "eagle3", "eagle3-reduced")
+LENGTHS = (2, 3, 17, 40)
+
+
+@pytest.fixture(scope="module")
+def target(trained_drafts: Trained) -> Target:
+    return trained_drafts.target()
+
+
+@pytest.fixture(scope="module")
+def drafts(trained_drafts: Trained) -> dict[str, Any]:
+    return {name: trained_drafts.draft(name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def files(target: Target, drafts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    write_files(folder, target, drafts)
+    return folder
+
+
+def write_files(folder: Path, target: Target, drafts: dict[str, Any]) -> None:
+    write_llama(target.model, target.tokenizer, folder / "target.gguf")
+    for name, draft in drafts.items():
+        if name == "small":
+            write_llama(draft.model, target.tokenizer, folder / "small.gguf")
+        else:
+            write_eagle3(draft, target.tokenizer, folder / f"{name}.gguf")
+
+
+def serve(folder: Path, name: str, K: int) -> LlamaServer:
+    kind = "DRAFT_SIMPLE" if name == "small" else "DRAFT_EAGLE3"
+    return LlamaServer(folder / "target.gguf", folder / f"{name}.gguf", kind, K)
+
+
+def decode(target: CausalModel, draft: Any, ids: list[int], length: int, K: int, stops: frozenset[int]) -> Generation:
+    proposer = make_proposer(draft, target) if draft is not None else None
+    request = Request(ids, SamplingSettings(), 0, length, stops)
+    ((_, answer),) = generate(target, proposer, [request], draft_tokens=K)
+    return answer
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_counts_and_tokens_equal_the_decoders(
+    target: Target, drafts: dict[str, Any], files: Path, name: str, K: int
+) -> None:
+    server = serve(files, name, K)
+    accepted = drafted = 0
+    for text, length in itertools.product(PROMPTS, LENGTHS):
+        ids = target.tokenizer(text).input_ids
+        answer = decode(target, drafts[name], ids, length, K, frozenset())
+        rounds = [EngineRound(*round_[:2]) for round_ in answer.rounds if round_.drafted]
+        found = server.complete(ids, length)
+        assert found.tokens == answer.tokens and len(answer.tokens) == length
+        assert found.counts == EngineCounts.of(rounds, K)
+        accepted, drafted = accepted + found.counts.accepted, drafted + found.counts.drafted
+    assert 0.2 < accepted / drafted < 0.95
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_answer_that_ends_inside_a_draft_is_booked_as_counting_says(
+    trained_drafts: Trained, drafts: dict[str, Any], tmp_path: Path, name: str, K: int
+) -> None:
+    target, differing = trained_drafts.target(), 0
+    for stop in (".", ","):
+        target.tokenizer.eos_token = stop
+        write_files(tmp_path, target, {name: drafts[name]})
+        server, stop_id = serve(tmp_path, name, K), target.tokenizer.eos_token_id
+        for text in PROMPTS:
+            ids = target.tokenizer(text).input_ids
+            answer = decode(target, drafts[name], ids, 60, K, frozenset({stop_id}))
+            beyond = decode(target, None, ids, 60 + K, 0, frozenset()).tokens
+            runs = matched_runs(target, make_proposer(drafts[name], target), ids, beyond, K)
+            found = server.complete(ids, 60, ignore_eos=False)
+            assert found.tokens == answer.tokens and answer.finish == "stop"
+            expected = EngineCounts.of(engine_rounds("llamacpp", runs, K, 60, len(answer.tokens)), K)
+            assert found.counts == expected
+            differing += expected.accepted != sum(round_.accepted for round_ in answer.rounds)
+    assert bool(differing) == (K > 1)  # the two laws differ where a stop is inside a draft, and only there
+
+
+def test_a_head_with_norm_before_residual_counts_the_same(
+    target: Target, drafts: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = drafts["eagle3"]
+    draft = Eagle3Draft(plain.config.model_copy(update={"norm_before_residual": True}))
+    draft.load_state_dict(plain.state_dict())
+    write_files(tmp_path, target, {"eagle3": draft.eval()})
+    server, totals = serve(tmp_path, "eagle3", 4), {"plain": 0, "normed": 0}
+    for text in PROMPTS:
+        ids = target.tokenizer(text).input_ids
+        answer = decode(target, draft, ids, 60, 4, frozenset())
+        found = server.complete(ids, 60)
+        assert found.counts == EngineCounts.of([EngineRound(*r[:2]) for r in answer.rounds if r.drafted], 4)
+        totals["normed"] += found.counts.accepted
+        totals["plain"] += sum(r.accepted for r in decode(target, plain, ids, 60, 4, frozenset()).rounds)
+    assert totals["normed"] != totals["plain"]  # the switch does something
+
+
+def test_scaled_rotary_frequencies_are_llamacpps(trained_drafts: Trained, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(trained_drafts.target_folder)
+    factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    config.rope_parameters = {"rope_type": "llama3", "rope_theta": 10000.0, **factors}
+    target, scaled = trained_drafts.target(), LlamaForCausalLM(config).eval()
+    scaled.load_state_dict(target.model.state_dict())
+    ids = target.tokenizer(PROMPTS[0]).input_ids
+    write_llama(scaled, target.tokenizer, tmp_path / "target.gguf")
+    found = LlamaServer(tmp_path / "target.gguf").complete(ids, 60).tokens
+    assert found == decode(CausalModel(scaled), None, ids, 60, 0, frozenset()).tokens
+    assert found != decode(target, None, ids, 60, 0, frozenset()).tokens
+    with pytest.raises(FormatError, match=r"tensor rope_freqs\.weight: cannot be turned back"):
+        read_llama(tmp_path / "target.gguf")
+
+
+def test_plain_greedy_decoding_equals_ours(target: Target, files: Path) -> None:
+    server = LlamaServer(files / "target.gguf")
+    for text in PROMPTS:
+        ids = target.tokenizer(text).input_ids
+        found = server.complete(ids, 60)
+        assert found.tokens == decode(target, None, ids, 60, 0, frozenset()).tokens
+        assert found.counts == (0, 0, 0, ())
+
+
+def test_a_draft_whose_rows_are_not_permuted_is_noticed(
+    target: Target, drafts: dict[str, Any], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison above has teeth: this file loads without a word and drafts worse."""
+    monkeypatch.setattr("draftforge.specdec.formats.gguf._permute", lambda name, tensor, config, split: tensor)
+    write_eagle3(drafts["eagle3"], target.tokenizer, tmp_path / "eagle3.gguf")
+    (tmp_path / "target.gguf").symlink_to(files / "target.gguf")
+    ids = target.tokenizer(PROMPTS[0]).input_ids
+    wrong, right = (serve(folder, "eagle3", 4).complete(ids, 40) for folder in (tmp_path, files))
+    assert wrong.tokens == right.tokens and wrong.counts.accepted < right.counts.accepted

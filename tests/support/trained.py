@@ -1,0 +1,236 @@
+"""A tiny trained target and drafts trained on it: what comparisons with serving engines need.
+
+Random models agree too rarely, or argmax at near ties, where two engines' arithmetic picks differently. Trained once
+on one core in well under a minute, then read from the cache; the cache's name is a digest of everything that the
+weights depend on.
+
+Shapes: B rows, T tokens, M trained positions a row, K steps, H hidden size, A features, V vocabulary.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+import torch
+import torch.nn.functional as F
+import transformers
+from byte_level import byte_level_tokenizer
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import draftforge
+from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from draftforge.specdec.drafts.small import SmallDraft
+from draftforge.specdec.formats import DraftMeta, load_draft, save_draft
+from draftforge.specdec.models import CausalModel, States
+from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.targets import Target, tokenizer_digest
+from draftforge.storage import lock, new_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 300
+REDUCED = 64
+CONTEXT = 512
+AUX_LAYERS = (1, 2, 3)
+STEPS = 3  # of the training-time test
+SEED = 20
+"""Of every random choice made here."""
+
+NAMES = ["Maria", "Peter", "Olga", "Henry", "Aisha", "Tomas", "Greta", "Ivan"]
+ITEMS = ["lamp", "chair", "kettle", "carpet", "mirror", "basket", "candle", "ladder"]
+COLOURS = ["red", "blue", "green", "yellow", "black", "white"]
+CITIES = ["Lisbon", "Oslo", "Vienna", "Krakow", "Dublin", "Athens"]
+PROMPTS = [
+    "Order 3: Maria bought 4 red",
+    "Order 12: Ivan bought",
+    "The blue kettle",
+    "Order 7: Greta bought 2 black ladders in Oslo. ",
+    "Q",
+]
+
+
+class Trained(NamedTuple):
+    """Folders of the target and of one draft a name: small, eagle3, eagle3-reduced."""
+
+    target_folder: Path
+    draft_folders: dict[str, Path]
+
+    def target(self) -> Target:
+        return Target.load(TargetSettings(model=str(self.target_folder), dtype="float32", device="cpu"))
+
+    def draft(self, name: str) -> Any:
+        return load_draft(self.draft_folders[name], torch.device("cpu"), torch.float32).draft
+
+
+def trained(cache: Path = ROOT / ".cache" / "tests") -> Trained:
+    """From the cache; the first caller trains and the others wait for it."""
+    folder = cache / recipe_digest()
+    with lock(folder.with_suffix(".lock"), timeout_seconds=280, what="a test that trains the fixture"):
+        if not folder.is_dir():
+            with new_folder(folder) as beside:
+                _train_all(beside)
+    return Trained(folder / "target", {name: folder / name for name in DRAFTS})
+
+
+def recipe_digest() -> str:
+    """16 hex digits of this file, the modules that it trains and the libraries that compute."""
+    modules = ROOT / "specdec" / "drafts"
+    files = [Path(__file__), Path(byte_level_tokenizer.__code__.co_filename), *sorted(modules.glob("*.py"))]
+    parts = [path.read_bytes() for path in files]
+    parts += [module.__version__.encode() for module in (torch, transformers, tokenizers)]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def sentences(count: int, seed: int) -> str:
+    """Orders that repeat their own names and numbers: a target learns to copy, a smaller draft less well."""
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        name, item, colour, city = (draw.choice(words) for words in (NAMES, ITEMS, COLOURS, CITIES))
+        number, price = draw.randint(1, 20), draw.randint(2, 9)
+        lines.append(
+            f"Order {number}: {name} bought {price} {colour} {item}s in {city}. "
+            f"The {colour} {item} goes to {city}, and {name} pays {price * 3} coins for order {number}.\n"
+        )
+    return "".join(lines)
+
+
+def _train_all(folder: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums in one order, so the same weights every time
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            tokenizer = byte_level_tokenizer([sentences(200, SEED)], VOCABULARY)
+            text = torch.tensor(tokenizer(sentences(6000, SEED + 1)).input_ids)
+            target = train_target(text)
+            target.save_pretrained(folder / "target")
+            tokenizer.save_pretrained(folder / "target")
+            for name, train in DRAFTS.items():
+                draft = train(CausalModel(target), text)
+                tokenizer_folder = folder / "target" if name == "small" else None
+                save_draft(draft, folder / name, _meta(draft.family, tokenizer), tokenizer_folder)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def train_target(text: Tensor) -> LlamaForCausalLM:
+    model = _llama(layers=4)
+
+    def loss(ids_BT: Tensor) -> Tensor:
+        logits_BTV = model(ids_BT[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten())
+
+    _fit(model, loss, text, steps=400)
+    return model.eval().requires_grad_(False)
+
+
+def train_small(target: CausalModel, text: Tensor) -> SmallDraft:
+    """Two layers, by cross-entropy against the target's distribution."""
+    draft = SmallDraft(_llama(layers=2))
+
+    def loss(ids_BT: Tensor) -> Tensor:
+        return _cross_entropy(draft.logits(draft(ids_BT)), _teacher(target, ids_BT)[1])
+
+    _fit(draft, loss, text, steps=150)
+    return draft.eval()
+
+
+def train_eagle3(target: CausalModel, text: Tensor, draft_ids: Tensor | None = None) -> Eagle3Draft:
+    """By cross-entropy against the target, over the steps of the training-time test. `draft_ids` [Vd], ascending."""
+    config = Eagle3Config(
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=192,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size if draft_ids is None else len(draft_ids),
+        aux_layers=AUX_LAYERS,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+    )
+    draft = Eagle3Draft(config, draft_ids)
+
+    def loss(ids_BT: Tensor) -> Tensor:
+        features, teacher_BTV = _teacher(target, ids_BT)
+        assert features.aux_BTA is not None
+        width, first_B = ids_BT.shape[1] - STEPS, torch.zeros(len(ids_BT), dtype=torch.long)
+        states = draft(target.embed(ids_BT), features.aux_BTA, first_B, width, STEPS)
+        teachers = [teacher_BTV[:, 1 + k : 1 + k + width, draft.draft_ids] for k in range(STEPS)]
+        return torch.stack([_cross_entropy(draft.logits(s), p) for s, p in zip(states, teachers)]).mean()
+
+    _fit(draft, loss, text, steps=150)
+    return draft.eval()
+
+
+def train_eagle3_reduced(target: CausalModel, text: Tensor) -> Eagle3Draft:
+    """Drafts only the most frequent tokens."""
+    frequent = torch.bincount(text, minlength=target.vocab_size).topk(REDUCED).indices
+    return train_eagle3(target, text, frequent.sort().values)
+
+
+DRAFTS: dict[str, Callable[[CausalModel, Tensor], SmallDraft | Eagle3Draft]] = {
+    "small": train_small,
+    "eagle3": train_eagle3,
+    "eagle3-reduced": train_eagle3_reduced,
+}
+"""What is trained beside the target. A new family's head is one function (target, text) -> draft and one line here."""
+
+
+def _llama(layers: int) -> LlamaForCausalLM:
+    """Heads times their size is not the hidden size, and queries share keys: what a format may get wrong."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _fit(module: nn.Module, loss: Callable[[Tensor], Tensor], text: Tensor, steps: int, peak: float = 3e-3) -> None:
+    """AdamW with a warm-up and a linear decay over random windows of the text."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=peak, betas=(0.9, 0.95))
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = peak * min((step + 1) / 20, 1 - step / steps)
+        start_B1 = torch.randint(len(text) - 64, (8, 1))
+        optimizer.zero_grad()
+        loss(text[start_B1 + torch.arange(64)]).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+
+
+@torch.no_grad()
+def _teacher(target: CausalModel, ids_BT: Tensor) -> tuple[States, Tensor]:
+    """The target's states and its distributions [B, T, V]: row t is of the token after x_t."""
+    states = target.states(ids_BT, aux_layers=AUX_LAYERS)
+    return states, target.logits(states.hidden_BTH).softmax(-1)
+
+
+def _cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
+    return -(p * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def _meta(family: str, tokenizer: PreTrainedTokenizerFast) -> DraftMeta:
+    return DraftMeta(
+        family=family,  # type: ignore[arg-type]
+        target_fingerprint="0" * 64,
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        step=0,
+        draft_tokens=STEPS,
+        draftforge_version=draftforge.__version__,
+    )
