@@ -17,12 +17,9 @@ from ..eval.select import Row, domain_rows, leaderboard, plain_row
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
-from ..specdec.drafts.eagle3 import Eagle3Draft
-from ..specdec.drafts.small import SmallDraft
 from ..specdec.formats import Draft, load_draft
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.lookup import PromptLookup
-from ..specdec.targets import Target
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
 
@@ -72,7 +69,7 @@ class Scorer:
         draft, meta = load_draft(folder, target.device, target.dtype)
         if meta.tokenizer_digest != target.tokenizer_digest:
             raise InputError(f"{folder}: drafts with another tokenizer than the target's")
-        return proposer_of(draft, target), draft
+        return make_proposer(draft, target), draft
 
     def counts(self, proposer: Proposer, identity: Identity) -> tuple[pa.Table, bool | None]:
         """Counts of one draft, and whether decoding was seen to be lossless (None: nothing was decoded at T = 0)."""
@@ -96,19 +93,12 @@ class Scorer:
         prompts = [sample.prompt_ids for sample in self.samples]
 
         def proposer() -> Proposer:
-            return PromptLookup() if draft is None else proposer_of(draft, target)
+            return PromptLookup() if draft is None else make_proposer(draft, target)
 
         def measure() -> CostTable:
             return measure_costs(key, target, proposer, prompts, sampling, settings.costs)
 
         return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
-
-
-def proposer_of(draft: Draft, target: Target) -> Proposer:
-    """What drafts with a trained draft. Raises InputError for families that the decoder does not run."""
-    if not isinstance(draft, SmallDraft | Eagle3Draft):
-        raise InputError(f"draft.family {draft.family}: the decoder does not run drafts of this family")
-    return make_proposer(draft, target)
 
 
 def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> Scored:

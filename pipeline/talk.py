@@ -13,11 +13,11 @@ from ..registry.models import champion
 from ..registry.resolve import resolve_models_uri
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.formats import load_draft
-from ..specdec.proposers import Proposer
+from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.lookup import PromptLookup
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
-from .scoring import LOOKUP, proposer_of
+from .scoring import LOOKUP
 from .stages import capture_stage, checkpoints_of, mix_stage, trained
 from .workspace import Workspace
 
@@ -95,7 +95,7 @@ def _proposer(space: Workspace, target: Target, draft: str | None) -> Proposer |
     loaded, meta = load_draft(find_draft(space, draft), target.device, target.dtype)
     if meta.tokenizer_digest != target.tokenizer_digest:
         raise InputError(f"--draft {draft}: drafts with another tokenizer than the target's")
-    return proposer_of(loaded, target)
+    return make_proposer(loaded, target)
 
 
 def show(target: Target, spoken: Spoken) -> None:
