@@ -21,17 +21,17 @@ class SamplingSettings(BaseModel):
     The processors run in Hugging Face's order: repetition penalty, temperature, top-k, top-p, min-p.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    temperature: float = Field(default=0.0, ge=0.0)
     """0 takes the most likely token; so does anything below 0.00001, as in vLLM."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k most likely tokens and all that tie with the last of them; 0 keeps every token."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Keep the most likely tokens that together reach this probability; 1 keeps every token."""
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Drop tokens less likely than this share of the most likely one; 0 drops none."""
-    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
     """Divide positive and multiply negative logits of tokens that the prompt or the answer already holds; 1: leave."""
 
     @model_serializer(mode="wrap")
