@@ -306,7 +306,7 @@ def test_no_number_of_a_recipe_may_be_infinite_or_nan(tmp_path: Path, value: flo
             recipe.load_recipe(write(tmp_path, yaml.safe_dump(raw)))
         lines = {f"demo.yaml: {'.'.join(map(str, keys))} = {value}: must be finite" for keys in chosen}
         missing = lines - set(str(raised.value).splitlines())
-        assert not missing, '\n'.join(sorted(missing))
+        assert not missing, "\n".join(sorted(missing))
 
 
 def test_the_schema_describes_its_keys() -> None:
