@@ -86,6 +86,6 @@ def matched_runs(
     """
     ids, greedy = prompt_ids + text_ids, SamplingSettings()
     with torch.inference_mode():
-        traced = trace_target(target, prompt_ids, text_ids, greedy, proposer.aux_layers)
+        traced = trace_target(target, prompt_ids, text_ids, greedy, proposer.aux_layers, proposer.reads_states)
         trace = proposer.trace(ids, len(prompt_ids) + known, K, greedy, traced.states)
     return [0] * known + trace.hit_TK.long().cumprod(1).sum(1).tolist()

@@ -91,7 +91,7 @@ def tiny_target_folder(make_tiny_target: Callable[[int], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_drafts() -> Trained:
-    """A tiny trained target and drafts trained on it, from the cache (the first use trains for half a minute)."""
+    """A tiny trained target and drafts trained on it, from the cache (the first use trains for about half a minute)."""
     return trained()
 
 

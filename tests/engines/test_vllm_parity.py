@@ -21,7 +21,13 @@ from draftforge.specdec.sampling import SamplingSettings
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = Path(os.environ.get("VLLM_VENV", ROOT / ".cache" / "vllm")) / "bin" / "python"
-METHODS = {"small": "draft_model", "eagle3": "eagle3", "eagle3-reduced": "eagle3"}
+METHODS = {
+    "small": "draft_model",
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "eagle3-reduced": "eagle3",
+}
 """Draft of the trained fixture -> vLLM's name of the method."""
 LENGTHS = (1, 2, 5, 40)
 STOPS = (".", ",")

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import draftforge
+from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.drafts.small import SmallDraft
-from draftforge.specdec.formats import DraftMeta, load_draft, save_draft
+from draftforge.specdec.formats import Draft, DraftMeta, load_draft, save_draft
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target, tokenizer_digest
@@ -36,6 +38,18 @@ REDUCED = 64
 CONTEXT = 512
 AUX_LAYERS = (1, 2, 3)
 STEPS = 3  # of the training-time test
+LAYER: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+"""Heads times their size is not the hidden size, and queries share keys: what a format may get wrong."""
 SEED = 20
 """Of every random choice made here."""
 
@@ -53,7 +67,7 @@ PROMPTS = [
 
 
 class Trained(NamedTuple):
-    """Folders of the target and of one draft a name: small, eagle3, eagle3-reduced."""
+    """Folders of the target, and of a draft for each name in DRAFTS."""
 
     target_folder: Path
     draft_folders: dict[str, Path]
@@ -142,28 +156,17 @@ def train_small(target: CausalModel, text: Tensor) -> SmallDraft:
 def train_eagle3(target: CausalModel, text: Tensor, draft_ids: Tensor | None = None) -> Eagle3Draft:
     """By cross-entropy against the target, over the steps of the training-time test. `draft_ids` [Vd], ascending."""
     config = Eagle3Config(
-        hidden_size=target.hidden_size,
+        **LAYER,
         target_hidden_size=target.hidden_size,
-        intermediate_size=192,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size if draft_ids is None else len(draft_ids),
         aux_layers=AUX_LAYERS,
-        max_position_embeddings=CONTEXT,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
     )
     draft = Eagle3Draft(config, draft_ids)
 
     def loss(ids_BT: Tensor) -> Tensor:
         features, teacher_BTV = _teacher(target, ids_BT)
-        assert features.aux_BTA is not None
-        width, first_B = ids_BT.shape[1] - STEPS, torch.zeros(len(ids_BT), dtype=torch.long)
-        states = draft(target.embed(ids_BT), features.aux_BTA, first_B, width, STEPS)
-        teachers = [teacher_BTV[:, 1 + k : 1 + k + width, draft.draft_ids] for k in range(STEPS)]
-        return torch.stack([_cross_entropy(draft.logits(s), p) for s, p in zip(states, teachers)]).mean()
+        states = _unroll(draft, target, ids_BT, features.aux_BTA)
+        return _steps_loss([draft.logits(state) for state in states], teacher_BTV[..., draft.draft_ids])
 
     _fit(draft, loss, text, steps=150)
     return draft.eval()
@@ -175,8 +178,42 @@ def train_eagle3_reduced(target: CausalModel, text: Tensor) -> Eagle3Draft:
     return train_eagle3(target, text, frequent.sort().values)
 
 
-DRAFTS: dict[str, Callable[[CausalModel, Tensor], SmallDraft | Eagle3Draft]] = {
+def train_eagle(target: CausalModel, text: Tensor) -> EagleDraft:
+    """As EAGLE-3; the target's head reads the states. No loss on the states themselves: it is right often enough."""
+    draft = EagleDraft(EagleConfig(**LAYER))
+
+    def loss(ids_BT: Tensor) -> Tensor:
+        features, teacher_BTV = _teacher(target, ids_BT)
+        states = _unroll(draft, target, ids_BT, features.hidden_BTH)
+        return _steps_loss([target.logits(state) for state in states], teacher_BTV)
+
+    _fit(draft, loss, text, steps=150)
+    return draft.eval()
+
+
+def train_medusa(target: CausalModel, text: Tensor) -> MedusaDraft:
+    """Five heads of one block, each from the target's own head."""
+    config = MedusaConfig(
+        hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_heads=5, num_layers=1, fc_bias=True
+    )
+    draft = MedusaDraft(config)
+    with torch.no_grad():
+        for head in draft.lm_heads:
+            head.weight.copy_(target.model.get_output_embeddings().weight)  # type: ignore[operator]
+
+    def loss(ids_BT: Tensor) -> Tensor:
+        features, teacher_BTV = _teacher(target, ids_BT)
+        hidden_BMH = features.hidden_BTH[:, : ids_BT.shape[1] - config.num_heads]
+        return _steps_loss([draft.logits(hidden_BMH, head) for head in range(config.num_heads)], teacher_BTV)
+
+    _fit(draft, loss, text, steps=80)
+    return draft.eval()
+
+
+DRAFTS: dict[str, Callable[[CausalModel, Tensor], Draft]] = {
     "small": train_small,
+    "medusa": train_medusa,
+    "eagle": train_eagle,
     "eagle3": train_eagle3,
     "eagle3-reduced": train_eagle3_reduced,
 }
@@ -184,21 +221,7 @@ DRAFTS: dict[str, Callable[[CausalModel, Tensor], SmallDraft | Eagle3Draft]] = {
 
 
 def _llama(layers: int) -> LlamaForCausalLM:
-    """Heads times their size is not the hidden size, and queries share keys: what a format may get wrong."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        rms_norm_eps=1e-5,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-    )
+    config = LlamaConfig(**LAYER, num_hidden_layers=layers, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
     return LlamaForCausalLM(config)
 
 
@@ -219,6 +242,22 @@ def _teacher(target: CausalModel, ids_BT: Tensor) -> tuple[States, Tensor]:
     """The target's states and its distributions [B, T, V]: row t is of the token after x_t."""
     states = target.states(ids_BT, aux_layers=AUX_LAYERS)
     return states, target.logits(states.hidden_BTH).softmax(-1)
+
+
+def _unroll(
+    draft: EagleDraft | Eagle3Draft, target: CausalModel, ids_BT: Tensor, features_BTA: Tensor | None
+) -> list[Tensor]:
+    """The draft's states [B, M, H] of each step at all positions that every step's teacher covers."""
+    assert features_BTA is not None
+    first_B, width = torch.zeros(len(ids_BT), dtype=torch.long), ids_BT.shape[1] - STEPS
+    return draft(target.embed(ids_BT), features_BTA, first_B, width, STEPS)  # type: ignore[no-any-return]
+
+
+def _steps_loss(logits_KBMV: list[Tensor], teacher_BTV: Tensor) -> Tensor:
+    """Mean cross-entropy: step k at position i drafts the token after x_{i+1+k}."""
+    width = logits_KBMV[0].shape[1]
+    losses = [_cross_entropy(x, teacher_BTV[:, 1 + k : 1 + k + width]) for k, x in enumerate(logits_KBMV)]
+    return torch.stack(losses).mean()
 
 
 def _cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
