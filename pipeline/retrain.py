@@ -17,8 +17,9 @@ from ..recipe import Recipe
 from ..registry.lineage import Version
 from ..registry.models import champion, latest_champion, missing_file
 from ..registry.resolve import resolve_models_uri
+from ..specdec.drafts import AnyDraft
 from ..specdec.drafts.eagle3 import Eagle3Draft
-from ..specdec.formats import Draft, DraftMeta, load_draft, read_meta
+from ..specdec.formats import DraftMeta, load_draft, read_meta
 from ..train.families.fit import misfit
 from .distill import Outcome, distill
 from .scoring import Scorer
@@ -120,7 +121,7 @@ def _warm(space: Workspace, folder: Path, stale: Version) -> Workspace | None:
     return space.with_recipe(_started_from(space.recipe, folder, mine.keys() - odd.keys()))
 
 
-def _obstacle(space: Workspace, draft: Draft, meta: DraftMeta) -> str | None:
+def _obstacle(space: Workspace, draft: AnyDraft, meta: DraftMeta) -> str | None:
     """Why no draft of the recipe can start from this one, whatever shape the recipe asks for."""
     if not any(draft.family == meta.family for draft in space.recipe.drafts.values()):
         return f"the recipe trains no draft of its family, {meta.family}"

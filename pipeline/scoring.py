@@ -17,7 +17,8 @@ from ..eval.select import Row, domain_rows, leaderboard, plain_row
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
-from ..specdec.formats import Draft, load_draft
+from ..specdec.drafts import AnyDraft
+from ..specdec.formats import load_draft
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.lookup import PromptLookup
 from .stages import Stage, checkpoints_of
@@ -63,7 +64,7 @@ class Scorer:
         self.samples: list[Sample] = Capture.open(captured.folder, verify=False).samples(split)  # type: ignore[arg-type]
         self.traces = TraceCache(space.target, self.settings.trace_bytes)
 
-    def proposer(self, folder: Path) -> tuple[Proposer, Draft]:
+    def proposer(self, folder: Path) -> tuple[Proposer, AnyDraft]:
         """A stored draft, ready to draft for the target."""
         target = self._space.target
         draft, meta = load_draft(folder, target.device, target.dtype)
@@ -82,7 +83,7 @@ class Scorer:
         samples = [sample for sample in self.samples if sample.conversation in chosen]
         return perplexity(proposer, samples, self.traces)
 
-    def costs(self, draft: Draft | None) -> CostTable:
+    def costs(self, draft: AnyDraft | None) -> CostTable:
         """Times of this shape (None: prompt lookup) on this machine, measured once."""
         settings, target = self.settings, self._space.target
         sampling = settings.sampling[0]

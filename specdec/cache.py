@@ -73,13 +73,12 @@ class KVCache:
     def keep_path(self, path_BD: Tensor, counts: Sequence[int]) -> None:
         """Let the first `counts[b]` tree entries of `path_BD` stay in slot b, in that order, and drop the others.
 
-        A path only goes up (parents stand before children), so no entry is overwritten before it is read.
+        Past a path's end (-1) nothing moves.
         """
         batch, depth = path_BD.shape
-        to_BD = torch.tensor(self.lengths[:batch], device=self.device)[:, None] + torch.arange(
-            depth, device=self.device
-        )
-        from_BD = to_BD[:, :1] + torch.where(path_BD < 0, torch.arange(depth, device=self.device), path_BD)
+        place_D = torch.arange(depth, device=self.device)
+        length_B1 = torch.tensor(self.lengths[:batch], device=self.device)[:, None]
+        from_BD, to_BD = length_B1 + torch.where(path_BD < 0, place_D, path_BD), length_B1 + place_D
         rows_B1 = torch.arange(batch, device=self.device)[:, None]
         for layer in (*self._keys.values(), *self._values.values()):
             layer[rows_B1, :, to_BD] = layer[rows_B1, :, from_BD]

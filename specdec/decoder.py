@@ -189,16 +189,15 @@ class _Decoder:
         """The rule's verdict for every slot, on the device."""
         sampling = [slot.request.sampling for slot in self.slots]
         tree, seen_BMV = draft.tree, _seen_along(draft.tree, self._seen())
-        finals = [self._uniforms(self.slots, Purpose.FINAL, 1, ahead) for ahead in range(tree.depth + 1)]
-        accept_BN = self._uniforms(self.slots, Purpose.ACCEPT, tree.tokens_BN.shape[1])
         if all(setting.greedy for setting in sampling):
             p_BMV = logits_BMV if seen_BMV is None else process_rows(logits_BMV, sampling, seen_BMV)
-            return verify_batch("greedy", p_BMV, None, tree, accept_BN, torch.cat(finals, 1))
+            no_numbers = logits_BMV.new_empty(len(self.slots), 0)
+            return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)
+        rule = self.rule.name if tree.depth else "onehot"  # with nothing drafted that is a draw from p
+        accept_BN = self._uniforms(self.slots, Purpose.ACCEPT, tree.tokens_BN.shape[1])
+        finals = [self._uniforms(self.slots, Purpose.FINAL, 1, ahead) for ahead in range(tree.depth + 1)]
         p_BMV = process_rows(logits_BMV, sampling, seen_BMV)
-        if tree.depth == 0:
-            token_B = categorical(p_BMV[:, 0], finals[0][:, 0])
-            return BatchVerdict(torch.zeros_like(token_B), tree.tokens_BN, token_B)
-        return verify_batch(self.rule.name, p_BMV, draft.q_BNV, tree, accept_BN, torch.cat(finals, 1))
+        return verify_batch(rule, p_BMV, draft.q_BNV, tree, accept_BN, torch.cat(finals, 1))
 
     def _emit(self, verdict: BatchVerdict, draft: Draft, logits_BMV: Tensor) -> list[list[int]]:
         """Append each slot's accepted tokens and the target's own, up to a stop; record the round.
@@ -317,11 +316,10 @@ class _Decoder:
 def _below_one_root(tree: TreeBatch) -> tuple[Tensor, Tensor]:
     """Depths [B, M] and the tree mask [B, M, M] of [last token, nodes]: each sees that token, its ancestors, itself."""
     batch, nodes = tree.tokens_BN.shape
-    depth_BM = torch.cat([tree.depth_BN.new_zeros(batch, 1), tree.depth_BN + 1], 1)
-    visible_BMM = torch.zeros(batch, nodes + 1, nodes + 1, dtype=torch.bool, device=depth_BM.device)
+    visible_BMM = torch.zeros(batch, nodes + 1, nodes + 1, dtype=torch.bool, device=tree.tokens_BN.device)
     visible_BMM[:, :, 0] = True
     visible_BMM[:, 1:, 1:] = tree.ancestors_BNN
-    return depth_BM, visible_BMM
+    return visible_BMM.sum(-1) - 1, visible_BMM
 
 
 def _seen_along(tree: TreeBatch, seen_BV: Tensor | None) -> Tensor | None:

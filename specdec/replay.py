@@ -16,9 +16,9 @@ import torch
 from ..errors import InputError
 from .models import CausalModel, States
 from .proposers.base import Ask, Proposer, Trace
+from .rules import RULES
 from .sampling import SamplingSettings, probabilities, seen_before
 from .tree import ROOT
-from .verify import RULES
 from .walk import (
     Floats,
     RoundCounts,

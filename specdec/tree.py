@@ -137,11 +137,6 @@ class TreeBatch(NamedTuple):
         return ((self.parents_BN == ends_B1) & self.candidate_BN).any(1)
 
     @property
-    def depth_BN(self) -> Tensor:  # noqa: N802 - tensor names carry shape letters
-        """Distance from the first drafted position: 0 for children of the root."""
-        return self.ancestors_BNN.sum(-1) - 1
-
-    @property
     def ancestors_BNN(self) -> Tensor:  # noqa: N802
         """True at [b, n, a] where node a is node n or lies on its path to the root."""
         nodes = self.tokens_BN.shape[1]

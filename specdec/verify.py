@@ -15,15 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .rules import RULES, Rule, check_rule
 from .sampling import categorical
 from .tree import ROOT, DraftTree
 
 __all__ = [
-    "RULES",
-    "Rule",
     "Verdict",
-    "check_rule",
     "typical_threshold",
     "verify_block",
     "verify_greedy",

@@ -1,0 +1,8 @@
+"""The modules of trained drafts, a file a family."""
+
+from .eagle import EagleDraft
+from .eagle3 import Eagle3Draft
+from .medusa import MedusaDraft
+from .small import SmallDraft
+
+AnyDraft = SmallDraft | MedusaDraft | EagleDraft | Eagle3Draft

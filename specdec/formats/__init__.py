@@ -1,13 +1,12 @@
 """Draft checkpoints on disk: ours, and every layout that engines and other projects read. Safetensors and JSON only."""
 
 from .checkpoint import META_FILE, DraftMeta, LoadedDraft, convert_draft, load_draft, read_meta, save_draft
-from .detect import Draft, Layout, detect, read_draft
+from .detect import Layout, detect, read_draft
 from .layouts import Format, check_family, known_format, needs_verifier, write_draft
 from .speculators import Verifier
 
 __all__ = [
     "META_FILE",
-    "Draft",
     "DraftMeta",
     "Format",
     "Layout",

@@ -9,8 +9,9 @@ from torch import nn
 
 from ...errors import FormatError, MissingFileError
 from ...storage import new_folder, read_object, write_json
+from ..drafts import AnyDraft
 from ..targets import copy_tokenizer
-from .detect import Draft, read_draft
+from .detect import read_draft
 from .layouts import NATIVE, Format, write_draft
 from .llama import validated
 from .speculators import Verifier
@@ -34,7 +35,7 @@ class DraftMeta(BaseModel):
 
 
 class LoadedDraft(NamedTuple):
-    draft: Draft
+    draft: AnyDraft
     meta: DraftMeta
 
 
@@ -43,7 +44,7 @@ def save_draft(draft: nn.Module, folder: Path, meta: DraftMeta, tokenizer_folder
 
     `tokenizer_folder`: files that a `small` draft needs to stand on its own.
     """
-    assert isinstance(draft, Draft)
+    assert isinstance(draft, AnyDraft)
     with new_folder(folder) as beside:
         _fill(draft, beside, meta, NATIVE, None, tokenizer_folder)
 
@@ -68,7 +69,7 @@ def read_meta(folder: Path) -> DraftMeta:
 
 
 def _fill(
-    draft: Draft, folder: Path, meta: DraftMeta, name: Format, verifier: Verifier | None, tokenizer: Path | None
+    draft: AnyDraft, folder: Path, meta: DraftMeta, name: Format, verifier: Verifier | None, tokenizer: Path | None
 ) -> None:
     write_draft(draft, folder, name, meta.draft_tokens, verifier)
     if tokenizer is not None:
@@ -76,7 +77,7 @@ def _fill(
     write_json(folder / META_FILE, meta.model_dump())
 
 
-def _read(folder: Path, meta: DraftMeta) -> Draft:
+def _read(folder: Path, meta: DraftMeta) -> AnyDraft:
     draft = read_draft(folder)
     if draft.family != meta.family:
         raise FormatError(f"{folder}: holds a draft of family {draft.family}, {META_FILE} says {meta.family}")

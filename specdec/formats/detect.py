@@ -8,19 +8,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ...errors import FormatError, MissingFileError
 from ...storage import read_object
-from ..drafts.eagle import EagleDraft
-from ..drafts.eagle3 import Eagle3Draft
-from ..drafts.medusa import MedusaDraft
-from ..drafts.small import SmallDraft
+from ..drafts import AnyDraft
 from . import eagle, eagle3, hf, medusa, speculators
 from .tensors import read_names
 
-Draft = SmallDraft | EagleDraft | Eagle3Draft | MedusaDraft
 Layout = Literal["hf", "eagle", "eagle3", "medusa", "speculators"]
 _SHOWN = 5
 
 
-def read_draft(folder: Path, target_layers: int | None = None) -> Draft:
+def read_draft(folder: Path, target_layers: int | None = None) -> AnyDraft:
     """The draft of a folder in any layout, on the CPU, its weights as they are stored.
 
     `target_layers`: layers of the target, for EAGLE-3 configs that do not name the captured ones. Raises

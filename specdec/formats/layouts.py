@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ...errors import InputError
+from ..drafts import AnyDraft
 from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
 from . import eagle, eagle3, hf, medusa, speculators
-from .detect import Draft
 from .speculators import Verifier
 
 Format = Literal["hf", "vllm", "sglang", "speculators", "medusa"]
@@ -48,7 +48,7 @@ def needs_verifier(name: Format) -> bool:
 
 
 def write_draft(
-    draft: Draft, folder: Path, name: Format, draft_tokens: int = 1, verifier: Verifier | None = None
+    draft: AnyDraft, folder: Path, name: Format, draft_tokens: int = 1, verifier: Verifier | None = None
 ) -> None:
     """Write config and weights of a draft into an existing folder, checked and read back.
 
@@ -79,7 +79,7 @@ def write_draft(
                 medusa.write(draft, folder)
 
 
-def _check_sglang(draft: Draft) -> None:
+def _check_sglang(draft: AnyDraft) -> None:
     """Two things that SGLang would leave out in silence, so that acceptance would drop."""
     if isinstance(draft, Eagle3Draft) and draft.config.norm_before_residual:
         raise InputError("format sglang: SGLang does not know norm_before_residual; the draft was made with it")

@@ -1,7 +1,7 @@
 """Ways of drafting behind one protocol (`base.Proposer`)."""
 
+from ..drafts import AnyDraft
 from ..drafts.eagle import EagleDraft
-from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
 from ..models import CausalModel
@@ -27,9 +27,6 @@ __all__ = [
     "make_drafter",
     "make_proposer",
 ]
-
-
-AnyDraft = SmallDraft | MedusaDraft | EagleDraft | Eagle3Draft
 
 
 def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:

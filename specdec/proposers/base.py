@@ -93,6 +93,27 @@ class Drafter(Reader, Protocol):
         """
 
 
+class FollowsDrafter:
+    """The half of a proposer that a drafter does: follow the texts."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.aux_layers, self.reads_states = drafter.aux_layers, drafter.reads_states
+
+    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
+        self._drafter.begin(slots, ids, states)
+
+    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
+        self._drafter.observe(tokens, states)
+
+    def move(self, source: int, destination: int) -> None:
+        self._drafter.move(source, destination)
+
+    def _within(self, levels: int) -> int:
+        """So many levels, or as many as the drafter has."""
+        return levels if self._drafter.levels is None else min(levels, self._drafter.levels)
+
+
 class Proposer(Reader, Protocol):
     """Drafts a tree a slot."""
 

@@ -3,8 +3,6 @@
 Shapes: B slots, k nodes of the frontier, C candidates so far, N drafted nodes, V vocabulary.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -12,11 +10,11 @@ from ...errors import InputError
 from ..models import States
 from ..sampling import SamplingSettings
 from ..tree import Drawn, TreeBatch
-from .base import Ask, Draft, Drafter, Trace
+from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
 from .rows import gather_rows, penalised_rows, see
 
 
-class DynamicProposer:
+class DynamicProposer(FollowsDrafter):
     """Four steps. The root's `top_k` best tokens are the first frontier. On each further level the frontier is read
     at once, each of its nodes offers its `top_k` best, and the best `top_k` of all those are the next frontier.
     Among all that were offered the best `nodes` by score are drafted. A score is the product of the draft's
@@ -30,17 +28,8 @@ class DynamicProposer:
     def __init__(self, drafter: Drafter, top_k: int = 10, nodes: int = 59) -> None:
         if top_k < 1 or nodes < 1:
             raise InputError(f"dynamic tree: top_k {top_k}, nodes {nodes}: must both be at least 1")
-        self._drafter, self._top_k, self._nodes = drafter, top_k, nodes
-        self.aux_layers, self.reads_states = drafter.aux_layers, drafter.reads_states
-
-    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
-        self._drafter.begin(slots, ids, states)
-
-    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
-        self._drafter.observe(tokens, states)
-
-    def move(self, source: int, destination: int) -> None:
-        self._drafter.move(source, destination)
+        super().__init__(drafter)
+        self._top_k, self._nodes = top_k, nodes
 
     def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         raise InputError("dynamic tree: has no trace of a chain")
@@ -53,9 +42,7 @@ class DynamicProposer:
         return min(self._nodes, k + k * k * (levels - 1)) if levels > 0 else 0
 
     def propose(self, ask: Ask) -> Draft:
-        levels = max(ask.limits)
-        if self._drafter.levels is not None:
-            levels = min(levels, self._drafter.levels)
+        levels = self._within(max(ask.limits))
         pool = _Pool(ask, self._top_k)
         logits_BFV = self._drafter.open(len(ask.limits))[:, None]
         for depth in range(levels):

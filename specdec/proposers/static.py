@@ -3,20 +3,18 @@
 Shapes: B slots, N nodes, F nodes that have children on one level, C children, V vocabulary.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..models import States
 from ..sampling import SamplingSettings, categorical
 from ..tree import Drawn, TreeBatch
-from .base import Ask, Draft, Drafter, Trace
+from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
 from .rows import penalised_rows, process_rows, see
 from .shape import TreeShape
 
 
-class StaticProposer:
+class StaticProposer(FollowsDrafter):
     """Reads a draft level by level. `shape` None: a chain as long as asked for.
 
     Where a rule wants draws, siblings are drawn iid, or without replacement; a node that q has no mass left for is
@@ -24,20 +22,11 @@ class StaticProposer:
     """
 
     def __init__(self, drafter: Drafter, shape: TreeShape | None = None, drawn: Drawn = "iid") -> None:
-        self._drafter, self._shape = drafter, shape
+        super().__init__(drafter)
+        self._shape = shape
         self.drawn: Drawn = drawn
         self.chain = shape is None
         self.replayable = self.chain or drawn == "deterministic"
-        self.aux_layers, self.reads_states = drafter.aux_layers, drafter.reads_states
-
-    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
-        self._drafter.begin(slots, ids, states)
-
-    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
-        self._drafter.observe(tokens, states)
-
-    def move(self, source: int, destination: int) -> None:
-        self._drafter.move(source, destination)
 
     def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         return self._drafter.trace(ids, start, count, sampling, states)
@@ -64,8 +53,7 @@ class StaticProposer:
         return growing.draft(chain=self.chain)
 
     def _cut(self, levels: int) -> TreeShape:
-        if self._drafter.levels is not None:
-            levels = min(levels, self._drafter.levels)
+        levels = self._within(levels)
         return TreeShape.chain(levels) if self._shape is None else self._shape.cut(levels)
 
 
@@ -80,6 +68,7 @@ class _Growing:
         levels_N = torch.tensor([len(choice) for choice in shape.choices], device=device)
         self.candidate_BN = levels_N <= torch.tensor(ask.limits, device=device)[:, None]
         self.q_BNV: Tensor | None = None
+        self.some_greedy = ask.uniforms is None or any(setting.greedy for setting in ask.sampling)
         if ask.uniforms is not None:
             self.q_BNV = logits_BFV.new_zeros(batch, len(shape), logits_BFV.shape[-1], dtype=torch.float32)
             self._u_BN = ask.uniforms(len(shape))
@@ -105,22 +94,27 @@ class _Growing:
         Slots at temperature 0 draft their likeliest tokens beside slots that draw, as they would alone; q says that
         those were equally likely, under which every rule accepts the target's best token and no other.
         """
-        self._best_BFR = penalised_rows(logits_BFV, self.ask.sampling, self._seen_BFV).topk(ranks, dim=-1)
+        if self.some_greedy:
+            self._best_BFR = penalised_rows(logits_BFV, self.ask.sampling, self._seen_BFV).topk(ranks, dim=-1)
         if self.q_BNV is not None:
-            q_BFV = process_rows(logits_BFV, self.ask.sampling, self._seen_BFV)
-            among_BFV = torch.zeros_like(q_BFV).scatter_(-1, self._best_BFR.indices, 1.0 / ranks)
-            self._q_BFV = torch.where(self._greedy_B[:, None, None], among_BFV, q_BFV)
+            self._q_BFV = process_rows(logits_BFV, self.ask.sampling, self._seen_BFV)
+            if self.some_greedy:
+                among_BFV = torch.zeros_like(self._q_BFV).scatter_(-1, self._best_BFR.indices, 1.0 / ranks)
+                self._q_BFV = torch.where(self._greedy_B[:, None, None], among_BFV, self._q_BFV)
             self._left_BFV = self._q_BFV.clone()
 
     def _pick(self, nodes: list[int], parents: list[int], rank: int) -> tuple[Tensor, Tensor]:
         """Tokens [B, C] of children of one rank, and whether there are such."""
-        tokens_BC = self._best_BFR.indices[:, parents, rank]
-        possible_BC = self._best_BFR.values[:, parents, rank].isfinite()
+        if self.some_greedy:
+            best_BC = self._best_BFR.indices[:, parents, rank]
+            finite_BC = self._best_BFR.values[:, parents, rank].isfinite()
         if self.q_BNV is None:
-            return tokens_BC, possible_BC
+            return best_BC, finite_BC
         left_BCV = self._left_BFV[:, parents]
-        tokens_BC = torch.where(self._greedy_B[:, None], tokens_BC, categorical(left_BCV, self._u_BN[:, nodes]))
-        possible_BC = torch.where(self._greedy_B[:, None], possible_BC, left_BCV.sum(-1) > 0)
+        tokens_BC, possible_BC = categorical(left_BCV, self._u_BN[:, nodes]), left_BCV.sum(-1) > 0
+        if self.some_greedy:
+            tokens_BC = torch.where(self._greedy_B[:, None], best_BC, tokens_BC)
+            possible_BC = torch.where(self._greedy_B[:, None], finite_BC, possible_BC)
         self.q_BNV[:, nodes] = self._q_BFV[:, parents]
         if self.drawn == "without_replacement":
             self._left_BFV[:, parents] = left_BCV.scatter(-1, tokens_BC[..., None], 0.0)

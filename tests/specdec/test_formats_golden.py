@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from draftforge.specdec.drafts import AnyDraft
 from draftforge.specdec.drafts.eagle import EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaDraft
-from draftforge.specdec.formats import Draft, Format, Verifier, detect, read_draft, write_draft
+from draftforge.specdec.formats import Format, Verifier, detect, read_draft, write_draft
 
 VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -332,7 +333,7 @@ GOLDEN: list[Any] = [
 
 @pytest.mark.parametrize(("draft", "name", "layout", "config", "tensors"), GOLDEN)
 def test_what_is_written_and_read_back(
-    draft: Draft, name: Format, layout: str, config: dict[str, Any], tensors: Tensors, tmp_path: Path
+    draft: AnyDraft, name: Format, layout: str, config: dict[str, Any], tensors: Tensors, tmp_path: Path
 ) -> None:
     write_draft(draft, tmp_path, name, 4, VERIFIER)
     assert json.loads((tmp_path / "config.json").read_text()) == config

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftforge.errors import FormatError, InputError, MissingFileError
+from draftforge.specdec.drafts import AnyDraft
 from draftforge.specdec.formats import (
-    Draft,
     Format,
     Verifier,
     check_family,
@@ -28,7 +28,7 @@ from draftforge.specdec.formats import (
 
 VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])
 IDS = "eagle_aux_hidden_state_layer_ids"
-DRAFTS: dict[str, tuple[Callable[[], Draft], Format, set[str]]] = {
+DRAFTS: dict[str, tuple[Callable[[], AnyDraft], Format, set[str]]] = {
     "eagle-vllm": (lambda: heads.eagle(own_embeddings=True), "vllm", {"embed_tokens.weight"}),
     "eagle-sglang": (heads.eagle, "sglang", {"fc.bias"}),
     "eagle3": (lambda: heads.eagle3(40, fc_norm=True), "vllm", {"t2d"}),

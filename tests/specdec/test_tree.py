@@ -75,7 +75,7 @@ class TestBatch:
         batch = TreeBatch.of([self.FORK, self.RIDER])
         assert batch.ancestors_BNN[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
         assert batch.ancestors_BNN[1].equal(torch.eye(4, dtype=torch.bool))
-        assert batch.depth_BN.tolist() == [[0, 1, 2, 1], [0, 0, 0, 0]]
+        assert (batch.ancestors_BNN.sum(-1) - 1).tolist() == [[0, 1, 2, 1], [0, 0, 0, 0]]
 
     def test_chains_of_several_lengths(self) -> None:
         tokens_BN = torch.tensor([[5, 6, 7], [8, 0, 0]])

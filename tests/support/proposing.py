@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from stand_ins import near_copy, random_eagle3, target, taught_eagle, taught_medusa
 
+from draftforge.specdec.drafts import AnyDraft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import (
-    AnyDraft,
     DynamicProposer,
     MergedProposer,
     Proposer,

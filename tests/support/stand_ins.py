@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,16 @@ from draftforge.specdec.models import CausalModel
 from draftforge.specdec.sampling import SamplingSettings
 
 VOCAB = 61
+LAYER: dict[str, Any] = {
+    "intermediate_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+"""Of an EAGLE head for the target below."""
 
 
 def llama(layers: int = 4, seed: int = 0, vocab: int = VOCAB) -> LlamaForCausalLM:
@@ -56,16 +66,10 @@ def random_eagle3(model: CausalModel, draft_vocab: int | None = None, seed: int 
     config = Eagle3Config(
         hidden_size=48,
         target_hidden_size=48,
-        intermediate_size=96,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
+        **LAYER,
         vocab_size=model.vocab_size,
         draft_vocab_size=draft_vocab or model.vocab_size,
         aux_layers=(1, 2, 4),
-        max_position_embeddings=256,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
     )
     ids = torch.randperm(model.vocab_size)[: config.draft_vocab_size].sort().values
     draft = Eagle3Draft(config, ids).eval()
@@ -79,14 +83,8 @@ def taught_eagle(model: CausalModel, steps: int = 60) -> EagleDraft:
     torch.manual_seed(2)
     config = EagleConfig(
         hidden_size=48,
-        intermediate_size=96,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
+        **LAYER,
         vocab_size=model.vocab_size,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
     )
     draft = EagleDraft(config)
     ids_BT, hidden_BTH = _answers(model)

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import draftforge
+from draftforge.specdec.drafts import AnyDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.drafts.small import SmallDraft
-from draftforge.specdec.formats import Draft, DraftMeta, load_draft, save_draft
+from draftforge.specdec.formats import DraftMeta, load_draft, save_draft
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target, tokenizer_digest
@@ -210,7 +211,7 @@ def train_medusa(target: CausalModel, text: Tensor) -> MedusaDraft:
     return draft.eval()
 
 
-DRAFTS: dict[str, Callable[[CausalModel, Tensor], Draft]] = {
+DRAFTS: dict[str, Callable[[CausalModel, Tensor], AnyDraft]] = {
     "small": train_small,
     "medusa": train_medusa,
     "eagle": train_eagle,

@@ -9,15 +9,15 @@ from typing import get_args
 from ...data.conversation import Split
 from ...data.store import Capture
 from ...errors import InputError
+from ...specdec.drafts import AnyDraft
 from ...specdec.drafts.eagle3 import Eagle3Draft
 from ...specdec.drafts.small import SmallDraft
-from ...specdec.formats import Draft
 from ...specdec.targets import Target
 from ..settings import Eagle3Settings, Settings, SmallSettings
 from .prune import check_layers, spread
 
 
-def misfit(settings: Settings, draft: Draft, source: str) -> str | None:
+def misfit(settings: Settings, draft: AnyDraft, source: str) -> str | None:
     """The first field by which the recipe asks for another shape than the draft from `source` has; None: it fits."""
     if isinstance(settings, SmallSettings) and isinstance(draft, SmallDraft):
         wanted, found = settings.layers, draft.lm.num_layers
