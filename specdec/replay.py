@@ -164,6 +164,7 @@ def _count(
     return walk_expected(survival_chosen(run_T, K), K, len(p_N), max_new_tokens, judged_T, nodes_T)
 
 
+@torch.inference_mode()
 def drive(
     proposer: Proposer,
     traced: TargetTrace,
