@@ -19,9 +19,10 @@ from torch import nn
 from .. import fingerprint
 from ..errors import CorruptDataError, InputError, MissingFileError
 from ..progress import bar, say
-from ..specdec.decoder import Request, RoundSeconds, RoundTimer, decode_rounds
+from ..specdec.decoder import decode_rounds
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
+from ..specdec.requests import Request, RoundSeconds, RoundTimer, Run
 from ..specdec.sampling import SamplingSettings
 from ..storage import lock, read_json, write_json
 from .figures import Estimate
@@ -254,12 +255,14 @@ def _by_turns(
     timers = {K: RoundTimer(target.device) for K in proposers}
     runs = [
         decode_rounds(
-            target,
-            proposer,
-            [Request(prompt, sampling, 0, _most_tokens(rounds, K))],
-            rule=rule,
-            draft_tokens=max(K, 1),
-            timer=timers[K],
+            Run(
+                target,
+                proposer,
+                [Request(prompt, sampling, 0, _most_tokens(rounds, K))],
+                rule=rule,
+                draft_tokens=max(K, 1),
+                timer=timers[K],
+            )
         )
         for K, proposer in proposers.items()
     ]
