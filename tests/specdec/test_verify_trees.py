@@ -252,6 +252,15 @@ class TestExamples:
         assert verify_typical(p_NV, tree, 0.0) == ([1, 2], 0)
         assert verify_typical(self.P[[0, 0, 0]], self.PAIR, 0.6) == ([0], 1)
 
+    def test_typical_keeps_the_likeliest_of_the_longest_paths(self) -> None:
+        p_V, sure_V, torn_V = torch.tensor([[0.4, 0.6, 0.0], [0.9, 0.1, 0.0], [0.5, 0.5, 0.0]])
+        pair = DraftTree.of([0, 1], [ROOT, ROOT], "deterministic")
+        assert verify_typical(torch.stack([p_V] * 3), pair, 0.0).accepted == [1]
+        # The whole path counts: .4 x .9 is more than .6 x .5, and .4 x .6 is less.
+        tree = DraftTree.of([0, 1, 0, 1], [ROOT, ROOT, 0, 1], "deterministic")
+        assert verify_typical(torch.stack([p_V, sure_V, torn_V, p_V, p_V]), tree, 0.0).accepted == [0, 2]
+        assert verify_typical(torch.stack([p_V, p_V[[1, 0, 2]], torn_V, p_V, p_V]), tree, 0.0).accepted == [1, 3]
+
     @pytest.mark.parametrize("verify_tree", [verify_multiround, verify_recursive, verify_traversal])
     def test_riders_are_never_accepted(self, verify_tree: object) -> None:
         tree = DraftTree((0, 1), (ROOT, ROOT), (0, 0), (False, True), "iid")
