@@ -153,16 +153,6 @@ SAMPLED = [
 EVERY_PROCESSOR = SamplingSettings(temperature=0.9, top_k=6, top_p=0.95, min_p=0.02, repetition_penalty=1.2)
 
 
-@pytest.mark.parametrize(("name", "rule"), SAMPLED)
-def test_sampled_answers_do_not_depend_on_the_batch(name: str, rule: str) -> None:
-    model = target()
-    settings = [WARM, GREEDY, EVERY_PROCESSOR]
-    requests = [Request(ids, settings[i % 3], i, 20 - 4 * (i % 4)) for i, ids in enumerate(prompts(6))]
-    alone = run(model, proposer_named(name, model), requests, rule=rule, batch_size=1)
-    together = run(model, proposer_named(name, model), requests, rule=rule, batch_size=4)
-    assert [(a.tokens, a.rounds) for a in alone] == [(a.tokens, a.rounds) for a in together]
-
-
 @pytest.mark.parametrize("name", ["small", "eagle", "small-distinct", "small-merged"])
 def test_match_gives_the_very_tokens_of_plain_sampling(name: str) -> None:
     """The target's draw at a place is the one that plain decoding makes there."""
