@@ -19,9 +19,10 @@ from torch import nn
 from .. import fingerprint
 from ..errors import CorruptDataError, InputError, MissingFileError
 from ..progress import bar, say
-from ..specdec.decoder import Request, RoundSeconds, RoundTimer, decode_rounds
+from ..specdec.decoder import decode_rounds
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
+from ..specdec.requests import Request, RoundSeconds, RoundTimer, Run
 from ..specdec.sampling import SamplingSettings
 from ..storage import lock, read_json, write_json
 from .figures import Estimate
@@ -160,8 +161,8 @@ def measure_costs(
     if not prompts:
         raise InputError("no prompts: times are measured on at least one")
     sampling, asked = settings.sampling[0], settings.costs
-    runs = [_PLAIN, *(_Run.of(plan, drafting, settings) for drafting in draftings for plan in drafting.plans)]
-    deepest = max(run.plan.draft_tokens for run in runs)
+    modes = [_PLAIN, *(_Mode.of(plan, drafting, settings) for drafting in draftings for plan in drafting.plans)]
+    deepest = max(mode.plan.draft_tokens for mode in modes)
     room = target.max_positions - _most_tokens(asked.rounds, deepest)
     if room < 1:
         most = (target.max_positions - 2) // (deepest + 1)
@@ -170,13 +171,13 @@ def measure_costs(
             f"target's context of {target.max_positions}; at most {most} do (more with smaller score.draft_tokens)"
         )
     prompts = [prompt[-room:] for prompt in prompts[: asked.prompts]]  # their ends: the answer needs the rest
-    rounds: dict[Plan, list[RoundSeconds]] = {run.plan: [] for run in runs}
+    rounds: dict[Plan, list[RoundSeconds]] = {mode.plan: [] for mode in modes}
     with bar("measure times", len(prompts) + 1, "prompts") as advance:
         # Allocations, kernel choices and clocks settle before anything counts.
-        _by_turns(target, runs, prompts[0], sampling, asked.rounds)
+        _by_turns(target, modes, prompts[0], sampling, asked.rounds)
         advance(note="warm-up")
         for prompt in prompts:
-            timed = _by_turns(target, runs, prompt, sampling, asked.rounds)
+            timed = _by_turns(target, modes, prompt, sampling, asked.rounds)
             for plan, seconds in timed.items():
                 rounds[plan] += seconds[asked.warmup_rounds :]
             advance()
@@ -187,7 +188,7 @@ def measure_costs(
         plain_seconds=plain_seconds,
         plain_rounds=len(plain),
         context_tokens=statistics.fmean(map(len, prompts)) + asked.rounds / 2,
-        by_plan={run.plan.label: _round_cost(run, rounds[run.plan], plain, plain_seconds) for run in runs[1:]},
+        by_plan={mode.plan.label: _round_cost(mode, rounds[mode.plan], plain, plain_seconds) for mode in modes[1:]},
     )
 
 
@@ -251,7 +252,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | bool | int | None) else repr(value)
 
 
-class _Run(NamedTuple):
+class _Mode(NamedTuple):
     """One of the decoders that take turns."""
 
     plan: Plan
@@ -260,12 +261,12 @@ class _Run(NamedTuple):
     nodes: int  # of a full draft
 
     @classmethod
-    def of(cls, plan: Plan, drafting: Drafting, settings: ScoreSettings) -> "_Run":
+    def of(cls, plan: Plan, drafting: Drafting, settings: ScoreSettings) -> "_Mode":
         proposer = drafting.make()
         return cls(plan, proposer, _rule(drafting, settings), proposer.most_nodes(plan.draft_tokens))
 
 
-_PLAIN = _Run(Plan(0), None, "greedy", 0)
+_PLAIN = _Mode(Plan(0), None, "greedy", 0)
 
 
 def _rule(drafting: Drafting, settings: ScoreSettings) -> str:
@@ -273,20 +274,22 @@ def _rule(drafting: Drafting, settings: ScoreSettings) -> str:
 
 
 def _by_turns(
-    target: CausalModel, runs: Sequence[_Run], prompt: list[int], sampling: SamplingSettings, rounds: int
+    target: CausalModel, modes: Sequence[_Mode], prompt: list[int], sampling: SamplingSettings, rounds: int
 ) -> dict[Plan, list[RoundSeconds]]:
     """Every run decodes the prompt; they take turns after each round, so that all see the same machine."""
-    timers = {run.plan: RoundTimer(target.device) for run in runs}
+    timers = {mode.plan: RoundTimer(target.device) for mode in modes}
     turns = [
         decode_rounds(
-            target,
-            run.proposer,
-            [Request(prompt, sampling, 0, _most_tokens(rounds, run.plan.draft_tokens))],
-            rule=run.rule,
-            draft_tokens=max(run.plan.draft_tokens, 1),
-            timer=timers[run.plan],
+            Run(
+                target,
+                mode.proposer,
+                [Request(prompt, sampling, 0, _most_tokens(rounds, mode.plan.draft_tokens))],
+                rule=mode.rule,
+                draft_tokens=max(mode.plan.draft_tokens, 1),
+                timer=timers[mode.plan],
+            )
         )
-        for run in runs
+        for mode in modes
     ]
     for _ in range(rounds + 1):  # the first turn reads the prompt
         for turn in turns:
@@ -300,16 +303,16 @@ def _most_tokens(rounds: int, levels: int) -> int:
 
 
 def _round_cost(
-    run: _Run, rounds: Sequence[RoundSeconds], plain: Sequence[RoundSeconds], plain_seconds: float
+    mode: _Mode, rounds: Sequence[RoundSeconds], plain: Sequence[RoundSeconds], plain_seconds: float
 ) -> RoundCost:
     """Times of rounds with a full draft, each as a share of the plain round beside it.
 
     A proposer that seldom drafts that many is timed on what it does draft.
     """
     pairs = list(zip(rounds, plain))
-    full = [(one, beside) for one, beside in pairs if one.drafted == run.nodes]
+    full = [(one, beside) for one, beside in pairs if one.drafted == mode.nodes]
     if len(full) < _FEWEST_ROUNDS:
-        say(f"times of {run.plan}: only {len(full)} full rounds; taken from all {len(pairs)} that were not warm-up")
+        say(f"times of {mode.plan}: only {len(full)} full rounds; taken from all {len(pairs)} that were not warm-up")
         full = pairs
 
     def typical(part: Callable[[RoundSeconds], float]) -> float:

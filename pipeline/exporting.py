@@ -2,13 +2,16 @@
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from .. import fingerprint
+from ..data.store import Sample
 from ..errors import FormatError, InputError
+from ..eval.plans import rules_for
 from ..eval.score import spread
 from ..specdec.formats import Format, Verifier, convert_draft
-from ..specdec.replay import replay_sample
+from ..specdec.replay import Counted, replay_sample, replayable
 from ..storage import new_folder
 from .scoring import Scorer
 from .workspace import Workspace
@@ -58,23 +61,25 @@ def same_counts(scorer: Scorer, one: Path, other: Path) -> bool:
     """Whether two draft folders give equal replay counts on a few recorded answers."""
     chosen = spread(scorer.samples, _CHECKED_CONVERSATIONS)
     samples = [sample for sample in scorer.samples if sample.conversation in chosen]
-    settings = scorer.settings
-    seen = []
-    for folder in (one, other):
-        proposer = scorer.proposer(scorer.load(folder))
-        seen.append(
-            [
-                replay_sample(
-                    proposer,
-                    scorer.traces.of(sample, proposer),
-                    sample.prompt_ids,
-                    sample.answer_ids,
-                    sample.sampling,
-                    ["greedy"] if sample.sampling.greedy else settings.sampled_rules,
-                    settings.draft_tokens,
-                    sample.max_new_tokens,
-                )
-                for sample in samples
-            ]
+    return _counts(scorer, one, samples) == _counts(scorer, other, samples)
+
+
+def _counts(scorer: Scorer, folder: Path, samples: Sequence[Sample]) -> list[list[Counted]]:
+    """What each sample's answer is worth to the draft's chains, under every rule that a replay can tell."""
+    proposer, settings = scorer.proposer(scorer.load(folder)), scorer.settings
+    counts = []
+    for sample in samples:
+        rules = rules_for(sample.sampling, proposer, settings)
+        counts.append(
+            replay_sample(
+                proposer,
+                scorer.traces.of(sample, proposer),
+                sample.prompt_ids,
+                sample.answer_ids,
+                sample.sampling,
+                [rule for rule in rules if replayable(proposer, rule, sample.sampling)],
+                settings.draft_tokens,
+                sample.max_new_tokens,
+            )
         )
-    return seen[0] == seen[1]
+    return counts

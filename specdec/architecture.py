@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import FormatError
 from .attention import attend
+from .cache import Step
 
 PROBE = "draftforge-probe"
 
@@ -45,6 +46,7 @@ class Probe(NamedTuple):
 
     calls: list[Call]
     read_BTH: Tensor  # what the first layer read
+    hidden_BTH: Tensor  # after the final norm
 
 
 def _probe(
@@ -56,6 +58,7 @@ def _probe(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    kv_step: Step | None = None,
     calls: list[Call] | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
@@ -63,17 +66,21 @@ def _probe(
     tensors = {"attention_mask": attention_mask, **options}
     extras = [name for name, value in tensors.items() if isinstance(value, Tensor) and name not in _HARMLESS]
     causal = getattr(module, "is_causal", True) is not False and options.get("is_causal") is not False
+    layer = int(getattr(module, "layer_idx", -1))
     if calls is not None:
-        calls.append(Call(int(getattr(module, "layer_idx", -1)), causal, sliding_window, tuple(extras)))
-    return attend(module, query, key, value, None, scaling, sliding_window=sliding_window, softcap=softcap)
+        calls.append(Call(layer, causal, sliding_window, tuple(extras)))
+    step = kv_step if layer >= 0 else None
+    return attend(
+        module, query, key, value, None, scaling, sliding_window=sliding_window, softcap=softcap, kv_step=step
+    )
 
 
 AttentionInterface.register(PROBE, _probe)
 
 
 @torch.no_grad()
-def probe(decoder: nn.Module, ids_BT: Tensor) -> Probe:
-    """Run the stack once; the model's attention implementation must be PROBE."""
+def probe(decoder: nn.Module, ids_BT: Tensor, step: Step) -> Probe:
+    """Prefill the stack once; the model's attention implementation must be PROBE."""
     calls: list[Call] = []
     read: list[Tensor] = []
 
@@ -83,10 +90,10 @@ def probe(decoder: nn.Module, ids_BT: Tensor) -> Probe:
     handle = decoder.layers[0].register_forward_pre_hook(note, with_kwargs=True)  # type: ignore[index,union-attr]
     try:
         positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-        decoder(input_ids=ids_BT, position_ids=positions_BT, use_cache=False, calls=calls)
+        output = decoder(input_ids=ids_BT, position_ids=positions_BT, use_cache=False, kv_step=step, calls=calls)
     finally:
         handle.remove()
-    return Probe(calls, read[0])
+    return Probe(calls, read[0], output.last_hidden_state)
 
 
 def find_decoder(model: PreTrainedModel, config: Any) -> nn.Module:

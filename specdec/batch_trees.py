@@ -120,13 +120,19 @@ def typical(given: Given) -> BatchVerdict:
     """Typical acceptance. A node is accepted with all its ancestors, so no walk is needed."""
     tree, ancestors_BNN = given.tree, given.tree.ancestors_BNN
     is_typical: list[Tensor] = []
+    likelihood_BM = torch.ones_like(given.p_BMV[:, :1, 0], dtype=torch.float64)  # of the path to the root, the nodes
     for node in range(tree.tokens_BN.shape[1]):
-        p_BV = given.p(tree.parents_BN[:, node])
-        is_typical.append(pick(p_BV, tree.tokens_BN[:, node]) > typical_threshold(p_BV))
+        parent_B = tree.parents_BN[:, node]
+        p_BV = given.p(parent_B)
+        p_B = pick(p_BV, tree.tokens_BN[:, node])
+        is_typical.append(p_B > typical_threshold(p_BV))
+        likelihood_BM = torch.cat([likelihood_BM, (pick(likelihood_BM, parent_B + 1) * p_B)[:, None]], 1)
     typical_BN = torch.stack(is_typical, 1) & tree.candidate_BN
     accepted_BN = ~(ancestors_BNN & ~typical_BN[:, None]).any(2)
     length_BN = ancestors_BNN.sum(2) * accepted_BN
-    node_B = torch.where(accepted_BN.any(1), length_BN.argmax(1), ROOT)  # the first of the longest
+    longest_BN = accepted_BN & (length_BN == length_BN.amax(1, keepdim=True))
+    likeliest_B = torch.where(longest_BN, likelihood_BM[:, 1:], -1.0).argmax(1)  # the first of equals
+    node_B = torch.where(accepted_BN.any(1), likeliest_B, ROOT)
     return _end_at(tree, ancestors_BNN, node_B, given.draw(given.p(node_B)))
 
 

@@ -15,32 +15,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
 
-from ..errors import InputError
 from .cache import KVCache
-from .models import CausalModel, States
-from .proposers.base import Ask, Draft, Proposer
+from .models import States
+from .proposers.base import Ask, Draft
 from .proposers.rows import fill_rows, pick_states, process_rows
-from .requests import (
-    Decode,
-    Generation,
-    Request,
-    Round,
-    RoundSeconds,
-    RoundTimer,
-    check_proposer,
-    check_requests,
-    until_stop,
-)
-from .rules import RULES, Rule
+from .requests import Generation, Request, Round, RoundSeconds, Run, until_stop
+from .rules import RULES
 from .sampling import Purpose, categorical, uniforms
 from .tree import TreeBatch
 from .verify_batch import BatchVerdict, verify_batch
 
-OnLogits = Callable[[list[int], Tensor, Tensor], None]
+Finished = tuple[int, Generation]
+"""A request's index, and its answer."""
+P = ParamSpec("P")
 
 
 @dataclass
@@ -61,86 +53,49 @@ class _Slot:
         return self.stopped or self.remaining <= 0
 
 
-def generate(
-    target: CausalModel,
-    proposer: Proposer | None,
-    requests: Sequence[Request],
-    rule: str = "greedy",
-    draft_tokens: int = 4,
-    batch_size: int = 1,
-    on_logits: OnLogits | None = None,
-    decode: Decode | None = None,
-) -> Iterator[tuple[int, Generation]]:
-    """Answer every request; yields (index of the request, generation) as they finish.
+def decode_rounds(run: Run) -> Iterator[list[Finished]]:
+    """Answer every request, step by step: the first step reads the first prompts, each later one is a round.
 
-    A finished row is replaced at once. `draft_tokens`: most levels of a round's draft. `proposer` None: plain decoding;
-    then `on_logits(indexes, logits_BV, tokens_B)` sees, for every emitted token, the raw logits it was drawn from.
-    `decode` turns token ids into text, for requests with stop strings. Raises ContextLengthError for a request that
-    does not fit the target, InputError for a rule that does not suit a request or the proposer.
+    Each step yields what finished in it. Two runs may take turns; each needs a proposer of its own.
     """
-    for finished in decode_rounds(target, proposer, requests, rule, draft_tokens, batch_size, on_logits, decode):
-        yield from finished
+    return _Decoder(run).steps()
 
 
-def decode_rounds(
-    target: CausalModel,
-    proposer: Proposer | None,
-    requests: Sequence[Request],
-    rule: str = "greedy",
-    draft_tokens: int = 4,
-    batch_size: int = 1,
-    on_logits: OnLogits | None = None,
-    decode: Decode | None = None,
-    timer: RoundTimer | None = None,
-) -> Iterator[list[tuple[int, Generation]]]:
-    """`generate`, step by step: the first step reads the first prompts, each later one is a round.
+def _one_by_one(ask: Callable[P, Run]) -> Callable[P, Iterator[Finished]]:
+    def generate(*args: P.args, **kwargs: P.kwargs) -> Iterator[Finished]:
+        """Answer every request of a `Run`, whose arguments these are; yields each as it finishes."""
+        for finished in decode_rounds(ask(*args, **kwargs)):
+            yield from finished
 
-    Each step yields what finished in it. Two decoders may take turns; each needs a proposer of its own.
-    """
-    if rule not in RULES:
-        raise InputError(f"rule {rule!r}: must be one of {', '.join(RULES)}")
-    if proposer is not None and on_logits is not None:
-        raise InputError("on_logits: only plain decoding reports logits")
-    check_requests(target, requests, batch_size, decode)
-    if proposer is not None:
-        for request in requests:
-            check_proposer(RULES[rule], proposer, request.sampling)
-    decoder = _Decoder(target, proposer, requests, RULES[rule], draft_tokens, batch_size, on_logits, decode, timer)
-    yield from decoder.run()
+    return generate
+
+
+generate = _one_by_one(Run)
 
 
 class _Decoder:
     """State of one run: the slots, the target's cache, the queue of waiting requests."""
 
-    def __init__(
-        self,
-        target: CausalModel,
-        proposer: Proposer | None,
-        requests: Sequence[Request],
-        rule: Rule,
-        draft_tokens: int,
-        batch_size: int,
-        on_logits: OnLogits | None,
-        decode: Decode | None,
-        timer: RoundTimer | None,
-    ) -> None:
-        self.target, self.proposer, self.rule, self.draft_tokens = target, proposer, rule, draft_tokens
-        self.on_logits, self.decode, self.timer = on_logits, decode, timer
+    def __init__(self, run: Run) -> None:
+        target, proposer, requests = run.target, run.proposer, run.requests
+        self.target, self.proposer, self.rule = target, proposer, RULES[run.rule]
+        self.draft_tokens, self.on_logits = run.draft_tokens, run.on_logits
+        self.decode, self.timer = run.decode, run.timer
         self.aux_layers = proposer.aux_layers if proposer is not None else ()
         self.waiting = iter(enumerate(requests))
         self.slots: list[_Slot] = []
-        self.batch_size = min(batch_size, max(len(requests), 1))
+        self.batch_size = min(run.batch_size, max(len(requests), 1))
         longest = max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=1) + 1
         # Rows near their end are padded up to the largest tree of the batch.
-        nodes = proposer.most_nodes(draft_tokens) if proposer is not None else 0
+        nodes = proposer.most_nodes(run.draft_tokens) if proposer is not None else 0
         self.cache = KVCache(self.batch_size, longest + nodes, target.device)
         if proposer is not None:
-            proposer.reserve(self.batch_size, longest, draft_tokens)
+            proposer.reserve(self.batch_size, longest, run.draft_tokens)
         self.seen_SV: Tensor | None = None  # tokens known to each slot, where any request has a repetition penalty
         if any(request.sampling.repetition_penalty != 1.0 for request in requests):
             self.seen_SV = torch.zeros(self.batch_size, target.vocab_size, dtype=torch.bool, device=target.device)
 
-    def run(self) -> Iterator[list[tuple[int, Generation]]]:
+    def steps(self) -> Iterator[list[Finished]]:
         yield list(self._refill())
         while self.slots:
             self._round()
@@ -181,7 +136,7 @@ class _Decoder:
         tree = draft.tree
         last_B1 = fill_rows([slot.generation.tokens[-1:] for slot in self.slots], self.target.device)
         ids_BM = torch.cat([last_B1, tree.tokens_BN], dim=1)
-        step = self.cache.extend(*ids_BM.shape) if draft.chain else self.cache.branch(*_below_one_root(tree))
+        step = self.cache.extend(*ids_BM.shape) if draft.chain else self.cache.branch(*tree.below_one_root())
         states = self.target.states(ids_BM, step, self.aux_layers)
         return states, self.target.logits(states.hidden_BTH)
 
@@ -195,7 +150,9 @@ class _Decoder:
             return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)
         rule = self.rule.name if tree.depth else "onehot"  # with nothing drafted that is a draw from p
         accept_BN = self._uniforms(self.slots, Purpose.ACCEPT, tree.tokens_BN.shape[1])
-        finals = [self._uniforms(self.slots, Purpose.FINAL, 1, ahead) for ahead in range(tree.depth + 1)]
+        finals = [
+            self._uniforms(self.slots, Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].finals(tree.depth))
+        ]
         p_BMV = process_rows(logits_BMV, sampling, seen_BMV)
         return verify_batch(rule, p_BMV, draft.q_BNV, tree, accept_BN, torch.cat(finals, 1))
 
@@ -234,7 +191,7 @@ class _Decoder:
         self.cache.keep_path(path_BD, counts)
         return pick_states(states, path_BD.clamp(min=0))
 
-    def _retire(self) -> Iterator[tuple[int, Generation]]:
+    def _retire(self) -> Iterator[Finished]:
         """Hand over finished answers; the last active slot takes a finished one's place."""
         for slot in [slot for slot in reversed(self.slots) if slot.finished]:
             self._free(slot)
@@ -251,7 +208,7 @@ class _Decoder:
                 self.proposer.move(last.index, slot.index)
             self.slots[slot.index], last.index = last, slot.index
 
-    def _refill(self) -> Iterator[tuple[int, Generation]]:
+    def _refill(self) -> Iterator[Finished]:
         """Prefill waiting requests into free slots; a request may end with its first token."""
         while len(self.slots) < self.batch_size:
             fresh: list[_Slot] = []
@@ -306,20 +263,11 @@ class _Decoder:
         return uniforms(seeds, emitted, purpose, count)
 
     @staticmethod
-    def _close(slot: _Slot) -> tuple[int, Generation]:
+    def _close(slot: _Slot) -> Finished:
         generation = slot.generation
         generation.finish = "stop" if slot.stopped else "length"
         generation.seconds = time.perf_counter() - slot.started
         return slot.number, generation
-
-
-def _below_one_root(tree: TreeBatch) -> tuple[Tensor, Tensor]:
-    """Depths [B, M] and the tree mask [B, M, M] of [last token, nodes]: each sees that token, its ancestors, itself."""
-    batch, nodes = tree.tokens_BN.shape
-    visible_BMM = torch.zeros(batch, nodes + 1, nodes + 1, dtype=torch.bool, device=tree.tokens_BN.device)
-    visible_BMM[:, :, 0] = True
-    visible_BMM[:, 1:, 1:] = tree.ancestors_BNN
-    return visible_BMM.sum(-1) - 1, visible_BMM
 
 
 def _seen_along(tree: TreeBatch, seen_BV: Tensor | None) -> Tensor | None:

@@ -126,36 +126,45 @@ class CausalModel:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Compare ourselves with transformers on a few tokens spread over the vocabulary."""
+        """Compare ourselves with transformers on a few tokens spread over the vocabulary.
+
+        Drafts too: run by an attention that is not its own, a draft would be trained and scored as another model than
+        the one that engines serve, and as verification mends what it says, nothing but its acceptance would suffer.
+        Three passes over a few tokens are a small part of what loading takes.
+        """
         if self.device.type == "meta":
             self.model.set_attn_implementation(NAME)
             return
         ids = (11 + 7919 * torch.arange(_CHECKED, device=self.device))[None] % self.vocab_size
+        first, second = ids[:, : _CHECKED // 2], ids[:, _CHECKED // 2 :]
+        cache = KVCache(1, _CHECKED, self.device)
         self.model.set_attn_implementation(PROBE)
-        seen = probe(self._decoder, ids)
+        seen = probe(self._decoder, first, cache.prefill([0], [first.shape[1]]))
         check_layers(self.model, self.config, seen.calls)
         self.model.set_attn_implementation("eager")
-        plain = self.model(input_ids=ids, use_cache=False).logits.float()
+        plain = self._plain_logits(ids)
         self.model.set_attn_implementation(NAME)
-        self._check_head(ids)
-        self._check_cache(ids, plain)
-        self._embeds = self._reads_embeddings(ids, seen.read_BTH)
+        rest_BTH = self.states(second, cache.extend(*second.shape)).hidden_BTH
+        self._check_cached(self.logits(torch.cat([seen.hidden_BTH, rest_BTH], dim=1)).float(), plain)
+        self._embeds = self._reads_embeddings(first, seen.read_BTH)
 
-    def _check_head(self, ids: Tensor) -> None:
-        ours = self.logits(self.states(ids).hidden_BTH).float()
-        theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+    def _plain_logits(self, ids: Tensor) -> Tensor:
+        """The model's own, which must be `logits` of what its decoder stack gives."""
+        hidden: list[Tensor] = []
+        handle = self._decoder.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state))
+        try:
+            theirs: Tensor = self.model(input_ids=ids, use_cache=False).logits.float()
+        finally:
+            handle.remove()
         if not bool(theirs.isfinite().all()):
             raise FormatError(f"{named(self.model)}: its logits are not finite; the weights are damaged")
-        if not torch.allclose(ours, theirs, atol=1e-2 * float(theirs.abs().max()) + 1e-3):
+        if not torch.allclose(self.logits(hidden[0]).float(), theirs, atol=1e-2 * float(theirs.abs().max()) + 1e-3):
             raise FormatError(f"{named(self.model)}: its logits are not head(final norm(x)); not supported")
+        return theirs
 
-    def _check_cache(self, ids: Tensor, plain: Tensor) -> None:
+    def _check_cached(self, ours: Tensor, plain: Tensor) -> None:
         """A cached pass in two pieces must give what transformers' own attention gives in one."""
-        half = _CHECKED // 2
-        cache = KVCache(1, _CHECKED, self.device)
-        first = self.states(ids[:, :half], cache.prefill([0], [half])).hidden_BTH
-        second = self.states(ids[:, half:], cache.extend(1, _CHECKED - half)).hidden_BTH
-        error = self.logits(torch.cat([first, second], dim=1)).float() - plain
+        error = ours - plain
         limit = 0.01 if self.dtype == torch.float32 else 0.3  # in half precision a rounding can change an expert
         if not float(error.norm()) <= limit * float(plain.norm()) + 1e-3:
             share = float(error.norm() / plain.norm())

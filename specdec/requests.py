@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import ContextLengthError, InputError
 from .models import CausalModel
 from .proposers.base import Proposer
-from .rules import Rule, check_rule
+from .rules import RULES, Rule, check_rule
 from .sampling import SamplingSettings
 
 Decode = Callable[[list[int]], str]
+OnLogits = Callable[[list[int], Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,45 @@ class Generation:
     seconds: float = 0.0
 
 
-def check_requests(target: CausalModel, requests: Sequence[Request], batch_size: int, decode: Decode | None) -> None:
+@dataclass(frozen=True)
+class Run:
+    """What a decoding run answers, and how.
+
+    Raises ContextLengthError for a request that does not fit the target, InputError for one that cannot be answered or
+    a rule that does not suit it or the proposer.
+    """
+
+    target: CausalModel
+    proposer: Proposer | None
+    """None: plain decoding."""
+    requests: Sequence[Request]
+    rule: str = "greedy"
+    draft_tokens: int = 4
+    """Most levels of a round's draft."""
+    batch_size: int = 1
+    """Requests answered side by side; a finished one is replaced at once."""
+    on_logits: OnLogits | None = None
+    """Of plain decoding: (requests, logits_BV, tokens_B) sees for every emitted token the raw logits it was drawn
+    from."""
+    decode: Decode | None = None
+    """Turns token ids into text, for requests with stop strings."""
+    timer: RoundTimer | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise InputError(f"rule {self.rule!r}: must be one of {', '.join(RULES)}")
+        if self.batch_size < 1:
+            raise InputError(f"batch_size {self.batch_size}: must be >= 1")
+        if self.proposer is not None and self.on_logits is not None:
+            raise InputError("on_logits: only plain decoding reports logits")
+        _check_requests(self.target, self.requests, self.decode)
+        if self.proposer is not None:
+            for request in self.requests:
+                check_proposer(RULES[self.rule], self.proposer, request.sampling)
+
+
+def _check_requests(target: CausalModel, requests: Sequence[Request], decode: Decode | None) -> None:
     """Refuse what cannot be answered, in one line that names the request."""
-    if batch_size < 1:
-        raise InputError(f"batch_size {batch_size}: must be >= 1")
     for number, request in enumerate(requests):
         if not request.prompt_ids:
             raise InputError(f"request {number}: empty prompt")

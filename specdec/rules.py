@@ -35,6 +35,10 @@ class Rule(NamedTuple):
         """Whether drafts are drawn from q under it, above temperature 0, where the proposer can draw."""
         return self.needs_q or self.name == "match"
 
+    def finals(self, levels: int) -> int:
+        """How many tokens of its own the target draws in a round of so many levels, each with a number."""
+        return levels + 1 if self.name == "match" else 1
+
     @property
     def label(self) -> str:
         """The name as outputs show it: a lossy rule says so."""

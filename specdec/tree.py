@@ -131,6 +131,17 @@ class TreeBatch(NamedTuple):
         candidate_BN = index_N < torch.tensor(list(counts), device=tokens_BN.device)[:, None]
         return cls(tokens_BN, (index_N - 1).expand(batch, nodes), candidate_BN, nodes, drawn)
 
+    def below_one_root(self) -> tuple[Tensor, Tensor]:
+        """Depths [B, M] and the tree mask [B, M, M] of [last token, nodes], M = N + 1.
+
+        Each sees that token, its ancestors and itself.
+        """
+        batch, nodes = self.tokens_BN.shape
+        visible_BMM = torch.zeros(batch, nodes + 1, nodes + 1, dtype=torch.bool, device=self.tokens_BN.device)
+        visible_BMM[:, :, 0] = True
+        visible_BMM[:, 1:, 1:] = self.ancestors_BNN
+        return visible_BMM.sum(-1) - 1, visible_BMM
+
     def goes_on(self, path_BD: Tensor) -> Tensor:
         """Whether a candidate stands below the end of each path (node indexes, -1 past its end), [B]."""
         ends_B1 = path_BD.amax(1, keepdim=True) if self.depth else path_BD.new_full((len(path_BD), 1), ROOT)

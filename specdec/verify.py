@@ -209,16 +209,19 @@ def verify_traversal(p_NV: Tensor, q_NV: Tensor, tree: DraftTree, u_N: Numbers, 
 def verify_typical(p_NV: Tensor, tree: DraftTree, u_final: float) -> Verdict:
     """Typical acceptance (Medusa, Cai et al. 2024). Lossy: likely tokens become likelier. `p` has N+1 rows.
 
-    Accepts the longest path of typical tokens, of several the one whose last node comes first.
+    Accepts the longest path of typical tokens; of several the likeliest by p, as Medusa's own code does; of equals the
+    one whose last node comes first.
     """
     p_NV = _distributions("p", p_NV, len(tree) + 1)
     threshold_N = typical_threshold(p_NV)
-    paths: dict[int, list[int]] = {ROOT: []}
+    paths: dict[int, tuple[float, list[int]]] = {ROOT: (1.0, [])}  # the probability of each, and its nodes
     for node, (parent, token) in enumerate(zip(tree.parents_N, tree.tokens_N)):
-        if tree.candidate_N[node] and parent in paths and p_NV[parent + 1, token] > threshold_N[parent + 1]:
-            paths[node] = [*paths[parent], node]
-    last, longest = max(paths.items(), key=lambda path: len(path[1]))  # the first one, parents and elders being earlier
-    return Verdict(longest, int(categorical(p_NV[last + 1], u_final)))
+        p = float(p_NV[parent + 1, token])
+        if tree.candidate_N[node] and parent in paths and p > threshold_N[parent + 1]:
+            likelihood, above = paths[parent]
+            paths[node] = (likelihood * p, [*above, node])
+    last, (_, accepted) = max(paths.items(), key=lambda path: (len(path[1][1]), path[1][0]))
+    return Verdict(accepted, int(categorical(p_NV[last + 1], u_final)))
 
 
 def typical_threshold(p_NV: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ def verify_batch(
 
     p_BMV: row 0 after the last emitted token, row i+1 after node i; may be logits for `greedy`. q_BNV: row i is the
     full distribution that node i was drawn from; None for a rule that reads none. u_BN: the acceptance number of each
-    node. u_final_BD [B, D+1]: column 0 draws the final token; `match` draws the token at depth d with column d. For a
-    rule that takes only chains each node must be the parent of the next. Raises InputError for a draft whose way of
-    drawing the rule does not take.
+    node. u_final_BD: column 0 draws the final token; `match` needs D+1 columns, and draws the token at depth d with
+    column d. For a rule that takes only chains each node must be the parent of the next. Raises InputError for a draft
+    whose way of drawing the rule does not take.
     """
     needs_q = check_rule(rule, tree.drawn).needs_q
     nodes = tree.tokens_BN.shape[1]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ TINY_TEXT = [
 ]
 
 RunDistributed = Callable[..., list[Any]]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Train what tests share before the first one starts: on a slow machine it would use up that test's timeout."""
+    wanted = any("trained_drafts" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and not session.config.option.collectonly:
+        capture = session.config.pluginmanager.get_plugin("capturemanager")
+        with capture.global_and_fixture_disabled() if capture is not None else nullcontext():
+            trained()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -91,7 +101,7 @@ def tiny_target_folder(make_tiny_target: Callable[[int], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_drafts() -> Trained:
-    """A tiny trained target and drafts trained on it, from the cache (the first use trains for about half a minute)."""
+    """A tiny trained target and drafts trained on it, from the cache, where `pytest_collection_finish` put them."""
     return trained()
 
 

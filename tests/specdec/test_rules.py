@@ -1,16 +1,37 @@
 """The registry of accept rules: which drafts each may judge, and what it is called."""
 
+import re
+from pathlib import Path
+from typing import get_args
+
 import pytest
 
 from draftforge.errors import InputError
 from draftforge.specdec import verify
 from draftforge.specdec.rules import RULES, check_rule
 from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.tree import Drawn
 
 
 def test_every_rule_has_its_function() -> None:
     assert all(callable(getattr(verify, f"verify_{name}")) for name in RULES)
     assert all(name == rule.name and rule.drawn for name, rule in RULES.items())
+
+
+def test_the_documented_table_is_the_registry() -> None:
+    """How drafts must be drawn, and what else a reader picks a rule by, is written down a second time on purpose."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "decoder.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(r"\| `\w+` \|", line)]
+    yes = {True: "yes", False: "no"}
+    assert rows == [
+        f"| `{rule.name}` | {', '.join(way for way in get_args(Drawn) if way in rule.drawn)} | {yes[rule.trees]} "
+        f"| {yes[rule.needs_q]} | {yes[rule.lossless]} | {', '.join(rule.engines) or '-'} |"
+        for rule in RULES.values()
+    ]
+
+
+def test_the_target_draws_once_a_round_or_at_every_level() -> None:
+    assert {name: rule.finals(3) for name, rule in RULES.items() if rule.finals(3) != 1} == {"match": 4}
 
 
 def test_only_a_lossy_rule_is_called_lossy() -> None:

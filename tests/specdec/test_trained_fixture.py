@@ -1,6 +1,7 @@
 """The trained fixture is worth comparing engines on: drafts are right often, not always, and no weight is at chance."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,29 @@ def test_training_happens_once_and_an_interrupted_one_leaves_nothing(
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     first, second = fixture.trained(tmp_path), fixture.trained(tmp_path)
     assert first == second and len(calls) == 2 and first.target_folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("fixtures", "only_collect", "calls"),
+    [([["tmp_path"], ["trained_drafts"]], False, 1), ([["tmp_path"]], False, 0), ([["trained_drafts"]], True, 0)],
+)
+def test_training_comes_before_the_first_test(
+    fixtures: list[list[str]],
+    only_collect: bool,
+    calls: int,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And only where a test will want it."""
+    conftest = request.config.pluginmanager.get_plugin(str(fixture.ROOT / "tests" / "conftest.py"))
+    trained: list[None] = []
+    monkeypatch.setattr(conftest, "trained", lambda: trained.append(None))
+    config = SimpleNamespace(
+        option=SimpleNamespace(collectonly=only_collect), pluginmanager=request.config.pluginmanager
+    )
+    items = [SimpleNamespace(fixturenames=names) for names in fixtures]
+    conftest.pytest_collection_finish(SimpleNamespace(items=items, config=config))  # type: ignore[union-attr]
+    assert len(trained) == calls
 
 
 def test_training_is_reproducible() -> None:

@@ -24,7 +24,7 @@ from draftforge.specdec.proposers import (
     make_drafter,
     make_proposer,
 )
-from draftforge.specdec.sampling import SamplingSettings, categorical, probabilities
+from draftforge.specdec.sampling import SamplingSettings, categorical, penalised, probabilities
 from draftforge.specdec.tree import TreeBatch
 
 GREEDY = SamplingSettings()
@@ -108,9 +108,31 @@ def ways(tree: TreeBatch) -> list[Way]:
     return [known[node] for node, ok in enumerate(tree.candidate_BN[0].tolist()) if ok]
 
 
-def asked(proposer: Proposer, levels: int, uniforms: Callable[[int], Tensor] | None = None) -> Draft:
+def asked(
+    proposer: Proposer,
+    levels: int,
+    uniforms: Callable[[int], Tensor] | None = None,
+    sampling: SamplingSettings | None = None,
+    seen_1V: Tensor | None = None,
+) -> Draft:
+    sampling = sampling or (GREEDY if uniforms is None else WARM)
     with torch.inference_mode():
-        return proposer.propose(Ask([levels], [GREEDY if uniforms is None else WARM], uniforms, None))
+        return proposer.propose(Ask([levels], [sampling], uniforms, seen_1V))
+
+
+def seen(model: CausalModel, ids: list[int]) -> Tensor:
+    marks_V = torch.zeros(model.vocab_size, dtype=torch.bool)
+    marks_V[ids] = True
+    return marks_V
+
+
+def likeliest(after: After, levels: int) -> list[Way]:
+    """The nodes of SHAPE, each the token of its rank."""
+    expected: dict[Way, Way] = {(): ()}
+    for choice in SHAPE.cut(levels).choices:
+        above = expected[choice[:-1]]
+        expected[choice] = (*above, int(after(above).argsort(descending=True)[choice[-1]]))
+    return list(expected.values())[1:]
 
 
 @pytest.mark.parametrize("levels", [1, 3, 5])
@@ -120,11 +142,22 @@ def test_static_trees_hold_the_likeliest_tokens_of_every_rank(family: str, level
     drafter, after = FAMILIES[family](model, ids)
     proposer = StaticProposer(drafter, SHAPE, "deterministic")  # type: ignore[arg-type]
     started(proposer, model, ids, levels)
-    expected: dict[Way, Way] = {(): ()}
-    for choice in SHAPE.cut(levels).choices:
-        above = expected[choice[:-1]]
-        expected[choice] = (*above, int(after(above).argsort(descending=True)[choice[-1]]))
-    assert ways(asked(proposer, levels).tree) == list(expected.values())[1:]
+    assert ways(asked(proposer, levels).tree) == likeliest(after, levels)
+
+
+def best_of_frontiers(after: After, top_k: int, nodes: int, levels: int) -> set[Way]:
+    """EAGLE-2's tree, way by way."""
+    scores: dict[Way, float] = {(): 0.0}
+    frontier: list[Way] = [()]
+    for _ in range(levels):
+        offered: dict[Way, float] = {}
+        for way in frontier:
+            best = after(way).log_softmax(-1).topk(top_k)
+            offered |= {(*way, t): scores[way] + v for t, v in zip(best.indices.tolist(), best.values.tolist())}
+        scores |= offered
+        frontier = heapq.nlargest(top_k, offered, key=lambda way: offered[way])
+    del scores[()]
+    return set(heapq.nlargest(nodes, scores, key=lambda way: scores[way]))
 
 
 @pytest.mark.parametrize(("top_k", "nodes", "levels"), [(3, 9, 4), (4, 30, 3), (2, 2, 3), (3, 100, 2)])
@@ -136,19 +169,24 @@ def test_dynamic_trees_hold_the_best_of_what_the_frontiers_offer(
     drafter, after = FAMILIES[family](model, ids)
     proposer = DynamicProposer(drafter, top_k, nodes)  # type: ignore[arg-type]
     started(proposer, model, ids, levels)
-    scores: dict[Way, float] = {(): 0.0}
-    frontier: list[Way] = [()]
-    for _ in range(levels):
-        offered: dict[Way, float] = {}
-        for way in frontier:
-            best = after(way).log_softmax(-1).topk(top_k)
-            offered |= {(*way, t): scores[way] + v for t, v in zip(best.indices.tolist(), best.values.tolist())}
-        scores |= offered
-        frontier = heapq.nlargest(top_k, offered, key=lambda way: offered[way])
-    del scores[()]
     drafted = ways(asked(proposer, levels).tree)
-    assert set(drafted) == set(heapq.nlargest(nodes, scores, key=lambda way: scores[way]))
+    assert set(drafted) == best_of_frontiers(after, top_k, nodes, levels)
     assert all(way[:-1] in ((), *drafted[:place]) for place, way in enumerate(drafted))  # parents first
+
+
+def check_draws(draft: Draft, after: After, shape: TreeShape, sampling: SamplingSettings, u_N: Tensor) -> None:
+    """Each node is drawn from the processed q of its parent, which the draft tells."""
+    assert draft.q_BNV is not None and bool(draft.tree.candidate_BN.all())
+    drawn_ways: dict[tuple[int, ...], Way] = {(): ()}
+    for node, choice in enumerate(shape.choices):
+        above = drawn_ways[choice[:-1]]
+        q = probabilities(after(above), sampling)
+        torch.testing.assert_close(draft.q_BNV[0, node], q, atol=1e-5, rtol=1e-4)
+        rest = q.clone()
+        if draft.tree.drawn == "without_replacement":
+            rest[[drawn_ways[(*choice[:-1], rank)][-1] for rank in range(choice[-1])]] = 0.0
+        drawn_ways[choice] = (*above, int(categorical(rest, u_N[node])))
+    assert ways(draft.tree) == list(drawn_ways.values())[1:]
 
 
 @pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
@@ -160,17 +198,48 @@ def test_sampled_trees_draw_from_the_processed_draft(family: str, drawn: str) ->
     started(proposer, model, ids, 3)
     numbers = torch.rand(1, len(shape), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     draft = asked(proposer, 3, lambda count: numbers[:, :count])
-    assert draft.tree.drawn == drawn and draft.q_BNV is not None and bool(draft.tree.candidate_BN.all())
-    drawn_ways: dict[tuple[int, ...], Way] = {(): ()}
-    for node, choice in enumerate(shape.choices):
-        above = drawn_ways[choice[:-1]]
-        q = probabilities(after(above), WARM)
-        torch.testing.assert_close(draft.q_BNV[0, node], q, atol=1e-5, rtol=1e-4)
-        rest = q.clone()
-        if drawn == "without_replacement":
-            rest[[drawn_ways[(*choice[:-1], rank)][-1] for rank in range(choice[-1])]] = 0.0
-        drawn_ways[choice] = (*above, int(categorical(rest, numbers[0, node])))
-    assert ways(draft.tree) == list(drawn_ways.values())[1:]
+    assert draft.tree.drawn == drawn
+    check_draws(draft, after, shape, WARM, numbers[0])
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "sampled"])
+@pytest.mark.parametrize("family", ["small", "eagle3"])
+def test_a_penalty_falls_on_the_text_and_on_what_is_drafted_above(family: str, kind: str) -> None:
+    """Answers do not tell: under any q that is told truly they follow the target, only seldom with the draft's help."""
+    model, ids, shape = target(), [0, 40, 8, 12, 41], TreeShape.branching([3, 2, 1])
+    drafter, after = FAMILIES[family](model, ids)
+    penal = SamplingSettings(temperature=1.5, repetition_penalty=3.0)
+    known_V = seen(model, ids)
+
+    def text_only(way: Way) -> Tensor:
+        return penalised(after(way), penal, known_V)
+
+    def whole(way: Way) -> Tensor:
+        return penalised(after(way), penal, seen(model, [*ids, *way]))
+
+    proposer: Proposer
+    if kind == "sampled":
+        proposer = StaticProposer(drafter, shape)  # type: ignore[arg-type]
+        started(proposer, model, ids, 3)
+        numbers = torch.rand(1, len(shape), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        draft = asked(proposer, 3, lambda count: numbers[:, :count], penal, known_V[None])
+        bare = SamplingSettings(temperature=1.5)
+        check_draws(draft, whole, shape, bare, numbers[0])
+        for other in (after, text_only):
+            with pytest.raises(AssertionError):
+                check_draws(draft, other, shape, bare, numbers[0])
+        return
+    if kind == "static":
+        proposer = StaticProposer(drafter, SHAPE, "deterministic")  # type: ignore[arg-type]
+    else:
+        proposer = DynamicProposer(drafter, 3, 9)  # type: ignore[arg-type]
+    started(proposer, model, ids, 4)
+    drafted = set(ways(asked(proposer, 4, None, penal, known_V[None]).tree))
+    expected, *others = (
+        set(likeliest(said, 4)) if kind == "static" else best_of_frontiers(said, 3, 9, 4)
+        for said in (whole, text_only, after)
+    )
+    assert drafted == expected and expected not in others
 
 
 def test_no_more_children_than_q_has_support() -> None:

@@ -17,12 +17,32 @@ from draftforge.specdec.proposers import (
     make_proposer,
 )
 from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.tree import Drawn
 
 CHAINS = ("small", "eagle", "eagle3", "eagle3-reduced", "medusa", "lookup")
 TREES = (
     "small-tree", "small-dynamic", "small-merged", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic", "medusa-tree",
 )  # fmt: skip
+DRAWN_TREES = ("small-sampled", "eagle3-sampled", "small-distinct", "eagle-distinct", "medusa-distinct")
 SHAPE = TreeShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]])
+
+
+def takes(rule: str, name: str) -> bool:
+    """Whether the rule may judge above temperature 0 what that proposer drafts; `greedy`: at temperature 0."""
+    kind = name.partition("-")[2]
+    drawn: dict[str, Drawn] = {"tree": "deterministic", "dynamic": "deterministic", "distinct": "without_replacement"}
+    draws = drawn.get(kind, "iid") if name != "lookup" else "deterministic"
+    match rule:
+        case "greedy" | "match" | "onehot" | "typical":  # onehot has the likeliest tokens drafted instead
+            return True
+        case "token" | "block":
+            return name in CHAINS and draws == "iid"
+        case "multiround":
+            return draws == "iid"
+        case "recursive":
+            return draws == "without_replacement"
+        case _:
+            return rule == "traversal" and draws != "deterministic"
 
 
 @functools.cache

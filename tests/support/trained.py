@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import draftforge
+from draftforge.progress import bar
 from draftforge.specdec.drafts import AnyDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
@@ -81,9 +82,12 @@ class Trained(NamedTuple):
 
 
 def trained(cache: Path = ROOT / ".cache" / "tests") -> Trained:
-    """From the cache; the first caller trains and the others wait for it."""
+    """From the cache; the first caller trains and the others wait for it.
+
+    pytest calls it before the first test (`conftest.py`), where no test's timeout runs.
+    """
     folder = cache / recipe_digest()
-    with lock(folder.with_suffix(".lock"), timeout_seconds=280, what="a test that trains the fixture"):
+    with lock(folder.with_suffix(".lock"), timeout_seconds=3600, what="a test that trains the fixture"):
         if not folder.is_dir():
             with new_folder(folder) as beside:
                 _train_all(beside)
@@ -117,17 +121,20 @@ def _train_all(folder: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in one order, so the same weights every time
     try:
-        with torch.random.fork_rng(devices=[]):
+        title = "the tests' tiny target and drafts, trained once"
+        with torch.random.fork_rng(devices=[]), bar(title, 1 + len(DRAFTS), "models") as advance:
             torch.manual_seed(SEED)
             tokenizer = byte_level_tokenizer([sentences(200, SEED)], VOCABULARY)
             text = torch.tensor(tokenizer(sentences(6000, SEED + 1)).input_ids)
             target = train_target(text)
             target.save_pretrained(folder / "target")
             tokenizer.save_pretrained(folder / "target")
+            advance(note="target")
             for name, train in DRAFTS.items():
                 draft = train(CausalModel(target), text)
                 tokenizer_folder = folder / "target" if name == "small" else None
                 save_draft(draft, folder / name, _meta(draft.family, tokenizer), tokenizer_folder)
+                advance(note=name)
     finally:
         torch.set_num_threads(threads)
 
