@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache import KVCache, Step
@@ -16,7 +17,7 @@ from ..drafts.eagle3 import Eagle3Draft
 from ..models import CausalModel, States
 from ..sampling import SamplingSettings
 from ..tree import ROOT
-from .base import Trace
+from .base import UNRANKED, Trace
 from .branches import Branches
 from .rows import fill_rows, gather_rows, last_of, trace_from_logits
 
@@ -34,8 +35,8 @@ class FeatureDrafter(ABC, Generic[D]):
     reads_states = True
     levels: int | None = None
 
-    def __init__(self, draft: D, target: CausalModel) -> None:
-        self._draft = draft
+    def __init__(self, draft: D, target: CausalModel, width: int) -> None:
+        self._draft, self.width = draft, width
         self._embed = draft.embed_tokens if draft.embed_tokens is not None else target.embed
 
     @abstractmethod
@@ -87,15 +88,15 @@ class FeatureDrafter(ABC, Generic[D]):
             raise ValueError("EAGLE heads need the target's states; ask for proposer.reads_states")
         rows, device = len(ids) - start, states.hidden_BTH.device
         embeds_1TH = self._embed(torch.tensor([ids], device=device))
-        hits, qs = [], []
+        ranks, qs = [], []
         read_1TA = _pad_one(self._read(states), len(ids))
         at = torch.tensor([start - 2], device=device)
         for k, state in enumerate(self._draft(embeds_1TH, read_1TA, at, rows, count)):
             inside = max(rows - k, 0)
-            hit_T, q_T = trace_from_logits(self._logits(state[0, :inside]), ids, start + k, sampling)
-            hits.append(torch.cat([hit_T, hit_T.new_zeros(rows - inside)]))
-            qs.append(torch.cat([q_T, q_T.new_zeros(rows - inside)]))
-        return Trace(torch.stack(hits, 1), torch.stack(qs, 1))
+            rank_T, q_T = trace_from_logits(self._logits(state[0, :inside]), ids, start + k, sampling)
+            ranks.append(F.pad(rank_T, (0, rows - inside), value=UNRANKED))
+            qs.append(F.pad(q_T, (0, rows - inside)))
+        return Trace(torch.stack(ranks, 1), torch.stack(qs, 1))
 
     def _read_pairs(self, next_tokens: Sequence[Sequence[int]], states: States, step: Step, slots: Tensor) -> None:
         """Feed pairs (state, next token); remember each row's last state, from which the next tree starts."""
@@ -109,7 +110,7 @@ class EagleDrafter(FeatureDrafter[EagleDraft]):
     """EAGLE-1: reads the target's last state, and the target's own head reads what it makes of it."""
 
     def __init__(self, draft: EagleDraft, target: CausalModel) -> None:
-        super().__init__(draft, target)
+        super().__init__(draft, target, target.vocab_size)
         self._head = target.logits
 
     def _read(self, states: States) -> Tensor:
@@ -126,7 +127,7 @@ class Eagle3Drafter(FeatureDrafter[Eagle3Draft]):
     """EAGLE-3: reads features of three layers, and has a head of its own, maybe over fewer tokens."""
 
     def __init__(self, draft: Eagle3Draft, target: CausalModel) -> None:
-        super().__init__(draft, target)
+        super().__init__(draft, target, draft.config.draft_vocab_size)
         self._reduced = draft.config.draft_vocab_size < draft.config.vocab_size
         self.aux_layers = draft.config.aux_layers
 
