@@ -220,7 +220,7 @@ def rank_accuracies(traces: Iterable[Trace], ranks: int) -> list[list[float]]:
             rank_N = np.minimum(rank_TK[deep_T > level, level], ranks)
             right[level] += np.bincount(rank_N, minlength=ranks + 1)[:ranks]
             drafted[level] += len(rank_N)
-    return [(hits / starts).tolist() if starts else [] for hits, starts in zip(right, drafted)]
+    return [(hits / count).tolist() if count else [] for hits, count in zip(right, drafted)]
 
 
 def _longest_hit(proposer: Proposer, ask: Ask, answer: list[int]) -> tuple[int, int, int]:

@@ -113,7 +113,7 @@ class Run:
         _check_requests(self.target, self.requests, self.decode)
         if self.proposer is not None:
             for request in self.requests:
-                _check_proposer(RULES[self.rule], self.proposer, request.sampling)
+                check_proposer(RULES[self.rule], self.proposer, request.sampling)
 
 
 def _check_requests(target: CausalModel, requests: Sequence[Request], decode: Decode | None) -> None:
@@ -135,7 +135,7 @@ def _check_requests(target: CausalModel, requests: Sequence[Request], decode: De
             )
 
 
-def _check_proposer(rule: Rule, proposer: Proposer, sampling: SamplingSettings) -> None:
+def check_proposer(rule: Rule, proposer: Proposer, sampling: SamplingSettings) -> None:
     """Refuse a rule that does not take what this proposer drafts."""
     if sampling.greedy:  # nothing is drawn, and every rule is the greedy one
         check_rule(rule.name, min(rule.drawn), trees=not proposer.chain)

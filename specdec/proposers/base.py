@@ -125,7 +125,7 @@ class FollowsDrafter:
 class Proposer(Reader, Protocol):
     """Drafts a tree a slot."""
 
-    replayable: bool  # whether what it chooses depends on the text alone, so that recorded answers tell its rounds
+    replayable: bool  # False: recorded answers never tell its rounds; else the rule decides (replay.py)
     drawn: Drawn  # how siblings are drawn where a rule wants draws; deterministic: it never draws
     chain: bool
 

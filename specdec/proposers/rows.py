@@ -102,7 +102,7 @@ def trace_from_logits(
     answer_score_T1 = scores_TV.gather(-1, answer_T1)
     lower_TV = torch.arange(vocab, device=logits_TV.device) < answer_T1
     before_TV = (scores_TV > answer_score_T1) | ((scores_TV == answer_score_T1) & lower_TV)
-    rank_T = torch.where(answer_score_T1[:, 0].isfinite(), before_TV.sum(-1), UNRANKED)
+    rank_T = torch.where(answer_score_T1[:, 0].isfinite(), before_TV.sum(-1, dtype=torch.int32), UNRANKED)
     if sampling.greedy:
         return rank_T, (rank_T == 0).float()
     return rank_T, probabilities(logits_TV, sampling, seen_TV).gather(-1, answer_T1)[:, 0]

@@ -88,7 +88,7 @@ def plain_answers() -> list[list[int]]:
 def estimated(counts: Sequence[RoundCounts], rule: str) -> Estimate:
     """tau with its interval, clustered by answer."""
     rows = [
-        CountRow("small", 1, f"c{n}", 0, f"c{n}", "d", "selection", "128", WARM.key, rule, K, "replay", one)
+        CountRow("small", 1, f"c{n}", 0, f"c{n}", "d", "selection", "128", WARM.key, rule, K, "", "replay", one)
         for n, one in enumerate(counts)
     ]
     return tau(to_table(rows), Bootstrap())
