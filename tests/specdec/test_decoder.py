@@ -147,6 +147,7 @@ SAMPLED = [
     ("medusa-tree", "onehot"),
     ("small-sampled", "multiround"),
     ("small-merged", "multiround"),
+    ("small-merged", "onehot"),
     ("small-distinct", "recursive"),
     ("small-distinct", "traversal"),
     ("small-distinct", "match"),
