@@ -14,9 +14,10 @@ from draftforge.specdec import decoder
 from draftforge.specdec.decoder import decode_rounds, generate
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Proposer
-from draftforge.specdec.proposers.base import Draft
+from draftforge.specdec.proposers.base import Ask, Draft
 from draftforge.specdec.requests import Generation, Request, RoundTimer, Run
 from draftforge.specdec.sampling import SamplingSettings, probabilities
+from draftforge.specdec.tree import TreeBatch
 
 GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=0.7, top_p=0.9)
@@ -146,11 +147,43 @@ SAMPLED = [
     ("medusa-tree", "onehot"),
     ("small-sampled", "multiround"),
     ("small-merged", "multiround"),
+    ("small-merged", "onehot"),
     ("small-distinct", "recursive"),
     ("small-distinct", "traversal"),
     ("small-distinct", "match"),
 ]
 EVERY_PROCESSOR = SamplingSettings(temperature=0.9, top_k=6, top_p=0.95, min_p=0.02, repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("small", "token"),
+        ("small", "block"),
+        ("small-tree", "onehot"),
+        ("small-merged", "multiround"),
+        ("small-distinct", "traversal"),
+    ],
+)
+def test_no_number_serves_twice(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for two nodes, rounds, purposes or requests. A sample of answers is too coarse to show what that breaks."""
+    model, proposer, original = target(), proposer_named(name, target()), decoder.verify_batch
+    propose, used = proposer.propose, list[float]()
+
+    def verifying(rule: str, p: Tensor, q: Tensor | None, tree: TreeBatch, u_BN: Tensor, u_final: Tensor) -> object:
+        used.extend([*u_BN.flatten().tolist(), *u_final.flatten().tolist()])
+        return original(rule, p, q, tree, u_BN, u_final)
+
+    def proposing(ask: Ask) -> Draft:
+        if ask.uniforms is not None:
+            used.extend(ask.uniforms(proposer.most_nodes(3)).flatten().tolist())
+        return propose(ask)
+
+    monkeypatch.setattr(decoder, "verify_batch", verifying)
+    monkeypatch.setattr(proposer, "propose", proposing)
+    requests = [Request(ids, WARM, seed, 16) for seed, ids in enumerate(prompts(4))]
+    run(model, proposer, requests, rule=rule, draft_tokens=3, batch_size=3)
+    assert len(set(used)) == len(used) > 100
 
 
 @pytest.mark.parametrize("name", ["small", "eagle", "small-distinct", "small-merged"])

@@ -1,6 +1,7 @@
 """Per-request settings: stop strings, repetition penalties, and what is refused."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from proposing import CHAINS, TREES, proposer_named
@@ -70,19 +71,26 @@ def test_a_repetition_penalty_holds_for_target_and_draft(name: str) -> None:
         assert sum(r.accepted for r in rounds) > 0
 
 
-def test_plain_penalised_decoding_equals_a_full_pass() -> None:
-    import torch
-
-    model, setting = target(), SamplingSettings(repetition_penalty=1.5)
-    (answer,) = run(model, None, [Request([4, 8, 4], setting, 0, 20)])
-    ids = [4, 8, 4]
-    for token in answer.tokens:
+def full_passes(model: CausalModel, prompt: list[int], penalty: float, first_only: bool = False) -> list[int]:
+    """20 penalised tokens without a cache. `first_only`: a decoder that forgets the penalty after its first token."""
+    ids = list(prompt)
+    for count in range(20):
         with torch.no_grad():
             logits = model.logits(model.states(torch.tensor([ids])).hidden_BTH[0, -1])
-        seen = sorted(set(ids))
-        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.5, logits[seen] * 1.5)
-        assert int(logits.argmax()) == token
-        ids.append(token)
+        if count == 0 or not first_only:
+            seen = sorted(set(ids))
+            logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        ids.append(int(logits.argmax()))
+    return ids[len(prompt) :]
+
+
+def test_plain_penalised_decoding_equals_full_passes() -> None:
+    model, forgetful = target(), 0
+    for prompt, penalty in zip(prompts(6), [1.3, 4.0] * 3):
+        (answer,) = run(model, None, [Request(prompt, SamplingSettings(repetition_penalty=penalty), 0, 20)])
+        assert answer.tokens == full_passes(model, prompt, penalty)
+        forgetful += answer.tokens == full_passes(model, prompt, penalty, first_only=True)
+    assert forgetful < 3
 
 
 def test_refusals() -> None:

@@ -270,6 +270,29 @@ def test_several_drafts_stand_side_by_side_with_their_own_q() -> None:
         assert torch.equal(draft.q_BNV[:, mine], chain.q_BNV)  # type: ignore[arg-type]
 
 
+def test_chosen_drafts_that_begin_alike_leave_one() -> None:
+    """Chosen siblings must differ, or a rule that looks at p alone would count a token twice; drawn ones need not."""
+    model, ids = target(), [7, 3, 19, 4]
+    merged = MergedProposer([make_proposer(near_copy(model), model) for _ in range(2)])
+    started(merged, model, ids, 3)
+    assert asked(merged, 3).tree.candidate_BN[0].tolist() == [True] * 3 + [False] * 3
+    started(merged, model, ids, 3)
+    numbers = torch.full((1, 6), 0.5, dtype=torch.float64)
+    drawn = asked(merged, 3, lambda count: numbers[:, :count]).tree
+    assert drawn.tokens_BN[0, 0] == drawn.tokens_BN[0, 3] and bool(drawn.candidate_BN.all())
+
+
+def test_a_node_of_merged_drafts_has_the_same_place_whatever_is_asked() -> None:
+    """Its place is its random number, which must not hang on how many levels the batch's other slots draft."""
+    model, ids = target(), [7, 3, 19, 4]
+    merged = MergedProposer([make_proposer(near_copy(model, seed=seed), model) for seed in (1, 2)])
+    for levels in (3, 1):
+        started(merged, model, ids, 3)
+        tree = asked(merged, levels, lambda count: torch.full((1, count), 0.9, dtype=torch.float64)).tree
+        expected = [place % 3 < levels for place in range(6)]
+        assert tree.candidate_BN[0].tolist() == expected
+
+
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_trees_on_a_sliding_window(kind: str) -> None:
     """A key of the tree stands elsewhere than its position; the window counts positions."""
