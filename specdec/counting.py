@@ -99,6 +99,6 @@ def matched_runs(
     with torch.inference_mode():
         traced = trace_target(target, prompt_ids, text_ids, greedy, proposer.aux_layers, proposer.reads_states)
         trace = proposer.trace(ids, len(prompt_ids) + known, K, greedy, traced.states)
-    right = trace.hit_TK.long().cumprod(1).sum(1).tolist()
+    right = (trace.rank_TK == 0).long().cumprod(1).sum(1).tolist()
     offered = [K] * len(right) if trace.offered_T is None else trace.offered_T.tolist()
     return Runs([0] * known + right, [0] * known + offered)
