@@ -209,7 +209,8 @@ def export(
         str | None,
         typer.Option(
             "--format",
-            help="hf, vllm, sglang, speculators or medusa (the original project's); default: vllm, as it is stored.",
+            help="hf, vllm, sglang, speculators, gguf (llama.cpp) or medusa (the original project's); default: vllm, "
+            "as it is stored.",
         ),
     ] = None,
     target_id: Annotated[

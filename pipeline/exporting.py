@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from .. import fingerprint
 from ..data.store import Sample
 from ..errors import FormatError, InputError
@@ -20,19 +22,24 @@ _CHECKED_CONVERSATIONS = 4
 
 
 def export_draft(
-    scorer: Scorer, folder: Path, out: Path, layout: Format | None = None, verifier: Verifier | None = None
+    scorer: Scorer,
+    folder: Path,
+    out: Path,
+    layout: Format | None = None,
+    verifier: Verifier | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Copy a draft (without its trainer's state) to `out`, which must not exist or be empty.
 
-    `layout`: write it in this format instead; `verifier` is for those that name the target. What was written is
-    loaded again and must give the same counts on recorded answers. Raises FormatError otherwise, and leaves nothing
-    behind.
+    `layout`: write it in this format instead; `verifier` and `tokenizer`, the target's, are for those that hold them.
+    What was written is loaded again and must give the same counts on recorded answers. Raises FormatError otherwise,
+    and leaves nothing behind.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: exists and is not empty; name a new folder")
     with new_folder(out) as beside:
         if layout is not None:
-            convert_draft(folder, beside, layout, verifier)
+            convert_draft(folder, beside, layout, verifier, tokenizer)
         else:
             for path in sorted(path for path in folder.iterdir() if path.is_file()):
                 shutil.copyfile(path, beside / path.name)

@@ -133,7 +133,8 @@ def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, tar
         check_family(chosen, read_meta(folder).family)
         verifier = verifier_of(space, target_id) if needs_verifier(chosen) else None
     captured = capture_stage(space, mix_stage(space))
-    export_draft(Scorer(space, captured, HOLDOUT_SPLIT), folder, out, chosen, verifier)
+    scorer = Scorer(space, captured, HOLDOUT_SPLIT)
+    export_draft(scorer, folder, out, chosen, verifier, space.target.tokenizer)
     say(f"{out}: exported from {folder}, read back and scored equal")
 
 

@@ -7,8 +7,9 @@ target's own text fixes every round of every engine; they differ in where rounds
   draftforge     the first token    min(K, remaining - 1)   a round          accepted; what follows is not
   llamacpp       the first token    min(K, remaining - 1)   no round         accepted only as the draft's last token
   transformers   the prompt         min(K, remaining - 1)   a round          (not derived, see below)
-  vllm           the first token    K                       -                accepted, with all that is right after it
+  vllm           the first token    K                       no round         accepted, with all that is right after it
 
+A proposer that has fewer tokens to offer than that (prompt lookup) drafts those, in every engine.
 transformers stops a draft at a stop token of the draft's own, right or wrong, which no recorded text tells.
 
 Shapes: T round starts (row t: t tokens of the answer known), K drafted tokens.
@@ -26,6 +27,15 @@ from .replay import trace_target
 from .sampling import SamplingSettings
 
 Counting = Literal["draftforge", "llamacpp", "transformers", "vllm"]
+
+
+class Runs(NamedTuple):
+    """What a draft says along a text, by the number t of tokens known."""
+
+    right_T: Sequence[int]
+    """How many of K drafted tokens equal the text, up to the first that does not."""
+    offered_T: Sequence[int]
+    """How many tokens there are to draft; at most K."""
 
 
 class EngineRound(NamedTuple):
@@ -50,12 +60,12 @@ class EngineCounts(NamedTuple):
 
 
 def engine_rounds(
-    counting: Counting, run_T: Sequence[int], K: int, max_new_tokens: int, stopped_after: int | None = None
+    counting: Counting, runs: Runs, K: int, max_new_tokens: int, stopped_after: int | None = None
 ) -> list[EngineRound]:
     """The rounds of one greedy answer.
 
-    run_T[t]: how many of K drafted tokens equal the target's text when t tokens are known; the text goes on beyond the
-    answer's end. stopped_after: tokens up to and with the stop that ends the answer; None: it ends by length.
+    runs: along the target's text, which goes on beyond the answer's end. stopped_after: tokens up to and with the stop
+    that ends the answer; None: it ends by length.
     """
     if counting == "transformers" and stopped_after is not None:
         raise InputError("counting transformers: an answer that ends with a stop token cannot be counted")
@@ -63,15 +73,16 @@ def engine_rounds(
     rounds: list[EngineRound] = []
     known = 0 if counting == "transformers" else 1
     while known < end:
-        drafted = K if counting == "vllm" else min(K, max_new_tokens - known - 1)
-        accepted = min(int(run_T[known]), drafted)
+        limit = K if counting == "vllm" else min(K, max_new_tokens - known - 1)
+        drafted = min(limit, runs.offered_T[known])
+        accepted = min(runs.right_T[known], drafted)
         emitted = min(accepted + 1, end - known)
         booked = accepted
         if counting == "draftforge":
             booked = min(accepted, emitted)
         elif counting == "llamacpp" and emitted < drafted:
             booked = emitted - 1
-        if drafted or counting != "llamacpp":
+        if drafted or counting in ("draftforge", "transformers"):
             rounds.append(EngineRound(drafted, booked))
         known += accepted + 1
     return rounds
@@ -79,8 +90,8 @@ def engine_rounds(
 
 def matched_runs(
     target: CausalModel, proposer: Proposer, prompt_ids: list[int], text_ids: list[int], K: int, known: int = 1
-) -> list[int]:
-    """`run_T` of a draft along the target's greedy text, for rows known .. len(text_ids) - 1; 0 in rows before.
+) -> Runs:
+    """What a draft says along the target's greedy text, for rows known .. len(text_ids) - 1; 0 in rows before.
 
     Rows nearer to the text's end than K are cut short: the text must go on K tokens beyond the answer that is counted.
     """
@@ -88,4 +99,6 @@ def matched_runs(
     with torch.inference_mode():
         traced = trace_target(target, prompt_ids, text_ids, greedy, proposer.aux_layers, proposer.reads_states)
         trace = proposer.trace(ids, len(prompt_ids) + known, K, greedy, traced.states)
-    return [0] * known + (trace.rank_TK == 0).long().cumprod(1).sum(1).tolist()
+    right = (trace.rank_TK == 0).long().cumprod(1).sum(1).tolist()
+    offered = [K] * len(right) if trace.offered_T is None else trace.offered_T.tolist()
+    return Runs([0] * known + right, [0] * known + offered)

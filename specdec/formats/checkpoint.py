@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ...errors import FormatError, MissingFileError
 from ...storage import new_folder, read_object, write_json
@@ -46,39 +47,49 @@ def save_draft(draft: nn.Module, folder: Path, meta: DraftMeta, tokenizer_folder
     """
     assert isinstance(draft, AnyDraft)
     with new_folder(folder) as beside:
-        _fill(draft, beside, meta, NATIVE, None, tokenizer_folder)
+        write_draft(draft, beside, NATIVE)
+        if tokenizer_folder is not None:
+            copy_tokenizer(tokenizer_folder, beside)
+        write_json(beside / META_FILE, meta.model_dump())
 
 
-def convert_draft(source: Path, folder: Path, name: Format, verifier: Verifier | None = None) -> None:
-    """Write the draft of one folder into another, existing one in a format of choice. The lineage goes along."""
+def convert_draft(
+    source: Path,
+    folder: Path,
+    name: Format,
+    verifier: Verifier | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write the draft of one folder into another, existing one in a format of choice. The lineage goes along.
+
+    `verifier`, and the target's `tokenizer`: for formats that hold them (see `write_draft`).
+    """
     meta = read_meta(source)
-    _fill(_read(source, meta), folder, meta, name, verifier, source if meta.family == "small" else None)
+    write_draft(_read(source, meta), folder, name, meta.draft_tokens, verifier, tokenizer)
+    if meta.family == "small" and name != "gguf":
+        copy_tokenizer(source, folder)
+    write_json(folder / META_FILE, meta.model_dump())
 
 
-def load_draft(folder: Path, device: torch.device, dtype: torch.dtype) -> LoadedDraft:
-    """Read a folder that `save_draft` or `convert_draft` wrote. Raises MissingFileError or FormatError."""
-    meta = read_meta(folder)
-    return LoadedDraft(_read(folder, meta).to(device=device, dtype=dtype).eval(), meta)
+def load_draft(place: Path, device: torch.device, dtype: torch.dtype) -> LoadedDraft:
+    """Read a folder that `save_draft` or `convert_draft` wrote, or the GGUF file in one.
+
+    Raises MissingFileError or FormatError.
+    """
+    meta = read_meta(place)
+    return LoadedDraft(_read(place, meta).to(device=device, dtype=dtype).eval(), meta)
 
 
-def read_meta(folder: Path) -> DraftMeta:
+def read_meta(place: Path) -> DraftMeta:
     """The lineage beside the weights."""
+    folder = place.parent if place.is_file() else place
     if not folder.is_dir():
         raise MissingFileError(f"{folder}: no such draft folder")
     return validated(DraftMeta, folder / META_FILE, read_object(folder / META_FILE))
 
 
-def _fill(
-    draft: AnyDraft, folder: Path, meta: DraftMeta, name: Format, verifier: Verifier | None, tokenizer: Path | None
-) -> None:
-    write_draft(draft, folder, name, meta.draft_tokens, verifier)
-    if tokenizer is not None:
-        copy_tokenizer(tokenizer, folder)
-    write_json(folder / META_FILE, meta.model_dump())
-
-
-def _read(folder: Path, meta: DraftMeta) -> AnyDraft:
-    draft = read_draft(folder)
+def _read(place: Path, meta: DraftMeta) -> AnyDraft:
+    draft = read_draft(place)
     if draft.family != meta.family:
-        raise FormatError(f"{folder}: holds a draft of family {draft.family}, {META_FILE} says {meta.family}")
+        raise FormatError(f"{place}: holds a draft of family {draft.family}, {META_FILE} says {meta.family}")
     return draft

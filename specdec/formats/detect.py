@@ -1,4 +1,4 @@
-"""Which layout a draft folder has, by its config and its tensors; and the draft in it, whoever wrote it."""
+"""Which layout a draft has, by its config and its tensors; and the draft in it, whoever wrote it."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,45 +9,53 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...errors import FormatError, MissingFileError
 from ...storage import read_object
 from ..drafts import AnyDraft
-from . import eagle, eagle3, hf, medusa, speculators
-from .tensors import read_names
+from . import eagle, eagle3, gguf, hf, medusa, speculators
+from .tensors import is_pickle, pickled, read_types
 
-Layout = Literal["hf", "eagle", "eagle3", "medusa", "speculators"]
+Layout = Literal["hf", "eagle", "eagle3", "medusa", "speculators", "gguf"]
 _SHOWN = 5
 
 
-def read_draft(folder: Path, target_layers: int | None = None) -> AnyDraft:
-    """The draft of a folder in any layout, on the CPU, its weights as they are stored.
+def read_draft(place: Path, target_layers: int | None = None) -> AnyDraft:
+    """The draft of a folder in any layout, or of a GGUF file, on the CPU, its weights as they are stored.
 
     `target_layers`: layers of the target, for EAGLE-3 configs that do not name the captured ones. Raises
     MissingFileError or FormatError naming what is wrong.
     """
-    match detect(folder):
+    match detect(place):
         case "hf":
-            return hf.read(folder)
+            return hf.read(place)
         case "eagle":
-            return eagle.read(folder)
+            return eagle.read(place)
         case "eagle3":
-            return eagle3.read(folder, target_layers)
+            return eagle3.read(place, target_layers)
         case "medusa":
-            return medusa.read(folder)
+            return medusa.read(place)
         case "speculators":
-            return speculators.read(folder)
+            return speculators.read(place)
+        case "gguf":
+            return gguf.read(place)
 
 
-def detect(folder: Path) -> Layout:
-    """The layout of a folder. Raises FormatError saying what is there where it is none that we read."""
-    if not folder.is_dir():
-        raise MissingFileError(f"{folder}: no such draft folder")
-    path = folder / "config.json"
+def detect(place: Path) -> Layout:
+    """The layout of a folder or file. Raises FormatError saying what is there where it is none that we read."""
+    if gguf.file_in(place) is not None:
+        return "gguf"
+    if place.is_file():
+        if is_pickle(place):
+            raise pickled(place)
+        raise FormatError(f"{place}: is a file; a draft is a folder or a .gguf file")
+    if not place.is_dir():
+        raise MissingFileError(f"{place}: no such draft folder")
+    path = place / "config.json"
     if not path.is_file():
-        raise MissingFileError(f"{path}: no such file; the folder holds {_some(p.name for p in folder.iterdir())}")
-    raw, tensors = read_object(path), read_names(folder)
+        raise MissingFileError(f"{path}: no such file; the folder holds {_some(p.name for p in place.iterdir())}")
+    raw, tensors = read_object(path), set(read_types(place))
     named = raw.get("architectures") or []
     found = _layout(raw, set(map(str, named)), tensors)
     if found is None:
         raise FormatError(
-            f"{folder}: not a draft that can be read: architectures {named}, model_type {raw.get('model_type')}, "
+            f"{place}: not a draft that can be read: architectures {named}, model_type {raw.get('model_type')}, "
             f"tensors {_some(tensors)}"
         )
     return found

@@ -79,12 +79,17 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
 
 def _draft_ids(config: Eagle3Config, where: Path, tensors: Mapping[str, Tensor]) -> Tensor:
     ids = torch.arange(config.draft_vocab_size) + tensors.get("d2t", torch.zeros((), dtype=torch.long))
-    if bool((ids < 0).any()) or bool((ids >= config.vocab_size).any()):
-        raise FormatError(f"{where}: d2t points outside the vocabulary of {config.vocab_size}")
+    check_draft_ids(where, ids, config.vocab_size)
+    return ids
+
+
+def check_draft_ids(where: Path, ids: Tensor, vocabulary: int) -> None:
+    """Raise FormatError unless the target ids of a draft vocabulary, [Vd], are different ones of the target's."""
+    if bool((ids < 0).any()) or bool((ids >= vocabulary).any()):
+        raise FormatError(f"{where}: d2t points outside the vocabulary of {vocabulary}")
     times = ids.bincount()
     if bool((times > 1).any()):
         raise FormatError(f"{where}: d2t names token {int(times.argmax())} more than once")
-    return ids
 
 
 def engine_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:

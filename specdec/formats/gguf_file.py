@@ -1,4 +1,7 @@
-"""A GGUF file as plain data: keys and float32 tensors, written whole, read back and compared."""
+"""A GGUF file as plain data: keys and float32 tensors, written whole, read back and compared.
+
+Files of others may hold tensors of another type: they are read as the float32 numbers that they stand for.
+"""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +15,7 @@ from ...errors import FormatError, MissingFileError
 from ...storage import new_file
 
 Field = str | bool | int | float | list[str] | list[int]
-_STORED = {gguf.GGMLQuantizationType.F32: torch.float32, gguf.GGMLQuantizationType.I64: torch.int64}
+_PLAIN = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.I64)
 
 
 class GgufFile(NamedTuple):
@@ -22,11 +25,11 @@ class GgufFile(NamedTuple):
     fields: dict[str, Field]
     tensors: dict[str, Tensor]
 
-    def get(self, path: Path, key: str, kind: type) -> Any:
-        """A key's value. Raises FormatError where it is missing or of another kind."""
-        if key not in self.fields:
+    def get(self, path: Path, key: str, kind: type, default: Any = None) -> Any:
+        """A key's value. Raises FormatError where it is missing and has no default, or is of another kind."""
+        value = self.fields.get(key, default)
+        if value is None:
             raise FormatError(f"{path}: key {key} is missing")
-        value = self.fields[key]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise FormatError(f"{path}: key {key} is {value!r:.40}: must be of type {kind.__name__}")
         return value
@@ -48,20 +51,35 @@ def write_gguf(path: Path, content: GgufFile) -> None:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read keys and tensors. Quantised tensors are refused: a draft that was measured is the one that was trained."""
+    """Read keys and tensors."""
+    reader = _reader(path)
+    fields = {name: _plain(field.contents()) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    tensors = {tensor.name: _numbers(path, tensor) for tensor in reader.tensors}
+    return GgufFile(str(fields.pop("general.architecture", "")), fields, tensors)
+
+
+def read_architecture(path: Path) -> str:
+    """What a file says that it holds; no weight is read."""
+    field = _reader(path).fields.get("general.architecture")
+    return "" if field is None else str(field.contents())
+
+
+def _reader(path: Path) -> gguf.GGUFReader:
     if not path.is_file():
         raise MissingFileError(f"{path}: no such file")
     try:
-        reader = gguf.GGUFReader(path)
+        return gguf.GGUFReader(path)
     except (ValueError, OSError, IndexError, KeyError) as error:
         raise FormatError(f"{path}: not a readable GGUF file ({error})") from None
-    fields = {name: _plain(field.contents()) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    tensors: dict[str, Tensor] = {}
-    for tensor in reader.tensors:
-        if tensor.tensor_type not in _STORED:
-            raise FormatError(f"{path}: tensor {tensor.name} is {tensor.tensor_type.name}: only F32 and I64 are read")
-        tensors[tensor.name] = torch.from_numpy(np.array(tensor.data))
-    return GgufFile(str(fields.pop("general.architecture", "")), fields, tensors)
+
+
+def _numbers(path: Path, tensor: gguf.ReaderTensor) -> Tensor:
+    if tensor.tensor_type in _PLAIN:
+        return torch.from_numpy(np.array(tensor.data))
+    try:
+        return torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+    except NotImplementedError:
+        raise FormatError(f"{path}: tensor {tensor.name} is {tensor.tensor_type.name}: cannot be read") from None
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Field) -> None:

@@ -3,18 +3,19 @@
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from ...errors import FormatError, MissingFileError
+from ...storage import read_object
 from ..drafts.small import SmallDraft
 from ..loading import load_model
+from .tensors import check_types
 
 
 def write(draft: SmallDraft, folder: Path) -> None:
     """config.json, generation_config.json and safetensors; read back and compared."""
     weights = draft.model.state_dict()
-    for name, tensor in weights.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise FormatError(f"{folder}: tensor {name} has values that are not finite")
+    _check_finite(draft.model, folder)
     draft.model.save_pretrained(folder, safe_serialization=True)
     again = read(folder).model.state_dict()
     for name, tensor in weights.items():
@@ -26,4 +27,14 @@ def read(folder: Path) -> SmallDraft:
     """Load with the stored dtype. Raises where tensors are missing: transformers would leave them random."""
     if not (folder / "config.json").is_file():
         raise MissingFileError(f"{folder / 'config.json'}: no such file")
-    return SmallDraft(load_model(folder, str(folder), only_known=True, dtype="auto", use_safetensors=True))
+    if "quantization_config" not in read_object(folder / "config.json"):
+        check_types(folder)  # transformers would turn whatever it finds into floats
+    model = load_model(folder, str(folder), only_known=True, dtype="auto", use_safetensors=True)
+    _check_finite(model, folder)
+    return SmallDraft(model)
+
+
+def _check_finite(model: PreTrainedModel, folder: Path) -> None:
+    for name, tensor in model.state_dict().items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise FormatError(f"{folder}: tensor {name} has values that are not finite")

@@ -3,16 +3,18 @@
 from pathlib import Path
 from typing import Literal, get_args
 
+from transformers import PreTrainedTokenizerBase
+
 from ...errors import InputError
 from ..drafts import AnyDraft
 from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
-from . import eagle, eagle3, hf, medusa, speculators
+from . import eagle, eagle3, gguf, hf, medusa, speculators
 from .speculators import Verifier
 
-Format = Literal["hf", "vllm", "sglang", "speculators", "medusa"]
+Format = Literal["hf", "vllm", "sglang", "speculators", "medusa", "gguf"]
 NATIVE: Format = "vllm"
 """What training and the registry keep: every family has this format, and it loses nothing."""
 
@@ -22,8 +24,9 @@ FAMILIES: dict[Format, tuple[str, ...]] = {
     "sglang": ("small", "eagle", "eagle3"),
     "speculators": ("eagle3",),
     "medusa": ("medusa",),
+    "gguf": ("small", "eagle3"),
 }
-"""Families that each format takes. `medusa`: the original project's layout."""
+"""Families that each format takes. `medusa`: the original project's layout; `gguf`: llama.cpp's."""
 _NEED_VERIFIER = ("speculators", "medusa")
 assert set(FAMILIES) == set(get_args(Format))
 
@@ -48,18 +51,29 @@ def needs_verifier(name: Format) -> bool:
 
 
 def write_draft(
-    draft: AnyDraft, folder: Path, name: Format, draft_tokens: int = 1, verifier: Verifier | None = None
+    draft: AnyDraft,
+    folder: Path,
+    name: Format,
+    draft_tokens: int = 1,
+    verifier: Verifier | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Write config and weights of a draft into an existing folder, checked and read back.
 
-    `draft_tokens` and `verifier` are for formats that name them. Raises InputError where the format cannot hold the
-    draft, FormatError where a tensor is missing or not finite.
+    `draft_tokens`, `verifier` and the target's `tokenizer` are for formats that hold them. Raises InputError where the
+    format takes no such draft, FormatError where it cannot hold this one or a tensor is missing or not finite.
     """
     check_family(name, draft.family)
     if verifier is None and needs_verifier(name):
         raise InputError(f"format {name}: names the target; give its hub id")
     if name == "sglang":
         _check_sglang(draft)
+    if name == "gguf":
+        assert isinstance(draft, SmallDraft | Eagle3Draft)
+        if tokenizer is None:
+            raise InputError("format gguf: holds the target's tokenizer; give it")
+        gguf.write(draft, tokenizer, folder)
+        return
     match draft:
         case SmallDraft():
             hf.write(draft, folder)

@@ -122,13 +122,14 @@ def _original_config(path: Path, raw: Mapping[str, Any], where: Path, tensors: M
     """Sizes out of the tensors: original configs name none, and published ones name fewer heads than there are."""
     found = [match.groups() for match in map(_ORIGINAL_NAME.fullmatch, tensors) if match]
     heads = 1 + max(int(head) for head, _, _ in found)
-    layers = raw.get("medusa_num_layers") or max(int(layer) for _, layer, kind in found if kind == "weight")
+    last = [int(layer) for _, layer, kind in found if kind == "weight"]
+    layers = raw.get("medusa_num_layers") or max(last, default=1)
     named = raw.get("medusa_num_heads", 0)
     if not isinstance(named, int) or named > heads:
         raise FormatError(f"{path}: medusa_num_heads {named}: the weights have {heads} heads")
-    last = f"0.{layers}.weight"
-    if last not in tensors:
-        raise FormatError(f"{where}: tensor {last} is missing")
-    sizes = {"vocab_size": tensors[last].shape[0], "hidden_size": tensors[last].shape[-1]}
+    first = f"0.{layers}.weight"
+    if first not in tensors:
+        raise FormatError(f"{where}: tensor {first} is missing")
+    sizes = {"vocab_size": tensors[first].shape[0], "hidden_size": tensors[first].shape[-1]}
     bias = any(kind == "linear.bias" for _, _, kind in found)
     return validated(MedusaConfig, path, {**sizes, "num_heads": heads, "num_layers": layers, "fc_bias": bias})

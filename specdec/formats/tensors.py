@@ -16,6 +16,7 @@ WEIGHTS_FILE = "model.safetensors"
 Shape = tuple[int, ...]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_STORED_FLOATS = ("F32", "BF16", "F16")  # as safetensors names them
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _CONVERT = (
     "import sys, torch; from safetensors.torch import save_file; "
@@ -76,16 +77,23 @@ def read_tensors(folder: Path) -> Stored:
     return Stored(files[0] if len(files) == 1 else folder, found)
 
 
-def read_names(folder: Path) -> set[str]:
-    """Names of all tensors in a folder; no weight is read."""
-    names: set[str] = set()
+def read_types(folder: Path) -> dict[str, str]:
+    """Names of all tensors in a folder and their types as safetensors names them; no weight is read."""
+    types: dict[str, str] = {}
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as stream:
-                names.update(stream.keys())
+                types.update((name, stream.get_slice(name).get_dtype()) for name in stream.keys())  # noqa: SIM118
         except SafetensorError as error:
             raise _unreadable(path, error) from None
-    return names
+    return types
+
+
+def check_types(folder: Path) -> None:
+    """Raise FormatError naming the first tensor of a folder that is no weight."""
+    for name, found in read_types(folder).items():
+        if found not in _STORED_FLOATS:
+            raise FormatError(f"{folder}: tensor {name} is {found}, must be {' or '.join(_STORED_FLOATS)}")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -93,12 +101,21 @@ def weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if files:
         return files
-    pickles = [path for path in folder.glob("*") if path.suffix in _PICKLES]
+    pickles = [path for path in folder.glob("*") if is_pickle(path)]
     if not pickles:
         raise MissingFileError(f"{folder / WEIGHTS_FILE}: no such file")
-    source = min(pickles, key=lambda path: ("model" not in path.name and "head" not in path.name, path.name))
-    command = shlex.join(["python", "-c", _CONVERT, str(source), str(folder / WEIGHTS_FILE)])
-    raise FormatError(f"{source}: pickled weights are not loaded; if you trust the file, convert it: {command}")
+    raise pickled(min(pickles, key=lambda path: ("model" not in path.name and "head" not in path.name, path.name)))
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether a file bears a name that torch's pickles have."""
+    return path.suffix in _PICKLES
+
+
+def pickled(path: Path) -> FormatError:
+    """The error that says how to turn the file into one that is read."""
+    command = shlex.join(["python", "-c", _CONVERT, str(path), str(path.with_name(WEIGHTS_FILE))])
+    return FormatError(f"{path}: pickled weights are not loaded; if you trust the file, convert it: {command}")
 
 
 def check_tensors(where: Path, tensors: Mapping[str, Tensor], expected: Specs) -> None:

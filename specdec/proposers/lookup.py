@@ -1,9 +1,10 @@
-"""Prompt lookup: drafts what followed the last time that the text ended like this. Training-free and deterministic.
+"""Prompt lookup: drafts what followed an earlier time that the text ended like this. Training-free and deterministic.
 
 Shapes: B active slots, K drafted tokens, T round starts.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -16,10 +17,12 @@ from .shape import TreeShape
 
 
 class PromptLookup:
-    """Copies what follows the most recent occurrence of the longest repeated suffix, max_ngram tokens or fewer.
+    """Copies what follows an earlier occurrence of the longest repeated suffix, max_ngram tokens or fewer.
 
-    A copy that reaches the end of the text goes on with itself, so a text in a loop is drafted as a loop. Without a
-    repeated suffix of at least min_ngram tokens nothing is drafted.
+    `occurrence` "last": the most recent one, and a copy that reaches the end of the text goes on with itself, so a
+    text in a loop is drafted as a loop. "first": the first one, and the copy ends where the text does; that is what
+    vLLM's `ngram` drafts with max_ngram as prompt_lookup_max and min_ngram as prompt_lookup_min. Without a repeated
+    suffix of at least min_ngram tokens nothing is drafted.
     """
 
     replayable = True
@@ -28,15 +31,16 @@ class PromptLookup:
     aux_layers: tuple[int, ...] = ()
     reads_states = False
 
-    def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, occurrence: Literal["last", "first"] = "last") -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise InputError(f"prompt lookup: min_ngram {min_ngram}: must be from 1 to max_ngram, {max_ngram}")
         self._ngrams = range(min_ngram, max_ngram + 1)
+        self._first = occurrence == "first"
         self._texts: list[_Text] = []
         self._device = torch.device("cpu")
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
-        self._texts = [_Text(self._ngrams) for _ in range(slots)]
+        self._texts = [_Text(self._ngrams, self._first) for _ in range(slots)]
 
     def most_nodes(self, levels: int) -> int:
         return levels
@@ -47,7 +51,7 @@ class PromptLookup:
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
         self._device = states.hidden_BTH.device
         for slot, row in zip(slots, ids):
-            self._texts[slot] = _Text(self._ngrams)
+            self._texts[slot] = _Text(self._ngrams, self._first)
             self._texts[slot].extend(row)
 
     def propose(self, ask: Ask) -> Draft:
@@ -68,16 +72,19 @@ class PromptLookup:
         """One walk over the text. Where all earlier drafted tokens equal the text's, a copy that goes on with itself
         copies the text, so every depth compares two places of `ids`."""
         source_T1 = torch.tensor(self._sources(ids, start), dtype=torch.long)[:, None]
-        depth_K = torch.arange(count)
-        answer_TK = torch.arange(start, len(ids))[:, None] + depth_K
+        known_T1, depth_K = torch.arange(start, len(ids))[:, None], torch.arange(count)
+        answer_TK = known_T1 + depth_K
+        offered_TK = (source_T1 >= 0).expand_as(answer_TK)
+        if self._first:
+            offered_TK = offered_TK & (source_T1 + depth_K < known_T1)
         text = torch.tensor([*ids, *[0] * count])
-        hit_TK = (text[source_T1.clamp(min=0) + depth_K] == text[answer_TK]) & (answer_TK < len(ids)) & (source_T1 >= 0)
+        hit_TK = (text[source_T1.clamp(min=0) + depth_K] == text[answer_TK]) & (answer_TK < len(ids)) & offered_TK
         rank_TK = torch.where(hit_TK, 0, UNRANKED)
-        return Trace(rank_TK, hit_TK.float(), offered_T=count * (source_T1[:, 0] >= 0))
+        return Trace(rank_TK, hit_TK.float(), offered_T=offered_TK.sum(1))
 
     def _sources(self, ids: list[int], start: int) -> list[int]:
         """Where each round that starts with start..len(ids)-1 known tokens copies from; -1: nowhere."""
-        text = _Text(self._ngrams)
+        text = _Text(self._ngrams, self._first)
         text.extend(ids[:start])
         sources: list[int] = []
         for token in ids[start:]:
@@ -90,26 +97,29 @@ class PromptLookup:
 class _Text:
     """The known tokens of one slot, indexed as they come: a round costs a few look-ups, whatever the length."""
 
-    def __init__(self, ngrams: range) -> None:
-        self._ngrams = ngrams
+    def __init__(self, ngrams: range, first: bool) -> None:
+        self._ngrams, self._first = ngrams, first
         self._ids: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position that followed it most recently
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position that followed the occurrence to copy from
 
     def extend(self, ids: Sequence[int]) -> None:
         for token in ids:
             for suffix in self._suffixes():
-                self._after[suffix] = len(self._ids)
+                if not (self._first and suffix in self._after):
+                    self._after[suffix] = len(self._ids)
             self._ids.append(token)
 
     def source(self) -> int | None:
-        """The position to copy from: after the last earlier occurrence of the longest suffix that has one."""
+        """The position to copy from: after an earlier occurrence of the longest suffix that has one."""
         return next((self._after[suffix] for suffix in self._suffixes() if suffix in self._after), None)
 
     def copy(self, count: int) -> list[int]:
-        """Up to `count` tokens: all of them, or none."""
+        """Up to `count` tokens."""
         source = self.source()
         if source is None:
             return []
+        if self._first:
+            return self._ids[source : source + count]
         period = len(self._ids) - source
         return [self._ids[source + place % period] for place in range(count)]
 

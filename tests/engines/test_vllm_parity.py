@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trained import PROMPTS, Trained
+from trained import PROMPTS, SEED, Trained, sentences
 
 from draftforge.specdec.counting import EngineRound, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers import Proposer, make_proposer
+from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.targets import Target
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,26 +53,57 @@ def vllm_answers(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 def test_rounds_and_tokens_equal_vllms(trained_drafts: Trained, tmp_path: Path, name: str, K: int) -> None:
     target = trained_drafts.target()
     proposer = make_proposer(trained_drafts.draft(name), target)
+    model = {"method": METHODS[name], "model": str(trained_drafts.draft_folders[name])}
+    answers = compare(trained_drafts, target, proposer, model, PROMPTS, K, tmp_path)
+    surplus = sum(sum(r.accepted for r in theirs) - sum(r.accepted for r in ours) for ours, theirs in answers)
+    assert surplus > 0  # what vLLM accepts beyond the end of an answer, we do not
+
+
+@pytest.mark.parametrize(("K", "shortest", "longest"), [(1, 1, 3), (3, 2, 4), (5, 2, 5)])
+def test_rounds_of_prompt_lookup_equal_vllms(
+    trained_drafts: Trained, tmp_path: Path, K: int, shortest: int, longest: int
+) -> None:
+    target = trained_drafts.target()
+    ngram = {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+    first = PromptLookup(longest, shortest, occurrence="first")
+    prompts = [*PROMPTS[:2], "1" * 13, *(line + line[:-20] for line in sentences(3, SEED + 2).splitlines())]
+    answers = compare(trained_drafts, target, first, ngram, prompts, K, tmp_path)
+    drafted, accepted = (sum(getattr(r, name) for _, theirs in answers for r in theirs) for name in EngineRound._fields)
+    assert accepted > 0.2 * drafted
+    assert any(not r.drafted for ours, _ in answers for r in ours[:-1])  # rounds without a draft: vLLM books none
+    assert any(0 < r.drafted < K for _, theirs in answers for r in theirs) == (K > 1)  # copies that end with the text
+
+
+def compare(
+    trained_drafts: Trained,
+    target: Target,
+    proposer: Proposer,
+    speculative: dict[str, Any],
+    prompts: list[str],
+    K: int,
+    folder: Path,
+) -> list[tuple[list[EngineRound], list[EngineRound]]]:
+    """Decode every prompt to every end, here and in vLLM: tokens must be equal, and rounds once they are booked alike.
+
+    Returns our rounds and vLLM's of each answer.
+    """
     stop_ids = [target.tokenizer.convert_tokens_to_ids(stop) for stop in STOPS]
     ends = [*((length, []) for length in LENGTHS), *((60, [stop]) for stop in stop_ids)]
-    cases = [(target.tokenizer(text).input_ids, *end) for text, end in itertools.product(PROMPTS, ends)]
-    speculative = {
-        "method": METHODS[name],
-        "model": str(trained_drafts.draft_folders[name]),
-        "num_speculative_tokens": K,
-    }
+    cases = [(target.tokenizer(text).input_ids, *end) for text, end in itertools.product(prompts, ends)]
     requests = [{"prompt": ids, "max_tokens": length, "stop": stop} for ids, length, stop in cases]
+    speculative = {**speculative, "num_speculative_tokens": K}
     job = {"target": str(trained_drafts.target_folder), "speculative": speculative, "requests": requests}
-    surplus = 0
-    for (ids, length, stop), found in zip(cases, vllm_answers(job, tmp_path)):
+    answers = []
+    for (ids, length, stop), found in zip(cases, vllm_answers(job, folder), strict=True):
         request = Request(ids, SamplingSettings(), 0, length, frozenset(stop))
         ((_, ours),) = generate(target, proposer, [request], draft_tokens=K)
         ((_, beyond),) = generate(target, None, [Request(ids, SamplingSettings(), 0, length + K)])
         runs = matched_runs(target, proposer, ids, beyond.tokens, K)
         stopped = len(ours.tokens) if ours.finish == "stop" else None
         assert (found["tokens"], found["finish"]) == (ours.tokens, ours.finish)
-        rounds = [EngineRound(*round_) for round_ in zip(found["drafted"], found["accepted"], strict=True)]
-        assert rounds == engine_rounds("vllm", runs, K, length, stopped)
-        assert [r[:2] for r in ours.rounds] == engine_rounds("draftforge", runs, K, length, stopped)
-        surplus += sum(found["accepted"]) - sum(r.accepted for r in ours.rounds)
-    assert surplus > 0  # what vLLM accepts beyond the end of an answer, we do not
+        theirs = [EngineRound(*round_) for round_ in zip(found["drafted"], found["accepted"], strict=True)]
+        assert theirs == engine_rounds("vllm", runs, K, length, stopped)
+        rounds = [EngineRound(*round_[:2]) for round_ in ours.rounds]
+        assert rounds == engine_rounds("draftforge", runs, K, length, stopped)
+        answers.append((rounds, theirs))
+    return answers

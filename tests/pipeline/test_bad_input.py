@@ -335,7 +335,7 @@ def test_a_draft_of_another_tokenizer_neither_drafts_nor_leaves(trained: Trained
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("onnx", "format onnx: must be one of hf, vllm, sglang, speculators, medusa"),
+        ("onnx", "format onnx: must be one of hf, vllm, sglang, speculators, medusa, gguf"),
         ("speculators", "format speculators: takes no small draft; small drafts go as hf, vllm, sglang"),
     ],
 )

@@ -66,6 +66,10 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     assert config["proposal_methods"][0]["speculative_tokens"] == 2
     main_without_exit(["export", str(path), str(tmp_path / "hf"), "--draft", "small", "--format", "hf"])
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    for name in ("small", "eagle3"):
+        main_without_exit(["export", str(path), str(tmp_path / f"{name}-gguf"), "--draft", name, "--format", "gguf"])
+        names = sorted(file.name for file in (tmp_path / f"{name}-gguf").iterdir())
+        assert names == ["draft.gguf", "draftforge.json"]
     main_without_exit(["generate", str(path), "Where is my order?", "-n", "8"])
     assert "tau" in capsys.readouterr().out
     assert retrain(Workspace(load_recipe(path))).outcome is None

@@ -1,17 +1,20 @@
 """Each engine's law of counting on rounds small enough to check by hand, and ours against the decoder."""
 
+from collections.abc import Callable
+
 import pytest
 from stand_ins import near_copy, prompts, random_eagle3, target
 
 from draftforge.errors import InputError
-from draftforge.specdec.counting import Counting, EngineCounts, EngineRound, engine_rounds, matched_runs
+from draftforge.specdec.counting import Counting, EngineCounts, EngineRound, Runs, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers import Proposer, make_proposer
+from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.walk import count_rounds
 
 # Row t: what of three drafted tokens is right when t tokens of the answer are known. Eight tokens are asked for.
-RUNS = [2, 3, 0, 1, 0, 0, 2, 3, 0, 0, 0]
+RUNS = Runs([2, 3, 0, 1, 0, 0, 2, 3, 0, 0, 0], [3] * 11)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +43,9 @@ def test_an_answer_that_ends_inside_a_draft(counting: Counting, expected: list[t
 
 
 def test_llamacpp_accepts_a_stop_token_only_as_the_drafts_last() -> None:
-    assert engine_rounds("llamacpp", [9, 3], 3, 8, stopped_after=4) == [(3, 3)]
-    assert engine_rounds("llamacpp", [9, 2], 3, 8, stopped_after=3) == [(3, 1)]
-    assert engine_rounds("draftforge", [9, 2], 3, 8, stopped_after=3) == [(3, 2)]
+    assert engine_rounds("llamacpp", Runs([9, 3], [3, 3]), 3, 8, stopped_after=4) == [(3, 3)]
+    assert engine_rounds("llamacpp", Runs([9, 2], [3, 3]), 3, 8, stopped_after=3) == [(3, 1)]
+    assert engine_rounds("draftforge", Runs([9, 2], [3, 3]), 3, 8, stopped_after=3) == [(3, 2)]
 
 
 def test_a_last_round_of_one_token_drafts_nothing_and_llamacpp_does_not_count_it() -> None:
@@ -56,6 +59,20 @@ def test_one_token_is_no_round_but_for_transformers() -> None:
     assert engine_rounds("transformers", RUNS, 3, 1) == [(0, 0)]
 
 
+@pytest.mark.parametrize(
+    ("counting", "expected"),
+    [
+        ("draftforge", [(0, 0), (2, 2), (0, 0), (1, 1)]),  # at 1, 2, 5, 6
+        ("llamacpp", [(2, 2), (1, 1)]),
+        ("vllm", [(2, 2), (3, 2)]),
+    ],
+)
+def test_a_round_without_a_draft(counting: Counting, expected: list[tuple[int, int]]) -> None:
+    """Prompt lookup: nothing to copy after 1 and 5 tokens, two after 2, three after 6."""
+    runs = Runs([0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 0])
+    assert engine_rounds(counting, runs, 3, 8) == expected
+
+
 def test_transformers_is_not_guessed_where_a_stop_ends_the_answer() -> None:
     with pytest.raises(InputError, match="counting transformers: an answer that ends with a stop token"):
         engine_rounds("transformers", RUNS, 3, 8, stopped_after=3)
@@ -67,11 +84,16 @@ def test_totals_name_each_position() -> None:
 
 
 @pytest.mark.parametrize("K", [1, 4])
-@pytest.mark.parametrize("name", ["small", "eagle3"])
+@pytest.mark.parametrize("name", ["small", "eagle3", "lookup", "lookup first"])
 def test_our_own_law_is_the_decoders(name: str, K: int) -> None:
     model, length, stops = target(), 24, frozenset({5, 17})
-    proposer = make_proposer(near_copy(model, noise=0.1) if name == "small" else random_eagle3(model), model)
-    total = 0
+    proposers: dict[str, Callable[[], Proposer]] = {
+        "small": lambda: make_proposer(near_copy(model, noise=0.1), model),
+        "eagle3": lambda: make_proposer(random_eagle3(model), model),
+        "lookup": PromptLookup,
+        "lookup first": lambda: PromptLookup(occurrence="first"),
+    }
+    proposer, total = proposers[name](), 0
     for ids in prompts(8):
         ((_, answer),) = generate(model, proposer, [Request(ids, SamplingSettings(), 0, length, stops)], draft_tokens=K)
         ((_, text),) = generate(model, None, [Request(ids, SamplingSettings(), 0, length + K)])

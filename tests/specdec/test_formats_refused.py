@@ -253,8 +253,60 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path: Path) -
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in draft.state_dict().items())
 
 
+def test_a_pickled_medusa_file_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
+    """As they were published: the file beside a config that names no sizes."""
+    draft = heads.medusa(True, 2)
+    write_draft(draft, tmp_path, "medusa", 1, VERIFIER)
+    path, tensors = stored(tmp_path)
+    path.unlink()
+    torch.save(tensors, tmp_path / "medusa_lm_head.pt")
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 2}))
+    for place in (tmp_path, tmp_path / "medusa_lm_head.pt"):
+        with pytest.raises(FormatError, match=r"medusa_lm_head\.pt: pickled weights are not loaded; if you trust"):
+            read_draft(place)
+    with pytest.raises(FormatError) as refused:
+        read_draft(tmp_path / "medusa_lm_head.pt")
+    _, *rest = shlex.split(str(refused.value).partition("convert it: ")[2])
+    subprocess.run([sys.executable, *rest], check=True)
+    again = read_draft(tmp_path)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in draft.state_dict().items())
+
+
+def test_files_that_are_no_draft_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(FormatError, match=r"model\.safetensors: is a file; a draft is a folder or a \.gguf file"):
+        read_draft(tmp_path / "model.safetensors")
+
+
+def test_original_medusa_heads_without_their_last_layers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"0.0.linear.weight": torch.zeros(4, 4)}, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(FormatError, match=r"tensor 0\.1\.weight is missing"):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.to(torch.float64), "is F64, must be F32 or BF16 or F16"),
+        (lambda x: x.to(torch.int32), "is I32, must be"),
+        (lambda x: x.index_fill(0, torch.tensor(0), float("nan")), "has values that are not finite"),
+        (lambda x: torch.cat([x, x]), "the weights do not fit config.json"),
+    ],
+    ids=["float64", "int32", "nan", "shape"],
+)
+def test_small_drafts_name_the_tensor(change: Callable[[Tensor], Tensor], message: str, tmp_path: Path) -> None:
+    write_draft(stand_ins.near_copy(stand_ins.target()), tmp_path, "hf")
+    path, tensors = stored(tmp_path)
+    for name in ("model.norm.weight", "model.layers.2.self_attn.k_proj.weight", "lm_head.weight"):
+        save_file({**tensors, name: change(tensors[name])}, path, metadata={"format": "pt"})
+        with pytest.raises(FormatError, match=message) as refused:
+            read_draft(tmp_path)
+        assert name in str(refused.value)
+
+
 def test_formats_take_the_families_that_they_are_for(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="format onnx: must be one of hf, vllm, sglang, speculators, medusa"):
+    with pytest.raises(InputError, match="format onnx: must be one of hf, vllm, sglang, speculators, medusa, gguf"):
         known_format("onnx")
     with pytest.raises(InputError, match="format sglang: takes no medusa draft; medusa drafts go as vllm, medusa"):
         write_draft(heads.medusa(), tmp_path, "sglang")

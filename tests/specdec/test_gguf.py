@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from byte_level import byte_level_tokenizer
@@ -16,8 +15,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from draftforge.errors import FormatError, MissingFileError
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
-from draftforge.specdec.formats.gguf import read_eagle3, read_llama, write_eagle3, write_llama
+from draftforge.specdec.formats.gguf_eagle3 import read_eagle3, write_eagle3
 from draftforge.specdec.formats.gguf_file import GgufFile, read_gguf, write_gguf
+from draftforge.specdec.formats.gguf_llama import read_llama, write_llama
 from draftforge.specdec.models import CausalModel
 
 VOCAB = 280
@@ -181,9 +181,9 @@ def configured(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (qwen, "Qwen3ForCausalLM: only LlamaForCausalLM can be written as GGUF"),
-        (lambda: configured(attention_bias=True), "attention_bias true: only models without biases"),
-        (lambda: configured(rope_parameters={"rope_type": "yarn"}), "rope_type yarn: only default and llama3"),
+        (qwen, "format gguf: Qwen3ForCausalLM: only LlamaForCausalLM can be written"),
+        (lambda: configured(attention_bias=True), "format gguf: attention_bias true: only models without biases"),
+        (lambda: configured(rope_parameters={"rope_type": "yarn"}), "format gguf: rope_type yarn: only default and"),
         (lambda: llama(layers=1, vocab=VOCAB - 1), "tokenizer: has id 279: the model has 279 rows"),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_head_that_llamacpp_cannot_run_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, flag: str
 ) -> None:
     draft = Eagle3Draft(head().config.model_copy(update={flag: True}), head().draft_ids)
-    with pytest.raises(FormatError, match=rf"draft\.gguf: {flag} true: llama\.cpp has no place for it"):
+    with pytest.raises(FormatError, match=rf"format gguf: {flag} true: llama\.cpp has no place for it"):
         write_eagle3(draft, tokenizer, tmp_path / "draft.gguf")
 
 
@@ -248,9 +248,7 @@ def test_a_reader_refuses_what_does_not_fit(
         read_eagle3(tmp_path / "draft.gguf")
 
 
-def test_strangers_truncated_and_quantised_files_are_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_strangers_and_truncated_files_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = tmp_path / "draft.gguf"
     with pytest.raises(MissingFileError, match="no such file"):
         read_llama(path)
@@ -259,14 +257,6 @@ def test_strangers_truncated_and_quantised_files_are_refused(
         read_eagle3(path)
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(FormatError, match="not a readable GGUF file"):
-        read_llama(path)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("output.weight", np.zeros((2, 32), dtype=np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(FormatError, match=r"tensor output.weight is F16: only F32 and I64 are read"):
         read_llama(path)
 
 

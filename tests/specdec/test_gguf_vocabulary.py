@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from draftforge.errors import FormatError
-from draftforge.specdec.formats.gguf import write_llama
+from draftforge.specdec.formats.gguf_llama import write_llama
 from draftforge.specdec.formats.gguf_vocabulary import vocabulary_fields
 
 VOCAB = 420

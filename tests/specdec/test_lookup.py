@@ -1,5 +1,7 @@
 """Prompt lookup against a plain rescan of the whole text."""
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,13 +18,18 @@ GREEDY = SamplingSettings()
 STATES = States(torch.zeros(1, 1, 1), None)
 texts = st.lists(st.integers(1, 3), min_size=1, max_size=24)
 ngrams = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted)
+Occurrence = Literal["last", "first"]
+occurrences = st.sampled_from(["last", "first"])
 
 
-def rescan(ids: list[int], count: int, min_ngram: int, max_ngram: int) -> list[int]:
-    """The draft by its definition: look for ever shorter suffixes, from the most recent place back, and copy."""
+def rescan(ids: list[int], count: int, min_ngram: int, max_ngram: int, occurrence: Occurrence) -> list[int]:
+    """The draft by its definition: look for ever shorter suffixes, place by place from one end, and copy."""
     for n in range(min(max_ngram, len(ids)), min_ngram - 1, -1):
-        for place in range(len(ids) - n - 1, -1, -1):
+        places = range(len(ids) - n)
+        for place in places if occurrence == "first" else reversed(places):
             if ids[place : place + n] == ids[-n:]:
+                if occurrence == "first":
+                    return ids[place + n :][:count]
                 text = list(ids)
                 for source in range(place + n, place + n + count):
                     text.append(text[source])
@@ -47,28 +54,30 @@ def proposed(lookup: PromptLookup, *limits: int) -> list[list[int]]:
     return [row[:count].tolist() for row, count in zip(tree.tokens_BN, counts)]
 
 
-@given(prompt=texts, rounds=st.lists(texts, max_size=4), limit=st.integers(0, 5), ngram=ngrams)
-def test_drafts_what_a_rescan_finds(prompt: list[int], rounds: list[list[int]], limit: int, ngram: list[int]) -> None:
-    lookup = started(PromptLookup(max_ngram=ngram[1], min_ngram=ngram[0]), prompt)
+@given(prompt=texts, rounds=st.lists(texts, max_size=4), limit=st.integers(0, 5), ngram=ngrams, occurrence=occurrences)
+def test_drafts_what_a_rescan_finds(
+    prompt: list[int], rounds: list[list[int]], limit: int, ngram: list[int], occurrence: Occurrence
+) -> None:
+    lookup = started(PromptLookup(ngram[1], ngram[0], occurrence), prompt)
     known = list(prompt)
     for emitted in [*rounds, []]:
-        assert proposed(lookup, limit) == [rescan(known, limit, *ngram)]
+        assert proposed(lookup, limit) == [rescan(known, limit, ngram[0], ngram[1], occurrence)]
         lookup.observe([emitted], STATES)
         known += emitted
 
 
-@given(ids=texts, start=st.integers(1, 24), count=st.integers(1, 5), ngram=ngrams)
+@given(ids=texts, start=st.integers(1, 24), count=st.integers(1, 5), ngram=ngrams, occurrence=occurrences)
 def test_trace_tells_what_each_round_would_have_drafted(
-    ids: list[int], start: int, count: int, ngram: list[int]
+    ids: list[int], start: int, count: int, ngram: list[int], occurrence: Occurrence
 ) -> None:
     start = min(start, len(ids))
-    trace = PromptLookup(max_ngram=ngram[1], min_ngram=ngram[0]).trace(ids, start, count, GREEDY, STATES)
+    trace = PromptLookup(ngram[1], ngram[0], occurrence).trace(ids, start, count, GREEDY, STATES)
     assert trace.rank_TK.shape == trace.q_TK.shape == (len(ids) - start, count)
     hit_TK = trace.rank_TK == 0
     assert torch.equal(trace.q_TK, hit_TK.float()) and bool((trace.rank_TK[~hit_TK] == UNRANKED).all())
     assert trace.offered_T is not None
     for row, known in enumerate(range(start, len(ids))):
-        draft = rescan(ids[:known], count, *ngram)
+        draft = rescan(ids[:known], count, ngram[0], ngram[1], occurrence)
         answer = ids[known : known + count]
         agrees = 0
         while agrees < min(len(draft), len(answer)) and draft[agrees] == answer[agrees]:
@@ -82,6 +91,12 @@ def test_trace_tells_what_each_round_would_have_drafted(
 def test_the_longest_then_the_most_recent_occurrence_wins() -> None:
     assert proposed(started(PromptLookup(), [1, 2, 3, 9, 2, 3, 8, 1, 2, 3]), 1) == [[9]]
     assert proposed(started(PromptLookup(max_ngram=2), [1, 2, 3, 9, 2, 3, 8, 1, 2, 3]), 1) == [[8]]
+
+
+def test_the_first_occurrence_is_copied_up_to_the_end_of_the_text() -> None:
+    text = [1, 2, 3, 9, 2, 3, 8, 1, 2, 3]
+    assert proposed(started(PromptLookup(max_ngram=2, occurrence="first"), text), 3) == [[9, 2, 3]]
+    assert proposed(started(PromptLookup(occurrence="first"), [5, 7, 7]), 4) == [[7]]
 
 
 def test_a_loop_is_drafted_as_a_loop() -> None:
