@@ -159,11 +159,14 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
     """Score a registered version, as the registry has it now, at its own tree, or K where the recipe has that."""
     folder = resolve_models_uri(space.tracking, version.uri, space.root / "models", afresh=True)
     draft, lineage = scorer.load(folder), version.lineage
-    draftings = scorer.draftings(draft)[:1]  # its chains
-    if lineage.tree is not None and lineage.tree_name is not None:
-        draftings = [scorer.tree_of(draft, lineage.tree_name, lineage.tree)]
-    table, lossless = scorer.counts(draftings, Identity(name, lineage.step))
-    costs: dict[str, CostTable] = {name: scorer.costs(draft, draftings)}
+    known = scorer.draftings(draft)  # times of all of them may be there already
+    mine = next((one for one in known if one.fixed == lineage.tree and one.tree == (lineage.tree_name or "")), None)
+    if mine is None:  # a tree of another recipe, or of other answers
+        assert lineage.tree is not None
+        mine = scorer.tree_of(draft, str(lineage.tree_name), lineage.tree)
+        known = [mine]
+    table, lossless = scorer.counts([mine], Identity(name, lineage.step))
+    costs: dict[str, CostTable] = {name: scorer.costs(draft, known)}
     if lineage.tree is None and lineage.draft_tokens in scorer.settings.draft_tokens:
         table = at_plan(table, Plan(lineage.draft_tokens))
     (row,) = leaderboard([table], costs, scorer.settings)

@@ -124,16 +124,21 @@ class Scorer:
         return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
 
 
-def draft_for(target: Target, folder: Path) -> AnyDraft:
+def draft_for(target: Target, place: Path) -> AnyDraft:
     """A draft in any layout, on the target's device and in its precision, once it is seen to fit the target."""
-    if (folder / META_FILE).is_file():
-        draft, meta = load_draft(folder, target.device, target.dtype)
+    if _has_lineage(place):
+        draft, meta = load_draft(place, target.device, target.dtype)
         if meta.tokenizer_digest != target.tokenizer_digest:
-            raise InputError(f"{folder}: drafts with another tokenizer than the target's")
+            raise InputError(f"{place}: drafts with another tokenizer than the target's")
     else:
-        draft = read_draft(folder, target.num_layers).to(device=target.device, dtype=target.dtype).eval()
-    check_fits(draft, target, folder)
+        draft = read_draft(place, target.num_layers).to(device=target.device, dtype=target.dtype).eval()
+    check_fits(draft, target, place)
     return draft
+
+
+def _has_lineage(place: Path) -> bool:
+    folder = place.parent if place.is_file() else place  # a bare .gguf: beside it
+    return (folder / META_FILE).is_file()
 
 
 def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> Scored:
@@ -144,19 +149,22 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
     return scored
 
 
-def score_folder(space: Workspace, captured: Stage, folder: Path) -> Scored:
-    """Score a draft of anybody's making, as it is, on the selection split, and show it. Nothing is registered."""
-    if not (folder / META_FILE).is_file():
-        say(f"{folder}: no {META_FILE}: nothing says which tokenizer it was trained with; only sizes are checked")
-    files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
+    """Score a draft of anybody's making, as it is, on the selection split, and show it. Nothing is registered.
+
+    `place`: a folder in any layout, or a .gguf file.
+    """
+    if not _has_lineage(place):
+        say(f"{place}: no {META_FILE}: nothing says which tokenizer it was trained with; only sizes are checked")
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
     digests = {path.name: fingerprint.of_file(path) for path in files if path.is_file()}
-    scored = _score(space, captured, {(_name_of(folder), 0): folder}, digests)
+    scored = _score(space, captured, {(_name_of(place), 0): place}, digests)
     _show(scored, space.recipe.score)
     return scored
 
 
-def _name_of(folder: Path) -> str:
-    name = folder.resolve().name
+def _name_of(place: Path) -> str:
+    name = place.resolve().name
     return f"{name} (given)" if name == LOOKUP else name
 
 

@@ -23,7 +23,7 @@ from . import retrain as again
 from . import talk
 from .exporting import export_draft, verifier_of
 from .promotion import promote_stage
-from .scoring import Scorer, score_folder, score_stage
+from .scoring import Scorer, score_foreign, score_stage
 from .stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
 
@@ -68,7 +68,7 @@ def score(recipe: Recipe, draft: str | None) -> None:
         captured = capture_stage(space, mix_stage(space))
         if folder is not None:
             if space.first_rank:
-                score_folder(space, captured, folder)
+                score_foreign(space, captured, folder)
             return
         stages = _train(space, captured, draft)
         if space.first_rank:

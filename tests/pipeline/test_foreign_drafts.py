@@ -34,13 +34,13 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Pa
 def scored(monkeypatch: pytest.MonkeyPatch) -> list[Scored]:
     """What the score verb has come to."""
     seen: list[Scored] = []
-    inner = verbs.score_folder
+    inner = verbs.score_foreign
 
     def spy(*args: object) -> Scored:
         seen.append(inner(*args))  # type: ignore[arg-type]
         return seen[-1]
 
-    monkeypatch.setattr(verbs, "score_folder", spy)
+    monkeypatch.setattr(verbs, "score_foreign", spy)
     return seen
 
 

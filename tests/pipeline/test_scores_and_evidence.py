@@ -51,7 +51,7 @@ class MadeUpScorer:
         return None
 
     def draftings(self, draft: Any) -> list[Any]:
-        return [None]
+        return [SimpleNamespace(fixed=None, tree="")]
 
     def costs(self, *args: Any) -> CostTable:
         return costs_of()
