@@ -117,7 +117,7 @@ def check(path: Path) -> int:
     perplexity = math.exp(float(cross_entropy(reference.logits_TV[:-1], ids_1T[0, 1:])))
     print(
         f"{path.name}: {config.num_hidden_layers} layers, {sliding} with a window of {config.sliding_window}; rope "
-        f"thetas {' and '.join(thetas)}; embeddings times {target.embed_scale:.4f}"
+        f"thetas {' and '.join(thetas)}"
     )
     print(
         f"{ids_1T.shape[1]} tokens of {TEXT.name}, perplexity {perplexity:.2f}; {found.rows} rows of our "
