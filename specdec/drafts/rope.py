@@ -124,15 +124,19 @@ RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope | LongRope, Field(dis
 ROPE_TYPES: Sequence[str] = ("linear", "llama3", "yarn", "longrope")
 
 
+def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> Tensor:
+    """[F] what each pair turns by from one token to the next, in radians."""
+    pairs = head_dim // 2
+    plain_F = theta ** (-torch.arange(pairs, dtype=torch.float32) / pairs)
+    return plain_F if scaling is None else scaling.frequencies(plain_F, theta)
+
+
 class Rope:
     """Rotates queries and keys. In float32 whatever the weights are: it is no module, so no cast reaches it."""
 
     def __init__(self, theta: float, head_dim: int, scaling: RopeScaling | None) -> None:
-        pairs = head_dim // 2
-        plain_F = theta ** (-torch.arange(pairs, dtype=torch.float32) / pairs)
-        frequency_F = plain_F if scaling is None else scaling.frequencies(plain_F, theta)
         self._stretch = 1.0 if scaling is None else scaling.stretch
-        self._frequency_F = {torch.device("cpu"): frequency_F}
+        self._frequency_F = {torch.device("cpu"): frequencies(theta, head_dim, scaling)}
 
     def __call__(self, x_BHND: Tensor, positions_BN: Tensor) -> Tensor:
         """Halves layout, as in transformers' Llama."""

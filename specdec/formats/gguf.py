@@ -15,6 +15,7 @@ from ...errors import FormatError
 from ..drafts.eagle3 import Eagle3Config, Eagle3Draft
 from . import eagle3
 from .gguf_file import Field, GgufFile, read_gguf, write_gguf
+from .gguf_rope import ROPE_FACTORS, factor_tensors, read_scaling, refuse_factors, scaling_fields
 from .gguf_vocabulary import vocabulary_fields
 from .llama import embedding_specs, validated
 from .tensors import Spec, check_tensors
@@ -37,7 +38,6 @@ _EAGLE3 = {
     "blk.0.attn_norm_2.weight": "midlayer.hidden_norm.weight",
     **{f"blk.0.{ours}.weight": f"midlayer.{name}.weight" for ours, name in _LLAMA_LAYER.items()},
 }
-_ROPE_FACTORS = "rope_freqs.weight"
 
 
 def write_llama(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
@@ -49,7 +49,7 @@ def write_llama(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path
     names = _llama_names(config)
     tensors = {name: weights[source] for name, source in names.items()}
     if config.rope_parameters["rope_type"] == "llama3":
-        tensors[_ROPE_FACTORS] = _rope_factors(model)
+        tensors[ROPE_FACTORS] = _rope_factors(model)
     fields = _dimensions("llama", config, config.num_hidden_layers, config.rope_parameters["rope_theta"])
     fields |= {"llama.vocab_size": config.vocab_size, **vocabulary_fields(tokenizer, config.vocab_size)}
     write_gguf(path, GgufFile("llama", fields, _to_ggml(path, tensors, _shapes_of(tensors), config)))
@@ -58,8 +58,7 @@ def write_llama(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path
 def read_llama(path: Path) -> LlamaForCausalLM:
     """Load a file that `write_llama` wrote. Files with scaled rotary frequencies do not say which scaling it was."""
     content = _open(path, "llama")
-    if _ROPE_FACTORS in content.tensors:
-        raise FormatError(f"{path}: tensor {_ROPE_FACTORS}: cannot be turned back into a rope scaling; keep the folder")
+    refuse_factors(content, path)
     tied = "output.weight" not in content.tensors
     dimensions = _read_dimensions(content, path)
     config = LlamaConfig(
@@ -91,7 +90,9 @@ def write_eagle3(draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: P
     tensors = {name: weights[source] for name, source in names.items()}
     if eagle3.reduced(config):
         tensors["d2t"] = draft.draft_ids
-    fields = _dimensions("eagle3", config, 1, config.rope_theta)
+    factors = factor_tensors(config)
+    tensors, expected = tensors | factors, expected | _shapes_of(factors)
+    fields = _dimensions("eagle3", config, 1, config.rope_theta) | scaling_fields("eagle3", config, path)
     fields |= {
         "eagle3.vocab_size": config.vocab_size,
         "eagle3.target_layers": list(config.aux_layers),
@@ -112,6 +113,7 @@ def read_eagle3(path: Path) -> Eagle3Draft:
     draft_ids = content.tensors.get("d2t")
     fields = {
         **_read_dimensions(content, path),
+        "rope_scaling": read_scaling(content, path),
         "target_hidden_size": content.get(path, "eagle3.target_hidden_size", int),
         "vocab_size": vocabulary,
         "draft_vocab_size": vocabulary if draft_ids is None else len(draft_ids),

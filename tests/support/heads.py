@@ -60,7 +60,7 @@ def eagle3(draft_vocab: int = 61, own_embeddings: bool = False, seed: int = 0, *
     torch.manual_seed(seed)
     own = {"target_hidden_size": 24, "draft_vocab_size": draft_vocab, "aux_layers": (1, 2, 4)}
     fields = {**LAYER, **own, **fields}
-    ids = torch.randperm(61)[:draft_vocab].sort().values
+    ids = torch.randperm(fields["vocab_size"])[:draft_vocab].sort().values
     return _lively(Eagle3Draft(Eagle3Config(**fields), ids, own_embeddings))
 
 
