@@ -113,10 +113,21 @@ def train(recipe: RecipeFile, overrides: Overrides = None, draft: DraftName = No
 
 
 @app.command(rich_help_panel=STAGES)
-def score(recipe: RecipeFile, overrides: Overrides = None, draft: DraftName = None) -> None:
+def score(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft", help="Only this draft of the recipe, or a draft folder or .gguf of anybody's; default: all."
+        ),
+    ] = None,
+) -> None:
     """Score every checkpoint by acceptance and show the table of expected speed-ups.
 
     Example: draftforge score configs/demo.yaml score.draft_tokens=[2,4,6]
+
+    A draft that was made elsewhere, as it is: draftforge score configs/demo.yaml --draft ./their-eagle3
     """
     loaded = _load(recipe, overrides)
     from .pipeline import verbs
@@ -223,11 +234,17 @@ def generate(
     overrides: Overrides = None,
     draft: Annotated[
         str | None,
-        typer.Option("--draft", help="Name in the recipe, checkpoint folder, lookup or none; default: the chosen one."),
+        typer.Option("--draft", help="Name in the recipe, draft folder, lookup or none; default: the chosen one."),
     ] = None,
-    rule: Annotated[str | None, typer.Option("--rule", help="Accept rule: greedy, token, block or onehot.")] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option("--rule", help="Accept rule, such as token, block, onehot, match; default: the recipe's."),
+    ] = None,
     draft_tokens: Annotated[
-        int | None, typer.Option("--draft-tokens", "-k", min=1, help="Tokens drafted a round.")
+        int | None, typer.Option("--draft-tokens", "-k", min=1, help="Tokens drafted a round, or levels of the tree.")
+    ] = None,
+    tree: Annotated[
+        str | None, typer.Option("--tree", help="Name in the recipe's score.trees; default: chains.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")] = 0.0,
@@ -246,6 +263,7 @@ def generate(
         draft=draft,
         rule=rule,
         draft_tokens=draft_tokens,
+        tree=tree,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,

@@ -1,8 +1,8 @@
 """What a round costs: draft and verify times, measured once per shape, and the speed-up that they make of a tau.
 
 Times are of rounds at batch 1, from the decoder's own timer. What else runs on a machine can make every round three
-times as long for seconds at a time, so plain decoding and every K take turns, round by round, and what counts is a
-round's time over that of the plain round beside it. All checkpoints of one shape share the table.
+times as long for seconds at a time, so plain decoding and every K or tree take turns, round by round, and what counts
+is a round's time over that of the plain round beside it. All checkpoints of one shape share the table.
 """
 
 import math
@@ -10,7 +10,7 @@ import platform
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -25,9 +25,10 @@ from ..specdec.proposers.base import Proposer
 from ..specdec.sampling import SamplingSettings
 from ..storage import lock, read_json, write_json
 from .figures import Estimate
-from .settings import CostSettings
+from .plans import Drafting, Plan, rules_for
+from .settings import ScoreSettings
 
-COSTS_VERSION = 3  # of what is measured; a new number measures everything again
+COSTS_VERSION = 4  # of what is measured; a new number measures everything again
 _CONFIG_NOISE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 _CONFIG_NOISE_ENDINGS = ("_token_id", "_dropout", "_range", "id2label", "label2id")
 _FEWEST_ROUNDS = 5
@@ -46,8 +47,8 @@ class CostKey(BaseModel):
     target: dict[str, Any]
     draft: dict[str, Any]
     sampling: str
-    rule: str
-    draft_tokens: list[int]
+    plans: dict[str, dict[str, Any]]
+    """By label: the rule, the levels, and the tree's shape (null: a chain)."""
 
     @property
     def digest(self) -> str:
@@ -56,7 +57,7 @@ class CostKey(BaseModel):
 
 
 class RoundCost(BaseModel):
-    """Seconds of a round that drafts K tokens, at batch 1."""
+    """Seconds of a round that drafts one way, at batch 1."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -83,48 +84,57 @@ class CostTable(BaseModel):
     plain_rounds: int = Field(ge=1)
     context_tokens: float = Field(ge=0)
     """Mean context length at which times were taken."""
-    by_K: dict[int, RoundCost]
+    by_plan: dict[str, RoundCost]
+    """By the plan's label."""
 
     @model_validator(mode="after")
     def _covers_its_key(self) -> "CostTable":
-        if sorted(self.by_K) != self.key.draft_tokens:
-            raise ValueError(f"by_K {sorted(self.by_K)}: must hold the key's draft_tokens {self.key.draft_tokens}")
+        if sorted(self.by_plan) != sorted(self.key.plans):
+            raise ValueError(f"by_plan {sorted(self.by_plan)}: must hold the key's plans {sorted(self.key.plans)}")
         return self
 
-    def cost(self, K: int) -> RoundCost:
-        """The cost of a round of K drafted tokens. Raises InputError for a K that was not measured."""
-        if K not in self.by_K:
-            raise InputError(f"draft_tokens {K}: no times measured; there are times for {sorted(self.by_K)}")
-        return self.by_K[K]
+    def cost(self, plan: Plan) -> RoundCost:
+        """The cost of a round that drafts so. Raises InputError for a plan that was not measured."""
+        if plan.label not in self.by_plan:
+            raise InputError(f"{plan}: no times measured; there are times for {', '.join(self.by_plan)}")
+        return self.by_plan[plan.label]
 
-    def round_seconds(self, K: int, drafted_share: float = 1.0) -> float:
+    def round_seconds(self, plan: Plan, drafted_share: float = 1.0) -> float:
         """A round's time. `drafted_share`: share of rounds that draft at all; the others cost a plain token."""
-        full = self.cost(K).seconds
+        full = self.cost(plan).seconds
         return full if drafted_share == 1.0 else drafted_share * full + (1 - drafted_share) * self.plain_seconds
 
-    def speedup_per_tau(self, K: int, drafted_share: float = 1.0) -> float:
+    def speedup_per_tau(self, plan: Plan, drafted_share: float = 1.0) -> float:
         """Plain time over round time: tau times this is the expected speed-up."""
-        return self.plain_seconds / self.round_seconds(K, drafted_share)
+        return self.plain_seconds / self.round_seconds(plan, drafted_share)
 
 
-def expected_speedup(tau: Estimate, costs: CostTable, K: int, drafted_share: float = 1.0) -> Estimate:
+def expected_speedup(tau: Estimate, costs: CostTable, plan: Plan, drafted_share: float = 1.0) -> Estimate:
     """tau * plain / (draft + verify + rest); the interval is tau's (times are taken as they are)."""
-    return tau.scaled(costs.speedup_per_tau(K, drafted_share))
+    return tau.scaled(costs.speedup_per_tau(plan, drafted_share))
 
 
-def break_even_tau(costs: CostTable, K: int, drafted_share: float = 1.0) -> float:
-    """The tau at which drafting K tokens is as fast as plain decoding."""
-    return 1.0 / costs.speedup_per_tau(K, drafted_share)
+def break_even_tau(costs: CostTable, plan: Plan, drafted_share: float = 1.0) -> float:
+    """The tau at which drafting so is as fast as plain decoding."""
+    return 1.0 / costs.speedup_per_tau(plan, drafted_share)
 
 
 def cost_key(
     target: CausalModel,
     draft: nn.Module | str,
-    draft_tokens: Sequence[int],
-    sampling: SamplingSettings,
-    rule: str,
+    draftings: Sequence[Drafting],
+    settings: ScoreSettings,
 ) -> CostKey:
-    """The key of this pair of shapes on this machine. `draft`: the module, or the name of a training-free proposer."""
+    """The key of this pair of shapes on this machine, at the first of the sampling settings.
+
+    `draft`: the module, or the name of a training-free proposer.
+    """
+    sampling = settings.sampling[0]
+    plans = {
+        plan.label: {"rule": _rule(drafting, settings), "levels": plan.draft_tokens, "tree": drafting.shape}
+        for drafting in draftings
+        for plan in drafting.plans
+    }
     return CostKey(
         hardware=hardware_name(target.device),
         software=f"torch {torch.__version__}",
@@ -132,53 +142,52 @@ def cost_key(
         target=module_signature(target.model),
         draft={"class": draft} if isinstance(draft, str) else module_signature(draft),
         sampling="greedy" if sampling.greedy else "sampled",
-        rule=rule,
-        draft_tokens=sorted(set(draft_tokens)),
+        plans=plans,
     )
 
 
 def measure_costs(
     key: CostKey,
     target: CausalModel,
-    proposer: Callable[[], Proposer],
+    draftings: Sequence[Drafting],
     prompts: Sequence[list[int]],
-    sampling: SamplingSettings,
-    settings: CostSettings,
+    settings: ScoreSettings,
 ) -> CostTable:
-    """Decode the first prompts plainly and with each K of the key, by turns. `proposer`: makes one for each K.
+    """Decode the first prompts plainly and with each plan of the key, by turns.
 
-    Answers do not stop before `settings.rounds`: times do not depend on what is said.
+    Answers do not stop before `costs.rounds`: times do not depend on what is said.
     """
     if not prompts:
         raise InputError("no prompts: times are measured on at least one")
-    modes = (0, *key.draft_tokens)
-    proposers = {K: proposer() if K else None for K in modes}
-    room = target.max_positions - _most_tokens(settings.rounds, modes[-1])
+    sampling, asked = settings.sampling[0], settings.costs
+    runs = [_PLAIN, *(_Run.of(plan, drafting, settings) for drafting in draftings for plan in drafting.plans)]
+    deepest = max(run.plan.draft_tokens for run in runs)
+    room = target.max_positions - _most_tokens(asked.rounds, deepest)
     if room < 1:
-        most = (target.max_positions - 2) // (modes[-1] + 1)
+        most = (target.max_positions - 2) // (deepest + 1)
         raise InputError(
-            f"score.costs.rounds = {settings.rounds}: so many rounds of up to {modes[-1] + 1} tokens do not fit the "
+            f"score.costs.rounds = {asked.rounds}: so many rounds of up to {deepest + 1} tokens do not fit the "
             f"target's context of {target.max_positions}; at most {most} do (more with smaller score.draft_tokens)"
         )
-    prompts = [prompt[-room:] for prompt in prompts[: settings.prompts]]  # their ends: the answer needs the rest
-    rounds: dict[int, list[RoundSeconds]] = {K: [] for K in modes}
+    prompts = [prompt[-room:] for prompt in prompts[: asked.prompts]]  # their ends: the answer needs the rest
+    rounds: dict[Plan, list[RoundSeconds]] = {run.plan: [] for run in runs}
     with bar("measure times", len(prompts) + 1, "prompts") as advance:
         # Allocations, kernel choices and clocks settle before anything counts.
-        _by_turns(target, proposers, prompts[0], sampling, key.rule, settings.rounds)
+        _by_turns(target, runs, prompts[0], sampling, asked.rounds)
         advance(note="warm-up")
         for prompt in prompts:
-            timed = _by_turns(target, proposers, prompt, sampling, key.rule, settings.rounds)
-            for K in modes:
-                rounds[K] += timed[K][settings.warmup_rounds :]
+            timed = _by_turns(target, runs, prompt, sampling, asked.rounds)
+            for plan, seconds in timed.items():
+                rounds[plan] += seconds[asked.warmup_rounds :]
             advance()
-    plain = rounds[0]
+    plain = rounds[_PLAIN.plan]
     plain_seconds = _lower_quartile([one.total for one in plain])
     return CostTable(
         key=key,
         plain_seconds=plain_seconds,
         plain_rounds=len(plain),
-        context_tokens=statistics.fmean(map(len, prompts)) + settings.rounds / 2,
-        by_K={K: _round_cost(K, rounds[K], plain, plain_seconds) for K in key.draft_tokens},
+        context_tokens=statistics.fmean(map(len, prompts)) + asked.rounds / 2,
+        by_plan={run.plan.label: _round_cost(run, rounds[run.plan], plain, plain_seconds) for run in runs[1:]},
     )
 
 
@@ -242,49 +251,65 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | bool | int | None) else repr(value)
 
 
+class _Run(NamedTuple):
+    """One of the decoders that take turns."""
+
+    plan: Plan
+    proposer: Proposer | None
+    rule: str
+    nodes: int  # of a full draft
+
+    @classmethod
+    def of(cls, plan: Plan, drafting: Drafting, settings: ScoreSettings) -> "_Run":
+        proposer = drafting.make()
+        return cls(plan, proposer, _rule(drafting, settings), proposer.most_nodes(plan.draft_tokens))
+
+
+_PLAIN = _Run(Plan(0), None, "greedy", 0)
+
+
+def _rule(drafting: Drafting, settings: ScoreSettings) -> str:
+    return rules_for(settings.sampling[0], drafting.proposer, settings)[0]
+
+
 def _by_turns(
-    target: CausalModel,
-    proposers: dict[int, Proposer | None],
-    prompt: list[int],
-    sampling: SamplingSettings,
-    rule: str,
-    rounds: int,
-) -> dict[int, list[RoundSeconds]]:
-    """Every K (0: plain) decodes the prompt; they take turns after each round, so that all see the same machine."""
-    timers = {K: RoundTimer(target.device) for K in proposers}
-    runs = [
+    target: CausalModel, runs: Sequence[_Run], prompt: list[int], sampling: SamplingSettings, rounds: int
+) -> dict[Plan, list[RoundSeconds]]:
+    """Every run decodes the prompt; they take turns after each round, so that all see the same machine."""
+    timers = {run.plan: RoundTimer(target.device) for run in runs}
+    turns = [
         decode_rounds(
             target,
-            proposer,
-            [Request(prompt, sampling, 0, _most_tokens(rounds, K))],
-            rule=rule,
-            draft_tokens=max(K, 1),
-            timer=timers[K],
+            run.proposer,
+            [Request(prompt, sampling, 0, _most_tokens(rounds, run.plan.draft_tokens))],
+            rule=run.rule,
+            draft_tokens=max(run.plan.draft_tokens, 1),
+            timer=timers[run.plan],
         )
-        for K, proposer in proposers.items()
+        for run in runs
     ]
     for _ in range(rounds + 1):  # the first turn reads the prompt
-        for run in runs:
-            next(run)
-    return {K: timer.rounds for K, timer in timers.items()}
+        for turn in turns:
+            next(turn)
+    return {plan: timer.rounds for plan, timer in timers.items()}
 
 
-def _most_tokens(rounds: int, K: int) -> int:
+def _most_tokens(rounds: int, levels: int) -> int:
     """Tokens of an answer that lasts so many rounds, none of them with its draft clipped."""
-    return 1 + rounds * (K + 1)
+    return 1 + rounds * (levels + 1)
 
 
 def _round_cost(
-    K: int, rounds: Sequence[RoundSeconds], plain: Sequence[RoundSeconds], plain_seconds: float
+    run: _Run, rounds: Sequence[RoundSeconds], plain: Sequence[RoundSeconds], plain_seconds: float
 ) -> RoundCost:
-    """Times of rounds that drafted K, each as a share of the plain round beside it.
+    """Times of rounds with a full draft, each as a share of the plain round beside it.
 
     A proposer that seldom drafts that many is timed on what it does draft.
     """
     pairs = list(zip(rounds, plain))
-    full = [(one, beside) for one, beside in pairs if one.drafted == K]
+    full = [(one, beside) for one, beside in pairs if one.drafted == run.nodes]
     if len(full) < _FEWEST_ROUNDS:
-        say(f"times of K={K}: only {len(full)} full rounds; taken from all {len(pairs)} rounds that were not warm-up")
+        say(f"times of {run.plan}: only {len(full)} full rounds; taken from all {len(pairs)} that were not warm-up")
         full = pairs
 
     def typical(part: Callable[[RoundSeconds], float]) -> float:

@@ -1,4 +1,4 @@
-"""The score's artifact: counts per conversation turn, setting, rule and K. Every figure is derived from these rows."""
+"""The score's artifact: counts per turn, setting, rule and K or tree. Every figure is derived from these rows."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ COUNTS_SCHEMA = pa.schema(
         ("setting", pa.string()),
         ("rule", pa.string()),
         ("draft_tokens", pa.int64()),
+        ("tree", pa.string()),
         ("method", pa.string()),
         ("rounds", pa.float64()),
         ("tokens", pa.float64()),
@@ -42,7 +43,10 @@ _BUCKET_TOKENS = (128, 512, 2048, 8192, 32768)
 
 @dataclass(frozen=True)
 class CountRow:
-    """One row of the table. `reached` and `accepted_at` have one entry a drafted position."""
+    """One row of the table. `reached` and `accepted_at` have one entry a level of what is drafted.
+
+    `tree`: its name, `draft_tokens` levels deep; empty: a chain of `draft_tokens`.
+    """
 
     draft: str
     step: int
@@ -55,6 +59,7 @@ class CountRow:
     setting: str
     rule: str
     draft_tokens: int
+    tree: str
     method: Method
     counts: RoundCounts
 

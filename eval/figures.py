@@ -68,10 +68,10 @@ def acceptance(table: pa.Table, bootstrap: Bootstrap) -> Estimate:
 
 
 def alphas(table: pa.Table, bootstrap: Bootstrap) -> list[Estimate]:
-    """Conditional acceptance per position: accepted at k over reached k. The rows must share one K."""
-    depths = values(table, "draft_tokens")
-    if len(depths) > 1:
-        raise InputError(f"draft_tokens {depths}: alpha per position needs rows of one K")
+    """Conditional acceptance per position: accepted at k over reached k. The rows must share one K or tree."""
+    depths, trees = values(table, "draft_tokens"), values(table, "tree")
+    if len(depths) > 1 or len(trees) > 1:
+        raise InputError(f"draft_tokens {depths}, trees {trees}: alpha per position needs rows of one K or tree")
     K = int(depths[0]) if depths else 0
     sums = cluster_sums(table, K).sums_CF[:, len(_SUMMED) :]
     return [ratio(sums[:, K + k], sums[:, k], bootstrap, f"rounds that reach position {k + 1}") for k in range(K)]

@@ -18,11 +18,11 @@ from ..progress import Advance, bar, say
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
-from ..specdec.replay import TargetTrace, replay_sample, trace_target
-from ..specdec.sampling import SamplingSettings
+from ..specdec.replay import TargetTrace, replay_sample, replayable, trace_target
 from ..specdec.targets import Target
 from ..specdec.walk import RoundCounts, count_rounds
 from .counts import CountRow, context_bucket, to_table
+from .plans import Drafting, Plan, rules_for
 from .settings import ScoreSettings
 
 
@@ -38,7 +38,7 @@ class Consistency:
     """Replay against decoding at temperature 0."""
 
     compared: int = 0
-    """Answers (turn x K) that both counted."""
+    """Answers (turn x K or tree) that both counted."""
     ties: int = 0
     """Answers that part where the target's two tokens tie; their counts are not compared."""
     diverged: tuple[str, ...] = ()
@@ -86,43 +86,30 @@ class TraceCache:
 
 def score_draft(
     target: Target,
-    proposer: Proposer,
+    draftings: Sequence[Drafting],
     samples: Sequence[Sample],
     settings: ScoreSettings,
     identity: Identity,
     traces: TraceCache | None = None,
 ) -> Score:
-    """Counts of one draft on the samples of a scored split.
+    """Counts of one draft, in each way of drafting, on the samples of a scored split.
 
-    A proposer that cannot be replayed is decoded on all of them. `traces` is shared by the checkpoints that are scored
-    on the same samples. Raises ReplayMismatchError in float32.
+    What cannot be replayed is decoded on all of them. `traces` is shared by the checkpoints that are scored on the same
+    samples. Raises ReplayMismatchError in float32.
     """
     samples = _scored(samples, settings)
     traces = traces or TraceCache(target, settings.trace_bytes)
-    decoded, depths = samples, settings.draft_tokens
-    if proposer.replayable:
-        chosen = spread(samples, settings.decode_conversations)
-        decoded, depths = [sample for sample in samples if sample.conversation in chosen], settings.decoded_depths
     title = f"score {identity.name} step {identity.step}"
-    groups = _by_rule(decoded, proposer, settings)
-    work = len(samples) * proposer.replayable + sum(map(len, groups.values())) * len(depths)
-    with bar(title, work, "answers") as advance:
-        replayed = _replay(proposer, samples, settings, traces, advance) if proposer.replayable else []
-        answers = _decode(target, proposer, groups, depths, settings, advance)
-    consistency = _compare(target, replayed, answers, settings)
+    works = [_Work.of(drafting, samples, settings) for drafting in draftings]
+    replayed: list[_Answer] = []
+    decoded: list[_Answer] = []
+    with bar(title, sum(work.answers for work in works), "answers") as advance:
+        for work in works:
+            replayed += _replay(work, settings, traces, advance)
+            decoded += _decode(target, work, settings, advance)
+    consistency = _compare(target, replayed, decoded, settings)
     _judge(target, consistency, settings, title)
-    return Score(to_table(_row(identity, answer) for answer in [*replayed, *answers]), consistency)
-
-
-def rules_for(sampling: SamplingSettings, proposer: Proposer, settings: ScoreSettings) -> list[str]:
-    """The accept rules under which a sample is scored. A proposer that never samples has one at T > 0: onehot."""
-    if sampling.greedy:
-        return ["greedy"]
-    if proposer.drawn == "deterministic":
-        return ["onehot"]
-    if not settings.sampled_rules:
-        raise InputError(f"rules {settings.rules}: sampling {sampling.key} needs token, block or onehot")
-    return list(settings.sampled_rules)
+    return Score(to_table(_row(identity, answer) for answer in [*replayed, *decoded]), consistency)
 
 
 def spread(samples: Iterable[Sample], count: int) -> set[str]:
@@ -141,9 +128,48 @@ def spread(samples: Iterable[Sample], count: int) -> set[str]:
 class _Answer(NamedTuple):
     sample: Sample
     rule: str
-    K: int
+    plan: Plan
     counts: RoundCounts
     tokens: list[int] | None = None  # of a decoded answer
+
+
+class _Decoding(NamedTuple):
+    """Samples to decode under one rule, at each of some depths."""
+
+    rule: str
+    samples: list[Sample]
+    depths: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is replayed and what is decoded of one way of drafting."""
+
+    drafting: Drafting
+    replayed: list[tuple[Sample, list[str]]]
+    decoded: list[_Decoding]
+
+    @classmethod
+    def of(cls, drafting: Drafting, samples: Sequence[Sample], settings: ScoreSettings) -> "_Work":
+        """Replay all that can be, and decode a part of it at the settings' depths; decode all of the rest."""
+        proposer, chosen = drafting.proposer, spread(samples, settings.decode_conversations)
+        some = [depth for depth in settings.decode_draft_tokens if depth in drafting.depths] or drafting.depths[-1:]
+        replayed: list[tuple[Sample, list[str]]] = []
+        groups: dict[str, tuple[list[Sample], Sequence[int]]] = {}
+        for sample in samples:
+            rules = rules_for(sample.sampling, proposer, settings)
+            exact = [rule for rule in rules if replayable(proposer, rule, sample.sampling)]
+            if exact:
+                replayed.append((sample, exact))
+            for rule in rules:
+                if rule not in exact or sample.conversation in chosen:
+                    depths = some if rule in exact else drafting.depths
+                    groups.setdefault(rule, ([], depths))[0].append(sample)
+        return cls(drafting, replayed, [_Decoding(rule, *group) for rule, group in groups.items()])
+
+    @property
+    def answers(self) -> int:
+        return len(self.replayed) + sum(len(group.samples) * len(group.depths) for group in self.decoded)
 
 
 def _scored(samples: Sequence[Sample], settings: ScoreSettings) -> list[Sample]:
@@ -158,54 +184,37 @@ def _scored(samples: Sequence[Sample], settings: ScoreSettings) -> list[Sample]:
     return list(samples)
 
 
-def _by_rule(samples: Sequence[Sample], proposer: Proposer, settings: ScoreSettings) -> dict[str, list[Sample]]:
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        for rule in rules_for(sample.sampling, proposer, settings):
-            groups.setdefault(rule, []).append(sample)
-    return groups
-
-
-def _replay(
-    proposer: Proposer, samples: Sequence[Sample], settings: ScoreSettings, traces: TraceCache, advance: Advance
-) -> list[_Answer]:
-    answers: list[_Answer] = []
-    for sample in samples:
+def _replay(work: _Work, settings: ScoreSettings, traces: TraceCache, advance: Advance) -> list[_Answer]:
+    drafting, answers = work.drafting, list[_Answer]()
+    for sample, rules in work.replayed:
         counted = replay_sample(
-            proposer,
-            traces.of(sample, proposer),
+            drafting.proposer,
+            traces.of(sample, drafting.proposer),
             sample.prompt_ids,
             sample.answer_ids,
             sample.sampling,
-            rules_for(sample.sampling, proposer, settings),
-            settings.draft_tokens,
+            rules,
+            drafting.depths,
             sample.max_new_tokens,
         )
-        answers += [_Answer(sample, *one) for one in counted]
+        answers += [_Answer(sample, rule, Plan(depth, drafting.tree), counts) for rule, depth, counts in counted]
         advance(note="replay")
     return answers
 
 
-def _decode(
-    target: Target,
-    proposer: Proposer,
-    groups: dict[str, list[Sample]],
-    depths: Sequence[int],
-    settings: ScoreSettings,
-    advance: Advance,
-) -> list[_Answer]:
-    """Decode each rule's samples with every K; the order of the answers does not depend on which finishes first."""
-    answers: list[_Answer] = []
-    for rule, group in groups.items():
-        requests = [_request(target, sample, settings) for sample in group]
-        for K in depths:
+def _decode(target: Target, work: _Work, settings: ScoreSettings, advance: Advance) -> list[_Answer]:
+    """The order of the answers does not depend on which finishes first."""
+    drafting, answers = work.drafting, list[_Answer]()
+    for rule, samples, depths in work.decoded:
+        requests = [_request(target, sample, settings) for sample in samples]
+        for depth in depths:
             done: dict[int, Generation] = {}
-            for index, generation in generate(target, proposer, requests, rule, K, settings.batch_size):
+            for index, generation in generate(target, drafting.proposer, requests, rule, depth, settings.batch_size):
                 done[index] = generation
                 advance(note="decode")
-            for index, sample in enumerate(group):
-                counts = count_rounds(done[index].rounds, K)
-                answers.append(_Answer(sample, rule, K, counts, done[index].tokens))
+            for index, sample in enumerate(samples):
+                counts = count_rounds(done[index].rounds, depth)
+                answers.append(_Answer(sample, rule, Plan(depth, drafting.tree), counts, done[index].tokens))
     return answers
 
 
@@ -227,7 +236,8 @@ def _row(identity: Identity, answer: _Answer) -> CountRow:
         context_bucket=context_bucket(len(sample.prompt_ids)),
         setting=sample.sampling.key,
         rule=answer.rule,
-        draft_tokens=answer.K,
+        draft_tokens=answer.plan.draft_tokens,
+        tree=answer.plan.tree,
         method="replay" if answer.tokens is None else "decode",
         counts=answer.counts,
     )
@@ -236,17 +246,17 @@ def _row(identity: Identity, answer: _Answer) -> CountRow:
 def _compare(
     target: Target, replayed: Sequence[_Answer], decoded: Sequence[_Answer], settings: ScoreSettings
 ) -> Consistency:
-    expected = {(answer.sample.id, answer.K): answer.counts for answer in replayed if answer.sample.sampling.greedy}
+    expected = {(answer.sample.id, answer.plan): answer.counts for answer in replayed if answer.sample.sampling.greedy}
     tolerance = settings.tie_logits if target.dtype == torch.float32 else settings.tie_logits_half
     compared = ties = 0
     diverged: list[str] = []
     miscounted: list[str] = []
     for answer in decoded:
-        counts = expected.get((answer.sample.id, answer.K))
+        counts = expected.get((answer.sample.id, answer.plan))
         if counts is None or answer.tokens is None or not answer.sample.sampling.greedy:
             continue
         compared += 1
-        where = f"{answer.sample.id}, K={answer.K}"
+        where = f"{answer.sample.id}, {answer.plan}"
         at = _first_difference(answer.tokens, answer.sample.answer_ids)
         if at is None:
             if answer.counts != counts:

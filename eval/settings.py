@@ -1,16 +1,18 @@
 """The recipe's `score` section: what is scored, how, and how times are measured."""
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ..specdec.proposers.trees import MOST_LEVELS, TreeSettings
+from ..specdec.rules import RULES
 from ..specdec.sampling import SamplingSettings
 from .figures import Bootstrap
 
-RuleName = Literal["greedy", "token", "block", "onehot"]
+RuleName = Literal["greedy", "token", "block", "onehot", "match", "multiround", "recursive", "traversal", "typical"]
+_TREE_NAME = r"^[a-z][a-z0-9_-]*$"
 SELECTION_SPLIT: Final = "selection"  # checkpoints are scored and picked on this split
 HOLDOUT_SPLIT: Final = "holdout"  # a candidate meets the champion on this one, and on no other
-MOST_DRAFT_TOKENS: Final = 64  # of a round; far beyond what pays, and a round's memory grows with it
 
 
 class CostSettings(BaseModel):
@@ -42,9 +44,13 @@ class ScoreSettings(BaseModel):
     sampling: list[SamplingSettings] = Field(default=[SamplingSettings()], min_length=1)
     """Sampling settings that are scored; the target answers selection and holdout once for each."""
     rules: list[RuleName] = Field(default=["greedy", "token"], min_length=1)
-    """Accept rules. greedy is the rule at temperature 0 and only there; the first other one is the serving engine's."""
+    """Accept rules. greedy is the rule at temperature 0 and only there; the first other one is the serving engine's.
+    Each way of drafting is scored by those that take it: token and block chains, multiround, recursive and traversal
+    sampled trees. typical is lossy."""
     draft_tokens: list[int] = Field(default=[1, 2, 3, 4], min_length=1)
-    """Every K that is scored; the best one is picked with the checkpoint. The largest is the K of training."""
+    """Every K that is scored as a chain; the best one is picked with the checkpoint."""
+    trees: dict[Annotated[str, Field(pattern=_TREE_NAME, max_length=32)], TreeSettings] = {}
+    """Trees that every trained draft is scored with beside the chains, by name."""
     max_conversations: int = Field(default=0, ge=0)
     """Score at most so many conversations of a split, spread over the domains; 0: all."""
     decode_conversations: int = Field(default=8, ge=0)
@@ -58,7 +64,7 @@ class ScoreSettings(BaseModel):
     confidence: float = Field(default=0.95, gt=0.5, lt=1.0)
     """Share of bootstrap samples inside an interval."""
     tie_share: float = Field(default=0.01, ge=0, lt=1)
-    """Two K of one checkpoint whose expected speed-ups differ by less than this share tie: fewer tokens win."""
+    """Two K or trees of a checkpoint tie where expected speed-ups differ by less than this share: fewer tokens win."""
     tie_logits: float = Field(default=1e-3, ge=0)
     """Replay and decoding may part where the target's two tokens differ by less than this in logits (float32)."""
     tie_logits_half: float = Field(default=0.5, ge=0)
@@ -75,9 +81,9 @@ class ScoreSettings(BaseModel):
     @field_validator("draft_tokens", "decode_draft_tokens")
     @classmethod
     def _positive_and_sorted(cls, value: list[int]) -> list[int]:
-        wrong = [k for k in value if not 1 <= k <= MOST_DRAFT_TOKENS]
+        wrong = [k for k in value if not 1 <= k <= MOST_LEVELS]
         if wrong:
-            raise ValueError(f"K = {wrong[0]}: every K must be at least 1 and at most {MOST_DRAFT_TOKENS}")
+            raise ValueError(f"K = {wrong[0]}: every K must be at least 1 and at most {MOST_LEVELS}")
         return sorted(set(value))
 
     @model_validator(mode="after")
@@ -88,6 +94,8 @@ class ScoreSettings(BaseModel):
         sampled = [sampling.key for sampling in self.sampling if not sampling.greedy]
         if sampled and not self.sampled_rules:
             raise ValueError(f"rules {self.rules}: sampling {sampled[0]} needs token, block or onehot")
+        if not RULES[self.serving_rule].lossless:
+            raise ValueError(f"rules {self.rules}: {self.serving_rule} is lossy: drafts are picked by a lossless rule")
         unknown = sorted(set(self.decode_draft_tokens) - set(self.draft_tokens))
         if unknown:
             raise ValueError(f"decode_draft_tokens {unknown}: must be among draft_tokens {self.draft_tokens}")
@@ -107,8 +115,3 @@ class ScoreSettings(BaseModel):
     def bootstrap(self) -> Bootstrap:
         """How the figures' intervals are drawn."""
         return Bootstrap(self.bootstrap_samples, self.confidence, self.seed)
-
-    @property
-    def decoded_depths(self) -> list[int]:
-        """K of the decoded part."""
-        return self.decode_draft_tokens or self.draft_tokens[-1:]

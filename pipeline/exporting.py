@@ -61,7 +61,7 @@ def same_counts(scorer: Scorer, one: Path, other: Path) -> bool:
     settings = scorer.settings
     seen = []
     for folder in (one, other):
-        proposer, _ = scorer.proposer(folder)
+        proposer = scorer.proposer(scorer.load(folder))
         seen.append(
             [
                 replay_sample(

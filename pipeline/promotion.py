@@ -12,8 +12,9 @@ from ..errors import LostFilesError
 from ..eval import counts
 from ..eval.costs import CostTable
 from ..eval.figures import Estimate, tau, tau_difference
+from ..eval.plans import Plan
 from ..eval.score import Identity
-from ..eval.select import Row, domain_rows, leaderboard, plain_row, serving, speedup_difference
+from ..eval.select import Row, at_plan, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from ..eval.settings import HOLDOUT_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
@@ -22,7 +23,7 @@ from ..registry.lineage import Lineage, Version, git_commit, holdout_overlap
 from ..registry.models import champion, register_version
 from ..registry.resolve import resolve_models_uri
 from ..specdec.formats import read_meta
-from ..specdec.proposers.lookup import PromptLookup
+from ..specdec.proposers.trees import Tree
 from .exporting import export_draft, is_copy
 from .scoring import LOOKUP, Scored, Scorer
 from .stages import Stage
@@ -33,7 +34,7 @@ CANDIDATE, CHAMPION = "candidate", "champion"
 
 @dataclass(frozen=True)
 class _Measured:
-    """One draft on the holdout, at the K that it was chosen at."""
+    """One draft on the holdout, at the K or tree that it was chosen at."""
 
     row: Row
     table: pa.Table
@@ -79,12 +80,22 @@ def _register(
         recipe_fingerprint=fingerprint.of_json(recipe.resolved()),
         family=meta.family,
         step=chosen.step,
-        draft_tokens=chosen.draft_tokens,
+        draft_tokens=chosen.plan.draft_tokens,
+        tree_name=chosen.plan.tree or None,
+        tree=_chosen_tree(space, scorer, scored),
         parent=parent,
         git_commit=git_commit(),
     )
     trained_on = {sample.cluster for sample in Capture.open(captured.folder, verify=False).samples("train")}
     return register_version(space.tracking, run_id, exported, lineage, trained_on)
+
+
+def _chosen_tree(space: Workspace, scorer: Scorer, scored: Scored) -> Tree | None:
+    """The tree that the choice was made at, as this draft drafts it; None: a chain."""
+    name = scored.chosen.plan.tree
+    if not name:
+        return None
+    return scorer.tree_of(scorer.load(scored.chosen_folder), name, space.recipe.score.trees[name]).fixed
 
 
 def _told(version: Version, decision: Decision) -> Decision:
@@ -125,8 +136,9 @@ def _evidence(space: Workspace, scorer: Scorer, version: Version, now: Version |
 
 def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> None:
     """Both drafts and prompt lookup on the holdout, then by domain."""
-    settings, costs = scorer.settings, scorer.costs(None)
-    lookup, _ = scorer.counts(PromptLookup(), Identity(LOOKUP, 0))
+    settings, draftings = scorer.settings, scorer.draftings(None)
+    costs = scorer.costs(None, draftings)
+    lookup, _ = scorer.counts(draftings, Identity(LOOKUP, 0))
     (baseline,) = leaderboard([lookup], {LOOKUP: costs}, settings, [LOOKUP])
     drafts = [candidate] if rival is None else [candidate, rival]
     rows = [baseline, *(draft.row for draft in drafts)]
@@ -144,17 +156,19 @@ def _rival(space: Workspace, scorer: Scorer, now: Version) -> tuple[_Measured | 
 
 
 def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _Measured:
-    """Score a registered version, as the registry has it now, at its own K where that is among the recipe's."""
+    """Score a registered version, as the registry has it now, at its own tree, or K where the recipe has that."""
     folder = resolve_models_uri(space.tracking, version.uri, space.root / "models", afresh=True)
-    proposer, draft = scorer.proposer(folder)
-    table, lossless = scorer.counts(proposer, Identity(name, version.lineage.step))
-    costs: dict[str, CostTable] = {name: scorer.costs(draft)}
-    K = version.lineage.draft_tokens
-    if K in scorer.settings.draft_tokens:
-        table = counts.where(table, draft_tokens=K)
+    draft, lineage = scorer.load(folder), version.lineage
+    draftings = scorer.draftings(draft)[:1]  # its chains
+    if lineage.tree is not None and lineage.tree_name is not None:
+        draftings = [scorer.tree_of(draft, lineage.tree_name, lineage.tree)]
+    table, lossless = scorer.counts(draftings, Identity(name, lineage.step))
+    costs: dict[str, CostTable] = {name: scorer.costs(draft, draftings)}
+    if lineage.tree is None and lineage.draft_tokens in scorer.settings.draft_tokens:
+        table = at_plan(table, Plan(lineage.draft_tokens))
     (row,) = leaderboard([table], costs, scorer.settings)
     row = replace(row, chosen=False)  # there was nothing to choose from
-    return _Measured(row, counts.where(table, draft_tokens=row.draft_tokens), lossless)
+    return _Measured(row, at_plan(table, row.plan), lossless)
 
 
 def _by_domain(one: pa.Table, two: pa.Table, settings: ScoreSettings) -> dict[str, DomainFigures]:

@@ -1,7 +1,9 @@
 """Scores of every checkpoint, the times of every shape, and the draft that they choose."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,21 +13,26 @@ from ..data.store import Capture, Sample
 from ..errors import CorruptDataError, InputError, MissingFileError
 from ..eval import counts
 from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
+from ..eval.measured import measured_tree
 from ..eval.perplexity import perplexity
+from ..eval.plans import Drafting
 from ..eval.score import Identity, TraceCache, score_draft, spread
 from ..eval.select import Row, domain_rows, leaderboard, plain_row
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
 from ..specdec.drafts import AnyDraft
-from ..specdec.formats import load_draft
+from ..specdec.formats import META_FILE, check_fits, load_draft, read_draft
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.lookup import PromptLookup
+from ..specdec.proposers.trees import MeasuredTree, StaticTree, TreeSettings
+from ..specdec.targets import Target
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
 
 LOOKUP = "lookup"
 COUNTS_FILE = "counts.parquet"
+_MEASURED_CONVERSATIONS = 64  # whose answers shape a measured tree
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Scored:
 
     @property
     def chosen(self) -> Row:
-        """The checkpoint and K with the best expected speed-up."""
+        """The checkpoint and K or tree with the best expected speed-up."""
         found = next((row for row in self.rows if row.chosen), None)
         if found is None:
             raise InputError("score: no checkpoint has a known speed-up; score more conversations")
@@ -60,58 +67,105 @@ class Scorer:
 
     def __init__(self, space: Workspace, captured: Stage, split: str) -> None:
         self._space = space
+        self._data = Capture.open(captured.folder, verify=False)
         self.settings: ScoreSettings = space.recipe.score
-        self.samples: list[Sample] = Capture.open(captured.folder, verify=False).samples(split)  # type: ignore[arg-type]
+        self.samples: list[Sample] = self._data.samples(split)  # type: ignore[arg-type]
         self.traces = TraceCache(space.target, self.settings.trace_bytes)
 
-    def proposer(self, folder: Path) -> tuple[Proposer, AnyDraft]:
-        """A stored draft, ready to draft for the target."""
-        target = self._space.target
-        draft, meta = load_draft(folder, target.device, target.dtype)
-        if meta.tokenizer_digest != target.tokenizer_digest:
-            raise InputError(f"{folder}: drafts with another tokenizer than the target's")
-        return make_proposer(draft, target), draft
+    def load(self, folder: Path) -> AnyDraft:
+        """A stored draft, once it is seen to fit the target."""
+        return draft_for(self._space.target, folder)
 
-    def counts(self, proposer: Proposer, identity: Identity) -> tuple[pa.Table, bool | None]:
+    def proposer(self, draft: AnyDraft) -> Proposer:
+        """The proposer of its chains."""
+        return make_proposer(draft, self._space.target)
+
+    def draftings(self, draft: AnyDraft | None) -> list[Drafting]:
+        """The ways of drafting that the recipe scores (None: prompt lookup, which drafts chains only)."""
+        depths = tuple(self.settings.draft_tokens)
+        if draft is None:
+            return [Drafting(PromptLookup, depths)]
+        chains = Drafting(partial(make_proposer, draft, self._space.target), depths)
+        return [chains, *(self.tree_of(draft, name, tree) for name, tree in self.settings.trees.items())]
+
+    def tree_of(self, draft: AnyDraft, name: str, tree: TreeSettings) -> Drafting:
+        """One tree of a draft; a measured one is measured here, on answers of the train split."""
+        fixed = self._measured(draft, tree) if isinstance(tree, MeasuredTree) else tree
+        make = partial(make_proposer, draft, self._space.target, fixed)
+        return Drafting(make, (fixed.levels,), name, fixed, tree.model_dump(mode="json"))
+
+    def _measured(self, draft: AnyDraft, tree: MeasuredTree) -> StaticTree:
+        samples = self._data.samples("train")
+        kept = spread(samples, _MEASURED_CONVERSATIONS)
+        return measured_tree(
+            self._space.target, self.proposer(draft), [one for one in samples if one.conversation in kept], tree
+        )
+
+    def counts(self, draftings: Sequence[Drafting], identity: Identity) -> tuple[pa.Table, bool | None]:
         """Counts of one draft, and whether decoding was seen to be lossless (None: nothing was decoded at T = 0)."""
-        score = score_draft(self._space.target, proposer, self.samples, self.settings, identity, self.traces)
+        score = score_draft(self._space.target, draftings, self.samples, self.settings, identity, self.traces)
         return score.counts, score.consistency.lossless
 
-    def perplexity(self, proposer: Proposer) -> float:
+    def perplexity(self, draft: AnyDraft) -> float:
         """Of the recorded answers under the draft; shown to people, used for nothing."""
         chosen = spread(self.samples, self.settings.decode_conversations or 1)
         samples = [sample for sample in self.samples if sample.conversation in chosen]
-        return perplexity(proposer, samples, self.traces)
+        return perplexity(self.proposer(draft), samples, self.traces)
 
-    def costs(self, draft: AnyDraft | None) -> CostTable:
+    def costs(self, draft: AnyDraft | None, draftings: Sequence[Drafting]) -> CostTable:
         """Times of this shape (None: prompt lookup) on this machine, measured once."""
         settings, target = self.settings, self._space.target
-        sampling = settings.sampling[0]
-        rule = "greedy" if sampling.greedy else settings.serving_rule
-        if draft is None and not sampling.greedy:
-            rule = "onehot"
-        key = cost_key(target, LOOKUP if draft is None else draft, settings.draft_tokens, sampling, rule)
+        key = cost_key(target, LOOKUP if draft is None else draft, draftings, settings)
         prompts = [sample.prompt_ids for sample in self.samples]
 
-        def proposer() -> Proposer:
-            return PromptLookup() if draft is None else make_proposer(draft, target)
-
         def measure() -> CostTable:
-            return measure_costs(key, target, proposer, prompts, sampling, settings.costs)
+            return measure_costs(key, target, draftings, prompts, settings)
 
         return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
 
 
+def draft_for(target: Target, folder: Path) -> AnyDraft:
+    """A draft in any layout, on the target's device and in its precision, once it is seen to fit the target."""
+    if (folder / META_FILE).is_file():
+        draft, meta = load_draft(folder, target.device, target.dtype)
+        if meta.tokenizer_digest != target.tokenizer_digest:
+            raise InputError(f"{folder}: drafts with another tokenizer than the target's")
+    else:
+        draft = read_draft(folder, target.num_layers).to(device=target.device, dtype=target.dtype).eval()
+    check_fits(draft, target, folder)
+    return draft
+
+
 def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> Scored:
     """Score every checkpoint of every draft on the selection split, prompt lookup beside them; choose, and show it."""
-    inputs = [
-        captured.fingerprint,
-        {name: stage.fingerprint for name, stage in trained.items()},
-        space.recipe.score.model_dump(mode="json", exclude={"costs", "batch_size"}),
-    ]
+    folders = {(name, step): path for name, done in trained.items() for step, path in checkpoints_of(done).items()}
+    scored = _score(space, captured, folders, {name: stage.fingerprint for name, stage in trained.items()})
+    _show(scored, space.recipe.score)
+    return scored
+
+
+def score_folder(space: Workspace, captured: Stage, folder: Path) -> Scored:
+    """Score a draft of anybody's making, as it is, on the selection split, and show it. Nothing is registered."""
+    if not (folder / META_FILE).is_file():
+        say(f"{folder}: no {META_FILE}: nothing says which tokenizer it was trained with; only sizes are checked")
+    files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    digests = {path.name: fingerprint.of_file(path) for path in files if path.is_file()}
+    scored = _score(space, captured, {(_name_of(folder), 0): folder}, digests)
+    _show(scored, space.recipe.score)
+    return scored
+
+
+def _name_of(folder: Path) -> str:
+    name = folder.resolve().name
+    return f"{name} (given)" if name == LOOKUP else name
+
+
+def _score(space: Workspace, captured: Stage, folders: dict[tuple[str, int], Path], drafts: dict[str, str]) -> Scored:
+    """Counts of each draft folder and of prompt lookup. `drafts`: digests of what is scored."""
+    settings = space.recipe.score
+    inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude={"costs", "batch_size"})]
     found = fingerprint.of_json(["score", inputs])
     stage = Stage(space.folder("score", found), found)
-    folders = {(name, step): path for name, done in trained.items() for step, path in checkpoints_of(done).items()}
     scorer = Scorer(space, captured, SELECTION_SPLIT)
     tables: list[pa.Table] = []
     costs: dict[str, CostTable] = {}
@@ -121,12 +175,13 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
         notes_file, counts_file = (part.with_name(f"{part.name}.{kind}") for kind in ("json", "parquet"))
         known = _stored(counts_file, notes_file)
         if known is None or name not in costs:
-            proposer, draft = (PromptLookup(), None) if folder is None else scorer.proposer(folder)
+            draft = None if folder is None else scorer.load(folder)
+            draftings = scorer.draftings(draft)
             if name not in costs:
-                costs[name] = scorer.costs(draft)
+                costs[name] = scorer.costs(draft, draftings)
             if known is None:
-                table, lossless = scorer.counts(proposer, Identity(name, step))
-                seen = None if folder is None else scorer.perplexity(proposer)
+                table, lossless = scorer.counts(draftings, Identity(name, step))
+                seen = None if draft is None else scorer.perplexity(draft)
                 counts.write(table, counts_file)
                 storage.write_json(notes_file, {"lossless": lossless, "perplexity": seen})
                 known = counts.read(counts_file), seen  # as it will be read next time: the digest is of what it makes
@@ -135,10 +190,8 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
             perplexities[name, step] = known[1]
     table = counts.concat(tables)
     counts.write(table, stage.folder / COUNTS_FILE)
-    rows = leaderboard(tables, costs, space.recipe.score, [LOOKUP], perplexities)
-    scored = Scored(stage, table, costs, rows, folders)
-    _show(scored, space.recipe.score)
-    return scored
+    rows = leaderboard(tables, costs, settings, [LOOKUP], perplexities)
+    return Scored(stage, table, costs, rows, folders)
 
 
 def _stored(counts_file: Path, notes_file: Path) -> tuple[pa.Table, float | None] | None:
@@ -174,6 +227,6 @@ def _show(scored: Scored, settings: ScoreSettings) -> None:
     show_domains(domain_rows([scored.counts], compared, settings), settings.confidence, "By domain")
     if chosen.speedup.value < 1:
         say(
-            f"speculation loses here: {chosen.draft} needs tau {chosen.break_even_tau:.2f} at K={chosen.draft_tokens} "
-            f"to break even on this machine and reaches {chosen.tau.value:.2f}"
+            f"speculation loses here: {chosen.draft} needs tau {chosen.break_even_tau:.2f} at {chosen.plan} to break "
+            f"even on this machine and reaches {chosen.tau.value:.2f}"
         )

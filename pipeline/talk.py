@@ -9,15 +9,18 @@ from rich.text import Text
 
 from ..data.conversation import Message, render
 from ..errors import InputError, RegistryError
+from ..eval.plans import Plan, rules_for
+from ..eval.settings import SELECTION_SPLIT
 from ..registry.models import champion
 from ..registry.resolve import resolve_models_uri
 from ..specdec.decoder import Generation, Request, generate
-from ..specdec.formats import load_draft
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.lookup import PromptLookup
+from ..specdec.proposers.trees import MeasuredTree
+from ..specdec.rules import RULES
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
-from .scoring import LOOKUP
+from .scoring import LOOKUP, Scorer, draft_for
 from .stages import capture_stage, checkpoints_of, mix_stage, trained
 from .workspace import Workspace
 
@@ -32,7 +35,7 @@ class Spoken:
     generation: Generation
     draft: str
     rule: str
-    draft_tokens: int
+    plan: Plan
 
 
 def find_draft(space: Workspace, name: str | None) -> Path:
@@ -44,11 +47,11 @@ def find_draft(space: Workspace, name: str | None) -> Path:
                 "this target has no champion yet: run `draftforge distill`, or name a draft with --draft"
             )
         return resolve_models_uri(space.tracking, now.uri, space.root / "models")
-    if Path(name).is_dir():
-        return Path(name)
     if name not in space.recipe.drafts:
+        if Path(name).exists():
+            return Path(name)
         known = ", ".join(space.recipe.drafts)
-        raise InputError(f"--draft {name}: must be a checkpoint folder or one of the recipe's drafts ({known})")
+        raise InputError(f"--draft {name}: must be a draft folder or one of the recipe's drafts ({known})")
     found = checkpoints_of(trained(space, name, capture_stage(space, mix_stage(space))))
     if not found:
         raise InputError(f"--draft {name}: has no checkpoint yet; run `draftforge train`")
@@ -61,21 +64,22 @@ def speak(
     draft: str | None,
     rule: str | None,
     draft_tokens: int | None,
+    tree: str | None,
     max_new_tokens: int,
     temperature: float,
     seed: int,
 ) -> Spoken:
-    """Answer one prompt. At temperature 0 the rule is greedy, else the recipe's serving rule unless one is named."""
+    """Answer one prompt. At temperature 0 the rule is greedy, else the first of the recipe's that takes the draft."""
     _check_prompt(prompt)
     target, sampling = space.target, SamplingSettings(temperature=temperature)
     ids = render(target.tokenizer, [Message(role="user", content=prompt)], None, {})
-    proposer = _proposer(space, target, draft)
+    proposer, levels = _proposer(space, target, draft, tree)
     settings = space.recipe.score
-    rule = rule or ("greedy" if sampling.greedy else "onehot" if draft == LOOKUP else settings.serving_rule)
-    K = draft_tokens or max(settings.draft_tokens)
+    K = draft_tokens or levels
+    rule = rule or ("greedy" if proposer is None else rules_for(sampling, proposer, settings)[0])
     request = Request(ids, sampling, seed, max_new_tokens, target.stop_ids)
     ((_, generation),) = generate(target, proposer, [request], rule=rule, draft_tokens=K)
-    return Spoken(generation, draft or "champion", rule, K if proposer is not None else 0)
+    return Spoken(generation, draft or "champion", rule, Plan(K if proposer is not None else 0, tree or ""))
 
 
 def _check_prompt(prompt: str) -> None:
@@ -87,15 +91,26 @@ def _check_prompt(prompt: str) -> None:
         raise InputError(f"PROMPT {prompt[:40]!a}: is not valid Unicode") from None
 
 
-def _proposer(space: Workspace, target: Target, draft: str | None) -> Proposer | None:
-    if draft == NO_DRAFT:
-        return None
-    if draft == LOOKUP:
-        return PromptLookup()
-    loaded, meta = load_draft(find_draft(space, draft), target.device, target.dtype)
-    if meta.tokenizer_digest != target.tokenizer_digest:
-        raise InputError(f"--draft {draft}: drafts with another tokenizer than the target's")
-    return make_proposer(loaded, target)
+def _proposer(
+    space: Workspace, target: Target, draft: str | None, tree_name: str | None
+) -> tuple[Proposer | None, int]:
+    """What drafts, and how many levels it drafts unless told otherwise."""
+    trees, K = space.recipe.score.trees, max(space.recipe.score.draft_tokens)
+    if tree_name is not None and tree_name not in trees:
+        known = f"one of the recipe's score.trees ({', '.join(trees)})" if trees else "in score.trees, which is empty"
+        raise InputError(f"--tree {tree_name}: must be {known}")
+    if draft in (NO_DRAFT, LOOKUP):
+        if tree_name is not None:
+            raise InputError(f"--tree {tree_name}: --draft {draft} drafts no trees")
+        return (PromptLookup() if draft == LOOKUP else None), K
+    loaded = draft_for(target, find_draft(space, draft))
+    if tree_name is None:
+        return make_proposer(loaded, target), K
+    tree = trees[tree_name]
+    if isinstance(tree, MeasuredTree):
+        scorer = Scorer(space, capture_stage(space, mix_stage(space)), SELECTION_SPLIT)
+        return scorer.tree_of(loaded, tree_name, tree).proposer, tree.levels
+    return make_proposer(loaded, target, tree), tree.levels
 
 
 def show(target: Target, spoken: Spoken) -> None:
@@ -106,7 +121,7 @@ def show(target: Target, spoken: Spoken) -> None:
     console.print(text, soft_wrap=True)
     generation = spoken.generation
     speed = f"{len(generation.tokens)} tokens in {generation.seconds:.2f} s"
-    if not spoken.draft_tokens or not generation.rounds:
+    if not spoken.plan.draft_tokens or not generation.rounds:
         console.print(f"{speed}, no draft", style="dim", soft_wrap=True)
         return
     rounds = len(generation.rounds)
@@ -114,7 +129,7 @@ def show(target: Target, spoken: Spoken) -> None:
     accepted = sum(one.accepted for one in generation.rounds)
     proposed = sum(one.drafted for one in generation.rounds)
     console.print(
-        f"{speed}; {spoken.draft}, rule {spoken.rule}, K={spoken.draft_tokens}: tau {tau:.2f} "
+        f"{speed}; {spoken.draft}, rule {RULES[spoken.rule].label}, {spoken.plan}: tau {tau:.2f} "
         f"({rounds} rounds, {accepted} of {proposed} drafted tokens accepted)",
         style="dim",
         soft_wrap=True,

@@ -23,7 +23,7 @@ from . import retrain as again
 from . import talk
 from .exporting import export_draft, verifier_of
 from .promotion import promote_stage
-from .scoring import Scorer, score_stage
+from .scoring import Scorer, score_folder, score_stage
 from .stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
 
@@ -59,11 +59,17 @@ def train(recipe: Recipe, draft: str | None) -> None:
 
 
 def score(recipe: Recipe, draft: str | None) -> None:
-    """The leaderboard."""
+    """The leaderboard: of the recipe's drafts, of one of them, or of a draft folder of anybody's making."""
     space = Workspace(recipe)
-    _check_name(recipe, draft)
+    folder = None if draft is None or draft in recipe.drafts else Path(draft)
+    if folder is not None and not folder.exists():
+        raise MissingFileError(f"--draft {draft}: is neither a draft of the recipe ({_names(recipe)}) nor a folder")
     with space.alone():
         captured = capture_stage(space, mix_stage(space))
+        if folder is not None:
+            if space.first_rank:
+                score_folder(space, captured, folder)
+            return
         stages = _train(space, captured, draft)
         if space.first_rank:
             score_stage(space, captured, stages)
@@ -137,19 +143,24 @@ def generate(
     draft: str | None,
     rule: str | None,
     draft_tokens: int | None,
+    tree: str | None,
     max_new_tokens: int,
     temperature: float,
     seed: int,
 ) -> None:
     """Answer a prompt and show what the draft was worth."""
     space = Workspace(recipe)
-    spoken = talk.speak(space, prompt, draft, rule, draft_tokens, max_new_tokens, temperature, seed)
+    spoken = talk.speak(space, prompt, draft, rule, draft_tokens, tree, max_new_tokens, temperature, seed)
     talk.show(space.target, spoken)
 
 
 def _check_name(recipe: Recipe, draft: str | None) -> None:
     if draft is not None and draft not in recipe.drafts:
-        raise InputError(f"--draft {draft}: must be one of the recipe's drafts ({', '.join(recipe.drafts)})")
+        raise InputError(f"--draft {draft}: must be one of the recipe's drafts ({_names(recipe)})")
+
+
+def _names(recipe: Recipe) -> str:
+    return ", ".join(recipe.drafts)
 
 
 def _train(space: Workspace, captured: Stage, draft: str | None) -> dict[str, Stage]:

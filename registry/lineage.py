@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .. import __version__
 from ..errors import CorruptDataError, RegistryError
 from ..fingerprint import of_bytes, of_json, short
+from ..specdec.proposers.trees import Tree
 from .artifacts import download
 from .connect import Tracking, mlflow_errors
 
@@ -41,7 +42,11 @@ class Lineage(BaseModel):
     family: str
     step: int = Field(ge=0)
     draft_tokens: int | None = None
-    """K that the choice was made at."""
+    """K, or the tree's levels, that the choice was made at."""
+    tree_name: str | None = None
+    """What the recipe called the tree that the choice was made at; None: a chain."""
+    tree: Tree | None = None
+    """That tree, as this draft drafts it."""
     parent: str | None = None
     """The version it was warm-started from, `name/number`; of this target or of another."""
     draftforge_version: str = __version__

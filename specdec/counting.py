@@ -88,4 +88,4 @@ def matched_runs(
     with torch.inference_mode():
         traced = trace_target(target, prompt_ids, text_ids, greedy, proposer.aux_layers, proposer.reads_states)
         trace = proposer.trace(ids, len(prompt_ids) + known, K, greedy, traced.states)
-    return [0] * known + trace.hit_TK.long().cumprod(1).sum(1).tolist()
+    return [0] * known + (trace.rank_TK == 0).long().cumprod(1).sum(1).tolist()

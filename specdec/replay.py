@@ -7,27 +7,29 @@ at other temperatures it fixes the law of the rounds (see `walk.py`). The answer
 target at this very sampling setting.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..errors import InputError
 from .models import CausalModel, States
 from .proposers.base import Ask, Proposer, Trace
+from .proposers.shape import TreeShape
 from .rules import RULES
 from .sampling import SamplingSettings, probabilities, seen_before
 from .tree import ROOT
 from .walk import (
     Floats,
     RoundCounts,
-    count_rounds,
+    drafted_levels,
     survival_block,
-    survival_onehot,
+    survival_chosen,
+    survival_match,
     survival_token,
     walk_expected,
-    walk_greedy,
     windows,
 )
 
@@ -81,6 +83,24 @@ def trace_target(
     return TargetTrace(states, p_N.double().cpu().numpy(), target.vocab_size)
 
 
+def replayable(proposer: Proposer, rule: str, sampling: SamplingSettings) -> bool:
+    """Whether recorded answers tell what the decoder would have counted. Raises InputError for an unknown rule.
+
+    At temperature 0 every lossless rule is the greedy one. Above it, drafts of chosen siblings tell under the rules
+    that need no q, and drawn ones where they are chains. What a lossy rule emits is another answer.
+    """
+    judge = RULES.get(rule)
+    if judge is None:
+        raise InputError(f"rule: {rule!r}: must be one of {', '.join(RULES)}")
+    if not proposer.replayable or not judge.lossless:
+        return False
+    if sampling.greedy:
+        return True
+    if _draws(proposer, rule, sampling):
+        return rule in _SURVIVAL and proposer.chain and proposer.drawn == "iid"
+    return not judge.needs_q and not judge.greedy_only
+
+
 @torch.inference_mode()
 def replay_sample(
     proposer: Proposer,
@@ -93,82 +113,114 @@ def replay_sample(
     max_new_tokens: int,
 ) -> list[Counted]:
     """Counts of one recorded answer for every rule and every K. Raises InputError where replay is not exact."""
-    if not proposer.replayable:
-        raise InputError(f"{type(proposer).__name__}: cannot be replayed, decode it")
+    for rule in rules:
+        if not replayable(proposer, rule, sampling):
+            can = [name for name in RULES if replayable(proposer, name, sampling)]
+            kind = f"{type(proposer).__name__}, {proposer.drawn}, at {sampling.key}"
+            raise InputError(f"rule: {rule!r}: cannot be replayed ({kind}), decode it; can: {', '.join(can) or 'none'}")
     if len(answer_ids) < 2:  # the prefill emitted it all: no round
         nothing = RoundCounts(0.0, 0.0, 0.0, 0.0, (), ())
         return [Counted(rule, K, _padded(nothing, K)) for rule in rules for K in draft_tokens]
-    if not proposer.chain:
-        return [
-            Counted(rule, K, _drive(proposer, traced, prompt_ids, answer_ids, sampling, rule, K, max_new_tokens))
-            for rule in rules
-            for K in draft_tokens
-        ]
+    shape = proposer.shape(max(draft_tokens))
+    if shape is None:  # siblings are chosen, so that all rules count alike
+        driven = [drive(proposer, traced, prompt_ids, answer_ids, sampling, K, max_new_tokens) for K in draft_tokens]
+        return [Counted(rule, K, counts) for rule in rules for K, counts in zip(draft_tokens, driven)]
+    survivals = [_SURVIVAL[rule] if _draws(proposer, rule, sampling) else None for rule in rules]
     ids = prompt_ids + answer_ids
     trace = proposer.trace(ids, len(prompt_ids) + 1, max(draft_tokens), sampling, traced.states)
     return [
-        Counted(rule, K, count(trace, traced.p_N, sampling, rule, K, max_new_tokens))
-        for rule in rules
+        Counted(rule, K, _count(trace, shape.cut(K), traced.p_N, survival, K, max_new_tokens))
+        for rule, survival in zip(rules, survivals)
         for K in draft_tokens
     ]
 
 
-def count(trace: Trace, p_N: Floats, sampling: SamplingSettings, rule: str, K: int, max_new_tokens: int) -> RoundCounts:
-    """Walk one answer's trace under one rule."""
-    hit_TK = trace.hit_TK[:, :K].cpu().numpy()
+Survival = Callable[[Floats, Floats], Floats]
+_SURVIVAL: dict[str, Survival] = {
+    "token": survival_token,
+    "block": survival_block,
+    "match": lambda p_TK, q_TK: survival_match(q_TK),
+}
+"""How far rounds go, by p and q of the answer's tokens, under the rules by which chains of draws are replayed."""
+
+
+def _draws(proposer: Proposer, rule: str, sampling: SamplingSettings) -> bool:
+    """Whether the draft is drawn from q; else its likeliest tokens are chosen."""
+    return RULES[rule].draws and proposer.drawn != "deterministic" and not sampling.greedy
+
+
+def _count(
+    trace: Trace, shape: TreeShape, p_N: Floats, survival: Survival | None, K: int, max_new_tokens: int
+) -> RoundCounts:
+    """Walk one answer's trace. `survival` None: the draft's tokens are chosen."""
     offered_T = None if trace.offered_T is None else trace.offered_T.cpu().numpy()
-    if sampling.greedy:  # every lossless rule is the greedy one
-        return walk_greedy(hit_TK.cumprod(1).sum(1), K, len(p_N), max_new_tokens, offered_T)
-    if RULES[rule].greedy_only:
-        raise InputError(f"rule {rule}: is for temperature 0, not {sampling.temperature}")
-    p_TK, q_TK = windows(p_N, K), trace.q_TK[:, :K].double().cpu().numpy()
-    if rule == "onehot":
-        survival_TK = survival_onehot(hit_TK)
-    else:
-        survival_TK = {"token": survival_token, "block": survival_block}[rule](p_TK, q_TK)
-    return walk_expected(survival_TK, K, len(p_N), max_new_tokens, offered_T)
+    if survival is not None:
+        survival_TK = survival(windows(p_N, K), trace.q_TK[:, :K].double().cpu().numpy())
+        return walk_expected(survival_TK, K, len(p_N), max_new_tokens, offered_T)
+    run_T, judged_T = shape.follow(trace.rank_TK[:, :K].cpu().numpy())
+    levels_T = drafted_levels(K, len(p_N), max_new_tokens, offered_T)
+    nodes_T = shape.sizes[np.minimum(levels_T, shape.depth)]
+    judged_T = np.minimum(judged_T, levels_T)
+    return walk_expected(survival_chosen(run_T, K), K, len(p_N), max_new_tokens, judged_T, nodes_T)
 
 
-def _drive(
+@torch.inference_mode()
+def drive(
     proposer: Proposer,
     traced: TargetTrace,
     prompt_ids: list[int],
     answer_ids: list[int],
     sampling: SamplingSettings,
-    rule: str,
     K: int,
     max_new_tokens: int,
 ) -> RoundCounts:
-    """Counts of a proposer of trees: it drafts for real, and the recorded answer stands in for the target.
+    """Counts of a proposer whose trees depend on its confidence: it drafts for real along the recorded answer.
 
-    At temperature 0 trees are built where rounds start, as in decoding. Above it, for chosen siblings (rule onehot)
-    the round goes on while the answer's token is among them, so trees are built at every start.
+    At temperature 0 trees are built where rounds start, as in decoding. Above it, for chosen siblings, the round goes
+    on while the answer's token is among them; where it starts is not certain then, so trees are built at every token.
     """
-    if not sampling.greedy and rule != "onehot":
-        raise InputError(f"rule {rule}: trees of drawn siblings cannot be replayed, decode them")
     states = traced.states if traced.states is not None else States(torch.zeros(1, len(prompt_ids), 0), None)
     proposer.reserve(1, len(prompt_ids) + len(answer_ids) + 1, K)
     proposer.begin([0], [[*prompt_ids, answer_ids[0]]], _cut(states, 0, len(prompt_ids)))
-    emitted, rounds, runs, nodes, levels = 1, [], [], [], []
+    nodes_T, run_T, judged_T = np.zeros((3, len(answer_ids) - 1), np.int64)
+    emitted = 1
     while emitted < len(answer_ids):
         known = [*prompt_ids, *answer_ids[:emitted]]
         seen_1V = None
         if sampling.repetition_penalty != 1.0:
             seen_1V = seen_before(known, len(known), 1, traced.vocab_size, states.hidden_BTH.device)
         ask = Ask([min(K, max_new_tokens - emitted - 1)], [sampling], None, seen_1V)
-        drafted, run, judged = _longest_hit(proposer, ask, answer_ids[emitted:])
+        row, (nodes, run, judged) = emitted - 1, _longest_hit(proposer, ask, answer_ids[emitted:])
+        nodes_T[row], run_T[row], judged_T[row] = nodes, run, judged
         step = min(run + 1, len(answer_ids) - emitted) if sampling.greedy else 1
-        rounds.append((drafted, run, step, run if step == run else judged))
-        runs.append(run)
-        nodes.append(drafted)
-        levels.append(judged)
-        at = len(prompt_ids) + emitted - 1
+        at = len(prompt_ids) + row
         proposer.observe([answer_ids[emitted : emitted + step]], _cut(states, at, at + step))
         emitted += step
-    if sampling.greedy:
-        return count_rounds(rounds, K)
-    survival_TK = (np.arange(K) < np.array(runs)[:, None]).astype(np.float64)
-    return walk_expected(survival_TK, K, len(answer_ids), max_new_tokens, levels, nodes)
+    return walk_expected(survival_chosen(run_T, K), K, len(answer_ids), max_new_tokens, judged_T, nodes_T)
+
+
+def rank_accuracies(traces: Iterable[Trace], ranks: int) -> list[list[float]]:
+    """How often each rank is right on each level: what `TreeShape.of_accuracies` asks for.
+
+    Entry [h][r]: share of the round starts at which the token of rank r on level h is the answer's, given that the
+    drafted tokens above it equal the answer's; of those at which level h is drafted and the answer goes on so far. A
+    level without any has an empty row.
+    """
+    right: list[NDArray[np.int64]] = []
+    drafted: list[int] = []
+    for trace in traces:
+        rank_TK = trace.rank_TK.cpu().numpy()
+        starts, levels = rank_TK.shape
+        offered_T = levels if trace.offered_T is None else trace.offered_T.cpu().numpy()
+        deep_T = np.minimum(starts - np.arange(starts), offered_T)
+        for level in range(levels):
+            if level == len(right):
+                right.append(np.zeros(ranks, np.int64))
+                drafted.append(0)
+            rank_N = np.minimum(rank_TK[deep_T > level, level], ranks)
+            right[level] += np.bincount(rank_N, minlength=ranks + 1)[:ranks]
+            drafted[level] += len(rank_N)
+    return [(hits / count).tolist() if count else [] for hits, count in zip(right, drafted)]
 
 
 def _longest_hit(proposer: Proposer, ask: Ask, answer: list[int]) -> tuple[int, int, int]:

@@ -29,28 +29,6 @@ class RoundCounts(NamedTuple):
     accepted_K: tuple[float, ...]
 
 
-def walk_greedy(
-    run_T: ArrayLike, K: int, n_answer: int, max_new_tokens: int, offered_T: ArrayLike | None = None
-) -> RoundCounts:
-    """Counts at temperature 0: jump from round to round along the answer.
-
-    run_T: length of the accepted run of a round that starts there (may exceed what is drafted: it is clipped).
-    offered_T: tokens that the proposer has to offer there, where that may be fewer than K (prompt lookup).
-    """
-    run = _starts(run_T, n_answer, max_new_tokens, "run_T")
-    drafted_T = _drafted(K, n_answer, max_new_tokens, offered_T)
-    rounds: list[tuple[int, int, int, int]] = []
-    emitted = 1
-    while emitted < n_answer:
-        drafted = int(drafted_T[emitted - 1])
-        accepted = min(int(run[emitted - 1]), drafted, n_answer - emitted)
-        step = min(accepted + 1, n_answer - emitted)
-        # A run that reaches the stop ends there: what was drafted after it is not reached.
-        rounds.append((drafted, accepted, step, accepted if step == accepted else min(accepted + 1, drafted)))
-        emitted += step
-    return count_rounds(rounds, K)
-
-
 def walk_expected(
     w_TK: ArrayLike,
     K: int,
@@ -59,15 +37,20 @@ def walk_expected(
     offered_T: ArrayLike | None = None,
     nodes_T: ArrayLike | None = None,
 ) -> RoundCounts:
-    """Expected counts given the answer, at any temperature: push the mass of round starts forward.
+    """Expected counts given the answer: push the mass of round starts forward.
+
+    Where every w is 0 or 1 (temperature 0, and drafts of chosen siblings) the mass jumps from round to round, as the
+    decoder does, and the counts are whole.
 
     w_TK[r, j]: probability that a round starting there accepts at least j + 1 tokens, given the answer (`survival_*`).
+    offered_T: levels that judge the answer's tokens at each start, where that may be fewer than K (prompt lookup, or
+    trees in which the answer's way ends early).
     nodes_T: nodes drafted by a round at each start, where that is a tree; else one a level.
     """
     w = _starts(w_TK, n_answer, max_new_tokens, "w_TK").astype(np.float64)
     if n_answer > 1 and (w.ndim != 2 or w.shape[1] < K):
         raise ValueError(f"w_TK has shape {w.shape}: two axes and at least K = {K} columns are needed")
-    drafted_T = _drafted(K, n_answer, max_new_tokens, offered_T)
+    drafted_T = drafted_levels(K, n_answer, max_new_tokens, offered_T)
     nodes = drafted_T if nodes_T is None else _starts(nodes_T, n_answer, max_new_tokens, "nodes_T")
     starts = np.zeros(n_answer + 2)  # probability that a round starts with that many tokens emitted
     starts[1] = 1.0
@@ -75,6 +58,8 @@ def walk_expected(
     rounds = drafted = 0.0
     for emitted in range(1, n_answer):
         mass = starts[emitted]
+        if mass == 0.0:  # no round starts here
+            continue
         inside = min(int(drafted_T[emitted - 1]), n_answer - emitted)
         at_least = np.concatenate(([1.0], w[emitted - 1, :inside], [0.0]))  # index j: accepts j tokens or more
         rounds += mass
@@ -110,6 +95,17 @@ def count_rounds(rounds: Iterable[tuple[int, int, int, int]], K: int) -> RoundCo
     )
 
 
+def drafted_levels(K: int, n_answer: int, max_new_tokens: int, offered_T: ArrayLike | None) -> NDArray[np.int64]:
+    """Levels drafted by a round at each start."""
+    if K < 0:
+        raise ValueError(f"K = {K}: must be at least 0")
+    emitted = np.arange(1, max(n_answer, 1))
+    drafted = np.minimum(K, max_new_tokens - emitted - 1)
+    if offered_T is not None:
+        drafted = np.minimum(drafted, _starts(offered_T, n_answer, max_new_tokens, "offered_T")[: len(drafted)])
+    return drafted.astype(np.int64)
+
+
 def windows(value_N: ArrayLike, K: int, fill: float = 1.0) -> Floats:
     """Per-token values as rows of round starts: out[r, j] = value[1 + r + j], `fill` past the answer's end."""
     value = np.asarray(value_N, dtype=np.float64)
@@ -135,9 +131,19 @@ def survival_block(p_TK: ArrayLike, q_TK: ArrayLike) -> Floats:
     return survival_TK
 
 
-def survival_onehot(hit_TK: ArrayLike) -> Floats:
-    """Deterministic drafts: the round goes on while the draft's token is the answer's."""
-    return np.cumprod(np.asarray(hit_TK, dtype=bool), axis=1).astype(np.float64)
+def survival_match(q_TK: ArrayLike) -> Floats:
+    """Drawn drafts, accepted where they equal the target's own draw: w_j = prod_{i<=j} q(x_i), x the answer."""
+    survival_TK: Floats = np.multiply.accumulate(np.asarray(q_TK, dtype=np.float64), axis=1)
+    return survival_TK
+
+
+def survival_chosen(run_T: ArrayLike, K: int) -> Floats:
+    """Drafts that are chosen, not drawn: the round surely goes on along the run, while the answer's token is drafted.
+
+    Temperature 0, and above it the rules `onehot` and `match`, of chains and of trees.
+    """
+    survival_TK: Floats = (np.arange(K) < np.asarray(run_T)[:, None]).astype(np.float64)
+    return survival_TK
 
 
 def _log_ratio(p_TK: ArrayLike, q_TK: ArrayLike) -> Floats:
@@ -156,14 +162,3 @@ def _starts(value: ArrayLike, n_answer: int, max_new_tokens: int, name: str) -> 
     if len(array) < n_answer - 1:
         raise ValueError(f"{name} has {len(array)} rows: n_answer - 1 = {n_answer - 1} round starts are needed")
     return array
-
-
-def _drafted(K: int, n_answer: int, max_new_tokens: int, offered_T: ArrayLike | None) -> NDArray[np.int64]:
-    """Tokens drafted by a round at each start."""
-    if K < 0:
-        raise ValueError(f"K = {K}: must be at least 0")
-    emitted = np.arange(1, max(n_answer, 1))
-    drafted = np.minimum(K, max_new_tokens - emitted - 1)
-    if offered_T is not None:
-        drafted = np.minimum(drafted, _starts(offered_T, n_answer, max_new_tokens, "offered_T")[: len(drafted)])
-    return drafted.astype(np.int64)

@@ -65,7 +65,15 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         run("generate", "r.yaml", "Hello you", "-k", "3", "-n", "9", "-t", "0.8", "--rule", "block", "--seed", "4") == 0
     )
-    options = {"draft": None, "rule": "block", "draft_tokens": 3, "max_new_tokens": 9, "temperature": 0.8, "seed": 4}
+    options = {
+        "draft": None,
+        "rule": "block",
+        "draft_tokens": 3,
+        "tree": None,
+        "max_new_tokens": 9,
+        "temperature": 0.8,
+        "seed": 4,
+    }
     assert calls.pop() == ("generate", (recipe, "Hello you"), options)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(read=lambda: "from a pipe"))
     assert run("generate", "r.yaml", "-") == 0

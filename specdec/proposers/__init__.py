@@ -13,6 +13,7 @@ from .merged import MergedProposer
 from .shape import TreeShape
 from .small import SmallDrafter
 from .static import StaticProposer
+from .trees import DynamicTree, Tree
 
 __all__ = [
     "Ask",
@@ -40,6 +41,11 @@ def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
     return Eagle3Drafter(draft, target)
 
 
-def make_proposer(draft: AnyDraft, target: CausalModel) -> Proposer:
-    """The chain proposer of a trained draft."""
-    return StaticProposer(make_drafter(draft, target))
+def make_proposer(draft: AnyDraft, target: CausalModel, tree: Tree | None = None) -> Proposer:
+    """The proposer of a trained draft: of chains, or of trees."""
+    drafter = make_drafter(draft, target)
+    if tree is None:
+        return StaticProposer(drafter)
+    if isinstance(tree, DynamicTree):
+        return DynamicProposer(drafter, tree.top_k, tree.nodes)
+    return StaticProposer(drafter, tree.shape, tree.drawn)

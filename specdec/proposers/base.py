@@ -12,6 +12,10 @@ from torch import Tensor
 from ..models import States
 from ..sampling import SamplingSettings
 from ..tree import Drawn, TreeBatch
+from .shape import TreeShape
+
+UNRANKED = 1 << 30
+"""The rank of a token that is not drafted, whatever the tree: more than any vocabulary has tokens."""
 
 
 class Ask(NamedTuple):
@@ -41,14 +45,17 @@ class Draft(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a chain would have said along a recorded answer.
+    """What a draft would have said along a recorded answer.
 
-    Row r is a round that starts with `start + r` tokens known; column j its (j+1)-th drafted token, given that all
-    earlier ones equal the answer. False and 0 where nothing is drafted or the answer has ended.
+    Row r is a round that starts with `start + r` tokens known, one for each that the answer goes on from; column j its
+    (j+1)-th level, given that all drafted tokens above it equal the answer.
     """
 
-    hit_TK: Tensor  # bool: the draft's most likely token is the answer's
-    q_TK: Tensor  # float: the draft's probability, after the sampling processors, of the answer's token
+    rank_TK: Tensor
+    """Tokens that the draft puts before the answer's: 0 where that is its most likely one. UNRANKED where nothing is
+    drafted, the answer has ended, or the draft cannot say that token."""
+    q_TK: Tensor
+    """The draft's probability, after the sampling processors, of the answer's token; 0 where it is UNRANKED."""
     offered_T: Tensor | None = None  # tokens on offer at each start, where that may be fewer than K
 
 
@@ -79,6 +86,7 @@ class Drafter(Reader, Protocol):
     """A trained draft: it reads nodes and says what may follow each."""
 
     levels: int | None  # most levels that it can draft; None: any number
+    width: int  # tokens that it can draft: the logits of all others are -inf
 
     def reserve(self, slots: int, tokens: int, nodes: int) -> None:
         """Called before a run: so many slots of at most so many tokens, and nodes read on top of them in a round."""
@@ -117,7 +125,7 @@ class FollowsDrafter:
 class Proposer(Reader, Protocol):
     """Drafts a tree a slot."""
 
-    replayable: bool
+    replayable: bool  # False: recorded answers never tell its rounds; else the rule decides (replay.py)
     drawn: Drawn  # how siblings are drawn where a rule wants draws; deterministic: it never draws
     chain: bool
 
@@ -126,6 +134,9 @@ class Proposer(Reader, Protocol):
 
     def most_nodes(self, levels: int) -> int:
         """Nodes of the largest tree of so many levels."""
+
+    def shape(self, levels: int) -> TreeShape | None:
+        """The tree of so many levels, if every round has the same: then one trace replays it. None: each its own."""
 
     def propose(self, ask: Ask) -> Draft:
         """Draft a tree for each slot."""

@@ -32,7 +32,7 @@ class DynamicProposer(FollowsDrafter):
         self._top_k, self._nodes = top_k, nodes
 
     def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        raise InputError("dynamic tree: has no trace of a chain")
+        raise InputError("dynamic tree: no trace fits it; draft along the answer")
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
         self._drafter.reserve(slots, tokens, self._top_k * max(levels - 1, 0))
@@ -40,6 +40,9 @@ class DynamicProposer(FollowsDrafter):
     def most_nodes(self, levels: int) -> int:
         k = self._top_k
         return min(self._nodes, k + k * k * (levels - 1)) if levels > 0 else 0
+
+    def shape(self, levels: int) -> None:
+        return None
 
     def propose(self, ask: Ask) -> Draft:
         levels = self._within(max(ask.limits))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache import KVCache, Step
@@ -15,7 +16,7 @@ from ..drafts.eagle3 import Eagle3Draft
 from ..models import CausalModel, States
 from ..sampling import SamplingSettings
 from ..tree import ROOT
-from .base import Trace
+from .base import UNRANKED, Trace
 from .branches import Branches
 from .rows import fill_rows, gather_rows, last_of, trace_from_logits
 
@@ -31,8 +32,8 @@ class FeatureDrafter:
     reads_states = True
     levels: int | None = None
 
-    def __init__(self, draft: Any, embed: Any, hidden_size: int) -> None:
-        self._draft, self._embed, self._hidden_size = draft, embed, hidden_size
+    def __init__(self, draft: Any, embed: Any, hidden_size: int, width: int) -> None:
+        self._draft, self._embed, self._hidden_size, self.width = draft, embed, hidden_size, width
 
     def _true_states(self, states: States) -> Tensor:
         """What the head reads of the target, [B, N, H]."""
@@ -83,13 +84,13 @@ class FeatureDrafter:
             raise ValueError("EAGLE heads need the target's states; ask for proposer.reads_states")
         rows, device = len(ids) - start, states.hidden_BTH.device
         embeds_1TH = self._embed(torch.tensor([ids], device=device))
-        hits, qs = [], []
+        ranks, qs = [], []
         for k, state in enumerate(self._unrolled(embeds_1TH, states, start - 2, rows, count)):
             inside = max(rows - k, 0)
-            hit_T, q_T = trace_from_logits(self._logits(state[0, :inside]), ids, start + k, sampling)
-            hits.append(torch.cat([hit_T, hit_T.new_zeros(rows - inside)]))
-            qs.append(torch.cat([q_T, q_T.new_zeros(rows - inside)]))
-        return Trace(torch.stack(hits, 1), torch.stack(qs, 1))
+            rank_T, q_T = trace_from_logits(self._logits(state[0, :inside]), ids, start + k, sampling)
+            ranks.append(F.pad(rank_T, (0, rows - inside), value=UNRANKED))
+            qs.append(F.pad(q_T, (0, rows - inside)))
+        return Trace(torch.stack(ranks, 1), torch.stack(qs, 1))
 
     def _read_pairs(self, next_tokens: Sequence[Sequence[int]], states: States, step: Step, slots: Tensor) -> None:
         """Feed pairs (state, next token); remember each row's last state, from which the next tree starts."""
@@ -104,7 +105,7 @@ class EagleDrafter(FeatureDrafter):
 
     def __init__(self, draft: EagleDraft, target: CausalModel) -> None:
         embed = draft.embed_tokens if draft.embed_tokens is not None else target.embed
-        super().__init__(draft, embed, draft.config.hidden_size)
+        super().__init__(draft, embed, draft.config.hidden_size, target.vocab_size)
         self._head = target.logits
 
     def _true_states(self, states: States) -> Tensor:
@@ -125,7 +126,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     def __init__(self, draft: Eagle3Draft, target: CausalModel) -> None:
         embed = draft.embed_tokens if draft.embed_tokens is not None else target.embed
-        super().__init__(draft, embed, draft.config.hidden_size)
+        super().__init__(draft, embed, draft.config.hidden_size, draft.config.draft_vocab_size)
         self._reduced = draft.config.draft_vocab_size < draft.config.vocab_size
         self.aux_layers = draft.config.aux_layers
 

@@ -11,7 +11,8 @@ from ...errors import InputError
 from ..models import States
 from ..sampling import SamplingSettings
 from ..tree import Drawn
-from .base import Ask, Draft, Trace
+from .base import UNRANKED, Ask, Draft, Trace
+from .shape import TreeShape
 
 
 class PromptLookup:
@@ -39,6 +40,9 @@ class PromptLookup:
 
     def most_nodes(self, levels: int) -> int:
         return levels
+
+    def shape(self, levels: int) -> TreeShape:
+        return TreeShape.chain(levels)
 
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
         self._device = states.hidden_BTH.device
@@ -68,7 +72,8 @@ class PromptLookup:
         answer_TK = torch.arange(start, len(ids))[:, None] + depth_K
         text = torch.tensor([*ids, *[0] * count])
         hit_TK = (text[source_T1.clamp(min=0) + depth_K] == text[answer_TK]) & (answer_TK < len(ids)) & (source_T1 >= 0)
-        return Trace(hit_TK, hit_TK.float(), offered_T=count * (source_T1[:, 0] >= 0))
+        rank_TK = torch.where(hit_TK, 0, UNRANKED)
+        return Trace(rank_TK, hit_TK.float(), offered_T=count * (source_T1[:, 0] >= 0))
 
     def _sources(self, ids: list[int], start: int) -> list[int]:
         """Where each round that starts with start..len(ids)-1 known tokens copies from; -1: nowhere."""

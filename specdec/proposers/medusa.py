@@ -11,7 +11,7 @@ from torch import Tensor
 from ..drafts.medusa import MedusaDraft
 from ..models import States
 from ..sampling import SamplingSettings
-from .base import Trace
+from .base import UNRANKED, Trace
 from .rows import last_of, trace_from_logits
 
 
@@ -25,6 +25,7 @@ class MedusaDrafter:
         self._draft = draft
         self._heads = draft.config.num_heads
         self.levels: int | None = self._heads
+        self.width = draft.config.vocab_size
         self._weight: Tensor = draft.lm_heads[0].weight  # type: ignore[assignment]
 
     def reserve(self, slots: int, tokens: int, nodes: int) -> None:
@@ -52,13 +53,13 @@ class MedusaDrafter:
             raise ValueError("Medusa heads need the target's states; ask for proposer.reads_states")
         rows = len(ids) - start
         hidden_TH = states.hidden_BTH[0, start - 2 : start - 2 + rows].to(self._weight.dtype)
-        hit_TK = torch.zeros(rows, count, dtype=torch.bool, device=hidden_TH.device)
+        rank_TK = torch.full((rows, count), UNRANKED, device=hidden_TH.device)
         q_TK = torch.zeros(rows, count, device=hidden_TH.device)
         for j in range(min(count, self._heads)):
             inside = max(rows - j, 0)
             logits_TV = self._draft.logits(hidden_TH[:inside], j)
-            hit_TK[:inside, j], q_TK[:inside, j] = trace_from_logits(logits_TV, ids, start + j, sampling)
-        return Trace(hit_TK, q_TK, offered_T=torch.full((rows,), min(count, self._heads)))
+            rank_TK[:inside, j], q_TK[:inside, j] = trace_from_logits(logits_TV, ids, start + j, sampling)
+        return Trace(rank_TK, q_TK, offered_T=torch.full((rows,), min(count, self._heads)))
 
     def _last(self, states: States, counts: Sequence[int]) -> Tensor:
         return last_of(states.hidden_BTH, counts).to(self._weight.dtype)

@@ -57,6 +57,9 @@ class MergedProposer:
     def most_nodes(self, levels: int) -> int:
         return sum(proposer.most_nodes(levels) for proposer in self._proposers)
 
+    def shape(self, levels: int) -> None:
+        return None
+
     def propose(self, ask: Ask) -> Draft:
         drafts: list[Draft] = []
         for place, proposer in enumerate(self._proposers):

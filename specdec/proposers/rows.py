@@ -1,6 +1,6 @@
 """Work on rows of tokens and logits that every way of drafting needs.
 
-Shapes: B slots, F nodes a slot, N tokens, T positions, H hidden size, V vocabulary.
+Shapes: B slots, F nodes a slot, N tokens, R ranks, T positions, H hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..models import States
 from ..sampling import SamplingSettings, penalised, probabilities, seen_before
+from .base import UNRANKED
 
 
 def fill_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -63,19 +64,45 @@ def last_of(x_BNH: Tensor, counts: Sequence[int]) -> Tensor:
     return x_BNH[torch.arange(len(counts), device=x_BNH.device), last_B]
 
 
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best logits [..., R] of each row [..., V], best first, and their tokens; of a tie the lower ones.
+
+    That is the order of `argmax`. `topk` promises none: on the CPU it returns any of the tokens that tie, in any order,
+    even for a count of 1, and in bfloat16 many rows have ties near the top.
+    """
+    if count == 1:
+        tokens = logits.argmax(-1, keepdim=True)
+        return logits.gather(-1, tokens), tokens
+    best = logits.topk(count, dim=-1)
+    last = best.values[..., -1:]
+    above = best.values != last  # better than the last: surely among them; of those that tie with it the lowest are
+    backwards_V = torch.arange(logits.shape[-1], 0, -1, dtype=torch.int32, device=logits.device)
+    lowest = torch.where(logits == last, backwards_V, 0).topk(count, dim=-1).indices
+    tokens = best.indices.sort(-1).values
+    tokens = tokens.gather(-1, logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True).indices)
+    rank_R = torch.arange(count, device=logits.device)
+    nth = (rank_R - above.sum(-1, keepdim=True)).clamp(min=0)
+    return best.values, torch.where(above, tokens, lowest.gather(-1, nth))
+
+
 def trace_from_logits(
     logits_TV: Tensor, ids: Sequence[int], first: int, sampling: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    """Per row: is ids[first + row] the draft's most likely token, and its processed probability.
+    """Per row: the rank of ids[first + row] among the draft's tokens, as `likeliest` orders them, and its processed
+    probability.
 
     `logits_TV`: of drafts that know ids[: first + row].
     """
     rows, vocab = logits_TV.shape
-    answer_T = torch.tensor(ids[first : first + rows], dtype=torch.long, device=logits_TV.device)
+    answer_T1 = torch.tensor(ids[first : first + rows], dtype=torch.long, device=logits_TV.device)[:, None]
     seen_TV = None
     if sampling.repetition_penalty != 1.0:
         seen_TV = seen_before(ids, first, rows, vocab, logits_TV.device)
-    hit_T = penalised(logits_TV, sampling, seen_TV).argmax(-1) == answer_T
+    scores_TV = penalised(logits_TV, sampling, seen_TV)
+    answer_score_T1 = scores_TV.gather(-1, answer_T1)
+    lower_TV = torch.arange(vocab, device=logits_TV.device) < answer_T1
+    before_TV = (scores_TV > answer_score_T1) | ((scores_TV == answer_score_T1) & lower_TV)
+    rank_T = torch.where(answer_score_T1[:, 0].isfinite(), before_TV.sum(-1, dtype=torch.int32), UNRANKED)
     if sampling.greedy:
-        return hit_T, hit_T.float()
-    return hit_T, probabilities(logits_TV, sampling, seen_TV).gather(-1, answer_T[:, None])[:, 0]
+        return rank_T, (rank_T == 0).float()
+    return rank_T, probabilities(logits_TV, sampling, seen_TV).gather(-1, answer_T1)[:, 0]

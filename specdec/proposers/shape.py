@@ -1,10 +1,16 @@
-"""Shapes of trees that are the same in every round: chains, Medusa's choices, sampled trees."""
+"""Shapes of trees that are the same in every round: chains, Medusa's choices, sampled trees.
+
+Shapes: N nodes, L levels, H heads, R ranks, T round starts, K levels of a trace.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import InputError, MissingFileError
 from ..tree import ROOT
@@ -78,6 +84,31 @@ class TreeShape:
         """The same without what lies deeper."""
         return self if levels >= self.depth else TreeShape(c for c in self.choices if len(c) <= levels)
 
+    def narrowed(self, width: int) -> "TreeShape":
+        """The same where there are only so many tokens to choose from."""
+        return TreeShape(c for c in self.choices if max(c) < width)
+
+    def follow(self, rank_TK: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How far the shape goes along with ways from the root, one rank a level.
+
+        Returns for each way the levels that it has in common with the shape, and the levels at which the shape has
+        nodes to compare it with: one more, where it ends above some.
+        """
+        node_T = np.full(len(rank_TK), ROOT)
+        run_T, on_T = np.zeros(len(rank_TK), np.int64), np.ones(len(rank_TK), bool)
+        nobody = self._child_MR.shape[1] - 1
+        for rank_T in rank_TK.T:
+            child_T = self._child_MR[node_T - ROOT, np.minimum(rank_T, nobody)]
+            on_T &= child_T != ROOT
+            node_T = np.where(on_T, child_T, node_T)
+            run_T += on_T
+        return run_T, run_T + (self._child_MR[node_T - ROOT] != ROOT).any(1)
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Nodes on the first 0, 1, ... levels, [L+1]."""
+        return np.array([0, *(level.stop for level in self.levels)])
+
     @cached_property
     def parents(self) -> list[int]:
         """Index of each node's parent, or ROOT."""
@@ -93,6 +124,15 @@ class TreeShape:
     def inner(self) -> list[int]:
         """Nodes that have children."""
         return sorted(set(self.parents) - {ROOT})
+
+    @cached_property
+    def _child_MR(self) -> NDArray[np.int64]:  # noqa: N802
+        """The child of each rank below the root (row 0) and each node (rows from 1 on), or ROOT; none in the last."""
+        ranks = 1 + max((choice[-1] for choice in self.choices), default=-1)
+        child_MR = np.full((len(self) + 1, ranks + 1), ROOT)
+        for node, (choice, parent) in enumerate(zip(self.choices, self.parents)):
+            child_MR[parent - ROOT, choice[-1]] = node
+        return child_MR
 
     @cached_property
     def _index(self) -> dict[Choice, int]:

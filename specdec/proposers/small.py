@@ -12,7 +12,7 @@ from ..cache import KVCache
 from ..drafts.small import SmallDraft
 from ..models import States
 from ..sampling import SamplingSettings
-from .base import Trace
+from .base import UNRANKED, Trace
 from .branches import Branches
 from .rows import fill_rows, last_of, trace_from_logits
 
@@ -26,6 +26,7 @@ class SmallDrafter:
 
     def __init__(self, draft: SmallDraft) -> None:
         self._lm = draft.lm
+        self.width = draft.vocab_size
         self._pending: list[list[int]] = []
 
     def reserve(self, slots: int, tokens: int, nodes: int) -> None:
@@ -66,11 +67,11 @@ class SmallDrafter:
         """One teacher-forced pass: given the true prefix, every depth sees the same context as decoding would."""
         hidden_TH = self._lm.states(torch.tensor([ids[:-1]], device=self._lm.device)).hidden_BTH[0, start - 1 :]
         logits_TV = self._lm.logits(hidden_TH)
-        hit_T, q_T = trace_from_logits(logits_TV, ids, start, sampling)
-        return Trace(_diagonals(hit_T, count), _diagonals(q_T, count))
+        rank_T, q_T = trace_from_logits(logits_TV, ids, start, sampling)
+        return Trace(_diagonals(rank_T, count, UNRANKED), _diagonals(q_T, count, 0))
 
 
-def _diagonals(x_T: Tensor, count: int) -> Tensor:
-    """[T] per position -> [T, K] per round start and depth: column j of row r is position r + j (0 past the end)."""
-    padded = torch.cat([x_T, x_T.new_zeros(count - 1)])
+def _diagonals(x_T: Tensor, count: int, filler: int) -> Tensor:
+    """[T] per position -> [T, K] per round start and level: column j of row r is position r + j, or the filler."""
+    padded = torch.cat([x_T, x_T.new_full((count - 1,), filler)])
     return padded.unfold(0, count, 1)

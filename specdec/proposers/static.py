@@ -10,23 +10,25 @@ from ..models import States
 from ..sampling import SamplingSettings, categorical
 from ..tree import Drawn, TreeBatch
 from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
-from .rows import penalised_rows, process_rows, see
+from .rows import likeliest, penalised_rows, process_rows, see
 from .shape import TreeShape
 
 
 class StaticProposer(FollowsDrafter):
-    """Reads a draft level by level. `shape` None: a chain as long as asked for.
+    """Reads a draft level by level. `shape` None: a chain as long as asked for. A node has no more children than the
+    draft has tokens.
 
     Where a rule wants draws, siblings are drawn iid, or without replacement; a node that q has no mass left for is
     no candidate, so there are never more children than q has support.
     """
 
+    replayable = True
+
     def __init__(self, drafter: Drafter, shape: TreeShape | None = None, drawn: Drawn = "iid") -> None:
         super().__init__(drafter)
-        self._shape = shape
+        self._shape = None if shape is None else shape.narrowed(drafter.width)
         self.drawn: Drawn = drawn
         self.chain = shape is None
-        self.replayable = self.chain or drawn == "deterministic"
 
     def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         return self._drafter.trace(ids, start, count, sampling, states)
@@ -35,10 +37,14 @@ class StaticProposer(FollowsDrafter):
         self._drafter.reserve(slots, tokens, self.most_nodes(levels))
 
     def most_nodes(self, levels: int) -> int:
-        return len(self._cut(levels))
+        return len(self.shape(levels))
+
+    def shape(self, levels: int) -> TreeShape:
+        levels = self._within(levels)
+        return TreeShape.chain(levels) if self._shape is None else self._shape.cut(levels)
 
     def propose(self, ask: Ask) -> Draft:
-        shape, batch = self._cut(max(ask.limits)), len(ask.limits)
+        shape, batch = self.shape(max(ask.limits)), len(ask.limits)
         if self.drawn == "deterministic":
             ask = ask._replace(uniforms=None)
         drawn: Drawn = "deterministic" if ask.uniforms is None else self.drawn
@@ -51,10 +57,6 @@ class StaticProposer(FollowsDrafter):
                 tokens_BF, parents_BF = growing.read(inner)
                 logits_BFV = self._drafter.expand(tokens_BF, parents_BF, depth)
         return growing.draft(chain=self.chain)
-
-    def _cut(self, levels: int) -> TreeShape:
-        levels = self._within(levels)
-        return TreeShape.chain(levels) if self._shape is None else self._shape.cut(levels)
 
 
 class _Growing:
@@ -95,19 +97,20 @@ class _Growing:
         those were equally likely, under which every rule accepts the target's best token and no other.
         """
         if self.some_greedy:
-            self._best_BFR = penalised_rows(logits_BFV, self.ask.sampling, self._seen_BFV).topk(ranks, dim=-1)
+            scores_BFV = penalised_rows(logits_BFV, self.ask.sampling, self._seen_BFV)
+            self._best_BFR, self._best_ids_BFR = likeliest(scores_BFV, ranks)
         if self.q_BNV is not None:
             self._q_BFV = process_rows(logits_BFV, self.ask.sampling, self._seen_BFV)
             if self.some_greedy:
-                among_BFV = torch.zeros_like(self._q_BFV).scatter_(-1, self._best_BFR.indices, 1.0 / ranks)
+                among_BFV = torch.zeros_like(self._q_BFV).scatter_(-1, self._best_ids_BFR, 1.0 / ranks)
                 self._q_BFV = torch.where(self._greedy_B[:, None, None], among_BFV, self._q_BFV)
             self._left_BFV = self._q_BFV.clone()
 
     def _pick(self, nodes: list[int], parents: list[int], rank: int) -> tuple[Tensor, Tensor]:
         """Tokens [B, C] of children of one rank, and whether there are such."""
         if self.some_greedy:
-            best_BC = self._best_BFR.indices[:, parents, rank]
-            finite_BC = self._best_BFR.values[:, parents, rank].isfinite()
+            best_BC = self._best_ids_BFR[:, parents, rank]
+            finite_BC = self._best_BFR[:, parents, rank].isfinite()
         if self.q_BNV is None:
             return best_BC, finite_BC
         left_BCV = self._left_BFV[:, parents]

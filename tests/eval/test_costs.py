@@ -4,6 +4,7 @@ import copy
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ from pydantic import ValidationError
 from draftforge.errors import InputError, LockedError
 from draftforge.eval import costs
 from draftforge.eval.figures import Estimate
-from draftforge.eval.settings import CostSettings
+from draftforge.eval.plans import Drafting, Plan
+from draftforge.eval.settings import CostSettings, ScoreSettings
 from draftforge.specdec.decoder import RoundSeconds
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.proposers.trees import StaticTree
 from draftforge.storage import lock
-
-GREEDY = SamplingSettings()
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +33,20 @@ def target() -> CausalModel:
     return stand_ins.target()
 
 
+def lookup(*depths: int) -> list[Drafting]:
+    return [Drafting(PromptLookup, depths)]
+
+
 def key_of(target: CausalModel, draft: Any = "lookup", K: tuple[int, ...] = (1, 2)) -> costs.CostKey:
-    return costs.cost_key(target, draft, K, GREEDY, "greedy")
+    return costs.cost_key(target, draft, lookup(*K), ScoreSettings())
 
 
 def table_of(key: costs.CostKey, plain: float = 0.03) -> costs.CostTable:
-    by_K = {
-        K: costs.RoundCost(draft_seconds=0.002 * K, verify_seconds=0.031, rest_seconds=0.001, rounds=9)
-        for K in key.draft_tokens
+    by_plan = {
+        K: costs.RoundCost(draft_seconds=0.002 * int(K), verify_seconds=0.031, rest_seconds=0.001, rounds=9)
+        for K in key.plans
     }
-    return costs.CostTable(key=key, plain_seconds=plain, plain_rounds=50, context_tokens=40.0, by_K=by_K)
+    return costs.CostTable(key=key, plain_seconds=plain, plain_rounds=50, context_tokens=40.0, by_plan=by_plan)
 
 
 class FakeDecoder:
@@ -69,8 +73,8 @@ def measure(
 ) -> costs.CostTable:
     monkeypatch.setattr(costs, "decode_rounds", decoder)
     rounds = len(decoder.by_K[0])
-    known = CostSettings(rounds=rounds, **{"prompts": 1, "warmup_rounds": 0, **settings})
-    return costs.measure_costs(key_of(target, K=(2,)), target, PromptLookup, [[1, 2], [3] * 4, [4]], GREEDY, known)
+    known = ScoreSettings(costs=CostSettings(rounds=rounds, **{"prompts": 1, "warmup_rounds": 0, **settings}))
+    return costs.measure_costs(key_of(target, K=(2,)), target, lookup(2), [[1, 2], [3] * 4, [4]], known)
 
 
 def test_times_leave_out_warm_up_and_clipped_rounds(target: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +88,7 @@ def test_times_leave_out_warm_up_and_clipped_rounds(target: CausalModel, monkeyp
     assert decoder.calls[4:] == [(0, [3] * 4), (2, [3] * 4)]
     assert decoder.turns == [0, 2] * 21  # round by round
     assert table.plain_seconds == pytest.approx(0.081) and table.plain_rounds == 12
-    cost = table.by_K[2]
+    cost = table.by_plan["2"]
     assert (cost.draft_seconds, cost.verify_seconds, cost.rest_seconds) == pytest.approx((0.02, 0.1, 0.002))
     assert cost.rounds == 10
     assert table.context_tokens == pytest.approx(3 + 3.5)
@@ -99,9 +103,9 @@ def test_a_speedup_does_not_move_when_the_machine_is_busy_for_a_while(
     plain = [RoundSeconds(0.0, 0.02 * f, 0.001 * f, 0, 1) for f in factors]
     drafted = [RoundSeconds(0.01 * f, 0.03 * f, 0.002 * f, 2, 1) for f in factors]
     table = measure(target, monkeypatch, FakeDecoder({0: plain, 2: drafted}))
-    assert table.speedup_per_tau(2) == pytest.approx(21 / 42)
+    assert table.speedup_per_tau(Plan(2)) == pytest.approx(21 / 42)
     if busy_rounds < 12:
-        assert table.by_K[2].seconds == pytest.approx(0.042)
+        assert table.by_plan["2"].seconds == pytest.approx(0.042)
 
 
 def test_a_shape_that_seldom_drafts_is_timed_on_what_it_does(
@@ -110,7 +114,7 @@ def test_a_shape_that_seldom_drafts_is_timed_on_what_it_does(
     empty = [RoundSeconds(0.001, 0.03, 0.0, 0, 1)] * 7
     once = [*empty[:6], RoundSeconds(0.1, 0.1, 0.1, 2, 1)]
     table = measure(target, monkeypatch, FakeDecoder({0: empty, 2: once}))
-    assert table.by_K[2].rounds == 7 and table.by_K[2].verify_seconds == pytest.approx(0.03)
+    assert table.by_plan["2"].rounds == 7 and table.by_plan["2"].verify_seconds == pytest.approx(0.03)
     assert "K=2: only 1 full rounds" in capsys.readouterr().err
 
 
@@ -121,30 +125,36 @@ def test_warm_up_must_leave_rounds_to_time() -> None:
 
 def test_real_rounds_are_timed(target: CausalModel) -> None:
     draft = stand_ins.near_copy(target)
-    key = key_of(target, draft, (1, 3))
+    tree = StaticTree(kind="static", widths=[3, 2])
+    draftings = [
+        Drafting(partial(make_proposer, draft, target), (1, 3)),
+        Drafting(partial(make_proposer, draft, target, tree), (2,), "wide", tree, tree.model_dump(mode="json")),
+    ]
+    settings = ScoreSettings(costs=CostSettings(prompts=3, rounds=12, warmup_rounds=1))
+    key = costs.cost_key(target, draft, draftings, settings)
     prompts = [*stand_ins.prompts(2), [7] * target.max_positions]
-    settings = CostSettings(prompts=3, rounds=12, warmup_rounds=1)
-    table = costs.measure_costs(key, target, lambda: make_proposer(draft, target), prompts, GREEDY, settings)
+    table = costs.measure_costs(key, target, draftings, prompts, settings)
+    assert list(table.by_plan) == ["1", "3", "wide"] and table.cost(Plan(2, "wide")).draft_seconds > 0
     assert table.plain_seconds > 0 and table.plain_rounds == 3 * 11
-    assert all(cost.rounds == 3 * 11 for cost in table.by_K.values())  # not one draft was clipped
-    assert all(cost.draft_seconds > 0 and cost.verify_seconds > 0 for cost in table.by_K.values())
-    assert table.by_K[3].draft_seconds > table.by_K[1].draft_seconds
+    assert all(cost.rounds == 3 * 11 for cost in table.by_plan.values())  # not one draft was clipped
+    assert all(cost.draft_seconds > 0 and cost.verify_seconds > 0 for cost in table.by_plan.values())
+    assert table.by_plan["3"].draft_seconds > table.by_plan["1"].draft_seconds
     assert costs.CostTable.model_validate_json(table.model_dump_json()) == table
 
 
 def test_rounds_that_outgrow_the_context_are_named(target: CausalModel) -> None:
     """256 positions: one of the prompt, one of the prefill, and rounds of up to 3 tokens."""
     most = (target.max_positions - 2) // 3
-    wrong = CostSettings(prompts=1, rounds=most + 1, warmup_rounds=1)
+    wrong = ScoreSettings(costs=CostSettings(prompts=1, rounds=most + 1, warmup_rounds=1))
     with pytest.raises(InputError, match=rf"^score\.costs\.rounds = {most + 1}: .* context of 256; at most {most} do"):
-        costs.measure_costs(key_of(target), target, PromptLookup, [[1, 2]], GREEDY, wrong)
-    fits = CostSettings(prompts=1, rounds=most, warmup_rounds=1)
-    assert costs.measure_costs(key_of(target), target, PromptLookup, [[1, 2]], GREEDY, fits).plain_rounds == most - 1
+        costs.measure_costs(key_of(target), target, lookup(1, 2), [[1, 2]], wrong)
+    fits = ScoreSettings(costs=CostSettings(prompts=1, rounds=most, warmup_rounds=1))
+    assert costs.measure_costs(key_of(target), target, lookup(1, 2), [[1, 2]], fits).plain_rounds == most - 1
 
 
 def test_no_prompts_are_refused(target: CausalModel) -> None:
     with pytest.raises(InputError, match="no prompts"):
-        costs.measure_costs(key_of(target), target, PromptLookup, [], GREEDY, CostSettings())
+        costs.measure_costs(key_of(target), target, lookup(1, 2), [], ScoreSettings())
 
 
 def test_weights_do_not_change_the_key_but_shapes_do(target: CausalModel) -> None:
@@ -197,13 +207,13 @@ def test_times_are_measured_once(target: CausalModel, tmp_path: Path) -> None:
         ("plain_seconds", float("nan")),
         ("plain_rounds", 0),
         ("context_tokens", -1),
-        ("by_K.1.draft_seconds", float("inf")),
-        ("by_K.2.draft_seconds", -0.01),
-        ("by_K.1.verify_seconds", 0),
-        ("by_K.1.rest_seconds", "NaN"),
-        ("by_K.2.rounds", 0),
-        ("by_K", {}),
-        ("by_K.3", {"draft_seconds": 0.1, "verify_seconds": 0.1, "rest_seconds": 0.1, "rounds": 5}),
+        ("by_plan.1.draft_seconds", float("inf")),
+        ("by_plan.2.draft_seconds", -0.01),
+        ("by_plan.1.verify_seconds", 0),
+        ("by_plan.1.rest_seconds", "NaN"),
+        ("by_plan.2.rounds", 0),
+        ("by_plan", {}),
+        ("by_plan.3", {"draft_seconds": 0.1, "verify_seconds": 0.1, "rest_seconds": 0.1, "rounds": 5}),
     ],
 )
 def test_times_that_cannot_be_are_measured_again(
@@ -247,20 +257,22 @@ def test_two_processes_do_not_measure_at_once(target: CausalModel, tmp_path: Pat
 @given(st.floats(1.0, 6.0), st.integers(1, 2), st.floats(0.001, 1.0))
 def test_break_even_is_a_speedup_of_one(tau: float, K: int, plain: float) -> None:
     key = costs.CostKey(
-        hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy", rule="greedy",
-        draft_tokens=[1, 2],
+        hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy",
+        plans={"1": {}, "2": {}},
     )  # fmt: skip
     table = table_of(key, plain)
-    speedup = costs.expected_speedup(Estimate(tau, tau - 0.1, tau + 0.1, 5), table, K)
+    speedup = costs.expected_speedup(Estimate(tau, tau - 0.1, tau + 0.1, 5), table, Plan(K))
     seconds = 0.002 * K + 0.031 + 0.001
     assert speedup.value == pytest.approx(tau * plain / seconds)
     assert speedup.low == pytest.approx((tau - 0.1) * plain / seconds)
-    even = costs.break_even_tau(table, K)
-    assert costs.expected_speedup(Estimate(even), table, K).value == pytest.approx(1.0)
-    assert table.round_seconds(K, 0.0) == pytest.approx(plain)
-    assert table.round_seconds(K, 0.25) == pytest.approx(0.25 * seconds + 0.75 * plain)
+    even = costs.break_even_tau(table, Plan(K))
+    assert costs.expected_speedup(Estimate(even), table, Plan(K)).value == pytest.approx(1.0)
+    assert table.round_seconds(Plan(K), 0.0) == pytest.approx(plain)
+    assert table.round_seconds(Plan(K), 0.25) == pytest.approx(0.25 * seconds + 0.75 * plain)
 
 
 def test_an_unmeasured_depth_is_named(target: CausalModel) -> None:
-    with pytest.raises(InputError, match=r"draft_tokens 4: no times measured; there are times for \[1, 2\]"):
-        costs.expected_speedup(Estimate(2.0), table_of(key_of(target)), 4)
+    with pytest.raises(InputError, match="K=4: no times measured; there are times for 1, 2"):
+        costs.expected_speedup(Estimate(2.0), table_of(key_of(target)), Plan(4))
+    with pytest.raises(InputError, match="tree wide: no times measured"):
+        table_of(key_of(target)).cost(Plan(2, "wide"))

@@ -23,6 +23,7 @@ ROW = counts.CountRow(
     setting="t0",
     rule="greedy",
     draft_tokens=2,
+    tree="",
     method="replay",
     counts=RoundCounts(3.0, 7.0, 6.0, 4.0, (3.0, 2.5), (2.5, 1.5)),
 )

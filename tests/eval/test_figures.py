@@ -27,7 +27,8 @@ def table_of(answers: Sequence[Rounds], K: int = 3, draft: str = "a") -> pa.Tabl
         reached = [float(sum(n >= k for n in lengths)) for k in range(K)]
         n = float(len(lengths))
         counts = RoundCounts(n, n + sum(lengths), n * K, float(sum(lengths)), tuple(reached), tuple(accepted))
-        row = CountRow(draft, 1, f"c{number}", 0, cluster, "d", "selection", "128", "t0", "greedy", K, "replay", counts)
+        where = ("d", "selection", "128", "t0", "greedy")
+        row = CountRow(draft, 1, f"c{number}", 0, cluster, *where, K, "", "replay", counts)
         rows.append(row)
     return to_table(rows)
 

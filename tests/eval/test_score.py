@@ -2,22 +2,26 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import stand_ins
 import torch
+from pydantic import ValidationError
 
 from draftforge.data.store import Sample
 from draftforge.errors import InputError
 from draftforge.eval import score
 from draftforge.eval.counts import COUNTS_SCHEMA, values, where
 from draftforge.eval.figures import Bootstrap, tau
-from draftforge.eval.settings import ScoreSettings
+from draftforge.eval.plans import Drafting, rules_for
+from draftforge.eval.select import serving
+from draftforge.eval.settings import RuleName, ScoreSettings
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer
-from draftforge.specdec.proposers.base import Proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.trees import DynamicTree, StaticTree, Tree
 from draftforge.specdec.replay import TargetTrace, trace_target
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
@@ -64,12 +68,12 @@ def samples(target: Target) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def proposer(target: Target) -> Proposer:
-    return make_proposer(stand_ins.near_copy(target, noise=0.1), target)
+def chains(target: Target) -> Drafting:
+    return Drafting(partial(make_proposer, stand_ins.near_copy(target, noise=0.1), target), (1, 3))
 
 
-def test_replay_covers_all_and_decoding_a_part(target: Target, samples: list[Sample], proposer: Proposer) -> None:
-    result = score.score_draft(target, proposer, samples, SETTINGS, ME)
+def test_replay_covers_all_and_decoding_a_part(target: Target, samples: list[Sample], chains: Drafting) -> None:
+    result = score.score_draft(target, [chains], samples, SETTINGS, ME)
     table = result.counts
     assert table.schema.equals(COUNTS_SCHEMA) and set(values(table, "draft")) == {"small"}
     replayed, decoded = where(table, method="replay"), where(table, method="decode")
@@ -83,10 +87,10 @@ def test_replay_covers_all_and_decoding_a_part(target: Target, samples: list[Sam
     assert 1.0 < tau(where(replayed, setting="t0", draft_tokens=3), Bootstrap()).value < 4.0
 
 
-def test_decoded_counts_equal_replayed_ones(target: Target, samples: list[Sample], proposer: Proposer) -> None:
+def test_decoded_counts_equal_replayed_ones(target: Target, samples: list[Sample], chains: Drafting) -> None:
     greedy = [sample for sample in samples if sample.sampling.greedy]
     settings = ScoreSettings(draft_tokens=[1, 3], decode_draft_tokens=[1, 3], decode_conversations=99)
-    table = score.score_draft(target, proposer, greedy, settings, ME).counts
+    table = score.score_draft(target, [chains], greedy, settings, ME).counts
     columns = [name for name in COUNTS_SCHEMA.names if name != "method"]
     order = [("conversation", "ascending"), ("draft_tokens", "ascending")]
     one, two = (where(table, method=method).select(columns).sort_by(order) for method in ("replay", "decode"))
@@ -94,17 +98,85 @@ def test_decoded_counts_equal_replayed_ones(target: Target, samples: list[Sample
 
 
 def test_a_proposer_that_cannot_be_replayed_is_decoded(target: Target, samples: list[Sample]) -> None:
-    lookup = PromptLookup()
-    lookup.replayable = False
-    result = score.score_draft(target, lookup, samples, SETTINGS, score.Identity("lookup", 0))
+    class Unreplayable(PromptLookup):
+        replayable = False
+
+    lookup = Drafting(Unreplayable, (1, 3))
+    result = score.score_draft(target, [lookup], samples, SETTINGS, score.Identity("lookup", 0))
     assert values(result.counts, "method") == ["decode"]
     assert len(result.counts) == 12 * 2 and values(result.counts, "rule") == ["greedy", "onehot"]
     assert result.consistency.compared == 0
     assert not any(math.isnan(rounds) for rounds in result.counts["rounds"].to_pylist())
 
 
+TREES: dict[str, Tree] = {
+    "wide": StaticTree(kind="static", widths=[3, 2, 1]),
+    "grown": DynamicTree(kind="dynamic", levels=3, top_k=3, nodes=7),
+    "drawn": StaticTree(kind="static", widths=[2, 2], drawn="iid"),
+    "apart": StaticTree(kind="static", widths=[3, 1], drawn="without_replacement"),
+}
+
+
+def tree_of(target: Target, name: str) -> Drafting:
+    draft = stand_ins.near_copy(target, noise=0.1)
+    return Drafting(partial(make_proposer, draft, target, TREES[name]), (TREES[name].levels,), name, TREES[name])
+
+
+def test_trees_are_scored_like_chains(target: Target, samples: list[Sample], chains: Drafting) -> None:
+    """Trees whose siblings are chosen are replayed and equal decoding; drawn ones are replayed at T = 0 only."""
+    ways = [chains, *(tree_of(target, name) for name in TREES)]
+    settings = ScoreSettings(sampling=[GREEDY, WARM], rules=["token", "match"], decode_conversations=99)
+    result = score.score_draft(target, ways, samples, settings, ME)
+    assert result.consistency.mismatches == () and result.consistency.compared == 9 * 5
+    warm = where(result.counts, setting=WARM.key)
+    ways_of = {name: where(warm, tree=name) for name in ("", *TREES)}
+    scored = {name: set(zip(*(one[c].to_pylist() for c in ("rule", "method")))) for name, one in ways_of.items()}
+    both = {("match", "replay"), ("match", "decode")}
+    assert scored == {
+        "": both | {("token", "replay"), ("token", "decode")},
+        "wide": both,
+        "grown": both,
+        "drawn": {("match", "decode")},
+        "apart": {("match", "decode")},
+    }
+    t0 = where(result.counts, setting="t0", method="replay")
+    taus = {name: tau(where(t0, tree=name), Bootstrap()).value for name in TREES}
+    assert taus["wide"] > tau(where(t0, tree="", draft_tokens=3), Bootstrap()).value > 1.0
+    assert all(value > 1.0 for value in taus.values())
+
+
+def test_each_way_of_drafting_has_a_rule(target: Target, samples: list[Sample], chains: Drafting) -> None:
+    ways = {name: tree_of(target, name).proposer for name in TREES} | {"": chains.proposer, "lookup": PromptLookup()}
+
+    def rules(*names: RuleName) -> dict[str, list[str]]:
+        settings = ScoreSettings(rules=[*names])
+        return {name: rules_for(WARM, proposer, settings) for name, proposer in ways.items()}
+
+    alone = {"wide": ["onehot"], "grown": ["onehot"], "drawn": ["multiround"], "apart": ["recursive"]}
+    assert rules("greedy", "token") == alone | {"": ["token"], "lookup": ["onehot"]}
+    assert rules("traversal", "recursive", "block") == {
+        "wide": ["onehot"],
+        "grown": ["onehot"],
+        "drawn": ["traversal"],
+        "apart": ["traversal", "recursive"],
+        "": ["block"],
+        "lookup": ["onehot"],
+    }
+    assert all(rules_for(GREEDY, proposer, ScoreSettings(rules=["token"])) == ["greedy"] for proposer in ways.values())
+
+
+def test_a_lossy_rule_is_decoded_and_never_decides(target: Target, samples: list[Sample], chains: Drafting) -> None:
+    settings = ScoreSettings(sampling=[WARM], rules=["token", "typical"], draft_tokens=[1, 3], decode_conversations=0)
+    table = score.score_draft(target, [chains], samples[9:], settings, ME).counts
+    assert values(where(table, rule="typical"), "method") == ["decode"]
+    assert values(where(table, rule="token"), "method") == ["replay"]
+    assert values(serving(table, settings), "rule") == ["token"]
+    with pytest.raises(ValidationError, match="typical is lossy: drafts are picked by a lossless rule"):
+        ScoreSettings(sampling=[WARM], rules=["typical", "token"])
+
+
 def test_passes_of_the_target_are_shared_by_checkpoints(
-    target: Target, samples: list[Sample], proposer: Proposer, monkeypatch: pytest.MonkeyPatch
+    target: Target, samples: list[Sample], chains: Drafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SETTINGS.model_copy(update={"decode_conversations": 0})
     calls: list[int] = []
@@ -116,52 +188,53 @@ def test_passes_of_the_target_are_shared_by_checkpoints(
     monkeypatch.setattr(score, "trace_target", counted)
     traces = score.TraceCache(target, settings.trace_bytes)
     sampled = samples[9:]
-    first, second = (score.score_draft(target, proposer, sampled, settings, ME, traces) for _ in range(2))
+    first, second = (score.score_draft(target, [chains], sampled, settings, ME, traces) for _ in range(2))
     assert len(calls) == 3 and first.counts.equals(second.counts)
     nothing = score.TraceCache(target, 0)
     for _ in range(2):
-        score.score_draft(target, proposer, sampled, settings, ME, nothing)
+        score.score_draft(target, [chains], sampled, settings, ME, nothing)
     assert len(calls) == 3 + 6
 
 
 def test_a_false_replay_is_an_error_in_float32(
-    target: Target, samples: list[Sample], proposer: Proposer, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    target: Target, samples: list[Sample], chains: Drafting, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def wrong(*args: Any) -> list[Any]:
         return [("greedy", 1, RoundCounts(1, 2, 1, 1, (1,), (1,)))]
 
     monkeypatch.setattr(score, "replay_sample", wrong)
-    settings = ScoreSettings(draft_tokens=[1], decode_conversations=3)
+    settings, chains = ScoreSettings(draft_tokens=[1], decode_conversations=3), replace(chains, depths=(1,))
     with pytest.raises(score.ReplayMismatchError, match=r"differ on 3 of 3 answers; first: c\d+/0/t0, K=1: decoded"):
-        score.score_draft(target, proposer, samples[:9], settings, ME)
+        score.score_draft(target, [chains], samples[:9], settings, ME)
     tolerant = settings.model_copy(update={"mismatch_limit": 3})
-    result = score.score_draft(target, proposer, samples[:9], tolerant, ME)
+    result = score.score_draft(target, [chains], samples[:9], tolerant, ME)
     assert len(result.consistency.mismatches) == 3
     assert "replay and decoding differ on 3 of 3" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_answers_of_another_target_are_found(target: Target, samples: list[Sample], proposer: Proposer) -> None:
-    settings = ScoreSettings(draft_tokens=[1], decode_conversations=3)
+def test_answers_of_another_target_are_found(target: Target, samples: list[Sample], chains: Drafting) -> None:
+    settings, chains = ScoreSettings(draft_tokens=[1], decode_conversations=3), replace(chains, depths=(1,))
     foreign = [replace(sample, answer_ids=[(sample.answer_ids[0] + 1) % stand_ins.VOCAB, 3, 5]) for sample in samples]
     with pytest.raises(score.ReplayMismatchError, match="the decoded answer leaves the recorded one at token 0"):
-        score.score_draft(target, proposer, foreign[:9], settings, ME)
+        score.score_draft(target, [chains], foreign[:9], settings, ME)
 
 
 @torch.inference_mode()
 def test_a_tie_of_the_target_is_counted_not_refused(
-    target: Target, samples: list[Sample], proposer: Proposer, monkeypatch: pytest.MonkeyPatch
+    target: Target, samples: list[Sample], chains: Drafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sample = samples[0]
     ids = torch.tensor([sample.prompt_ids])
     logits = target.logits(target.states(ids).hidden_BTH[0, -1])
     gap = float(logits.topk(2).values.diff().abs())
     other = replace(sample, answer_ids=[int(logits.topk(2).indices[1]), *sample.answer_ids[1:]])
+    chains = replace(chains, depths=(1,))
     settings = ScoreSettings(draft_tokens=[1], decode_conversations=1, tie_logits=gap * 1.01)
-    consistency = score.score_draft(target, proposer, [other], settings, ME).consistency
+    consistency = score.score_draft(target, [chains], [other], settings, ME).consistency
     assert (consistency.compared, consistency.ties, consistency.mismatches) == (1, 1, ())
     strict = settings.model_copy(update={"tie_logits": gap * 0.99})
     with pytest.raises(score.ReplayMismatchError):
-        score.score_draft(target, proposer, [other], strict, ME)
+        score.score_draft(target, [chains], [other], strict, ME)
 
 
 def test_conversations_are_spread_and_stable(samples: list[Sample]) -> None:
@@ -173,18 +246,14 @@ def test_conversations_are_spread_and_stable(samples: list[Sample]) -> None:
     assert score.spread(samples, 0) == set() and len(score.spread(samples, 99)) == 12
 
 
-def test_at_most_so_many_conversations(target: Target, samples: list[Sample], proposer: Proposer) -> None:
-    settings = ScoreSettings(draft_tokens=[1], decode_conversations=1, max_conversations=3)
-    counts = score.score_draft(target, proposer, samples[:9], settings, ME).counts
+def test_at_most_so_many_conversations(target: Target, samples: list[Sample], chains: Drafting) -> None:
+    settings, chains = ScoreSettings(decode_conversations=1, max_conversations=3), replace(chains, depths=(1,))
+    counts = score.score_draft(target, [chains], samples[:9], settings, ME).counts
     assert set(values(counts, "conversation")) == score.spread(samples[:9], 3)
 
 
-def test_training_samples_and_empty_splits_are_refused(
-    target: Target, samples: list[Sample], proposer: Proposer
-) -> None:
+def test_training_samples_and_empty_splits_are_refused(target: Target, samples: list[Sample], chains: Drafting) -> None:
     with pytest.raises(InputError, match="no samples to score"):
-        score.score_draft(target, proposer, [], SETTINGS, ME)
+        score.score_draft(target, [chains], [], SETTINGS, ME)
     with pytest.raises(InputError, match="c0/0/t0: split train"):
-        score.score_draft(target, proposer, [replace(samples[0], split="train")], SETTINGS, ME)
-    with pytest.raises(InputError, match=r"rules \['greedy'\]: sampling t1-k12 needs token"):
-        score.score_draft(target, proposer, samples, ScoreSettings(rules=["greedy"]), ME)
+        score.score_draft(target, [chains], [replace(samples[0], split="train")], SETTINGS, ME)

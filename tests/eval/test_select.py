@@ -8,7 +8,8 @@ import pytest
 
 from draftforge.errors import InputError
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
-from draftforge.eval.counts import CountRow, concat, to_table
+from draftforge.eval.counts import CountRow, Method, concat, to_table
+from draftforge.eval.plans import Plan
 from draftforge.eval.select import Row, choose, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.walk import RoundCounts
@@ -24,9 +25,10 @@ def counts_of(
     domain: str = "support",
     setting: str = "t0",
     rule: str = "greedy",
-    method: str = "replay",
+    method: Method = "replay",
     conversations: int = 10,
     drafted: float | None = None,
+    tree: str = "",
 ) -> pa.Table:
     """Conversations whose pooled tau at each K is the given one; every other is better, every other worse."""
     rows = []
@@ -38,21 +40,23 @@ def counts_of(
                 100.0, tokens, 100.0 * K if drafted is None else drafted, accepted, (100.0,) * K, (accepted / K,) * K
             )
             name = f"{domain}-{number}"
-            row = CountRow(draft, step, name, 0, name, domain, "selection", "128", setting, rule, K, method, counts)  # type: ignore[arg-type]
+            row = CountRow(
+                draft, step, name, 0, name, domain, "selection", "128", setting, rule, K, tree, method, counts
+            )
             rows.append(row)
     return to_table(rows)
 
 
 def costs_of(draft_ms: float, verify_ms: float = 31.0, plain_ms: float = 30.0) -> CostTable:
     key = CostKey(
-        hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy", rule="greedy",
-        draft_tokens=list(DEPTHS),
+        hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy",
+        plans={label: {} for label in [*map(str, DEPTHS), "wide"]},
     )  # fmt: skip
-    by_K = {
-        K: RoundCost(draft_seconds=draft_ms * K / 1e3, verify_seconds=verify_ms / 1e3, rest_seconds=0.0, rounds=9)
-        for K in DEPTHS
+    by_plan = {
+        label: RoundCost(draft_seconds=draft_ms * K / 1e3, verify_seconds=verify_ms / 1e3, rest_seconds=0.0, rounds=9)
+        for label, K in {**{str(K): K for K in DEPTHS}, "wide": 2}.items()
     }
-    return CostTable(key=key, plain_seconds=plain_ms / 1e3, plain_rounds=9, context_tokens=30.0, by_K=by_K)
+    return CostTable(key=key, plain_seconds=plain_ms / 1e3, plain_rounds=9, context_tokens=30.0, by_plan=by_plan)
 
 
 def test_speed_decides_not_tau() -> None:
@@ -62,12 +66,12 @@ def test_speed_decides_not_tau() -> None:
     rows = leaderboard([slow, fast], costs, SETTINGS)
     chosen = next(row for row in rows if row.chosen)
     assert [(row.draft, row.chosen) for row in rows] == [("fast", True), ("slow", False)]
-    assert chosen.draft_tokens == 2 and chosen.speedup.value == pytest.approx(1.9 * 30 / 35)
+    assert chosen.plan.draft_tokens == 2 and chosen.speedup.value == pytest.approx(1.9 * 30 / 35)
     assert chosen.tau.value == pytest.approx(1.9) and chosen.tau.low < 1.9 < chosen.tau.high
     assert chosen.speedup.low == pytest.approx(chosen.tau.low * 30 / 35)
     assert chosen.break_even_tau == pytest.approx(35 / 30)
     assert chosen.draft_seconds == pytest.approx(0.004) and chosen.verify_seconds == pytest.approx(0.031)
-    assert rows[1].draft_tokens == 3  # its own best K
+    assert rows[1].plan.draft_tokens == 3  # its own best K
 
 
 def test_perplexity_is_shown_and_never_used() -> None:
@@ -80,11 +84,24 @@ def test_perplexity_is_shown_and_never_used() -> None:
 def test_depths_within_noise_tie_and_the_fewest_win() -> None:
     table = counts_of("small", 20, {1: 1.5, 2: 1.6, 3: 1.655})
     costs = {"small": costs_of(1.0)}  # expected speed-ups 1.406, 1.455, 1.460: the last two are within 1%
-    assert leaderboard([table], costs, SETTINGS)[0].draft_tokens == 2
+    assert leaderboard([table], costs, SETTINGS)[0].plan.draft_tokens == 2
     exact = SETTINGS.model_copy(update={"tie_share": 0.0})
-    assert leaderboard([table], costs, exact)[0].draft_tokens == 3
+    assert leaderboard([table], costs, exact)[0].plan.draft_tokens == 3
     wide = SETTINGS.model_copy(update={"tie_share": 0.05})
-    assert leaderboard([table], costs, wide)[0].draft_tokens == 1
+    assert leaderboard([table], costs, wide)[0].plan.draft_tokens == 1
+
+
+def test_a_tree_competes_with_chains() -> None:
+    tables = [counts_of("small", 20, {2: 2.1}), counts_of("small", 20, {2: 2.4}, tree="wide", drafted=700.0)]
+    costs = {"small": costs_of(1.0)}
+    (row,) = leaderboard(tables, costs, SETTINGS)
+    assert row.plan == Plan(2, "wide") and row.plan.label == "wide" and row.drafted == pytest.approx(7.0)
+    assert row.record()["tree"] == "wide" and row.record()["draft_tokens"] == 2
+    assert [d.plan for d in domain_rows(tables, [row], SETTINGS)] == [Plan(2, "wide")]
+    even = [tables[0], counts_of("small", 20, {2: 2.11}, tree="wide", drafted=700.0)]
+    assert leaderboard(even, costs, SETTINGS)[0].plan == Plan(2)  # within a hundredth: the fewest drafted tokens win
+    difference = speedup_difference(tables, row, leaderboard(even, costs, SETTINGS)[0], SETTINGS)
+    assert difference.value == pytest.approx((2.4 - 2.1) * 30 / 33)
 
 
 def test_baselines_come_first_and_are_never_chosen() -> None:
@@ -94,7 +111,7 @@ def test_baselines_come_first_and_are_never_chosen() -> None:
     assert [(row.draft, row.baseline, row.chosen) for row in rows] == [("lookup", True, False), ("small", False, True)]
     # 50 drafted tokens in 100 rounds of up to 3: a sixth of the rounds drafts, the others cost a plain token
     seconds = (31.3 + 5 * 30.0) / 6
-    assert rows[0].draft_tokens == 3 and rows[0].speedup.value == pytest.approx(3.5 * 30 / seconds)
+    assert rows[0].plan.draft_tokens == 3 and rows[0].speedup.value == pytest.approx(3.5 * 30 / seconds)
     plain = plain_row(costs_of(1.0))
     assert plain.speedup.value == plain.tau.value == 1.0 and plain.baseline and math.isnan(plain.acceptance.value)
 
@@ -154,7 +171,7 @@ def test_without_times_nothing_is_guessed() -> None:
 
 def test_a_draft_without_rounds_is_unknown_not_chosen() -> None:
     nothing = RoundCounts(0.0, 0.0, 0.0, 0.0, (0.0,), (0.0,))
-    row = CountRow("none", 1, "c", 0, "k", "d", "selection", "128", "t0", "greedy", 1, "replay", nothing)
+    row = CountRow("none", 1, "c", 0, "k", "d", "selection", "128", "t0", "greedy", 1, "", "replay", nothing)
     rows = leaderboard([to_table([row])], {"none": costs_of(1.0)}, SETTINGS)
     assert math.isnan(rows[0].speedup.value) and not rows[0].chosen and rows[0].tau.reason == "no rounds"
     record = rows[0].record()

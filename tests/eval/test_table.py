@@ -7,6 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from draftforge.eval.figures import Estimate
+from draftforge.eval.plans import Plan
 from draftforge.eval.select import DomainRow, Row
 from draftforge.eval.table import leaderboard_cells, plain_text, show_domains, show_leaderboard
 
@@ -14,7 +15,8 @@ NAN = math.nan
 SMALL = Row(
     draft="small",
     step=60,
-    draft_tokens=3,
+    plan=Plan(3),
+    drafted=2.9,
     tau=Estimate(2.06, 1.95, 2.17, 20),
     acceptance=Estimate(0.5),
     alphas=(Estimate(0.71), Estimate(0.62), Estimate(NAN, reason="no rounds that reach position 3")),
@@ -25,8 +27,10 @@ SMALL = Row(
     chosen=True,
 )
 LOOKUP = replace(SMALL, draft="lookup", step=0, tau=Estimate(1.2), speedup=Estimate(NAN), baseline=True, chosen=False)
-PLAIN = Row("plain", 0, 0, Estimate(1, 1, 1), Estimate(NAN), (), 0.0, 0.035, Estimate(1, 1, 1), 1.0, baseline=True)
-SUPPORT = DomainRow("small", 60, 3, "support [new]", "t0", "greedy", 12, SMALL.tau, SMALL.acceptance, SMALL.alphas)
+ONE = Estimate(1, 1, 1)
+PLAIN = Row("plain", 0, Plan(0), 0.0, ONE, Estimate(NAN), (), 0.0, 0.035, ONE, 1.0, baseline=True)
+FIGURES = (SMALL.tau, SMALL.acceptance, SMALL.alphas)
+SUPPORT = DomainRow("small", 60, Plan(3), "support [new]", "t0", "greedy", 12, *FIGURES)
 
 
 def shown(rows: list[Row], terminal: bool) -> str:
@@ -45,6 +49,11 @@ def test_plain_text_is_aligned_and_never_wrapped() -> None:
     assert lines[2].split()[:3] == ["plain", "-", "-"] and "35.0" in lines[2]
     assert len({line.index("[") for line in lines[2:5:2]}) == 1
     assert "95%" in lines[5]
+
+
+def test_a_tree_is_shown_by_its_name() -> None:
+    cells = leaderboard_cells([replace(SMALL, plan=Plan(4, "wide"))])
+    assert cells[1][cells[0].index("K")] == "wide"
 
 
 def test_perplexity_has_a_column_only_when_known() -> None:

@@ -306,7 +306,7 @@ def test_a_start_of_another_shape_is_refused_by_name(trained: Trained, fails: Fa
         (["", "--draft", "none"], "PROMPT: is empty"),
         (["a\udcffb", "--draft", "none"], "PROMPT .*: is not valid Unicode"),
         (["word " * 500, "--draft", "none"], "must fit the context of 512"),
-        (["hi", "--draft", "smal"], r"--draft smal: must be a checkpoint folder or one of .*\(small\)"),
+        (["hi", "--draft", "smal"], r"--draft smal: must be a draft folder or one of .*\(small\)"),
         (["hi", "--draft", "none", "--rule", "gredy"], "rule 'gredy': must be one of greedy, token, block, onehot"),
         (["hi", "--draft", "lookup", "--rule", "block", "-t", "1"], "rule: 'block': reads the draft's probabilities"),
         (["hi", "--draft", "none", "-k", "0"], "--draft-tokens.*greater than or equal to 1"),

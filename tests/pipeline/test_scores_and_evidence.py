@@ -26,17 +26,18 @@ def counts_of(name: str, step: int, accepted: float, conversations: int = 4) -> 
     counts = RoundCounts(100.0, 100.0 + accepted, 100.0, accepted, (100.0,), (accepted,))
     names = [f"c{number}" for number in range(conversations)]
     return to_table(
-        CountRow(name, step, one, 0, one, "d", "selection", "128", "t0", "greedy", 1, "replay", counts) for one in names
+        CountRow(name, step, one, 0, one, "d", "selection", "128", "t0", "greedy", 1, "", "replay", counts)
+        for one in names
     )
 
 
 def costs_of() -> CostTable:
     key = CostKey(
-        hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy", rule="greedy",
-        draft_tokens=[1],
+        hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy",
+        plans={"1": {}},
     )  # fmt: skip
     cost = RoundCost(draft_seconds=0.01, verify_seconds=0.03, rest_seconds=0.0, rounds=9)
-    return CostTable(key=key, plain_seconds=0.03, plain_rounds=9, context_tokens=30.0, by_K={1: cost})
+    return CostTable(key=key, plain_seconds=0.03, plain_rounds=9, context_tokens=30.0, by_plan={"1": cost})
 
 
 class MadeUpScorer:
@@ -46,16 +47,19 @@ class MadeUpScorer:
         self.settings = args[0].recipe.score
         self.samples = [SimpleNamespace(cluster=f"c{n}", conversation=f"c{n}") for n in range(40)]
 
-    def proposer(self, folder: Path) -> tuple[None, None]:
-        return None, None
+    def load(self, folder: Path) -> None:
+        return None
+
+    def draftings(self, draft: Any) -> list[Any]:
+        return [None]
 
     def costs(self, *args: Any) -> CostTable:
         return costs_of()
 
-    def counts(self, proposer: Any, identity: Identity) -> tuple[pa.Table, bool]:
+    def counts(self, draftings: Any, identity: Identity) -> tuple[pa.Table, bool]:
         return counts_of(identity.name, identity.step, 10.0 * identity.step + len(identity.name)), True
 
-    def perplexity(self, proposer: Any) -> float:
+    def perplexity(self, draft: Any) -> float:
         return 2.0
 
 

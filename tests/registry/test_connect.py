@@ -183,7 +183,8 @@ def test_a_password_is_taken_out_before_a_long_line_is_cut() -> None:
     assert one_line(error).endswith("…") and "secret" in one_line(error)  # cut first, it would show
 
 
-def test_a_read_only_database_is_named_with_its_own_words(tmp_path: Path) -> None:
+def test_a_read_only_database_is_named_with_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # MLflow makes a folder of what it takes for a path in the address
     tracking = open_tracking(RegistrySettings(), tmp_path)
     database = tmp_path / "mlflow.db"
     read_only = f"sqlite:///file:{database}?mode=ro&uri=true"  # a file's mode means nothing to root

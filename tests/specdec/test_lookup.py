@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from draftforge.errors import InputError
 from draftforge.specdec.models import States
 from draftforge.specdec.proposers import Ask
+from draftforge.specdec.proposers.base import UNRANKED
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -62,9 +63,9 @@ def test_trace_tells_what_each_round_would_have_drafted(
 ) -> None:
     start = min(start, len(ids))
     trace = PromptLookup(max_ngram=ngram[1], min_ngram=ngram[0]).trace(ids, start, count, GREEDY, STATES)
-    assert trace.hit_TK.dtype == torch.bool
-    assert trace.hit_TK.shape == trace.q_TK.shape == (len(ids) - start, count)
-    assert torch.equal(trace.q_TK, trace.hit_TK.float())
+    assert trace.rank_TK.shape == trace.q_TK.shape == (len(ids) - start, count)
+    hit_TK = trace.rank_TK == 0
+    assert torch.equal(trace.q_TK, hit_TK.float()) and bool((trace.rank_TK[~hit_TK] == UNRANKED).all())
     assert trace.offered_T is not None
     for row, known in enumerate(range(start, len(ids))):
         draft = rescan(ids[:known], count, *ngram)
@@ -73,9 +74,9 @@ def test_trace_tells_what_each_round_would_have_drafted(
         while agrees < min(len(draft), len(answer)) and draft[agrees] == answer[agrees]:
             agrees += 1
         assert int(trace.offered_T[row]) == len(draft)
-        assert trace.hit_TK[row, :agrees].all()
-        assert not trace.hit_TK[row, agrees : agrees + 1].any()
-        assert not trace.hit_TK[row, len(answer) :].any()
+        assert hit_TK[row, :agrees].all()
+        assert not hit_TK[row, agrees : agrees + 1].any()
+        assert not hit_TK[row, len(answer) :].any()
 
 
 def test_the_longest_then_the_most_recent_occurrence_wins() -> None:

@@ -1,18 +1,22 @@
 """Replay against decoding: equal count by count at temperature 0, right on average above it."""
 
+from collections.abc import Callable
+from functools import cache
+
 import numpy as np
 import pytest
-from proposing import CHAINS, TREES, proposer_named
-from stand_ins import near_copy, prompts, target
+import torch
+from proposing import CHAINS, SHAPE, TREES, proposer_named
+from stand_ins import near_copy, prompts, random_eagle3, target, taught_medusa
 
 from draftforge.errors import InputError
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.proposers import (
-    StaticProposer,
-    TreeShape,
-    make_drafter,
-)
-from draftforge.specdec.replay import replay_sample, trace_target
+from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.models import CausalModel
+from draftforge.specdec.proposers import Proposer, StaticProposer, Trace, TreeShape, make_drafter, make_proposer
+from draftforge.specdec.proposers.base import UNRANKED
+from draftforge.specdec.replay import drive, rank_accuracies, replay_sample, replayable, trace_target
+from draftforge.specdec.rules import RULES
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.walk import RoundCounts, count_rounds
 
@@ -22,7 +26,9 @@ WARM = SamplingSettings(temperature=1.0, top_k=12, repetition_penalty=1.2)
 
 @pytest.mark.parametrize("K", [1, 3, 5])
 @pytest.mark.parametrize("setting", [GREEDY, SamplingSettings(repetition_penalty=1.4)], ids=["bare", "penalised"])
-@pytest.mark.parametrize("name", [*CHAINS, *(name for name in TREES if name != "small-merged")])
+@pytest.mark.parametrize(
+    "name", [*CHAINS, *(name for name in TREES if name != "small-merged"), "small-sampled", "eagle3-distinct"]
+)
 def test_replay_equals_decoding_count_by_count(name: str, setting: SamplingSettings, K: int) -> None:
     model = target()
     proposer = proposer_named(name, model, noise=0.1)
@@ -36,6 +42,84 @@ def test_replay_equals_decoding_count_by_count(name: str, setting: SamplingSetti
         assert replayed.counts == decoded
         total += decoded.accepted
     assert total > 0 or name == "lookup"
+
+
+STATIC: dict[str, Callable[[CausalModel], AnyDraft]] = {
+    "small": lambda model: near_copy(model, noise=0.1),
+    "eagle3, 2 tokens": lambda model: random_eagle3(model, draft_vocab=2),  # fewer than the shape's siblings
+    "eagle3, 40 tokens": lambda model: random_eagle3(model, draft_vocab=40),
+    "medusa, 3 heads": lambda model: taught_medusa(model, steps=30),  # fewer than the shape's levels
+}
+DRY = SamplingSettings(repetition_penalty=1.4)
+
+
+@cache
+def static(name: str) -> tuple[CausalModel, AnyDraft]:
+    model = target()
+    return model, STATIC[name](model)
+
+
+def tree_of(name: str) -> tuple[CausalModel, Proposer]:
+    model, draft = static(name)
+    return model, StaticProposer(make_drafter(draft, model), SHAPE, "deterministic")
+
+
+@pytest.mark.parametrize("setting", [GREEDY, DRY, WARM], ids=["bare", "penalised", "warm"])
+@pytest.mark.parametrize("name", STATIC)
+def test_one_trace_counts_static_trees_as_drafting_does(name: str, setting: SamplingSettings) -> None:
+    """Drafting for real along the answer, at temperature 0 as the decoder itself does; also above it."""
+    model, proposer = tree_of(name)
+    accepted = 0.0
+    for number, ids in enumerate(prompts(4)):
+        limit = 9 + 4 * number
+        ((_, answer),) = generate(model, None, [Request(ids, setting, number, limit, frozenset({5, 17}))])
+        traced = trace_target(model, ids, answer.tokens, setting, proposer.aux_layers, proposer.reads_states)
+        rules = ["greedy"] if setting.greedy else ["onehot", "match"]
+        given = (traced, ids, answer.tokens, setting)
+        for rule, K, counts in replay_sample(proposer, *given, rules, [1, 3, 6], limit):
+            driven = drive(proposer, *given, K, limit)
+            assert counts == driven, (rule, K)
+            if setting.greedy:
+                ((_, decoded),) = generate(
+                    model, proposer, [Request(ids, setting, 0, limit, frozenset({5, 17}))], draft_tokens=K
+                )
+                assert counts == count_rounds(decoded.rounds, K)
+            accepted += counts.accepted
+    assert accepted > 0
+
+
+def test_a_tree_whose_path_holds_the_stop() -> None:
+    """The stop is an accepted node with children and siblings; what is below it is drafted, and not reached."""
+    model, proposer = tree_of("small")
+    inside = 0
+    for ids in prompts(6):
+        ((_, whole),) = generate(model, None, [Request(ids, GREEDY, 0, 24)])
+        for stop in set(whole.tokens[4:12]):
+            request = Request(ids, GREEDY, 0, 24, frozenset({stop}))
+            ((_, decoded),) = generate(model, proposer, [request], draft_tokens=4)
+            traced = trace_target(model, ids, decoded.tokens, GREEDY)
+            (replayed,) = replay_sample(proposer, traced, ids, decoded.tokens, GREEDY, ["greedy"], [4], 24)
+            assert replayed.counts == count_rounds(decoded.rounds, 4)
+            inside += any(r.emitted == r.accepted for r in decoded.rounds)
+    assert inside > 5
+
+
+@pytest.mark.parametrize("shape", [None, SHAPE], ids=["chain", "tree"])
+def test_drafts_whose_tokens_tie_are_counted_as_decoded(shape: TreeShape | None) -> None:
+    """As in half precision, where many logits are equal: drafting and the ranks of a trace break ties alike."""
+    model = target()
+    draft = near_copy(model)
+    exact = draft.lm.logits
+    draft.lm.logits = lambda hidden: exact(hidden).div(8).round()  # type: ignore[method-assign]
+    proposer = StaticProposer(make_drafter(draft, model), shape)
+    accepted = 0.0
+    for index, answer in generate(model, proposer, [Request(ids, GREEDY, 0, 28) for ids in prompts(10)]):
+        ids = prompts(10)[index]
+        traced = trace_target(model, ids, answer.tokens, GREEDY)
+        (replayed,) = replay_sample(proposer, traced, ids, answer.tokens, GREEDY, ["greedy"], [4], 28)
+        assert replayed.counts == count_rounds(answer.rounds, 4)
+        accepted += replayed.counts.accepted
+    assert accepted > 20
 
 
 def test_one_trace_serves_every_draft_length() -> None:
@@ -56,8 +140,10 @@ def test_one_trace_serves_every_draft_length() -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        *((name, rule) for name in ("small", "eagle3-reduced") for rule in ("token", "block", "onehot")),
+        *((name, rule) for name in ("small", "eagle3-reduced") for rule in ("token", "block", "onehot", "match")),
         ("small-tree", "onehot"),
+        ("small-tree", "match"),
+        ("small-sampled", "onehot"),
         ("eagle3-dynamic", "onehot"),
     ],
 )
@@ -92,12 +178,78 @@ def test_an_answer_of_one_token_has_no_round() -> None:
     assert counted.counts == RoundCounts(0.0, 0.0, 0.0, 0.0, (0.0, 0.0), (0.0, 0.0))
 
 
-def test_refuses_what_it_cannot_replay() -> None:
+LOSSLESS = {name for name, rule in RULES.items() if rule.lossless}
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        ("small", {"token", "block", "onehot", "match"}),
+        ("medusa", {"token", "block", "onehot", "match"}),
+        ("lookup", {"onehot", "match"}),
+        ("small-tree", {"onehot", "match"}),
+        ("small-dynamic", {"onehot", "match"}),
+        ("small-sampled", {"onehot"}),
+        ("small-distinct", {"onehot"}),
+        ("small-merged", set()),
+    ],
+)
+def test_which_rules_can_be_replayed(name: str, rules: set[str]) -> None:
+    """At temperature 0 all that are lossless are the greedy one; above it those whose rounds the answer tells."""
     model = target()
-    proposer = proposer_named("small", model)
-    traced = trace_target(model, [1, 2], [5, 6, 7], WARM)
-    with pytest.raises(InputError, match="temperature 0"):
-        replay_sample(proposer, traced, [1, 2], [5, 6, 7], WARM, ["greedy"], [2], 10)
-    proposer = StaticProposer(make_drafter(near_copy(model), model), TreeShape.branching([2, 2]))
-    with pytest.raises(InputError, match="cannot be replayed"):
-        replay_sample(proposer, traced, [1, 2], [5, 6, 7], WARM, ["token"], [2], 10)
+    proposer = proposer_named(name, model)
+    assert {rule for rule in RULES if replayable(proposer, rule, WARM)} == rules
+    assert {rule for rule in RULES if replayable(proposer, rule, GREEDY)} == (LOSSLESS if rules else set())
+    traced = trace_target(model, [1, 2], [5, 6, 7], WARM, proposer.aux_layers, proposer.reads_states)
+    given = (proposer, traced, [1, 2], [5, 6, 7], WARM)
+    assert [counted.rule for counted in replay_sample(*given, sorted(rules), [2], 10)] == sorted(rules)
+    for rule in RULES.keys() - rules:
+        can = ", ".join(name for name in RULES if name in rules) or "none"
+        with pytest.raises(InputError, match=rf"rule: '{rule}': cannot be replayed .* can: {can}$"):
+            replay_sample(*given, [rule], [2], 10)
+    with pytest.raises(InputError, match="rule: 'often': must be one of greedy, "):
+        replay_sample(*given, ["often"], [2], 10)
+
+
+def traces_of(proposer: Proposer, model: CausalModel, K: int, length: int = 28) -> list[tuple[list[int], Trace]]:
+    """Greedy answers, and what the draft says along each."""
+    found = []
+    for ids in prompts(12):
+        ((_, answer),) = generate(model, None, [Request(ids, GREEDY, 0, length)])
+        traced = trace_target(model, ids, answer.tokens, GREEDY, proposer.aux_layers, proposer.reads_states)
+        found.append((answer.tokens, proposer.trace([*ids, *answer.tokens], len(ids) + 1, K, GREEDY, traced.states)))
+    return found
+
+
+def test_accuracies_by_hand() -> None:
+    # Column j of row r tells of token 1 + r + j: of 4 starts level 1 has 4 tokens, level 2 has 3, level 5 none.
+    rank_TK = torch.tensor([[0, 1, 0, 0, 9], [1, UNRANKED, 0, 9, 9], [0, 1, 9, 9, 9], [2, 9, 9, 9, 9]])
+    traces = [Trace(rank_TK, torch.zeros(4, 5))]
+    assert rank_accuracies(traces, 2) == [[0.5, 0.25], [0.0, 2 / 3], [1.0, 0.0], [1.0, 0.0], []]
+    # A start at which nothing is drafted says nothing; other traces add theirs.
+    traces.append(Trace(torch.tensor([[0], [0]]), torch.zeros(2, 1), offered_T=torch.tensor([0, 1])))
+    assert rank_accuracies(traces, 2)[:2] == [[0.6, 0.2], [0.0, 2 / 3]]
+    assert rank_accuracies([], 2) == []
+
+
+def test_the_tree_of_measured_accuracies_accepts_more() -> None:
+    """Medusa heads: on one level the best ranks by measurement, so no tree of as many nodes accepts more there; and
+    along the answers more than a chain, and than the tree that knows no ranks."""
+    model, draft = static("medusa, 3 heads")
+    chain = make_proposer(draft, model)
+    traces = traces_of(chain, model, K=3)
+    accuracy = rank_accuracies([trace for _, trace in traces], ranks=8)
+    assert len(accuracy) == 3 and all(len(row) == 8 and 0 < sum(row) <= 1 for row in accuracy)
+
+    def accepted(shape: TreeShape, K: int) -> float:
+        """Per round, whatever the token at which it starts."""
+        runs = [shape.cut(K).follow(trace.rank_TK.numpy())[0] for _, trace in traces]
+        return float(np.concatenate(runs).mean())
+
+    for nodes in (2, 3, 6, 10):
+        best = TreeShape.of_accuracies(accuracy, nodes)
+        assert len(best) == nodes
+        flat = TreeShape.of_accuracies(accuracy[:1], nodes)
+        assert accepted(flat, 1) == pytest.approx(sum(sorted(accuracy[0], reverse=True)[:nodes]))
+        naive = TreeShape(TreeShape.branching([2, 2, 2]).choices[:nodes])
+        assert accepted(best, 3) >= max(accepted(TreeShape.chain(nodes), 3), accepted(naive, 3), accepted(flat, 3))

@@ -3,7 +3,10 @@
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from draftforge.errors import InputError, MissingFileError
 from draftforge.specdec.proposers.shape import TreeShape
@@ -69,3 +72,28 @@ def test_measured_accuracies_give_the_best_tree() -> None:
         best = max(expected(c) for c in whole)
         assert expected(TreeShape.of_accuracies(accuracy, nodes).choices) == pytest.approx(best)
     assert len(TreeShape.of_accuracies(accuracy, 500)) == len(every)  # all there are, no more
+
+
+def test_few_tokens_to_choose_from_leave_a_narrow_tree() -> None:
+    shape = TreeShape([[0], [1], [2], [0, 2], [1, 0], [2, 0], [1, 0, 1]])
+    assert shape.narrowed(2).choices == ((0,), (1,), (1, 0), (1, 0, 1))
+    assert len(shape.narrowed(3)) == len(shape) and len(shape.narrowed(0)) == 0
+
+
+def test_a_shape_counts_its_nodes_by_level() -> None:
+    assert TreeShape([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]).sizes.tolist() == [0, 2, 5, 6]
+    assert TreeShape([]).sizes.tolist() == [0]
+
+
+choices = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=8)
+ranks = st.lists(st.lists(st.sampled_from([0, 1, 2, 3, 4, 1 << 30]), min_size=4, max_size=4), min_size=1, max_size=6)
+
+
+@given(choices, ranks)
+def test_ways_are_followed_as_far_as_the_shape_goes(leaves: list[list[int]], rows: list[list[int]]) -> None:
+    shape = TreeShape(leaf[: depth + 1] for leaf in leaves for depth in range(len(leaf)))
+    run_T, judged_T = shape.follow(np.array(rows))
+    for row, run, judged in zip(rows, run_T, judged_T):
+        longest = max(length for length in range(5) if length == 0 or tuple(row[:length]) in shape.choices)
+        goes_on = any(choice[:-1] == tuple(row[:longest]) for choice in shape.choices)
+        assert (run, judged) == (longest, longest + goes_on)

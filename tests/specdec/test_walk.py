@@ -13,10 +13,10 @@ from draftforge.specdec.walk import (
     RoundCounts,
     count_rounds,
     survival_block,
-    survival_onehot,
+    survival_chosen,
+    survival_match,
     survival_token,
     walk_expected,
-    walk_greedy,
     windows,
 )
 
@@ -75,6 +75,11 @@ def law_onehot(p: list[np.ndarray], q: list[np.ndarray], x: tuple[int, ...]) -> 
     return [*out, (survive, p[len(x)])]
 
 
+def law_match(p: list[np.ndarray], q: list[np.ndarray], x: tuple[int, ...]) -> list[tuple[float, np.ndarray]]:
+    """The target draws its own token, which is the drafted one or one of the rest: as onehot, whatever x came from."""
+    return law_onehot(p, q, x)
+
+
 def normalised(x: np.ndarray) -> np.ndarray:
     total = float(x.sum())
     return np.asarray(x / total) if total > 0 else x
@@ -126,20 +131,22 @@ def replayed(answer: tuple[int, ...], target: Model, draft: Model, law: Law, K: 
     n = len(answer)
     p_TK = windows([target(answer[:i])[answer[i]] for i in range(n)], K)
     q_TK = np.zeros((max(n - 1, 0), K))
-    hit_TK = np.zeros((max(n - 1, 0), K), dtype=bool)
+    run_T = np.zeros(max(n - 1, 0), dtype=int)
     for r, j in itertools.product(range(n - 1), range(K)):
         if 1 + r + j < n:
             row = draft(answer[: 1 + r + j])
             q_TK[r, j] = row[answer[1 + r + j]]
-            hit_TK[r, j] = int(row.argmax()) == answer[1 + r + j]
+            run_T[r] += run_T[r] == j and int(row.argmax()) == answer[1 + r + j]
     if law is law_onehot:
-        w = survival_onehot(hit_TK)
+        w = survival_chosen(run_T, K)
+    elif law is law_match:
+        w = survival_match(q_TK)
     else:
         w = (survival_token if law is law_token else survival_block)(p_TK, q_TK)
     return walk_expected(w, K, n, limit)
 
 
-@pytest.mark.parametrize("law", [law_token, law_block, law_onehot])
+@pytest.mark.parametrize("law", [law_token, law_block, law_onehot, law_match])
 @pytest.mark.parametrize("K, limit, zeros", [(1, 4, False), (2, 5, False), (3, 5, True), (4, 4, False), (2, 1, False)])
 def test_expected_counts_equal_the_decoders_law_answer_by_answer(law: Law, K: int, limit: int, zeros: bool) -> None:
     """Clipping at max_new_tokens and the stop included; given each answer, not only on average."""
@@ -154,30 +161,33 @@ def test_expected_counts_equal_the_decoders_law_answer_by_answer(law: Law, K: in
         np.testing.assert_allclose(np.array(expected) / probability, counts, atol=1e-9)
 
 
+def walk_certain(
+    run_T: list[int], K: int, n_answer: int, max_new_tokens: int, offered_T: list[int] | None = None
+) -> RoundCounts:
+    return walk_expected(survival_chosen(run_T, K), K, n_answer, max_new_tokens, offered_T)
+
+
 def test_a_greedy_walk_by_hand() -> None:
     # answer of 6 tokens, room for 10, K = 3. t=1: run 2 -> 3 emitted; t=4: run 9, 2 left -> accepts both, no bonus.
-    counts = walk_greedy([2, 0, 0, 9, 0], K=3, n_answer=6, max_new_tokens=10)
+    counts = walk_certain([2, 0, 0, 9, 0], K=3, n_answer=6, max_new_tokens=10)
     assert counts == RoundCounts(2.0, 5.0, 6.0, 4.0, (2.0, 2.0, 1.0), (2.0, 2.0, 0.0))
 
 
 def test_the_end_by_length_clips_drafts() -> None:
     # t=1 drafts min(3, 4-1-1) = 2 and accepts them; the bonus is the last token: no round is left.
-    assert walk_greedy([9, 9, 9], 3, 4, 4) == RoundCounts(1.0, 3.0, 2.0, 2.0, (1.0, 1.0, 0.0), (1.0, 1.0, 0.0))
+    assert walk_certain([9, 9, 9], 3, 4, 4) == RoundCounts(1.0, 3.0, 2.0, 2.0, (1.0, 1.0, 0.0), (1.0, 1.0, 0.0))
     # nothing accepted: drafts 2, 1, 0
-    assert walk_greedy([0, 0, 0], 3, 4, 4) == RoundCounts(3.0, 3.0, 3.0, 0.0, (2.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    assert walk_certain([0, 0, 0], 3, 4, 4) == RoundCounts(3.0, 3.0, 3.0, 0.0, (2.0, 0.0, 0.0), (0.0, 0.0, 0.0))
 
 
 def test_a_proposer_may_offer_fewer_tokens() -> None:
-    counts = walk_greedy([3, 3, 3, 3], 3, 5, 9, offered_T=[0, 1, 0, 0])
+    counts = walk_certain([3, 3, 3, 3], 3, 5, 9, offered_T=[0, 1, 0, 0])
     assert counts == RoundCounts(3.0, 4.0, 1.0, 1.0, (1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
-    w = survival_onehot(np.ones((4, 3), dtype=bool))
-    assert walk_expected(w, 3, 5, 9, offered_T=[0, 1, 0, 0]) == counts
 
 
 @pytest.mark.parametrize("n_answer", [0, 1])
 def test_an_answer_without_rounds(n_answer: int) -> None:
     nothing = RoundCounts(0.0, 0.0, 0.0, 0.0, (0.0, 0.0), (0.0, 0.0))
-    assert walk_greedy([], 2, n_answer, 8) == nothing
     assert walk_expected(np.zeros((0, 2)), 2, n_answer, 8) == nothing
 
 
@@ -189,12 +199,25 @@ def runs(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
     return draw(st.lists(st.integers(0, 7), min_size=n_answer - 1, max_size=n_answer - 1)), K, n_answer, limit
 
 
+def jumped(run_T: list[int], K: int, n_answer: int, limit: int) -> RoundCounts:
+    """Greedy decoding round by round."""
+    rounds: list[tuple[int, int, int, int]] = []
+    emitted = 1
+    while emitted < n_answer:
+        drafted = min(K, limit - emitted - 1)
+        accepted = min(run_T[emitted - 1], drafted, n_answer - emitted)
+        step = min(accepted + 1, n_answer - emitted)
+        # A run that reaches the stop ends there: what was drafted after it is not reached.
+        rounds.append((drafted, accepted, step, accepted if step == accepted else min(accepted + 1, drafted)))
+        emitted += step
+    return count_rounds(rounds, K)
+
+
 @given(runs())
-def test_certain_survival_is_the_greedy_walk(case: tuple[list[int], int, int, int]) -> None:
+def test_certain_survival_is_greedy_decoding(case: tuple[list[int], int, int, int]) -> None:
     run_T, K, n_answer, limit = case
-    w = (np.arange(K)[None, :] < np.array(run_T).reshape(-1, 1)).astype(float)
-    counts = walk_greedy(run_T, K, n_answer, limit)
-    assert walk_expected(w, K, n_answer, limit) == counts
+    counts = walk_certain(run_T, K, n_answer, limit)
+    assert counts == jumped(run_T, K, n_answer, limit)
     assert counts.tokens == n_answer - 1
     assert counts.accepted == sum(counts.accepted_K)
     assert 0 <= counts.rounds + counts.accepted - counts.tokens <= 1  # only an accepted stop saves a bonus
@@ -233,9 +256,9 @@ def test_a_probability_rounded_to_zero_stays_a_number() -> None:
 
 
 def test_bad_shapes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"run_T has 1 rows: n_answer - 1 = 4"):
-        walk_greedy([1], 2, 5, 8)
+    with pytest.raises(ValueError, match=r"w_TK has 1 rows: n_answer - 1 = 4"):
+        walk_certain([1], 2, 5, 8)
     with pytest.raises(ValueError, match=r"at least K = 3 columns"):
         walk_expected(np.zeros((4, 2)), 3, 5, 8)
     with pytest.raises(ValueError, match="max_new_tokens = 4"):
-        walk_greedy([1, 1, 1, 1], 2, 5, 4)
+        walk_certain([1, 1, 1, 1], 2, 5, 4)

@@ -139,3 +139,29 @@ def prompts(count: int, seed: int = 3, vocab: int = VOCAB) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 12, (count,), generator=generator).tolist()
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def bigram(logits_VV: Tensor) -> CausalModel:
+    """A target whose next token depends on the last one alone: logits [V] by row. V must be even.
+
+    One-hot embeddings, layers that add nothing, and the table as the head.
+    """
+    vocab = len(logits_VV)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=vocab,
+        intermediate_size=vocab,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-12,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    layer = model.model.layers[0]
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+    model.model.embed_tokens.weight.copy_(torch.eye(vocab))
+    model.lm_head.weight.copy_(logits_VV.T / vocab**0.5)  # the norm makes one-hot rows that long
+    return CausalModel(model)

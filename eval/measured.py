@@ -1,0 +1,38 @@
+"""Static trees of the choices that are most often right (Medusa, Cai et al. 2024, arXiv 2401.10774, section 2.3.3)."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..data.store import Sample
+from ..errors import InputError
+from ..specdec.models import CausalModel
+from ..specdec.proposers.base import Proposer, Trace
+from ..specdec.proposers.shape import TreeShape
+from ..specdec.proposers.trees import MeasuredTree, StaticTree
+from ..specdec.replay import rank_accuracies, trace_target
+
+
+@torch.inference_mode()
+def measured_tree(target: CausalModel, proposer: Proposer, samples: Sequence[Sample], tree: MeasuredTree) -> StaticTree:
+    """The tree of one draft, by what it gets right along recorded answers: those that it was trained on, so that the
+    answers which pick a draft do not also shape it. Raises InputError where there are none."""
+
+    def traces() -> Iterator[Trace]:
+        for sample in samples:
+            ids, known = sample.prompt_ids + sample.answer_ids, len(sample.prompt_ids) + 1
+            if len(ids) > known:
+                traced = trace_target(
+                    target,
+                    sample.prompt_ids,
+                    sample.answer_ids,
+                    sample.sampling,
+                    proposer.aux_layers,
+                    proposer.reads_states,
+                )
+                yield proposer.trace(ids, known, tree.levels, sample.sampling, traced.states)
+
+    shape = TreeShape.of_accuracies(rank_accuracies(traces(), tree.ranks), tree.nodes)
+    if not shape.choices:
+        raise InputError("measured tree: no answers of two tokens or more in the train split to measure it on")
+    return StaticTree(kind="static", choices=[list(choice) for choice in shape.choices])

@@ -1,0 +1,102 @@
+"""Trees as a recipe asks for them. A chain needs no such settings: it is K tokens long."""
+
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ...errors import InputError, MissingFileError
+from ..tree import Drawn
+from .shape import TreeShape
+
+MOST_LEVELS = 64  # of a round; far beyond what pays, and a round's memory grows with it
+MOST_NODES = 1024
+
+
+class _Tree(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class StaticTree(_Tree):
+    """The same shape in every round: a node's children are the draft's likeliest tokens there, or draws from it."""
+
+    kind: Literal["static"]
+    widths: list[int] | None = Field(default=None, min_length=1, max_length=MOST_LEVELS)
+    """Children of every node, level by level."""
+    choices: list[list[int]] | None = Field(default=None, min_length=1, max_length=MOST_NODES)
+    """Nodes by their way from the root, as Medusa writes them: [0, 2] is the third choice below the first one."""
+    file: Path | None = None
+    """JSON file of such choices; read with the recipe, which keeps what it holds."""
+    drawn: Drawn = "deterministic"
+    """Above temperature 0: deterministic (the likeliest tokens), iid, or without_replacement."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _file_read(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or raw.get("file") is None or not isinstance(raw["file"], str | Path):
+            return raw
+        if raw.get("choices") is not None:
+            raise ValueError("choices and file: give one of widths, choices or file")
+        try:
+            shape = TreeShape.read(Path(raw["file"]))
+        except (InputError, MissingFileError) as error:
+            raise ValueError(str(error)) from None
+        return {**raw, "file": None, "choices": [list(choice) for choice in shape.choices]}
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> "StaticTree":
+        given = [name for name in ("widths", "choices") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"{' and '.join(given) or 'no shape'}: give one of widths, choices or file")
+        if self.widths is not None:
+            if min(self.widths) < 1:
+                raise ValueError(f"widths {self.widths}: every node must have at least 1 child")
+            nodes = sum(accumulate(self.widths, mul))  # counted before the tree is built: widths multiply
+            if nodes > MOST_NODES:
+                raise ValueError(f"widths {self.widths}: {nodes} nodes: at most {MOST_NODES} may be drafted")
+        try:
+            levels = self.levels
+        except InputError as error:
+            raise ValueError(str(error).removeprefix("tree: ")) from None
+        if levels > MOST_LEVELS:
+            raise ValueError(f"choices: {levels} levels: at most {MOST_LEVELS} may be drafted")
+        return self
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape.branching(self.widths) if self.widths is not None else TreeShape(self.choices or [])
+
+    @property
+    def levels(self) -> int:
+        return self.shape.depth
+
+
+class MeasuredTree(_Tree):
+    """A static tree of the choices that are most often right, as measured on answers that drafts were trained on."""
+
+    kind: Literal["measured"]
+    nodes: int = Field(default=24, ge=1, le=MOST_NODES)
+    """Nodes of the tree."""
+    levels: int = Field(default=4, ge=1, le=MOST_LEVELS)
+    """Most levels."""
+    ranks: int = Field(default=10, ge=1, le=MOST_NODES)
+    """Most children of a node."""
+
+
+class DynamicTree(_Tree):
+    """EAGLE-2's: the draft's own confidence gives each round its shape."""
+
+    kind: Literal["dynamic"]
+    levels: int = Field(default=5, ge=1, le=MOST_LEVELS)
+    """Levels of the tree."""
+    top_k: int = Field(default=8, ge=1, le=MOST_NODES)
+    """Nodes read on each level, and children that each of them offers."""
+    nodes: int = Field(default=24, ge=1, le=MOST_NODES)
+    """Nodes that are drafted, the best of all that were offered."""
+
+
+Tree = Annotated[StaticTree | DynamicTree, Field(discriminator="kind")]
+TreeSettings = Annotated[StaticTree | DynamicTree | MeasuredTree, Field(discriminator="kind")]
+"""What a recipe may ask for; `measured` becomes a static tree of one draft."""

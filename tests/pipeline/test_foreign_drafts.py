@@ -1,0 +1,103 @@
+"""`score --draft FOLDER`: a draft of anybody's making, in any layout, without our lineage beside it."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import heads
+import pytest
+
+from draftforge.errors import InputError
+from draftforge.pipeline import verbs
+from draftforge.pipeline.scoring import Scored
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import Recipe, load_recipe
+from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
+from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
+from draftforge.specdec.formats import META_FILE, Format, Verifier, convert_draft, write_draft
+
+TREES = {"wide": {"kind": "static", "widths": [3, 2]}, "best": {"kind": "measured", "nodes": 5, "levels": 2}}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path]) -> Recipe:
+    folder = tmp_path_factory.mktemp("foreign")
+    recipe = load_recipe(recipe_in(folder))
+    verbs.train(recipe, "eagle3")
+    return recipe
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[Scored]:
+    """What the score verb has come to."""
+    seen: list[Scored] = []
+    inner = verbs.score_folder
+
+    def spy(*args: object) -> Scored:
+        seen.append(inner(*args))  # type: ignore[arg-type]
+        return seen[-1]
+
+    monkeypatch.setattr(verbs, "score_folder", spy)
+    return seen
+
+
+def last_checkpoint(recipe: Recipe) -> Path:
+    (folder,) = Workspace(recipe).root.glob("train-eagle3-*/checkpoints/step-000004")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+def test_the_same_weights_score_the_same_in_every_layout(
+    layout: Format, recipe: Recipe, scored: list[Scored], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / "their-head"
+    theirs.mkdir()
+    convert_draft(last_checkpoint(recipe), theirs, layout, Verifier("them/target", ["LlamaForCausalLM"]))
+    verbs.score(recipe, str(theirs))
+    (theirs / META_FILE).unlink()
+    verbs.score(recipe, str(theirs))
+    ours, other = (
+        [(row["plan"], row["tau"]) for row in ({**vars(one)} for one in result.rows) if row["draft"] == "their-head"]
+        for result in scored
+    )
+    assert ours == other and ours[0][1].value >= 1.0
+    told = capsys.readouterr()
+    assert "nothing says which tokenizer" in told.err.replace("\n", " ") and "their-head" in told.out
+    assert not list(Workspace(recipe).root.glob("train-small-*/checkpoints"))  # nothing of the recipe is trained for it
+
+
+def test_heads_of_every_family_are_scored_with_trees(recipe: Recipe, scored: list[Scored], tmp_path: Path) -> None:
+    target = Workspace(recipe).target
+    sizes = {**heads.LAYER, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    medusa = MedusaConfig(
+        hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_heads=2, num_layers=1, fc_bias=False
+    )
+    drafts: dict[str, AnyDraft] = {"eagle": EagleDraft(EagleConfig(**sizes), False), "medusa": MedusaDraft(medusa)}
+    settings = recipe.score.model_copy(update={"trees": type(recipe.score).model_validate({"trees": TREES}).trees})
+    for name, draft in drafts.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        write_draft(draft, folder, "vllm")
+        verbs.score(recipe.model_copy(update={"score": settings}), str(folder))
+        table = scored[-1].counts
+        assert set(table["tree"].to_pylist()) == {"", "wide", "best"}
+        assert {"replay", "decode"} == set(table["method"].to_pylist())
+        assert (scored[-1].stage.folder / "counts.parquet").is_file()
+
+
+def test_what_does_not_fit_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    write_draft(heads.eagle(), folder, "vllm")
+    with pytest.raises(InputError, match=re.escape(f"{folder}: vocab_size 61: must be ")):
+        verbs.score(recipe, str(folder))
+    with pytest.raises(FileNotFoundError, match=r"--draft nowhere: is neither a draft of the recipe .* nor a folder"):
+        verbs.score(recipe, "nowhere")
+    shutil.copytree(last_checkpoint(recipe), tmp_path / "other")
+    meta = json.loads((tmp_path / "other" / META_FILE).read_text())
+    (tmp_path / "other" / META_FILE).write_text(json.dumps(meta | {"tokenizer_digest": "0" * 64}))
+    with pytest.raises(InputError, match="drafts with another tokenizer"):
+        verbs.score(recipe, str(tmp_path / "other"))

@@ -1,0 +1,92 @@
+"""A tree may be what a draft is chosen and promoted with; the next recipe meets it at that tree."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import heads
+import pytest
+
+from draftforge.errors import InputError
+from draftforge.eval.costs import CostKey, CostTable, RoundCost
+from draftforge.eval.plans import Plan
+from draftforge.pipeline import scoring, talk
+from draftforge.pipeline.distill import distill
+from draftforge.pipeline.stages import capture_stage, mix_stage
+from draftforge.pipeline.talk import Spoken
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import load_recipe
+from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
+from draftforge.specdec.formats import write_draft
+from draftforge.specdec.proposers.trees import StaticTree
+
+TREES = {
+    "grown": {"kind": "dynamic", "levels": 2, "top_k": 2, "nodes": 4},
+    "best": {"kind": "measured", "nodes": 5, "levels": 2, "ranks": 4},
+}
+
+
+def tmp_draft(space: Workspace) -> str:
+    """A random head of the target's size, as anybody might bring one."""
+    target, folder = space.target, space.root / "head"
+    folder.mkdir()
+    sizes = {**heads.LAYER, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    write_draft(EagleDraft(EagleConfig(**sizes), False), folder, "vllm")
+    return str(folder)
+
+
+@pytest.fixture
+def quick_trees(monkeypatch: pytest.MonkeyPatch) -> list[CostKey]:
+    """Times under which the measured tree costs less than anything else."""
+    keys: list[CostKey] = []
+
+    def measure(key: CostKey, target: Any, draftings: Sequence[Any], prompts: Any, settings: Any) -> CostTable:
+        keys.append(key)
+        by_plan = {
+            label: RoundCost(draft_seconds=draft, verify_seconds=0.01, rest_seconds=0, rounds=9)
+            for label, draft in ((label, 0.001 if label == "best" else 1.0) for label in key.plans)
+        }
+        return CostTable(key=key, plain_seconds=0.02, plain_rounds=9, context_tokens=9.0, by_plan=by_plan)
+
+    monkeypatch.setattr(scoring, "measure_costs", measure)
+    return keys
+
+
+def test_a_measured_tree_is_promoted_and_met_again(
+    write_recipe: Callable[..., Path], quick_trees: list[CostKey], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recipe()
+    recipe = load_recipe(path, [f"score.trees={json.dumps(TREES)}"])
+    outcome = distill(Workspace(recipe))
+    assert outcome is not None and outcome.decision.promote
+    assert outcome.scored.chosen.plan.label == "best"
+    lineage = outcome.version.lineage
+    assert lineage.tree_name == "best" and lineage.draft_tokens == outcome.scored.chosen.plan.draft_tokens
+    assert isinstance(lineage.tree, StaticTree) and lineage.tree.choices and 1 <= len(lineage.tree.choices) <= 5
+    assert set(outcome.scored.counts["tree"].to_pylist()) == {"", "grown", "best"}
+
+    other = distill(Workspace(load_recipe(path, ["seed=1"])))  # knows no trees
+    assert other is not None and other.decision.compared == outcome.version.reference
+    holdout = capsys.readouterr().out.split("On the holdout")
+    assert any(line.startswith("champion") and "best" in line for line in holdout[-2].splitlines())
+    assert ["best"] in [list(key.plans) for key in quick_trees]
+
+
+def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path]) -> None:
+    space = Workspace(load_recipe(write_recipe(score={"draft_tokens": [2], "trees": TREES})))
+    capture_stage(space, mix_stage(space))
+    folder = tmp_draft(space)
+
+    def said(tree: str | None, temperature: float = 0.0, draft: str = folder, rule: str | None = None) -> Spoken:
+        return talk.speak(space, "hi there", draft, rule, None, tree, 12, temperature, 7)
+
+    plain = said(None, draft="none").generation.tokens
+    for tree in TREES:
+        assert said(tree).generation.tokens == plain and said(tree).plan == Plan(2, tree)
+    assert said("best", 0.9).rule == "onehot" and said(None, 0.9).rule == "token"
+    assert len(said("grown", 0.9, rule="typical").generation.tokens) > 0
+    with pytest.raises(InputError, match=r"--tree wide: must be one of the recipe's score.trees \(grown, best\)"):
+        said("wide")
+    with pytest.raises(InputError, match="--tree grown: --draft lookup drafts no trees"):
+        said("grown", draft="lookup")

@@ -1,0 +1,53 @@
+"""Drafts of another size than the target's are refused before they run, by the field and both values."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import heads
+import pytest
+from stand_ins import llama, near_copy, random_eagle3, target, taught_medusa
+
+from draftforge.errors import InputError
+from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts.small import SmallDraft
+from draftforge.specdec.formats import check_fits
+from draftforge.specdec.models import CausalModel
+
+TARGET = target()  # 61 tokens, hidden 48, four layers
+WHERE = Path("served/draft")
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        near_copy(TARGET),
+        random_eagle3(TARGET, 40),
+        taught_medusa(TARGET, steps=1),
+        heads.eagle3(own_embeddings=True, target_hidden_size=48),  # 24 wide on its own embeddings
+    ],
+    ids=lambda draft: draft.family,
+)
+def test_a_draft_that_fits(draft: AnyDraft) -> None:
+    check_fits(draft, TARGET, WHERE)
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (lambda: SmallDraft(llama(vocab=64)), "vocab_size 64: must be 61, the target's"),
+        (heads.medusa, "hidden_size 24: must be 48, the target's"),
+        (heads.eagle, "hidden_size 24: must be 48, the target's"),
+        (heads.eagle3, "target_hidden_size 24: must be 48, the target's"),
+        (lambda: heads.eagle3(target_hidden_size=48), "hidden_size 24: must be 48, the target's"),
+    ],
+)
+def test_a_draft_of_another_size(draft: Callable[[], AnyDraft], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(f'{WHERE}: {message}')}$"):
+        check_fits(draft(), TARGET, WHERE)
+
+
+def test_captured_layers_that_the_target_does_not_have() -> None:
+    shallow = CausalModel(llama(layers=3))
+    with pytest.raises(InputError, match=r"served/draft: captured layers \[1, 2, 4\]: the target has 3 layers"):
+        check_fits(random_eagle3(TARGET), shallow, WHERE)
