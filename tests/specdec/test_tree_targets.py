@@ -96,6 +96,7 @@ class Oracle:
     aux_layers: tuple[int, ...] = ()
     reads_states = False
     levels: int | None = None
+    width = 61
 
     def __init__(self, texts: list[list[int]]) -> None:
         self._texts = texts
