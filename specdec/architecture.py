@@ -1,6 +1,6 @@
 """What a model must be for our cache and attention to run it; anything else is refused in one line when it is loaded.
 
-Shapes: B rows, T tokens, H hidden size.
+Shapes: B rows, T tokens.
 
 Three nets, since transformers grows new features faster than a list of names can: what each layer hands to its
 attention function is recorded once; the config's own words (layer types, sliding windows) must agree with it; and a
@@ -45,7 +45,6 @@ class Probe(NamedTuple):
     """What one pass of the decoder stack showed."""
 
     calls: list[Call]
-    read_BTH: Tensor  # what the first layer read
     hidden_BTH: Tensor  # after the final norm
 
 
@@ -82,18 +81,9 @@ AttentionInterface.register(PROBE, _probe)
 def probe(decoder: nn.Module, ids_BT: Tensor, step: Step) -> Probe:
     """Prefill the stack once; the model's attention implementation must be PROBE."""
     calls: list[Call] = []
-    read: list[Tensor] = []
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        read.append(args[0] if args else kwargs["hidden_states"])
-
-    handle = decoder.layers[0].register_forward_pre_hook(note, with_kwargs=True)  # type: ignore[index,union-attr]
-    try:
-        positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-        output = decoder(input_ids=ids_BT, position_ids=positions_BT, use_cache=False, kv_step=step, calls=calls)
-    finally:
-        handle.remove()
-    return Probe(calls, read[0], output.last_hidden_state)
+    positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+    output = decoder(input_ids=ids_BT, position_ids=positions_BT, use_cache=False, kv_step=step, calls=calls)
+    return Probe(calls, output.last_hidden_state)
 
 
 def find_decoder(model: PreTrainedModel, config: Any) -> nn.Module:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -46,10 +47,7 @@ class CausalModel:
         self._embedding: nn.Module = model.get_input_embeddings()
         self._head: nn.Module = model.get_output_embeddings()
         self._scale, self._softcap = head_arithmetic(config)
-        self._embed_multiplier = float(getattr(config, "embedding_multiplier", None) or 1.0)
-        self.embed_scale = self._embed_multiplier * float(getattr(self._embedding, "scalar_embed_scale", 1.0))
         fix_rope(model, self._decoder, self.max_positions)
-        self._embeds = True
         self._check()
 
     @property
@@ -91,17 +89,16 @@ class CausalModel:
         return logits
 
     def embed(self, ids: Tensor) -> Tensor:
-        """What the first decoder layer reads for token ids, [...] -> [..., H]: scaled as the model scales it.
+        """Rows of the embedding table for token ids, [...] -> [..., H]: what a head reads that has none of its own.
 
-        That is the embedding table's rows times `embed_scale` (Gemma: sqrt(H); Granite: its multiplier; else 1).
-        EAGLE heads are trained on it. Engines that lend a head the bare table leave the scale out: an exported head
-        has it folded into its weights, or brings its own table. Raises FormatError for a model whose first layer reads
-        anything else, such as learned positions.
+        That is the bare table, which engines lend to heads: a target that scales what its first layer reads (Gemma by
+        sqrt(H), Granite by its multiplier) does so after the table.
         """
-        if not self._embeds:
-            raise FormatError(f"{named(self.model)}: its first layer does not read scaled token embeddings alone")
-        embedded: Tensor = self._embedding(ids)
-        return embedded if self._embed_multiplier == 1.0 else embedded * self._embed_multiplier
+        table: Tensor = self._embedding.weight  # type: ignore[assignment]
+        size = table.shape[-1]
+        if size != self.hidden_size:
+            raise FormatError(f"{named(self.model)}: its embeddings have size {size}, must be {self.hidden_size}")
+        return F.embedding(ids, table)
 
     @contextmanager
     def _capture(self, aux_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -146,7 +143,6 @@ class CausalModel:
         self.model.set_attn_implementation(NAME)
         rest_BTH = self.states(second, cache.extend(*second.shape)).hidden_BTH
         self._check_cached(self.logits(torch.cat([seen.hidden_BTH, rest_BTH], dim=1)).float(), plain)
-        self._embeds = self._reads_embeddings(first, seen.read_BTH)
 
     def _plain_logits(self, ids: Tensor) -> Tensor:
         """The model's own, which must be `logits` of what its decoder stack gives."""
@@ -172,13 +168,6 @@ class CausalModel:
                 f"{named(self.model)}: with our key-value cache its logits are off by {share:.0%}, must be below "
                 f"{limit:.0%}; not supported"
             )
-
-    def _reads_embeddings(self, ids: Tensor, read: Tensor) -> bool:
-        """Whether the first layer reads `embed`, and `embed` is the table's rows times `embed_scale`."""
-        ours = self.embed(ids)
-        rows = (self._embedding.weight[ids] * self.embed_scale).to(ours)  # type: ignore[index]
-        within = 1e-5 if self.dtype == torch.float32 else 1e-2
-        return ours.shape == read.shape and all(torch.allclose(ours, other, rtol=within) for other in (read, rows))
 
 
 def head_arithmetic(config: Any) -> tuple[float, float | None]:

@@ -12,6 +12,7 @@ from transformers import GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from .. import fingerprint
 from ..errors import InputError, MissingFileError, one_line
 from ..storage import read_object
+from .gguf_tokenizer import as_the_file_says
 from .loading import load_model, load_tokenizer, refused
 from .models import CausalModel
 from .settings import TargetSettings
@@ -47,6 +48,8 @@ class Target(CausalModel):
             common["gguf_file"] = source.gguf_file
         where = f"target.model: {settings.model}"
         tokenizer = load_tokenizer(source.folder, where, **common)
+        if source.gguf_file is not None:
+            tokenizer = as_the_file_says(tokenizer, source.folder / source.gguf_file, where)
         weights: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, **common}
         if source.gguf_file is not None:
             weights["quantization_config"] = GgufConfig(dequantize=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..attention import attend
 from ..cache import Step
+from .rope import LongRope, Rope, RopeScaling
 
 
 class LayerConfig(BaseModel):
@@ -33,6 +34,7 @@ class LayerConfig(BaseModel):
     max_position_embeddings: int = Field(ge=1)
     rms_norm_eps: float = Field(gt=0)
     rope_theta: float = Field(gt=0)
+    rope_scaling: RopeScaling | None = None
 
     @model_validator(mode="after")
     def _whole_groups(self) -> "LayerConfig":
@@ -40,6 +42,15 @@ class LayerConfig(BaseModel):
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads}: must be a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_factor_a_pair(self) -> "LayerConfig":
+        if isinstance(self.rope_scaling, LongRope) and len(self.rope_scaling.long_factor) != self.head_dim // 2:
+            raise ValueError(
+                f"rope_scaling: long_factor: {len(self.rope_scaling.long_factor)} numbers, must be half of head_dim "
+                f"{self.head_dim}"
             )
         return self
 
@@ -64,7 +75,8 @@ class Attention(nn.Module):
     def __init__(self, config: LayerConfig, width: int) -> None:
         super().__init__()
         heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.heads, self.groups, self.head_dim, self.rope_theta = heads, groups, size, config.rope_theta
+        self.heads, self.groups, self.head_dim = heads, groups, size
+        self._rope = Rope(config.rope_theta, size, config.rope_scaling)
         self.q_proj = nn.Linear(width, heads * size, bias=False)
         self.k_proj = nn.Linear(width, groups * size, bias=False)
         self.v_proj = nn.Linear(width, groups * size, bias=False)
@@ -72,11 +84,11 @@ class Attention(nn.Module):
 
     def query(self, z_BNZ: Tensor, positions_BN: Tensor) -> Tensor:
         """[B, Q, N, D], rotated."""
-        return rotate(self._split(self.q_proj(z_BNZ), self.heads), positions_BN, self.rope_theta)
+        return self._rope(self._split(self.q_proj(z_BNZ), self.heads), positions_BN)
 
     def key(self, z_BNZ: Tensor, positions_BN: Tensor) -> Tensor:
         """[B, G, N, D], rotated."""
-        return rotate(self._split(self.k_proj(z_BNZ), self.groups), positions_BN, self.rope_theta)
+        return self._rope(self._split(self.k_proj(z_BNZ), self.groups), positions_BN)
 
     def value(self, z_BNZ: Tensor) -> Tensor:
         """[B, G, N, D]."""
@@ -182,16 +194,6 @@ def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor],
     for j, value in enumerate(values[1:]):
         output = output + weights[..., past + j, None] * value[:, :, None]
     return output.flatten(1, 2).transpose(1, 2)
-
-
-def rotate(x_BHND: Tensor, positions_BN: Tensor, theta: float) -> Tensor:
-    """Rotary embedding (Su et al. 2021), halves layout as in transformers' Llama."""
-    half = x_BHND.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, device=x_BHND.device, dtype=torch.float32) / half)
-    angle = (positions_BN[..., None].float() * frequency)[:, None]
-    cos, sin = angle.cos().to(x_BHND.dtype), angle.sin().to(x_BHND.dtype)
-    low, high = x_BHND[..., :half], x_BHND[..., half:]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 def take(x_BTH: Tensor, at_BM: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from ..drafts.eagle3 import Eagle3Config, Eagle3Draft
 from . import eagle3
 from .gguf_file import GgufFile, write_gguf
 from .gguf_layer import LAYER, dimensions, from_ggml, open_gguf, read_dimensions, to_ggml
+from .gguf_rope import factor_tensors, scaling_fields, take_scaling
 from .gguf_vocabulary import vocabulary_fields
 from .llama import embedding_specs, validated
 from .tensors import Spec
@@ -32,7 +33,10 @@ def write_eagle3(draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: P
     tensors = {name: weights[source] for name, source in names.items()}
     if eagle3.reduced(config):
         tensors["d2t"] = draft.draft_ids
-    fields = dimensions("eagle3", config, 1, config.rope_theta)
+    factors = factor_tensors(config.rope_theta, config.head_dim, config.rope_scaling)
+    tensors |= factors
+    expected |= {name: Spec(tuple(tensor.shape)) for name, tensor in factors.items()}
+    fields = dimensions("eagle3", config, 1, config.rope_theta) | scaling_fields("eagle3", config.rope_scaling)
     fields |= {
         "eagle3.target_layers": list(config.aux_layers),
         "eagle3.target_hidden_size": config.target_hidden_size,
@@ -48,9 +52,10 @@ def read_eagle3(path: Path) -> Eagle3Draft:
     content = open_gguf(path, "eagle3")
     if content.fields.get("eagle3.norm_before_fc"):
         raise FormatError(f"{path}: eagle3.norm_before_fc true: only false is supported")
-    fields = read_dimensions(content, path)
-    vocabulary, draft_ids = fields["vocab_size"], content.tensors.get("d2t")
+    fields, tensors = read_dimensions(content, path), dict(content.tensors)
+    vocabulary, draft_ids = fields["vocab_size"], tensors.get("d2t")
     fields |= {
+        "rope_scaling": take_scaling(content, tensors, path, fields["rope_theta"], fields["head_dim"]),
         "target_hidden_size": content.get(path, "eagle3.target_hidden_size", int),
         "draft_vocab_size": vocabulary if draft_ids is None else len(draft_ids),
         "aux_layers": content.get(path, "eagle3.target_layers", list),
@@ -59,7 +64,7 @@ def read_eagle3(path: Path) -> Eagle3Draft:
     config = validated(Eagle3Config, path, fields)
     own = "token_embd.weight" in content.tensors
     names, expected = _names(config, own)
-    tensors = from_ggml(path, content.tensors, expected, config)
+    tensors = from_ggml(path, tensors, expected, config)
     ids = tensors.pop("d2t", None)
     if ids is not None:
         eagle3.check_draft_ids(path, ids, vocabulary)

@@ -64,7 +64,7 @@ def read_dimensions(content: GgufFile, path: Path) -> dict[str, Any]:
     hidden, heads = read("embedding_length"), read("attention.head_count")
     size = read("attention.key_length", default=hidden // max(heads, 1))
     tokens = content.fields.get("tokenizer.ggml.tokens")
-    fixed = {"attention.value_length": size, "rope.dimension_count": size, "rope.scaling.type": "none"}
+    fixed = {"attention.value_length": size, "rope.dimension_count": size}
     for key, wanted in fixed.items():
         found = content.fields.get(f"{content.architecture}.{key}", wanted)
         if found != wanted:

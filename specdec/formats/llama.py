@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from ...errors import FormatError
 from ..drafts.layers import LayerConfig
+from ..drafts.rope import ROPE_TYPES
 from .tensors import Shape, Spec
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -21,6 +22,7 @@ _FIXED = {
 }
 _LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 _LLAMA_THETA = 10000.0
+_BESIDE_SCALING = ("type", "rope_theta", "partial_rotary_factor")
 
 
 def layer_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,23 +37,26 @@ def layer_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         fields = {"num_key_value_heads": heads, "head_dim": hidden // heads, **fields}
-    return {**_LLAMA_DEFAULTS, **fields, "rope_theta": _rope_theta(path, raw)}
+    return {**_LLAMA_DEFAULTS, **fields, **_rope_fields(path, raw)}
 
 
-def _rope_theta(path: Path, raw: Mapping[str, Any]) -> Any:
-    """Base of the rotary embedding. A scaled or partial one is not what our layer computes."""
-    theta, share = raw.get("rope_theta"), raw.get("partial_rotary_factor")
+def _rope_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Base and scaling of the rotary embedding, under its old names and its new one. A partial one is not ours."""
+    theta, share, scaling = raw.get("rope_theta"), raw.get("partial_rotary_factor"), None
     for name in ("rope_scaling", "rope_parameters"):
         rope = raw.get(name) or {}
         if not isinstance(rope, Mapping):
             raise FormatError(f"{path}: {name} {rope}: must be an object")
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise FormatError(f"{path}: {name}: rope_type {kind}: must be default")
+        if kind not in ("default", *ROPE_TYPES):
+            raise FormatError(f"{path}: {name}: rope_type {kind}: must be default, {', '.join(ROPE_TYPES)}")
         theta, share = rope.get("rope_theta", theta), rope.get("partial_rotary_factor", share)
+        if kind != "default":
+            named = {key: value for key, value in rope.items() if key not in _BESIDE_SCALING and value is not None}
+            scaling = named | {"rope_type": kind}
     if share not in (None, 1):
         raise FormatError(f"{path}: partial_rotary_factor {share}: must be 1")
-    return _LLAMA_THETA if theta is None else theta
+    return {"rope_theta": _LLAMA_THETA if theta is None else theta, "rope_scaling": scaling}
 
 
 def validated(model: type[Config], path: Path, fields: Mapping[str, Any]) -> Config:
@@ -60,7 +65,7 @@ def validated(model: type[Config], path: Path, fields: Mapping[str, Any]) -> Con
         return model.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        where = "".join(f"{part}: " for part in first["loc"][:1])
+        where = "".join(f"{part}: " for part in first["loc"] if isinstance(part, str))
         raise FormatError(f"{path}: {where}{first['msg']}") from None
 
 
@@ -86,7 +91,16 @@ def layer_entries(config: LayerConfig) -> dict[str, Any]:
 
 def rope_entries(config: LayerConfig) -> dict[str, Any]:
     """The rotary embedding under the names that every release of the engines reads."""
-    return {"rope_theta": config.rope_theta, "rope_scaling": None}
+    return {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config) or None}
+
+
+def rope_parameters(config: LayerConfig) -> dict[str, Any]:
+    """The rotary embedding as transformers names it from release 5 on."""
+    return {"rope_type": "default", "rope_theta": config.rope_theta, **_scaling(config)}
+
+
+def _scaling(config: LayerConfig) -> dict[str, Any]:
+    return {} if config.rope_scaling is None else config.rope_scaling.model_dump(mode="json")
 
 
 def dtype_entries(dtype: str) -> dict[str, Any]:

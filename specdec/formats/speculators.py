@@ -12,7 +12,7 @@ from ...storage import read_object, write_json
 from ..drafts.eagle3 import Eagle3Config, Eagle3Draft
 from . import eagle3
 from .eagle3 import FLAGS, LAYER_IDS, OTHER_LAYER
-from .llama import layer_entries
+from .llama import layer_entries, rope_parameters
 from .tensors import read_tensors
 
 MODEL_TYPE = "speculators_model_type"
@@ -66,10 +66,7 @@ def engine_config(config: Eagle3Config, dtype: str, draft_tokens: int, verifier:
         LAYER_IDS: list(config.aux_layers),
         "tie_word_embeddings": False,
         "dtype": dtype,
-        _LAYER: {
-            **layer_entries(config),
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        },
+        _LAYER: {**layer_entries(config), "rope_parameters": rope_parameters(config)},
     }
 
 

@@ -95,10 +95,9 @@ def _twice(output: object) -> object:
     return output
 
 
-def test_learned_positions_load_but_have_no_embeddings_for_a_head() -> None:
-    sizes = {"ffn_dim": 96, "word_embed_proj_dim": 48, "init_std": 0.3}
-    model = CausalModel(tiny("opt", sizes))
-    with pytest.raises(FormatError, match="its first layer does not read scaled token embeddings alone"):
+def test_embeddings_of_another_size_are_none_for_a_head() -> None:
+    model = CausalModel(tiny("opt", {"ffn_dim": 96, "word_embed_proj_dim": 24, "init_std": 0.3}))
+    with pytest.raises(FormatError, match="OPTForCausalLM: its embeddings have size 24, must be 48"):
         model.embed(torch.tensor([1]))
 
 

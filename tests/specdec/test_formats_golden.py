@@ -225,6 +225,17 @@ ORIGINAL_MEDUSA_TENSORS: Tensors = {
     "2.1.linear.bias": ("float32", (24,)),
     "2.2.weight": ("float32", (61, 24)),
 }
+SCALED: list[Any] = [
+    pytest.param(
+        heads.eagle3(40, rope_scaling=scaling),
+        "sglang",
+        "eagle3",
+        {**EAGLE3_CONFIG, "rope_scaling": scaling},
+        EAGLE3_TENSORS,
+        id=f"eagle3-{kind}",
+    )
+    for kind, scaling in heads.SCALINGS.items()
+]
 EAGLE_31 = {"fc_norm": True, "norm_output": True}
 GOLDEN: list[Any] = [
     pytest.param(heads.eagle(), "vllm", "eagle", EAGLE_CONFIG, EAGLE_TENSORS, id="eagle-vllm"),
@@ -307,6 +318,30 @@ GOLDEN: list[Any] = [
             "lm_head.weight": ("float32", (61, 24)),
         },
         id="speculators-whole",
+    ),
+    *SCALED,
+    pytest.param(
+        heads.eagle(rope_scaling=heads.SCALINGS["yarn"]),
+        "vllm",
+        "eagle",
+        {**EAGLE_CONFIG, "rope_scaling": heads.SCALINGS["yarn"]},
+        EAGLE_TENSORS,
+        id="eagle-yarn",
+    ),
+    pytest.param(
+        heads.eagle3(40, own_embeddings=True, rope_scaling=heads.SCALINGS["llama3"], **EAGLE_31),
+        "speculators",
+        "speculators",
+        {
+            **SPECULATORS_CONFIG,
+            **EAGLE_31,
+            "transformer_layer_config": {
+                **SPECULATORS_CONFIG["transformer_layer_config"],
+                "rope_parameters": {"rope_theta": 10000.0, **heads.SCALINGS["llama3"]},
+            },
+        },
+        SPECULATORS_TENSORS,
+        id="speculators-llama3",
     ),
     pytest.param(heads.medusa(True, 2), "vllm", "medusa", MEDUSA_CONFIG, MEDUSA_TENSORS, id="medusa-vllm"),
     pytest.param(

@@ -28,6 +28,7 @@ from draftforge.specdec.formats import (
 
 VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])
 IDS = "eagle_aux_hidden_state_layer_ids"
+LLAMA3, YARN, LONG = (heads.SCALINGS[kind] for kind in ("llama3", "yarn", "longrope"))
 DRAFTS: dict[str, tuple[Callable[[], AnyDraft], Format, set[str]]] = {
     "eagle-vllm": (lambda: heads.eagle(own_embeddings=True), "vllm", {"embed_tokens.weight"}),
     "eagle-sglang": (heads.eagle, "sglang", {"fc.bias"}),
@@ -149,8 +150,14 @@ def test_vocabularies_that_do_not_fit(name: Format, change: Any, message: str, t
         ({"model_type": "qwen3"}, "model_type qwen3: must be llama"),
         ({"hidden_act": "gelu"}, "hidden_act gelu: must be silu"),
         ({"attention_bias": True}, "attention_bias True: must be False"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: rope_type llama3: must be default"),
-        ({"rope_parameters": {"type": "linear"}}, "rope_parameters: rope_type linear: must be default"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type dynamic: must be default, linear"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3: low_freq_factor: Field required"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor 1.0: must exceed low_freq_factor"),
+        ({"rope_scaling": YARN | {"mscale": 0.7}}, "rope_scaling: yarn: mscale: Extra inputs are not permitted"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0] * 4}}, "long_factor: must equal short_factor"),
+        ({"rope_scaling": LONG | {"long_mscale": 2.0}}, "attention_factor, short_mscale and long_mscale: must"),
+        ({"rope_scaling": LONG, "head_dim": 10}, "long_factor: 4 numbers, must be half of head_dim 10"),
+        ({"rope_parameters": {"type": "linear"}}, "rope_scaling: linear: factor: Field required"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: must be 1"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6: must be a multiple of num_key_value_heads 4"),
         ({"draft_vocab_size": 62}, "draft_vocab_size 62: must not exceed vocab_size 61"),

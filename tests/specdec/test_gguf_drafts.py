@@ -139,7 +139,7 @@ def test_values_that_are_not_finite_are_named(draft: AnyDraft, written: Path, mo
     [
         (lambda fields, arch: fields.pop(f"{arch}.embedding_length"), r"key \w+\.embedding_length is missing"),
         (lambda fields, arch: fields.update({f"{arch}.rope.dimension_count": 4}), "rope.dimension_count 4: must be 8"),
-        (lambda fields, arch: fields.update({f"{arch}.rope.scaling.type": "yarn"}), "scaling.type yarn: must be none"),
+        (lambda fields, arch: fields.update({f"{arch}.rope.scaling.type": "su"}), "scaling.type su: must be none"),
         (lambda fields, arch: fields.update({f"{arch}.attention.value_length": 9}), "value_length 9: must be 8"),
     ],
 )

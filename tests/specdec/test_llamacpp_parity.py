@@ -11,7 +11,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from draftforge.specdec.counting import EngineCounts, EngineRound, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Generation, Request, generate
-from draftforge.specdec.drafts.eagle3 import Eagle3Draft
+from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.formats import write_draft
 from draftforge.specdec.formats.gguf_llama import read_llama, write_llama
 from draftforge.specdec.models import CausalModel
@@ -117,6 +117,37 @@ def test_a_head_with_norm_before_residual_counts_the_same(
         totals["normed"] += found.counts.accepted
         totals["plain"] += sum(r.accepted for r in decode(target, plain, ids, 60, 4, frozenset()).rounds)
     assert totals["normed"] != totals["plain"]  # the switch does something
+
+
+SCALINGS = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_a_head_with_a_scaled_rotary_embedding_counts_the_same(
+    kind: str, target: Target, drafts: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = drafts["eagle3"]
+    scaling = {"rope_type": kind, **SCALINGS[kind]}
+    draft = Eagle3Draft(Eagle3Config.model_validate({**plain.config.model_dump(), "rope_scaling": scaling}))
+    draft.load_state_dict(plain.state_dict())
+    write_files(tmp_path, target, {"eagle3": draft.eval()})
+    server, differing = serve(tmp_path, "eagle3", 4), 0
+    for text in PROMPTS:
+        ids = target.tokenizer(text).input_ids
+        answer = decode(target, draft, ids, 60, 4, frozenset())
+        counts = EngineCounts.of([EngineRound(*r[:2]) for r in answer.rounds if r.drafted], 4)
+        assert server.complete(ids, 60).counts == counts
+        differing += answer.rounds != decode(target, plain, ids, 60, 4, frozenset()).rounds
+    assert differing  # the scaling does something
 
 
 def test_scaled_rotary_frequencies_are_llamacpps(trained_drafts: Trained, tmp_path: Path) -> None:

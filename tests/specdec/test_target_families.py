@@ -48,20 +48,6 @@ def test_full_pass_gives_the_same_logits_and_hidden_states(pair: Pair) -> None:
 
 
 @torch.no_grad()
-def test_embed_is_what_the_first_layer_reads(pair: Pair) -> None:
-    embedded = pair.model.embed(pair.ids)
-    assert torch.equal(embedded, pair.theirs.hidden_states[0])
-    table = pair.model.model.get_input_embeddings().weight
-    assert_close(embedded, table[pair.ids] * pair.model.embed_scale)
-
-
-def test_embed_scale_of_families_that_have_one() -> None:
-    assert CausalModel(tiny(*SUPPORTED["gemma3"])).embed_scale == pytest.approx(48**0.5)
-    assert CausalModel(tiny(*SUPPORTED["granite"])).embed_scale == 12.0
-    assert CausalModel(tiny(*SUPPORTED["llama"])).embed_scale == 1.0
-
-
-@torch.no_grad()
 def test_cached_ragged_steps_equal_the_full_pass(pair: Pair) -> None:
     """Prompts of 19 and 8 tokens in one pass, four more each, 2 and 1 of them kept, then the rest."""
     ids, model, expected = pair.ids[0], pair.model, pair.theirs.logits[0]

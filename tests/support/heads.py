@@ -22,17 +22,45 @@ LAYER: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 8.0,
+        "beta_slow": 0.1,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.5, 2.0, 6.0],
+        "long_factor": [1.0, 1.5, 2.0, 6.0],
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.2,
+        "short_mscale": 1.2,
+        "long_mscale": 1.2,
+    },
+}
+"""Of rotary embeddings of 4 pairs, as config.json names them: under each no two pairs are slowed alike, but linear."""
 
 
-def eagle(own_embeddings: bool = False, seed: int = 0) -> EagleDraft:
+def eagle(own_embeddings: bool = False, seed: int = 0, **fields: Any) -> EagleDraft:
     torch.manual_seed(seed)
-    return _lively(EagleDraft(EagleConfig(**LAYER), own_embeddings))
+    return _lively(EagleDraft(EagleConfig(**{**LAYER, **fields}), own_embeddings))
 
 
 def eagle3(draft_vocab: int = 61, own_embeddings: bool = False, seed: int = 0, **fields: Any) -> Eagle3Draft:
     torch.manual_seed(seed)
-    fields = {**LAYER, "target_hidden_size": 24, "draft_vocab_size": draft_vocab, "aux_layers": (1, 2, 4), **fields}
-    ids = torch.randperm(61)[:draft_vocab].sort().values
+    own = {"target_hidden_size": 24, "draft_vocab_size": draft_vocab, "aux_layers": (1, 2, 4)}
+    fields = {**LAYER, **own, **fields}
+    ids = torch.randperm(fields["vocab_size"])[:draft_vocab].sort().values
     return _lively(Eagle3Draft(Eagle3Config(**fields), ids, own_embeddings))
 
 

@@ -78,15 +78,15 @@ def random_eagle3(model: CausalModel, draft_vocab: int | None = None, seed: int 
     return draft
 
 
+def random_eagle(model: CausalModel, seed: int = 2) -> EagleDraft:
+    """An EAGLE-1 head that has learned nothing yet."""
+    torch.manual_seed(seed)
+    return EagleDraft(EagleConfig(hidden_size=48, **LAYER, vocab_size=model.vocab_size)).eval()
+
+
 def taught_eagle(model: CausalModel, steps: int = 60) -> EagleDraft:
     """An EAGLE-1 head after a few steps on the target's own answers: right at times."""
-    torch.manual_seed(2)
-    config = EagleConfig(
-        hidden_size=48,
-        **LAYER,
-        vocab_size=model.vocab_size,
-    )
-    draft = EagleDraft(config)
+    draft = random_eagle(model)
     ids_BT, hidden_BTH = _answers(model)
     first_B, width = torch.zeros(len(ids_BT), dtype=torch.long), ids_BT.shape[1] - 3
 

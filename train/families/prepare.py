@@ -17,11 +17,13 @@ from ...specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from ...specdec.drafts.small import SmallDraft
 from ...specdec.formats.checkpoint import META_FILE, DraftMeta, load_draft, read_meta, save_draft
 from ...specdec.loading import load_model, load_tokenizer
+from ...specdec.models import CausalModel
 from ...specdec.targets import Target, tokenizer_digest
 from .. import vocabulary
 from ..settings import Eagle3Settings, Settings, SmallSettings
 from .fit import aux_layers_of, check_context, layers_of, misfit
 from .prune import prune
+from .rope import rope_fields
 
 LoadTarget = Callable[[], Target]
 INIT = "init"
@@ -103,29 +105,25 @@ def copy_from_target(draft: Eagle3Draft, target: Target) -> None:
         draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight.float().cpu())
 
 
-def eagle3_config(settings: Eagle3Settings, target: Target, draft_vocabulary: int) -> Eagle3Config:
+def eagle3_config(settings: Eagle3Settings, target: CausalModel, draft_vocabulary: int) -> Eagle3Config:
     """The head's dimensions: the target's own, but one layer."""
     config = target.config
     heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
     return Eagle3Config(
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
         intermediate_size=settings.intermediate_size or config.intermediate_size,
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
+        head_dim=head_dim,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocabulary,
         aux_layers=aux_layers_of(settings, target.num_layers),
         max_position_embeddings=target.max_positions,
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-        rope_theta=_rope_theta(config),
+        **rope_fields(target, head_dim),
     )
-
-
-def _rope_theta(config: Any) -> float:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
 
 
 def _warm(settings: Settings, source: Path, capture: Capture, init: Path) -> None:
