@@ -1,6 +1,6 @@
 # make demo    the whole pipeline on a real 135M model, from an empty checkout to a promoted draft
 # make test    every test; make check   style, types, packaging; make clean, make distclean
-# make test-vllm   counts against vLLM's, in an environment of its own (2.5 GB, made on first use in .cache)
+# make test-vllm   counts against vLLM's, and what speculators reads, in an environment of its own (2.5 GB in .cache)
 # Needs Python 3.11 or later and make; everything else goes into .venv.
 
 PYTHON ?= python3
@@ -46,8 +46,9 @@ demo: $(INSTALLED) $(TARGET)
 test: $(INSTALLED) $(TARGET)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
 
-test-vllm: $(INSTALLED)
+test-vllm: $(INSTALLED) $(LINK)
 	@scripts/make_vllm_venv.sh $(VLLM_VENV) $(PYTHON)
+	@PYTHONPATH=$(abspath .typing) OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/specdec/test_speculators_oracle.py
 	@OMP_NUM_THREADS=1 VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm --durations=0 tests/engines
 
 check: $(INSTALLED) $(LINK)
