@@ -242,7 +242,8 @@ def generate(
         typer.Option("--rule", help="Accept rule, such as token, block, onehot, match; default: the recipe's."),
     ] = None,
     draft_tokens: Annotated[
-        int | None, typer.Option("--draft-tokens", "-k", min=1, help="Tokens drafted a round, or levels of the tree.")
+        int | None,
+        typer.Option("--draft-tokens", "-k", min=1, max=64, help="Tokens a round, or levels of the tree."),
     ] = None,
     tree: Annotated[
         str | None, typer.Option("--tree", help="Name in the recipe's score.trees; default: chains.")

@@ -42,7 +42,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise MissingFileError(f"{path}: no such file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptDataError(f"{path}: not valid JSON ({error})") from None
 
 

@@ -49,7 +49,7 @@ class CostKey(BaseModel):
     draft: dict[str, Any]
     sampling: str
     plans: dict[str, dict[str, Any]]
-    """By label: the rule, the levels, and the tree's shape (null: a chain)."""
+    """By label: the rule, the levels, and what the tree's times depend on (null: a chain)."""
 
     @property
     def digest(self) -> str:
@@ -96,8 +96,9 @@ class CostTable(BaseModel):
 
     def cost(self, plan: Plan) -> RoundCost:
         """The cost of a round that drafts so. Raises InputError for a plan that was not measured."""
-        if plan.label not in self.by_plan:
-            raise InputError(f"{plan}: no times measured; there are times for {', '.join(self.by_plan)}")
+        if plan.label not in self.by_plan or self.key.plans[plan.label]["levels"] != plan.levels:
+            known = ", ".join(f"{label} ({shape['levels']} levels)" for label, shape in self.key.plans.items())
+            raise InputError(f"{plan} ({plan.levels} levels): no times measured; there are times for {known}")
         return self.by_plan[plan.label]
 
     def round_seconds(self, plan: Plan, drafted_share: float = 1.0) -> float:
@@ -132,7 +133,7 @@ def cost_key(
     """
     sampling = settings.sampling[0]
     plans = {
-        plan.label: {"rule": _rule(drafting, settings), "levels": plan.draft_tokens, "tree": drafting.shape}
+        plan.label: {"rule": _rule(drafting, settings), "levels": plan.levels, "tree": drafting.work}
         for drafting in draftings
         for plan in drafting.plans
     }
@@ -162,7 +163,7 @@ def measure_costs(
         raise InputError("no prompts: times are measured on at least one")
     sampling, asked = settings.sampling[0], settings.costs
     modes = [_PLAIN, *(_Mode.of(plan, drafting, settings) for drafting in draftings for plan in drafting.plans)]
-    deepest = max(mode.plan.draft_tokens for mode in modes)
+    deepest = max(mode.plan.levels for mode in modes)
     room = target.max_positions - _most_tokens(asked.rounds, deepest)
     if room < 1:
         most = (target.max_positions - 2) // (deepest + 1)
@@ -263,7 +264,7 @@ class _Mode(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, drafting: Drafting, settings: ScoreSettings) -> "_Mode":
         proposer = drafting.make()
-        return cls(plan, proposer, _rule(drafting, settings), proposer.most_nodes(plan.draft_tokens))
+        return cls(plan, proposer, _rule(drafting, settings), proposer.most_nodes(plan.levels))
 
 
 _PLAIN = _Mode(Plan(0), None, "greedy", 0)
@@ -283,9 +284,9 @@ def _by_turns(
             Run(
                 target,
                 mode.proposer,
-                [Request(prompt, sampling, 0, _most_tokens(rounds, mode.plan.draft_tokens))],
+                [Request(prompt, sampling, 0, _most_tokens(rounds, mode.plan.levels))],
                 rule=mode.rule,
-                draft_tokens=max(mode.plan.draft_tokens, 1),
+                draft_tokens=max(mode.plan.levels, 1),
                 timer=timers[mode.plan],
             )
         )

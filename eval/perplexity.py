@@ -13,12 +13,13 @@ from ..specdec.proposers.base import Proposer
 from ..specdec.sampling import SamplingSettings
 from .score import TraceCache
 
+_MOST = 700.0  # mean -log q whose exp is still a number
 _AS_TRAINED = SamplingSettings(temperature=1.0)
 
 
 @torch.inference_mode()
-def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TraceCache) -> float:
-    """exp of the mean -log q of the answers' tokens at depth 1, temperature 1; NaN where there is none.
+def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TraceCache) -> float | None:
+    """exp of the mean -log q of the answers' tokens at depth 1, temperature 1; None where that is no number.
 
     Tokens outside a reduced draft vocabulary have q = 0 and are left out, which flatters such a draft.
     """
@@ -32,4 +33,5 @@ def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TraceCache
         inside_T = q_T > 0
         total -= float(q_T[inside_T].double().log().sum())
         count += int(inside_T.sum())
-    return math.exp(total / count) if count else math.nan
+    known = count > 0 and total / count < _MOST
+    return math.exp(total / count) if known else None

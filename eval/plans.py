@@ -1,13 +1,13 @@
 """What is scored of a draft: chains of each K, and trees; and the accept rules for each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import InputError
 from ..specdec.proposers.base import Proposer
-from ..specdec.proposers.trees import Tree
+from ..specdec.proposers.trees import StaticTree, Tree
 from ..specdec.requests import check_proposer
 from ..specdec.rules import RULES
 from ..specdec.sampling import SamplingSettings
@@ -15,19 +15,20 @@ from .settings import ScoreSettings
 
 
 class Plan(NamedTuple):
-    """How a round drafts: a chain of `draft_tokens`, or the tree of that name, so many levels deep."""
+    """How a round drafts: a chain, or the tree of that name."""
 
-    draft_tokens: int
+    levels: int
+    """K of a chain, or how deep the tree is."""
     tree: str = ""
 
     @property
     def label(self) -> str:
         """As tables show it: K, or the tree's name."""
-        return self.tree or str(self.draft_tokens)
+        return self.tree or str(self.levels)
 
     def __str__(self) -> str:
         """As messages show it."""
-        return f"tree {self.tree}" if self.tree else f"K={self.draft_tokens}"
+        return f"tree {self.tree}" if self.tree else f"K={self.levels}"
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,7 @@ class Drafting:
     tree: str = ""
     """Its name; empty: chains."""
     fixed: Tree | None = None
-    """The tree as this draft drafts it."""
-    shape: dict[str, Any] | None = None
-    """The tree as the recipe asks for it, on which times depend: two drafts of one shape share them."""
+    """The tree as this draft drafts it; None: chains."""
 
     @cached_property
     def proposer(self) -> Proposer:
@@ -53,21 +52,26 @@ class Drafting:
     def plans(self) -> list[Plan]:
         return [Plan(depth, self.tree) for depth in self.depths]
 
-
-def all_plans(draftings: Sequence[Drafting]) -> list[Plan]:
-    """Every plan of these, in order."""
-    return [plan for drafting in draftings for plan in drafting.plans]
+    @property
+    def work(self) -> dict[str, Any] | None:
+        """What the tree's times depend on: of a static one, how many nodes of each level there are and are read."""
+        if not isinstance(self.fixed, StaticTree):
+            return None if self.fixed is None else self.fixed.model_dump(mode="json")
+        shape, read = self.fixed.shape, set(self.fixed.shape.inner)
+        return {"nodes_and_read": [[len(level), len(read.intersection(level))] for level in shape.levels]}
 
 
 def rules_for(sampling: SamplingSettings, proposer: Proposer, settings: ScoreSettings) -> list[str]:
     """The accept rules under which a sample is scored: at temperature 0 every lossless rule is the greedy one.
 
-    Above it, those of the settings that take what the proposer drafts; where none does, the plainest one that does.
+    Above it, those of the settings that take what the proposer drafts; where no lossless one does, the plainest that
+    does before them: drafts are picked by the first.
     """
     if sampling.greedy:
         return ["greedy"]
     suited: list[str] = [rule for rule in settings.sampled_rules if _takes(rule, proposer, sampling)]
-    return suited or [_plainest(proposer)]
+    lossless = [rule for rule in suited if RULES[rule].lossless]
+    return [*(lossless or [_plainest(proposer)]), *(rule for rule in suited if not RULES[rule].lossless)]
 
 
 def _takes(rule: str, proposer: Proposer, sampling: SamplingSettings) -> bool:

@@ -236,7 +236,7 @@ def _row(identity: Identity, answer: _Answer) -> CountRow:
         context_bucket=context_bucket(len(sample.prompt_ids)),
         setting=sample.sampling.key,
         rule=answer.rule,
-        draft_tokens=answer.plan.draft_tokens,
+        draft_tokens=answer.plan.levels,
         tree=answer.plan.tree,
         method="replay" if answer.tokens is None else "decode",
         counts=answer.counts,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..errors import InputError
 from ..specdec.rules import RULES
@@ -26,6 +27,8 @@ from .plans import Plan
 from .settings import ScoreSettings
 
 PLAIN = "plain"
+Checkpoint = tuple[str, int]
+"""Draft and step."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """JSON-able: an unknown number is null."""
-        known: dict[str, Any] = _without_nan({**self.plan._asdict(), **vars(self)})
+        known: dict[str, Any] = _without_nan({"draft_tokens": self.plan.levels, "tree": self.plan.tree, **vars(self)})
         del known["plan"]
         for name in ("tau", "acceptance", "speedup"):
             known[name] = _without_nan(getattr(self, name)._asdict())
@@ -59,7 +62,7 @@ class Row:
     def metrics(self) -> dict[str, float]:
         """Flat known numbers, for a run's metrics."""
         flat = {"tau": self.tau.value, "tau_low": self.tau.low, "tau_high": self.tau.high}
-        flat |= {"acceptance": self.acceptance.value, "draft_tokens": float(self.plan.draft_tokens)}
+        flat |= {"acceptance": self.acceptance.value, "draft_tokens": float(self.plan.levels)}
         flat |= {"drafted": self.drafted}
         flat |= {f"alpha_{k + 1}": alpha.value for k, alpha in enumerate(self.alphas)}
         flat |= {"draft_ms": self.draft_seconds * 1e3, "verify_ms": self.verify_seconds * 1e3}
@@ -87,21 +90,28 @@ class DomainRow:
 
 def leaderboard(
     tables: Sequence[pa.Table],
-    costs: Mapping[str, CostTable],
+    costs: Mapping[Checkpoint, CostTable],
     settings: ScoreSettings,
     baselines: Collection[str] = (),
-    perplexity: Mapping[tuple[str, int], float] | None = None,
+    perplexity: Mapping[Checkpoint, float] | None = None,
 ) -> list[Row]:
-    """One row a checkpoint, at its best plan, baselines first, the chosen one marked. `costs` by draft name."""
+    """One row a checkpoint, at its best plan, baselines first, the chosen one marked."""
     best: list[Row] = []
     for (draft, step), table in groups(serving(concat(tables), settings), "draft", "step"):
-        times, baseline = _costs(costs, draft), draft in baselines
+        times, baseline = _costs(costs, draft, step), draft in baselines
         rows = [_row(part, times, baseline, settings.bootstrap) for _, part in groups(table, "draft_tokens", "tree")]
         seen = (perplexity or {}).get((draft, step), math.nan)
         best.append(replace(best_plan(rows, settings.tie_share), perplexity=seen))
     best.sort(key=lambda row: (not row.baseline, row.draft, row.step))
     winner = choose(best)
     return [replace(row, chosen=row is winner) for row in best]
+
+
+def by_plan(tables: Sequence[pa.Table], costs: CostTable, row: Row, settings: ScoreSettings) -> list[Row]:
+    """The row's checkpoint at every K and tree, the fewest drafted tokens first."""
+    table = where(serving(concat(tables), settings), draft=row.draft, step=row.step)
+    rows = [_row(part, costs, row.baseline, settings.bootstrap) for _, part in groups(table, "draft_tokens", "tree")]
+    return [replace(one, chosen=one.plan == row.plan) for one in sorted(rows, key=lambda one: one.drafted)]
 
 
 def choose(rows: Sequence[Row]) -> Row | None:
@@ -163,11 +173,11 @@ def serving(table: pa.Table, settings: ScoreSettings) -> pa.Table:
     """The rows that decide: per draft, replayed where it was; per sampling setting, its serving rule.
 
     That rule is greedy at T = 0, else the first of the settings' other rules by which this way of drafting was scored;
-    where there is none (prompt lookup under `token`), the one that it was scored by.
+    where there is none (prompt lookup under `token`), the one that it was scored by. A lossy rule decides nothing.
     """
     kept = []
     for _, part in groups(table, "draft", "step", "setting", "tree"):
-        rules = values(part, "rule")
+        rules = [rule for rule in values(part, "rule") if RULES[rule].lossless]
         mine = where(part, rule=next((rule for rule in ("greedy", *settings.sampled_rules) if rule in rules), rules[0]))
         kept.append(where(mine, method="replay" if "replay" in values(mine, "method") else "decode"))
     return concat(kept)
@@ -175,7 +185,7 @@ def serving(table: pa.Table, settings: ScoreSettings) -> pa.Table:
 
 def at_plan(table: pa.Table, plan: Plan) -> pa.Table:
     """The rows of one plan."""
-    return where(table, draft_tokens=plan.draft_tokens, tree=plan.tree)
+    return where(table, draft_tokens=plan.levels, tree=plan.tree)
 
 
 def _of(table: pa.Table, row: Row) -> pa.Table:
@@ -186,9 +196,9 @@ def _row(table: pa.Table, costs: CostTable, baseline: bool, bootstrap: Bootstrap
     """The row of one draft, step and plan."""
     draft, step, K, tree = (values(table, column)[0] for column in ("draft", "step", "draft_tokens", "tree"))
     plan, pooled = Plan(K, tree), tau(table, bootstrap)
-    cost, drafted = costs.cost(plan), _drafted_a_round(table)
+    cost, drafted = costs.cost(plan), _a_round(table["drafted"], table)
     # A trained draft always drafts; its clipped last rounds are counted as full ones.
-    share = drafted / K if baseline else 1.0
+    share = _a_round(pc.list_element(table["reached"], 0), table) if baseline else 1.0
     return Row(
         draft=draft,
         step=step,
@@ -205,15 +215,17 @@ def _row(table: pa.Table, costs: CostTable, baseline: bool, bootstrap: Bootstrap
     )
 
 
-def _drafted_a_round(table: pa.Table) -> float:
-    rounds, drafted = (sum(table[column].to_pylist()) for column in ("rounds", "drafted"))
-    return float(drafted / rounds) if rounds else math.nan
+def _a_round(counts: pa.ChunkedArray, table: pa.Table) -> float:
+    """So many on average in a round."""
+    total, rounds = (sum(column.to_pylist()) for column in (counts, table["rounds"]))
+    return float(total / rounds) if rounds else math.nan
 
 
-def _costs(costs: Mapping[str, CostTable], draft: str) -> CostTable:
-    if draft not in costs:
-        raise InputError(f"draft {draft}: no times measured; there are times for {sorted(costs)}")
-    return costs[draft]
+def _costs(costs: Mapping[Checkpoint, CostTable], draft: str, step: int) -> CostTable:
+    if (draft, step) not in costs:
+        known = ", ".join(f"{name} {at}" for name, at in sorted(costs))
+        raise InputError(f"draft {draft} step {step}: no times measured; there are times for {known}")
+    return costs[draft, step]
 
 
 def _without_nan(record: dict[str, Any]) -> dict[str, Any]:

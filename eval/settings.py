@@ -4,7 +4,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ..specdec.proposers.trees import MOST_LEVELS, TreeSettings
+from ..specdec.proposers.trees import MOST_LEVELS, MeasuredTree, TreeSettings
 from ..specdec.rules import RULES
 from ..specdec.sampling import SamplingSettings
 from .figures import Bootstrap
@@ -91,9 +91,11 @@ class ScoreSettings(BaseModel):
         keys = [sampling.key for sampling in self.sampling]
         if len(set(keys)) < len(keys):
             raise ValueError(f"sampling {keys}: every setting may be named once")
+        if len(set(self.rules)) < len(self.rules):
+            raise ValueError(f"rules {self.rules}: every rule may be named once")
         sampled = [sampling.key for sampling in self.sampling if not sampling.greedy]
         if sampled and not self.sampled_rules:
-            raise ValueError(f"rules {self.rules}: sampling {sampled[0]} needs token, block or onehot")
+            raise ValueError(f"rules {self.rules}: sampling {sampled[0]} needs a rule beside greedy")
         if not RULES[self.serving_rule].lossless:
             raise ValueError(f"rules {self.rules}: {self.serving_rule} is lossy: drafts are picked by a lossless rule")
         unknown = sorted(set(self.decode_draft_tokens) - set(self.draft_tokens))
@@ -105,6 +107,11 @@ class ScoreSettings(BaseModel):
     def sampled_rules(self) -> list[RuleName]:
         """Rules at temperature > 0; at 0 every rule is the greedy one."""
         return [rule for rule in self.rules if rule != "greedy"]
+
+    @property
+    def trees_vary(self) -> bool:
+        """Whether two checkpoints of one draft may be scored with trees of other shapes."""
+        return any(isinstance(tree, MeasuredTree) for tree in self.trees.values())
 
     @property
     def serving_rule(self) -> RuleName:

@@ -36,10 +36,10 @@ def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
             [
                 row.draft,
                 str(row.step) if row.step else "-",
-                row.plan.label if row.plan.draft_tokens else "-",
+                row.plan.label if row.plan.levels else "-",
                 interval(row.tau),
                 positions(row.alphas),
-                milliseconds(row.draft_seconds) if row.plan.draft_tokens else "-",
+                milliseconds(row.draft_seconds) if row.plan.levels else "-",
                 milliseconds(row.verify_seconds),
                 interval(row.speedup, "x"),
                 number(row.perplexity),

@@ -37,6 +37,8 @@ def export_draft(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: exists and is not empty; name a new folder")
+    if layout is None and not folder.is_dir():
+        raise InputError(f"--draft {folder}: is a file: name the format to write it in, --format")
     with new_folder(out) as beside:
         if layout is not None:
             convert_draft(folder, beside, layout, verifier, tokenizer)

@@ -10,7 +10,6 @@ from .. import fingerprint
 from ..data.store import Capture
 from ..errors import LostFilesError
 from ..eval import counts
-from ..eval.costs import CostTable
 from ..eval.figures import Estimate, tau, tau_difference
 from ..eval.plans import Plan
 from ..eval.score import Identity
@@ -80,7 +79,7 @@ def _register(
         recipe_fingerprint=fingerprint.of_json(recipe.resolved()),
         family=meta.family,
         step=chosen.step,
-        draft_tokens=chosen.plan.draft_tokens,
+        draft_tokens=chosen.plan.levels,
         tree_name=chosen.plan.tree or None,
         tree=_chosen_tree(space, scorer, scored),
         parent=parent,
@@ -139,7 +138,7 @@ def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> None
     settings, draftings = scorer.settings, scorer.draftings(None)
     costs = scorer.costs(None, draftings)
     lookup, _ = scorer.counts(draftings, Identity(LOOKUP, 0))
-    (baseline,) = leaderboard([lookup], {LOOKUP: costs}, settings, [LOOKUP])
+    (baseline,) = leaderboard([lookup], {(LOOKUP, 0): costs}, settings, [LOOKUP])
     drafts = [candidate] if rival is None else [candidate, rival]
     rows = [baseline, *(draft.row for draft in drafts)]
     show_leaderboard([plain_row(costs), *rows], settings.confidence, title="On the holdout")
@@ -166,7 +165,7 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
         mine = scorer.tree_of(draft, str(lineage.tree_name), lineage.tree)
         known = [mine]
     table, lossless = scorer.counts([mine], Identity(name, lineage.step))
-    costs: dict[str, CostTable] = {name: scorer.costs(draft, known)}
+    costs = {(name, lineage.step): scorer.costs(draft, known)}
     if lineage.tree is None and lineage.draft_tokens in scorer.settings.draft_tokens:
         table = at_plan(table, Plan(lineage.draft_tokens))
     (row,) = leaderboard([table], costs, scorer.settings)

@@ -17,21 +17,23 @@ from ..eval.measured import measured_tree
 from ..eval.perplexity import perplexity
 from ..eval.plans import Drafting
 from ..eval.score import Identity, TraceCache, score_draft, spread
-from ..eval.select import Row, domain_rows, leaderboard, plain_row
+from ..eval.select import PLAIN, Checkpoint, Row, by_plan, domain_rows, leaderboard, plain_row
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
 from ..specdec.drafts import AnyDraft
-from ..specdec.formats import META_FILE, check_fits, load_draft, read_draft
+from ..specdec.formats import META_FILE, check_context, check_fits, load_draft, read_draft
+from ..specdec.loading import load_tokenizer
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.lookup import PromptLookup
 from ..specdec.proposers.trees import MeasuredTree, StaticTree, TreeSettings
-from ..specdec.targets import Target
+from ..specdec.targets import Target, tokenizer_digest
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
 
 LOOKUP = "lookup"
 COUNTS_FILE = "counts.parquet"
+TOKENIZER_FILE = "tokenizer.json"
 _MEASURED_CONVERSATIONS = 64  # whose answers shape a measured tree
 
 
@@ -41,7 +43,7 @@ class Scored:
 
     stage: Stage
     counts: pa.Table
-    costs: dict[str, CostTable]
+    costs: dict[Checkpoint, CostTable]
     rows: list[Row]
     folders: dict[tuple[str, int], Path]
 
@@ -73,8 +75,11 @@ class Scorer:
         self.traces = TraceCache(space.target, self.settings.trace_bytes)
 
     def load(self, folder: Path) -> AnyDraft:
-        """A stored draft, once it is seen to fit the target."""
-        return draft_for(self._space.target, folder)
+        """A stored draft, once it is seen to fit the target and what is scored."""
+        draft = draft_for(self._space.target, folder)
+        longest = max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0)
+        check_context(draft, longest, folder)
+        return draft
 
     def proposer(self, draft: AnyDraft) -> Proposer:
         """The proposer of its chains."""
@@ -92,7 +97,7 @@ class Scorer:
         """One tree of a draft; a measured one is measured here, on answers of the train split."""
         fixed = self._measured(draft, tree) if isinstance(tree, MeasuredTree) else tree
         make = partial(make_proposer, draft, self._space.target, fixed)
-        return Drafting(make, (fixed.levels,), name, fixed, tree.model_dump(mode="json"))
+        return Drafting(make, (fixed.levels,), name, fixed)
 
     def _measured(self, draft: AnyDraft, tree: MeasuredTree) -> StaticTree:
         samples = self._data.samples("train")
@@ -106,7 +111,7 @@ class Scorer:
         score = score_draft(self._space.target, draftings, self.samples, self.settings, identity, self.traces)
         return score.counts, score.consistency.lossless
 
-    def perplexity(self, draft: AnyDraft) -> float:
+    def perplexity(self, draft: AnyDraft) -> float | None:
         """Of the recorded answers under the draft; shown to people, used for nothing."""
         chosen = spread(self.samples, self.settings.decode_conversations or 1)
         samples = [sample for sample in self.samples if sample.conversation in chosen]
@@ -132,6 +137,10 @@ def draft_for(target: Target, place: Path) -> AnyDraft:
             raise InputError(f"{place}: drafts with another tokenizer than the target's")
     else:
         draft = read_draft(place, target.num_layers).to(device=target.device, dtype=target.dtype).eval()
+        if (place / TOKENIZER_FILE).is_file():
+            digest = tokenizer_digest(load_tokenizer(place, str(place), trust_remote_code=False))
+            if digest != target.tokenizer_digest:
+                raise InputError(f"{place}: its {TOKENIZER_FILE} is not the target's: drafts with another tokenizer")
     check_fits(draft, target, place)
     return draft
 
@@ -154,8 +163,8 @@ def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
 
     `place`: a folder in any layout, or a .gguf file.
     """
-    if not _has_lineage(place):
-        say(f"{place}: no {META_FILE}: nothing says which tokenizer it was trained with; only sizes are checked")
+    if not _has_lineage(place) and not (place / TOKENIZER_FILE).is_file():
+        say(f"{place}: nothing says which tokenizer it was trained with; only sizes are checked")
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     digests = {path.name: fingerprint.of_file(path) for path in files if path.is_file()}
     scored = _score(space, captured, {(_name_of(place), 0): place}, digests)
@@ -164,8 +173,9 @@ def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
 
 
 def _name_of(place: Path) -> str:
-    name = place.resolve().name
-    return f"{name} (given)" if name == LOOKUP else name
+    """Its name, as a table and a file name take it."""
+    name = "".join(one if one.isprintable() else "?" for one in place.resolve().name)[:64]
+    return f"{name} (given)" if name in (LOOKUP, PLAIN) else name
 
 
 def _score(space: Workspace, captured: Stage, folders: dict[tuple[str, int], Path], drafts: dict[str, str]) -> Scored:
@@ -176,23 +186,24 @@ def _score(space: Workspace, captured: Stage, folders: dict[tuple[str, int], Pat
     stage = Stage(space.folder("score", found), found)
     scorer = Scorer(space, captured, SELECTION_SPLIT)
     tables: list[pa.Table] = []
-    costs: dict[str, CostTable] = {}
-    perplexities: dict[tuple[str, int], float] = {}
+    costs: dict[Checkpoint, CostTable] = {}
+    times: dict[str, CostTable] = {}  # of the shape that this draft's checkpoints share
+    perplexities: dict[Checkpoint, float] = {}
     for (name, step), folder in {(LOOKUP, 0): None, **folders}.items():
         part = stage.folder / "parts" / f"{name}-{step:06d}"  # a name may hold dots: no with_suffix
         notes_file, counts_file = (part.with_name(f"{part.name}.{kind}") for kind in ("json", "parquet"))
         known = _stored(counts_file, notes_file)
-        if known is None or name not in costs:
+        if known is None or name not in times or settings.trees_vary:
             draft = None if folder is None else scorer.load(folder)
             draftings = scorer.draftings(draft)
-            if name not in costs:
-                costs[name] = scorer.costs(draft, draftings)
+            times[name] = scorer.costs(draft, draftings)
             if known is None:
                 table, lossless = scorer.counts(draftings, Identity(name, step))
                 seen = None if draft is None else scorer.perplexity(draft)
                 counts.write(table, counts_file)
                 storage.write_json(notes_file, {"lossless": lossless, "perplexity": seen})
                 known = counts.read(counts_file), seen  # as it will be read next time: the digest is of what it makes
+        costs[name, step] = times[name]
         tables.append(known[0])
         if known[1] is not None:
             perplexities[name, step] = known[1]
@@ -229,8 +240,14 @@ def _show(scored: Scored, settings: ScoreSettings) -> None:
     """The final tables: all checkpoints, then the chosen one by domain beside prompt lookup."""
     chosen = scored.chosen
     show_leaderboard(
-        [plain_row(scored.costs[chosen.draft]), *scored.rows], settings.confidence, "Drafts by expected serving speed"
+        [plain_row(scored.costs[chosen.draft, chosen.step]), *scored.rows],
+        settings.confidence,
+        "Drafts by expected serving speed",
     )
+    plans = by_plan([scored.counts], scored.costs[chosen.draft, chosen.step], chosen, settings)
+    if len(plans) > 1:
+        title = f"{chosen.draft} step {chosen.step} at every K and tree" if settings.trees else ""
+        show_leaderboard(plans, settings.confidence, title or f"{chosen.draft} step {chosen.step} at every K")
     compared = [row for row in scored.rows if row.baseline or row is chosen]
     show_domains(domain_rows([scored.counts], compared, settings), settings.confidence, "By domain")
     if chosen.speedup.value < 1:

@@ -48,7 +48,7 @@ def find_draft(space: Workspace, name: str | None) -> Path:
             )
         return resolve_models_uri(space.tracking, now.uri, space.root / "models")
     if name not in space.recipe.drafts:
-        if Path(name).exists():
+        if name and Path(name).exists():
             return Path(name)
         known = ", ".join(space.recipe.drafts)
         raise InputError(f"--draft {name}: must be a draft folder or one of the recipe's drafts ({known})")
@@ -121,7 +121,7 @@ def show(target: Target, spoken: Spoken) -> None:
     console.print(text, soft_wrap=True)
     generation = spoken.generation
     speed = f"{len(generation.tokens)} tokens in {generation.seconds:.2f} s"
-    if not spoken.plan.draft_tokens or not generation.rounds:
+    if not spoken.plan.levels or not generation.rounds:
         console.print(f"{speed}, no draft", style="dim", soft_wrap=True)
         return
     rounds = len(generation.rounds)

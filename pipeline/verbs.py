@@ -62,7 +62,7 @@ def score(recipe: Recipe, draft: str | None) -> None:
     """The leaderboard: of the recipe's drafts, of one of them, or of a draft folder of anybody's making."""
     space = Workspace(recipe)
     folder = None if draft is None or draft in recipe.drafts else Path(draft)
-    if folder is not None and not folder.exists():
+    if folder is not None and not (draft and folder.exists()):
         raise MissingFileError(f"--draft {draft}: is neither a draft of the recipe ({_names(recipe)}) nor a folder")
     with space.alone():
         captured = capture_stage(space, mix_stage(space))

@@ -95,6 +95,8 @@ def matched_runs(
 
     Rows nearer to the text's end than K are cut short: the text must go on K tokens beyond the answer that is counted.
     """
+    if known < 1 and proposer.reads_states:
+        raise InputError(f"known {known}: a draft that reads the target's states drafts after its first token")
     ids, greedy = prompt_ids + text_ids, SamplingSettings()
     with torch.inference_mode():
         traced = trace_target(target, prompt_ids, text_ids, greedy, proposer.aux_layers, proposer.reads_states)

@@ -43,7 +43,7 @@ class TargetTrace(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.states or () if x is not None)
+        return self.p_N.nbytes + sum(x.numel() * x.element_size() for x in self.states or () if x is not None)
 
 
 class Counted(NamedTuple):
@@ -80,7 +80,8 @@ def trace_target(
         ids_known, rows = prompt_ids + answer_ids, len(answer_ids)
         seen_NV = seen_before(ids_known, len(prompt_ids), rows, target.vocab_size, target.device)
     p_N = probabilities(logits_NV, sampling, seen_NV).gather(-1, answer_N1)[:, 0]
-    return TargetTrace(states, p_N.double().cpu().numpy(), target.vocab_size)
+    wanted = states if aux_layers or reads_states else None
+    return TargetTrace(wanted, p_N.double().cpu().numpy(), target.vocab_size)
 
 
 def replayable(proposer: Proposer, rule: str, sampling: SamplingSettings) -> bool:

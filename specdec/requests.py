@@ -88,10 +88,13 @@ class Run:
     """
 
     target: CausalModel
+    """Whose answers they are."""
     proposer: Proposer | None
-    """None: plain decoding."""
+    """What drafts; None: plain decoding."""
     requests: Sequence[Request]
+    """What is asked; answers come in the order in which they end."""
     rule: str = "greedy"
+    """The accept rule, by its name in `rules.py`; for requests at temperature 0 it is greedy, whatever it is called."""
     draft_tokens: int = 4
     """Most levels of a round's draft."""
     batch_size: int = 1
@@ -102,6 +105,7 @@ class Run:
     decode: Decode | None = None
     """Turns token ids into text, for requests with stop strings."""
     timer: RoundTimer | None = None
+    """Takes the seconds of every round."""
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -151,9 +155,15 @@ def until_stop(known: Sequence[int], new: list[int], request: Request, decode: D
         if token in request.stop_ids:
             return new[: place + 1], True
         if request.stop_strings and decode is not None:
-            # A token spells at least a byte of any text that it is part of: so many of them hold a whole stop string.
-            reach = max(len(text.encode()) for text in request.stop_strings)
-            text = decode([*known, *new[: place + 1]][-reach:])
+            text = _ending([*known, *new[: place + 1]], max(len(text) for text in request.stop_strings), decode)
             if any(stop in text for stop in request.stop_strings):
                 return new[: place + 1], True
     return new, False
+
+
+def _ending(tokens: list[int], reach: int, decode: Decode) -> str:
+    """Text of the last token and of at least `reach` characters before it. Some tokens spell a byte, some nothing."""
+    count = reach + 1
+    while count < len(tokens) and len(decode(tokens[-count:-1])) < reach:
+        count *= 2
+    return decode(tokens[-count:])

@@ -85,6 +85,8 @@ def read_meta(place: Path) -> DraftMeta:
     folder = place.parent if place.is_file() else place
     if not folder.is_dir():
         raise MissingFileError(f"{folder}: no such draft folder")
+    if not (folder / META_FILE).is_file():
+        raise MissingFileError(f"{folder / META_FILE}: no such file: only a draft that was made here has one")
     return validated(DraftMeta, folder / META_FILE, read_object(folder / META_FILE))
 
 

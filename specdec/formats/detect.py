@@ -52,6 +52,8 @@ def detect(place: Path) -> Layout:
         raise MissingFileError(f"{path}: no such file; the folder holds {_some(p.name for p in place.iterdir())}")
     raw, tensors = read_object(path), set(read_types(place))
     named = raw.get("architectures") or []
+    if not isinstance(named, list):
+        raise FormatError(f"{path}: architectures {named}: must be a list of names")
     found = _layout(raw, set(map(str, named)), tensors)
     if found is None:
         raise FormatError(

@@ -5,6 +5,7 @@ from pathlib import Path
 from ...errors import InputError
 from ..drafts import AnyDraft
 from ..drafts.eagle3 import Eagle3Draft
+from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
 from ..models import CausalModel
 
@@ -24,6 +25,17 @@ def check_fits(draft: AnyDraft, target: CausalModel, where: str | Path) -> None:
     if config.aux_layers[-1] > target.num_layers:
         layers = list(config.aux_layers)
         raise InputError(f"{where}: captured layers {layers}: the target has {target.num_layers} layers")
+
+
+def check_context(draft: AnyDraft, longest: int, where: str | Path) -> None:
+    """Refuse a draft that was made for shorter texts than the `longest` of these, in tokens. Medusa heads never are."""
+    known = None
+    if isinstance(draft, SmallDraft):
+        known = draft.lm.max_positions
+    elif not isinstance(draft, MedusaDraft):
+        known = draft.config.max_position_embeddings
+    if known is not None and known < longest:
+        raise InputError(f"{where}: max_position_embeddings {known}: must hold the longest text here, {longest} tokens")
 
 
 def _equal(where: str | Path, field: str, found: int, wanted: int) -> None:

@@ -53,7 +53,7 @@ def write_gguf(path: Path, content: GgufFile) -> None:
 def read_gguf(path: Path) -> GgufFile:
     """Read keys and tensors."""
     reader = _reader(path)
-    fields = {name: _plain(field.contents()) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    fields = {name: _plain(_content(path, field)) for name, field in reader.fields.items() if name[:5] != "GGUF."}
     tensors = {tensor.name: _numbers(path, tensor) for tensor in reader.tensors}
     return GgufFile(str(fields.pop("general.architecture", "")), fields, tensors)
 
@@ -61,7 +61,14 @@ def read_gguf(path: Path) -> GgufFile:
 def read_architecture(path: Path) -> str:
     """What a file says that it holds; no weight is read."""
     field = _reader(path).fields.get("general.architecture")
-    return "" if field is None else str(field.contents())
+    return "" if field is None else str(_content(path, field))
+
+
+def _content(path: Path, field: gguf.ReaderField) -> Any:
+    try:
+        return field.contents()
+    except ValueError as error:  # text that is none
+        raise FormatError(f"{path}: key {field.name}: not readable ({error})") from None
 
 
 def _reader(path: Path) -> gguf.GGUFReader:

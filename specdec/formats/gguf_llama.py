@@ -12,7 +12,8 @@ from .gguf_file import GgufFile, write_gguf
 from .gguf_layer import LAYER, dimensions, from_ggml, open_gguf, read_dimensions, to_ggml
 from .gguf_rope import factor_tensors, take_scaling
 from .gguf_vocabulary import vocabulary_fields
-from .tensors import Spec
+from .llama import rope_fields, validated
+from .tensors import Spec, check_count
 
 _ROPES = ("default", "llama3")
 
@@ -42,10 +43,12 @@ def read_llama(path: Path) -> LlamaForCausalLM:
     scaling = take_scaling(content, tensors, path, theta, fields["head_dim"]) or {"rope_type": "default"}
     if scaling["rope_type"] not in _ROPES:
         raise FormatError(f"{path}: rope scaling {scaling['rope_type']}: must be {' or '.join(_ROPES)} in a Llama")
+    layers = content.get(path, "llama.block_count", int)
+    check_count(path, "llama.block_count", layers, tensors)
     config = LlamaConfig(
         rope_parameters={"rope_theta": theta, **scaling},
         **fields,
-        num_hidden_layers=content.get(path, "llama.block_count", int),
+        num_hidden_layers=layers,
         bos_token_id=content.fields.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=content.fields.get("tokenizer.ggml.eos_token_id"),
         tie_word_embeddings=tied,
@@ -64,6 +67,8 @@ def _check_llama(config: LlamaConfig) -> None:
     rope = config.rope_parameters["rope_type"]
     if rope not in _ROPES:
         raise FormatError(f"format gguf: rope_type {rope}: only {' and '.join(_ROPES)} can be written")
+    if config.hidden_act != "silu":
+        raise FormatError(f"format gguf: hidden_act {config.hidden_act}: must be silu, which llama.cpp computes")
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name):
             raise FormatError(f"format gguf: {name} true: only models without biases can be written")
@@ -71,9 +76,9 @@ def _check_llama(config: LlamaConfig) -> None:
 
 def _rope(config: LlamaConfig) -> tuple[float, Llama3Rope | None]:
     """Base and scaling."""
-    fields = dict(config.rope_parameters)
-    theta = float(fields.pop("rope_theta"))
-    return theta, None if fields["rope_type"] == "default" else Llama3Rope.model_validate(fields)
+    fields = rope_fields(Path("format gguf"), {"rope_parameters": config.rope_parameters})
+    scaling = fields["rope_scaling"]
+    return float(fields["rope_theta"]), scaling and validated(Llama3Rope, Path("format gguf"), scaling)
 
 
 def _names(config: LlamaConfig) -> dict[str, str]:

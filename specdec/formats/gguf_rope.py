@@ -42,10 +42,15 @@ def scaling_fields(arch: str, scaling: RopeScaling | None) -> dict[str, Field]:
 
 
 def factor_tensors(theta: float, head_dim: int, scaling: RopeScaling | None) -> dict[str, Tensor]:
-    """[F] what llama.cpp divides each frequency by, where keys do not say it."""
+    """[F] what llama.cpp divides each frequency by, where keys do not say it.
+
+    Raises FormatError for factors that would not tell a reader which scaling they came from.
+    """
     if not isinstance(scaling, Llama3Rope):
         return {}
-    return {ROPE_FACTORS: frequencies(theta, head_dim, None) / frequencies(theta, head_dim, scaling)}
+    factors_F = _factors(theta, head_dim, scaling)
+    _llama3(factors_F, Path("format gguf"), theta, head_dim)
+    return {ROPE_FACTORS: factors_F}
 
 
 def take_scaling(
@@ -90,14 +95,16 @@ def _llama3(factors_F: Tensor, path: Path, theta: float, head_dim: int) -> dict[
         "high_freq_factor": _HIGH,
         "original_max_position_embeddings": round(original),
     }
-    if original < 1 or most <= 1 or not _same(factors_F, theta, head_dim, Llama3Rope.model_validate(scaling)):
-        raise FormatError(f"{path}: tensor {ROPE_FACTORS}: is not a rope scaling in the way of Llama 3")
-    return scaling
+    if original >= 1 and most > 1:
+        again_F = _factors(theta, head_dim, Llama3Rope.model_validate(scaling))
+        if torch.allclose(again_F, factors_F, rtol=1e-5):
+            return scaling
+    raise FormatError(f"{path}: tensor {ROPE_FACTORS}: is not a rope scaling in the way of Llama 3")
 
 
 def _close(factors_F: Tensor, value: float) -> Tensor:
     return torch.isclose(factors_F, torch.tensor(value), rtol=1e-5)
 
 
-def _same(factors_F: Tensor, theta: float, head_dim: int, scaling: Llama3Rope) -> bool:
-    return torch.allclose(factor_tensors(theta, head_dim, scaling)[ROPE_FACTORS], factors_F, rtol=1e-5)
+def _factors(theta: float, head_dim: int, scaling: Llama3Rope) -> Tensor:
+    return frequencies(theta, head_dim, None) / frequencies(theta, head_dim, scaling)

@@ -9,7 +9,7 @@ from ...errors import FormatError, MissingFileError
 from ...storage import read_object
 from ..drafts.small import SmallDraft
 from ..loading import load_model
-from .tensors import check_types
+from .tensors import check_count, check_types, read_types
 
 
 def write(draft: SmallDraft, folder: Path) -> None:
@@ -29,6 +29,9 @@ def read(folder: Path) -> SmallDraft:
         raise MissingFileError(f"{folder / 'config.json'}: no such file")
     if "quantization_config" not in read_object(folder / "config.json"):
         check_types(folder)  # transformers would turn whatever it finds into floats
+    layers = read_object(folder / "config.json").get("num_hidden_layers")
+    if isinstance(layers, int):  # transformers would build them all before it looks for their tensors
+        check_count(folder / "config.json", "num_hidden_layers", layers, read_types(folder))
     model = load_model(folder, str(folder), only_known=True, dtype="auto", use_safetensors=True)
     _check_finite(model, folder)
     return SmallDraft(model)

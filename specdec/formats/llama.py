@@ -37,10 +37,10 @@ def layer_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         fields = {"num_key_value_heads": heads, "head_dim": hidden // heads, **fields}
-    return {**_LLAMA_DEFAULTS, **fields, **_rope_fields(path, raw)}
+    return {**_LLAMA_DEFAULTS, **fields, **rope_fields(path, raw)}
 
 
-def _rope_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+def rope_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Base and scaling of the rotary embedding, under its old names and its new one. A partial one is not ours."""
     theta, share, scaling = raw.get("rope_theta"), raw.get("partial_rotary_factor"), None
     for name in ("rope_scaling", "rope_parameters"):

@@ -6,7 +6,7 @@ biases, which vLLM drops unless `medusa_fc_bias` says otherwise; TensorRT-LLM wa
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ...errors import FormatError
 from ...storage import read_object, write_json
 from ..drafts.medusa import MedusaConfig, MedusaDraft
 from .llama import dtype_entries, validated
-from .tensors import WEIGHTS_FILE, Spec, check_tensors, read_tensors, write_tensors
+from .tensors import WEIGHTS_FILE, Spec, check_count, check_tensors, read_tensors, write_tensors
 
 ORIGINAL_FILE = "medusa_lm_head.safetensors"
 _ORIGINAL_NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
@@ -74,7 +74,7 @@ def read(folder: Path) -> MedusaDraft:
             config = config.model_copy(update={"fc_bias": False})
             tensors = {name: tensors[name] for name in tensor_specs(config)}
     else:
-        config = _read_config(path, raw)
+        config = _read_config(path, raw, tensors)
         check_tensors(where, tensors, tensor_specs(config))
     draft = MedusaDraft(config)
     draft.load_state_dict(tensors)
@@ -109,19 +109,23 @@ def _original_name(name: str, config: MedusaConfig) -> str:
     return f"{head}.{config.num_layers}.weight" if kind == "lm_heads" else f"{head}.{rest[1]}.linear.{rest[2]}"
 
 
-def _read_config(path: Path, raw: Mapping[str, Any]) -> MedusaConfig:
+def _read_config(path: Path, raw: Mapping[str, Any], tensors: Collection[str]) -> MedusaConfig:
     names = {"num_layers": "num_hidden_layers", "fc_bias": "medusa_fc_bias"}
     fields = {name: raw.get(names.get(name, name)) for name in MedusaConfig.model_fields}
     for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
         if fields[name] is None:
             raise FormatError(f"{path}: {names.get(name, name)}: must be named")
-    return validated(MedusaConfig, path, {**fields, "fc_bias": fields["fc_bias"] or False})
+    config = validated(MedusaConfig, path, {**fields, "fc_bias": fields["fc_bias"] or False})
+    check_count(path, "num_heads", config.num_heads, tensors)
+    check_count(path, "num_hidden_layers", config.num_layers, tensors)
+    return config
 
 
 def _original_config(path: Path, raw: Mapping[str, Any], where: Path, tensors: Mapping[str, Tensor]) -> MedusaConfig:
     """Sizes out of the tensors: original configs name none, and published ones name fewer heads than there are."""
     found = [match.groups() for match in map(_ORIGINAL_NAME.fullmatch, tensors) if match]
     heads = 1 + max(int(head) for head, _, _ in found)
+    check_count(where, "heads", heads, tensors)
     last = [int(layer) for _, layer, kind in found if kind == "weight"]
     layers = raw.get("medusa_num_layers") or max(last, default=1)
     named = raw.get("medusa_num_heads", 0)
@@ -130,6 +134,8 @@ def _original_config(path: Path, raw: Mapping[str, Any], where: Path, tensors: M
     first = f"0.{layers}.weight"
     if first not in tensors:
         raise FormatError(f"{where}: tensor {first} is missing")
+    if tensors[first].dim() != 2:
+        raise FormatError(f"{where}: tensor {first} has shape {list(tensors[first].shape)}: must have two axes")
     sizes = {"vocab_size": tensors[first].shape[0], "hidden_size": tensors[first].shape[-1]}
     bias = any(kind == "linear.bias" for _, _, kind in found)
     return validated(MedusaConfig, path, {**sizes, "num_heads": heads, "num_layers": layers, "fc_bias": bias})

@@ -1,7 +1,7 @@
 """Safetensors with a contract: the exact set of names, their shapes and types, and finite values."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,3 +149,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def _unreadable(path: Path, error: SafetensorError) -> FormatError:
     return FormatError(f"{path}: not a readable safetensors file ({error})")
+
+
+def check_count(path: Path, field: str, count: int, tensors: Collection[str]) -> None:
+    """Refuse a number of layers or heads that the tensors cannot hold, before anything is made for each."""
+    if count > len(tensors):
+        raise FormatError(f"{path}: {field} {count}: there are only {len(tensors)} tensors")

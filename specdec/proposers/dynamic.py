@@ -29,7 +29,7 @@ class DynamicProposer(FollowsDrafter):
         if top_k < 1 or nodes < 1:
             raise InputError(f"dynamic tree: top_k {top_k}, nodes {nodes}: must both be at least 1")
         super().__init__(drafter)
-        self._top_k, self._nodes = top_k, nodes
+        self._top_k, self._nodes = min(top_k, drafter.width), nodes
 
     def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         raise InputError("dynamic tree: no trace fits it; draft along the answer")
@@ -96,10 +96,6 @@ class _Pool:
 
     def best(self, nodes: int, levels: int) -> TreeBatch:
         """The best `nodes` candidates as trees, in the pool's order."""
-        if nodes == 0:
-            batch, device = len(self._ask.limits), self._device()
-            empty = torch.zeros(batch, 0, dtype=torch.long, device=device)
-            return TreeBatch(empty, empty, empty.bool(), 0, "deterministic")
         scores_BC, tokens_BC, parents_BC = (torch.cat(x, 1) for x in (self._scores, self._tokens, self._parents))
         # Stable: of equal scores the earlier candidate wins, and a parent stands before its child.
         chosen_BN = scores_BC.sort(dim=-1, descending=True, stable=True).indices[:, :nodes].sort(-1).values
@@ -107,6 +103,3 @@ class _Pool:
         parents_BN = torch.where(above_BN < 0, -1, torch.searchsorted(chosen_BN, above_BN.clamp(min=0)))
         candidate_BN = scores_BC.gather(1, chosen_BN).isfinite()
         return TreeBatch(tokens_BC.gather(1, chosen_BN), parents_BN, candidate_BN, levels, "deterministic")
-
-    def _device(self) -> torch.device:
-        return self._scores[0].device if self._scores else torch.device("cpu")

@@ -52,7 +52,7 @@ class MergedProposer:
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
         self._counts = [proposer.most_nodes(levels) for proposer in self._proposers]
         for proposer in self._proposers:
-            proposer.reserve(slots, tokens, levels)
+            proposer.reserve(slots, tokens + levels, levels)  # a shallow one also reads what a deeper one had accepted
 
     def most_nodes(self, levels: int) -> int:
         return sum(proposer.most_nodes(levels) for proposer in self._proposers)

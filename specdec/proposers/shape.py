@@ -3,6 +3,7 @@
 Shapes: N nodes, L levels, H heads, R ranks, T round starts, K levels of a trace.
 """
 
+import heapq
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -51,8 +52,10 @@ class TreeShape:
             raw = json.loads(path.read_text())
         except FileNotFoundError:
             raise MissingFileError(f"{path}: no such file") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}: not JSON ({error})") from None
+        except OSError as error:
+            raise InputError(f"{path}: not a readable file ({error.strerror})") from None
         if not isinstance(raw, list) or not all(_is_choice(choice) for choice in raw):
             raise InputError(f"{path}: must be a list of lists of whole numbers, such as [[0], [1], [0, 0]]")
         return cls(raw)
@@ -63,14 +66,21 @@ class TreeShape:
 
         accuracy_HR[h][r]: how often head h's rank-r token is the target's.
         """
-        known: dict[Choice, float] = {(): 1.0}
+        best_HR = [sorted(enumerate(row), key=lambda one: (-one[1], one[0])) for row in accuracy_HR]
+        offers: list[tuple[float, int, Choice, int, float]] = []  # -share, depth, way to the parent, place, its share
+
+        def offer(parent: Choice, place: int, share: float) -> None:
+            ranks = best_HR[len(parent)] if len(parent) < len(best_HR) else []
+            if place < len(ranks) and share * ranks[place][1] > 0:
+                heapq.heappush(offers, (-share * ranks[place][1], len(parent), parent, place, share))
+
         chosen: list[Choice] = []
-        for _ in range(nodes):
-            best = max(_offers(known, accuracy_HR), key=lambda offer: (offer[1], -len(offer[0])), default=None)
-            if best is None:
-                break
-            known[best[0]] = best[1]
-            chosen.append(best[0])
+        offer((), 0, 1.0)
+        while offers and len(chosen) < nodes:
+            negative, depth, parent, place, share = heapq.heappop(offers)
+            chosen.append((*parent, best_HR[depth][place][0]))
+            offer(parent, place + 1, share)  # the next sibling
+            offer(chosen[-1], 0, -negative)  # the first child
         return cls(chosen)
 
     def __len__(self) -> int:
@@ -141,14 +151,3 @@ class TreeShape:
 
 def _is_choice(raw: object) -> bool:
     return isinstance(raw, list) and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in raw)
-
-
-def _offers(known: dict[Choice, float], accuracy_HR: Sequence[Sequence[float]]) -> Iterable[tuple[Choice, float]]:
-    """The next sibling below each known node, and how often the whole way to it is right."""
-    for choice, share in known.items():
-        if len(choice) < len(accuracy_HR):
-            taken = {other[-1] for other in known if other[:-1] == choice and other}
-            ranks = [rank for rank in range(len(accuracy_HR[len(choice)])) if rank not in taken]
-            if ranks:
-                best = max(ranks, key=lambda rank: accuracy_HR[len(choice)][rank])
-                yield (*choice, best), share * accuracy_HR[len(choice)][best]

@@ -6,6 +6,7 @@ Shapes: B slots, N nodes, F nodes that have children on one level, C children, V
 import torch
 from torch import Tensor
 
+from ...errors import InputError
 from ..models import States
 from ..sampling import SamplingSettings, categorical
 from ..tree import Drawn, TreeBatch
@@ -27,6 +28,8 @@ class StaticProposer(FollowsDrafter):
     def __init__(self, drafter: Drafter, shape: TreeShape | None = None, drawn: Drawn = "iid") -> None:
         super().__init__(drafter)
         self._shape = None if shape is None else shape.narrowed(drafter.width)
+        if self._shape is not None and not len(self._shape):
+            raise InputError(f"tree: no first choice is below {drafter.width}, the tokens that the draft can say")
         self.drawn: Drawn = drawn
         self.chain = shape is None
 

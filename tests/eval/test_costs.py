@@ -43,8 +43,8 @@ def key_of(target: CausalModel, draft: Any = "lookup", K: tuple[int, ...] = (1, 
 
 def table_of(key: costs.CostKey, plain: float = 0.03) -> costs.CostTable:
     by_plan = {
-        K: costs.RoundCost(draft_seconds=0.002 * int(K), verify_seconds=0.031, rest_seconds=0.001, rounds=9)
-        for K in key.plans
+        label: costs.RoundCost(draft_seconds=0.002 * K["levels"], verify_seconds=0.031, rest_seconds=0.001, rounds=9)
+        for label, K in key.plans.items()
     }
     return costs.CostTable(key=key, plain_seconds=plain, plain_rounds=50, context_tokens=40.0, by_plan=by_plan)
 
@@ -126,7 +126,7 @@ def test_real_rounds_are_timed(target: CausalModel) -> None:
     tree = StaticTree(kind="static", widths=[3, 2])
     draftings = [
         Drafting(partial(make_proposer, draft, target), (1, 3)),
-        Drafting(partial(make_proposer, draft, target, tree), (2,), "wide", tree, tree.model_dump(mode="json")),
+        Drafting(partial(make_proposer, draft, target, tree), (2,), "wide", tree),
     ]
     settings = ScoreSettings(costs=CostSettings(prompts=3, rounds=12, warmup_rounds=1))
     key = costs.cost_key(target, draft, draftings, settings)
@@ -256,7 +256,7 @@ def test_two_processes_do_not_measure_at_once(target: CausalModel, tmp_path: Pat
 def test_break_even_is_a_speedup_of_one(tau: float, K: int, plain: float) -> None:
     key = costs.CostKey(
         hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy",
-        plans={"1": {}, "2": {}},
+        plans={"1": {"levels": 1}, "2": {"levels": 2}},
     )  # fmt: skip
     table = table_of(key, plain)
     speedup = costs.expected_speedup(Estimate(tau, tau - 0.1, tau + 0.1, 5), table, Plan(K))
@@ -270,7 +270,12 @@ def test_break_even_is_a_speedup_of_one(tau: float, K: int, plain: float) -> Non
 
 
 def test_an_unmeasured_depth_is_named(target: CausalModel) -> None:
-    with pytest.raises(InputError, match="K=4: no times measured; there are times for 1, 2"):
+    with pytest.raises(InputError, match=r"K=4 \(4 levels\): no times .* for 1 \(1 levels\), 2 \(2 levels\)"):
         costs.expected_speedup(Estimate(2.0), table_of(key_of(target)), Plan(4))
-    with pytest.raises(InputError, match="tree wide: no times measured"):
+    with pytest.raises(InputError, match=r"tree wide \(2 levels\): no times measured"):
         table_of(key_of(target)).cost(Plan(2, "wide"))
+    deep = Drafting(PromptLookup, (3,), "wide")
+    table = table_of(costs.cost_key(target, "lookup", [deep], ScoreSettings()))
+    assert table.cost(Plan(3, "wide")).rounds == 9
+    with pytest.raises(InputError, match=r"tree wide \(2 levels\): no times measured; .* wide \(3 levels\)"):
+        table.cost(Plan(2, "wide"))

@@ -162,6 +162,9 @@ def test_each_way_of_drafting_has_a_rule(target: Target, samples: list[Sample], 
         "": ["block"],
         "lookup": ["onehot"],
     }
+    lossy = rules("token", "typical")
+    assert lossy["wide"] == lossy["lookup"] == ["onehot", "typical"] and lossy["drawn"] == ["multiround", "typical"]
+    assert lossy[""] == ["token", "typical"]
     assert all(rules_for(GREEDY, proposer, ScoreSettings(rules=["token"])) == ["greedy"] for proposer in ways.values())
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -36,8 +37,9 @@ def counts_of(
         for K, tau in taus.items():
             tokens = 100 * (tau + (0.1 if number % 2 else -0.1))
             accepted = tokens - 100
+            drafting = 100.0 if drafted is None or tree else drafted / K  # rounds that draft at all
             counts = RoundCounts(
-                100.0, tokens, 100.0 * K if drafted is None else drafted, accepted, (100.0,) * K, (accepted / K,) * K
+                100.0, tokens, 100.0 * K if drafted is None else drafted, accepted, (drafting,) * K, (accepted / K,) * K
             )
             name = f"{domain}-{number}"
             row = CountRow(
@@ -50,7 +52,7 @@ def counts_of(
 def costs_of(draft_ms: float, verify_ms: float = 31.0, plain_ms: float = 30.0) -> CostTable:
     key = CostKey(
         hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy",
-        plans={label: {} for label in [*map(str, DEPTHS), "wide"]},
+        plans={label: {"levels": 2 if label == "wide" else int(label)} for label in [*map(str, DEPTHS), "wide"]},
     )  # fmt: skip
     by_plan = {
         label: RoundCost(draft_seconds=draft_ms * K / 1e3, verify_seconds=verify_ms / 1e3, rest_seconds=0.0, rounds=9)
@@ -59,59 +61,84 @@ def costs_of(draft_ms: float, verify_ms: float = 31.0, plain_ms: float = 30.0) -
     return CostTable(key=key, plain_seconds=plain_ms / 1e3, plain_rounds=9, context_tokens=30.0, by_plan=by_plan)
 
 
+def board(tables: list[pa.Table], costs: dict[str, CostTable], *args: Any, **options: Any) -> list[Row]:
+    """The leaderboard of drafts whose checkpoints share their times."""
+    found = {one for table in tables for one in zip(*(table[name].to_pylist() for name in ("draft", "step")))}
+    return leaderboard(tables, {one: costs[one[0]] for one in found if one[0] in costs}, *args, **options)
+
+
 def test_speed_decides_not_tau() -> None:
     slow = counts_of("slow", 10, {1: 1.7, 2: 2.2, 3: 2.9})
     fast = counts_of("fast", 10, {1: 1.6, 2: 1.9, 3: 2.0})
     costs = {"slow": costs_of(12.0), "fast": costs_of(2.0)}
-    rows = leaderboard([slow, fast], costs, SETTINGS)
+    rows = board([slow, fast], costs, SETTINGS)
     chosen = next(row for row in rows if row.chosen)
     assert [(row.draft, row.chosen) for row in rows] == [("fast", True), ("slow", False)]
-    assert chosen.plan.draft_tokens == 2 and chosen.speedup.value == pytest.approx(1.9 * 30 / 35)
+    assert chosen.plan.levels == 2 and chosen.speedup.value == pytest.approx(1.9 * 30 / 35)
     assert chosen.tau.value == pytest.approx(1.9) and chosen.tau.low < 1.9 < chosen.tau.high
     assert chosen.speedup.low == pytest.approx(chosen.tau.low * 30 / 35)
     assert chosen.break_even_tau == pytest.approx(35 / 30)
     assert chosen.draft_seconds == pytest.approx(0.004) and chosen.verify_seconds == pytest.approx(0.031)
-    assert rows[1].plan.draft_tokens == 3  # its own best K
+    assert rows[1].plan.levels == 3  # its own best K
 
 
 def test_perplexity_is_shown_and_never_used() -> None:
     tables = [counts_of("small", step, {1: 1.5, 2: 1.5 + step / 100}) for step in (20, 40)]
     perplexity = {("small", 20): 1.01, ("small", 40): 900.0}
-    rows = leaderboard(tables, {"small": costs_of(1.0)}, SETTINGS, perplexity=perplexity)
+    rows = board(tables, {"small": costs_of(1.0)}, SETTINGS, perplexity=perplexity)
     assert [row.perplexity for row in rows] == [1.01, 900.0] and [row.chosen for row in rows] == [False, True]
 
 
 def test_depths_within_noise_tie_and_the_fewest_win() -> None:
     table = counts_of("small", 20, {1: 1.5, 2: 1.6, 3: 1.655})
     costs = {"small": costs_of(1.0)}  # expected speed-ups 1.406, 1.455, 1.460: the last two are within 1%
-    assert leaderboard([table], costs, SETTINGS)[0].plan.draft_tokens == 2
+    assert board([table], costs, SETTINGS)[0].plan.levels == 2
     exact = SETTINGS.model_copy(update={"tie_share": 0.0})
-    assert leaderboard([table], costs, exact)[0].plan.draft_tokens == 3
+    assert board([table], costs, exact)[0].plan.levels == 3
     wide = SETTINGS.model_copy(update={"tie_share": 0.05})
-    assert leaderboard([table], costs, wide)[0].plan.draft_tokens == 1
+    assert board([table], costs, wide)[0].plan.levels == 1
 
 
 def test_a_tree_competes_with_chains() -> None:
     tables = [counts_of("small", 20, {2: 2.1}), counts_of("small", 20, {2: 2.4}, tree="wide", drafted=700.0)]
     costs = {"small": costs_of(1.0)}
-    (row,) = leaderboard(tables, costs, SETTINGS)
+    (row,) = board(tables, costs, SETTINGS)
     assert row.plan == Plan(2, "wide") and row.plan.label == "wide" and row.drafted == pytest.approx(7.0)
     assert row.record()["tree"] == "wide" and row.record()["draft_tokens"] == 2
     assert [d.plan for d in domain_rows(tables, [row], SETTINGS)] == [Plan(2, "wide")]
     even = [tables[0], counts_of("small", 20, {2: 2.11}, tree="wide", drafted=700.0)]
-    assert leaderboard(even, costs, SETTINGS)[0].plan == Plan(2)  # within a hundredth: the fewest drafted tokens win
-    difference = speedup_difference(tables, row, leaderboard(even, costs, SETTINGS)[0], SETTINGS)
+    assert board(even, costs, SETTINGS)[0].plan == Plan(2)  # within a hundredth: the fewest drafted tokens win
+    difference = speedup_difference(tables, row, board(even, costs, SETTINGS)[0], SETTINGS)
     assert difference.value == pytest.approx((2.4 - 2.1) * 30 / 33)
+
+
+def test_a_lossy_rule_never_decides() -> None:
+    settings = ScoreSettings(draft_tokens=[2], rules=["token", "typical"], bootstrap_samples=50)
+    tables = [
+        counts_of("small", 20, {2: 1.5}, setting="t1", rule="token"),
+        counts_of("small", 20, {2: 2.9}, setting="t1", rule="typical", method="decode"),
+        counts_of("small", 20, {2: 1.6}, setting="t1", rule="multiround", method="decode", tree="wide"),
+        counts_of("small", 20, {2: 2.9}, setting="t1", rule="typical", method="decode", tree="wide"),
+    ]
+    assert set(serving(concat(tables), settings)["rule"].to_pylist()) == {"token", "multiround"}
+    assert board(tables, {"small": costs_of(1.0)}, settings)[0].tau.value == pytest.approx(1.6)
+
+
+def test_checkpoints_may_have_times_of_their_own() -> None:
+    """A measured tree may be deeper at one step than at another."""
+    tables = [counts_of("small", step, {2: 2.0}) for step in (1, 2)]
+    rows = leaderboard(tables, {("small", 1): costs_of(1.0), ("small", 2): costs_of(9.0)}, SETTINGS)
+    assert [row.chosen for row in rows] == [True, False] and rows[1].draft_seconds == pytest.approx(0.018)
 
 
 def test_baselines_come_first_and_are_never_chosen() -> None:
     lookup = counts_of("lookup", 0, {1: 2.5, 2: 3.0, 3: 3.5}, drafted=50.0)
     tables = [counts_of("small", 20, {1: 1.5, 2: 1.6, 3: 1.7}), lookup]
-    rows = leaderboard(tables, {"small": costs_of(1.0), "lookup": costs_of(0.1)}, SETTINGS, baselines=["lookup"])
+    rows = board(tables, {"small": costs_of(1.0), "lookup": costs_of(0.1)}, SETTINGS, baselines=["lookup"])
     assert [(row.draft, row.baseline, row.chosen) for row in rows] == [("lookup", True, False), ("small", False, True)]
     # 50 drafted tokens in 100 rounds of up to 3: a sixth of the rounds drafts, the others cost a plain token
     seconds = (31.3 + 5 * 30.0) / 6
-    assert rows[0].plan.draft_tokens == 3 and rows[0].speedup.value == pytest.approx(3.5 * 30 / seconds)
+    assert rows[0].plan.levels == 3 and rows[0].speedup.value == pytest.approx(3.5 * 30 / seconds)
     plain = plain_row(costs_of(1.0))
     assert plain.speedup.value == plain.tau.value == 1.0 and plain.baseline and math.isnan(plain.acceptance.value)
 
@@ -134,7 +161,7 @@ def test_each_setting_counts_under_its_serving_rule() -> None:
         ("small", "t0", "greedy", "replay"),
         ("small", "t1", "block", "replay"),
     ]
-    rows = leaderboard(tables[:4], {"small": costs_of(1.0)}, settings)
+    rows = board(tables[:4], {"small": costs_of(1.0)}, settings)
     assert len(rows) == 1 and rows[0].tau.value == pytest.approx(1.8) and rows[0].tau.clusters == 10
 
 
@@ -144,7 +171,7 @@ def test_domains_of_the_chosen() -> None:
         counts_of("small", 20, {2: 1.4}, "chat"),
         counts_of("lookup", 0, {2: 1.3}, "support", drafted=10.0),
     ]
-    rows = leaderboard(tables, {"small": costs_of(1.0), "lookup": costs_of(0.1)}, SETTINGS, ["lookup"])
+    rows = board(tables, {"small": costs_of(1.0), "lookup": costs_of(0.1)}, SETTINGS, ["lookup"])
     assert next(row for row in rows if row.chosen).tau.value == pytest.approx(1.9)  # pooled over the mix as it is
     domains = domain_rows(tables, rows, SETTINGS)
     assert [(d.domain, d.draft, round(d.tau.value, 6)) for d in domains] == [
@@ -157,22 +184,22 @@ def test_domains_of_the_chosen() -> None:
 
 def test_a_paired_difference_of_speed() -> None:
     tables = [counts_of("a", 1, {2: 2.0}), counts_of("b", 1, {2: 1.8})]
-    rows = leaderboard(tables, {"a": costs_of(5.0), "b": costs_of(1.0)}, SETTINGS)
+    rows = board(tables, {"a": costs_of(5.0), "b": costs_of(1.0)}, SETTINGS)
     difference = speedup_difference(tables, rows[0], rows[1], SETTINGS)
     assert difference.value == pytest.approx(2.0 * 30 / 41 - 1.8 * 30 / 33)
     assert difference.high < 0  # the same conversations: its interval is narrow
 
 
 def test_without_times_nothing_is_guessed() -> None:
-    with pytest.raises(InputError, match=r"draft small: no times measured; there are times for \['lookup'\]"):
-        leaderboard([counts_of("small", 1, {1: 1.5})], {"lookup": costs_of(1.0)}, SETTINGS)
-    assert leaderboard([], {}, SETTINGS) == [] and choose([]) is None
+    with pytest.raises(InputError, match="draft small step 1: no times measured; there are times for lookup 0"):
+        leaderboard([counts_of("small", 1, {1: 1.5})], {("lookup", 0): costs_of(1.0)}, SETTINGS)
+    assert board([], {}, SETTINGS) == [] and choose([]) is None
 
 
 def test_a_draft_without_rounds_is_unknown_not_chosen() -> None:
     nothing = RoundCounts(0.0, 0.0, 0.0, 0.0, (0.0,), (0.0,))
     row = CountRow("none", 1, "c", 0, "k", "d", "selection", "128", "t0", "greedy", 1, "", "replay", nothing)
-    rows = leaderboard([to_table([row])], {"none": costs_of(1.0)}, SETTINGS)
+    rows = board([to_table([row])], {"none": costs_of(1.0)}, SETTINGS)
     assert math.isnan(rows[0].speedup.value) and not rows[0].chosen and rows[0].tau.reason == "no rounds"
     record = rows[0].record()
     assert json.loads(json.dumps(record, allow_nan=False))["tau"]["value"] is None
@@ -180,7 +207,7 @@ def test_a_draft_without_rounds_is_unknown_not_chosen() -> None:
 
 
 def test_metrics_are_flat_numbers() -> None:
-    (row,) = leaderboard([counts_of("small", 20, {2: 2.0})], {"small": costs_of(1.0)}, SETTINGS)
+    (row,) = board([counts_of("small", 20, {2: 2.0})], {"small": costs_of(1.0)}, SETTINGS)
     metrics = row.metrics()
     assert metrics["tau"] == pytest.approx(2.0) and metrics["alpha_2"] == pytest.approx(0.5)
     assert {"tau_low", "tau_high", "speedup", "speedup_low", "acceptance", "verify_ms"} <= set(metrics)

@@ -1,6 +1,7 @@
 """`score --draft FOLDER`: a draft of anybody's making, in any layout, without our lineage beside it."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -8,14 +9,16 @@ from pathlib import Path
 
 import heads
 import pytest
+import torch
 
-from draftforge.errors import InputError
+from draftforge.errors import FormatError, InputError
 from draftforge.pipeline import verbs
-from draftforge.pipeline.scoring import Scored
+from draftforge.pipeline.scoring import Scored, draft_for
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.drafts import AnyDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
+from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.formats import META_FILE, Format, Verifier, convert_draft, write_draft
 
@@ -101,3 +104,65 @@ def test_what_does_not_fit_is_named(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "other" / META_FILE).write_text(json.dumps(meta | {"tokenizer_digest": "0" * 64}))
     with pytest.raises(InputError, match="drafts with another tokenizer"):
         verbs.score(recipe, str(tmp_path / "other"))
+
+
+def rewrite(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_numbers_that_no_tensors_stand_behind_are_refused_at_once(recipe: Recipe, tmp_path: Path) -> None:
+    """And not after a module of a billion heads was tried."""
+    target = Workspace(recipe).target
+    sizes: dict[str, int] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    write_draft(MedusaDraft(MedusaConfig(num_heads=2, num_layers=1, fc_bias=False, **sizes)), tmp_path, "vllm")
+    for field in ("num_heads", "num_hidden_layers"):
+        before = (tmp_path / "config.json").read_text()
+        rewrite(tmp_path / "config.json", **{field: 10**9})
+        with pytest.raises(FormatError, match=f"{field} 1000000000: there are only 4 tensors"):
+            verbs.score(recipe, str(tmp_path))
+        (tmp_path / "config.json").write_text(before)
+    rewrite(tmp_path / "config.json", architectures=5)
+    with pytest.raises(FormatError, match="architectures 5: must be a list of names"):
+        verbs.score(recipe, str(tmp_path))
+
+
+def test_a_tokenizer_beside_a_draft_is_compared(recipe: Recipe, tmp_path: Path) -> None:
+    space = Workspace(recipe)
+    theirs = tmp_path / "theirs"
+    shutil.copytree(space.target_settings.model, theirs)  # the target itself is a draft of its own
+    draft_for(space.target, theirs)
+    raw = json.loads((theirs / "tokenizer.json").read_text())
+    vocabulary = raw["model"]["vocab"]
+    one, other = list(vocabulary)[40:42]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (theirs / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError, match=r"its tokenizer\.json is not the target's"):
+        draft_for(space.target, theirs)
+
+
+def test_a_draft_made_for_shorter_texts_is_refused(recipe: Recipe, tmp_path: Path) -> None:
+    target = Workspace(recipe).target
+    sizes = {**heads.LAYER, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    write_draft(EagleDraft(EagleConfig(**sizes | {"max_position_embeddings": 8}), False), tmp_path, "vllm")
+    with pytest.raises(InputError, match="max_position_embeddings 8: must hold the longest text here"):
+        verbs.score(recipe, str(tmp_path))
+
+
+def test_a_tree_beyond_the_drafts_vocabulary_is_refused(recipe: Recipe) -> None:
+    trees = {"far": {"kind": "static", "choices": [[250]]}}
+    settings = type(recipe.score).model_validate({**recipe.score.model_dump(), "trees": trees})
+    with pytest.raises(InputError, match="tree: no first choice is below 200, the tokens that the draft can say"):
+        verbs.score(recipe.model_copy(update={"score": settings}), str(last_checkpoint(recipe)))
+
+
+def test_answers_that_a_draft_cannot_say_have_no_perplexity(
+    recipe: Recipe, scored: list[Scored], tmp_path: Path
+) -> None:
+    """A vocabulary of three tokens: the score is kept, and says so."""
+    target = Workspace(recipe).target
+    layer = {**heads.LAYER, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    config = Eagle3Config(**layer, target_hidden_size=target.hidden_size, draft_vocab_size=3, aux_layers=(1, 2, 4))
+    write_draft(Eagle3Draft(config, torch.tensor([1, 2, 3]), False), tmp_path, "vllm")
+    verbs.score(recipe, str(tmp_path))
+    (row,) = [row for row in scored[-1].rows if not row.baseline]
+    assert row.tau.value >= 1.0 and math.isnan(row.perplexity)

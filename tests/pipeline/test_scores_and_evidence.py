@@ -34,7 +34,7 @@ def counts_of(name: str, step: int, accepted: float, conversations: int = 4) -> 
 def costs_of() -> CostTable:
     key = CostKey(
         hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy",
-        plans={"1": {}},
+        plans={"1": {"levels": 1}},
     )  # fmt: skip
     cost = RoundCost(draft_seconds=0.01, verify_seconds=0.03, rest_seconds=0.0, rounds=9)
     return CostTable(key=key, plain_seconds=0.03, plain_rounds=9, context_tokens=30.0, by_plan={"1": cost})
@@ -85,7 +85,7 @@ def test_the_gate_hears_of_the_conversations_that_were_scored(
     """Not of those that the holdout has: `score.max_conversations` may leave most of them out."""
     space = Workspace(load_recipe(write_recipe()))
     table = counts_of("candidate", 4, 50.0, conversations=3)
-    (row,) = leaderboard([table], {"candidate": costs_of()}, space.recipe.score)
+    (row,) = leaderboard([table], {("candidate", 4): costs_of()}, space.recipe.score)
     monkeypatch.setattr(promotion, "_measure", lambda *args: promotion._Measured(row, table, True))
     monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
     version, scorer = None, MadeUpScorer(space)

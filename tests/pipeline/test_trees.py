@@ -62,7 +62,7 @@ def test_a_measured_tree_is_promoted_and_met_again(
     assert outcome is not None and outcome.decision.promote
     assert outcome.scored.chosen.plan.label == "best"
     lineage = outcome.version.lineage
-    assert lineage.tree_name == "best" and lineage.draft_tokens == outcome.scored.chosen.plan.draft_tokens
+    assert lineage.tree_name == "best" and lineage.draft_tokens == outcome.scored.chosen.plan.levels
     assert isinstance(lineage.tree, StaticTree) and lineage.tree.choices and 1 <= len(lineage.tree.choices) <= 5
     assert set(outcome.scored.counts["tree"].to_pylist()) == {"", "grown", "best"}
 

@@ -222,6 +222,17 @@ def test_what_is_no_draft_is_refused_by_name(tokenizer: PreTrainedTokenizerFast,
     assert read_draft(tmp_path / "draft.gguf").family == "eagle3"
 
 
+def test_what_llamacpp_would_compute_otherwise_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    other = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_act="gelu", **sizes))
+    with pytest.raises(FormatError, match="format gguf: hidden_act gelu: must be silu"):
+        write_llama(other, tokenizer, tmp_path / "draft.gguf")
+    odd = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes))
+    odd.config.rope_parameters = {"rope_type": "llama3", "type": "llama3", "rope_theta": 1e4, "factor": 8.0}
+    with pytest.raises(FormatError, match="format gguf: low_freq_factor: Field required"):
+        write_llama(odd, tokenizer, tmp_path / "draft.gguf")
+
+
 def test_d2t_that_names_a_token_twice(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     write_draft(head(), tmp_path, "gguf", tokenizer=tokenizer)
     rewrite(tmp_path / "draft.gguf", lambda content: content.tensors["d2t"].fill_(7))
@@ -258,11 +269,12 @@ def test_rope_scaling_comes_back_from_its_factors(
 ) -> None:  # fmt: skip
     fields = {"factor": factor, "original_max_position_embeddings": original}
     model = scaled(theta, head_dim, **fields, low_freq_factor=1.0, high_freq_factor=high)
-    write_llama(model, tokenizer, tmp_path / "draft.gguf")
-    if high != 4.0:
+    if high != 4.0:  # its factors would not tell a reader where they came from
         with pytest.raises(FormatError, match=r"tensor rope_freqs\.weight: is not a rope scaling in the way of Llama"):
-            read_llama(tmp_path / "draft.gguf")
+            write_llama(model, tokenizer, tmp_path / "draft.gguf")
+        assert not list(tmp_path.iterdir())
         return
+    write_llama(model, tokenizer, tmp_path / "draft.gguf")
     again = read_llama(tmp_path / "draft.gguf")
     assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     assert again.model.rotary_emb.inv_freq[-1] * factor == theta ** (2 / head_dim - 1)

@@ -71,7 +71,8 @@ def test_measured_accuracies_give_the_best_tree() -> None:
         whole = (c for c in itertools.combinations(every, nodes) if all(len(x) == 1 or x[:-1] in c for x in c))
         best = max(expected(c) for c in whole)
         assert expected(TreeShape.of_accuracies(accuracy, nodes).choices) == pytest.approx(best)
-    assert len(TreeShape.of_accuracies(accuracy, 500)) == len(every)  # all there are, no more
+    possible = [c for c in every if 2 not in c[2:]]  # the third head is never right at rank 2
+    assert len(TreeShape.of_accuracies(accuracy, 500)) == len(possible)  # all that may be right, no more
 
 
 def test_few_tokens_to_choose_from_leave_a_narrow_tree() -> None:

@@ -282,6 +282,27 @@ def test_chosen_drafts_that_begin_alike_leave_one() -> None:
     assert drawn.tokens_BN[0, 0] == drawn.tokens_BN[0, 3] and bool(drawn.candidate_BN.all())
 
 
+def test_a_shallow_draft_follows_a_deeper_one_to_the_end() -> None:
+    """What the deeper one had accepted is read by both, also where the answers end and room is short."""
+    model = target()
+    shallow = StaticProposer(make_drafter(taught_eagle(model), model), TreeShape([[0]]))
+    merged = MergedProposer([make_proposer(near_copy(model, noise=0.01), model), shallow])
+    requests = [Request(prompt, GREEDY, n, 11 + n % 3) for n, prompt in enumerate(prompts(6))]
+    plain = dict(generate(model, None, requests, batch_size=6))
+    answers = dict(generate(model, merged, requests, "greedy", 8, batch_size=6))
+    assert {n: one.tokens for n, one in answers.items()} == {n: one.tokens for n, one in plain.items()}
+    assert max(one.accepted for answer in answers.values() for one in answer.rounds) > 3
+
+
+def test_a_dynamic_tree_offers_no_more_than_there_is() -> None:
+    model = target()
+    head = random_eagle3(model, draft_vocab=5)
+    proposer = DynamicProposer(make_drafter(head, model), top_k=1000, nodes=9)
+    request = Request(prompts(1)[0], GREEDY, 0, 12)
+    ((_, answer),) = generate(model, proposer, [request], "greedy", 3)
+    assert all(1 <= one.drafted <= 9 for one in answer.rounds if one.drafted)
+
+
 def test_a_node_of_merged_drafts_has_the_same_place_whatever_is_asked() -> None:
     """Its place is its random number, which must not hang on how many levels the batch's other slots draft."""
     model, ids = target(), [7, 3, 19, 4]
