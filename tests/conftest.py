@@ -12,15 +12,22 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests run on CPUs; name a device for those that ask for a GPU
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["DRAFTFORGE_DEBUG"] = ""
 
+import hypothesis
 import pytest
 import torch
 from byte_level import byte_level_tokenizer
 from trained import Trained, trained
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+hypothesis.settings.register_profile(  # how long an example takes says what else the machine does
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_TARGET = ROOT / ".cache" / "smollm2-135m-instruct"

@@ -36,7 +36,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1
 
 
 @given(LENGTHS, st.integers(1, 400), st.integers(0, 3), st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_step_is_the_same_for_every_split(
     lengths: list[tuple[int, int]], tokens: int, seed: int, world_size: int, accumulation: int
 ) -> None:
@@ -52,7 +52,7 @@ def test_the_step_is_the_same_for_every_split(
 
 
 @given(LENGTHS, st.integers(1, 400), st.integers(0, 3))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_epoch_visits_each_sample_once(lengths: list[tuple[int, int]], tokens: int, seed: int) -> None:
     samples = make_samples(lengths)
     plan = BatchPlan(samples, tokens, seed)
@@ -64,7 +64,7 @@ def test_every_epoch_visits_each_sample_once(lengths: list[tuple[int, int]], tok
 
 
 @given(LENGTHS, st.integers(1, 400), st.integers(0, 30))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_resumes_exactly_from_a_position_kept_as_json(lengths: list[tuple[int, int]], tokens: int, stop: int) -> None:
     samples = make_samples(lengths)
     steps = take(BatchPlan(samples, tokens, 7), stop + 10)
@@ -103,7 +103,7 @@ def make_signals(sample: Tokens, number: int) -> Signals:
 
 
 @given(LENGTHS.map(lambda lengths: lengths[:6]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_rows_predict_the_answer_tokens_that_their_signals_belong_to(lengths: list[tuple[int, int]]) -> None:
     samples = make_samples(lengths)
     batch = collate(samples, [make_signals(sample, number) for number, sample in enumerate(samples)])

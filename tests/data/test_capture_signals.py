@@ -73,7 +73,7 @@ def test_estimator_is_unbiased(top_k: int) -> None:
 
 
 @given(vocab=st.integers(1, 150), extra=st.integers(0, 5), seed=st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_estimator_is_exact_where_k_covers_the_vocabulary(vocab: int, extra: int, seed: int) -> None:
     logits = draw_logits(2, vocab, seed=seed)
     signals = teacher_signals(logits, torch.zeros(2), torch.rand(2, 3, dtype=torch.float64), vocab + extra)
@@ -97,7 +97,7 @@ def test_a_tiny_tail_mass_is_exact() -> None:
     top_k=st.integers(1, 20),
     u=st.lists(st.sampled_from([0.0, 0.3, 0.999, 1 - 2**-53]), min_size=1, max_size=4),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_never_draws_an_impossible_token_and_is_always_finite(logits: list[float], top_k: int, u: list[float]) -> None:
     logits[0] = 1.0
     row = torch.tensor([logits])

@@ -39,7 +39,7 @@ def test_plain_prompts_and_jsonl_prompts(tmp_path: Path) -> None:
 def test_gzip_reads_the_same(tmp_path: Path) -> None:
     data = "".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(1000)).encode()
     (tmp_path / "log.jsonl").write_bytes(data)
-    (tmp_path / "log.jsonl.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "log.jsonl.gz").write_bytes(gzip.compress(data, mtime=0))
     plain, packed = (reading(tmp_path, kind="turns", path=name) for name in ("log.jsonl", "log.jsonl.gz"))
     assert plain == packed and len(plain[0]) == 1000
 
@@ -57,7 +57,7 @@ GOOD = b'{"turns": ["a"]}\n'
         ("log.jsonl", GOOD + b"\xff\n", ":2: not valid UTF-8 (byte 1 of the line)"),
         ("log.jsonl", b"[" * 100_000, ":1: nested too deeply"),
         ("log.jsonl", b"\n\n", "mix.sources[0]: log.jsonl: holds no conversation"),
-        ("log.jsonl.gz", gzip.compress(GOOD)[:-9], "not a complete gzip file"),
+        ("log.jsonl.gz", gzip.compress(GOOD, mtime=0)[:-9], "not a complete gzip file"),
         ("log.jsonl.gz", GOOD, ":1: not a complete gzip file"),
     ],
 )

@@ -38,7 +38,7 @@ answers = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(answers)
 def test_figures_pool_over_rounds(case: list[Rounds]) -> None:
     table = table_of(case)

@@ -92,7 +92,7 @@ def test_papers_example() -> None:
     assert mean_accepted(BLOCK, world, depth=2) == pytest.approx(11 / 9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), vocabulary=st.integers(2, 3), depth=st.integers(1, 3))
 def test_block_accepts_at_least_as_much_as_token(seed: int, vocabulary: int, depth: int) -> None:
     world = World(seed, vocabulary)

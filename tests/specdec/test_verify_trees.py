@@ -183,7 +183,7 @@ def test_recursive_turns_a_chosen_tree_into_another_distribution() -> None:
     assert first == pytest.approx([5 / 6, 0.0, 1 / 6])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),
     vocabulary=st.integers(2, 3),
@@ -206,7 +206,7 @@ def test_traversal_accepts_more_somewhere() -> None:
     assert max(gain) > 0.05
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), drawn=st.sampled_from(["iid", "without_replacement"]))
 def test_traversal_of_a_chain_is_block_verification(seed: int, drawn: Drawn) -> None:
     random = np.random.default_rng(seed)

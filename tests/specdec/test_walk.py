@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftforge.specdec.walk import (
@@ -232,7 +232,6 @@ def ratios(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return np.array(p), np.array(q)
 
 
-@settings(deadline=None)
 @given(ratios())
 def test_survival_formulas_match_their_recursions(case: tuple[np.ndarray, np.ndarray]) -> None:
     p, q = case
