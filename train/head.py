@@ -73,6 +73,7 @@ class LossSettings:
     """How `head_loss` computes."""
 
     objective: Mapping[str, float]
+    lk_eta: float = 3.0
     dtype: torch.dtype = torch.float32
     """Of the matrix products; all else is float32."""
     logits_bytes: int = 1 << 28
@@ -115,7 +116,7 @@ class _HeadLoss(torch.autograd.Function):
                         logits_CV += bias_V
                     valid_C = None if rows.valid_SN is None else rows.valid_SN[step, at]
                     sums_4, grad_CV = _loss_and_gradient(
-                        logits_CV, entries, ids_CJ, valid_C, rows.step_weights[step], head.finish, settings.objective
+                        logits_CV, entries, ids_CJ, valid_C, rows.step_weights[step], head.finish, settings
                     )
                     sums_S4[step] += sums_4
                     grad = grad_CV.to(settings.dtype)
@@ -152,14 +153,14 @@ def _loss_and_gradient(
     valid_C: Tensor | None,
     step_weight: float,
     finish: Callable[[Tensor], Tensor] | None,
-    objective: Mapping[str, float],
+    settings: LossSettings,
 ) -> tuple[Tensor, Tensor]:
     """Sums [4] of a chunk at one step, and the gradient of the weighted loss on its raw logits. Uses up `logits_CV`."""
     with torch.enable_grad():
         raw_CV = logits_CV.detach().requires_grad_()
         final_CV = raw_CV if finish is None else finish(raw_CV)
         logq_CJ, top_C, best_C = _log_probs(final_CV, entries, ids_CJ)
-        loss_C = weighted_loss(objective, entries, logq_CJ)
+        loss_C = weighted_loss(settings.objective, entries, logq_CJ, settings.lk_eta)
         if valid_C is not None:
             loss_C = torch.where(valid_C, loss_C, 0.0)
         loss = loss_C.sum()

@@ -5,9 +5,11 @@ Shapes: N positions, J vocabulary entries that stand for the teacher's p, k top 
 Every expectation over p is a weighted sum over entries: E_p[f] = sum_j weight_j f(entry_j). With the stored signals the
 entries are the top k (weight p) and the tail draws (weight (1 - P_k) / M), which is unbiased; with a live target they
 are the whole draft vocabulary (weight p). p is never renormalised: what a reduced vocabulary leaves out of the sum
-counts as rejected in `tv`, and pulls nowhere in `kl` and `ce`.
+counts as rejected in `tv` and `lk`, and pulls nowhere in `kl`, `ce` and `reverse_kl`. Objectives that are no such
+expectation (FULL) need the live target.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ class Entries(NamedTuple):
     """Which entry is the target's likeliest token; -1 where the draft's vocabulary lacks it."""
 
 
-Objective = Callable[[Entries, Tensor], Tensor]
+Objective = Callable[..., Tensor]
 """(entries, log q of each entry [N, J]) -> loss [N]."""
 
 
@@ -47,7 +49,43 @@ def tv(entries: Entries, logq_NJ: Tensor) -> Tensor:
     return 1.0 - acceptance(entries, logq_NJ)
 
 
-OBJECTIVES: Mapping[str, Objective] = {"kl": kl, "ce": ce, "tv": tv}
+def reverse_kl(entries: Entries, logq_NJ: Tensor) -> Tensor:
+    """sum q (log q - log p): seeks the modes that q has mass for already."""
+    return (logq_NJ.exp() * (logq_NJ - entries.logp_NJ)).sum(-1)
+
+
+def jsd(entries: Entries, logq_NJ: Tensor) -> Tensor:
+    """(KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2; between 0 and log 2."""
+    logm_NJ = torch.logaddexp(entries.logp_NJ, logq_NJ) - _LOG_2
+    of_p_NJ = entries.weight_NJ * (entries.logp_NJ - logm_NJ)
+    of_q_NJ = logq_NJ.exp() * (logq_NJ - logm_NJ)
+    outside_N = (1.0 - entries.weight_NJ.sum(-1)).clamp_min(0.0) * _LOG_2  # there m = p / 2
+    return 0.5 * ((of_p_NJ + of_q_NJ).sum(-1) + outside_N)
+
+
+def lk(entries: Entries, logq_NJ: Tensor) -> Tensor:
+    """-log alpha: the steeper, the less is accepted."""
+    return -torch.minimum(entries.logp_NJ, logq_NJ).logsumexp(-1)
+
+
+def lk_hybrid(entries: Entries, logq_NJ: Tensor, eta: float = 3.0) -> Tensor:
+    """l kl + (1 - l) tv with l = exp(-eta alpha), by position: kl where little is accepted, then the rejection rate."""
+    share_N = torch.exp(-eta * acceptance(entries, logq_NJ.detach()))
+    return share_N * kl(entries, logq_NJ) + (1.0 - share_N) * tv(entries, logq_NJ)
+
+
+OBJECTIVES: Mapping[str, Objective] = {
+    "kl": kl,
+    "ce": ce,
+    "tv": tv,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "lk": lk,
+    "lk_hybrid": lk_hybrid,
+}
+FULL = frozenset({"reverse_kl", "jsd", "lk", "lk_hybrid"})
+"""Objectives that need the target's whole distribution."""
+_LOG_2 = math.log(2.0)
 
 
 def acceptance(entries: Entries, logq_NJ: Tensor) -> Tensor:
@@ -56,9 +94,10 @@ def acceptance(entries: Entries, logq_NJ: Tensor) -> Tensor:
     return (entries.weight_NJ * ratio_NJ).sum(-1)
 
 
-def weighted_loss(weights: Mapping[str, float], entries: Entries, logq_NJ: Tensor) -> Tensor:
-    """The recipe's weighted sum of objectives, [N]."""
-    terms = [weight * OBJECTIVES[name](entries, logq_NJ) for name, weight in weights.items()]
+def weighted_loss(weights: Mapping[str, float], entries: Entries, logq_NJ: Tensor, eta: float = 3.0) -> Tensor:
+    """The recipe's weighted sum of objectives, [N]. `eta`: of `lk_hybrid`."""
+    options = {"lk_hybrid": {"eta": eta}}
+    terms = [weight * OBJECTIVES[name](entries, logq_NJ, **options.get(name, {})) for name, weight in weights.items()]
     return torch.stack(terms).sum(0)
 
 

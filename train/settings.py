@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .. import fingerprint
+from .objectives import FULL
 
-ObjectiveName = Literal["kl", "ce", "tv"]
+ObjectiveName = Literal["kl", "ce", "tv", "reverse_kl", "jsd", "lk", "lk_hybrid"]
 
 _ELSEWHERE = {
     "accumulation",
@@ -52,7 +53,10 @@ class _Training(_Section):
     clip_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0: never."""
     objective: dict[ObjectiveName, float] = {"kl": 1.0}
-    """Weights of the objectives that are summed: kl, ce (of the target's likeliest token), tv (the rejection rate)."""
+    """Weights of the objectives that are summed: kl, ce (of the target's likeliest token), tv (the rejection rate).
+    Where the target is there while training (eagle3), also reverse_kl, jsd, lk (-log acceptance) and lk_hybrid."""
+    lk_eta: float = Field(default=3.0, ge=0)
+    """Of lk_hybrid: how soon it turns from kl to tv as acceptance rises."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of matrix products. auto: bfloat16 on CUDA and on CPUs that multiply it in hardware, else float32."""
     score_every: int = Field(default=0, ge=0)
@@ -131,6 +135,13 @@ class SmallSettings(_Training):
     """Run Python code that ships with `from_model`. Off unless you have read that code."""
     lora: LoraSettings | None = None
     """Train adapters only; absent: all weights."""
+
+    @model_validator(mode="after")
+    def _from_stored_signals(self) -> "SmallSettings":
+        live = sorted(FULL.intersection(self.objective))
+        if live:
+            raise ValueError(f"objective {live[0]}: needs the target's whole distribution; stored are kl, ce and tv")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> "SmallSettings":

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from draftforge.data.signals import teacher_signals
 from draftforge.train.head import AGREE, ALPHA, COUNT, LOSS, Head, LossSettings, Rows, head_loss
-from draftforge.train.objectives import Entries, acceptance, live_entries, stored_entries, weighted_loss
+from draftforge.train.objectives import OBJECTIVES, Entries, acceptance, live_entries, stored_entries, weighted_loss
 
 S, N, H, V = 3, 11, 8, 20
 OBJECTIVE = {"kl": 1.0, "ce": 0.3, "tv": 0.5}
 STEP_WEIGHTS = (1.0, 0.8, 0.64)
+
+
+ETA = 2.0
 
 
 class Fixed(NamedTuple):
@@ -39,13 +42,18 @@ def problem(stored: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Fixed]:
     return states, weight, bias, valid, Fixed(torch.randn(N, V, generator=generator) * 3, stored)
 
 
+def objective_of(teacher: Fixed) -> dict[str, float]:
+    """All there are, where the teacher is whole."""
+    return OBJECTIVE if teacher.stored else {name: 0.1 * n for n, name in enumerate(OBJECTIVES, start=1)}
+
+
 def plain_loss(states: Tensor, weight: Tensor, bias: Tensor, valid: Tensor, teacher: Fixed, finish: object) -> Tensor:
     entries, ids = teacher.entries(slice(None))
     total = torch.zeros(())
     for step, factor in enumerate(STEP_WEIGHTS):
         logits = states[step] @ weight.T + bias
         logq = (finish(logits) if callable(finish) else logits).log_softmax(-1)
-        loss = weighted_loss(OBJECTIVE, entries, logq if ids is None else logq.gather(-1, ids))
+        loss = weighted_loss(objective_of(teacher), entries, logq if ids is None else logq.gather(-1, ids), ETA)
         total = total + factor * loss[valid[step]].sum()
     return total
 
@@ -59,7 +67,7 @@ def softcap(logits: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows_at_once", [1, 4, 11, 100])
 def test_chunked_equals_plain(stored: bool, rows_at_once: int, finish: Callable[[Tensor], Tensor] | None) -> None:
     states, weight, bias, valid, teacher = problem(stored)
-    settings = LossSettings(OBJECTIVE, logits_bytes=4 * V * rows_at_once)
+    settings = LossSettings(objective_of(teacher), ETA, logits_bytes=4 * V * rows_at_once)
     loss, sums = head_loss(Rows(states, valid, teacher, STEP_WEIGHTS), Head(weight, bias, finish), settings)
     expected = plain_loss(states, weight, bias, valid, teacher, finish)
     torch.testing.assert_close(loss, expected)

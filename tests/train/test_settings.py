@@ -25,6 +25,7 @@ def test_the_family_decides_the_fields() -> None:
         ({"warmup_steps": 30, "steps": 20}, "warmup_steps 30: must not exceed steps 20"),
         ({"score_every": 30, "steps": 20}, "score_every 30: must not exceed steps 20"),
         ({"objective": {}}, "needs at least one entry"),
+        ({"objective": {"kl": 1.0, "lk_hybrid": 1.0}}, "objective lk_hybrid: needs the target's whole distribution"),
         ({"objective": {"kl": 1.0, "tv": -0.5}}, "weights above 0"),
         ({"zero_stage": 2, "engine": "torch"}, "zero_stage 2: needs engine deepspeed, got engine torch"),
         ({"zero_stage": 1, "optimizer": "muon"}, "zero_stage 1: splits matrices, which optimizer muon needs whole"),

@@ -30,6 +30,7 @@ def build(
     draft = load_draft(init, torch.device("cpu"), torch.float32).draft.to(device)
     loss = LossSettings(
         {str(name): weight for name, weight in settings.objective.items()},
+        settings.lk_eta,
         matrix_dtype(settings.precision, device),
         settings.logits_bytes,
     )
