@@ -128,8 +128,9 @@ def show(target: Target, spoken: Spoken) -> None:
     tau = (len(generation.tokens) - 1) / rounds
     accepted = sum(one.accepted for one in generation.rounds)
     proposed = sum(one.drafted for one in generation.rounds)
+    plan = f"{spoken.plan}, at most {spoken.plan.levels} levels" if spoken.plan.tree else str(spoken.plan)
     console.print(
-        f"{speed}; {spoken.draft}, rule {RULES[spoken.rule].label}, {spoken.plan}: tau {tau:.2f} "
+        f"{speed}; {spoken.draft}, rule {RULES[spoken.rule].label}, {plan}: tau {tau:.2f} "
         f"({rounds} rounds, {accepted} of {proposed} drafted tokens accepted)",
         style="dim",
         soft_wrap=True,
