@@ -10,7 +10,8 @@ from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer, Trace
 from ..specdec.proposers.shape import TreeShape
 from ..specdec.proposers.trees import MeasuredTree, StaticTree
-from ..specdec.replay import rank_accuracies, trace_target
+from ..specdec.replay import rank_accuracies
+from .score import TraceCache
 
 
 @torch.inference_mode()
@@ -18,19 +19,13 @@ def measured_tree(target: CausalModel, proposer: Proposer, samples: Sequence[Sam
     """The tree of one draft, by what it gets right along recorded answers: those that it was trained on, so that the
     answers which pick a draft do not also shape it. Raises InputError where there are none."""
 
+    passes = TraceCache(target, 0)
+
     def traces() -> Iterator[Trace]:
         for sample in samples:
             ids, known = sample.prompt_ids + sample.answer_ids, len(sample.prompt_ids) + 1
             if len(ids) > known:
-                traced = trace_target(
-                    target,
-                    sample.prompt_ids,
-                    sample.answer_ids,
-                    sample.sampling,
-                    proposer.aux_layers,
-                    proposer.reads_states,
-                )
-                yield proposer.trace(ids, known, tree.levels, sample.sampling, traced.states)
+                yield proposer.trace(ids, known, tree.levels, sample.sampling, passes.of(sample, proposer).states)
 
     shape = TreeShape.of_accuracies(rank_accuracies(traces(), tree.ranks), tree.nodes)
     if not shape.choices:

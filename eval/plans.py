@@ -57,7 +57,8 @@ class Drafting:
         """What the tree's times depend on: of a static one, how many nodes of each level there are and are read."""
         if not isinstance(self.fixed, StaticTree):
             return None if self.fixed is None else self.fixed.model_dump(mode="json")
-        shape, read = self.fixed.shape, set(self.fixed.shape.inner)
+        shape = self.fixed.shape
+        read = set(shape.inner)
         return {"nodes_and_read": [[len(level), len(read.intersection(level))] for level in shape.levels]}
 
 

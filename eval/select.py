@@ -99,7 +99,7 @@ def leaderboard(
     best: list[Row] = []
     for (draft, step), table in groups(serving(concat(tables), settings), "draft", "step"):
         times, baseline = _costs(costs, draft, step), draft in baselines
-        rows = [_row(part, times, baseline, settings.bootstrap) for _, part in groups(table, "draft_tokens", "tree")]
+        rows = _rows(table, times, baseline, settings.bootstrap)
         seen = (perplexity or {}).get((draft, step), math.nan)
         best.append(replace(best_plan(rows, settings.tie_share), perplexity=seen))
     best.sort(key=lambda row: (not row.baseline, row.draft, row.step))
@@ -110,8 +110,8 @@ def leaderboard(
 def by_plan(tables: Sequence[pa.Table], costs: CostTable, row: Row, settings: ScoreSettings) -> list[Row]:
     """The row's checkpoint at every K and tree, the fewest drafted tokens first."""
     table = where(serving(concat(tables), settings), draft=row.draft, step=row.step)
-    rows = [_row(part, costs, row.baseline, settings.bootstrap) for _, part in groups(table, "draft_tokens", "tree")]
-    return [replace(one, chosen=one.plan == row.plan) for one in sorted(rows, key=lambda one: one.drafted)]
+    rows = sorted(_rows(table, costs, row.baseline, settings.bootstrap), key=lambda one: one.drafted)
+    return [replace(one, chosen=one.plan == row.plan) for one in rows]
 
 
 def choose(rows: Sequence[Row]) -> Row | None:
@@ -190,6 +190,11 @@ def at_plan(table: pa.Table, plan: Plan) -> pa.Table:
 
 def _of(table: pa.Table, row: Row) -> pa.Table:
     return at_plan(where(table, draft=row.draft, step=row.step), row.plan)
+
+
+def _rows(table: pa.Table, costs: CostTable, baseline: bool, bootstrap: Bootstrap) -> list[Row]:
+    """A row for every plan of one draft and step."""
+    return [_row(part, costs, baseline, bootstrap) for _, part in groups(table, "draft_tokens", "tree")]
 
 
 def _row(table: pa.Table, costs: CostTable, baseline: bool, bootstrap: Bootstrap) -> Row:

@@ -22,7 +22,6 @@ from ..registry.lineage import Lineage, Version, git_commit, holdout_overlap
 from ..registry.models import champion, register_version
 from ..registry.resolve import resolve_models_uri
 from ..specdec.formats import read_meta
-from ..specdec.proposers.trees import Tree
 from .exporting import export_draft, is_copy
 from .scoring import LOOKUP, Scored, Scorer
 from .stages import Stage
@@ -81,20 +80,12 @@ def _register(
         step=chosen.step,
         draft_tokens=chosen.plan.levels,
         tree_name=chosen.plan.tree or None,
-        tree=_chosen_tree(space, scorer, scored),
+        tree=scored.trees[chosen.draft, chosen.step].get(chosen.plan.tree),
         parent=parent,
         git_commit=git_commit(),
     )
     trained_on = {sample.cluster for sample in Capture.open(captured.folder, verify=False).samples("train")}
     return register_version(space.tracking, run_id, exported, lineage, trained_on)
-
-
-def _chosen_tree(space: Workspace, scorer: Scorer, scored: Scored) -> Tree | None:
-    """The tree that the choice was made at, as this draft drafts it; None: a chain."""
-    name = scored.chosen.plan.tree
-    if not name:
-        return None
-    return scorer.tree_of(scorer.load(scored.chosen_folder), name, space.recipe.score.trees[name]).fixed
 
 
 def _told(version: Version, decision: Decision) -> Decision:

@@ -92,8 +92,8 @@ def _measure_stale(space: Workspace, folder: Path, stale: Version) -> Estimate |
         return None
     scorer = Scorer(space, captured, SELECTION_SPLIT)
     try:
-        chains = scorer.draftings(scorer.load(folder))[:1]
-        table, _ = scorer.counts(chains, Identity("stale", stale.lineage.step))
+        chains = scorer.chains(scorer.load(folder))
+        table, _ = scorer.counts([chains], Identity("stale", stale.lineage.step))
     except (RuntimeError, ValueError) as error:
         say(f"{stale.reference}: cannot draft for the new target ({str(error).splitlines()[0]})")
         return None

@@ -22,11 +22,11 @@ from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
 from ..specdec.drafts import AnyDraft
-from ..specdec.formats import META_FILE, check_context, check_fits, load_draft, read_draft
+from ..specdec.formats import check_context, check_fits, load_draft, meta_file, read_draft
 from ..specdec.loading import load_tokenizer
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.lookup import PromptLookup
-from ..specdec.proposers.trees import MeasuredTree, StaticTree, TreeSettings
+from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
 from ..specdec.targets import Target, tokenizer_digest
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
@@ -45,7 +45,9 @@ class Scored:
     counts: pa.Table
     costs: dict[Checkpoint, CostTable]
     rows: list[Row]
-    folders: dict[tuple[str, int], Path]
+    folders: dict[Checkpoint, Path]
+    trees: dict[Checkpoint, dict[str, Tree]]
+    """The trees that each checkpoint was scored with, by name, as it drafts them."""
 
     @property
     def chosen(self) -> Row:
@@ -87,11 +89,15 @@ class Scorer:
 
     def draftings(self, draft: AnyDraft | None) -> list[Drafting]:
         """The ways of drafting that the recipe scores (None: prompt lookup, which drafts chains only)."""
-        depths = tuple(self.settings.draft_tokens)
         if draft is None:
-            return [Drafting(PromptLookup, depths)]
-        chains = Drafting(partial(make_proposer, draft, self._space.target), depths)
-        return [chains, *(self.tree_of(draft, name, tree) for name, tree in self.settings.trees.items())]
+            return [self.chains(None)]
+        trees = (self.tree_of(draft, name, tree) for name, tree in self.settings.trees.items())
+        return [self.chains(draft), *trees]
+
+    def chains(self, draft: AnyDraft | None) -> Drafting:
+        """Chains of every K of the recipe (None: prompt lookup's)."""
+        make = PromptLookup if draft is None else partial(make_proposer, draft, self._space.target)
+        return Drafting(make, tuple(self.settings.draft_tokens))
 
     def tree_of(self, draft: AnyDraft, name: str, tree: TreeSettings) -> Drafting:
         """One tree of a draft; a measured one is measured here, on answers of the train split."""
@@ -131,7 +137,7 @@ class Scorer:
 
 def draft_for(target: Target, place: Path) -> AnyDraft:
     """A draft in any layout, on the target's device and in its precision, once it is seen to fit the target."""
-    if _has_lineage(place):
+    if meta_file(place).is_file():
         draft, meta = load_draft(place, target.device, target.dtype)
         if meta.tokenizer_digest != target.tokenizer_digest:
             raise InputError(f"{place}: drafts with another tokenizer than the target's")
@@ -145,17 +151,10 @@ def draft_for(target: Target, place: Path) -> AnyDraft:
     return draft
 
 
-def _has_lineage(place: Path) -> bool:
-    folder = place.parent if place.is_file() else place  # a bare .gguf: beside it
-    return (folder / META_FILE).is_file()
-
-
 def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> Scored:
     """Score every checkpoint of every draft on the selection split, prompt lookup beside them; choose, and show it."""
     folders = {(name, step): path for name, done in trained.items() for step, path in checkpoints_of(done).items()}
-    scored = _score(space, captured, folders, {name: stage.fingerprint for name, stage in trained.items()})
-    _show(scored, space.recipe.score)
-    return scored
+    return _score(space, captured, folders, {name: stage.fingerprint for name, stage in trained.items()})
 
 
 def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
@@ -163,13 +162,11 @@ def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
 
     `place`: a folder in any layout, or a .gguf file.
     """
-    if not _has_lineage(place) and not (place / TOKENIZER_FILE).is_file():
+    if not meta_file(place).is_file() and not (place / TOKENIZER_FILE).is_file():
         say(f"{place}: nothing says which tokenizer it was trained with; only sizes are checked")
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     digests = {path.name: fingerprint.of_file(path) for path in files if path.is_file()}
-    scored = _score(space, captured, {(_name_of(place), 0): place}, digests)
-    _show(scored, space.recipe.score)
-    return scored
+    return _score(space, captured, {(_name_of(place), 0): place}, digests)
 
 
 def _name_of(place: Path) -> str:
@@ -178,8 +175,8 @@ def _name_of(place: Path) -> str:
     return f"{name} (given)" if name in (LOOKUP, PLAIN) else name
 
 
-def _score(space: Workspace, captured: Stage, folders: dict[tuple[str, int], Path], drafts: dict[str, str]) -> Scored:
-    """Counts of each draft folder and of prompt lookup. `drafts`: digests of what is scored."""
+def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], drafts: dict[str, str]) -> Scored:
+    """Score each draft folder, prompt lookup beside them, and show it. `drafts`: digests of what is scored."""
     settings = space.recipe.score
     inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude={"costs", "batch_size"})]
     found = fingerprint.of_json(["score", inputs])
@@ -187,30 +184,34 @@ def _score(space: Workspace, captured: Stage, folders: dict[tuple[str, int], Pat
     scorer = Scorer(space, captured, SELECTION_SPLIT)
     tables: list[pa.Table] = []
     costs: dict[Checkpoint, CostTable] = {}
-    times: dict[str, CostTable] = {}  # of the shape that this draft's checkpoints share
+    trees: dict[Checkpoint, dict[str, Tree]] = {}
+    shapes: dict[str, tuple[CostTable, dict[str, Tree]]] = {}  # times and trees that a draft's checkpoints share
     perplexities: dict[Checkpoint, float] = {}
     for (name, step), folder in {(LOOKUP, 0): None, **folders}.items():
         part = stage.folder / "parts" / f"{name}-{step:06d}"  # a name may hold dots: no with_suffix
         notes_file, counts_file = (part.with_name(f"{part.name}.{kind}") for kind in ("json", "parquet"))
         known = _stored(counts_file, notes_file)
-        if known is None or name not in times or settings.trees_vary:
+        if known is None or name not in shapes or settings.trees_vary:
             draft = None if folder is None else scorer.load(folder)
             draftings = scorer.draftings(draft)
-            times[name] = scorer.costs(draft, draftings)
+            fixed = {one.tree: one.fixed for one in draftings if one.fixed is not None}
+            shapes[name] = scorer.costs(draft, draftings), fixed
             if known is None:
                 table, lossless = scorer.counts(draftings, Identity(name, step))
                 seen = None if draft is None else scorer.perplexity(draft)
                 counts.write(table, counts_file)
                 storage.write_json(notes_file, {"lossless": lossless, "perplexity": seen})
                 known = counts.read(counts_file), seen  # as it will be read next time: the digest is of what it makes
-        costs[name, step] = times[name]
+        costs[name, step], trees[name, step] = shapes[name]
         tables.append(known[0])
         if known[1] is not None:
             perplexities[name, step] = known[1]
     table = counts.concat(tables)
     counts.write(table, stage.folder / COUNTS_FILE)
     rows = leaderboard(tables, costs, settings, [LOOKUP], perplexities)
-    return Scored(stage, table, costs, rows, folders)
+    scored = Scored(stage, table, costs, rows, folders, trees)
+    _show(scored, settings)
+    return scored
 
 
 def _stored(counts_file: Path, notes_file: Path) -> tuple[pa.Table, float | None] | None:
@@ -246,8 +247,8 @@ def _show(scored: Scored, settings: ScoreSettings) -> None:
     )
     plans = by_plan([scored.counts], scored.costs[chosen.draft, chosen.step], chosen, settings)
     if len(plans) > 1:
-        title = f"{chosen.draft} step {chosen.step} at every K and tree" if settings.trees else ""
-        show_leaderboard(plans, settings.confidence, title or f"{chosen.draft} step {chosen.step} at every K")
+        every = "K and tree" if settings.trees else "K"
+        show_leaderboard(plans, settings.confidence, f"{chosen.draft} step {chosen.step} at every {every}")
     compared = [row for row in scored.rows if row.baseline or row is chosen]
     show_domains(domain_rows([scored.counts], compared, settings), settings.confidence, "By domain")
     if chosen.speedup.value < 1:

@@ -34,9 +34,14 @@ def as_the_file_says(tokenizer: PreTrainedTokenizerBase, path: Path, where: str)
             f"{_KINDS[kind]}: its tokens would be wrong; give the model's folder, or transformers "
             f"{_RIGHT_FOR_GEMMA} or later"
         )
-    if keys.get("add_bos_token") and tokenizer("a").input_ids[:1] != [tokenizer.bos_token_id]:
+    if keys.get("add_bos_token") and not adds_bos(tokenizer):
         tokenizer.add_bos_token = True
     return tokenizer
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a text's tokens begin with one that says so."""
+    return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
 
 
 def _keys(file: BinaryIO) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from ..errors import InputError
 from .models import CausalModel, States
 from .proposers.base import Ask, Proposer, Trace
 from .proposers.shape import TreeShape
-from .rules import RULES
+from .rules import RULES, known_rule
 from .sampling import SamplingSettings, probabilities, seen_before
 from .tree import ROOT
 from .walk import (
@@ -90,9 +90,7 @@ def replayable(proposer: Proposer, rule: str, sampling: SamplingSettings) -> boo
     At temperature 0 every lossless rule is the greedy one. Above it, drafts of chosen siblings tell under the rules
     that need no q, and drawn ones where they are chains. What a lossy rule emits is another answer.
     """
-    judge = RULES.get(rule)
-    if judge is None:
-        raise InputError(f"rule: {rule!r}: must be one of {', '.join(RULES)}")
+    judge = known_rule(rule)
     if not proposer.replayable or not judge.lossless:
         return False
     if sampling.greedy:

@@ -142,11 +142,17 @@ RULES = {
 }
 
 
-def check_rule(name: str, drawn: Drawn, sampling: SamplingSettings | None = None, trees: bool = False) -> Rule:
-    """The rule of that name, or InputError where it does not take such a draft (`trees`: one that may branch)."""
+def known_rule(name: str) -> Rule:
+    """The rule of that name, or InputError listing those there are."""
     rule = RULES.get(name)
     if rule is None:
         raise InputError(f"rule: {name!r}: must be one of {', '.join(RULES)}")
+    return rule
+
+
+def check_rule(name: str, drawn: Drawn, sampling: SamplingSettings | None = None, trees: bool = False) -> Rule:
+    """The rule of that name, or InputError where it does not take such a draft (`trees`: one that may branch)."""
+    rule = known_rule(name)
     if drawn not in rule.drawn:
         raise InputError(f"rule: {name!r}: takes drafts drawn {' or '.join(sorted(rule.drawn))}, not {drawn}")
     if trees and not rule.trees:

@@ -1,6 +1,6 @@
 """Draft checkpoints on disk: ours, and every layout that engines and other projects read. Safetensors and JSON only."""
 
-from .checkpoint import META_FILE, DraftMeta, LoadedDraft, convert_draft, load_draft, read_meta, save_draft
+from .checkpoint import META_FILE, DraftMeta, LoadedDraft, convert_draft, load_draft, meta_file, read_meta, save_draft
 from .detect import Layout, detect, read_draft
 from .fit import check_context, check_fits
 from .layouts import Format, check_family, known_format, needs_verifier, write_draft
@@ -20,6 +20,7 @@ __all__ = [
     "detect",
     "known_format",
     "load_draft",
+    "meta_file",
     "needs_verifier",
     "read_draft",
     "read_meta",

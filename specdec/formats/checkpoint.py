@@ -80,14 +80,19 @@ def load_draft(place: Path, device: torch.device, dtype: torch.dtype) -> LoadedD
     return LoadedDraft(_read(place, meta).to(device=device, dtype=dtype).eval(), meta)
 
 
+def meta_file(place: Path) -> Path:
+    """Where the lineage of a draft lies, if it has one: in its folder, or beside a bare file."""
+    return (place.parent if place.is_file() else place) / META_FILE
+
+
 def read_meta(place: Path) -> DraftMeta:
     """The lineage beside the weights."""
-    folder = place.parent if place.is_file() else place
-    if not folder.is_dir():
-        raise MissingFileError(f"{folder}: no such draft folder")
-    if not (folder / META_FILE).is_file():
-        raise MissingFileError(f"{folder / META_FILE}: no such file: only a draft that was made here has one")
-    return validated(DraftMeta, folder / META_FILE, read_object(folder / META_FILE))
+    path = meta_file(place)
+    if not path.parent.is_dir():
+        raise MissingFileError(f"{path.parent}: no such draft folder")
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such file: only a draft that was made here has one")
+    return validated(DraftMeta, path, read_object(path))
 
 
 def _read(place: Path, meta: DraftMeta) -> AnyDraft:

@@ -8,7 +8,7 @@ from ...errors import FormatError
 from ..drafts.eagle3 import Eagle3Config, Eagle3Draft
 from . import eagle3
 from .gguf_file import GgufFile, write_gguf
-from .gguf_layer import LAYER, dimensions, from_ggml, open_gguf, read_dimensions, to_ggml
+from .gguf_layer import LAYER, dimensions, from_ggml, open_gguf, read_dimensions, shapes_of, to_ggml
 from .gguf_rope import factor_tensors, scaling_fields, take_scaling
 from .gguf_vocabulary import vocabulary_fields
 from .llama import embedding_specs, validated
@@ -35,7 +35,7 @@ def write_eagle3(draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: P
         tensors["d2t"] = draft.draft_ids
     factors = factor_tensors(config.rope_theta, config.head_dim, config.rope_scaling)
     tensors |= factors
-    expected |= {name: Spec(tuple(tensor.shape)) for name, tensor in factors.items()}
+    expected |= shapes_of(factors)
     fields = dimensions("eagle3", config, 1, config.rope_theta) | scaling_fields("eagle3", config.rope_scaling)
     fields |= {
         "eagle3.target_layers": list(config.aux_layers),

@@ -82,6 +82,11 @@ def read_dimensions(content: GgufFile, path: Path) -> dict[str, Any]:
     }
 
 
+def shapes_of(tensors: dict[str, Tensor]) -> dict[str, Spec]:
+    """What tensors are expected to be that are right as they are."""
+    return {name: Spec(tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
 def to_ggml(path: Path, tensors: dict[str, Tensor], expected: dict[str, Spec], config: Any) -> dict[str, Tensor]:
     """Checked, in float32 (ids stay integers), q and k in llama.cpp's order of rows."""
     check_tensors(path, tensors, expected)

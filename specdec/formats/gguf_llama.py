@@ -3,17 +3,16 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import FormatError
 from ..drafts.rope import Llama3Rope
 from .gguf_file import GgufFile, write_gguf
-from .gguf_layer import LAYER, dimensions, from_ggml, open_gguf, read_dimensions, to_ggml
+from .gguf_layer import LAYER, dimensions, from_ggml, open_gguf, read_dimensions, shapes_of, to_ggml
 from .gguf_rope import factor_tensors, take_scaling
 from .gguf_vocabulary import vocabulary_fields
 from .llama import rope_fields, validated
-from .tensors import Spec, check_count
+from .tensors import check_count
 
 _ROPES = ("default", "llama3")
 
@@ -30,7 +29,7 @@ def write_llama(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path
     tensors |= factor_tensors(theta, config.head_dim, scaling)
     fields = dimensions("llama", config, config.num_hidden_layers, theta)
     fields |= vocabulary_fields(tokenizer, config.vocab_size)
-    write_gguf(path, GgufFile("llama", fields, to_ggml(path, tensors, _shapes_of(tensors), config)))
+    write_gguf(path, GgufFile("llama", fields, to_ggml(path, tensors, shapes_of(tensors), config)))
 
 
 def read_llama(path: Path) -> LlamaForCausalLM:
@@ -55,7 +54,7 @@ def read_llama(path: Path) -> LlamaForCausalLM:
     )
     names = _names(config)
     with torch.device("meta"):
-        specs = _shapes_of(LlamaForCausalLM(config).state_dict())
+        specs = shapes_of(LlamaForCausalLM(config).state_dict())
     tensors = from_ggml(path, tensors, {name: specs[source] for name, source in names.items()}, config)
     model = LlamaForCausalLM(config)
     model.load_state_dict({names[name]: tensor for name, tensor in tensors.items()}, strict=not tied)
@@ -90,7 +89,3 @@ def _names(config: LlamaConfig) -> dict[str, str]:
         for ours, name in LAYER.items():
             names[f"blk.{layer}.{ours}.weight"] = f"model.layers.{layer}.{name}.weight"
     return names
-
-
-def _shapes_of(tensors: dict[str, Tensor]) -> dict[str, Spec]:
-    return {name: Spec(tuple(tensor.shape)) for name, tensor in tensors.items()}

@@ -11,6 +11,7 @@ import gguf
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import FormatError
+from ..gguf_tokenizer import adds_bos
 from .gguf_file import Field
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
@@ -29,7 +30,7 @@ def vocabulary_fields(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> di
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in rules["model"]["merges"]],
-        "tokenizer.ggml.add_bos_token": _adds_bos(tokenizer),
+        "tokenizer.ggml.add_bos_token": adds_bos(tokenizer),
     }
     for name, token in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
         if token is not None:
@@ -81,8 +82,3 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[list[s
     for index, token in tokenizer.added_tokens_decoder.items():
         kinds[index] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
     return [texts.get(index, f"[PAD{index}]") for index in range(vocab_size)], [int(kind) for kind in kinds]
-
-
-def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    ids = tokenizer("a").input_ids
-    return tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ...errors import FormatError, MissingFileError
+from ...errors import FormatError
 from ...storage import read_object
 from ..drafts.small import SmallDraft
 from ..loading import load_model
@@ -25,13 +25,13 @@ def write(draft: SmallDraft, folder: Path) -> None:
 
 def read(folder: Path) -> SmallDraft:
     """Load with the stored dtype. Raises where tensors are missing: transformers would leave them random."""
-    if not (folder / "config.json").is_file():
-        raise MissingFileError(f"{folder / 'config.json'}: no such file")
-    if "quantization_config" not in read_object(folder / "config.json"):
-        check_types(folder)  # transformers would turn whatever it finds into floats
-    layers = read_object(folder / "config.json").get("num_hidden_layers")
+    path = folder / "config.json"
+    raw, types = read_object(path), read_types(folder)
+    if "quantization_config" not in raw:
+        check_types(folder, types)  # transformers would turn whatever it finds into floats
+    layers = raw.get("num_hidden_layers")
     if isinstance(layers, int):  # transformers would build them all before it looks for their tensors
-        check_count(folder / "config.json", "num_hidden_layers", layers, read_types(folder))
+        check_count(path, "num_hidden_layers", layers, types)
     model = load_model(folder, str(folder), only_known=True, dtype="auto", use_safetensors=True)
     _check_finite(model, folder)
     return SmallDraft(model)

@@ -89,11 +89,17 @@ def read_types(folder: Path) -> dict[str, str]:
     return types
 
 
-def check_types(folder: Path) -> None:
-    """Raise FormatError naming the first tensor of a folder that is no weight."""
-    for name, found in read_types(folder).items():
+def check_types(folder: Path, types: Mapping[str, str]) -> None:
+    """Raise FormatError naming the first tensor of a folder, of those types, that is no weight."""
+    for name, found in types.items():
         if found not in _STORED_FLOATS:
             raise FormatError(f"{folder}: tensor {name} is {found}, must be {' or '.join(_STORED_FLOATS)}")
+
+
+def check_count(path: Path, field: str, count: int, tensors: Collection[str]) -> None:
+    """Refuse a number of layers or heads that the tensors cannot hold, before anything is made for each."""
+    if count > len(tensors):
+        raise FormatError(f"{path}: {field} {count}: there are only {len(tensors)} tensors")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -149,9 +155,3 @@ def _name(dtype: torch.dtype) -> str:
 
 def _unreadable(path: Path, error: SafetensorError) -> FormatError:
     return FormatError(f"{path}: not a readable safetensors file ({error})")
-
-
-def check_count(path: Path, field: str, count: int, tensors: Collection[str]) -> None:
-    """Refuse a number of layers or heads that the tensors cannot hold, before anything is made for each."""
-    if count > len(tensors):
-        raise FormatError(f"{path}: {field} {count}: there are only {len(tensors)} tensors")
