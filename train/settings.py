@@ -95,7 +95,8 @@ class _Training(_Section):
 
         `init_from` is left out because a path says nothing of its content; `prepare` records that.
         """
-        return self.model_dump(mode="json", exclude=_ELSEWHERE)
+        unused = set() if "lk_hybrid" in self.objective else {"lk_eta"}
+        return self.model_dump(mode="json", exclude=_ELSEWHERE | unused)
 
     @property
     def fingerprint(self) -> str:

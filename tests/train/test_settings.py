@@ -54,6 +54,12 @@ def test_identity_is_what_decides_the_result() -> None:
         assert base.model_copy(update=update).fingerprint != base.fingerprint
 
 
+def test_a_setting_that_no_objective_reads_trains_nothing_again() -> None:
+    plain, hybrid = Eagle3Settings(), Eagle3Settings(objective={"lk_hybrid": 1.0})
+    assert plain.model_copy(update={"lk_eta": 9.0}).fingerprint == plain.fingerprint
+    assert hybrid.model_copy(update={"lk_eta": 9.0}).fingerprint != hybrid.fingerprint
+
+
 def test_learning_rate_warms_up_and_follows_a_cosine() -> None:
     rates = [learning_rate(step, 20, 4, 1.0, 0.1) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
