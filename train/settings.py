@@ -167,6 +167,9 @@ class Eagle3Settings(_Training):
     """Target layers that are read, as indexes into hidden_states; absent: 2, N // 2, N - 3."""
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the MLP; absent: the target's."""
+    fc_norm: bool | None = None
+    """A norm over the features of each read layer before they are mixed (EAGLE-3.1); absent: as the start has it, none
+    in a fresh one."""
     features_bytes: int | None = Field(default=None, ge=0)
     """Memory for the target's features of samples that will come again; 0: run the target each time. Absent: 2 GiB
     where the target is on the CPU, 0 elsewhere."""

@@ -10,9 +10,9 @@ from draftforge.data.batches import collate
 from draftforge.data.store import Capture
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.targets import Target
-from draftforge.train.families.eagle3 import Alignment, Eagle3Family
+from draftforge.train.families.alignment import Alignment
+from draftforge.train.families.eagle3 import Eagle3Family, copy_from_target, eagle3_config
 from draftforge.train.families.features import FeatureSource
-from draftforge.train.families.prepare import copy_from_target, eagle3_config
 from draftforge.train.head import LOSS, LossSettings
 from draftforge.train.settings import Eagle3Settings
 
@@ -66,7 +66,7 @@ def family_of(target: Target, draft_ids: torch.Tensor | None = None, **update: A
     size = target.vocab_size if draft_ids is None else len(draft_ids)
     draft = Eagle3Draft(eagle3_config(settings, target, size), draft_ids, settings.train_embeddings)
     copy_from_target(draft, target)
-    return Eagle3Family(draft, target, settings, LossSettings({"kl": 1.0}))
+    return Eagle3Family(draft, settings, LossSettings({"kl": 1.0}), target)
 
 
 @pytest.mark.parametrize("reduced", [False, True])
