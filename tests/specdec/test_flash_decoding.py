@@ -42,7 +42,7 @@ def test_equals_the_dense_path(
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_tree_sees_its_ancestors(window: int | None) -> None:
-    """Six entries, of which the last four ask: 0 and 1 stand side by side, 2 and 3 follow 0, 4 follows 1, 5 follows 3."""
+    """Six entries, of which the last four ask: 0 and 1 are siblings, 2 and 3 follow 0, 4 follows 1, 5 follows 3."""
     parents, new, past = [-1, -1, 0, 0, 1, 3], 4, [2, 70]
     visible, depth = torch.eye(6, dtype=torch.bool), torch.zeros(6, dtype=torch.long)
     for entry, parent in enumerate(parents):
