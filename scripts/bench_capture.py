@@ -34,7 +34,7 @@ WARM = SamplingSettings(temperature=0.8)
 PROFILED = range(60, 80)  # steps
 
 
-class _Enough(Exception):
+class _DoneError(Exception):
     """The profiled steps are over."""
 
 
@@ -114,10 +114,10 @@ def profile_steps(target: Target, conversations: Sequence[Conversation], setting
         elif steps == PROFILED.stop:
             marks.append(synchronized())
             profiler.stop()
-            raise _Enough
+            raise _DoneError
 
     counter = iter(range(1 << 30))
-    with suppress(_Enough):
+    with suppress(_DoneError):
         for _ in answer_shards(target, shards, Prompts(target, shards, settings), settings, count):
             pass
     if len(marks) < 2:

@@ -99,6 +99,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.waiting: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if any(word in str(func) for word in _READING):
+        result = func(*args, **(kwargs or {}))
+        source = args[0] if args else None
+        copies = isinstance(source, Tensor) and isinstance(result, Tensor) and source.device != result.device
+        if copies or any(word in str(func) for word in _READING):
             self.waiting.append(str(func))
-        return func(*args, **(kwargs or {}))
+        return result

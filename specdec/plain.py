@@ -12,6 +12,7 @@ Counter-based random numbers (`sampling.uniforms`) make an answer free of its sl
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -137,9 +138,13 @@ class PlainDecoder:
             heapq.heappush(heap, (one.order, -length, self._count, one))
             self._count += 1
 
-    @torch.inference_mode()
     def step(self) -> list[Answered]:
         """Begin what waits and finds room, decode a token of every active slot; gives the answers that came in."""
+        device = self._target.device
+        with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self._step()
+
+    def _step(self) -> list[Answered]:
         started = self._refill()
         if self._active:
             self._close_up()
