@@ -99,22 +99,24 @@ class _Stream:
 
     def run(self) -> Iterator[tuple[ShardPlan, Answers]]:
         longest = self._target.max_positions
-        known = [
-            self._prompts.length(answer) + answer.max_new_tokens
-            for _, shard in self._unopened
-            for answer in shard.answers
-            if 0 < self._prompts.length(answer) < longest
-        ]
+        answers = [answer for _, shard in self._unopened for answer in shard.answers]
+        known = [self._prompts.length(a) + a.max_new_tokens for a in answers if self._prompts.length(a) < longest]
         capacity = min(max(known, default=0), longest)
+        wanted = min(max((self._prompts.most(a) + a.max_new_tokens for a in answers), default=0), longest)
         while self._unopened or self._ready:
-            # A later turn may be longer than every prompt that was known: it waits for a decoder with larger slots.
+            # A later turn that is longer than there was memory for waits for a decoder with larger slots.
             capacity = max([capacity, *(_length(asked.request) for asked in self._ready)])
-            yield from self._drain(self._decoder(capacity))
+            yield from self._drain(self._decoder(capacity, wanted))
 
-    def _decoder(self, capacity: int) -> PlainDecoder:
-        budget = self._settings.max_new_tokens
+    def _decoder(self, capacity: int, wanted: int) -> PlainDecoder:
         return PlainDecoder(
-            self._target, self._slots, capacity, budget, self._listener, lambda tokens: self._advance(tokens, tokens)
+            self._target,
+            self._slots,
+            capacity,
+            self._settings.max_new_tokens,
+            self._listener,
+            lambda tokens: self._advance(tokens, tokens),
+            wanted=wanted,
         )
 
     def _drain(self, decoder: PlainDecoder) -> Iterator[tuple[ShardPlan, Answers]]:

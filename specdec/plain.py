@@ -72,8 +72,8 @@ class _Late:
 class PlainDecoder:
     """Answers what is asked of it; `step` until `idle`.
 
-    `capacity`: tokens of the longest prompt and answer together; `budget`: of the longest answer. Raises InputError
-    where that many slots do not fit the GPU's memory.
+    `capacity`: tokens of the longest prompt and answer together; `budget`: of the longest answer. `wanted`: a capacity
+    to be had where memory allows. Raises InputError where that many slots do not fit the GPU's memory.
     """
 
     def __init__(
@@ -84,19 +84,20 @@ class PlainDecoder:
         budget: int,
         listen: Listen | None = None,
         advance: Callable[[int], None] = lambda tokens: None,
-        shapes: Shapes | None = None,
+        wanted: int = 0,
+        shapes: Callable[[int, int, bool], Shapes] = Shapes,
     ) -> None:
-        self.capacity, self.budget = capacity, budget
         device = target.device
         self._lengths_on_device = reads_lengths(device)
         self._lag = 1 if device.type == "cuda" else 0
         self._target, self._listen, self._advance = target, listen, advance
         one = _probe(target)
-        _check_memory(target, one.token_bytes, slots, capacity + 1)
+        self.capacity = _fitting(target, one.token_bytes, slots, capacity, max(wanted, capacity))
+        self.budget = budget
         graphed = device.type == "cuda" and self._lengths_on_device and not one.waits
-        self._shapes = shapes or Shapes(slots, capacity + 1, fixed=graphed)
+        self._shapes = shapes(slots, self.capacity + 1, graphed)
         with torch.inference_mode():
-            self._cache = KVCache(slots + 1, capacity + 1, device)
+            self._cache = KVCache(slots + 1, self.capacity + 1, device)
             self._state = SlotState(slots, budget, device)
             self._replays = Replays(graphed)
         self._waiting: dict[int, list[tuple[int, int, int, Asked]]] = {}  # heaps by width of the prompt
@@ -321,15 +322,21 @@ def _probe(target: CausalModel) -> _Probe:
     return _Probe(cache.nbytes, bool(watch.waiting))
 
 
-def _check_memory(target: CausalModel, token_bytes: int, slots: int, capacity: int) -> None:
-    """Raise InputError unless that many slots fit the GPU. Elsewhere memory is not ours to count."""
+def _fitting(target: CausalModel, token_bytes: int, slots: int, least: int, wanted: int) -> int:
+    """The wanted capacity of that many slots, or what fits the GPU. Elsewhere memory is not ours to count.
+
+    Raises InputError where that is less than `least`.
+    """
     if target.device.type != "cuda":
-        return
+        return wanted
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(target.device)
-    need = token_bytes * capacity + _WORKING * target.vocab_size
-    if (slots + 1) * need > free:
+    beside = _WORKING * target.vocab_size
+    fits = (free // (slots + 1) - beside) // token_bytes - 1
+    if fits < least:
+        most = free // (beside + token_bytes * (least + 1)) - 1
         raise InputError(
-            f"batch_size {slots}: caches of {capacity} tokens take {(slots + 1) * need / 1e9:.1f} GB, "
-            f"{free / 1e9:.1f} GB are free on {target.device}: must be at most {max(0, free // need - 1)}"
+            f"batch_size {slots}: {free / 1e9:.1f} GB are free on {target.device}, too little for caches of {least} "
+            f"tokens: must be at most {max(0, most)}"
         )
+    return min(wanted, fits)

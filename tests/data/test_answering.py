@@ -1,6 +1,7 @@
 """Many shards answered as one stream: the same answers and signals that `generate` gives, shard by shard."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,11 +52,9 @@ def target(tiny_target_folder: Path) -> Target:
 def fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of few sizes, as on a GPU."""
 
-    def decoder(target: Target, slots: int, capacity: int, *rest: object) -> plain.PlainDecoder:
-        return plain.PlainDecoder(target, slots, capacity, *rest, shapes=Shapes(slots, capacity + 1, fixed=True))  # type: ignore[arg-type,misc]
-
+    shapes = lambda slots, capacity, graphed: Shapes(slots, capacity, fixed=True)  # noqa: E731
     monkeypatch.setattr("draftforge.specdec.passes._FEWEST", 2)
-    monkeypatch.setattr(answering, "PlainDecoder", decoder)
+    monkeypatch.setattr(answering, "PlainDecoder", partial(plain.PlainDecoder, shapes=shapes))
 
 
 def run(target: Target, settings: CaptureSettings = SETTINGS) -> Iterator[tuple[ShardPlan, Answers]]:
@@ -121,17 +120,22 @@ def test_later_shards_are_begun_before_earlier_ones_are_complete(
 
 
 def test_a_turn_that_outgrows_the_slots_gets_larger_ones(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first turns' prompts are known at the start."""
-    capacities: list[int] = []
+    """Only the first turns' prompts are known at the start; those of later ones are estimated, where memory allows."""
 
-    class Watched(plain.PlainDecoder):
-        def __init__(self, target: Target, slots: int, capacity: int, *rest: object) -> None:
-            capacities.append(capacity)
-            super().__init__(target, slots, capacity, *rest)  # type: ignore[arg-type]
+    def capacities(memory: int) -> list[int]:
+        found: list[int] = []
 
-    monkeypatch.setattr(answering, "PlainDecoder", Watched)
-    check(target, list(run(target)))
-    assert len(capacities) > 1 and capacities == sorted(capacities)
+        def fitting(target: Target, token_bytes: int, slots: int, least: int, wanted: int) -> int:
+            found.append(max(least, min(wanted, memory)))
+            return found[-1]
+
+        monkeypatch.setattr(plain, "_fitting", fitting)
+        check(target, list(run(target)))
+        return found
+
+    little, much = capacities(0), capacities(10**6)
+    assert len(little) > 1 and little == sorted(little)
+    assert len(much) < len(little) and little[0] < much[0] <= target.max_positions
 
 
 @pytest.mark.parametrize("writes", [1, 5, 12])

@@ -82,7 +82,9 @@ def fake_decoder(seconds: float = 0.0, heard: Callable[[int], None] = lambda see
     each."""
 
     class Decoder:
-        def __init__(self, target: Any, slots: int, capacity: int, budget: int, listen: Any, advance: Any) -> None:
+        def __init__(
+            self, target: Any, slots: int, capacity: int, budget: int, listen: Any, advance: Any, wanted: int
+        ) -> None:
             self.waiting: list[Asked] = []
             self.listen, self.advance = listen, advance
 

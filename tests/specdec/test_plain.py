@@ -44,8 +44,8 @@ def stream(
     model: CausalModel, asked: list[Request], slots: int, fixed: bool = False, **options: object
 ) -> list[Answered]:
     """Answers in the order of the requests, which are asked a few at a time."""
-    shapes = Shapes(slots, CAPACITY + 1, fixed)
-    decoder = PlainDecoder(model, slots, CAPACITY, BUDGET, shapes=shapes, **options)  # type: ignore[arg-type]
+    options |= {"shapes": lambda slots, capacity, graphed: Shapes(slots, capacity, fixed)}
+    decoder = PlainDecoder(model, slots, CAPACITY, BUDGET, **options)  # type: ignore[arg-type]
     left: Iterator[Asked] = iter([Asked(str(index), request) for index, request in enumerate(asked)])
     found: dict[str, Answered] = {}
     more = next(left, None)
@@ -132,7 +132,9 @@ def test_a_step_waits_for_nothing(family: str, lengths_on_device: None, monkeypa
     model, asked = CausalModel(tiny(*SUPPORTED[family])), requests(5)
     monkeypatch.setattr(PlainDecoder, "_read_later", lambda *ignored: None)
     monkeypatch.setattr("draftforge.specdec.flash_decoding.attend_cached", lambda query, *ignored: query)
-    decoder = PlainDecoder(model, 5, CAPACITY, BUDGET, shapes=Shapes(5, CAPACITY + 1, fixed=True))
+    decoder = PlainDecoder(
+        model, 5, CAPACITY, BUDGET, shapes=lambda slots, capacity, graphed: Shapes(slots, capacity, True)
+    )
     decoder.ask([Asked(str(index), request) for index, request in enumerate(asked)])
     with Watch() as watch:
         decoder.step()
