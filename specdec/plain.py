@@ -317,8 +317,9 @@ class _Probe(NamedTuple):
 @torch.inference_mode()
 def _probe(target: CausalModel) -> _Probe:
     cache, watch = KVCache(1, 1, target.device), Watch()
+    ids_BT, step = torch.zeros(1, 1, dtype=torch.long, device=target.device), cache.prefill([0], [1])
     with watch:
-        target.states(torch.zeros(1, 1, dtype=torch.long, device=target.device), cache.prefill([0], [1]))
+        target.logits(target.states(ids_BT, step).hidden_BTH)
     return _Probe(cache.nbytes, bool(watch.waiting))
 
 
