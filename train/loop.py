@@ -161,7 +161,8 @@ class Run:
         try:
             norm = self.engine.step(rate)
         except NonFiniteGradientError as error:
-            raise TrainingDivergedError(self.blame(step, str(error), self.ranks.rank)) from None
+            alone = self.ranks.world_size == 1  # a gradient is a sum over ranks: any of them may have spoilt it
+            raise TrainingDivergedError(self.blame(step, str(error), self.ranks.rank if alone else None)) from None
         state.smoothed_loss = smooth(state.smoothed_loss, loss, state.step)
         state.step += 1
         state.position = list(step.after)
@@ -193,14 +194,15 @@ class Run:
             values[f"agree_{number}"] = row[AGREE] / max(1.0, row[COUNT])
         return loss / max(1, step.supervised), values
 
-    def blame(self, step: Step, what: str, rank: int, broken: list[bool] | None = None) -> str:
-        """Step, rank and samples behind a number that is not finite; the micro-batches at fault, where we had them."""
+    def blame(self, step: Step, what: str, rank: int | None, broken: list[bool] | None = None) -> str:
+        """Step, rank (None: any) and samples behind a number that is not finite; where known, of its micro-batches."""
         indexes = step.samples
         if rank == self.ranks.rank:
             flags = broken or [True] * len(step.micro_batches)
             indexes = [index for flag, part in zip(flags, step.micro_batches) if flag for index in part]
         names = ", ".join(self.samples[index].id for index in indexes)
-        return f"step {self.state.step + 1}, rank {rank}: {what}; nothing was updated; samples {names}"
+        where = "all ranks" if rank is None else f"rank {rank}"
+        return f"step {self.state.step + 1}, {where}: {what}; nothing was updated; samples {names}"
 
     def evaluate(self) -> None:
         """Let the scorer score the draft as it is now."""

@@ -14,6 +14,7 @@ _ELSEWHERE = {
     "accumulation",
     "engine",
     "zero_stage",
+    "offload_optimizer",
     "save_every",
     "logits_bytes",
     "activation_checkpointing",
@@ -67,6 +68,9 @@ class _Training(_Section):
     """auto: deepspeed with CUDA or more than one process, torch for one CPU process."""
     zero_stage: int = Field(default=0, ge=0, le=3)
     """DeepSpeed's ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too."""
+    offload_optimizer: bool = False
+    """Keep each rank's share of the optimizer (its state and float32 weights) in the CPU's memory, and step it there:
+    slower, 12 bytes a sharded parameter less on the GPU. Needs zero_stage 1, 2 or 3."""
     logits_bytes: int = Field(default=1 << 28, ge=1)
     """Memory for logits: the loss is computed over as many positions at a time as fit."""
     activation_checkpointing: bool = False
@@ -86,8 +90,8 @@ class _Training(_Section):
             raise ValueError(f"objective {dict(self.objective)}: needs at least one entry, and weights above 0")
         if self.zero_stage and self.engine == "torch":
             raise ValueError(f"zero_stage {self.zero_stage}: needs engine deepspeed, got engine torch")
-        if self.zero_stage and self.optimizer == "muon":
-            raise ValueError(f"zero_stage {self.zero_stage}: splits matrices, which optimizer muon needs whole; set 0")
+        if self.offload_optimizer and not self.zero_stage:
+            raise ValueError("offload_optimizer true: needs zero_stage 1, 2 or 3, got 0")
         return self
 
     def identity(self) -> dict[str, Any]:
