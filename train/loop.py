@@ -59,7 +59,7 @@ def train(
             claim(folder, settings, seed, capture)
             checkpoints.sweep(folder)
             prepare(settings, seed, capture, folder, load_target)
-        ranks.barrier()
+        ranks.after_first()
 
         torch.manual_seed(_seed("family", seed))  # the same on every rank
         family = build(settings, folder / INIT, load_target, capture, ranks.device).to(ranks.device)
@@ -213,7 +213,7 @@ class Run:
                 values = self.scorer(self.family.export(), self.state.step)
                 self.scores.log(self.state.step, values)
                 self.sink.log(self.state.step, values)
-        self.ranks.barrier()
+        self.ranks.after_first()
 
     def save(self) -> None:
         """Write a checkpoint; older ones lose what they no longer need."""
@@ -225,7 +225,7 @@ class Run:
                 init = self.folder / INIT
                 meta = read_meta(init).model_copy(update={"step": self.state.step})
                 checkpoints.save(self.folder, self.family.export(), meta, init, self.state, weights, moments, rng)
-        self.ranks.barrier()
+        self.ranks.after_first()
 
     def log(self, values: dict[str, float]) -> None:
         """One line in metrics.jsonl, and the same to the sink."""

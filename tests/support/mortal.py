@@ -1,0 +1,34 @@
+"""The command line with a training that ends badly: a rank dies or hangs in the midst of a step.
+
+    mortal.py RANK STEP HOW ARGUMENTS...
+
+HOW is "kill" (SIGKILL) or "hang", where the other ranks' patience is shortened to seconds.
+"""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from draftforge.cli import main
+from draftforge.train import distributed, loop
+
+rank, step, how, *arguments = sys.argv[1:]
+whole_reduce = loop.Run.reduce
+
+
+def mortal_reduce(self: loop.Run, *args: Any) -> Any:
+    """Between backward and the collective that sums the losses."""
+    if self.state.step == int(step) and self.ranks.rank == int(rank):
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3600)
+    return whole_reduce(self, *args)
+
+
+if how == "hang":
+    distributed.COLLECTIVE_LIMIT = timedelta(seconds=8)
+loop.Run.reduce = mortal_reduce  # type: ignore[method-assign]
+main(arguments)
