@@ -97,7 +97,8 @@ def join(need_group: bool) -> Iterator[Ranks]:
         atexit.unregister(leave)  # others may be inside a collective: leaving in order would wait for them
         if world > 1 and _is_loss(error):
             raise LostRankError(
-                f"another rank is gone or hangs ({one_line(error, 160)}); the same command goes on from the last checkpoint"
+                f"another rank is gone or hangs ({one_line(error, 160)}); "
+                "the same command goes on from the last checkpoint"
             ) from error
         raise
 

@@ -97,12 +97,14 @@ class DeepSpeedEngine:
         if self._stage == 0:
             write_moments(self._family, self._base, moments, step)
             return
+        fresh: dict[int, dict[str, Tensor]] = {}
         for name, shard in self._shards.items():
             flat = shard.flat
-            if not self._base.state.get(flat):
-                self._base.state[flat] = state_after(flat, {k: torch.zeros_like(flat) for k in moments[name]}, step)
+            if id(flat) not in fresh:
+                zeros = {key: torch.zeros_like(flat) for key in moments[name]}
+                fresh[id(flat)] = self._base.state[flat] = state_after(flat, zeros, step)
             for key, moment in moments[name].items():
-                shard.of(self._base.state[flat][key]).copy_(shard.cut(moment))
+                shard.of(fresh[id(flat)][key]).copy_(shard.cut(moment))
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -65,6 +65,13 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get(_SHARE, 1.0)
 
 
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """As before the first step; the memory stays."""
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.zero_()
+
+
 def read_moments(family: Family, optimizer: torch.optim.Optimizer) -> Moments:
     """State of an unsharded optimizer by parameter name; empty before the first step."""
     state = optimizer.state

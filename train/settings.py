@@ -16,6 +16,7 @@ _ELSEWHERE = {
     "zero_stage",
     "offload_optimizer",
     "save_every",
+    "keep_best",
     "logits_bytes",
     "activation_checkpointing",
     "init_from",
@@ -64,6 +65,13 @@ class _Training(_Section):
     """Score, and keep a checkpoint, every so many steps and at the end; 0: at the end only."""
     save_every: int = Field(default=0, ge=0)
     """Also save every so many steps, to resume from; only the newest of these is kept. 0: where scored only."""
+    score_conversations: int = Field(default=0, ge=0)
+    """At every scored step, while training, replay so many conversations of the selection split: tau goes into the
+    metrics. It needs the target loaded. 0: none. All checkpoints that are kept are scored in full afterwards anyway."""
+    keep_best: int | None = Field(default=None, ge=1)
+    """Of the scored checkpoints, keep so many with the highest tau, and the last one; absent: all."""
+    patience: int | None = Field(default=None, ge=1)
+    """Stop early once so many scored steps in a row brought no tau above the best one's interval; absent: never."""
     engine: Literal["auto", "torch", "deepspeed"] = "auto"
     """auto: deepspeed with CUDA or more than one process, torch for one CPU process."""
     zero_stage: int = Field(default=0, ge=0, le=3)
@@ -86,6 +94,12 @@ class _Training(_Section):
             raise ValueError(f"warmup_steps {self.warmup_steps}: must not exceed steps {self.steps}")
         if self.score_every > self.steps:
             raise ValueError(f"score_every {self.score_every}: must not exceed steps {self.steps}")
+        for name, value in (("keep_best", self.keep_best), ("patience", self.patience)):
+            if value is not None and (self.score_conversations < 2 or not self.score_every):
+                raise ValueError(
+                    f"{name} {value}: needs score_every above 0 and score_conversations of at least 2, "
+                    f"got {self.score_every} and {self.score_conversations}"
+                )
         if not self.objective or any(weight <= 0 for weight in self.objective.values()):
             raise ValueError(f"objective {dict(self.objective)}: needs at least one entry, and weights above 0")
         if self.zero_stage and self.engine == "torch":
@@ -100,6 +114,7 @@ class _Training(_Section):
         `init_from` is left out because a path says nothing of its content; `prepare` records that.
         """
         unused = set() if "lk_hybrid" in self.objective else {"lk_eta"}
+        unused |= {"patience", "score_conversations"} if self.patience is None else set()
         return self.model_dump(mode="json", exclude=_ELSEWHERE | unused)
 
     @property

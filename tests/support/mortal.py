@@ -30,5 +30,5 @@ def mortal_reduce(self: loop.Run, *args: Any) -> Any:
 
 if how == "hang":
     distributed.COLLECTIVE_LIMIT = timedelta(seconds=8)
-loop.Run.reduce = mortal_reduce  # type: ignore[method-assign]
+loop.Run.reduce = mortal_reduce  # type: ignore[assignment, method-assign]
 main(arguments)
