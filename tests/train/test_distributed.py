@@ -1,5 +1,6 @@
 """The same losses and weights however a step is spread: over micro-batches, over ranks, over ZeRO stages."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ class Figures:
         self.norms: list[float] = []
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        if "tau" in values:
+            return
         self.losses.append(values["loss"])
         self.norms.append(values["gradient_norm"])
 
@@ -71,13 +74,24 @@ def run_all(capture: str, target: str, jobs: list[dict[str, Any]]) -> list[dict[
         loop.Run.anyone_asked = asked  # type: ignore[method-assign]
         sink, settings = Figures(), SETTINGS[job["name"]].model_copy(update=job["update"])
         try:
-            loop.train(settings, 0, opened, Path(job["folder"]), lambda: load(target), sink)
+            scorer = None if "taus" not in job else taught(job["taus"])
+            loop.train(settings, 0, opened, Path(job["folder"]), lambda: load(target), sink, scorer)
             assert stop == STEPS
         except TrainingStoppedError:
             assert stop < STEPS
         found.append({"losses": sink.losses, "norms": sink.norms})
     loop.Run.anyone_asked = original  # type: ignore[method-assign]
     return found
+
+
+def taught(taus: list[float]) -> loop.Scorer:
+    """A scorer of the first rank's that finds these, one a step."""
+
+    def score(place: Path, step: int) -> dict[str, float]:
+        assert os.environ["RANK"] == "0" and (place / "model.safetensors").is_file()
+        return {"tau": taus[step - 1], "tau_low": taus[step - 1] - 0.1, "tau_high": taus[step - 1] + 0.1}
+
+    return score
 
 
 def run_into_infinity(capture: str, target: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -170,6 +184,8 @@ def spread_out(places: tuple[str, str], run_distributed: Any, tmp_path_factory: 
         [job(n, folder / f"{n} chain", stop, **parts[leg]) for n, parts in CHAINS.items()]
         for leg, stop in enumerate((2, 4, STEPS))
     ]
+    update = {"zero_stage": 3, "score_every": 1, "patience": 2, "keep_best": 1}
+    matrix.append(job("small", folder / "stopped", **update) | {"taus": [1.0, 1.5, 1.2, 1.55, 9.0, 9.0]})
     found: dict[str, Any] = {}
     for world_size, jobs in ((2, matrix + legs[0]), (1, legs[1]), (3, legs[2])):
         answers = run_distributed(__file__, "run_all", world_size, [*places, jobs], timeout_seconds=400)
@@ -194,6 +210,13 @@ def test_two_ranks_equal_one(run: str, reference: Any, spread_out: Any) -> None:
     losses, norms, folder = spread_out[run]
     assert len(losses) == STEPS
     assert_same_training(losses, norms, Path(folder), reference[run.replace("-", " ").split()[0]])
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_early_together(reference: Any, spread_out: Any) -> None:
+    losses, _, folder = spread_out["stopped"]
+    assert losses == pytest.approx(reference["small"][0]["losses"][:4], rel=1e-4)
+    assert sorted(path.name for path in Path(folder, "checkpoints").iterdir()) == ["step-000004"]
 
 
 @pytest.mark.slow
