@@ -31,12 +31,13 @@ from ..specdec.formats import META_FILE
 from ..specdec.targets import place
 from ..train.checkpoints import is_finished, list_steps, step_folder
 from ..train.claim import claim
+from ..train.distributed import wait_until
 from ..train.families.fit import check_layers_exist
 from ..train.families.prepare import INIT, prepare
 from ..train.loop import train
 from ..train.metrics import MetricSink
 from ..train.settings import Settings, SmallSettings
-from .workspace import POLL_SECONDS, Workspace
+from .workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -191,5 +192,4 @@ def _once(space: Workspace, done: Path, work: Callable[[], None], name: str) -> 
         work()
         say(f"{name}: {time.monotonic() - started:.0f} s ({done.parent.name})")
         return
-    while not done.is_file():  # a first rank that dies takes this one down with it: the launcher does that
-        time.sleep(POLL_SECONDS)
+    wait_until(done.is_file, name)

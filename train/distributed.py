@@ -1,15 +1,15 @@
 """This process's place among the ranks that torchrun or accelerate started.
 
 All ranks do each step together, so a collective that lasts longer than `COLLECTIVE_LIMIT` means that one of them is
-gone or hangs, and ends the process. What only the first rank does (preparing, scoring, saving) may take hours: the
-others wait for it at the launcher's key-value store, which knows no such limit and breaks off when the store dies.
+gone or hangs, and ends the process. What only the first rank does (capturing, scoring, saving) may take hours: the
+others poll for it, and give up when the key-value store on its machine dies, as torchrun's does with the rank.
 """
 
 import atexit
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +21,8 @@ from torch import Tensor
 from ..errors import LostRankError, one_line
 
 COLLECTIVE_LIMIT = timedelta(minutes=10)
-_POLL_SECONDS = 0.1
+_CONNECT_LIMIT = timedelta(seconds=30)
+_POLL_SECONDS, _POLLS_A_CHECK = 0.2, 25
 _LOST = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "socket", "tcpstore")
 _turns = itertools.count()  # of `after_first`, which all ranks call equally often
 
@@ -52,8 +53,7 @@ class Ranks:
         store, turn = dist.distributed_c10d._get_default_store(), f"draftforge/{next(_turns)}"
         if self.first:
             store.set(turn, "")
-        while not store.check([turn]):
-            time.sleep(_POLL_SECONDS)
+        wait_until(lambda: bool(store.check([turn])), "the first rank")
 
     def gather_bytes(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's uint8 tensor (all of one size), on the CPU."""
@@ -63,6 +63,30 @@ class Ranks:
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(parts, mine)
         return [part.cpu() for part in parts]
+
+
+def wait_until(done: Callable[[], bool], what: str) -> None:
+    """Poll until the first rank has done its part, however long that takes.
+
+    Raises LostRankError when torchrun on the first rank's machine is gone. On a machine of its own it ends its ranks.
+    """
+    store = None
+    for poll in itertools.count():
+        if done():
+            return
+        time.sleep(_POLL_SECONDS)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or poll % _POLLS_A_CHECK:
+            continue
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            store = store or dist.TCPStore(
+                address, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_LIMIT
+            )
+            store.check([what])
+        except (dist.DistError, RuntimeError) as error:
+            raise LostRankError(
+                f"{what} was waited for, but torchrun at {address}:{port} is gone ({one_line(error, 160)})"
+            ) from error
 
 
 def world_size() -> int:

@@ -168,7 +168,7 @@ class Run:
         """
         step = longest(self.plan, self.samples, self.state.position[0])
         try:
-            self.accumulate(step)
+            self.reduce(self.accumulate(step), step)
             self.update(step, rate=0.0)
         except TrainingDivergedError as error:
             raise TrainingDivergedError(f"before {error}") from None

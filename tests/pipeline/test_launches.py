@@ -104,3 +104,18 @@ def test_two_machines_distil_like_one_process(recipe_in: Callable[..., Path], tm
     one = {**SMALL, "zero_stage": 0, "engine": "torch"}
     verbs.train(load_recipe(recipe_in(alone, drafts={"small": one})), None)
     assert losses(spread) == pytest.approx(losses(alone), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_another_machine_does_not_wait_for_a_first_rank_that_died(
+    recipe_in: Callable[..., Path], tmp_path: Path
+) -> None:
+    """There no launcher ends it: the first machine's is gone, and its own sees nothing wrong."""
+    recipe = recipe_in(tmp_path, drafts={"small": SMALL})
+    options: dict[str, Any] = {"nnodes": 2, "nproc_per_node": 1, "master_addr": "127.0.0.1", "master_port": free_port()}
+    logs = [tmp_path / f"{node}.log" for node in range(2)]
+    command = [str(MORTAL), "0", "0", "capture", "train", str(recipe)]
+    nodes = [launch(command, log, node_rank=node, **options) for node, log in enumerate(logs)]
+    codes = wait_for(nodes, 2 * END_SECONDS)
+    log = logs[1].read_text()
+    assert 0 not in codes and "error (rank 1): capture was waited for, but torchrun at 127.0.0.1:" in log, log

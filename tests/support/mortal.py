@@ -2,7 +2,7 @@
 
     mortal.py RANK STEP HOW ARGUMENTS...
 
-HOW is "kill" (SIGKILL) or "hang", where the other ranks' patience is shortened to seconds.
+HOW: "kill" (SIGKILL); "hang", where the others' patience is shortened; "capture", SIGKILL while capturing.
 """
 
 import os
@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from draftforge.cli import main
+from draftforge.pipeline import stages
 from draftforge.train import distributed, loop
 
 rank, step, how, *arguments = sys.argv[1:]
@@ -30,5 +31,15 @@ def mortal_reduce(self: loop.Run, *args: Any) -> Any:
 
 if how == "hang":
     distributed.COLLECTIVE_LIMIT = timedelta(seconds=8)
+
+
+def mortal_capture(*args: Any) -> None:
+    """Long enough for the others to be waiting."""
+    time.sleep(8)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if how == "capture":
+    stages.capture = mortal_capture  # type: ignore[assignment]
 loop.Run.reduce = mortal_reduce  # type: ignore[assignment, method-assign]
 main(arguments)
