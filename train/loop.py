@@ -54,7 +54,8 @@ def train(
 ) -> list[Path]:
     """Train one draft in `folder`, from the start or from where it was left. Returns the kept checkpoints' folders.
 
-    Raises TrainingDivergedError before an update that is not finite, TrainingStoppedError after SIGTERM.
+    Raises TrainingDivergedError before an update that is not finite, TrainingStoppedError after SIGTERM,
+    DeviceMemoryError or DiskFullError for what will not fit, LostRankError where another rank is gone.
     """
     use_deepspeed = wants_deepspeed(settings)
     with distributed.join(use_deepspeed) as ranks, on_sigterm() as stop:
@@ -71,9 +72,7 @@ def train(
         if restored is not None:
             load_weights(family, restored.weights)
         state = restored.state if restored is not None else LoopState()
-        footprint = Footprint.of(family)
-        if ranks.first:
-            require_free_space(folder, footprint.rest(settings, state.step))
+        footprint = Footprint.of(family)  # before an engine shards it
 
         optimizer = make_optimizer(family, settings)
         engine = make_engine(settings, family, optimizer, ranks, use_deepspeed)
@@ -83,6 +82,8 @@ def train(
         describe(settings, family, plan, len(samples), ranks, engine.name)
         run = Run(settings, folder, capture, family, engine, plan, samples, ranks, sink, scorer, stop, state, footprint)
         if not run.finished:
+            if ranks.first:
+                require_free_space(folder, footprint.rest(settings, state.step))
             run.rehearse()
             forget(optimizer)
         if restored is not None and restored.moments:
