@@ -1,11 +1,12 @@
 """The target answers a mix; its answers and teacher signals go to disk shard by shard.
 
-A killed run goes on where it was: a shard counts once its record is written, so at most the one in flight is lost and
-none is done twice. A folder begun with another target, tokenizer, template, setting or mix is refused.
+A killed run goes on where it was: a shard counts once its record is written, so only those in flight are lost and none
+is done twice. A folder begun with another target, tokenizer, template, setting or mix is refused.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -16,10 +17,11 @@ from ..errors import MissingFileError, OwnershipError, StaleInputError
 from ..progress import bar, say
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
-from .answering import Answers, answer_shard
+from .answering import Answers, answer_shards
 from .capture_settings import CaptureSettings
 from .conversation import Conversation
 from .mix import load_mix
+from .recorded import RecordedAnswers, answers_digest
 from .requests import Prompts, ShardPlan, plan_shards, settings_record
 from .store import FORMAT, HEADER, MANIFEST, SHARDS, check_shard, read_record, write_shard
 
@@ -36,8 +38,19 @@ def capture(
     Train conversations are answered at their own sampling setting, selection and holdout once per `scored` setting.
     Raises StaleInputError for a folder of other inputs, ContextLengthError, InputError, DiskFullError.
     """
-    conversations = load_mix(mix)
+    capture_conversations(target, load_mix(mix), settings, scored, folder)
+
+
+def capture_conversations(
+    target: Target,
+    conversations: Sequence[Conversation],
+    settings: CaptureSettings,
+    scored: Sequence[SamplingSettings],
+    folder: Path,
+) -> None:
+    """`capture` of conversations that no mix folder holds."""
     shards = plan_shards(conversations, settings, scored)
+    recorded = None if settings.answers is None else RecordedAnswers(settings.answers, target.fingerprint)
     header = _header(target, conversations, settings, scored, len(shards))
     resumed = _claimed(folder, header)
     left = _unfinished(shards, _records(folder, shards, content=False))
@@ -51,7 +64,7 @@ def capture(
         for leftover in (folder / SHARDS).glob(".*.tmp"):  # of a killed run
             leftover.unlink(missing_ok=True)
         records = _records(folder, shards, content=True)
-        _answer_rest(target, shards, prompts, settings, folder, records)
+        _answer_rest(target, shards, prompts, settings, folder, records, recorded)
         storage.write_json(folder / MANIFEST, _manifest(header, [records[shard.name] for shard in shards]))
 
 
@@ -62,15 +75,28 @@ def _answer_rest(
     settings: CaptureSettings,
     folder: Path,
     records: dict[str, Json],
+    recorded: RecordedAnswers | None,
 ) -> None:
     """Answer the shards that have no record yet, and add theirs."""
     left = _unfinished(shards, records)
     if records and left:
         say(f"{folder}: resuming; {len(records)} of {len(shards)} shards are there")
-    with bar("Capturing", sum(answer.max_new_tokens for shard in left for answer in shard.answers), "tokens") as tick:
-        progress = _Progress(tick)
-        for shard in left:
-            records[shard.name] = _answer(target, shard, prompts, settings, folder, progress)
+    total = sum(answer.max_new_tokens for shard in left for answer in shard.answers)
+    # One shard is written beside the decoder, which goes on meanwhile; the next one waits for it.
+    with bar("Capturing", total, "tokens") as tick, ThreadPoolExecutor(1) as writer:
+        start, writing = time.monotonic(), list[Future[Json]]()
+        for shard, answers in answer_shards(target, left, prompts, settings, _Progress(tick), recorded):
+            seconds, start = time.monotonic() - start, time.monotonic()
+            _finish(writing, records)
+            writing.append(writer.submit(_write, folder, shard, answers, seconds))
+        _finish(writing, records)
+
+
+def _finish(writing: list[Future[Json]], records: dict[str, Json]) -> None:
+    """Wait for the shard that is being written, and add its record."""
+    while writing:
+        record = writing.pop().result()
+        records[record["name"]] = record
 
 
 def _unfinished(shards: Sequence[ShardPlan], records: dict[str, Json]) -> list[ShardPlan]:
@@ -97,7 +123,7 @@ def _header(
         "stop_ids": sorted(target.stop_ids),
         "special_ids": sorted(set(tokenizer.all_special_ids)),
         "shard_count": shards,
-    }
+    } | ({} if settings.answers is None else {"answers": answers_digest(settings.answers)})
 
 
 def _claimed(folder: Path, header: Json) -> bool:
@@ -129,7 +155,8 @@ def _differences(found: Json, header: Json) -> list[str]:
 
     own = [line for key in ("tokenizer", "template") for line in compare(key, found.get(key), header[key])]
     own = own or compare("target", found.get("target"), header["target"])
-    other = [line for key in ("mix", "dtype", "format") for line in compare(key, found.get(key), header[key])]
+    keys = ("mix", "dtype", "format", "answers")
+    other = [line for key in keys for line in compare(key, found.get(key), header.get(key))]
     old, new = found.get("settings", {}), header["settings"]
     changed = [line for key in {**old, **new} for line in compare(f"setting {key}", old.get(key), new.get(key))]
     return own + other + changed
@@ -167,13 +194,11 @@ class _Progress:
         self._tick(amount, f"{self._tokens} answered, {rate:.0f} tok/s")
 
 
-def _answer(
-    target: Target, shard: ShardPlan, prompts: Prompts, settings: CaptureSettings, folder: Path, progress: _Progress
-) -> Json:
-    """Draw, write and record one shard. The record comes last: without it the shard does not count."""
-    start = time.monotonic()
-    answers = answer_shard(target, shard, prompts, settings, progress)
-    seconds = time.monotonic() - start
+def _write(folder: Path, shard: ShardPlan, answers: Answers, seconds: float) -> Json:
+    """Write and record one shard. The record comes last: without it the shard does not count.
+
+    `seconds`: since the shard before it was complete, so that those of all shards add up to the run's.
+    """
     path = write_shard(folder, shard.name, answers.samples, answers.columns)
     record = {
         "name": shard.name,

@@ -18,6 +18,7 @@ from .. import fingerprint
 from ..data.capture import capture
 from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.mix import build_mix
+from ..data.recorded import answers_digest
 from ..data.self_prompts import prompts_of
 from ..data.settings import TargetSource
 from ..data.sources import input_digests
@@ -32,11 +33,11 @@ from ..specdec.targets import place
 from ..train.checkpoints import is_finished, list_steps, step_folder
 from ..train.claim import claim
 from ..train.distributed import wait_until
-from ..train.families.fit import check_layers_exist
+from ..train.families import family_of
 from ..train.families.prepare import INIT, prepare
 from ..train.loop import train
 from ..train.metrics import MetricSink
-from ..train.settings import Settings, SmallSettings
+from ..train.settings import Settings
 from .workspace import Workspace
 
 
@@ -89,13 +90,14 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
         space.target_fingerprint,
         str(place(recipe.target.device, recipe.target.dtype)[1]),
     ]
+    if recipe.capture.answers is not None:
+        inputs.append(answers_digest(recipe.capture.answers))
     stage = _stage(space, "capture", inputs)
     scored = recipe.score.sampling
 
     def work() -> None:
-        for name, settings in recipe.drafts.items():  # hours before the training would find it out
-            with _naming(name):
-                check_layers_exist(settings, lambda: space.target)
+        for name, settings in space.drafts.items():  # hours before the training would find it out
+            _check_start(space, name, settings)
         capture(space.target, mix.folder, recipe.capture, scored, stage.folder)
 
     _once(space, stage.folder / CAPTURE_MANIFEST, work, "capture")
@@ -103,28 +105,29 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
 
 
 def prepare_drafts(space: Workspace, captured: Stage) -> None:
-    """Make the initial drafts while the target is at hand, so that `small` can train without it."""
-    for name, settings in space.recipe.drafts.items():
+    """Make the initial drafts while the target is at hand, for those that train without it."""
+    for name, settings in space.drafts.items():
         stage = trained(space, name, captured)
-        if space.first_rank and isinstance(settings, SmallSettings) and not (stage.folder / INIT).is_dir():
+        needs_target = family_of(settings).needs_target(settings)
+        if space.first_rank and not needs_target and not (stage.folder / INIT).is_dir():
             data = Capture.open(captured.folder, verify=False)
+            _check_start(space, name, settings)
             with _naming(name):
-                check_layers_exist(settings, lambda: space.target)
                 claim(stage.folder, settings, space.recipe.seed, data)
                 prepare(settings, space.recipe.seed, data, stage.folder, lambda: space.target)
 
 
 def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) -> Stage:
     """Checkpoints of one draft. Every rank takes part."""
-    settings = space.recipe.drafts[name]
+    settings = space.drafts[name]
     stage = trained(space, name, captured)
     if is_finished(stage.folder, settings.steps):
         say(f"train {name}: done ({stage.folder.name})")
         return stage
     data = Capture.open(captured.folder, verify=space.first_rank)
+    if space.first_rank and not (stage.folder / INIT).is_dir():
+        _check_start(space, name, settings)
     with _naming(name):
-        if space.first_rank and not (stage.folder / INIT).is_dir():
-            check_layers_exist(settings, lambda: space.target)
         scorer = _scorer(space, settings, data)
         train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink, scorer)
     gc.collect()  # an engine's cycles hold the optimizer; scoring should not find the card full
@@ -148,9 +151,16 @@ def checkpoints_of(stage: Stage) -> dict[int, Path]:
 
 def trained(space: Workspace, name: str, captured: Stage) -> Stage:
     """Where the training of a draft lies, or will."""
-    settings = space.recipe.drafts[name]
+    settings = space.drafts[name]
     inputs = [captured.fingerprint, settings.identity(), space.recipe.seed, _start(settings, f"drafts.{name}")]
     return _stage(space, f"train-{name}", inputs)
+
+
+def _check_start(space: Workspace, name: str, settings: Settings) -> None:
+    """Whether a fresh draft can be made of the target."""
+    if settings.init_from is None:
+        with _naming(name):
+            family_of(settings).check(settings, lambda: space.target)
 
 
 @contextmanager

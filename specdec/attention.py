@@ -3,6 +3,8 @@
 Shapes: B rows, N queries a row, H query heads, G key-value heads (R = H / G queries share one), L keys, D head size.
 """
 
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,8 +12,14 @@ from transformers import AttentionInterface
 
 from ..errors import FormatError
 from .cache import Step
+from .documents import Documents, Sight, flex
 
 NAME = "draftforge"
+
+
+def reads_lengths(device: torch.device) -> bool:
+    """Whether steps may give lengths instead of a mask there."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def attend(
@@ -25,21 +33,31 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     kv_step: Step | None = None,
+    documents: Documents | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
     """Attention of a transformers module, over its own tokens or over our cache.
 
     query [B, H, N, D]; key, value [B, G, N, D]. Without `kv_step`, or at prefill, each row attends causally to
-    itself (rows are padded on the right, so causality is all the mask they need). Otherwise the new keys are written
-    to the cache and the whole visible past is read. Returns [B, N, H, D]. The transformers mask is always None here:
-    no mask is made for an attention of this name.
+    itself (rows are padded on the right, so causality is all the mask they need), or each of its packed `documents`
+    does. Otherwise the new keys are written to the cache and the whole visible past is read, by the kernel of
+    flash_decoding.py where the step gives lengths instead of a mask. Returns [B, N, H, D]. The transformers mask is
+    always None here: no mask is made for an attention of this name.
     """
     if unused.get("s_aux") is not None:
         raise FormatError(f"{type(module).__name__}: attention sinks are not supported")
+    if documents is not None and documents.packed:
+        output = attention_within(query, key, value, documents.everyone(), scaling, softcap, sliding_window)
+        return output.transpose(1, 2).contiguous(), None
     visible: Tensor | None = None
     if kv_step is not None:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         kv_step.cache.write(layer, kv_step, key, value)
+        if kv_step.past_B is not None:
+            from .flash_decoding import attend_cached  # needs Triton
+
+            past = kv_step.cache.layer(layer)
+            return attend_cached(query, *past, kv_step.past_B, scaling, sliding_window, softcap).transpose(1, 2), None
         if kv_step.visible_BNL is not None:
             visible = kv_step.visible_BNL[:, None]
             key, value = kv_step.cache.read(layer, query.shape[0], visible.shape[-1])
@@ -71,6 +89,21 @@ def attention(
         ),
         query,
     )
+
+
+def attention_within(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Sight,
+    scaling: float | None,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """The same inside the documents of packed rows: query [B, H, M, D] at the places of `sight`."""
+    if query.is_cuda:
+        return flex(query, key, value, sight.blocks(window), scaling, softcap)[0]
+    return attention(query, key, value, sight.dense(window)[:, None], scaling, softcap)
 
 
 def _group(query: Tensor, groups: int) -> Tensor:

@@ -16,6 +16,7 @@ from ..errors import RecipeError
 from .distributed import Ranks
 from .engine import NonFiniteGradientError, clip
 from .families.base import Family, Inputs
+from .head import each_head
 from .muon import Muon
 from .optimizers import COUNTER, Moments, MuonAdamW, read_moments, set_rate, state_after, write_moments
 from .settings import Settings
@@ -49,9 +50,8 @@ class DeepSpeedEngine:
         self._zero = deepspeed.zero
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         if stage == 3:
-            # The loss reads the head's weight directly, so ZeRO-3 must be told to gather it there.
-            head = family.head()
-            for tensor in (head.weight_VH, head.bias_V):
+            # The loss reads the heads' weights directly, so ZeRO-3 must be told to gather them there.
+            for tensor in (tensor for head in each_head(family.head()) for tensor in (head.weight_VH, head.bias_V)):
                 if tensor is not None:
                     self._zero.register_external_parameter(family, tensor)
         names = {id(parameter): name for name, parameter in family.trainable().items()}

@@ -32,6 +32,8 @@ from .head import AGREE, ALPHA, COUNT, LOSS
 from .metrics import MetricLog, MetricSink, extend_digest
 from .optimizers import forget, make_optimizer
 from .pace import Pace, describe, smooth
+from .phases import describe as describe_objective
+from .phases import phase_at
 from .schedule import learning_rate
 from .settings import Settings
 from .standing import Standing, best, stalled
@@ -77,7 +79,15 @@ def train(
         optimizer = make_optimizer(family, settings)
         engine = make_engine(settings, family, optimizer, ranks, use_deepspeed)
         samples = capture.samples("train")
-        plan = BatchPlan(samples, settings.tokens_per_step, seed, ranks.world_size, ranks.rank, settings.accumulation)
+        plan = BatchPlan(
+            samples,
+            settings.tokens_per_step,
+            seed,
+            ranks.world_size,
+            ranks.rank,
+            settings.accumulation,
+            settings.row_tokens,
+        )
         check_teacher(family, capture, samples, ranks)
         describe(settings, family, plan, len(samples), ranks, engine.name)
         run = Run(settings, folder, capture, family, engine, plan, samples, ranks, sink, scorer, stop, state, footprint)
@@ -120,6 +130,7 @@ class Run:
         self.ranks, self.sink, self.scorer, self.stop, self.state = ranks, sink, scorer, stop, state
         self.footprint = footprint
         self.metrics, self.scores = MetricLog(folder / METRICS_FILE), MetricLog(folder / SCORES_FILE)
+        self.begun_at = state.step
         if ranks.first:
             self.metrics.truncate(state.step)
             self.scores.truncate(state.step)
@@ -145,7 +156,8 @@ class Run:
             pace.begin()
             values = self.one_step(step)
             seconds = pace.end(state.step, step.supervised)
-            self.log({**values, "seconds": seconds, "tokens_per_second": step.supervised / seconds})
+            speed = {"tokens_per_second": step.supervised / seconds, "positions_per_second": step.tokens / seconds}
+            self.log({**values, "seconds": seconds, **speed})
             pace.show(state.step, state.smoothed_loss)
         return [checkpoints.step_folder(self.folder, step) for step in state.scored]
 
@@ -177,6 +189,7 @@ class Run:
     def one_step(self, step: Step) -> dict[str, float]:
         """Forward, backward and update on one global batch. Advances the state only when all of it is done."""
         settings, state = self.settings, self.state
+        phase = self.enter_phase()
         loss, values = self.reduce(self.accumulate(step), step)
         rate = learning_rate(
             state.step, settings.steps, settings.warmup_steps, settings.learning_rate, settings.final_rate_share
@@ -187,7 +200,17 @@ class Run:
         state.position = list(step.after)
         state.loss_digest = extend_digest(state.loss_digest, state.step, loss)
         state.supervised_tokens += step.supervised
-        return {"loss": loss, **values, "gradient_norm": norm, "learning_rate": rate}
+        return {"loss": loss, **values, **phase, "gradient_norm": norm, "learning_rate": rate}
+
+    def enter_phase(self) -> dict[str, float]:
+        """Set the objective of the coming step; its phase's number, where there are several."""
+        settings, step = self.settings, self.state.step
+        objective = settings.objective_at(step)
+        if objective != self.family.loss_settings.objective or step == self.begun_at:
+            say(f"from step {step + 1} on: objective {describe_objective(objective)}")
+        self.family.aim(objective)
+        phases = settings.phases
+        return {"phase": float(phase_at(phases, step) + 1)} if len(phases) > 1 else {}
 
     def accumulate(self, step: Step) -> Tensor:
         """Forward and backward of this rank's micro-batches; their sums, [A, S, 4]."""
@@ -212,7 +235,7 @@ class Run:
         """Samples of one micro-batch, as tensors on the device."""
         chosen = [self.samples[index] for index in indexes]
         signals = [self.capture.signals(sample) for sample in chosen] if self.family.needs_signals else None
-        return collate(chosen, signals).to(self.ranks.device)
+        return collate(chosen, signals, self.settings.row_tokens).to(self.ranks.device)
 
     def reduce(self, sums_AS4: Tensor, step: Step) -> tuple[float, dict[str, float]]:
         """Mean loss and figures over all ranks. Raises TrainingDivergedError on every rank if one is not finite."""

@@ -6,14 +6,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from draftforge.data.batches import collate
+from draftforge.data.batches import Batch, collate
 from draftforge.data.store import Capture
+from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.targets import Target
-from draftforge.train.families.eagle3 import Alignment, Eagle3Family
+from draftforge.train.closed_form import Whole
+from draftforge.train.families.alignment import Alignment
+from draftforge.train.families.eagle3 import Eagle3Family, copy_from_target, eagle3_config
 from draftforge.train.families.features import FeatureSource
-from draftforge.train.families.prepare import copy_from_target, eagle3_config
 from draftforge.train.head import LOSS, LossSettings
+from draftforge.train.phases import Weighted
 from draftforge.train.settings import Eagle3Settings
 
 
@@ -32,18 +35,17 @@ def test_alignment_by_hand() -> None:
     batch = collate([Talk([10, 11, 12], [13, 14, 15]), Talk([20], [21, 22])])
     assert batch.positions_N.tolist() == [2, 3, 4, 6, 7]  # j, where the target says x_{j+1}
     place = Alignment(batch)
-    assert place.first_B.tolist() == [1, 0]
-    assert place.width == 3
+    assert place.trained.at_BM.tolist() == [[1, 2, 3, 6, 7]] and place.width == 5  # side by side in one row
     at_SN, valid_SN = place.rows(3)
     drafted: dict[tuple[int, int], list[int]] = {}
     for step in range(3):
         for n in range(5):
             if valid_SN[step, n]:
                 row, column = divmod(int(at_SN[step, n]), place.width)
-                position = int(place.first_B[row]) + column
+                position = int(place.trained.at_BM[row, column])
                 token = int(batch.ids_BT[row, position + 2 + step])
                 drafted.setdefault((step, n), []).append(token)
-                assert int(batch.positions_N[n]) == row * 6 + position + 1 + step  # j = i + 1 + k
+                assert int(batch.positions_N[n]) == position + 1 + step  # j = i + 1 + k
     assert drafted == {
         (0, 0): [13],
         (0, 1): [14],
@@ -51,7 +53,7 @@ def test_alignment_by_hand() -> None:
         (1, 1): [14],
         (1, 2): [15],
         (2, 2): [15],
-        (0, 4): [22],  # the second row has no position before its one-token prompt: 21 cannot be drafted
+        (0, 4): [22],  # the second sample has no position before its one-token prompt: 21 cannot be drafted
     }
 
 
@@ -66,7 +68,7 @@ def family_of(target: Target, draft_ids: torch.Tensor | None = None, **update: A
     size = target.vocab_size if draft_ids is None else len(draft_ids)
     draft = Eagle3Draft(eagle3_config(settings, target, size), draft_ids, settings.train_embeddings)
     copy_from_target(draft, target)
-    return Eagle3Family(draft, target, settings, LossSettings({"kl": 1.0}))
+    return Eagle3Family(draft, settings, LossSettings({"kl": 1.0}), target)
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -89,8 +91,8 @@ def test_the_loss_is_that_of_drafting_one_position_at_a_time(
         expected = [0.0, 0.0, 0.0]
         first = len(sample.prompt_ids) - 2
         for i in range(first, tokens.shape[1] - 2):
-            at = torch.tensor([i])
-            for k, state in enumerate(family.draft(target.embed(tokens), states.aux_BTA, at, 1, 3)):
+            at = Sight(Documents.rows(tokens), torch.tensor([[i]]))
+            for k, state in enumerate(family.draft(target.embed(tokens), states.aux_BTA, at, 3)):
                 j = i + 1 + k
                 if j < tokens.shape[1] - 1:
                     logq = family.draft.logits(state[0, 0]).log_softmax(-1)
@@ -98,8 +100,27 @@ def test_the_loss_is_that_of_drafting_one_position_at_a_time(
     assert sums[:, LOSS].tolist() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("row_tokens", [0, 10_000])
+def test_packed_samples_train_as_they_do_alone(row_tokens: int, target: Target, tiny_capture: Capture) -> None:
+    """Whatever stands beside a sample in its row: the same loss, the same gradient."""
+    samples = tiny_capture.samples("train")[:6]
+    family = family_of(target, features_bytes=0)
+
+    def run(batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        loss, sums = family(family.inputs(batch, range(len(batch.places))))
+        return sums, list(torch.autograd.grad(loss, list(family.trainable().values())))
+
+    packed = collate(samples, row_tokens=row_tokens)
+    assert packed.documents.packed
+    sums, grads = run(packed)
+    alone = [run(collate([sample])) for sample in samples]
+    torch.testing.assert_close(sums, sum(one[0] for one in alone), rtol=1e-4, atol=1e-4)
+    for index, grad in enumerate(grads):
+        torch.testing.assert_close(grad, sum(one[1][index] for one in alone), rtol=1e-3, atol=1e-3)
+
+
 def test_later_steps_weigh_less_in_loss_and_gradient(target: Target, tiny_capture: Capture) -> None:
-    """The loss is sum_k decay^k loss_k, and so is its gradient: 1, 0.5, 0.25 here."""
+    """The loss is sum_k w^k loss_k, and so is its gradient: 1, 0.5, 0.25 here."""
     batch = collate(tiny_capture.samples("train")[:2])
 
     def gradient(**update: Any) -> tuple[list[float], torch.Tensor, torch.Tensor]:
@@ -108,12 +129,15 @@ def test_later_steps_weigh_less_in_loss_and_gradient(target: Target, tiny_captur
         (grad,) = torch.autograd.grad(loss, [family.draft.fc.weight])
         return sums[:, LOSS].tolist(), loss.detach(), grad
 
-    by_step = [gradient(draft_tokens=k, step_decay=1.0) for k in (1, 2, 3)]
-    sums, loss, grad = gradient(draft_tokens=3, step_decay=0.5)
+    by_step = [gradient(draft_tokens=k, step_weights=1.0) for k in (1, 2, 3)]
+    sums, loss, grad = gradient(draft_tokens=3, step_weights=0.5)
     assert float(loss) == pytest.approx(sums[0] + 0.5 * sums[1] + 0.25 * sums[2], rel=1e-5)
     first, second, third = (one[2] for one in by_step)
     torch.testing.assert_close(grad, first + 0.5 * (second - first) + 0.25 * (third - second), rtol=1e-3, atol=1e-3)
-    assert Eagle3Settings().step_decay == 0.8 and family_of(target).step_weights == pytest.approx((1.0, 0.8, 0.64))
+    assert family_of(target).step_weights == pytest.approx((1.0, 0.8, 0.64))
+    _, loss, listed = gradient(draft_tokens=3, step_weights=[2.0, 0.5, 0.25])
+    assert float(loss) == pytest.approx(2 * sums[0] + 0.5 * sums[1] + 0.25 * sums[2], rel=1e-5)
+    torch.testing.assert_close(listed, grad + first, rtol=1e-3, atol=1e-3)
 
 
 def test_remembered_features_are_those_of_a_fresh_run(target: Target, tiny_capture: Capture) -> None:
@@ -126,8 +150,9 @@ def test_remembered_features_are_those_of_a_fresh_run(target: Target, tiny_captu
         fresh, found = plain(batch, indexes), memory(batch, indexes)
         for ours, theirs in zip(found[1:], fresh[1:]):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-        for row, length in enumerate(batch.lengths_B.tolist()):
-            torch.testing.assert_close(found.aux_BTA[row, :length], fresh.aux_BTA[row, :length], atol=1e-4, rtol=1e-4)
+        for row, start, length, _ in batch.places:
+            at = slice(start, start + length)
+            torch.testing.assert_close(found.aux_BTA[row, at], fresh.aux_BTA[row, at], atol=1e-4, rtol=1e-4)
     again = FeatureSource(target, layers, 1 << 30, 1 << 20)  # another history, the same numbers bit for bit
     batch = collate([samples[1], samples[0]])
     for ours, theirs in zip(again(batch, [1, 0]), memory(batch, [1, 0])):
@@ -148,3 +173,35 @@ def test_only_the_draft_is_trained(target: Target) -> None:
     assert all(name.startswith("draft.") for name in names) and "draft.lm_head.weight" in names
     assert "draft.lm_head.weight" not in family_of(target, train_head=False).trainable()
     assert "draft.embed_tokens.weight" in family_of(target, train_embeddings=True).trainable()
+
+
+def test_a_reduced_vocabulary_keeps_its_share_at_other_temperatures(target: Target, tiny_capture: Capture) -> None:
+    """p at temperature 2 is that of the whole vocabulary, of which the draft has half the tokens."""
+    ids = torch.arange(0, 300, 2)
+    family = family_of(target, ids)
+    family.aim({"kl": Weighted(temperature=2.0)})
+    batch = collate(tiny_capture.samples("train")[:2])
+    inputs = family.inputs(batch, [0, 1])
+    teacher = family.rows(inputs).teacher
+    assert inputs.features is not None
+    for rows in (slice(0, 3), slice(3, 5)):
+        found = teacher.at(rows, (1.0, 2.0))
+        assert isinstance(found, Whole)
+        whole = target.logits(inputs.features.hidden_NH[rows]).float()
+        for temperature, lse_C in zip((1.0, 2.0), found.lse_TC):
+            p = (found.logits_CV / temperature - lse_C[:, None]).exp()
+            torch.testing.assert_close(p, (whole / temperature).softmax(-1)[:, ids])
+    loss, _ = family(inputs)
+    assert bool(loss.isfinite())
+
+
+def test_a_chain_drafts_neighbours_of_one_answer(target: Target, tiny_capture: Capture) -> None:
+    """A sample's expected_length is the same whatever stands beside it in the batch."""
+    samples = tiny_capture.samples("train")[:3]
+    family = family_of(target)
+    family.aim({"expected_length": 1.0})
+    alone = [float(family(family.inputs(collate([sample]), [i]))[0].detach()) for i, sample in enumerate(samples)]
+    together = float(family(family.inputs(collate(samples), [0, 1, 2]))[0].detach())
+    assert together == pytest.approx(sum(alone), rel=1e-4)
+    supervised = sum(len(sample.answer_ids) for sample in samples)
+    assert -4 * supervised < together < -supervised  # one to four tokens a round
