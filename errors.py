@@ -51,6 +51,18 @@ class TrainingDivergedError(DraftforgeError, ArithmeticError):
     exit_code = 3
 
 
+class LostRankError(DraftforgeError, ConnectionError):
+    """Another process of this training died or hangs."""
+
+    exit_code = 3
+
+
+class DeviceMemoryError(DraftforgeError, MemoryError):
+    """A training step does not fit into the device's memory."""
+
+    exit_code = 3
+
+
 class ReplayMismatchError(DraftforgeError, AssertionError):
     """In float32, replay and decoding counted differently at temperature 0."""
 

@@ -25,17 +25,20 @@ from ..data.sources import input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..data.store import Capture
 from ..errors import DraftforgeError, MissingFileError
+from ..eval.sampled import SampledScore
+from ..eval.settings import SELECTION_SPLIT
 from ..progress import say
 from ..specdec.formats import META_FILE
 from ..specdec.targets import place
-from ..train.checkpoints import list_steps, step_folder
+from ..train.checkpoints import is_finished, list_steps, step_folder
 from ..train.claim import claim
+from ..train.distributed import wait_until
 from ..train.families import family_of
 from ..train.families.prepare import INIT, prepare
 from ..train.loop import train
 from ..train.metrics import MetricSink
 from ..train.settings import Settings
-from .workspace import POLL_SECONDS, Workspace
+from .workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -118,18 +121,27 @@ def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) 
     """Checkpoints of one draft. Every rank takes part."""
     settings = space.drafts[name]
     stage = trained(space, name, captured)
-    if settings.steps in list_steps(stage.folder):
+    if is_finished(stage.folder, settings.steps):
         say(f"train {name}: done ({stage.folder.name})")
         return stage
     data = Capture.open(captured.folder, verify=space.first_rank)
     if space.first_rank and not (stage.folder / INIT).is_dir():
         _check_start(space, name, settings)
     with _naming(name):
-        train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink)
+        scorer = _scorer(space, settings, data)
+        train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink, scorer)
     gc.collect()  # an engine's cycles hold the optimizer; scoring should not find the card full
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return stage
+
+
+def _scorer(space: Workspace, settings: Settings, data: Capture) -> SampledScore | None:
+    """What scores this draft while it is trained, if anything does."""
+    if not settings.score_conversations:
+        return None
+    samples, K = data.samples(SELECTION_SPLIT), settings.draft_tokens
+    return SampledScore(lambda: space.target, samples, space.recipe.score, K, settings.score_conversations)
 
 
 def checkpoints_of(stage: Stage) -> dict[int, Path]:
@@ -190,5 +202,4 @@ def _once(space: Workspace, done: Path, work: Callable[[], None], name: str) -> 
         work()
         say(f"{name}: {time.monotonic() - started:.0f} s ({done.parent.name})")
         return
-    while not done.is_file():  # a first rank that dies takes this one down with it: the launcher does that
-        time.sleep(POLL_SECONDS)
+    wait_until(done.is_file, name)

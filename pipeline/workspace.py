@@ -13,7 +13,6 @@ mlflow.db, artifacts/ the registry, unless the recipe or the environment names a
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -27,12 +26,12 @@ from ..registry.connect import Tracking, open_tracking
 from ..registry.resolve import is_models_uri, resolve_models_uri
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import Target, target_fingerprint
+from ..train.distributed import wait_until
 from ..train.settings import Settings
 
 OWNER_FILE, TARGETS_FILE, ANCESTORS_FILE = "owner.json", "targets.json", "ancestors.json"
 HALF_WRITTEN = (".mix-*", "train-*/.*", "train-*/checkpoints/.*", "score-*/.*", "score-*/parts/.*", "exports/.*")
 """Where a killed run may leave files that only runs under the lock of `alone` write."""
-POLL_SECONDS = 0.5
 
 
 class Workspace:
@@ -45,8 +44,8 @@ class Workspace:
 
     def _claim(self) -> None:
         owner = self.root / OWNER_FILE
-        while not self.first_rank and not owner.is_file():  # the first rank claims; a launcher ends us if it fails
-            time.sleep(POLL_SECONDS)
+        if not self.first_rank:  # the first one claims
+            wait_until(owner.is_file, OWNER_FILE)
         if self.root.exists() and not self.root.is_dir():
             raise OwnershipError(f"workdir {self.root}: is a file, must be a folder or not exist")
         if owner.is_file():

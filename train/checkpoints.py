@@ -9,7 +9,8 @@ Free of rank count and ZeRO stage: weights and moments are stored whole, in floa
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from ..specdec.formats.checkpoint import DraftMeta, save_draft
 from ..storage import disk_errors, new_folder, read_object, write_json
 from .distributed import Ranks
 from .optimizers import Moments
+from .standing import Standing
 
 FOLDER, TRAINER = "checkpoints", "trainer"
 STATE_FILE, RECORD_FILE = "state.safetensors", "trainer.json"
@@ -41,6 +43,12 @@ class LoopState:
     supervised_tokens: int = 0
     scored: list[int] = field(default_factory=list)
     """Steps whose drafts are kept."""
+    written: list[int] = field(default_factory=list)
+    """Steps that were saved and not yet dropped."""
+    standings: list[Standing] = field(default_factory=list)
+    """What was scored while training."""
+    stopped: bool = False
+    """Whether training ended before its last step, for want of progress."""
 
 
 class Restored(NamedTuple):
@@ -69,6 +77,12 @@ def newest(folder: Path) -> int | None:
     return steps[-1] if steps else None
 
 
+def is_finished(folder: Path, steps: int) -> bool:
+    """Whether a training of `steps` steps is done: at its last step, or stopped early."""
+    last = newest(folder)
+    return steps in list_steps(folder) or (last is not None and _read_record(folder, last)[0].stopped)
+
+
 def save(
     folder: Path,
     draft: nn.Module,
@@ -81,6 +95,7 @@ def save(
 ) -> Path:
     """Write one checkpoint, whole or not at all; then drop what it makes superfluous."""
     place = step_folder(folder, state.step)
+    state.written = sorted({*state.written, state.step})
     with new_folder(place) as beside:
         save_draft(draft, beside, meta, tokenizer_folder)
         trainer = beside / TRAINER
@@ -101,14 +116,7 @@ def save(
 def restore(folder: Path, step: int) -> Restored:
     """Read a trainer's memory. Raises CorruptDataError naming the file."""
     trainer = step_folder(folder, step) / TRAINER
-    record = read_object(trainer / RECORD_FILE)
-    try:
-        state = LoopState(**record["state"])
-        rng: list[dict[str, Any]] = [dict(parts) for parts in record["rng"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptDataError(
-            f"{trainer / RECORD_FILE}: not a trainer's record ({type(error).__name__} {error}); delete {trainer.parent}"
-        ) from None
+    state, rng = _read_record(folder, step)
     try:
         tensors = load_file(trainer / STATE_FILE)
     except (SafetensorError, OSError) as error:
@@ -125,6 +133,21 @@ def restore(folder: Path, step: int) -> Restored:
         else:
             moments.setdefault(name, {})[kind] = tensor
     return Restored(state, weights, moments, rng)
+
+
+def _read_record(folder: Path, step: int) -> tuple[LoopState, list[dict[str, Any]]]:
+    trainer = step_folder(folder, step) / TRAINER
+    record = read_object(trainer / RECORD_FILE)
+    try:
+        state = LoopState(**record["state"])
+        state.standings = [Standing(*one) for one in state.standings]
+        rng = [dict(parts) for parts in record["rng"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptDataError(
+            f"{trainer / RECORD_FILE}: not a trainer's record ({type(error).__name__} {error}); delete {trainer.parent}"
+        ) from None
+    state.written = [step for step in state.written if step_folder(folder, step).is_dir()]
+    return state, rng
 
 
 def rng_state(ranks: Ranks) -> list[dict[str, Any]]:
@@ -151,6 +174,16 @@ def restore_rng(parts: list[dict[str, Any]], ranks: Ranks) -> None:
     random.setstate((version, tuple(numbers), gauss))
 
 
+@contextmanager
+def beside(folder: Path) -> Iterator[Path]:
+    """Where a draft may lie for a moment, among the checkpoints; gone afterwards."""
+    place = folder / FOLDER / ".scored"
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
 def sweep(folder: Path) -> None:
     """Remove what a killed run left half-written beside the checkpoints."""
     for leftover in (folder / FOLDER).glob(".*"):
@@ -159,8 +192,8 @@ def sweep(folder: Path) -> None:
 
 def _drop_older(folder: Path, state: LoopState) -> None:
     """Older trainers, and older drafts that no score needs. Renamed first, so that none is ever seen in part."""
-    for step in list_steps(folder):
-        if step >= state.step:
+    for step in state.written:
+        if step == state.step:
             continue
         old = step_folder(folder, step)
         doomed = old / TRAINER if step in state.scored else old
@@ -169,6 +202,7 @@ def _drop_older(folder: Path, state: LoopState) -> None:
             shutil.rmtree(gone, ignore_errors=True)
             doomed.rename(gone)
             shutil.rmtree(gone)
+    state.written = sorted({*state.scored, state.step})
 
 
 def _is_tensor(value: object) -> bool:

@@ -1,14 +1,30 @@
-"""This process's place among the ranks that torchrun or accelerate started."""
+"""This process's place among the ranks that torchrun or accelerate started.
+
+All ranks do each step together, so a collective that lasts longer than `COLLECTIVE_LIMIT` means that one of them is
+gone or hangs, and ends the process. What only the first rank does (capturing, scoring, saving) may take hours: the
+others poll for it, and give up when the key-value store on its machine dies, as torchrun's does with the rank.
+"""
 
 import atexit
+import itertools
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..errors import LostRankError, one_line
+
+COLLECTIVE_LIMIT = timedelta(minutes=10)
+_CONNECT_LIMIT = timedelta(seconds=30)
+_POLL_SECONDS, _POLLS_A_CHECK = 0.2, 25
+_LOST = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "socket", "tcpstore")
+_turns = itertools.count()  # of `after_first`, which all ranks call equally often
 
 
 @dataclass(frozen=True)
@@ -30,10 +46,14 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.world_size > 1:
-            dist.barrier()
+    def after_first(self) -> None:
+        """Wait until the first rank has come here too, however long it takes."""
+        if self.world_size == 1:
+            return
+        store, turn = dist.distributed_c10d._get_default_store(), f"draftforge/{next(_turns)}"
+        if self.first:
+            store.set(turn, "")
+        wait_until(lambda: bool(store.check([turn])), "the first rank")
 
     def gather_bytes(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's uint8 tensor (all of one size), on the CPU."""
@@ -43,6 +63,30 @@ class Ranks:
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(parts, mine)
         return [part.cpu() for part in parts]
+
+
+def wait_until(done: Callable[[], bool], what: str) -> None:
+    """Poll until the first rank has done its part, however long that takes.
+
+    Raises LostRankError when torchrun on the first rank's machine is gone. On a machine of its own it ends its ranks.
+    """
+    store = None
+    for poll in itertools.count():
+        if done():
+            return
+        time.sleep(_POLL_SECONDS)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or poll % _POLLS_A_CHECK:
+            continue
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            store = store or dist.TCPStore(
+                address, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_LIMIT
+            )
+            store.check([what])
+        except (dist.DistError, RuntimeError) as error:
+            raise LostRankError(
+                f"{what} was waited for, but torchrun at {address}:{port} is gone ({one_line(error, 160)})"
+            ) from error
 
 
 def world_size() -> int:
@@ -55,6 +99,7 @@ def join(need_group: bool) -> Iterator[Ranks]:
     """This process's ranks. A process group is made where one is needed and none exists.
 
     It lives as long as the process: DeepSpeed remembers the first group it saw, so a second training needs the same.
+    Raises LostRankError where a collective fails because another rank is gone.
     """
     world, rank = world_size(), int(os.environ.get("RANK", "0"))
     local = int(os.environ.setdefault("LOCAL_RANK", "0"))  # DeepSpeed asks for it even where nothing was launched
@@ -65,12 +110,28 @@ def join(need_group: bool) -> Iterator[Ranks]:
     if need_group and not dist.is_initialized():
         backend = "nccl" if cuda else "gloo"
         if world > 1:
-            dist.init_process_group(backend, device_id=device if cuda else None)
+            dist.init_process_group(backend, timeout=COLLECTIVE_LIMIT, device_id=device if cuda else None)
         else:
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         atexit.register(leave)
-    yield Ranks(rank, world, device)
+    try:
+        yield Ranks(rank, world, device)
+    except BaseException as error:
+        atexit.unregister(leave)  # others may be inside a collective: leaving in order would wait for them
+        if world > 1 and _is_loss(error):
+            raise LostRankError(
+                f"another rank is gone or hangs ({one_line(error, 160)}); "
+                "the same command goes on from the last checkpoint"
+            ) from error
+        raise
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Whether a collective failed. Gloo's errors have no type of their own."""
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(word in str(error).lower() for word in _LOST)
 
 
 def leave() -> None:

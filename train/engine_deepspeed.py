@@ -17,17 +17,24 @@ from .distributed import Ranks
 from .engine import NonFiniteGradientError, clip
 from .families.base import Family, Inputs
 from .head import each_head
-from .optimizers import ADAMW_MOMENTS, Moments, read_moments, set_rate, state_after, write_moments
+from .muon import Muon
+from .optimizers import COUNTER, Moments, MuonAdamW, read_moments, set_rate, state_after, write_moments
+from .settings import Settings
+from .shards import shards_of
 
 
-def deepspeed_config(accumulation: int, zero_stage: int, clip_norm: float) -> dict[str, Any]:
+def deepspeed_config(settings: Settings) -> dict[str, Any]:
     """The whole configuration. At stage 0 clipping is ours: DeepSpeed would step before the norm is known."""
+    zero: dict[str, Any] = {"stage": settings.zero_stage, "contiguous_gradients": True, "overlap_comm": False}
+    if settings.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clip_norm if zero_stage else 0.0,
-        "zero_optimization": {"stage": zero_stage, "contiguous_gradients": True, "overlap_comm": False},
+        "gradient_accumulation_steps": settings.accumulation,
+        "gradient_clipping": settings.clip_norm if settings.zero_stage else 0.0,
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own CPU Adam would have to be compiled
         "steps_per_print": 1 << 40,
     }
 
@@ -35,29 +42,26 @@ def deepspeed_config(accumulation: int, zero_stage: int, clip_norm: float) -> di
 class DeepSpeedEngine:
     """One rank's part of the job."""
 
-    def __init__(
-        self,
-        family: Family,
-        optimizer: torch.optim.Optimizer,
-        clip_norm: float,
-        ranks: Ranks,
-        accumulation: int,
-        zero_stage: int,
-    ) -> None:
+    def __init__(self, settings: Settings, family: Family, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
         deepspeed = import_deepspeed()
-        self.name = f"DeepSpeed ZeRO-{zero_stage}"
-        self._family, self._clip_norm, self._ranks, self._stage = family, clip_norm, ranks, zero_stage
+        self._stage = stage = settings.zero_stage
+        self.name = f"DeepSpeed ZeRO-{stage}" + ", optimizer offloaded" * settings.offload_optimizer
+        self._family, self._clip_norm, self._ranks = family, settings.clip_norm, ranks
         self._zero = deepspeed.zero
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-        if zero_stage == 3:
+        if stage == 3:
             # The loss reads the heads' weights directly, so ZeRO-3 must be told to gather them there.
             for tensor in (tensor for head in each_head(family.head()) for tensor in (head.weight_VH, head.bias_V)):
                 if tensor is not None:
                     self._zero.register_external_parameter(family, tensor)
-        config = deepspeed_config(accumulation, zero_stage, clip_norm)
-        self._engine, *_ = deepspeed.initialize(model=family, optimizer=optimizer, config=config)
-        self._base: torch.optim.Optimizer = optimizer
-        self._sharded: Any = self._engine.optimizer if zero_stage else None
+        names = {id(parameter): name for name, parameter in family.trainable().items()}
+        self._engine, *_ = deepspeed.initialize(model=family, optimizer=optimizer, config=deepspeed_config(settings))
+        self._base = optimizer
+        self._sharded: Any = self._engine.optimizer if stage else None
+        shards = shards_of(self._sharded, stage, ranks.rank) if stage else []
+        self._shards = {names[id(shard.parameter)]: shard for shard in shards}
+        if isinstance(optimizer, Muon | MuonAdamW):
+            optimizer.spread(shards, ranks)
 
     def accumulate(self, inputs: Inputs, scale: float, last: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last)
@@ -76,51 +80,31 @@ class DeepSpeedEngine:
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        found = {}
-        for name, p in self._family.trainable().items():
-            full = p if self._stage == 0 else safe_get_full_fp32_param(p)
-            found[name] = full.detach().float().cpu()
-        return found
+        if self._stage == 0:
+            return {name: p.detach().float().cpu() for name, p in self._family.trainable().items()}
+        return {name: shard.gather(shard.flat.detach(), self._ranks).cpu() for name, shard in self._shards.items()}
 
     def moments(self) -> Moments:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
         if self._stage == 0:
             return read_moments(self._family, self._base)
-        self._link()
-        return {
-            name: {key: safe_get_full_optimizer_state(p, key).detach().float().cpu() for key in ADAMW_MOMENTS}
-            for name, p in self._family.trainable().items()
-        }
+        found: Moments = {}
+        for name, shard in self._shards.items():
+            state = self._base.state.get(shard.flat, {})  # of one kind on all ranks
+            found |= {name: {k: shard.gather(x, self._ranks).cpu() for k, x in state.items() if k != COUNTER}}
+        return found
 
     def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         if self._stage == 0:
             write_moments(self._family, self._base, moments, step)
             return
-        for flat in self._flat_tensors():
-            self._base.state[flat] = state_after(flat, {key: torch.zeros_like(flat) for key in ADAMW_MOMENTS}, step)
-        self._link()
-        for name, p in self._family.trainable().items():
-            for key in ADAMW_MOMENTS:
-                safe_set_full_optimizer_state(p, moments[name][key].to(self._ranks.device), key)
-
-    def _link(self) -> None:
-        """Let parameters find their moments in ZeRO 1 and 2.
-
-        DeepSpeed does it after the first parameter group's first step, when later groups have no moments yet.
-        """
-        if self._stage < 3:
-            self._sharded._hp_optimizer_states_linked = False
-            self._sharded._lazy_init_hp_params_optimizer_state()
-
-    def _flat_tensors(self) -> list[Tensor]:
-        """This rank's float32 partitions, which the optimizer steps."""
-        name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
-        return list(getattr(self._sharded, name))
+        fresh: dict[int, dict[str, Tensor]] = {}
+        for name, shard in self._shards.items():
+            flat = shard.flat
+            if id(flat) not in fresh:
+                zeros = {key: torch.zeros_like(flat) for key in moments[name]}
+                fresh[id(flat)] = self._base.state[flat] = state_after(flat, zeros, step)
+            for key, moment in moments[name].items():
+                shard.of(fresh[id(flat)][key]).copy_(shard.cut(moment))
 
     @contextmanager
     def whole(self) -> Iterator[None]:

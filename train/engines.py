@@ -30,4 +30,4 @@ def make_engine(
         return TorchEngine(family, optimizer, settings.clip_norm)
     from .engine_deepspeed import DeepSpeedEngine
 
-    return DeepSpeedEngine(family, optimizer, settings.clip_norm, ranks, settings.accumulation, settings.zero_stage)
+    return DeepSpeedEngine(settings, family, optimizer, ranks)

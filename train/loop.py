@@ -8,15 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import fingerprint
 from ..data.batches import Batch, BatchPlan, Step, collate
 from ..data.store import Capture, Sample
 from ..errors import TrainingDivergedError
 from ..progress import say
-from ..specdec.formats.checkpoint import read_meta
+from ..specdec.formats.checkpoint import DraftMeta, read_meta, save_draft
 from ..specdec.targets import Target
+from ..storage import require_free_space
 from . import checkpoints, distributed
 from .checkpoints import LoopState
 from .claim import claim
@@ -26,19 +27,21 @@ from .engines import make_engine, wants_deepspeed
 from .families import build
 from .families.base import Family
 from .families.prepare import INIT, prepare
+from .footprint import Footprint, longest, memory_named
 from .head import AGREE, ALPHA, COUNT, LOSS
 from .metrics import MetricLog, MetricSink, extend_digest
-from .optimizers import make_optimizer
+from .optimizers import forget, make_optimizer
 from .pace import Pace, describe, smooth
 from .phases import describe as describe_objective
 from .phases import phase_at
 from .schedule import learning_rate
 from .settings import Settings
+from .standing import Standing, best, stalled
 from .stopping import StopRequest, TrainingStoppedError, on_sigterm
 
 LoadTarget = Callable[[], Target]
-Scorer = Callable[[nn.Module, int], dict[str, float]]
-"""(draft, step) -> figures of that step; rank 0 runs it while the others wait."""
+Scorer = Callable[[Path, int], dict[str, float]]
+"""(draft folder, step) -> its figures, tau, tau_low and tau_high among them; rank 0 runs it while the others wait."""
 METRICS_FILE, SCORES_FILE = "metrics.jsonl", "scores.jsonl"
 
 
@@ -53,7 +56,8 @@ def train(
 ) -> list[Path]:
     """Train one draft in `folder`, from the start or from where it was left. Returns the kept checkpoints' folders.
 
-    Raises TrainingDivergedError before an update that is not finite, TrainingStoppedError after SIGTERM.
+    Raises TrainingDivergedError before an update that is not finite, TrainingStoppedError after SIGTERM,
+    DeviceMemoryError or DiskFullError for what will not fit, LostRankError where another rank is gone.
     """
     use_deepspeed = wants_deepspeed(settings)
     with distributed.join(use_deepspeed) as ranks, on_sigterm() as stop:
@@ -61,7 +65,7 @@ def train(
             claim(folder, settings, seed, capture)
             checkpoints.sweep(folder)
             prepare(settings, seed, capture, folder, load_target)
-        ranks.barrier()
+        ranks.after_first()
 
         torch.manual_seed(_seed("family", seed))  # the same on every rank
         family = build(settings, folder / INIT, load_target, capture, ranks.device).to(ranks.device)
@@ -70,12 +74,10 @@ def train(
         if restored is not None:
             load_weights(family, restored.weights)
         state = restored.state if restored is not None else LoopState()
+        footprint = Footprint.of(family)  # before an engine shards it
 
         optimizer = make_optimizer(family, settings)
         engine = make_engine(settings, family, optimizer, ranks, use_deepspeed)
-        if restored is not None and restored.moments:
-            engine.load_moments(restored.moments, state.step)
-
         samples = capture.samples("train")
         plan = BatchPlan(
             samples,
@@ -86,15 +88,22 @@ def train(
             settings.accumulation,
             settings.row_tokens,
         )
+        check_teacher(family, capture, samples, ranks)
+        describe(settings, family, plan, len(samples), ranks, engine.name)
+        run = Run(settings, folder, capture, family, engine, plan, samples, ranks, sink, scorer, stop, state, footprint)
+        if not run.finished:
+            if ranks.first:
+                require_free_space(folder, footprint.rest(settings, state.step))
+            run.rehearse()
+            forget(optimizer)
+        if restored is not None and restored.moments:
+            engine.load_moments(restored.moments, state.step)
         torch.manual_seed(_seed("train", seed, ranks.rank))
         if restored is not None:
             checkpoints.restore_rng(restored.rng, ranks)
-        check_teacher(family, capture, samples, ranks)
-        describe(settings, family, plan, len(samples), ranks, engine.name)
         if state.step:
             say(f"going on after step {state.step}")
-
-        return Run(settings, folder, capture, family, engine, plan, samples, ranks, sink, scorer, stop, state).loop()
+        return run.loop()
 
 
 class Run:
@@ -114,10 +123,12 @@ class Run:
         scorer: Scorer | None,
         stop: StopRequest,
         state: LoopState,
+        footprint: Footprint,
     ) -> None:
         self.settings, self.folder, self.capture = settings, folder, capture
         self.family, self.engine, self.plan, self.samples = family, engine, plan, samples
         self.ranks, self.sink, self.scorer, self.stop, self.state = ranks, sink, scorer, stop, state
+        self.footprint = footprint
         self.metrics, self.scores = MetricLog(folder / METRICS_FILE), MetricLog(folder / SCORES_FILE)
         self.begun_at = state.step
         if ranks.first:
@@ -136,7 +147,7 @@ class Run:
             asked = self.anyone_asked()
             if due and (self.is_scored(state.step) or self.is_saved(state.step) or asked):
                 self.save()
-            if state.step >= settings.steps:
+            if self.finished:
                 break
             if asked:
                 raise TrainingStoppedError(
@@ -150,6 +161,11 @@ class Run:
             pace.show(state.step, state.smoothed_loss)
         return [checkpoints.step_folder(self.folder, step) for step in state.scored]
 
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left to do."""
+        return self.state.step >= self.settings.steps or self.state.stopped
+
     def is_scored(self, step: int) -> bool:
         """Whether this step's draft is scored and kept."""
         return step == self.settings.steps or bool(self.settings.score_every and step % self.settings.score_every == 0)
@@ -158,23 +174,27 @@ class Run:
         """Whether this step is one to resume from."""
         return bool(self.settings.save_every and step % self.settings.save_every == 0)
 
+    def rehearse(self) -> None:
+        """A step at rate 0 on the longest samples: what does not fit into memory fails now.
+
+        Weights stay as they are; moments are to be forgotten, and random numbers seeded, afterwards.
+        """
+        step = longest(self.plan, self.samples, self.state.position[0])
+        try:
+            self.reduce(self.accumulate(step), step)
+            self.update(step, rate=0.0)
+        except TrainingDivergedError as error:
+            raise TrainingDivergedError(f"before {error}") from None
+
     def one_step(self, step: Step) -> dict[str, float]:
         """Forward, backward and update on one global batch. Advances the state only when all of it is done."""
         settings, state = self.settings, self.state
         phase = self.enter_phase()
-        scale = 1.0 / max(1, step.supervised)
-        sums_AS4 = []
-        for number, indexes in enumerate(step.micro_batches, start=1):
-            inputs = self.family.inputs(self.batch(indexes), indexes)
-            sums_AS4.append(self.engine.accumulate(inputs, scale, last=number == len(step.micro_batches)))
-        loss, values = self.reduce(torch.stack(sums_AS4), step)
+        loss, values = self.reduce(self.accumulate(step), step)
         rate = learning_rate(
             state.step, settings.steps, settings.warmup_steps, settings.learning_rate, settings.final_rate_share
         )
-        try:
-            norm = self.engine.step(rate)
-        except NonFiniteGradientError as error:
-            raise TrainingDivergedError(self.blame(step, str(error), self.ranks.rank)) from None
+        norm = self.update(step, rate)
         state.smoothed_loss = smooth(state.smoothed_loss, loss, state.step)
         state.step += 1
         state.position = list(step.after)
@@ -191,6 +211,25 @@ class Run:
         self.family.aim(objective)
         phases = settings.phases
         return {"phase": float(phase_at(phases, step) + 1)} if len(phases) > 1 else {}
+
+    def accumulate(self, step: Step) -> Tensor:
+        """Forward and backward of this rank's micro-batches; their sums, [A, S, 4]."""
+        scale = 1.0 / max(1, step.supervised)
+        sums_AS4 = []
+        with memory_named(self.settings, self.ranks.rank):
+            for number, indexes in enumerate(step.micro_batches, start=1):
+                inputs = self.family.inputs(self.batch(indexes), indexes)
+                sums_AS4.append(self.engine.accumulate(inputs, scale, last=number == len(step.micro_batches)))
+        return torch.stack(sums_AS4)
+
+    def update(self, step: Step, rate: float) -> float:
+        """One step of the optimizer; the gradient's norm."""
+        try:
+            with memory_named(self.settings, self.ranks.rank):
+                return self.engine.step(rate)
+        except NonFiniteGradientError as error:
+            alone = self.ranks.world_size == 1  # a gradient is a sum over ranks: any of them may have spoilt it
+            raise TrainingDivergedError(self.blame(step, str(error), self.ranks.rank if alone else None)) from None
 
     def batch(self, indexes: list[int]) -> Batch:
         """Samples of one micro-batch, as tensors on the device."""
@@ -216,37 +255,69 @@ class Run:
             values[f"agree_{number}"] = row[AGREE] / max(1.0, row[COUNT])
         return loss / max(1, step.supervised), values
 
-    def blame(self, step: Step, what: str, rank: int, broken: list[bool] | None = None) -> str:
-        """Step, rank and samples behind a number that is not finite; the micro-batches at fault, where we had them."""
+    def blame(self, step: Step, what: str, rank: int | None, broken: list[bool] | None = None) -> str:
+        """Step, rank (None: any) and samples behind a number that is not finite; where known, of its micro-batches."""
         indexes = step.samples
         if rank == self.ranks.rank:
             flags = broken or [True] * len(step.micro_batches)
             indexes = [index for flag, part in zip(flags, step.micro_batches) if flag for index in part]
         names = ", ".join(self.samples[index].id for index in indexes)
-        return f"step {self.state.step + 1}, rank {rank}: {what}; nothing was updated; samples {names}"
+        where = "all ranks" if rank is None else f"rank {rank}"
+        return f"step {self.state.step + 1}, {where}: {what}; nothing was updated; samples {names}"
 
     def evaluate(self) -> None:
-        """Let the scorer score the draft as it is now."""
+        """Let the scorer score the draft as it would be saved, and decide whether training on pays."""
         if self.scorer is None:
             return
-        with self.engine.whole():
+        state, figures_3 = self.state, torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
+        with checkpoints.beside(self.folder) as place:
+            with self.engine.whole():
+                if self.ranks.first:
+                    save_draft(self.family.export(), place, self.meta(), self.folder / INIT)
             if self.ranks.first:
-                values = self.scorer(self.family.export(), self.state.step)
-                self.scores.log(self.state.step, values)
-                self.sink.log(self.state.step, values)
-        self.ranks.barrier()
+                values = self.scorer(place, state.step)
+                self.scores.log(state.step, values)
+                self.sink.log(state.step, values)
+                figures_3 += torch.tensor(
+                    [values[name] for name in ("tau", "tau_low", "tau_high")], dtype=torch.float64
+                )
+        self.ranks.after_first()
+        state.standings.append(Standing(state.step, *self.ranks.sum(figures_3).tolist()))
+        if self.settings.patience is not None and stalled(state.standings, self.settings.patience):
+            state.stopped = True
+            say(f"stopping early: tau has not risen for {self.settings.patience} scored steps")
 
     def save(self) -> None:
         """Write a checkpoint; older ones lose what they no longer need."""
         if self.is_scored(self.state.step):
-            self.state.scored.append(self.state.step)
+            self.state.scored = self.kept()
         weights, moments, rng = self.engine.weights(), self.engine.moments(), checkpoints.rng_state(self.ranks)
         with self.engine.whole():
             if self.ranks.first:
-                init = self.folder / INIT
-                meta = read_meta(init).model_copy(update={"step": self.state.step})
-                checkpoints.save(self.folder, self.family.export(), meta, init, self.state, weights, moments, rng)
-        self.ranks.barrier()
+                require_free_space(self.folder, self.footprint.checkpoint)
+                checkpoints.save(
+                    self.folder,
+                    self.family.export(),
+                    self.meta(),
+                    self.folder / INIT,
+                    self.state,
+                    weights,
+                    moments,
+                    rng,
+                )
+        self.ranks.after_first()
+
+    def kept(self) -> list[int]:
+        """Scored steps whose drafts stay, this one among them."""
+        known = [*self.state.scored, self.state.step]
+        if self.settings.keep_best is None:
+            return known
+        chosen = best([one for one in self.state.standings if one.step in known], self.settings.keep_best)
+        return [step for step in known if step in chosen or step == self.state.step]
+
+    def meta(self) -> DraftMeta:
+        """Lineage of the draft at this step."""
+        return read_meta(self.folder / INIT).model_copy(update={"step": self.state.step})
 
     def log(self, values: dict[str, float]) -> None:
         """One line in metrics.jsonl, and the same to the sink."""

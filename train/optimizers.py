@@ -1,38 +1,45 @@
 """Optimizers over a family's parameters, and their state by parameter name, free of how it is spread.
 
 AdamW takes everything, or Muon takes the matrices inside the network and AdamW the rest: embeddings and heads, whose
-rows are looked up one by one, norms and biases. Muon (K. Jordan, 2024) orthogonalises each matrix's update; at the
-size of AdamW's updates (0.2 sqrt(longer side); J. Liu et al., arXiv 2502.16982) both live with similar rates.
+rows are looked up one by one, norms and biases.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from .distributed import Ranks
 from .families.base import Family
+from .muon import MOMENTUM, Muon
 from .settings import Settings
+from .shards import Shard
 
 Moments = dict[str, dict[str, Tensor]]
 """Parameter name -> its moments (exp_avg and exp_avg_sq of AdamW, momentum_buffer of Muon), float32, unsharded."""
-ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
-_COUNTER = "step"  # AdamW counts its steps beside the moments; the loop knows their number
+COUNTER = "step"
+"""AdamW counts its steps beside the moments; the loop knows their number."""
 _SHARE = "rate_share"
 
 
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimizer, with common groups and state."""
 
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
         super().__init__([*muon.param_groups, *adamw.param_groups], {})  # the same dicts: a rate set here holds there
-        self._parts: tuple[torch.optim.Optimizer, ...] = (muon, adamw)
-        for part in self._parts:
+        self._muon, self._adamw = muon, adamw
+        for part in (muon, adamw):
             part.state = self.state
+
+    def spread(self, shards: Iterable[Shard], ranks: Ranks) -> None:
+        """Tell Muon which parts of matrices it steps from now on."""
+        self._muon.spread(shards, ranks)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of both."""
-        for part in self._parts:
+        """One step of both, on the groups that are there: DeepSpeed takes all but one away and steps each by itself."""
+        for part, is_muon in ((self._muon, True), (self._adamw, False)):
+            part.param_groups = [group for group in self.param_groups if (_SHARE in group) == is_muon]
             part.step()
 
 
@@ -42,12 +49,7 @@ def make_optimizer(family: Family, settings: Settings) -> torch.optim.Optimizer:
     if settings.optimizer == "adamw":
         return _adamw(settings, [*hidden, *tables], rest)
     share = settings.muon_rate / settings.learning_rate
-    muon = torch.optim.Muon(
-        [{"params": hidden, _SHARE: share}],
-        lr=0.0,
-        weight_decay=settings.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    muon = Muon([{"params": hidden, _SHARE: share}], settings.weight_decay, family.loss_settings.dtype)
     return MuonAdamW(muon, _adamw(settings, tables, rest)) if tables or rest else muon  # adapters: matrices only
 
 
@@ -63,11 +65,18 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get(_SHARE, 1.0)
 
 
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """As before the first step; the memory stays."""
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.zero_()
+
+
 def read_moments(family: Family, optimizer: torch.optim.Optimizer) -> Moments:
     """State of an unsharded optimizer by parameter name; empty before the first step."""
     state = optimizer.state
     return {
-        name: {key: moment.detach().float().cpu() for key, moment in state[p].items() if key != _COUNTER}
+        name: {key: moment.detach().float().cpu() for key, moment in state[p].items() if key != COUNTER}
         for name, p in family.trainable().items()
         if p in state
     }
@@ -85,6 +94,6 @@ def write_moments(
 def state_after(p: Tensor, moments: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
     """One tensor's state after `step` steps, on its device (AdamW's fused kernel wants its counter there too)."""
     state = {key: moment.to(p.device, torch.float32, copy=True) for key, moment in moments.items()}
-    if ADAMW_MOMENTS[0] in state:
-        state[_COUNTER] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
+    if MOMENTUM not in state:
+        state[COUNTER] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
     return state

@@ -15,7 +15,9 @@ _ELSEWHERE = {
     "row_tokens",
     "engine",
     "zero_stage",
+    "offload_optimizer",
     "save_every",
+    "keep_best",
     "logits_bytes",
     "activation_checkpointing",
     "init_from",
@@ -63,10 +65,20 @@ class _Training(Section):
     """Score, and keep a checkpoint, every so many steps and at the end; 0: at the end only."""
     save_every: int = Field(default=0, ge=0)
     """Also save every so many steps, to resume from; only the newest of these is kept. 0: where scored only."""
+    score_conversations: int = Field(default=0, ge=0)
+    """At every scored step, while training, replay so many conversations of the selection split: tau goes into the
+    metrics. It needs the target loaded. 0: none. All checkpoints that are kept are scored in full afterwards anyway."""
+    keep_best: int | None = Field(default=None, ge=1)
+    """Of the scored checkpoints, keep so many with the highest tau, and the last one; absent: all."""
+    patience: int | None = Field(default=None, ge=1)
+    """Stop early once so many scored steps in a row brought no tau above the best one's interval; absent: never."""
     engine: Literal["auto", "torch", "deepspeed"] = "auto"
     """auto: deepspeed with CUDA or more than one process, torch for one CPU process."""
     zero_stage: int = Field(default=0, ge=0, le=3)
     """DeepSpeed's ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too."""
+    offload_optimizer: bool = False
+    """Keep each rank's share of the optimizer (its state and float32 weights) in the CPU's memory, and step it there:
+    slower, 12 bytes a sharded parameter less on the GPU. Needs zero_stage 1, 2 or 3."""
     logits_bytes: int = Field(default=1 << 28, ge=1)
     """Memory for logits: the loss is computed over as many positions at a time as fit."""
     activation_checkpointing: bool = False
@@ -82,11 +94,17 @@ class _Training(Section):
             raise ValueError(f"warmup_steps {self.warmup_steps}: must not exceed steps {self.steps}")
         if self.score_every > self.steps:
             raise ValueError(f"score_every {self.score_every}: must not exceed steps {self.steps}")
+        for name, value in (("keep_best", self.keep_best), ("patience", self.patience)):
+            if value is not None and (self.score_conversations < 2 or not self.score_every):
+                raise ValueError(
+                    f"{name} {value}: needs score_every above 0 and score_conversations of at least 2, "
+                    f"got {self.score_every} and {self.score_conversations}"
+                )
         phases.check(self.phases, self.steps)
         if self.zero_stage and self.engine == "torch":
             raise ValueError(f"zero_stage {self.zero_stage}: needs engine deepspeed, got engine torch")
-        if self.zero_stage and self.optimizer == "muon":
-            raise ValueError(f"zero_stage {self.zero_stage}: splits matrices, which optimizer muon needs whole; set 0")
+        if self.offload_optimizer and not self.zero_stage:
+            raise ValueError("offload_optimizer true: needs zero_stage 1, 2 or 3, got 0")
         return self
 
     def identity(self) -> dict[str, Any]:
@@ -95,6 +113,7 @@ class _Training(Section):
         `init_from` is left out because a path says nothing of its content; `prepare` records that.
         """
         unused = set() if any("lk_hybrid" in phase.objective for phase in self.phases) else {"lk_eta"}
+        unused |= {"patience", "score_conversations"} if self.patience is None else set()
         said = self.model_dump(mode="json", exclude=_ELSEWHERE | unused | {"objective"})
         return said | {"objective": phases.identity(self.phases)}
 

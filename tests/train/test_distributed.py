@@ -1,5 +1,6 @@
 """The same losses and weights however a step is spread: over micro-batches, over ranks, over ZeRO stages."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftforge.data.store import Capture
+from draftforge.errors import TrainingDivergedError
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
@@ -29,7 +31,14 @@ SETTINGS: dict[str, Settings] = {
     "eagle3": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON),
     "muon": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON),
 }
-MATRIX = [(name, stage) for name in SETTINGS for stage in range(4) if name != "muon" or stage == 0]
+MATRIX = [(name, stage) for name in SETTINGS for stage in range(4)]
+UNCUT = [("small", 2), ("muon", 1), ("muon", 3)]
+"""Also in one micro-batch a rank."""
+OFFLOADED = [("small", 1), ("small", 2), ("small", 3), ("muon", 2), ("muon", 3)]
+CHAINS = {name: ({"zero_stage": 2}, {"engine": "torch"}, {"zero_stage": 3}) for name in ("small", "eagle3")}
+CHAINS["muon"] = ({"zero_stage": 3}, {"engine": "torch"}, {"zero_stage": 2})
+CHAINS["lora"] = ({"zero_stage": 1}, {"engine": "deepspeed"}, {"zero_stage": 2, "offload_optimizer": True})
+"""Two steps each: on two ranks, on one, on three, which divide no parameter evenly."""
 
 
 class Figures:
@@ -40,6 +49,8 @@ class Figures:
         self.norms: list[float] = []
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        if "tau" in values:
+            return
         self.losses.append(values["loss"])
         self.norms.append(values["gradient_norm"])
 
@@ -63,12 +74,56 @@ def run_all(capture: str, target: str, jobs: list[dict[str, Any]]) -> list[dict[
         loop.Run.anyone_asked = asked  # type: ignore[method-assign]
         sink, settings = Figures(), SETTINGS[job["name"]].model_copy(update=job["update"])
         try:
-            loop.train(settings, 0, opened, Path(job["folder"]), lambda: load(target), sink)
+            scorer = None if "taus" not in job else taught(job["taus"])
+            loop.train(settings, 0, opened, Path(job["folder"]), lambda: load(target), sink, scorer)
             assert stop == STEPS
         except TrainingStoppedError:
             assert stop < STEPS
         found.append({"losses": sink.losses, "norms": sink.norms})
     loop.Run.anyone_asked = original  # type: ignore[method-assign]
+    return found
+
+
+def taught(taus: list[float]) -> loop.Scorer:
+    """A scorer of the first rank's that finds these, one a step."""
+
+    def score(place: Path, step: int) -> dict[str, float]:
+        assert os.environ["RANK"] == "0" and (place / "model.safetensors").is_file()
+        return {"tau": taus[step - 1], "tau_low": taus[step - 1] - 0.1, "tau_high": taus[step - 1] + 0.1}
+
+    return score
+
+
+def run_into_infinity(capture: str, target: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Trainings whose last rank's gradient is infinite in step 3: what is raised, and how far that step moved them."""
+    torch.set_num_threads(1)
+    opened = Capture.open(Path(capture), verify=False)
+    original = loop.Run.one_step
+    found: list[dict[str, Any]] = []
+
+    def poisoned(self: loop.Run, step: Any) -> dict[str, float]:
+        if self.state.step != 2:
+            return original(self, step)
+        weights, moments = self.engine.weights(), self.engine.moments()
+        if self.ranks.rank == self.ranks.world_size - 1:
+            for parameter in self.family.trainable().values():
+                parameter.register_hook(lambda grad: grad * float("inf"))  # type: ignore[no-untyped-call]
+        try:
+            return original(self, step)
+        finally:
+            same = all(torch.equal(x, weights[name]) for name, x in self.engine.weights().items())
+            after = self.engine.moments()
+            same &= all(torch.equal(after[n][key], x) for n, parts in moments.items() for key, x in parts.items())
+            found.append({"same": same, "moments": sum(map(len, moments.values()))})
+
+    loop.Run.one_step = poisoned  # type: ignore[method-assign]
+    for job in jobs:
+        settings = SETTINGS[job["name"]].model_copy(update=job["update"])
+        try:
+            loop.train(settings, 0, opened, Path(job["folder"]), lambda: load(target), Figures())
+        except TrainingDivergedError as error:
+            found[-1]["error"] = str(error)
+    loop.Run.one_step = original  # type: ignore[method-assign]
     return found
 
 
@@ -99,11 +154,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_training(losses: list[float], norms: list[float], folder: Path, reference: Any) -> None:
     figures, final = reference
-    exact = "muon" not in folder.name  # its orthogonalisation runs in bfloat16, which lifts rounding to a thousandth
-    assert losses == pytest.approx(figures["losses"], rel=1e-4 if exact else 2e-3, abs=1e-5)
-    assert norms == pytest.approx(figures["norms"], rel=1e-3 if exact else 2e-2)
+    assert losses == pytest.approx(figures["losses"], rel=1e-4, abs=1e-5)
+    assert norms == pytest.approx(figures["norms"], rel=1e-3)
     for name, tensor in weights(folder).items():
-        torch.testing.assert_close(tensor, final[name], atol=1e-4 if exact else 4e-3, rtol=1e-3)
+        torch.testing.assert_close(tensor, final[name], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("accumulation", [4, 16])
@@ -118,38 +172,23 @@ def test_accumulation_changes_nothing(
 
 @pytest.fixture(scope="module")
 def spread_out(places: tuple[str, str], run_distributed: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Every distributed training of this file, in three launches, because a launch takes long.
+    """Every distributed training of this file, in few launches, because a launch takes long.
 
     Returns, by a name of its own: losses and norms in order, and the folder.
     """
     folder = tmp_path_factory.mktemp("spread")
-    launches = [
-        (
-            2,
-            [
-                *(job(n, folder / f"{n}-{s}", zero_stage=s, accumulation=2, engine="auto") for n, s in MATRIX),
-                job("small", folder / "2x1 to 1x0", stop=3, zero_stage=1),
-                job("small", folder / "2x3 to 2x2", stop=3, zero_stage=3),
-            ],
-        ),
-        (
-            1,
-            [
-                job("small", folder / "2x1 to 1x0", engine="deepspeed"),
-                job("small", folder / "1x0 to 2x3", stop=3, engine="deepspeed"),
-            ],
-        ),
-        (
-            2,
-            [
-                job("small", folder / "1x0 to 2x3", zero_stage=3),
-                job("small", folder / "2x3 to 2x2", zero_stage=2),
-            ],
-        ),
+    matrix = [job(n, folder / f"{n}-{s}", zero_stage=s, accumulation=2, engine="auto") for n, s in MATRIX]
+    matrix += [job(n, folder / f"{n}-{s} uncut", zero_stage=s) for n, s in UNCUT]
+    matrix += [job(n, folder / f"{n}-{s} offloaded", zero_stage=s, offload_optimizer=True) for n, s in OFFLOADED]
+    legs = [
+        [job(n, folder / f"{n} chain", stop, **parts[leg]) for n, parts in CHAINS.items()]
+        for leg, stop in enumerate((2, 4, STEPS))
     ]
+    update = {"zero_stage": 3, "score_every": 1, "patience": 2, "keep_best": 1}
+    matrix.append(job("small", folder / "stopped", **update) | {"taus": [1.0, 1.5, 1.2, 1.55, 9.0, 9.0]})
     found: dict[str, Any] = {}
-    for world_size, jobs in launches:
-        answers = run_distributed(__file__, "run_all", world_size, [*places, jobs], timeout_seconds=250)
+    for world_size, jobs in ((2, matrix + legs[0]), (1, legs[1]), (3, legs[2])):
+        answers = run_distributed(__file__, "run_all", world_size, [*places, jobs], timeout_seconds=400)
         for one, figures in zip(jobs, answers[0]):
             losses, norms, _ = found.get(Path(one["folder"]).name, ([], [], None))
             found[Path(one["folder"]).name] = (losses + figures["losses"], norms + figures["norms"], one["folder"])
@@ -157,15 +196,36 @@ def spread_out(places: tuple[str, str], run_distributed: Any, tmp_path_factory: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "stage"), MATRIX)
-def test_two_ranks_equal_one(name: str, stage: int, reference: Any, spread_out: Any) -> None:
-    losses, norms, folder = spread_out[f"{name}-{stage}"]
-    assert_same_training(losses, norms, Path(folder), reference[name])
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(f"{name}-{stage}" for name, stage in MATRIX),
+        *(f"{name}-{stage} uncut" for name, stage in UNCUT),
+        *(f"{name}-{stage} offloaded" for name, stage in OFFLOADED),
+        *(f"{name} chain" for name in CHAINS),
+    ],
+)
+def test_two_ranks_equal_one(run: str, reference: Any, spread_out: Any) -> None:
+    """At every ZeRO stage, with the optimizer offloaded, and where another number of ranks went on after a stop."""
+    losses, norms, folder = spread_out[run]
+    assert len(losses) == STEPS
+    assert_same_training(losses, norms, Path(folder), reference[run.replace("-", " ").split()[0]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["2x1 to 1x0", "1x0 to 2x3", "2x3 to 2x2"])
-def test_a_run_goes_on_with_other_ranks_and_another_zero_stage(change: str, reference: Any, spread_out: Any) -> None:
-    """ "RANKSxSTAGE": stopped after step 3 with the first, gone on with the second."""
-    losses, norms, folder = spread_out[change]
-    assert_same_training(losses, norms, Path(folder), reference["small"])
+def test_all_ranks_stop_early_together(reference: Any, spread_out: Any) -> None:
+    losses, _, folder = spread_out["stopped"]
+    assert losses == pytest.approx(reference["small"][0]["losses"][:4], rel=1e-4)
+    assert sorted(path.name for path in Path(folder, "checkpoints").iterdir()) == ["step-000004"]
+
+
+@pytest.mark.slow
+def test_infinity_on_one_rank_stops_all_before_the_step(
+    places: tuple[str, str], run_distributed: Any, tmp_path: Path
+) -> None:
+    jobs = [job("muon", tmp_path / f"{stage}", zero_stage=stage) for stage in range(4)]
+    jobs.append(job("muon", tmp_path / "offloaded", zero_stage=2, offload_optimizer=True))
+    for found in run_distributed(__file__, "run_into_infinity", 2, [*places, jobs]):
+        for one in found:
+            assert one["same"] and one["moments"] > 10
+            assert "step 3, all ranks: gradient norm" in one["error"] and "samples c" in one["error"]

@@ -10,18 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from draftforge import progress
-from draftforge.data.batches import collate
+from draftforge.data.batches import Step, collate
 from draftforge.data.store import Capture
-from draftforge.errors import MissingFileError, OwnershipError, StaleInputError, TrainingDivergedError
+from draftforge.errors import (
+    DeviceMemoryError,
+    MissingFileError,
+    OwnershipError,
+    StaleInputError,
+    TrainingDivergedError,
+)
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats.checkpoint import load_draft
 from draftforge.specdec.targets import Target
-from draftforge.train import loop
+from draftforge.train import checkpoints, loop
 from draftforge.train.families import build
 from draftforge.train.families.prepare import prepare
+from draftforge.train.footprint import Footprint
 from draftforge.train.loop import train
 from draftforge.train.optimizers import make_optimizer
 from draftforge.train.schedule import learning_rate
@@ -47,10 +53,20 @@ FAMILIES = [
     pytest.param(MUON, id="muon"),
 ]
 CPU = torch.device("cpu")
+FIGURES = {"tau": 1.5, "tau_low": 1.4, "tau_high": 1.6}
 
 
 class KilledError(Exception):
     """Stands for a process that dies."""
+
+
+def scoring(taus: dict[int, float]) -> loop.Scorer:
+    """A scorer that finds these, each with an interval of 0.1 to either side."""
+
+    def score(place: Path, step: int) -> dict[str, float]:
+        return {"tau": taus[step], "tau_low": taus[step] - 0.1, "tau_high": taus[step] + 0.1}
+
+    return score
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -197,10 +213,12 @@ def test_scores_of_steps_that_come_again_are_forgotten(
 
         patch.setattr(loop.checkpoints, "save", dying)
         with pytest.raises(KilledError):  # scored, and killed before the checkpoint was there
-            train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder(), lambda *_: {"tau": 1.0})
-    train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder(), lambda *_: {"tau": 2.0})
+            train(
+                settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder(), scoring({3: 1.0, 6: 1.0})
+            )
+    train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder(), scoring({3: 2.0, 6: 2.0}))
     scores = [json.loads(line) for line in (tmp_path / "t" / "scores.jsonl").read_text().splitlines()]
-    assert scores == [{"step": 3, "tau": 2.0}, {"step": 6, "tau": 2.0}]
+    assert [(one["step"], one["tau"]) for one in scores] == [(3, 2.0), (6, 2.0)]
 
 
 def test_a_finished_run_does_nothing_more(
@@ -287,18 +305,158 @@ def test_the_scorer_sees_the_draft_of_each_scored_step_once(
 ) -> None:
     seen: list[int] = []
 
-    def scorer(draft: nn.Module, step: int) -> dict[str, float]:
-        assert isinstance(draft, SmallDraft)
-        assert not any("lora" in name for name, _ in draft.named_parameters())
+    def scorer(place: Path, step: int) -> dict[str, float]:
+        loaded = load_draft(place, CPU, torch.float32)
+        assert isinstance(loaded.draft, SmallDraft) and loaded.meta.step == step
+        assert not any("lora" in name for name, _ in loaded.draft.named_parameters())
         seen.append(step)
-        return {"tau": 1.5}
+        return FIGURES
 
     train(
         LORA.model_copy(update={"score_every": 4}), 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder, scorer
     )
     assert seen == [4, 6]
-    assert [row for row in recorder.rows if "tau" in row[1]] == [(4, {"tau": 1.5}), (6, {"tau": 1.5})]
-    assert (tmp_path / "t" / "scores.jsonl").read_text() == '{"step": 4, "tau": 1.5}\n{"step": 6, "tau": 1.5}\n'
+    assert [row for row in recorder.rows if "tau" in row[1]] == [(4, FIGURES), (6, FIGURES)]
+    scores = [json.loads(line) for line in (tmp_path / "t" / "scores.jsonl").read_text().splitlines()]
+    assert scores == [{"step": 4, **FIGURES}, {"step": 6, **FIGURES}]
+    assert sorted(path.name for path in (tmp_path / "t" / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+
+
+def kept(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in sorted((folder / "checkpoints").iterdir())]
+
+
+def test_the_best_drafts_and_the_last_are_kept_and_nothing_of_others_goes(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any
+) -> None:
+    settings = SMALL.model_copy(update={"score_every": 1, "keep_best": 2})
+    taus = {1: 1.3, 2: 1.9, 3: 1.2, 4: 1.7, 5: 1.4, 6: 1.1}
+    theirs = tmp_path / "t" / "checkpoints" / "step-000000"
+
+    def score(place: Path, step: int) -> dict[str, float]:
+        if step == 1:
+            theirs.mkdir(parents=True)
+        return scoring(taus)(place, step)
+
+    folders = train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder(), score)
+    assert kept(tmp_path / "t") == [0, 2, 4, 6]
+    assert [folder.name for folder in folders] == ["step-000002", "step-000004", "step-000006"]
+    assert [(folder / "trainer").is_dir() for folder in folders] == [False, False, True]
+    with pytest.raises(KeyError):  # the figures decide: without one, nothing is kept or dropped
+        train(settings, 0, tiny_capture, tmp_path / "u", load_tiny_target, make_recorder(), scoring({}))
+
+
+@pytest.mark.parametrize("killed_in", [None, 2, 3, 4])
+def test_training_stops_when_tau_has_stopped_rising_whenever_it_was_killed(
+    killed_in: int | None,
+    tiny_capture: Capture,
+    load_tiny_target: Any,
+    tmp_path: Path,
+    make_recorder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1.65 lies inside the interval of 1.6; 1.3 and it are two scores in a row without a rise."""
+    settings = SMALL.model_copy(update={"steps": 8, "score_every": 1, "keep_best": 1, "patience": 2})
+    score = scoring({1: 1.0, 2: 1.6, 3: 1.3, 4: 1.65, 5: 9.0})
+    if killed_in is not None:
+        with monkeypatch.context() as patch:
+            original = loop.Run.save
+
+            def dying(self: loop.Run) -> None:  # scored, and decided, but not saved
+                if self.state.step == killed_in:
+                    raise KilledError
+                original(self)
+
+            patch.setattr(loop.Run, "save", dying)
+            with pytest.raises(KilledError):
+                train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder(), score)
+    train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder(), score)
+    assert [row["step"] for row in metrics(tmp_path / "t")] == [1, 2, 3, 4]
+    assert kept(tmp_path / "t") == [4]
+    assert checkpoints.is_finished(tmp_path / "t", 8) and not checkpoints.is_finished(tmp_path / "u", 8)
+    again = make_recorder()
+    assert len(train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, again, score)) == 1
+    assert again.rows == []
+
+
+@pytest.mark.parametrize("settings", FAMILIES)
+@pytest.mark.parametrize("start", [0, 3])
+def test_the_rehearsal_changes_nothing(
+    settings: Any,
+    start: int,
+    tiny_capture: Capture,
+    load_tiny_target: Any,
+    tmp_path: Path,
+    make_recorder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = settings.model_copy(update={"save_every": 3})
+    seen = make_recorder(), make_recorder()
+    rehearsed: list[Step] = []
+    original = loop.Run.rehearse
+    for name, recorder in zip(("with", "without"), seen, strict=True):
+
+        def rehearse(self: loop.Run, name: str = name) -> None:
+            if name == "with":
+                original(self)
+                rehearsed.append(loop.longest(self.plan, self.samples, 0))
+
+        def stop_after_start(self: loop.Run) -> bool:
+            return self.state.step == start > 0 and not (tmp_path / f"{self.folder.name}.on").exists()
+
+        monkeypatch.setattr(loop.Run, "rehearse", rehearse)
+        monkeypatch.setattr(loop.Run, "anyone_asked", stop_after_start)
+        if start:
+            with pytest.raises(TrainingStoppedError):
+                train(settings, 0, tiny_capture, tmp_path / name, load_tiny_target, recorder)
+            (tmp_path / f"{name}.on").touch()
+        train(settings, 0, tiny_capture, tmp_path / name, load_tiny_target, recorder)
+    assert len(seen[0].losses) == 6 and seen[0].losses == seen[1].losses  # bit for bit
+    samples = tiny_capture.samples("train")
+    most = max(len(one.prompt_ids) + len(one.answer_ids) for one in samples)
+    assert len(rehearsed) == (2 if start else 1)
+    assert any(len(samples[at].prompt_ids) + len(samples[at].answer_ids) == most for at in rehearsed[0].samples)
+
+
+def test_what_does_not_fit_into_memory_fails_before_the_first_step(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = tiny_capture.samples("train")
+    most = max(len(one.prompt_ids) + len(one.answer_ids) for one in samples)
+    original = loop.Run.batch
+
+    def full(self: loop.Run, indexes: list[int]) -> Any:
+        batch = original(self, indexes)
+        if batch.ids_BT.shape[1] >= most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return batch
+
+    monkeypatch.setattr(loop.Run, "batch", full)
+    expected = (
+        r"draft.tokens_per_step 120: .* rank 0's memory \(CUDA out of memory.*accumulation.*activation_checkpointing"
+    )
+    with pytest.raises(DeviceMemoryError, match=expected) as error:
+        train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    assert recorder.rows == [] and error.value.exit_code == 3 and "\n" not in str(error.value)
+
+
+def test_space_for_all_that_will_be_kept_is_asked_for_first_and_for_each_checkpoint_again(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SMALL.model_copy(update={"score_every": 2})
+    needed: list[int] = []
+    monkeypatch.setattr(loop, "require_free_space", lambda folder, need: needed.append(need))
+    train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    place = tmp_path / "t" / "checkpoints"
+    drafts = [(place / f"step-{step:06d}" / "model.safetensors").stat().st_size for step in (2, 4, 6)]
+    trainer = (place / "step-000006" / "trainer" / "state.safetensors").stat().st_size
+    assert needed[1:] == pytest.approx([drafts[0] + trainer] * 3, rel=0.02)
+    assert needed[0] == pytest.approx(sum(drafts) + drafts[0] + 2 * trainer, rel=0.02)
+    footprint = Footprint(draft=100, trainer=1000)
+    assert footprint.rest(settings, 0) == 3 * 100 + 100 + 2 * 1000
+    assert footprint.rest(settings, 4) == 1 * 100 + 100 + 2 * 1000
+    assert footprint.rest(settings.model_copy(update={"keep_best": 1}), 0) == 2 * 100 + 100 + 2 * 1000
+    assert footprint.rest(settings, 6) == 0
 
 
 def test_a_folder_of_another_run_is_refused(

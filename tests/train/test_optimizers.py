@@ -13,6 +13,7 @@ from draftforge.data.store import Capture
 from draftforge.train.families import build
 from draftforge.train.families.base import Family
 from draftforge.train.families.prepare import prepare
+from draftforge.train.muon import Muon, orthogonal
 from draftforge.train.optimizers import make_optimizer, read_moments, set_rate, write_moments
 from draftforge.train.settings import Eagle3Settings, LoraSettings, Settings, SmallSettings
 
@@ -105,3 +106,34 @@ def test_adapters_are_matrices_only_and_train_by_muon_alone(
     write_moments(family, other, moments, 1)
     for name, change in step(family, other, ADAPTERS.learning_rate, seed=2).items():
         assert torch.equal(change, moved[name]), name
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((24, 40), torch.bfloat16), ((40, 24), torch.bfloat16)])
+def test_muon_steps_as_torchs_own(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """torch's products are bfloat16 always; ours are in the precision of the training."""
+    drawn = torch.Generator().manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    mine = Muon([{"params": [ours]}], 0.1, dtype)
+    reference = torch.optim.Muon([theirs], lr=0.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for rate in (1e-2, 2e-2, 5e-3):
+        gradient = torch.randn(shape, generator=drawn)
+        for parameter, optimizer in ((ours, mine), (theirs, reference)):
+            parameter.grad = gradient.clone()
+            set_rate(optimizer, rate)
+            optimizer.step()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=rate * 0.02)
+    assert torch.equal(mine.state[ours]["momentum_buffer"], reference.state[theirs]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (16, 16)])
+def test_orthogonal_keeps_singular_vectors_and_levels_the_values(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    found = orthogonal(matrix, torch.float32)
+    U, _, Vh = torch.linalg.svd(matrix, full_matrices=False)
+    leveled = U.T @ found @ Vh.T
+    torch.testing.assert_close(leveled, leveled.diag().diag(), rtol=0, atol=1e-4)
+    assert float(leveled.diag().min()) > 0.6 and float(leveled.diag().max()) < 1.25
+
+
+def test_a_matrix_of_zeros_stays_zero() -> None:
+    assert torch.equal(orthogonal(torch.zeros(3, 5), torch.float32), torch.zeros(3, 5))

@@ -42,7 +42,7 @@ def test_the_family_decides_the_fields() -> None:
         ({"objective": phased(9, 9)}, r"until \[9, 9\]: must be ascending and below steps 200"),
         ({"objective": phased(9, 200)}, r"until \[9, 200\]: must be ascending and below steps 200"),
         ({"zero_stage": 2, "engine": "torch"}, "zero_stage 2: needs engine deepspeed, got engine torch"),
-        ({"zero_stage": 1, "optimizer": "muon"}, "zero_stage 1: splits matrices, which optimizer muon needs whole"),
+        ({"offload_optimizer": True}, "offload_optimizer true: needs zero_stage 1, 2 or 3, got 0"),
         ({"layers": None}, "layers None, from_model None: give exactly one of them"),
         ({"from_model": "a/b"}, "layers 4, from_model a/b: give exactly one of them"),
         ({"layers": 1}, "layers 1: must be at least 2"),
@@ -62,7 +62,14 @@ def test_captured_layers_are_in_order() -> None:
 
 def test_identity_is_what_decides_the_result() -> None:
     base = SmallSettings(layers=4)
-    elsewhere = {"accumulation": 4, "zero_stage": 1, "save_every": 5, "logits_bytes": 1, "init_from": Path("x")}
+    elsewhere = {
+        "accumulation": 4,
+        "zero_stage": 1,
+        "offload_optimizer": True,
+        "save_every": 5,
+        "logits_bytes": 1,
+        "init_from": Path("x"),
+    }
     assert base.model_copy(update=elsewhere).fingerprint == base.fingerprint
     for update in ({"layers": 5}, {"steps": 7}, {"learning_rate": 1e-4}, {"objective": {"ce": 1.0}}):
         assert base.model_copy(update=update).fingerprint != base.fingerprint

@@ -1,0 +1,94 @@
+"""Scores while training: what they leave for the later stages, on one rank and on two."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftforge.data.store import Sample
+from draftforge.errors import InputError
+from draftforge.eval import counts, figures
+from draftforge.eval.sampled import SampledScore
+from draftforge.eval.select import serving
+from draftforge.eval.settings import ScoreSettings
+from draftforge.pipeline import stages
+from draftforge.pipeline.distill import distill
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import load_recipe
+from draftforge.specdec.sampling import SamplingSettings
+
+EAGLE3 = {
+    "family": "eagle3",
+    "draft_vocabulary": 200,
+    "steps": 6,
+    "warmup_steps": 1,
+    "tokens_per_step": 256,
+    "aux_layers": [1, 2, 4],
+    "draft_tokens": 2,
+    "precision": "float32",
+    "score_every": 1,
+    "score_conversations": 6,
+    "keep_best": 1,
+    "patience": 2,
+}
+
+
+def trained_in(space: Workspace) -> Path:
+    (folder,) = space.root.glob("train-*")
+    return folder
+
+
+def scores_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_stage_that_stopped_early_is_done_and_its_kept_drafts_are_scored(
+    write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a tiny random target tau does not move beyond its interval: two scores after the first end the training."""
+    path = write_recipe(drafts={"eagle3": EAGLE3})
+    space = Workspace(load_recipe(path))
+    outcome = distill(space)
+    assert outcome is not None
+    scores = scores_of(trained_in(space))
+    assert [one["step"] for one in scores] == [1, 2, 3]
+    assert all(1 <= one["tau_low"] <= one["tau"] <= one["tau_high"] <= 3 for one in scores)
+    best = max(scores, key=lambda one: one["tau"])["step"]
+    assert set(stages.list_steps(trained_in(space))) == {best, 3}
+    assert {row.step for row in outcome.scored.rows if row.draft == "eagle3"} == {best, 3}
+    history = space.tracking.client.get_metric_history(outcome.version.run_id, "eagle3/tau")
+    assert [(point.step, point.value) for point in history] == [(one["step"], one["tau"]) for one in scores]
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a finished stage ran again")
+
+    monkeypatch.setattr(stages, "train", refuse)
+    again = distill(Workspace(load_recipe(path)))
+    assert again is not None and again.version.reference == outcome.version.reference
+
+
+@pytest.mark.slow
+def test_the_figures_are_those_of_the_score_stage(write_recipe: Callable[..., Path]) -> None:
+    """All conversations of the selection split, at the K that the draft is trained for."""
+    every = {**EAGLE3, "steps": 2, "score_conversations": 1000, "keep_best": None, "patience": None}
+    space = Workspace(load_recipe(write_recipe(drafts={"eagle3": every})))
+    outcome = distill(space)
+    assert outcome is not None
+    while_training = {one["step"]: one["tau"] for one in scores_of(trained_in(space))}
+    settings = space.recipe.score
+    for step, tau in while_training.items():
+        mine = counts.where(outcome.scored.counts, draft="eagle3", step=step, draft_tokens=2, tree="")
+        assert tau == pytest.approx(figures.tau(serving(mine, settings), settings.bootstrap).value)
+
+
+def test_too_few_conversations_for_an_interval_are_refused_by_name() -> None:
+    samples = [sample(turn) for turn in range(3)]
+    with pytest.raises(InputError, match=r"draft\.score_conversations 2: the selection split has 1 cluster"):
+        SampledScore(lambda: pytest.fail("loaded"), samples, ScoreSettings(), 2, 2)
+
+
+def sample(turn: int) -> Sample:
+    return Sample(f"a/{turn}/t0", "a", turn, "a", "d", "selection", SamplingSettings(), 4, "stop", [1, 2], [3])

@@ -1,0 +1,50 @@
+"""Waiting for the first rank, and telling a lost rank from any other error."""
+
+import itertools
+import socket
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from draftforge.errors import LostRankError
+from draftforge.train import distributed
+from draftforge.train.distributed import join, wait_until
+
+
+def test_waiting_ends_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(distributed, "_POLL_SECONDS", 0.0)
+    polls = itertools.count()
+    wait_until(lambda: next(polls) == 60, "capture")
+    assert next(polls) == 61
+
+
+def test_waiting_ends_when_the_first_ranks_launcher_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(distributed, "_CONNECT_LIMIT", timedelta(milliseconds=300))
+    with pytest.raises(LostRankError, match=rf"capture was waited for, but torchrun at 127.0.0.1:{port} is gone"):
+        wait_until(lambda: False, "capture")
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo"), False),
+    ],
+)
+def test_a_failed_collective_says_that_a_rank_is_lost(
+    error: Exception, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    expected = LostRankError if lost else type(error)
+    with pytest.raises(expected, match="the same command goes on" if lost else None), join(need_group=False):
+        raise error

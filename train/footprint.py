@@ -1,0 +1,66 @@
+"""What does not fit is found out before hours of work: space on disk, and the device's memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ..data.batches import BatchPlan, Step
+from ..data.store import Sample
+from ..errors import DeviceMemoryError, one_line
+from .families.base import Family
+from .settings import Settings
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on disk of one checkpoint; measured before an engine shards the family."""
+
+    draft: int
+    trainer: int
+    """Weights and two moments, float32."""
+
+    @classmethod
+    def of(cls, family: Family) -> "Footprint":
+        drafted = sum(parameter.numel() * parameter.element_size() for parameter in family.draft.parameters())
+        return cls(drafted, 12 * sum(parameter.numel() for parameter in family.trainable().values()))
+
+    @property
+    def checkpoint(self) -> int:
+        """What one save writes."""
+        return self.draft + self.trainer
+
+    def rest(self, settings: Settings, step: int) -> int:
+        """What training on from `step` writes and keeps. An older checkpoint goes when the next one is there."""
+        every = settings.score_every or settings.steps
+        scored = -(-settings.steps // every) - step // every
+        kept = scored if settings.keep_best is None else min(scored, settings.keep_best + 1)
+        return kept * self.draft + self.checkpoint + self.trainer if step < settings.steps else 0
+
+
+def longest(plan: BatchPlan, samples: list[Sample], epoch: int) -> Step:
+    """The step of an epoch that holds its longest sample: the one that needs most memory, or nearly."""
+
+    def size(step: Step) -> tuple[int, int]:
+        lengths = (len(samples[at].prompt_ids) + len(samples[at].answer_ids) for at in step.samples)
+        return max(lengths), step.tokens
+
+    steps = plan.steps((epoch, 0))
+    return max((next(steps) for _ in range(plan.steps_per_epoch(epoch))), key=size)
+
+
+@contextmanager
+def memory_named(settings: Settings, rank: int) -> Iterator[None]:
+    """Turn "out of memory", which torch says in several ways, into DeviceMemoryError naming what to turn down."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        if not known or isinstance(error, DeviceMemoryError):
+            raise
+        raise DeviceMemoryError(
+            f"draft.tokens_per_step {settings.tokens_per_step}: a step does not fit into rank {rank}'s memory "
+            f"({one_line(error, 160)}); raise accumulation (now {settings.accumulation}), lower logits_bytes or "
+            "tokens_per_step, set activation_checkpointing, or a higher zero_stage on several GPUs"
+        ) from error
