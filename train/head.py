@@ -3,8 +3,8 @@
 Shapes: S steps ahead, N supervised positions, C positions of a chunk, H hidden size, V draft vocabulary, J entries.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -66,6 +66,14 @@ class Rows:
     """False: step s has no draft for position n (too near the start); None: all are valid."""
     teacher: Teacher
     step_weights: tuple[float, ...] = (1.0,)
+    beside: Tensor | None = None
+    """A loss of another kind, summed over the supervised positions; what it counts for is the family's to say."""
+
+    def of_step(self, step: int) -> "Rows":
+        """One step alone."""
+        at = slice(step, step + 1)
+        valid_1N = None if self.valid_SN is None else self.valid_SN[at]
+        return replace(self, states_SNH=self.states_SNH[at], valid_SN=valid_1N, step_weights=self.step_weights[at])
 
 
 @dataclass(frozen=True)
@@ -79,8 +87,19 @@ class LossSettings:
     logits_bytes: int = 1 << 28
 
 
-def head_loss(rows: Rows, head: Head, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """Loss, summed over positions and weighted steps, and detached sums [S, 4] (see LOSS ...)."""
+def each_head(head: Head | Sequence[Head]) -> Sequence[Head]:
+    """The heads, whether there is one for all steps or one a step."""
+    return [head] if isinstance(head, Head) else head
+
+
+def head_loss(rows: Rows, head: Head | Sequence[Head], settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """Loss, summed over positions and weighted steps, and detached sums [S, 4] (see LOSS ...).
+
+    `head`: of all steps, or one a step.
+    """
+    if not isinstance(head, Head):
+        parts = [head_loss(rows.of_step(step), one, settings) for step, one in enumerate(head)]
+        return torch.stack([loss for loss, _ in parts]).sum(), torch.cat([sums for _, sums in parts])
     return _HeadLoss.apply(rows.states_SNH, head.weight_VH, head.bias_V, rows, head, settings)  # type: ignore[no-any-return, no-untyped-call]
 
 

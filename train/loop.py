@@ -150,6 +150,7 @@ class Run:
         """Forward, backward and update on one global batch. Advances the state only when all of it is done."""
         settings, state = self.settings, self.state
         scale = 1.0 / max(1, step.supervised)
+        self.family.step = state.step
         sums_AS4 = []
         for number, indexes in enumerate(step.micro_batches, start=1):
             inputs = self.family.inputs(self.batch(indexes), indexes)
@@ -186,8 +187,12 @@ class Run:
         if broken:
             raise TrainingDivergedError(self.blame(step, "the loss is not finite", broken[0], broken_A.tolist()))
         sums = everything[: sums_S4.numel()].view_as(sums_S4).tolist()
-        loss = sum(weight * row[LOSS] for weight, row in zip(self.family.step_weights, sums, strict=True))
-        values = {}
+        values, loss, extra = {}, 0.0, self.family.extra
+        if extra is not None:
+            beside = sums.pop()[LOSS]
+            loss += extra.weight * beside
+            values[extra.name] = beside / max(1, step.supervised)
+        loss += sum(weight * row[LOSS] for weight, row in zip(self.family.step_weights, sums, strict=True))
         for number, row in enumerate(sums, start=1):
             values[f"alpha_{number}"] = row[ALPHA] / max(1.0, row[COUNT])
             values[f"agree_{number}"] = row[AGREE] / max(1.0, row[COUNT])
@@ -222,7 +227,8 @@ class Run:
             if self.ranks.first:
                 init = self.folder / INIT
                 meta = read_meta(init).model_copy(update={"step": self.state.step})
-                checkpoints.save(self.folder, self.family.export(), meta, init, self.state, weights, moments, rng)
+                draft, complete = self.family.export(), self.family.complete
+                checkpoints.save(self.folder, draft, meta, init, self.state, weights, moments, rng, complete)
         self.ranks.barrier()
 
     def log(self, values: dict[str, float]) -> None:

@@ -54,7 +54,7 @@ class _Training(_Section):
     """Gradients are scaled down to this norm; 0: never."""
     objective: dict[ObjectiveName, float] = {"kl": 1.0}
     """Weights of the objectives that are summed: kl, ce (of the target's likeliest token), tv (the rejection rate).
-    Where the target is there while training (eagle3), also reverse_kl, jsd, lk (-log acceptance) and lk_hybrid."""
+    Where the target is there while training (all but small), also reverse_kl, jsd, lk (-log acceptance), lk_hybrid."""
     lk_eta: float = Field(default=3.0, ge=0)
     """Of lk_hybrid: how soon it turns from kl to tv as acceptance rises."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -72,7 +72,7 @@ class _Training(_Section):
     activation_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass: less memory, a third more time."""
     draft_tokens: int = Field(default=4, ge=1, le=16)
-    """Tokens a round that the draft is made for; eagle3 unrolls so many steps in training."""
+    """Tokens a round that the draft is made for: steps that eagle and eagle3 unroll in training, heads of medusa."""
     init_from: Path | None = None
     """Draft folder to start from instead of fresh weights (warm start)."""
 
@@ -155,12 +155,20 @@ class SmallSettings(_Training):
         return self
 
 
-class Eagle3Settings(_Training):
+class _BesideTarget(_Training):
+    """What families share that read the target's states: the frozen target is loaded while they train."""
+
+    step_decay: float = Field(default=0.8, gt=0, le=1)
+    """Weight of the loss at step k is step_decay ** k."""
+    features_bytes: int | None = Field(default=None, ge=0)
+    """Memory for the target's features of samples that will come again; 0: run the target each time. Absent: 2 GiB
+    where the target is on the CPU, 0 elsewhere."""
+
+
+class Eagle3Settings(_BesideTarget):
     """One decoder layer on the target's features, trained with the frozen target loaded."""
 
     family: Literal["eagle3"] = "eagle3"
-    step_decay: float = Field(default=0.8, gt=0, le=1)
-    """Weight of the loss at step k is step_decay ** k."""
     draft_vocabulary: int | None = Field(default=None, ge=1)
     """Draft only so many tokens, the most frequent of the supervised ones; absent: the whole vocabulary."""
     aux_layers: tuple[int, int, int] | None = None
@@ -170,9 +178,6 @@ class Eagle3Settings(_Training):
     fc_norm: bool | None = None
     """A norm over the features of each read layer before they are mixed (EAGLE-3.1); absent: as the start has it, none
     in a fresh one."""
-    features_bytes: int | None = Field(default=None, ge=0)
-    """Memory for the target's features of samples that will come again; 0: run the target each time. Absent: 2 GiB
-    where the target is on the CPU, 0 elsewhere."""
     train_embeddings: bool = False
     """Give the draft its own embeddings and train them; off: it shares the target's, frozen."""
     train_head: bool = True
@@ -185,5 +190,55 @@ class Eagle3Settings(_Training):
         return self
 
 
-Settings = SmallSettings | Eagle3Settings
+class EagleSettings(_BesideTarget):
+    """EAGLE-1: one decoder layer on the target's last state, under the target's own frozen head and embeddings."""
+
+    family: Literal["eagle"] = "eagle"
+    objective: dict[ObjectiveName, float] = {"kl": 0.1}
+    """Weights of the objectives that are summed, beside `feature_weight`; as published, a tenth of it."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width of the MLP; absent: the target's."""
+    feature_weight: float = Field(default=1.0, ge=0)
+    """Weight of the smooth L1 loss between the draft's states and the target's; 0: none."""
+    feature_noise: float = Field(default=0.2, ge=0)
+    """Width of the uniform noise on the target's states in training, times 512 over the text's tokens; 0: none."""
+
+
+class BackboneSettings(_Section):
+    """Medusa-2: adapters on the target's layers, trained together with the heads. The target becomes another model."""
+
+    lora: LoraSettings = LoraSettings(rank=32, alpha=16.0)
+    """The adapters."""
+    start_step: int = Field(default=100, ge=0)
+    """Steps in which the heads train alone."""
+    rate_share: float = Field(default=0.25, gt=0, le=1)
+    """Learning rate of the adapters, as a share of the heads'."""
+    heads_weight: float = Field(default=0.2, gt=0)
+    """Weight of the heads' loss beside the divergence from the target as it was."""
+
+
+class MedusaSettings(_BesideTarget):
+    """Heads that each draft one of the next draft_tokens tokens from the target's last state."""
+
+    family: Literal["medusa"] = "medusa"
+    blocks: int = Field(default=1, ge=1)
+    """Residual layers of a head."""
+    train_heads: bool = True
+    """Train each head's linear layer to the vocabulary, which starts from the target's; off: the blocks alone, in much
+    less memory."""
+    backbone: BackboneSettings | None = None
+    """Train the target too (Medusa-2); absent: it stays as it is (Medusa-1)."""
+
+    @model_validator(mode="after")
+    def _possible_backbone(self) -> "MedusaSettings":
+        if self.backbone is None:
+            return self
+        if self.backbone.start_step >= self.steps:
+            raise ValueError(f"backbone.start_step {self.backbone.start_step}: must be less than steps {self.steps}")
+        if self.zero_stage == 3:
+            raise ValueError("zero_stage 3: splits weights, which backbone needs whole; set 2")
+        return self
+
+
+Settings = SmallSettings | Eagle3Settings | EagleSettings | MedusaSettings
 DraftSettings = Annotated[Settings, Field(discriminator="family")]

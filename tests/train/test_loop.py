@@ -25,7 +25,7 @@ from draftforge.train.families.prepare import prepare
 from draftforge.train.loop import train
 from draftforge.train.optimizers import make_optimizer
 from draftforge.train.schedule import learning_rate
-from draftforge.train.settings import Eagle3Settings, LoraSettings, SmallSettings
+from draftforge.train.settings import Eagle3Settings, EagleSettings, LoraSettings, MedusaSettings, SmallSettings
 from draftforge.train.stopping import TrainingStoppedError
 
 COMMON: dict[str, Any] = {
@@ -39,12 +39,16 @@ COMMON: dict[str, Any] = {
 SMALL = SmallSettings(layers=2, **COMMON)
 LORA = SmallSettings(layers=2, lora=LoraSettings(rank=2, alpha=4.0), **COMMON)
 EAGLE3 = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON)
+EAGLE = EagleSettings(draft_tokens=2, **COMMON)
+MEDUSA = MedusaSettings(draft_tokens=3, **COMMON)
 MUON = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON)
 FAMILIES = [
     pytest.param(SMALL, id="small"),
     pytest.param(LORA, id="lora"),
     pytest.param(EAGLE3, id="eagle3"),
     pytest.param(MUON, id="muon"),
+    pytest.param(EAGLE, id="eagle"),
+    pytest.param(MEDUSA, id="medusa"),
 ]
 CPU = torch.device("cpu")
 

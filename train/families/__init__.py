@@ -12,10 +12,14 @@ from ..head import LossSettings
 from ..precision import matrix_dtype
 from ..settings import Settings
 from .base import Family, LoadTarget
+from .eagle import EagleFamily
 from .eagle3 import Eagle3Family
+from .medusa import MedusaFamily
 from .small import SmallFamily
 
-FAMILIES: Mapping[str, type[Family]] = {family.name: family for family in (SmallFamily, Eagle3Family)}
+FAMILIES: Mapping[str, type[Family]] = {
+    family.name: family for family in (SmallFamily, MedusaFamily, EagleFamily, Eagle3Family)
+}
 
 
 def family_of(settings: Settings) -> type[Family]:

@@ -30,6 +30,9 @@ class Alignment:
         self._late_B = self.first_B - (j_B - 1)
         self.width = max(1, max(b - a for a, b in zip(batch.offsets, batch.offsets[1:])))
         """Trained positions a row."""
+        places_BM = self.first_B[:, None] + torch.arange(self.width, device=offsets.device)
+        self.at_BM = places_BM.clamp(max=tokens - 1)
+        """[B, M = width] those positions; past a row's end its last one, which means nothing."""
 
     def rows(self, steps: int) -> tuple[Tensor, Tensor]:
         """[S, N] where each supervised token is drafted, in the flattened [B, W] states, and whether it is."""

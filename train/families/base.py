@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ...data.batches import Batch
 from ...data.store import Capture
 from ...specdec.drafts import AnyDraft
 from ...specdec.targets import Target
-from ..head import Head, LossSettings, Rows, head_loss
+from ..head import LOSS, Head, LossSettings, Rows, each_head, head_loss
 from ..settings import Settings
 from .features import Features
 
@@ -44,6 +44,14 @@ class Inputs:
     features: Features | None = None
 
 
+class Extra(NamedTuple):
+    """A loss beside the drafting steps' (`Rows.beside`)."""
+
+    name: str
+    """What its mean over supervised tokens is logged as."""
+    weight: float
+
+
 class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     """A draft under training. The engine wraps this module: its trainable parameters are the draft's.
 
@@ -58,6 +66,12 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     """Whether batches carry the stored signals."""
     step_weights: tuple[float, ...] = (1.0,)
     """Weight of the loss of each step ahead that one forward pass trains."""
+    extra: Extra | None = None
+    """The loss that `rows` adds; its sum is the last row of the sums."""
+    step: int = 0
+    """Optimizer steps done; the loop keeps it."""
+    slow_share: float = 1.0
+    """Share of the learning rate that the `slow` parameters have."""
     draft: DraftT
 
     def __init__(self, draft: DraftT, settings: SettingsT, loss: LossSettings, target: Target | None) -> None:
@@ -99,24 +113,37 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         """The draft's states, with their teacher. Supervised positions only."""
 
     @abstractmethod
-    def head(self) -> Head:
-        """The linear head that turns states into logits."""
+    def head(self) -> Head | Sequence[Head]:
+        """The linear head that turns states into logits, of all steps or one a step."""
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Summed loss and detached sums [S, 4] of one micro-batch (see head.py)."""
+        """Summed loss and detached sums [S, 4] of one micro-batch (see head.py); the extra loss adds a row."""
         dtype = self.loss_settings.dtype
         device = inputs.batch.ids_BT.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype != torch.float32):
             rows = self.rows(inputs)
-        return head_loss(rows, self.head(), self.loss_settings)
+        loss, sums = head_loss(rows, self.head(), self.loss_settings)
+        if self.extra is None:
+            return loss, sums
+        assert rows.beside is not None
+        last_14 = torch.zeros_like(sums[:1])
+        last_14[0, LOSS] = rows.beside.detach()
+        return loss + self.extra.weight * rows.beside, torch.cat([sums, last_14])
 
     def export(self) -> nn.Module:
         """The draft as it is saved and served. Adapters are merged into a copy."""
         return self.draft
 
+    def complete(self, folder: Path) -> None:
+        """Add what belongs beside the draft to the folder that it was saved in."""
+
+    def slow(self) -> list[nn.Parameter]:
+        """Trainable parameters that learn at `slow_share` of the rate."""
+        return []
+
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
         """Trainable matrices inside the network; embeddings and heads; norms and biases."""
-        tables = {id(self.head().weight_VH)}
+        tables = {id(head.weight_VH) for head in each_head(self.head())}
         tables |= {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         matrices = [p for p in trainable if p.ndim >= 2]

@@ -20,9 +20,10 @@ from ...specdec.loading import load_model, load_tokenizer
 from ...specdec.targets import Target, tokenizer_digest
 from ..head import Head, LossSettings, Rows, head_of
 from ..objectives import Entries, stored_entries
-from ..settings import LoraSettings, SmallSettings
+from ..settings import SmallSettings
 from .base import Family, Inputs, LoadTarget, Start
 from .fit import same_tokenizer
+from .lora import add_lora, merged_weights
 from .prune import check_layers, prune, spread
 
 
@@ -50,7 +51,7 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         draft.model.eval()
         draft.requires_grad_(True)
         if settings.lora is not None:
-            add_lora(draft, settings.lora)
+            add_lora(draft.model, settings.lora, "draft.lora")
         if settings.activation_checkpointing:
             draft.model.train()
             draft.model.gradient_checkpointing_enable()
@@ -142,30 +143,10 @@ def _other_model(
     return model, tokenizer
 
 
-def add_lora(draft: SmallDraft, lora: LoraSettings) -> None:
-    """Put adapters into the draft's linear layers and freeze everything else."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0)
-    try:
-        inject_adapter_in_model(config, draft.model)
-    except ValueError as error:
-        raise InputError(f"draft.lora: targets {lora.targets}: {' '.join(str(error).split())}") from None
-
-
 @torch.no_grad()
 def merged(draft: SmallDraft) -> SmallDraft:
-    """A plain copy of a draft with adapters: W + alpha / rank * B A."""
-    from peft.tuners.lora import LoraLayer
-
-    weights: dict[str, Tensor] = {}
-    for name, tensor in draft.model.state_dict().items():
-        if ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = tensor
-    for name, module in draft.model.named_modules():
-        if isinstance(module, LoraLayer):
-            delta = sum(module.get_delta_weight(adapter) for adapter in module.active_adapters)
-            weights[f"{name}.weight"] = module.get_base_layer().weight + delta
+    """A plain copy of a draft with adapters."""
+    weights = merged_weights(draft.model)
     config = copy.deepcopy(draft.model.config)
     plain = AutoModelForCausalLM.from_config(config, dtype=next(iter(weights.values())).dtype)
     plain.load_state_dict(weights)
