@@ -10,8 +10,9 @@ from drafted import drafted_logits, fit, greedy_accepted, talks
 from families import SUPPORTED, tiny
 from trained import SEED, Trained, sentences
 
-from draftforge.data.batches import collate
+from draftforge.data.batches import Batch, collate
 from draftforge.data.store import Capture, Sample
+from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
@@ -66,7 +67,8 @@ def test_the_regression_is_on_the_state_that_the_target_has_there(target: Target
     tokens = torch.tensor([ids])
     with torch.no_grad():
         hidden_BTH = target.states(tokens).hidden_BTH
-        states = family.draft(target.embed(tokens), hidden_BTH, torch.tensor([0]), len(ids), 3)
+        everywhere = Documents.rows(tokens).everyone()
+        states = family.draft(target.embed(tokens), hidden_BTH, everywhere, 3)
         expected = 0.0
         for step, state_BTH in enumerate(states):
             for i in range(first - 2, len(ids) - 2 - step):
@@ -101,7 +103,8 @@ def test_the_targets_scale_and_soft_cap_are_part_of_its_head(kind: str) -> None:
     ids = torch.randint(1, model.vocab_size, (9,)).tolist()
     drafted = drafted_logits(draft, model, ids, [])[0]
     tokens = torch.tensor([ids])
-    state = draft(model.embed(tokens), model.states(tokens).hidden_BTH, torch.tensor([7]), 1, 1)[0][0, 0]
+    last = Sight(Documents.rows(tokens), torch.tensor([[7]]))
+    state = draft(model.embed(tokens), model.states(tokens).hidden_BTH, last, 1)[0][0, 0]
     torch.testing.assert_close(family.head().logits(state), drafted, atol=1e-4, rtol=1e-4)
     raw = torch.nn.functional.linear(state, family.head().weight_VH)
     assert not torch.allclose(raw, drafted, atol=1e-2)
@@ -110,17 +113,35 @@ def test_the_targets_scale_and_soft_cap_are_part_of_its_head(kind: str) -> None:
 def test_noise_is_uniform_and_shrinks_with_the_length_of_each_text(target: Target, tiny_capture: Capture) -> None:
     """Of width 0.2 x 512 / tokens, on what the layer reads; what it is to say stays clean."""
     samples = tiny_capture.samples("train")[:4]
-    batch = collate(samples)
+    batch = collate(samples, row_tokens=80)
     clean = family_of(target).inputs(batch, range(4)).features
     torch.manual_seed(3)
     noisy = family_of(target, feature_noise=0.2).inputs(batch, range(4)).features
     assert clean is not None and noisy is not None
     assert torch.equal(noisy.hidden_NH, clean.hidden_NH) and torch.equal(noisy.lse_N, clean.lse_N)
-    for row, length in enumerate(batch.lengths_B.tolist()):
-        share = (noisy.aux_BTA - clean.aux_BTA)[row, :length] / (0.2 * 512 / length)
+    assert batch.documents.packed
+    for row, start, length, _ in batch.places:
+        share = (noisy.aux_BTA - clean.aux_BTA)[row, start : start + length] / (0.2 * 512 / length)
         assert float(share.abs().max()) == pytest.approx(0.5, abs=0.01) and float(share.abs().max()) <= 0.5001
         assert float(share.std()) == pytest.approx(12**-0.5, rel=0.05)
         assert abs(float(share.mean())) < 0.02
+
+
+def test_packed_samples_train_as_they_do_alone(target: Target, tiny_capture: Capture) -> None:
+    samples = tiny_capture.samples("train")[:6]
+    family = family_of(target, features_bytes=0)
+
+    def run(batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        loss, sums = family(family.inputs(batch, range(len(batch.places))))
+        return sums, list(torch.autograd.grad(loss, list(family.trainable().values())))
+
+    packed = collate(samples, row_tokens=10_000)
+    assert packed.documents.packed
+    sums, grads = run(packed)
+    alone = [run(collate([sample])) for sample in samples]
+    torch.testing.assert_close(sums, sum(one[0] for one in alone), rtol=1e-4, atol=1e-4)
+    for index, grad in enumerate(grads):
+        torch.testing.assert_close(grad, sum(one[1][index] for one in alone), rtol=1e-3, atol=1e-3)
 
 
 def test_only_the_layer_is_trained(target: Target, tiny_capture: Capture) -> None:

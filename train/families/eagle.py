@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import fingerprint
-from ...data.batches import Batch
+from ...data.batches import Batch, moved
 from ...data.store import Capture
 from ...specdec.drafts.eagle import EagleConfig, EagleDraft
 from ...specdec.targets import Target
@@ -82,15 +82,15 @@ class EagleFamily(Family[EagleSettings, EagleDraft]):
         features = self._features(batch, samples)
         states_BTH = features.aux_BTA.float()
         if self._noise:
-            width_B11 = self._noise * _NOISE_LENGTH / batch.lengths_B[:, None, None]
-            states_BTH = states_BTH + (torch.rand_like(states_BTH) - 0.5) * width_B11
+            width_BT1 = self._noise * _NOISE_LENGTH / _lengths(batch)[..., None]
+            states_BTH = states_BTH + (torch.rand_like(states_BTH) - 0.5) * width_BT1
         return Inputs(batch, self._target.embed(batch.ids_BT).float(), features._replace(aux_BTA=states_BTH))
 
     def rows(self, inputs: Inputs) -> Rows:
         """States of all steps, lined up with the positions that teach them."""
         assert inputs.features is not None
         steps, place = len(self.step_weights), Alignment(inputs.batch)
-        states = self.draft(inputs.embeds_BTH, inputs.features.aux_BTA, place.first_B, place.width, steps)
+        states = self.draft(inputs.embeds_BTH, inputs.features.aux_BTA, place.trained, steps)
         at_SN, valid_SN = place.rows(steps)
         states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
         beside = None if self.extra is None else self._regression(states_SNH, inputs.features.hidden_NH, valid_SN)
@@ -111,3 +111,11 @@ class EagleFamily(Family[EagleSettings, EagleDraft]):
     def check_teacher(self, batch: Batch) -> None:
         """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
         check_live(self._target, batch)
+
+
+def _lengths(batch: Batch) -> Tensor:
+    """[B, T] tokens of the text that each token is of."""
+    lengths_BT = torch.ones(batch.ids_BT.shape)
+    for row, start, length, _ in batch.places:
+        lengths_BT[row, start : start + length] = length
+    return moved(lengths_BT, batch.ids_BT.device)

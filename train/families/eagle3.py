@@ -1,9 +1,6 @@
 """`eagle3`: one decoder layer on the target's features. The frozen target runs beside the engine and teaches.
 
-Shapes: B rows, T tokens, W trained positions a row, S steps ahead, N supervised positions, H hidden size, V vocabulary.
-
-Position i holds feature h_i and token x_{i+1}; step k there drafts x_{i+2+k}. So the token x_{j+1}, supervised by the
-target's distribution at j, is drafted at step k from position j - 1 - k, and the loss mask is that of x_{j+1}.
+Shapes: B rows, T tokens, S steps ahead, N supervised positions, H hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -108,7 +105,7 @@ class Eagle3Family(Family[Eagle3Settings, Eagle3Draft]):
         if self.draft.embed_tokens is not None:
             embeds = self.draft.embed_tokens(batch.ids_BT)
         place = Alignment(batch)
-        states = self.draft(embeds, inputs.features.aux_BTA, place.first_B, place.width, len(self.step_weights))
+        states = self.draft(embeds, inputs.features.aux_BTA, place.trained, len(self.step_weights))
         at_SN, valid_SN = place.rows(len(self.step_weights))
         states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
         teacher = LiveTeacher(self._teacher_head, inputs.features, self._draft_ids)

@@ -92,7 +92,7 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
     def _rows(self, inputs: Inputs, hidden_BTH: Tensor) -> Rows:
         assert inputs.features is not None
         heads, place = len(self.step_weights), Alignment(inputs.batch)
-        read_LH = take(hidden_BTH, place.at_BM).flatten(0, 1).float()  # L = B x M
+        read_LH = take(hidden_BTH, place.trained.at_BM).flatten(0, 1).float()  # L = B x M
         at_KN, valid_KN = place.rows(heads)
         states_KNH = torch.stack([self.draft.state(read_LH[at], head) for head, at in enumerate(at_KN)])
         teacher = LiveTeacher(self._teacher_head, inputs.features, None)

@@ -106,7 +106,7 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
     def rows(self, inputs: Inputs) -> Rows:
         """Hidden states of the supervised positions only: the head never sees a prompt."""
         batch = inputs.batch
-        hidden_BTH = self.draft(batch.ids_BT)
+        hidden_BTH = self.draft(batch.ids_BT, batch.documents)
         states_NH = hidden_BTH.flatten(0, 1)[batch.positions_N]
         signals = batch.signals if batch.signals is not None else _no_signals(states_NH.device)
         return Rows(states_NH[None], None, StoredTeacher(signals))
