@@ -26,6 +26,7 @@ from ..data.store import Capture
 from ..errors import DraftforgeError, MissingFileError
 from ..progress import say
 from ..specdec.formats import META_FILE
+from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.targets import place
 from ..train.checkpoints import list_steps, step_folder
 from ..train.claim import claim
@@ -123,6 +124,9 @@ def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) 
         _check_start(space, name, settings)
     with _naming(name):
         train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink)
+    if space.first_rank and family_of(settings).changes_target(settings):
+        draft = step_folder(stage.folder, settings.steps)
+        say(f"drafts.{name}: its training changed the target: serve {draft / OWN_TARGET} with the draft {draft}")
     gc.collect()  # an engine's cycles hold the optimizer; scoring should not find the card full
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

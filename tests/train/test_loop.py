@@ -17,7 +17,7 @@ from draftforge.data.batches import collate
 from draftforge.data.store import Capture
 from draftforge.errors import MissingFileError, OwnershipError, StaleInputError, TrainingDivergedError
 from draftforge.specdec.drafts.small import SmallDraft
-from draftforge.specdec.formats.checkpoint import load_draft
+from draftforge.specdec.formats.checkpoint import ORIGINAL_TARGET, load_draft
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
 from draftforge.train.families import build
@@ -25,7 +25,14 @@ from draftforge.train.families.prepare import prepare
 from draftforge.train.loop import train
 from draftforge.train.optimizers import make_optimizer
 from draftforge.train.schedule import learning_rate
-from draftforge.train.settings import Eagle3Settings, EagleSettings, LoraSettings, MedusaSettings, SmallSettings
+from draftforge.train.settings import (
+    BackboneSettings,
+    Eagle3Settings,
+    EagleSettings,
+    LoraSettings,
+    MedusaSettings,
+    SmallSettings,
+)
 from draftforge.train.stopping import TrainingStoppedError
 
 COMMON: dict[str, Any] = {
@@ -41,6 +48,7 @@ LORA = SmallSettings(layers=2, lora=LoraSettings(rank=2, alpha=4.0), **COMMON)
 EAGLE3 = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON)
 EAGLE = EagleSettings(draft_tokens=2, **COMMON)
 MEDUSA = MedusaSettings(draft_tokens=3, **COMMON)
+MEDUSA_2 = MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON)
 MUON = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON)
 FAMILIES = [
     pytest.param(SMALL, id="small"),
@@ -49,6 +57,7 @@ FAMILIES = [
     pytest.param(MUON, id="muon"),
     pytest.param(EAGLE, id="eagle"),
     pytest.param(MEDUSA, id="medusa"),
+    pytest.param(MEDUSA_2, id="medusa-2"),
 ]
 CPU = torch.device("cpu")
 
@@ -76,7 +85,8 @@ def test_training_lowers_the_loss_and_leaves_loadable_drafts(
     for folder, step in zip(folders, (4, 8, 12)):
         loaded = load_draft(folder, CPU, torch.float32)
         assert (loaded.meta.step, loaded.meta.family) == (step, settings.family)
-        assert loaded.meta.target_fingerprint == tiny_capture.target_fingerprint
+        made_of = loaded.meta.extra.get(ORIGINAL_TARGET, loaded.meta.target_fingerprint)
+        assert made_of == tiny_capture.target_fingerprint
 
 
 @pytest.mark.parametrize("settings", FAMILIES)
@@ -115,8 +125,11 @@ def test_a_killed_run_goes_on_with_the_same_losses(
         for name in ("whole", "cut")
     ]
     assert records[0]["state"] == records[1]["state"]
-    files = [(tmp_path / name / "checkpoints/step-000006/model.safetensors").read_bytes() for name in ("whole", "cut")]
-    assert files[0] == files[1]
+    whole_files, cut_files = (
+        {path.relative_to(place): path.read_bytes() for path in place.rglob("model.safetensors")}
+        for place in (tmp_path / name / "checkpoints" / "step-000006" for name in ("whole", "cut"))
+    )
+    assert whole_files and whole_files == cut_files  # of the draft, and of a target that was trained with it
 
 
 def test_a_run_killed_while_saving_loses_only_that_checkpoint(

@@ -91,6 +91,11 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         """Whether the target runs while the draft trains."""
 
     @classmethod
+    def changes_target(cls, settings: SettingsT) -> bool:
+        """Whether training makes another model of the target, which alone the draft fits."""
+        return False
+
+    @classmethod
     @abstractmethod
     def misfit(cls, settings: SettingsT, draft: DraftT, source: str) -> str | None:
         """The first field in which the recipe wants another shape than the draft from `source` has; None: it fits."""

@@ -21,7 +21,7 @@ def add_lora(model: PreTrainedModel, lora: LoraSettings, field: str) -> None:
 
 @torch.no_grad()
 def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of the same model without adapters, in its own type: W + alpha / rank * B A."""
+    """The weights of the same model without adapters, in its own type: W + alpha / rank * B A; these on the CPU."""
     from peft.tuners.lora import LoraLayer
 
     weights: dict[str, Tensor] = {}
@@ -32,5 +32,5 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
         if isinstance(module, LoraLayer):
             base: Tensor = module.get_base_layer().weight
             delta = sum(module.get_delta_weight(adapter) for adapter in module.active_adapters)
-            weights[f"{name}.weight"] = (base + delta).to(base.dtype)
+            weights[f"{name}.weight"] = (base + delta).to("cpu", base.dtype)
     return weights

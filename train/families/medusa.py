@@ -6,9 +6,15 @@ Head k at position i reads the target's post-norm state of x_i and drafts x_{i+2
 whole vocabulary: K x V x H weights, and with `train_heads` three times that in gradients and moments, all float32 (8
 heads of an 8-billion-parameter target with 128,256 tokens: 17 GB, 67 GB in all). Without it they stay equal to the
 target's head, and one copy is held; the checkpoint stores K of them, as engines want.
+
+Medusa-2 (`backbone`) trains the target too. After `start_step` the heads read the states of the target under training,
+whose loss is its divergence from the target as it was, beside `heads_weight` times the heads'. Both learn what the
+target said before. The heads' weight is the same from the first step on: AdamW's steps do not depend on it.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +23,21 @@ from ...data.batches import Batch
 from ...data.store import Capture
 from ...specdec.drafts.layers import take
 from ...specdec.drafts.medusa import MedusaConfig, MedusaDraft
+from ...specdec.formats.checkpoint import META_FILE, ORIGINAL_TARGET, OWN_TARGET, read_meta
 from ...specdec.models import CausalModel, head_arithmetic
 from ...specdec.targets import Target
-from ..head import Head, LossSettings, Rows, head_of
-from ..settings import MedusaSettings
+from ...storage import write_json
+from ..head import Head, LossSettings, Rows, head_loss, head_of
+from ..settings import BackboneSettings, MedusaSettings
 from .alignment import Alignment
-from .base import Family, Inputs, LoadTarget, Start
+from .backbone import Backbone, check_trainable
+from .base import Extra, Family, Inputs, LoadTarget, Start
 from .features import FeatureSource
 from .teacher import LiveTeacher, check_live
 
 
 class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
-    """Heads on a frozen target: Medusa-1."""
+    """Heads on a frozen target (Medusa-1), or on one that is trained with them."""
 
     name = "medusa"
     draft_class = MedusaDraft
@@ -43,6 +52,17 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
             draft.lm_heads.requires_grad_(False)
             _share_equal(draft)
         self._features = FeatureSource(target, (), settings.features_bytes, settings.logits_bytes, loss.dtype)
+        self._backbone: Backbone | None = None
+        if settings.backbone is not None:
+            self._train_with(settings.backbone, settings.activation_checkpointing)
+
+    def _train_with(self, settings: BackboneSettings, recompute: bool) -> None:
+        self._backbone = Backbone(self._target, settings, recompute)
+        self.adapters = self._backbone.adapters
+        self._start_step, self.slow_share = settings.start_step, settings.rate_share
+        self.step_weights = tuple(settings.heads_weight * weight for weight in self.step_weights)
+        self.extra = Extra("backbone_loss", 1.0)
+        self._divergence = replace(self.loss_settings, objective={"kl": 1.0})
 
     @classmethod
     def start(cls, settings: MedusaSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
@@ -66,6 +86,11 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
         return True
 
     @classmethod
+    def changes_target(cls, settings: MedusaSettings) -> bool:
+        """Medusa-2 does."""
+        return settings.backbone is not None
+
+    @classmethod
     def misfit(cls, settings: MedusaSettings, draft: MedusaDraft, source: str) -> str | None:
         """Heads and their blocks."""
         config = draft.config
@@ -77,7 +102,9 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
 
     @classmethod
     def check(cls, settings: MedusaSettings, load_target: LoadTarget) -> None:
-        """Any target will do."""
+        """Any target will do; one that is trained must be whole."""
+        if settings.backbone is not None:
+            check_trainable(load_target())
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
@@ -87,7 +114,16 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
     def rows(self, inputs: Inputs) -> Rows:
         """What each head's matrix reads, lined up with the positions that teach it."""
         assert inputs.features is not None
-        return self._rows(inputs, inputs.features.aux_BTA)
+        if self._backbone is None:
+            return self._rows(inputs, inputs.features.aux_BTA)
+        if self.step < self._start_step:
+            nothing = torch.stack([p.sum() for p in self.adapters.parameters()]).sum() * 0.0  # moments from step 1 on
+            return replace(self._rows(inputs, inputs.features.aux_BTA), beside=nothing)
+        hidden_BTH = self._backbone.states(inputs.batch)
+        rows = self._rows(inputs, hidden_BTH)
+        own_1NH = hidden_BTH.flatten(0, 1)[inputs.batch.positions_N][None]
+        divergence, _ = head_loss(Rows(own_1NH, None, rows.teacher), self._teacher_head, self._divergence)
+        return replace(rows, beside=divergence)
 
     def _rows(self, inputs: Inputs, hidden_BTH: Tensor) -> Rows:
         assert inputs.features is not None
@@ -101,6 +137,21 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
     def head(self) -> list[Head]:
         """Each head's own matrix. Engines add no scale or soft-cap of the target's."""
         return [Head(linear.weight) for linear in self.draft.lm_heads]  # type: ignore[arg-type]
+
+    def slow(self) -> list[nn.Parameter]:
+        """The adapters."""
+        return [] if self._backbone is None else list(self.adapters.parameters())
+
+    def complete(self, folder: Path) -> None:
+        """Write the changed target beside the draft, which fits no other."""
+        if self._backbone is None:
+            return
+        meta = read_meta(folder)
+        changed = {
+            "target_fingerprint": self._backbone.save(folder / OWN_TARGET),
+            "extra": {**meta.extra, ORIGINAL_TARGET: meta.target_fingerprint},
+        }
+        write_json(folder / META_FILE, meta.model_copy(update=changed).model_dump())
 
     def check_teacher(self, batch: Batch) -> None:
         """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
