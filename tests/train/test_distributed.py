@@ -40,8 +40,8 @@ SETTINGS: dict[str, Settings] = {
     "medusa-2": MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON),
     "muon": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON),
 }
-STAGES = {"muon": 1, "medusa-2": 3}
-MATRIX = [(name, stage) for name in SETTINGS for stage in range(STAGES.get(name, 4))]
+STAGES = {"muon": [0], "eagle": [2, 3], "medusa": [2, 3], "medusa-2": [0, 2]}
+MATRIX = [(name, stage) for name in SETTINGS for stage in STAGES.get(name, range(4))]
 
 
 class Figures:
