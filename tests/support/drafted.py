@@ -1,7 +1,8 @@
 """What a draft says when it decodes; and drafts trained by their families on a target's own greedy answers."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,12 +10,20 @@ from torch import Tensor
 from draftforge.data.batches import collate
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
+from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
+from draftforge.specdec.formats import DraftMeta, save_draft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_drafter, make_proposer
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 from draftforge.specdec.tree import ROOT
 from draftforge.train.families.base import Family
+from draftforge.train.families.eagle import EagleFamily
+from draftforge.train.families.medusa import MedusaFamily, copy_heads
+from draftforge.train.families.shape import layer_fields
+from draftforge.train.head import LossSettings
+from draftforge.train.settings import EagleSettings, MedusaSettings
 
 
 @torch.no_grad()
@@ -71,3 +80,30 @@ def fit(family: Family, samples: Sequence[Talk], steps: int, rate: float = 3e-3)
         optimizer.step()
         losses.append(float(mean.detach()))
     return losses
+
+
+def fresh_family(target: CausalModel, settings: EagleSettings | MedusaSettings) -> Family:
+    """A fresh draft under training on a target."""
+    loss = LossSettings({str(name): weight for name, weight in settings.objective.items()})
+    torch.manual_seed(0)
+    if isinstance(settings, EagleSettings):
+        return EagleFamily(EagleDraft(EagleConfig(**layer_fields(target))), settings, loss, target)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "fc_bias": False}
+    draft = MedusaDraft(MedusaConfig(**sizes, num_heads=settings.draft_tokens, num_layers=settings.blocks))
+    copy_heads(draft, target)
+    return MedusaFamily(draft, settings, loss, target)  # type: ignore[arg-type]
+
+
+def save(family: Family, target: Target, folder: Path) -> None:
+    """A draft folder, as the loop writes it."""
+    meta = DraftMeta(
+        family=family.name,  # type: ignore[arg-type]
+        target_fingerprint=target.fingerprint,
+        tokenizer_digest=target.tokenizer_digest,
+        step=1,
+        draft_tokens=3,
+        draftforge_version="0",
+        extra={"warm_start_step": 7},
+    )
+    save_draft(family.export(), folder, meta)
+    family.complete(folder)

@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from drafted import fit, greedy_accepted, talks
+from drafted import fit, fresh_family, greedy_accepted, save, talks
 from trained import SEED, Trained, sentences
 
 from draftforge.data.batches import collate
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
-from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
-from draftforge.specdec.formats import DraftMeta, read_meta, save_draft
+from draftforge.specdec.formats import read_meta
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train.families.backbone import check_trainable
-from draftforge.train.families.medusa import MedusaFamily, copy_heads
-from draftforge.train.head import LOSS, LossSettings
+from draftforge.train.families.medusa import MedusaFamily
+from draftforge.train.head import LOSS
 from draftforge.train.optimizers import make_optimizer, set_rate
 from draftforge.train.settings import BackboneSettings, MedusaSettings
 
@@ -33,13 +32,7 @@ def settings_of(**update: Any) -> MedusaSettings:
 
 
 def family_of(target: Target, settings: MedusaSettings) -> MedusaFamily:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    draft = MedusaDraft(
-        MedusaConfig(**sizes, num_heads=settings.draft_tokens, num_layers=settings.blocks, fc_bias=False)
-    )
-    copy_heads(draft, target)
-    return MedusaFamily(draft, settings, LossSettings({"kl": 1.0}), target)
+    return fresh_family(target, settings)  # type: ignore[return-value]
 
 
 @torch.no_grad()
@@ -122,17 +115,7 @@ def test_adapters_learn_at_their_share_of_the_rate(target: Target) -> None:
 
 
 def written(family: MedusaFamily, target: Target, folder: Path) -> Target:
-    meta = DraftMeta(
-        family="medusa",
-        target_fingerprint=target.fingerprint,
-        tokenizer_digest=target.tokenizer_digest,
-        step=1,
-        draft_tokens=3,
-        draftforge_version="0",
-        extra={"warm_start_step": 7},
-    )
-    save_draft(family.export(), folder / "draft", meta)
-    family.complete(folder / "draft")
+    save(family, target, folder / "draft")
     found = read_meta(folder / "draft")
     new = Target.load(TargetSettings(model=str(folder / "draft" / "target"), device="cpu"))
     assert found.target_fingerprint == new.fingerprint != target.fingerprint

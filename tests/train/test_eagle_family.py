@@ -6,19 +6,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from drafted import drafted_logits, fit, greedy_accepted, talks
+from drafted import drafted_logits, fit, fresh_family, greedy_accepted, talks
 from families import SUPPORTED, tiny
 from trained import SEED, Trained, sentences
 
 from draftforge.data.batches import Batch, collate
 from draftforge.data.store import Capture, Sample
 from draftforge.specdec.documents import Documents, Sight
-from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
 from draftforge.train.families.eagle import EagleFamily
-from draftforge.train.families.shape import layer_fields
-from draftforge.train.head import COUNT, LOSS, LossSettings
+from draftforge.train.head import COUNT, LOSS
 from draftforge.train.settings import EagleSettings
 
 
@@ -29,10 +27,7 @@ def target(load_tiny_target: Callable[[], Target]) -> Target:
 
 def family_of(target: CausalModel, **update: Any) -> EagleFamily:
     settings = EagleSettings.model_validate({"draft_tokens": 3, "feature_noise": 0.0, **update})
-    torch.manual_seed(0)
-    draft = EagleDraft(EagleConfig(**layer_fields(target)))
-    objective = {str(name): weight for name, weight in settings.objective.items()}
-    return EagleFamily(draft, settings, LossSettings(objective), target)  # type: ignore[arg-type]
+    return fresh_family(target, settings)  # type: ignore[return-value]
 
 
 def longest(capture: Capture) -> Sample:
@@ -96,10 +91,9 @@ def test_a_perfect_state_costs_nothing(target: Target, tiny_capture: Capture) ->
 @pytest.mark.parametrize("kind", ["gemma2", "granite"])
 def test_the_targets_scale_and_soft_cap_are_part_of_its_head(kind: str) -> None:
     """A wide draft state, so that a cap shows: the logits are those that the `Drafter` makes of it."""
-    torch.manual_seed(0)
     model = CausalModel(tiny(*SUPPORTED[kind]).requires_grad_(False))
-    draft = EagleDraft(EagleConfig(**layer_fields(model)))
-    family = EagleFamily(draft, EagleSettings(), LossSettings({"kl": 1.0}), model)  # type: ignore[arg-type]
+    family = family_of(model)
+    draft = family.draft
     ids = torch.randint(1, model.vocab_size, (9,)).tolist()
     drafted = drafted_logits(draft, model, ids, [])[0]
     tokens = torch.tensor([ids])

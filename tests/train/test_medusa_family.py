@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from drafted import drafted_logits, fit, greedy_accepted, talks
+from drafted import drafted_logits, fit, fresh_family, greedy_accepted, save, talks
 from families import SUPPORTED, tiny
 from trained import SEED, Trained, sentences
 
 from draftforge.data.batches import Batch, collate
 from draftforge.data.store import Capture
-from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
-from draftforge.specdec.formats import DraftMeta, load_draft, save_draft
+from draftforge.specdec.drafts.medusa import MedusaDraft
+from draftforge.specdec.formats import load_draft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
-from draftforge.train.families.medusa import MedusaFamily, copy_heads
-from draftforge.train.head import COUNT, LOSS, LossSettings
+from draftforge.train.families.medusa import MedusaFamily
+from draftforge.train.head import COUNT, LOSS
 from draftforge.train.settings import MedusaSettings
 
 
@@ -26,28 +26,15 @@ def target(load_tiny_target: Callable[[], Target]) -> Target:
     return load_tiny_target()
 
 
-def fresh(target: CausalModel, heads: int = 3, blocks: int = 1) -> MedusaDraft:
-    config = MedusaConfig(
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        num_heads=heads,
-        num_layers=blocks,
-        fc_bias=False,
-    )
-    draft = MedusaDraft(config)
-    copy_heads(draft, target)
-    return draft
-
-
 def family_of(target: CausalModel, lively: bool = False, **update: Any) -> MedusaFamily:
     settings = MedusaSettings.model_validate({"draft_tokens": 3, **update})
-    draft = fresh(target, settings.draft_tokens, settings.blocks)
+    family = fresh_family(target, settings)
     if lively:  # heads that all differ
         torch.manual_seed(0)
         with torch.no_grad():
-            for parameter in draft.parameters():
+            for parameter in family.draft.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return MedusaFamily(draft, settings, LossSettings({"kl": 1.0}), target)  # type: ignore[arg-type]
+    return family  # type: ignore[return-value]
 
 
 def test_each_head_trains_what_it_drafts_with(target: Target, tiny_capture: Capture) -> None:
@@ -108,32 +95,25 @@ def test_packed_samples_train_as_they_do_alone(target: Target, tiny_capture: Cap
 
 def test_fresh_heads_say_what_the_target_says(target: Target) -> None:
     """Of the token that it knows already: blocks do nothing yet."""
-    draft, hidden = fresh(target), torch.randn(5, target.hidden_size)
+    draft, hidden = family_of(target).draft, torch.randn(5, target.hidden_size)
     for head in range(3):
         torch.testing.assert_close(draft.logits(hidden, head), target.logits(hidden))
     granite = CausalModel(tiny(*SUPPORTED["granite"]))  # its logits are an eighth of the product
     hidden = torch.randn(5, granite.hidden_size)
-    torch.testing.assert_close(fresh(granite).logits(hidden, 0), granite.logits(hidden))
+    torch.testing.assert_close(family_of(granite).draft.logits(hidden, 0), granite.logits(hidden))
 
 
 def test_frozen_heads_are_held_once_and_stored_each(target: Target, tmp_path: Path) -> None:
     family = family_of(target, train_heads=False)
     assert sorted(family.trainable()) == [f"draft.blocks.{head}.layers.0.weight" for head in range(3)]
     assert len({linear.weight.data_ptr() for linear in family.draft.lm_heads}) == 1  # type: ignore[operator]
-    meta = DraftMeta(
-        family="medusa",
-        target_fingerprint="0" * 64,
-        tokenizer_digest="0" * 64,
-        step=0,
-        draft_tokens=3,
-        draftforge_version="0",
-    )
-    save_draft(family.export(), tmp_path / "draft", meta)
+    save(family, target, tmp_path / "draft")
     again = load_draft(tmp_path / "draft", torch.device("cpu"), torch.float32).draft
     assert isinstance(again, MedusaDraft)
     for name, tensor in family.draft.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    apart = family_of(target, lively=True, train_heads=False)  # a warm start from heads that were trained
+    settings, trained = MedusaSettings(draft_tokens=3, train_heads=False), family_of(target, lively=True)
+    apart = MedusaFamily(trained.draft, settings, trained.loss_settings, target)  # a warm start
     assert len({linear.weight.data_ptr() for linear in apart.draft.lm_heads}) == 3  # type: ignore[operator]
 
 
