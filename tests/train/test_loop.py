@@ -152,13 +152,17 @@ def test_a_run_killed_while_saving_loses_only_that_checkpoint(
     assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000006"]
 
 
-@pytest.mark.parametrize("settings", [pytest.param(SMALL, id="small"), pytest.param(EAGLE3, id="eagle3")])
+@pytest.mark.parametrize("settings", [SMALL, EAGLE3, EAGLE.model_copy(update={"feature_noise": 0.0}), MEDUSA, MEDUSA_2])
 def test_loss_and_gradient_are_means_over_supervised_tokens(
     settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
 ) -> None:
-    settings = settings.model_copy(update={"steps": 1, "warmup_steps": 0, "tokens_per_step": 10_000, "accumulation": 3})
+    update = {"steps": 1, "warmup_steps": 0, "tokens_per_step": 10_000, "accumulation": 3}
+    if settings is MEDUSA_2:
+        update["backbone"] = settings.backbone.model_copy(update={"start_step": 0})
+    settings = settings.model_copy(update=update)
     train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     samples = tiny_capture.samples("train")  # one step holds them all
+    torch.manual_seed(loop._seed("family", 0))  # of fresh adapters
     family = build(settings, tmp_path / "t" / "init", load_tiny_target, tiny_capture, CPU)
     batch = collate(samples, [tiny_capture.signals(sample) for sample in samples])
     total, _ = family(family.inputs(batch, range(len(samples))))
@@ -166,6 +170,8 @@ def test_loss_and_gradient_are_means_over_supervised_tokens(
     norm = torch.nn.utils.get_total_norm(torch.autograd.grad(mean, list(family.trainable().values())))
     assert recorder.losses[1] == pytest.approx(float(mean.detach()), rel=1e-5)
     assert recorder.rows[0][1]["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
+    extra = family.extra  # its mean is logged too
+    assert extra is None or extra.name in recorder.rows[0][1]
 
 
 def test_the_rate_of_each_step_is_the_schedules(
