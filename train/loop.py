@@ -196,12 +196,12 @@ class Run:
         if broken:
             raise TrainingDivergedError(self.blame(step, "the loss is not finite", broken[0], broken_A.tolist()))
         sums = everything[: sums_S4.numel()].view_as(sums_S4).tolist()
-        values, loss, extra = {}, 0.0, self.family.extra
+        values, extra = {}, self.family.extra
+        beside = 0.0 if extra is None else sums.pop()[LOSS]
+        loss = sum(weight * row[LOSS] for weight, row in zip(self.family.step_weights, sums, strict=True))
         if extra is not None:
-            beside = sums.pop()[LOSS]
-            loss += extra.weight * beside
+            loss = extra.total(loss, beside)
             values[extra.name] = beside / max(1, step.supervised)
-        loss += sum(weight * row[LOSS] for weight, row in zip(self.family.step_weights, sums, strict=True))
         for number, row in enumerate(sums, start=1):
             values[f"alpha_{number}"] = row[ALPHA] / max(1.0, row[COUNT])
             values[f"agree_{number}"] = row[AGREE] / max(1.0, row[COUNT])

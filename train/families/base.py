@@ -22,6 +22,7 @@ from .features import Features
 LoadTarget = Callable[[], Target]
 SettingsT = TypeVar("SettingsT", bound=Settings, default=Any)
 DraftT = TypeVar("DraftT", bound=AnyDraft, default=Any)
+NumberT = TypeVar("NumberT", float, Tensor)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class Extra(NamedTuple):
     name: str
     """What its mean over supervised tokens is logged as."""
     weight: float
+    steps_weight: float = 1.0
+    """Of the drafting steps' loss, which stands beside it."""
+
+    def total(self, steps: NumberT, extra: NumberT) -> NumberT:
+        """The loss."""
+        return self.steps_weight * steps + self.weight * extra
 
 
 class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
@@ -133,7 +140,7 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         assert rows.beside is not None
         last_14 = torch.zeros_like(sums[:1])
         last_14[0, LOSS] = rows.beside.detach()
-        return loss + self.extra.weight * rows.beside, torch.cat([sums, last_14])
+        return self.extra.total(loss, rows.beside), torch.cat([sums, last_14])
 
     def export(self) -> nn.Module:
         """The draft as it is saved and served. Adapters are merged into a copy."""

@@ -60,8 +60,7 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
         self._backbone = Backbone(self._target, settings, recompute)
         self.adapters = self._backbone.adapters
         self._start_step, self.slow_share = settings.start_step, settings.rate_share
-        self.step_weights = tuple(settings.heads_weight * weight for weight in self.step_weights)
-        self.extra = Extra("backbone_loss", 1.0)
+        self.extra = Extra("backbone_loss", 1.0, settings.heads_weight)
         self._divergence = replace(self.loss_settings, objective={"kl": 1.0})
 
     @classmethod
