@@ -156,9 +156,9 @@ def test_a_run_killed_while_saving_loses_only_that_checkpoint(
 def test_loss_and_gradient_are_means_over_supervised_tokens(
     settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
 ) -> None:
-    update = {"steps": 1, "warmup_steps": 0, "tokens_per_step": 10_000, "accumulation": 3}
+    update: dict[str, Any] = {"steps": 1, "warmup_steps": 0, "tokens_per_step": 10_000, "accumulation": 3}
     if settings is MEDUSA_2:
-        update["backbone"] = settings.backbone.model_copy(update={"start_step": 0})
+        update["backbone"] = BackboneSettings(start_step=0)
     settings = settings.model_copy(update=update)
     train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     samples = tiny_capture.samples("train")  # one step holds them all
