@@ -95,7 +95,7 @@ class EagleFamily(Family[EagleSettings, EagleDraft]):
         states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
         beside = None if self.extra is None else self._regression(states_SNH, inputs.features.hidden_NH, valid_SN)
         teacher = LiveTeacher(self._head, inputs.features, None)
-        return Rows(states_SNH, valid_SN, teacher, self.step_weights, beside)
+        return Rows(states_SNH, valid_SN, teacher, self.step_weights, beside=beside)
 
     def _regression(self, states_SNH: Tensor, hidden_NH: Tensor, valid_SN: Tensor) -> Tensor:
         """Smooth L1 between each state and the target's, mean over H, summed over positions and weighted steps."""
