@@ -22,7 +22,7 @@ from draftforge.train.families.base import Family
 from draftforge.train.families.eagle import EagleFamily
 from draftforge.train.families.medusa import MedusaFamily, copy_heads
 from draftforge.train.families.shape import layer_fields
-from draftforge.train.head import LossSettings
+from draftforge.train.rows import LossSettings
 from draftforge.train.settings import EagleSettings, MedusaSettings
 
 
@@ -84,7 +84,7 @@ def fit(family: Family, samples: Sequence[Talk], steps: int, rate: float = 3e-3)
 
 def fresh_family(target: CausalModel, settings: EagleSettings | MedusaSettings) -> Family:
     """A fresh draft under training on a target."""
-    loss = LossSettings({str(name): weight for name, weight in settings.objective.items()})
+    loss = LossSettings(settings.objective_at(0))
     torch.manual_seed(0)
     if isinstance(settings, EagleSettings):
         return EagleFamily(EagleDraft(EagleConfig(**layer_fields(target))), settings, loss, target)  # type: ignore[arg-type]

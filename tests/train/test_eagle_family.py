@@ -15,6 +15,7 @@ from draftforge.data.store import Capture, Sample
 from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
+from draftforge.train.closed_form import Whole
 from draftforge.train.families.eagle import EagleFamily
 from draftforge.train.head import COUNT, LOSS
 from draftforge.train.settings import EagleSettings
@@ -55,7 +56,7 @@ def test_it_trains_what_it_drafts_with(target: Target, tiny_capture: Capture) ->
 
 def test_the_regression_is_on_the_state_that_the_target_has_there(target: Target, tiny_capture: Capture) -> None:
     """Summed over positions and weighted steps, the mean over the state's width; added to the objective."""
-    family, sample = family_of(target, feature_weight=0.7, step_decay=0.5), longest(tiny_capture)
+    family, sample = family_of(target, feature_weight=0.7, step_weights=0.5), longest(tiny_capture)
     batch = collate([sample])
     loss, sums = family(family.inputs(batch, [0]))
     ids, first = sample.prompt_ids + sample.answer_ids, len(sample.prompt_ids)
@@ -72,7 +73,7 @@ def test_the_regression_is_on_the_state_that_the_target_has_there(target: Target
     assert float(sums[-1, LOSS]) == pytest.approx(expected, rel=1e-4)
     objective = sum(0.5**step * float(sums[step, LOSS]) for step in range(3))
     assert float(loss.detach()) == pytest.approx(objective + 0.7 * expected, rel=1e-4)
-    without, plain = family_of(target, feature_weight=0.0, step_decay=0.5)(family.inputs(batch, [0]))
+    without, plain = family_of(target, feature_weight=0.0, step_weights=0.5)(family.inputs(batch, [0]))
     assert float(without.detach()) == pytest.approx(objective, rel=1e-4) and len(plain) == 3
 
 
@@ -84,8 +85,9 @@ def test_a_perfect_state_costs_nothing(target: Target, tiny_capture: Capture) ->
     rows = family.rows(inputs)
     hidden_NH = inputs.features.hidden_NH
     assert float(family._regression(hidden_NH[None], hidden_NH, torch.ones(1, len(hidden_NH), dtype=torch.bool))) == 0.0
-    entries, _ = rows.teacher.entries(slice(None))
-    torch.testing.assert_close(family.head().logits(hidden_NH).log_softmax(-1), entries.logp_NJ, atol=1e-4, rtol=1e-4)
+    whole = rows.teacher.at(slice(0, len(hidden_NH)), [1.0])
+    assert isinstance(whole, Whole)
+    torch.testing.assert_close(family.head().logits(hidden_NH), whole.logits_CV, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite"])

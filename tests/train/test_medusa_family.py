@@ -58,7 +58,7 @@ def test_each_head_trains_what_it_drafts_with(target: Target, tiny_capture: Capt
 
 
 def test_the_loss_is_the_weighted_sum_of_the_heads(target: Target, tiny_capture: Capture) -> None:
-    family = family_of(target, lively=True, step_decay=0.5)
+    family = family_of(target, lively=True, step_weights=0.5)
     sample = max(tiny_capture.samples("train"), key=lambda sample: len(sample.answer_ids))
     loss, sums = family(family.inputs(collate([sample]), [0]))
     ids, first = sample.prompt_ids + sample.answer_ids, len(sample.prompt_ids)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple
 
@@ -15,7 +15,9 @@ from ...data.batches import Batch
 from ...data.store import Capture
 from ...specdec.drafts import AnyDraft
 from ...specdec.targets import Target
-from ..head import LOSS, Head, LossSettings, Rows, each_head, head_loss
+from ..head import LOSS, each_head, head_loss
+from ..phases import Objective
+from ..rows import Head, LossSettings, Rows
 from ..settings import Settings
 from .features import Features
 
@@ -126,10 +128,14 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
 
     @abstractmethod
     def head(self) -> Head | Sequence[Head]:
-        """The linear head that turns states into logits, of all steps or one a step."""
+        """The linear head that turns states into logits: one for all rows, or one for each s of their states."""
+
+    def aim(self, objective: Objective) -> None:
+        """Minimise this from now on; the loop says it before every step."""
+        self.loss_settings = replace(self.loss_settings, objective=objective)
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Summed loss and detached sums [S, 4] of one micro-batch (see head.py); the extra loss adds a row."""
+        """Summed loss and detached sums [K, 4] of one micro-batch (see head.py); the extra loss adds a row."""
         dtype = self.loss_settings.dtype
         device = inputs.batch.ids_BT.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype != torch.float32):

@@ -18,7 +18,8 @@ from ...data.batches import Batch, moved
 from ...data.store import Capture
 from ...specdec.drafts.eagle import EagleConfig, EagleDraft
 from ...specdec.targets import Target
-from ..head import Head, LossSettings, Rows, head_of
+from ..head import head_of
+from ..rows import Head, LossSettings, Rows
 from ..settings import EagleSettings
 from .alignment import Alignment
 from .base import Extra, Family, Inputs, LoadTarget, Start
@@ -40,7 +41,7 @@ class EagleFamily(Family[EagleSettings, EagleDraft]):
         super().__init__(draft, settings, loss, target)
         assert target is not None
         self._target, self._noise = target, settings.feature_noise
-        self.step_weights = tuple(settings.step_decay**k for k in range(settings.draft_tokens))
+        self.step_weights = settings.weight_of_steps()
         self.extra = Extra("feature_loss", settings.feature_weight) if settings.feature_weight else None
         draft.requires_grad_(True)
         self._head = head_of(target)

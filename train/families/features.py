@@ -39,12 +39,15 @@ class FeatureSource:
     def __init__(
         self,
         target: Target,
-        aux_layers: Sequence[int],
+        aux_layers: Sequence[int] | None,
         budget_bytes: int | None,
         logits_bytes: int,
         matrix_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`budget_bytes` None: 2 GiB where the target is on the CPU, 0 elsewhere."""
+        """`aux_layers` empty: the post-norm states are the features; None: there are none.
+
+        `budget_bytes` None: 2 GiB where the target is on the CPU, 0 elsewhere.
+        """
         if budget_bytes is None:
             budget_bytes = _CPU_BUDGET_BYTES if target.device.type == "cpu" else 0
         self._target, self._aux_layers = target, aux_layers
@@ -81,8 +84,11 @@ class FeatureSource:
 
     def _run(self, ids_BT: Tensor, positions_N: Tensor, documents: Documents | None = None) -> Features:
         with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=self._half):
-            states = self._target.states(ids_BT, aux_layers=self._aux_layers, documents=documents)
-        aux_BTA = states.hidden_BTH if states.aux_BTA is None else states.aux_BTA
+            states = self._target.states(ids_BT, aux_layers=self._aux_layers or (), documents=documents)
+        if self._aux_layers is None:
+            aux_BTA = states.hidden_BTH[..., :0]
+        else:
+            aux_BTA = states.hidden_BTH if states.aux_BTA is None else states.aux_BTA
         hidden_NH = states.hidden_BTH.flatten(0, 1)[positions_N].to(self._target.dtype)
         lse, best = [hidden_NH.new_zeros(0, dtype=torch.float32)], [positions_N[:0]]
         for part_CH in torch.split(hidden_NH, self._chunk):

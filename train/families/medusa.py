@@ -27,7 +27,8 @@ from ...specdec.formats.checkpoint import META_FILE, ORIGINAL_TARGET, OWN_TARGET
 from ...specdec.models import CausalModel, head_arithmetic
 from ...specdec.targets import Target
 from ...storage import write_json
-from ..head import Head, LossSettings, Rows, head_loss, head_of
+from ..head import head_loss, head_of
+from ..rows import Head, LossSettings, Rows
 from ..settings import BackboneSettings, MedusaSettings
 from .alignment import Alignment
 from .backbone import Backbone, check_trainable
@@ -46,7 +47,7 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
         super().__init__(draft, settings, loss, target)
         assert target is not None
         self._target, self._teacher_head = target, head_of(target)
-        self.step_weights = tuple(settings.step_decay**k for k in range(settings.draft_tokens))
+        self.step_weights = settings.weight_of_steps()
         draft.requires_grad_(True)
         if not settings.train_heads:
             draft.lm_heads.requires_grad_(False)
