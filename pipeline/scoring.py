@@ -1,7 +1,7 @@
 """Scores of every checkpoint, the times of every shape, and the draft that they choose."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -138,11 +138,11 @@ class Scorer:
         return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
 
 
-def check_targets(recipe: Recipe, names: Iterable[str]) -> None:
+def check_targets(recipe: Recipe, names: Collection[str]) -> None:
     """Refuse drafts whose training changes the target: their verifier, its answers and its registered model are not
     this recipe's."""
-    for name in names:
-        if family_of(recipe.drafts[name]).changes_target(recipe.drafts[name]):
+    for name, settings in recipe.drafts.items():
+        if name in names and family_of(settings).changes_target(settings):
             raise InputError(
                 f"drafts.{name}: its training makes a new target, which this recipe neither scores nor registers; "
                 f"`draftforge train` it, then distill a recipe with target.model=<checkpoint>/{OWN_TARGET}, "
