@@ -29,6 +29,13 @@ def probe_pass(target: CausalModel) -> Probe:
     return Probe(cache.nbytes, bool(watch.waiting))
 
 
+def fitting_slots(target: CausalModel, slots: int, capacity: int) -> int:
+    """At most so many slots of that capacity as fit the GPU; at least one is tried."""
+    if target.device.type != "cuda":
+        return slots
+    return max(1, min(slots, _most(target, probe_pass(target).token_bytes, capacity)))
+
+
 def fitting_capacity(target: CausalModel, token_bytes: int, slots: int, least: int, wanted: int) -> int:
     """The wanted capacity of that many slots, or what fits the GPU. Elsewhere memory is not ours to count.
 
@@ -36,14 +43,21 @@ def fitting_capacity(target: CausalModel, token_bytes: int, slots: int, least: i
     """
     if target.device.type != "cuda":
         return wanted
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(target.device)
-    beside = _WORKING * target.vocab_size
-    fits = (free // (slots + 1) - beside) // token_bytes - 1
+    free = _free(target)
+    fits = (free // (slots + 1) - _WORKING * target.vocab_size) // token_bytes - 1
     if fits < least:
-        most = free // (beside + token_bytes * (least + 1)) - 1
         raise InputError(
             f"batch_size {slots}: {free / 1e9:.1f} GB are free on {target.device}, too little for caches of {least} "
-            f"tokens: must be at most {max(0, most)}"
+            f"tokens: must be at most {max(0, _most(target, token_bytes, least))}"
         )
     return min(wanted, fits)
+
+
+def _most(target: CausalModel, token_bytes: int, capacity: int) -> int:
+    """Slots of that capacity that fit, beside the spare one."""
+    return _free(target) // (_WORKING * target.vocab_size + token_bytes * (capacity + 1)) - 1
+
+
+def _free(target: CausalModel) -> int:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(target.device)[0]

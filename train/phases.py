@@ -37,6 +37,10 @@ def _phased(value: Any) -> str:
 
 Weight = Annotated[Annotated[float, Tag("number")] | Annotated[Weighted, Tag("several")], Discriminator(_kind)]
 Mix = dict[ObjectiveName, Weight]
+Positive = Annotated[float, Field(gt=0)]
+StepWeights = Annotated[
+    Annotated[Positive, Tag("number")] | Annotated[list[Positive], Tag("several")], Discriminator(_kind)
+]
 KL: Mix = {"kl": 1.0}
 A_TENTH_KL: Mix = {"kl": 0.1}
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from .. import fingerprint
 from . import phases
 from .objectives import FULL
-from .phases import A_TENTH_KL, KL, Objective, Phase, Schedule, Section
+from .phases import A_TENTH_KL, KL, Objective, Phase, Schedule, Section, StepWeights
 
 _ELSEWHERE = {
     "accumulation",
@@ -164,13 +164,10 @@ class SmallSettings(_Training):
         return self
 
 
-Positive = Annotated[float, Field(gt=0)]
-
-
 class _Steps(_Training):
     """What families share that draft several tokens from one state, with the frozen target loaded."""
 
-    step_weights: Positive | list[Positive] = 0.8
+    step_weights: StepWeights = 0.8
     """Weights of the loss of the tokens ahead: a number w stands for 1, w, w ** 2 ...; or a list, one for each of
     draft_tokens. expected_length has weights of its own."""
     features_bytes: int | None = Field(default=None, ge=0)
