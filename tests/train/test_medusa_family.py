@@ -12,10 +12,12 @@ from trained import SEED, Trained, sentences
 
 from draftforge.data.batches import Batch, collate
 from draftforge.data.store import Capture
+from draftforge.errors import InputError
 from draftforge.specdec.drafts.medusa import MedusaDraft
 from draftforge.specdec.formats import load_draft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
+from draftforge.train.families import build
 from draftforge.train.families.medusa import MedusaFamily
 from draftforge.train.head import COUNT, LOSS
 from draftforge.train.settings import MedusaSettings
@@ -115,6 +117,18 @@ def test_frozen_heads_are_held_once_and_stored_each(target: Target, tmp_path: Pa
     settings, trained = MedusaSettings(draft_tokens=3, train_heads=False), family_of(target, lively=True)
     apart = MedusaFamily(trained.draft, settings, trained.loss_settings, target)  # a warm start
     assert len({linear.weight.data_ptr() for linear in apart.draft.lm_heads}) == 3  # type: ignore[operator]
+
+
+def test_a_start_of_another_width_is_refused(
+    target: Target, tiny_capture: Capture, load_tiny_target: Callable[[], Target], tmp_path: Path
+) -> None:
+    fitting = family_of(target)
+    config = fitting.draft.config.model_copy(update={"hidden_size": 64})
+    other = MedusaFamily(MedusaDraft(config), MedusaSettings(draft_tokens=3), fitting.loss_settings, target)
+    save(other, target, tmp_path / "other")
+    settings = MedusaSettings(draft_tokens=3, init_from=tmp_path / "other")
+    with pytest.raises(InputError, match=r"draft\.init_from: .*/other: hidden_size 64: must be 128, the target's"):
+        build(settings, tmp_path / "other", load_tiny_target, tiny_capture, torch.device("cpu"))
 
 
 def test_heads_are_told_from_the_other_matrices(target: Target) -> None:

@@ -8,6 +8,7 @@ import torch
 from ...data.store import Capture
 from ...errors import InputError
 from ...specdec.formats.checkpoint import load_draft
+from ...specdec.formats.fit import check_fits
 from ..head import LossSettings
 from ..precision import matrix_dtype
 from ..settings import Settings
@@ -48,4 +49,5 @@ def build(
     target = load_target() if family.needs_target(settings) else None
     if target is not None:
         capture.check_target(target)
+        check_fits(draft, target, f"draft.init_from: {settings.init_from}")
     return family(draft, settings, loss, target)
