@@ -11,7 +11,7 @@ from ..registry.settings import redacted
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.metrics import NoSink
 from .promotion import promote_stage
-from .scoring import Scored, score_stage
+from .scoring import Scored, check_targets, score_stage
 from .stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
 
@@ -31,6 +31,7 @@ def distill(space: Workspace, parent: str | None = None) -> Outcome | None:
     `parent`: the version that training starts from.
     """
     started = time.monotonic()
+    check_targets(space.recipe, space.recipe.drafts)
     if not space.first_rank:
         captured = capture_stage(space, mix_stage(space))
         for name in space.recipe.drafts:

@@ -1,7 +1,7 @@
 """Scores of every checkpoint, the times of every shape, and the draft that they choose."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,16 @@ from ..eval.select import PLAIN, Checkpoint, Row, by_plan, domain_rows, leaderbo
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
+from ..recipe import Recipe
 from ..specdec.drafts import AnyDraft
 from ..specdec.formats import check_context, check_fits, load_draft, meta_file, read_draft
+from ..specdec.formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET
 from ..specdec.loading import load_tokenizer
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.lookup import PromptLookup
 from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
 from ..specdec.targets import Target, tokenizer_digest
+from ..train.families import family_of
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
 
@@ -135,12 +138,29 @@ class Scorer:
         return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
 
 
+def check_targets(recipe: Recipe, names: Collection[str]) -> None:
+    """Refuse drafts whose training changes the target: their verifier, its answers and its registered model are not
+    this recipe's."""
+    for name, settings in recipe.drafts.items():
+        if name in names and family_of(settings).changes_target(settings):
+            raise InputError(
+                f"drafts.{name}: its training makes a new target, which this recipe neither scores nor registers; "
+                f"`draftforge train` it, then distill a recipe with target.model=<checkpoint>/{OWN_TARGET}, "
+                f"drafts.{name}.init_from=<checkpoint> and no backbone"
+            )
+
+
 def draft_for(target: Target, place: Path) -> AnyDraft:
     """A draft in any layout, on the target's device and in its precision, once it is seen to fit the target."""
     if meta_file(place).is_file():
         draft, meta = load_draft(place, target.device, target.dtype)
         if meta.tokenizer_digest != target.tokenizer_digest:
             raise InputError(f"{place}: drafts with another tokenizer than the target's")
+        if ORIGINAL_TARGET in meta.extra and meta.target_fingerprint != target.fingerprint:
+            raise InputError(
+                f"{place}: was trained together with target {fingerprint.short(meta.target_fingerprint)} and drafts "
+                f"for no other; set target.model={place / OWN_TARGET}"
+            )
     else:
         draft = read_draft(place, target.num_layers).to(device=target.device, dtype=target.dtype).eval()
         if (place / TOKENIZER_FILE).is_file():
@@ -153,6 +173,7 @@ def draft_for(target: Target, place: Path) -> AnyDraft:
 
 def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> Scored:
     """Score every checkpoint of every draft on the selection split, prompt lookup beside them; choose, and show it."""
+    check_targets(space.recipe, trained)
     folders = {(name, step): path for name, done in trained.items() for step, path in checkpoints_of(done).items()}
     return _score(space, captured, folders, {name: stage.fingerprint for name, stage in trained.items()})
 

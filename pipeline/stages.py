@@ -29,6 +29,7 @@ from ..eval.sampled import SampledScore
 from ..eval.settings import SELECTION_SPLIT
 from ..progress import say
 from ..specdec.formats import META_FILE
+from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.targets import place
 from ..train.checkpoints import is_finished, list_steps, step_folder
 from ..train.claim import claim
@@ -130,6 +131,9 @@ def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) 
     with _naming(name):
         scorer = _scorer(space, settings, data)
         train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink, scorer)
+    if space.first_rank and family_of(settings).changes_target(settings):
+        draft = step_folder(stage.folder, list_steps(stage.folder)[-1])
+        say(f"drafts.{name}: its training changed the target: serve {draft / OWN_TARGET} with the draft {draft}")
     gc.collect()  # an engine's cycles hold the optimizer; scoring should not find the card full
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

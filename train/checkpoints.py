@@ -9,7 +9,7 @@ Free of rank count and ZeRO stage: weights and moments are stored whole, in floa
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -92,12 +92,17 @@ def save(
     weights: Mapping[str, Tensor],
     moments: Moments,
     rng: list[dict[str, Any]],
+    complete: Callable[[Path], None],
 ) -> Path:
-    """Write one checkpoint, whole or not at all; then drop what it makes superfluous."""
+    """Write one checkpoint, whole or not at all; then drop what it makes superfluous.
+
+    `complete` adds to the draft's folder what belongs beside the draft.
+    """
     place = step_folder(folder, state.step)
     state.written = sorted({*state.written, state.step})
     with new_folder(place) as beside:
         save_draft(draft, beside, meta, tokenizer_folder)
+        complete(beside)
         trainer = beside / TRAINER
         trainer.mkdir()
         tensors = {f"weights/{name}": tensor for name, tensor in weights.items()}

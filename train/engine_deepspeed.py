@@ -50,9 +50,11 @@ class DeepSpeedEngine:
         self._zero = deepspeed.zero
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         if stage == 3:
-            # The loss reads the heads' weights directly, so ZeRO-3 must be told to gather them there.
+            # The loss reads the heads' weights directly, so ZeRO-3 must be told to gather them there. A head of the
+            # frozen target's is no part of the family: it is whole as it is.
+            mine = {id(p) for p in family.parameters()}
             for tensor in (tensor for head in each_head(family.head()) for tensor in (head.weight_VH, head.bias_V)):
-                if tensor is not None:
+                if tensor is not None and id(tensor) in mine:
                     self._zero.register_external_parameter(family, tensor)
         names = {id(parameter): name for name, parameter in family.trainable().items()}
         self._engine, *_ = deepspeed.initialize(model=family, optimizer=optimizer, config=deepspeed_config(settings))

@@ -190,6 +190,7 @@ class Run:
         """Forward, backward and update on one global batch. Advances the state only when all of it is done."""
         settings, state = self.settings, self.state
         phase = self.enter_phase()
+        self.family.step = state.step
         loss, values = self.reduce(self.accumulate(step), step)
         rate = learning_rate(
             state.step, settings.steps, settings.warmup_steps, settings.learning_rate, settings.final_rate_share
@@ -248,8 +249,12 @@ class Run:
         if broken:
             raise TrainingDivergedError(self.blame(step, "the loss is not finite", broken[0], broken_A.tolist()))
         sums = everything[: sums_S4.numel()].view_as(sums_S4).tolist()
+        values, extra = {}, self.family.extra
+        beside = 0.0 if extra is None else sums.pop()[LOSS]
         loss = sum(weight * row[LOSS] for weight, row in zip(self.family.step_weights, sums, strict=True))
-        values = {}
+        if extra is not None:
+            loss = extra.total(loss, beside)
+            values[extra.name] = beside / max(1, step.supervised)
         for number, row in enumerate(sums, start=1):
             values[f"alpha_{number}"] = row[ALPHA] / max(1.0, row[COUNT])
             values[f"agree_{number}"] = row[AGREE] / max(1.0, row[COUNT])
@@ -304,6 +309,7 @@ class Run:
                     weights,
                     moments,
                     rng,
+                    self.family.complete,
                 )
         self.ranks.after_first()
 

@@ -5,6 +5,7 @@ rows are looked up one by one, norms and biases.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,22 +48,38 @@ def make_optimizer(family: Family, settings: Settings) -> torch.optim.Optimizer:
     """The recipe's optimizer; decay on matrices only. The rate is set at every step."""
     hidden, tables, rest = family.parameter_groups()
     if settings.optimizer == "adamw":
-        return _adamw(settings, [*hidden, *tables], rest)
+        return _adamw(family, settings, [*hidden, *tables], rest)
     share = settings.muon_rate / settings.learning_rate
-    muon = Muon([{"params": hidden, _SHARE: share}], settings.weight_decay, family.loss_settings.dtype)
-    return MuonAdamW(muon, _adamw(settings, tables, rest)) if tables or rest else muon  # adapters: matrices only
+    muon = Muon(_groups(family, hidden, share), settings.weight_decay, family.loss_settings.dtype)
+    if not (tables or rest):
+        return muon  # adapters: matrices only
+    return MuonAdamW(muon, _adamw(family, settings, tables, rest))
 
 
-def _adamw(settings: Settings, decayed: list[torch.nn.Parameter], rest: list[torch.nn.Parameter]) -> torch.optim.AdamW:
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    betas = (settings.beta1, settings.beta2)
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=betas, fused=True)
+def _adamw(
+    family: Family, settings: Settings, decayed: list[torch.nn.Parameter], rest: list[torch.nn.Parameter]
+) -> torch.optim.AdamW:
+    groups = [
+        *_groups(family, decayed, 1.0, weight_decay=settings.weight_decay),
+        *_groups(family, rest, 1.0, weight_decay=0.0),
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(settings.beta1, settings.beta2), fused=True)
+
+
+def _groups(family: Family, parameters: list[torch.nn.Parameter], share: float, **options: float) -> list[Any]:
+    """Parameters as groups with their shares of AdamW's rate: the family's slow ones apart. None is empty."""
+    slow = {id(p) for p in family.slow()}
+    groups: list[Any] = [
+        {"params": [p for p in parameters if id(p) not in slow], _SHARE: share, **options},
+        {"params": [p for p in parameters if id(p) in slow], _SHARE: share * family.slow_share, **options},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Use `rate`, AdamW's, in all groups from now on; Muon's follows in proportion."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get(_SHARE, 1.0)
+        group["lr"] = rate * group[_SHARE]
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:

@@ -42,6 +42,7 @@ StepWeights = Annotated[
     Annotated[Positive, Tag("number")] | Annotated[list[Positive], Tag("several")], Discriminator(_kind)
 ]
 KL: Mix = {"kl": 1.0}
+A_TENTH_KL: Mix = {"kl": 0.1}
 
 
 class Phase(Section):

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from .. import fingerprint
 from . import phases
 from .objectives import FULL
-from .phases import KL, Objective, Phase, Schedule, Section, StepWeights
+from .phases import A_TENTH_KL, KL, Objective, Phase, Schedule, Section, StepWeights
 
 _ELSEWHERE = {
     "accumulation",
@@ -84,7 +84,7 @@ class _Training(Section):
     activation_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass: less memory, a third more time."""
     draft_tokens: int = Field(default=4, ge=1, le=16)
-    """Tokens a round that the draft is made for; eagle3 unrolls so many steps in training."""
+    """Tokens a round that the draft is made for: steps that eagle and eagle3 unroll in training, heads of medusa."""
     init_from: Path | None = None
     """Draft to start from instead of fresh weights (warm start): a folder, or models:/NAME@champion, models:/NAME/3."""
 
@@ -189,6 +189,9 @@ class _Steps(_Training):
     step_weights: StepWeights = 0.8
     """Weights of the loss of the tokens ahead: a number w stands for 1, w, w ** 2 ...; or a list, one for each of
     draft_tokens. expected_length has weights of its own."""
+    features_bytes: int | None = Field(default=None, ge=0)
+    """Memory for the target's features of samples that will come again; 0: run the target each time. Absent: 2 GiB
+    where the target is on the CPU, 0 elsewhere."""
 
     @model_validator(mode="after")
     def _one_weight_a_token(self) -> "_Steps":
@@ -221,9 +224,6 @@ class Eagle3Settings(_Steps):
     fc_norm: bool | None = None
     """A norm over the features of each read layer before they are mixed (EAGLE-3.1); absent: as the start has it, none
     in a fresh one."""
-    features_bytes: int | None = Field(default=None, ge=0)
-    """Memory for the target's features of samples that will come again; 0: run the target each time. Absent: 2 GiB
-    where the target is on the CPU, 0 elsewhere."""
     train_embeddings: bool = False
     """Give the draft its own embeddings and train them; off: it shares the target's, frozen."""
     train_head: bool = True
@@ -236,5 +236,55 @@ class Eagle3Settings(_Steps):
         return self
 
 
-Settings = SmallSettings | Eagle3Settings
+class EagleSettings(_Steps):
+    """EAGLE-1: one decoder layer on the target's last state, under the target's own frozen head and embeddings."""
+
+    family: Literal["eagle"] = "eagle"
+    objective: Schedule = Field(default=A_TENTH_KL)
+    """Weights of the objectives that are summed, beside `feature_weight`; as published, a tenth of it."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width of the MLP; absent: the target's."""
+    feature_weight: float = Field(default=1.0, ge=0)
+    """Weight of the smooth L1 loss between the draft's states and the target's; 0: none."""
+    feature_noise: float = Field(default=0.2, ge=0)
+    """Width of the uniform noise on the target's states in training, times 512 over the text's tokens; 0: none."""
+
+
+class BackboneSettings(Section):
+    """Medusa-2: adapters on the target's layers, trained together with the heads. The target becomes another model."""
+
+    lora: LoraSettings = LoraSettings(rank=32, alpha=16.0)
+    """The adapters."""
+    start_step: int = Field(default=100, ge=0)
+    """Steps in which the heads train alone."""
+    rate_share: float = Field(default=0.25, gt=0, le=1)
+    """Learning rate of the adapters, as a share of the heads'."""
+    heads_weight: float = Field(default=0.2, gt=0)
+    """Weight of the heads' loss beside the divergence from the target as it was."""
+
+
+class MedusaSettings(_Steps):
+    """Heads that each draft one of the next draft_tokens tokens from the target's last state."""
+
+    family: Literal["medusa"] = "medusa"
+    blocks: int = Field(default=1, ge=1)
+    """Residual layers of a head."""
+    train_heads: bool = True
+    """Train each head's linear layer to the vocabulary, which starts from the target's; off: the blocks alone, in much
+    less memory."""
+    backbone: BackboneSettings | None = None
+    """Train the target too (Medusa-2); absent: it stays as it is (Medusa-1)."""
+
+    @model_validator(mode="after")
+    def _possible_backbone(self) -> "MedusaSettings":
+        if self.backbone is None:
+            return self
+        if self.backbone.start_step >= self.steps:
+            raise ValueError(f"backbone.start_step {self.backbone.start_step}: must be less than steps {self.steps}")
+        if self.zero_stage == 3:
+            raise ValueError("zero_stage 3: splits weights, which backbone needs whole; set 2")
+        return self
+
+
+Settings = SmallSettings | Eagle3Settings | EagleSettings | MedusaSettings
 DraftSettings = Annotated[Settings, Field(discriminator="family")]

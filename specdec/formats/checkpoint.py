@@ -18,6 +18,10 @@ from .llama import validated
 from .speculators import Verifier
 
 META_FILE = "draftforge.json"
+OWN_TARGET = "target"
+"""Folder beside the draft of the target that was trained with it; `target_fingerprint` is that one's."""
+ORIGINAL_TARGET = "original_target"
+"""Where `extra` says the fingerprint of the target that it was made of."""
 
 
 class DraftMeta(BaseModel):

@@ -52,13 +52,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Specs) ->
     if len(dtypes) > 1:
         (one, first), (other, second), *_ = dtypes.items()
         raise FormatError(f"{path}: tensor {first} is {_name(one)} and {second} is {_name(other)}, must be the same")
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    contiguous = _apart(tensors)
     save_file(contiguous, path, metadata={"format": "pt"})
     again = load_file(path)
     for name, tensor in contiguous.items():
         if name not in again or again[name].dtype != tensor.dtype or not torch.equal(again[name], tensor):
             raise FormatError(f"{path}: {name}: reads back different from what was written")
     return _name(next(iter(dtypes)))
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, in one piece each; copies of what several names share, which the format cannot say."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        ours = tensor.detach().cpu().contiguous()
+        found[name] = ours.clone() if ours.data_ptr() in seen else ours
+        seen.add(ours.data_ptr())
+    return found
 
 
 def read_tensors(folder: Path) -> Stored:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafted import fit, fresh_family, save, talks
 from trained import PROMPTS, SEED, Trained, sentences
 
 from draftforge.specdec.counting import EngineRound, engine_rounds, matched_runs
@@ -19,6 +20,7 @@ from draftforge.specdec.proposers import Proposer, make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
+from draftforge.train.settings import BackboneSettings, EagleSettings, MedusaSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +74,30 @@ def test_rounds_of_prompt_lookup_equal_vllms(
     assert accepted > 0.2 * drafted
     assert any(not r.drafted for ours, _ in answers for r in ours[:-1])  # rounds without a draft: vLLM books none
     assert any(0 < r.drafted < K for _, theirs in answers for r in theirs) == (K > 1)  # copies that end with the text
+
+
+OURS: dict[str, EagleSettings | MedusaSettings] = {
+    "eagle": EagleSettings(draft_tokens=3, feature_noise=0.0),
+    "medusa": MedusaSettings(draft_tokens=3),
+    "medusa-2": MedusaSettings(draft_tokens=3, backbone=BackboneSettings(start_step=0)),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_heads_of_our_own_training_equal_vllms(trained_drafts: Trained, tmp_path: Path, name: str) -> None:
+    """As the trainer leaves them; of Medusa-2 with the target that it was trained with."""
+    target, folder = trained_drafts.target(), tmp_path / "draft"
+    family = fresh_family(target, OURS[name])
+    fit(family, talks(target, sentences(64, SEED + 5).splitlines()), steps=40)
+    save(family, target, folder)
+    served = trained_drafts
+    if name == "medusa-2":
+        served = Trained(folder / "target", {})
+        target = served.target()
+    proposer = make_proposer(family.draft, target)
+    model = {"method": METHODS[name.removesuffix("-2")], "model": str(folder)}
+    answers = compare(served, target, proposer, model, PROMPTS[:3], 3, tmp_path)
+    assert sum(r.accepted for ours, _ in answers for r in ours) > sum(len(ours) for ours, _ in answers) / 2
 
 
 def compare(

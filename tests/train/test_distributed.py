@@ -13,7 +13,15 @@ from draftforge.errors import TrainingDivergedError
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
-from draftforge.train.settings import Eagle3Settings, LoraSettings, Settings, SmallSettings
+from draftforge.train.settings import (
+    BackboneSettings,
+    Eagle3Settings,
+    EagleSettings,
+    LoraSettings,
+    MedusaSettings,
+    Settings,
+    SmallSettings,
+)
 from draftforge.train.stopping import TrainingStoppedError
 
 STEPS = 6
@@ -29,9 +37,13 @@ SETTINGS: dict[str, Settings] = {
     "small": SmallSettings(layers=2, **COMMON),
     "lora": SmallSettings(layers=2, lora=LoraSettings(rank=2), **COMMON),
     "eagle3": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON),
+    "eagle": EagleSettings(draft_tokens=2, feature_noise=0.0, **COMMON),
+    "medusa": MedusaSettings(draft_tokens=3, **COMMON),
+    "medusa-2": MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON),
     "muon": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON),
 }
-MATRIX = [(name, stage) for name in SETTINGS for stage in range(4)]
+STAGES = {"eagle": [2, 3], "medusa": [2, 3], "medusa-2": [0, 2]}
+MATRIX = [(name, stage) for name in SETTINGS for stage in STAGES.get(name, range(4))]
 UNCUT = [("small", 2), ("muon", 1), ("muon", 3)]
 """Also in one micro-batch a rank."""
 OFFLOADED = [("small", 1), ("small", 2), ("small", 3), ("muon", 2), ("muon", 3)]
@@ -149,7 +161,10 @@ def reference(places: tuple[str, str], tmp_path_factory: pytest.TempPathFactory)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors")
+    """Of the draft, and of a target that was trained with it."""
+    place = folder / "checkpoints" / f"step-{STEPS:06d}"
+    files = place.rglob("model.safetensors")
+    return {f"{path.parent.name}/{name}": x for path in files for name, x in load_file(path).items()}
 
 
 def assert_same_training(losses: list[float], norms: list[float], folder: Path, reference: Any) -> None:

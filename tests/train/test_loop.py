@@ -22,7 +22,7 @@ from draftforge.errors import (
     TrainingDivergedError,
 )
 from draftforge.specdec.drafts.small import SmallDraft
-from draftforge.specdec.formats.checkpoint import load_draft
+from draftforge.specdec.formats.checkpoint import ORIGINAL_TARGET, load_draft
 from draftforge.specdec.targets import Target
 from draftforge.train import checkpoints, loop
 from draftforge.train.families import build
@@ -31,7 +31,14 @@ from draftforge.train.footprint import Footprint
 from draftforge.train.loop import train
 from draftforge.train.optimizers import make_optimizer
 from draftforge.train.schedule import learning_rate
-from draftforge.train.settings import Eagle3Settings, LoraSettings, SmallSettings
+from draftforge.train.settings import (
+    BackboneSettings,
+    Eagle3Settings,
+    EagleSettings,
+    LoraSettings,
+    MedusaSettings,
+    SmallSettings,
+)
 from draftforge.train.stopping import TrainingStoppedError
 
 COMMON: dict[str, Any] = {
@@ -45,12 +52,18 @@ COMMON: dict[str, Any] = {
 SMALL = SmallSettings(layers=2, **COMMON)
 LORA = SmallSettings(layers=2, lora=LoraSettings(rank=2, alpha=4.0), **COMMON)
 EAGLE3 = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON)
+EAGLE = EagleSettings(draft_tokens=2, **COMMON)
+MEDUSA = MedusaSettings(draft_tokens=3, **COMMON)
+MEDUSA_2 = MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON)
 MUON = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON)
 FAMILIES = [
     pytest.param(SMALL, id="small"),
     pytest.param(LORA, id="lora"),
     pytest.param(EAGLE3, id="eagle3"),
     pytest.param(MUON, id="muon"),
+    pytest.param(EAGLE, id="eagle"),
+    pytest.param(MEDUSA, id="medusa"),
+    pytest.param(MEDUSA_2, id="medusa-2"),
 ]
 CPU = torch.device("cpu")
 FIGURES = {"tau": 1.5, "tau_low": 1.4, "tau_high": 1.6}
@@ -88,7 +101,8 @@ def test_training_lowers_the_loss_and_leaves_loadable_drafts(
     for folder, step in zip(folders, (4, 8, 12)):
         loaded = load_draft(folder, CPU, torch.float32)
         assert (loaded.meta.step, loaded.meta.family) == (step, settings.family)
-        assert loaded.meta.target_fingerprint == tiny_capture.target_fingerprint
+        made_of = loaded.meta.extra.get(ORIGINAL_TARGET, loaded.meta.target_fingerprint)
+        assert made_of == tiny_capture.target_fingerprint
 
 
 @pytest.mark.parametrize("settings", FAMILIES)
@@ -127,8 +141,11 @@ def test_a_killed_run_goes_on_with_the_same_losses(
         for name in ("whole", "cut")
     ]
     assert records[0]["state"] == records[1]["state"]
-    files = [(tmp_path / name / "checkpoints/step-000006/model.safetensors").read_bytes() for name in ("whole", "cut")]
-    assert files[0] == files[1]
+    whole_files, cut_files = (
+        {path.relative_to(place): path.read_bytes() for path in place.rglob("model.safetensors")}
+        for place in (tmp_path / name / "checkpoints" / "step-000006" for name in ("whole", "cut"))
+    )
+    assert whole_files and whole_files == cut_files  # of the draft, and of a target that was trained with it
 
 
 def test_a_run_killed_while_saving_loses_only_that_checkpoint(
@@ -151,13 +168,17 @@ def test_a_run_killed_while_saving_loses_only_that_checkpoint(
     assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000006"]
 
 
-@pytest.mark.parametrize("settings", [pytest.param(SMALL, id="small"), pytest.param(EAGLE3, id="eagle3")])
+@pytest.mark.parametrize("settings", [SMALL, EAGLE3, EAGLE.model_copy(update={"feature_noise": 0.0}), MEDUSA, MEDUSA_2])
 def test_loss_and_gradient_are_means_over_supervised_tokens(
     settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
 ) -> None:
-    settings = settings.model_copy(update={"steps": 1, "warmup_steps": 0, "tokens_per_step": 10_000, "accumulation": 3})
+    update: dict[str, Any] = {"steps": 1, "warmup_steps": 0, "tokens_per_step": 10_000, "accumulation": 3}
+    if settings is MEDUSA_2:
+        update["backbone"] = BackboneSettings(start_step=0)
+    settings = settings.model_copy(update=update)
     train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     samples = tiny_capture.samples("train")  # one step holds them all
+    torch.manual_seed(loop._seed("family", 0))  # of fresh adapters
     family = build(settings, tmp_path / "t" / "init", load_tiny_target, tiny_capture, CPU)
     batch = collate(samples, [tiny_capture.signals(sample) for sample in samples])
     total, _ = family(family.inputs(batch, range(len(samples))))
@@ -165,6 +186,8 @@ def test_loss_and_gradient_are_means_over_supervised_tokens(
     norm = torch.nn.utils.get_total_norm(torch.autograd.grad(mean, list(family.trainable().values())))
     assert recorder.losses[1] == pytest.approx(float(mean.detach()), rel=1e-5)
     assert recorder.rows[0][1]["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
+    extra = family.extra  # its mean is logged too
+    assert extra is None or extra.name in recorder.rows[0][1]
 
 
 def test_the_rate_of_each_step_is_the_schedules(

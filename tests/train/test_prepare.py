@@ -19,7 +19,7 @@ from draftforge.specdec.targets import Target
 from draftforge.train.families.fit import default_aux_layers
 from draftforge.train.families.prepare import prepare
 from draftforge.train.families.prune import prune, prune_config, spread
-from draftforge.train.settings import Eagle3Settings, Settings, SmallSettings
+from draftforge.train.settings import Eagle3Settings, EagleSettings, MedusaSettings, Settings, SmallSettings
 
 LoadTarget = Callable[[], Target]
 
@@ -165,6 +165,8 @@ def test_a_warm_start_of_another_shape_than_the_recipe_names_is_refused(
     small = prepare(SmallSettings(layers=2), 0, tiny_capture, tmp_path / "small", load_tiny_target)
     named = Eagle3Settings(draft_vocabulary=120, aux_layers=(1, 2, 4), intermediate_size=64)
     eagle = prepare(named, 0, tiny_capture, tmp_path / "eagle", load_tiny_target)
+    first = prepare(EagleSettings(intermediate_size=64), 0, tiny_capture, tmp_path / "first", load_tiny_target)
+    medusa = prepare(MedusaSettings(), 0, tiny_capture, tmp_path / "medusa", load_tiny_target)
     wrong: list[tuple[Settings, str]] = [
         (SmallSettings(layers=3, init_from=small), f"draft.layers = 3: init_from {small} has 2 layers"),
         (SmallSettings(layers=[0, 1, 3], init_from=small), f"draft.layers = [0, 1, 3]: init_from {small} has 2 layers"),
@@ -175,6 +177,9 @@ def test_a_warm_start_of_another_shape_than_the_recipe_names_is_refused(
         (Eagle3Settings(aux_layers=(1, 2, 3), init_from=eagle), f"[1, 2, 3]: init_from {eagle} reads [1, 2, 4]"),
         (Eagle3Settings(intermediate_size=96, init_from=eagle), f"intermediate_size = 96: init_from {eagle} has 64"),
         (Eagle3Settings(train_embeddings=True, init_from=eagle), "has no embeddings of its own"),
+        (EagleSettings(intermediate_size=96, init_from=first), f"intermediate_size = 96: init_from {first} has 64"),
+        (MedusaSettings(draft_tokens=5, init_from=medusa), f"draft.draft_tokens = 5: init_from {medusa} has 4 heads"),
+        (MedusaSettings(blocks=2, init_from=medusa), f"draft.blocks = 2: init_from {medusa} has 1 a head"),
     ]
     for settings, says in wrong:
         with pytest.raises(InputError, match=re.escape(says)):
@@ -185,6 +190,8 @@ def test_a_warm_start_of_another_shape_than_the_recipe_names_is_refused(
         SmallSettings(layers=[0, 3], init_from=small),
         Eagle3Settings(init_from=eagle),  # what it does not name, the draft decides
         named.model_copy(update={"init_from": eagle}),
+        EagleSettings(init_from=first),
+        MedusaSettings(init_from=medusa),
     ]
     for number, settings in enumerate(fitting):
         prepare(settings, 0, tiny_capture, tmp_path / f"fits-{number}", no_target)

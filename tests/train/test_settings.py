@@ -7,7 +7,14 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from draftforge.train.schedule import learning_rate
-from draftforge.train.settings import DraftSettings, Eagle3Settings, Settings, SmallSettings
+from draftforge.train.settings import (
+    DraftSettings,
+    Eagle3Settings,
+    EagleSettings,
+    MedusaSettings,
+    Settings,
+    SmallSettings,
+)
 
 
 def phased(*ends: int) -> Any:
@@ -21,8 +28,11 @@ READ: TypeAdapter[Settings] = TypeAdapter(DraftSettings)
 def test_the_family_decides_the_fields() -> None:
     assert isinstance(READ.validate_python({"family": "small", "layers": 4}), SmallSettings)
     assert isinstance(READ.validate_python({"family": "eagle3", "draft_vocabulary": 100}), Eagle3Settings)
-    with pytest.raises(ValidationError, match="layers"):
-        READ.validate_python({"family": "eagle3", "layers": 4})
+    assert isinstance(READ.validate_python({"family": "eagle", "feature_noise": 0}), EagleSettings)
+    assert isinstance(READ.validate_python({"family": "medusa", "blocks": 2}), MedusaSettings)
+    for family, field in (("eagle3", "layers"), ("eagle", "draft_vocabulary"), ("medusa", "draft_vocabulary")):
+        with pytest.raises(ValidationError, match=field):
+            READ.validate_python({"family": family, field: 4})
 
 
 @pytest.mark.parametrize(
@@ -58,6 +68,13 @@ def test_what_does_not_fit_together_is_said_with_both_values(fields: dict[str, A
 def test_captured_layers_are_in_order() -> None:
     with pytest.raises(ValidationError, match=r"aux_layers \[2, 9, 5\]"):
         Eagle3Settings(aux_layers=(2, 9, 5))
+
+
+def test_a_backbone_starts_before_the_end_and_is_never_split() -> None:
+    with pytest.raises(ValidationError, match=r"backbone\.start_step 100: must be less than steps 100"):
+        MedusaSettings.model_validate({"steps": 100, "backbone": {}})
+    with pytest.raises(ValidationError, match="zero_stage 3: splits weights, which backbone needs whole; set 2"):
+        MedusaSettings.model_validate({"backbone": {}, "zero_stage": 3})
 
 
 def test_identity_is_what_decides_the_result() -> None:

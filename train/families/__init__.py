@@ -8,14 +8,19 @@ import torch
 from ...data.store import Capture
 from ...errors import InputError
 from ...specdec.formats.checkpoint import load_draft
+from ...specdec.formats.fit import check_fits
 from ..head import LossSettings
 from ..precision import matrix_dtype
 from ..settings import Settings
 from .base import Family, LoadTarget
+from .eagle import EagleFamily
 from .eagle3 import Eagle3Family
+from .medusa import MedusaFamily
 from .small import SmallFamily
 
-FAMILIES: Mapping[str, type[Family]] = {family.name: family for family in (SmallFamily, Eagle3Family)}
+FAMILIES: Mapping[str, type[Family]] = {
+    family.name: family for family in (SmallFamily, MedusaFamily, EagleFamily, Eagle3Family)
+}
 
 
 def family_of(settings: Settings) -> type[Family]:
@@ -44,4 +49,5 @@ def build(
     target = load_target() if family.needs_target(settings) else None
     if target is not None:
         capture.check_target(target)
+        check_fits(draft, target, f"draft.init_from: {settings.init_from}")
     return family(draft, settings, loss, target)

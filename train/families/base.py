@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ...data.batches import Batch
 from ...data.store import Capture
 from ...specdec.drafts import AnyDraft
 from ...specdec.targets import Target
-from ..head import each_head, head_loss
+from ..head import LOSS, each_head, head_loss
 from ..phases import Objective
 from ..rows import Head, LossSettings, Rows
 from ..settings import Settings
@@ -24,6 +24,7 @@ from .features import Features
 LoadTarget = Callable[[], Target]
 SettingsT = TypeVar("SettingsT", bound=Settings, default=Any)
 DraftT = TypeVar("DraftT", bound=AnyDraft, default=Any)
+NumberT = TypeVar("NumberT", float, Tensor)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,20 @@ class Inputs:
     features: Features | None = None
 
 
+class Extra(NamedTuple):
+    """A loss beside the drafting steps' (`Rows.beside`)."""
+
+    name: str
+    """What its mean over supervised tokens is logged as."""
+    weight: float
+    steps_weight: float = 1.0
+    """Of the drafting steps' loss, which stands beside it."""
+
+    def total(self, steps: NumberT, extra: NumberT) -> NumberT:
+        """The loss."""
+        return self.steps_weight * steps + self.weight * extra
+
+
 class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     """A draft under training. The engine wraps this module: its trainable parameters are the draft's.
 
@@ -60,6 +75,12 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     """Whether batches carry the stored signals."""
     step_weights: tuple[float, ...] = (1.0,)
     """Weight of the loss of each step ahead that one forward pass trains."""
+    extra: Extra | None = None
+    """The loss that `rows` adds; its sum is the last row of the sums."""
+    step: int = 0
+    """Optimizer steps done; the loop keeps it."""
+    slow_share: float = 1.0
+    """Share of the learning rate that the `slow` parameters have."""
     draft: DraftT
 
     def __init__(self, draft: DraftT, settings: SettingsT, loss: LossSettings, target: Target | None) -> None:
@@ -77,6 +98,11 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     @abstractmethod
     def needs_target(cls, settings: SettingsT) -> bool:
         """Whether the target runs while the draft trains."""
+
+    @classmethod
+    def changes_target(cls, settings: SettingsT) -> bool:
+        """Whether training makes another model of the target, which alone the draft fits."""
+        return False
 
     @classmethod
     @abstractmethod
@@ -109,16 +135,29 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         self.loss_settings = replace(self.loss_settings, objective=objective)
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Summed loss and detached sums [K, 4] of one micro-batch (see head.py)."""
+        """Summed loss and detached sums [K, 4] of one micro-batch (see head.py); the extra loss adds a row."""
         dtype = self.loss_settings.dtype
         device = inputs.batch.ids_BT.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype != torch.float32):
             rows = self.rows(inputs)
-        return head_loss(rows, self.head(), self.loss_settings)
+        loss, sums = head_loss(rows, self.head(), self.loss_settings)
+        if self.extra is None:
+            return loss, sums
+        assert rows.beside is not None
+        last_14 = torch.zeros_like(sums[:1])
+        last_14[0, LOSS] = rows.beside.detach()
+        return self.extra.total(loss, rows.beside), torch.cat([sums, last_14])
 
     def export(self) -> nn.Module:
         """The draft as it is saved and served. Adapters are merged into a copy."""
         return self.draft
+
+    def complete(self, folder: Path) -> None:
+        """Add what belongs beside the draft to the folder that it was saved in."""
+
+    def slow(self) -> list[nn.Parameter]:
+        """Trainable parameters that learn at `slow_share` of the rate."""
+        return []
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
         """Trainable matrices inside the network; embeddings and heads; norms and biases."""

@@ -25,8 +25,6 @@ from .fit import aux_layers_of
 from .shape import layer_fields
 from .teacher import LiveTeacher, check_live
 
-_CPU_FEATURES_BYTES = 1 << 31  # a CPU has more memory to spare than time
-
 
 class Eagle3Family(Family[Eagle3Settings, Eagle3Draft]):
     """Training-time test: step k reads what the draft itself made at step k - 1."""
@@ -46,10 +44,9 @@ class Eagle3Family(Family[Eagle3Settings, Eagle3Draft]):
         if draft.config.draft_vocab_size < draft.config.vocab_size:
             self._draft_ids = draft.draft_ids.to(target.device)
             self._teacher_head = self._target_head.only(self._draft_ids)
-        budget = settings.features_bytes
-        if budget is None:
-            budget = _CPU_FEATURES_BYTES if target.device.type == "cpu" else 0
-        self._features = FeatureSource(target, draft.config.aux_layers, budget, settings.logits_bytes, loss.dtype)
+        self._features = FeatureSource(
+            target, draft.config.aux_layers, settings.features_bytes, settings.logits_bytes, loss.dtype
+        )
 
     @classmethod
     def start(cls, settings: Eagle3Settings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:

@@ -13,11 +13,14 @@ from ...data.batches import Batch
 from ...specdec.documents import Documents
 from ...specdec.targets import Target
 
+_CPU_BUDGET_BYTES = 1 << 31  # a CPU has more memory to spare than time
+
 
 class Features(NamedTuple):
     """Features of every token; at the supervised positions, what gives the target's distribution."""
 
     aux_BTA: Tensor
+    """Of the captured layers; where none is, the post-norm states."""
     hidden_NH: Tensor
     """Post-norm states: what the head reads."""
     lse_N: Tensor
@@ -36,11 +39,17 @@ class FeatureSource:
     def __init__(
         self,
         target: Target,
-        aux_layers: Sequence[int],
-        budget_bytes: int,
+        aux_layers: Sequence[int] | None,
+        budget_bytes: int | None,
         logits_bytes: int,
         matrix_dtype: torch.dtype = torch.float32,
     ) -> None:
+        """`aux_layers` empty: the post-norm states are the features; None: there are none.
+
+        `budget_bytes` None: 2 GiB where the target is on the CPU, 0 elsewhere.
+        """
+        if budget_bytes is None:
+            budget_bytes = _CPU_BUDGET_BYTES if target.device.type == "cpu" else 0
         self._target, self._aux_layers = target, aux_layers
         # A float32 target's layers run in the precision that the draft trains in; its head stays in float32.
         self._half = target.dtype == torch.float32 and matrix_dtype == torch.bfloat16
@@ -75,12 +84,15 @@ class FeatureSource:
 
     def _run(self, ids_BT: Tensor, positions_N: Tensor, documents: Documents | None = None) -> Features:
         with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=self._half):
-            states = self._target.states(ids_BT, aux_layers=self._aux_layers, documents=documents)
+            states = self._target.states(ids_BT, aux_layers=self._aux_layers or (), documents=documents)
+        if self._aux_layers is None:
+            aux_BTA = states.hidden_BTH[..., :0]
+        else:
+            aux_BTA = states.hidden_BTH if states.aux_BTA is None else states.aux_BTA
         hidden_NH = states.hidden_BTH.flatten(0, 1)[positions_N].to(self._target.dtype)
         lse, best = [hidden_NH.new_zeros(0, dtype=torch.float32)], [positions_N[:0]]
         for part_CH in torch.split(hidden_NH, self._chunk):
             logits_CV = self._target.logits(part_CH).float()
             best.append(logits_CV.argmax(-1))
             lse.append(logits_CV.logsumexp(-1))
-        aux_BTA = states.hidden_BTH[..., :0] if states.aux_BTA is None else states.aux_BTA
         return Features(aux_BTA.to(self._target.dtype), hidden_NH, torch.cat(lse), torch.cat(best))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.batches import Batch, moved
@@ -22,10 +21,11 @@ from ..chains import chains_of_runs
 from ..head import head_of
 from ..objectives import stored_entries
 from ..rows import Head, LossSettings, Rows, Sparse
-from ..settings import LoraSettings, SmallSettings
+from ..settings import SmallSettings
 from .base import Family, Inputs, LoadTarget, Start
 from .features import FeatureSource
 from .fit import same_tokenizer
+from .lora import add_lora, merged_weights
 from .prune import check_layers, prune, spread
 from .teacher import LiveTeacher, check_live
 
@@ -55,11 +55,11 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         self._lora, self._target, self._draft_tokens = settings.lora, target, settings.draft_tokens
         self.needs_signals = target is None
         if target is not None:
-            self._features = FeatureSource(target, (), 0, loss.logits_bytes, loss.dtype)
+            self._features = FeatureSource(target, None, 0, loss.logits_bytes, loss.dtype)
         draft.model.eval()
         draft.requires_grad_(True)
         if settings.lora is not None:
-            add_lora(draft, settings.lora)
+            add_lora(draft.model, settings.lora, "draft.lora")
         if settings.activation_checkpointing:
             draft.model.train()
             draft.model.gradient_checkpointing_enable()
@@ -162,30 +162,10 @@ def _other_model(
     return model, tokenizer
 
 
-def add_lora(draft: SmallDraft, lora: LoraSettings) -> None:
-    """Put adapters into the draft's linear layers and freeze everything else."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0)
-    try:
-        inject_adapter_in_model(config, draft.model)
-    except ValueError as error:
-        raise InputError(f"draft.lora: targets {lora.targets}: {' '.join(str(error).split())}") from None
-
-
 @torch.no_grad()
 def merged(draft: SmallDraft) -> SmallDraft:
-    """A plain copy of a draft with adapters: W + alpha / rank * B A."""
-    from peft.tuners.lora import LoraLayer
-
-    weights: dict[str, Tensor] = {}
-    for name, tensor in draft.model.state_dict().items():
-        if ".lora_" not in name:
-            weights[name.replace(".base_layer.", ".")] = tensor
-    for name, module in draft.model.named_modules():
-        if isinstance(module, LoraLayer):
-            delta = sum(module.get_delta_weight(adapter) for adapter in module.active_adapters)
-            weights[f"{name}.weight"] = module.get_base_layer().weight + delta
+    """A plain copy of a draft with adapters."""
+    weights = merged_weights(draft.model)
     config = copy.deepcopy(draft.model.config)
     plain = AutoModelForCausalLM.from_config(config, dtype=next(iter(weights.values())).dtype)
     plain.load_state_dict(weights)

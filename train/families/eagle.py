@@ -1,0 +1,122 @@
+"""`eagle`: one layer on the target's last state, under the target's own head (EAGLE-1; Li et al. 2024, 2401.15077).
+
+Shapes: B rows, T tokens, S steps ahead, N supervised positions, H hidden size.
+
+The state of step k at position i drafts x_{i+2+k} through the target's head, so it stands for the target's post-norm
+state of x_{i+1+k}: a regression on that state is added to the objective. Head and embeddings stay the target's,
+frozen, and are not stored.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import fingerprint
+from ...data.batches import Batch, moved
+from ...data.store import Capture
+from ...specdec.drafts.eagle import EagleConfig, EagleDraft
+from ...specdec.targets import Target
+from ..head import head_of
+from ..rows import Head, LossSettings, Rows
+from ..settings import EagleSettings
+from .alignment import Alignment
+from .base import Extra, Family, Inputs, LoadTarget, Start
+from .features import FeatureSource
+from .shape import layer_fields
+from .teacher import LiveTeacher, check_live
+
+_NOISE_LENGTH = 512
+"""The original project multiplies its noise by 512 over the text's length in tokens."""
+
+
+class EagleFamily(Family[EagleSettings, EagleDraft]):
+    """Training-time test, one step of which is EAGLE-1 as published."""
+
+    name = "eagle"
+    draft_class = EagleDraft
+
+    def __init__(self, draft: EagleDraft, settings: EagleSettings, loss: LossSettings, target: Target | None) -> None:
+        super().__init__(draft, settings, loss, target)
+        assert target is not None
+        self._target, self._noise = target, settings.feature_noise
+        self.step_weights = settings.weight_of_steps()
+        self.extra = Extra("feature_loss", settings.feature_weight) if settings.feature_weight else None
+        draft.requires_grad_(True)
+        self._head = head_of(target)
+        self._features = FeatureSource(target, (), settings.features_bytes, settings.logits_bytes, loss.dtype)
+
+    @classmethod
+    def start(cls, settings: EagleSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
+        """A random layer of the target's dimensions."""
+        target = load_target()
+        capture.check_target(target)
+        config = EagleConfig(**layer_fields(target, settings.intermediate_size))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(fingerprint.of_json(["eagle", seed])[:15], 16))
+            return Start(EagleDraft(config))
+
+    @classmethod
+    def needs_target(cls, settings: EagleSettings) -> bool:
+        """Always: for its states, its head and its embeddings."""
+        return True
+
+    @classmethod
+    def misfit(cls, settings: EagleSettings, draft: EagleDraft, source: str) -> str | None:
+        """Width of the MLP; embeddings, of which there must be none."""
+        if settings.intermediate_size not in (None, draft.config.intermediate_size):
+            return f"intermediate_size = {settings.intermediate_size}: {source} has {draft.config.intermediate_size}"
+        if draft.embed_tokens is not None:
+            return f"family = eagle: {source} has embeddings of its own, must read the target's"
+        return None
+
+    @classmethod
+    def check(cls, settings: EagleSettings, load_target: LoadTarget) -> None:
+        """Its embeddings are as wide as its states."""
+        target = load_target()
+        target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
+
+    @torch.no_grad()
+    def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
+        """Run the target, or remember it: states of every position, noisy ones; those of the supervised stay clean."""
+        features = self._features(batch, samples)
+        states_BTH = features.aux_BTA.float()
+        if self._noise:
+            width_BT1 = self._noise * _NOISE_LENGTH / _lengths(batch)[..., None]
+            states_BTH = states_BTH + (torch.rand_like(states_BTH) - 0.5) * width_BT1
+        return Inputs(batch, self._target.embed(batch.ids_BT).float(), features._replace(aux_BTA=states_BTH))
+
+    def rows(self, inputs: Inputs) -> Rows:
+        """States of all steps, lined up with the positions that teach them."""
+        assert inputs.features is not None
+        steps, place = len(self.step_weights), Alignment(inputs.batch)
+        states = self.draft(inputs.embeds_BTH, inputs.features.aux_BTA, place.trained, steps)
+        at_SN, valid_SN = place.rows(steps)
+        states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
+        beside = None if self.extra is None else self._regression(states_SNH, inputs.features.hidden_NH, valid_SN)
+        teacher = LiveTeacher(self._head, inputs.features, None)
+        return Rows(states_SNH, valid_SN, teacher, self.step_weights, beside=beside)
+
+    def _regression(self, states_SNH: Tensor, hidden_NH: Tensor, valid_SN: Tensor) -> Tensor:
+        """Smooth L1 between each state and the target's, mean over H, summed over positions and weighted steps."""
+        wanted_SNH = hidden_NH.float().expand_as(states_SNH)
+        loss_SN = F.smooth_l1_loss(states_SNH.float(), wanted_SNH, reduction="none").mean(-1)
+        weight_S1 = torch.tensor(self.step_weights, device=loss_SN.device)[:, None]
+        return (torch.where(valid_SN, loss_SN, 0.0) * weight_S1).sum()
+
+    def head(self) -> Head:
+        """The target's, frozen, with its scale and soft-cap."""
+        return self._head
+
+    def check_teacher(self, batch: Batch) -> None:
+        """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
+        check_live(self._target, batch)
+
+
+def _lengths(batch: Batch) -> Tensor:
+    """[B, T] tokens of the text that each token is of."""
+    lengths_BT = torch.ones(batch.ids_BT.shape)
+    for row, start, length, _ in batch.places:
+        lengths_BT[row, start : start + length] = length
+    return moved(lengths_BT, batch.ids_BT.device)

@@ -1,0 +1,175 @@
+"""`medusa`: heads that each draft one token further from the target's state (Cai et al. 2024, 2401.10774).
+
+Shapes: B rows, T tokens, M trained positions a row, K heads, N supervised positions, H hidden size, V vocabulary.
+
+Head k at position i reads the target's post-norm state of x_i and drafts x_{i+2+k}. Each head has a matrix to the
+whole vocabulary: K x V x H weights, and with `train_heads` three times that in gradients and moments, all float32 (8
+heads of an 8-billion-parameter target with 128,256 tokens: 17 GB, 67 GB in all). Without it they stay equal to the
+target's head, and one copy is held; the checkpoint stores K of them, as engines want.
+
+Medusa-2 (`backbone`) trains the target too. After `start_step` the heads read the states of the target under training,
+whose loss is its divergence from the target as it was, beside `heads_weight` times the heads'. Both learn what the
+target said before. The heads' weight is the same from the first step on: AdamW's steps do not depend on it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...data.batches import Batch
+from ...data.store import Capture
+from ...specdec.drafts.layers import take
+from ...specdec.drafts.medusa import MedusaConfig, MedusaDraft
+from ...specdec.formats.checkpoint import META_FILE, ORIGINAL_TARGET, OWN_TARGET, read_meta
+from ...specdec.models import CausalModel, head_arithmetic
+from ...specdec.targets import Target
+from ...storage import write_json
+from ..head import head_loss, head_of
+from ..rows import Head, LossSettings, Rows
+from ..settings import BackboneSettings, MedusaSettings
+from .alignment import Alignment
+from .backbone import Backbone, check_trainable
+from .base import Extra, Family, Inputs, LoadTarget, Start
+from .features import FeatureSource
+from .teacher import LiveTeacher, check_live
+
+
+class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
+    """Heads on a frozen target (Medusa-1), or on one that is trained with them."""
+
+    name = "medusa"
+    draft_class = MedusaDraft
+
+    def __init__(self, draft: MedusaDraft, settings: MedusaSettings, loss: LossSettings, target: Target | None) -> None:
+        super().__init__(draft, settings, loss, target)
+        assert target is not None
+        self._target, self._teacher_head = target, head_of(target)
+        self.step_weights = settings.weight_of_steps()
+        draft.requires_grad_(True)
+        if not settings.train_heads:
+            draft.lm_heads.requires_grad_(False)
+            _share_equal(draft)
+        self._features = FeatureSource(target, (), settings.features_bytes, settings.logits_bytes, loss.dtype)
+        self._backbone: Backbone | None = None
+        if settings.backbone is not None:
+            self._train_with(settings.backbone, settings.activation_checkpointing)
+
+    def _train_with(self, settings: BackboneSettings, recompute: bool) -> None:
+        self._backbone = Backbone(self._target, settings, recompute)
+        self.adapters = self._backbone.adapters
+        self._start_step, self.slow_share = settings.start_step, settings.rate_share
+        self.extra = Extra("backbone_loss", 1.0, settings.heads_weight)
+        self._divergence = replace(self.loss_settings, objective={"kl": 1.0})
+
+    @classmethod
+    def start(cls, settings: MedusaSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
+        """Blocks that do nothing yet, under the target's head: nothing is random."""
+        target = load_target()
+        capture.check_target(target)
+        config = MedusaConfig(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            num_heads=settings.draft_tokens,
+            num_layers=settings.blocks,
+            fc_bias=False,
+        )
+        draft = MedusaDraft(config)
+        copy_heads(draft, target)
+        return Start(draft)
+
+    @classmethod
+    def needs_target(cls, settings: MedusaSettings) -> bool:
+        """Always: for its states."""
+        return True
+
+    @classmethod
+    def changes_target(cls, settings: MedusaSettings) -> bool:
+        """Medusa-2 does."""
+        return settings.backbone is not None
+
+    @classmethod
+    def misfit(cls, settings: MedusaSettings, draft: MedusaDraft, source: str) -> str | None:
+        """Heads and their blocks."""
+        config = draft.config
+        if settings.draft_tokens != config.num_heads:
+            return f"draft_tokens = {settings.draft_tokens}: {source} has {config.num_heads} heads"
+        if settings.blocks != config.num_layers:
+            return f"blocks = {settings.blocks}: {source} has {config.num_layers} a head"
+        return None
+
+    @classmethod
+    def check(cls, settings: MedusaSettings, load_target: LoadTarget) -> None:
+        """Any target will do; one that is trained must be whole."""
+        if settings.backbone is not None:
+            check_trainable(load_target())
+
+    @torch.no_grad()
+    def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
+        """Run the target, or remember it: states of every position."""
+        return Inputs(batch, features=self._features(batch, samples))
+
+    def rows(self, inputs: Inputs) -> Rows:
+        """What each head's matrix reads, lined up with the positions that teach it."""
+        assert inputs.features is not None
+        if self._backbone is None:
+            return self._rows(inputs, inputs.features.aux_BTA)
+        if self.step < self._start_step:
+            nothing = torch.stack([p.sum() for p in self.adapters.parameters()]).sum() * 0.0  # moments from step 1 on
+            return replace(self._rows(inputs, inputs.features.aux_BTA), beside=nothing)
+        hidden_BTH = self._backbone.states(inputs.batch)
+        rows = self._rows(inputs, hidden_BTH)
+        own_1NH = hidden_BTH.flatten(0, 1)[inputs.batch.positions_N][None]
+        divergence, _ = head_loss(Rows(own_1NH, None, rows.teacher), self._teacher_head, self._divergence)
+        return replace(rows, beside=divergence)
+
+    def _rows(self, inputs: Inputs, hidden_BTH: Tensor) -> Rows:
+        assert inputs.features is not None
+        heads, place = len(self.step_weights), Alignment(inputs.batch)
+        read_LH = take(hidden_BTH, place.trained.at_BM).flatten(0, 1).float()  # L = B x M
+        at_KN, valid_KN = place.rows(heads)
+        states_KNH = torch.stack([self.draft.state(read_LH[at], head) for head, at in enumerate(at_KN)])
+        teacher = LiveTeacher(self._teacher_head, inputs.features, None)
+        return Rows(states_KNH, valid_KN, teacher, self.step_weights)
+
+    def head(self) -> list[Head]:
+        """Each head's own matrix. Engines add no scale or soft-cap of the target's."""
+        return [Head(linear.weight) for linear in self.draft.lm_heads]  # type: ignore[arg-type]
+
+    def slow(self) -> list[nn.Parameter]:
+        """The adapters."""
+        return [] if self._backbone is None else list(self.adapters.parameters())
+
+    def complete(self, folder: Path) -> None:
+        """Write the changed target beside the draft, which fits no other."""
+        if self._backbone is None:
+            return
+        meta = read_meta(folder)
+        changed = {
+            "target_fingerprint": self._backbone.save(folder / OWN_TARGET),
+            "extra": {**meta.extra, ORIGINAL_TARGET: meta.target_fingerprint},
+        }
+        write_json(folder / META_FILE, meta.model_copy(update=changed).model_dump())
+
+    def check_teacher(self, batch: Batch) -> None:
+        """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
+        check_live(self._target, batch)
+
+
+@torch.no_grad()
+def copy_heads(draft: MedusaDraft, target: CausalModel) -> None:
+    """Start every head from the target's, its scale included; a soft-cap has to be learned."""
+    scale, _ = head_arithmetic(target.config)
+    rows_VH = target.model.get_output_embeddings().weight.float().cpu() * scale
+    for linear in draft.lm_heads:
+        linear.weight.copy_(rows_VH)  # type: ignore[operator]
+
+
+def _share_equal(draft: MedusaDraft) -> None:
+    """Hold equal matrices once."""
+    first: nn.Parameter = draft.lm_heads[0].weight  # type: ignore[assignment]
+    for linear in draft.lm_heads:
+        if torch.equal(linear.weight, first):  # type: ignore[arg-type]
+            linear.weight = first
