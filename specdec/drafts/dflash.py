@@ -155,8 +155,8 @@ class DFlashDraft(nn.Module):
         width = embeds_BMWH.shape[2]
         context = self.context(aux_BTA, torch.arange(aux_BTA.shape[1], device=aux_BTA.device).expand(aux_BTA.shape[:2]))
         together = max(1, _TOGETHER // width)
-        parts = zip(embeds_BMWH.split(together, 1), anchor_BM.split(together, 1))
-        return torch.cat([self._some(embeds, context, anchors) for embeds, anchors in parts], 1)
+        some = [slice(start, start + together) for start in range(0, anchor_BM.shape[1], together)]
+        return torch.cat([self._some(embeds_BMWH[:, at], context, anchor_BM[:, at]) for at in some], 1)
 
     def _some(self, embeds_BMWH: Tensor, context: Sequence[KeyValue], anchor_BM: Tensor) -> Tensor:
         """`forward` of a few blocks."""

@@ -3,8 +3,8 @@
 Shapes: B active slots, F nodes read at once, K drafted tokens, W = K + 1 tokens of a block, T round starts,
 A features, H hidden size, V vocabulary.
 
-As in vLLM and llama.cpp a block has as many masks as the run drafts levels, up to those that it was trained with; as
-in vLLM, and not in llama.cpp, it keeps them where an answer has fewer tokens left.
+As in vLLM and llama.cpp a block has as many masks as the run drafts levels, also where an answer has fewer tokens
+left; as in llama.cpp it has no more than it was trained with.
 """
 
 from collections.abc import Sequence

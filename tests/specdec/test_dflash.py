@@ -27,7 +27,8 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # float32, sums in another
 
 
 def normed(x: Tensor, weight: Any) -> Tensor:
-    return x / (x.pow(2).mean() + 1e-5).sqrt() * weight
+    scaled: Tensor = x / (x.pow(2).mean() + 1e-5).sqrt() * weight
+    return scaled
 
 
 def turned(x_HD: Tensor, position: int) -> Tensor:
@@ -51,10 +52,11 @@ def plainly(draft: DFlashDraft, embeds_WH: Tensor, aux_TA: Tensor, anchor: int) 
     """Normed states of one block whose first token stands at `anchor`: no cache, no mask, one token after the other."""
     context = [normed(draft.fc.weight @ aux, draft.hidden_norm.weight) for aux in aux_TA[:anchor]]
     states = list(embeds_WH)
-    for layer in draft.layers:
-        attn: Any = layer.self_attn
+    layers: Any = draft.layers
+    for layer in layers:
+        attn, mlp = layer.self_attn, layer.mlp
         seen = [key_value(layer, z, place) for place, z in enumerate(context)]
-        inside = [normed(state, layer.input_layernorm.weight) for state in states]  # type: ignore[union-attr]
+        inside = [normed(state, layer.input_layernorm.weight) for state in states]
         seen += [key_value(layer, z, anchor + place) for place, z in enumerate(inside)]
         for place, z in enumerate(inside):
             queries = torch.stack([normed(head, attn.q_norm.weight) for head in (attn.q_proj.weight @ z).view(6, 8)])
@@ -62,10 +64,9 @@ def plainly(draft: DFlashDraft, embeds_WH: Tensor, aux_TA: Tensor, anchor: int) 
             for head, query in enumerate(turned(queries, anchor + place)):
                 scores = torch.stack([query @ key[head // 3] for key, _ in seen]) / math.sqrt(8)
                 outputs.append(sum(w * value[head // 3] for w, (_, value) in zip(scores.softmax(0), seen)))
-            state = states[place] + attn.o_proj.weight @ torch.cat(outputs)  # type: ignore[arg-type]
-            x, mlp = normed(state, layer.post_attention_layernorm.weight), layer.mlp  # type: ignore[union-attr]
-            inner = F.silu(mlp.gate_proj.weight @ x) * (mlp.up_proj.weight @ x)  # type: ignore[union-attr, operator]
-            states[place] = state + mlp.down_proj.weight @ inner  # type: ignore[union-attr, operator]
+            state = states[place] + attn.o_proj.weight @ torch.cat(outputs)
+            x = normed(state, layer.post_attention_layernorm.weight)
+            states[place] = state + mlp.down_proj.weight @ (F.silu(mlp.gate_proj.weight @ x) * (mlp.up_proj.weight @ x))
     return torch.stack([normed(state, draft.norm.weight) for state in states])
 
 

@@ -141,7 +141,11 @@ def test_one_trace_serves_every_draft_length() -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        *((name, rule) for name in ("small", "eagle3-reduced", "dflash") for rule in ("token", "block", "onehot", "match")),
+        *(
+            (name, rule)
+            for name in ("small", "eagle3-reduced", "dflash")
+            for rule in ("token", "block", "onehot", "match")
+        ),
         ("small-tree", "onehot"),
         ("small-tree", "match"),
         ("small-sampled", "onehot"),

@@ -24,7 +24,14 @@ TREES = (
     "small-tree", "small-dynamic", "small-merged", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic", "medusa-tree",
     "dflash-tree", "dflash-dynamic",
 )  # fmt: skip
-DRAWN_TREES = ("small-sampled", "eagle3-sampled", "small-distinct", "eagle-distinct", "medusa-distinct", "dflash-distinct")
+DRAWN_TREES = (
+    "small-sampled",
+    "eagle3-sampled",
+    "small-distinct",
+    "eagle-distinct",
+    "medusa-distinct",
+    "dflash-distinct",
+)
 SHAPE = TreeShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]])
 
 
