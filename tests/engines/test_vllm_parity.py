@@ -29,6 +29,8 @@ METHODS = {
     "eagle": "eagle",
     "eagle3": "eagle3",
     "eagle3-reduced": "eagle3",
+    "dflash": "dflash",
+    "dflash-reduced": "dflash",
 }
 """Draft of the trained fixture -> vLLM's name of the method."""
 LENGTHS = (1, 2, 5, 40)
