@@ -1,6 +1,7 @@
 """Which samples make up each training step, and how they become tensors.
 
 The samples of a step follow from the samples, the seed and the size alone; ranks and accumulation only deal them out.
+Samples of a micro-batch stand side by side in its rows where that saves padding.
 
 Shapes: B rows, T tokens (padded on the right), N supervised tokens of the batch, k top ids, M tail draws.
 """
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from .. import fingerprint
 from ..errors import InputError
+from ..specdec.documents import PADDING, Documents
+from .packing import pack
 from .signals import Signals
 
 WINDOW_STEPS = 16
@@ -69,7 +72,9 @@ class BatchPlan:
         world_size: int = 1,
         rank: int = 0,
         accumulation: int = 1,
+        row_tokens: int = 0,
     ) -> None:
+        """`row_tokens`: see `collate`."""
         if not samples:
             raise InputError("training samples: 0, must be at least 1")
         if tokens_per_step < 1 or world_size < 1 or accumulation < 1 or not 0 <= rank < world_size:
@@ -78,6 +83,7 @@ class BatchPlan:
         self._lengths = self._answers + np.array([len(sample.prompt_ids) for sample in samples])
         self._tokens_per_step, self._seed = tokens_per_step, seed
         self._world_size, self._rank, self._accumulation = world_size, rank, accumulation
+        self._row_tokens = row_tokens
 
     def steps(self, start: Position | Sequence[int] = Position()) -> Iterator[Step]:  # noqa: B008 - immutable
         """Steps from `start` on, without end."""
@@ -96,7 +102,7 @@ class BatchPlan:
     def padding_share(self, epoch: int = 0) -> float:
         """Share of padding in the tensors of one epoch, over all ranks."""
         parts = [self._lengths[part] for group in self._groups(epoch) for part in self._deal(group) if len(part)]
-        padded = sum(len(part) * int(part.max()) for part in parts)
+        padded = sum(len(rows) * tokens for rows, tokens in (pack(part.tolist(), self._row_tokens) for part in parts))
         return 1.0 - int(self._lengths.sum()) / padded
 
     def _groups(self, epoch: int) -> list[np.ndarray]:
@@ -134,20 +140,39 @@ def _cut(order: np.ndarray, lengths: np.ndarray, parts: int) -> list[np.ndarray]
     return np.split(order, np.searchsorted(part, np.arange(1, parts)))
 
 
+class Place(NamedTuple):
+    """Where a sample lies in a batch."""
+
+    row: int
+    start: int
+    """Its first token in the row."""
+    length: int
+    prompt: int
+    """Tokens before the answer."""
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor on another device; the host does not wait for a GPU to have done what it was told before."""
+    if torch.device(device).type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch. Signal i of a sample belongs to its answer token i, predicted at len(prompt) - 1 + i."""
 
     ids_BT: Tensor
     """int64, padded on the right with a valid id that means nothing."""
-    lengths_B: Tensor
-    """int64: tokens of each row without padding."""
-    predict_mask_BT: Tensor
-    """True at t where token t+1 is an answer token: row t is trained to predict ids[t+1]."""
+    documents: Documents
+    """Which sample each token is of, and its position in it."""
+    places: list[Place]
+    """Of each sample."""
     positions_N: Tensor
-    """int64: b * T + t of every True of the mask, in order; entry i goes with entry i of the signals."""
+    """int64: b * T + t of every t that is trained to predict the answer token at t + 1, sample by sample; entry i goes
+    with entry i of the signals."""
     offsets: list[int]
-    """B + 1 numbers: row b owns positions and signals offsets[b]:offsets[b+1]."""
+    """Samples + 1 numbers: sample s owns positions and signals offsets[s]:offsets[s+1]."""
     signals: Signals | None
     """Teacher signals of the N supervised tokens, where stored ones were given."""
     empty: bool = False
@@ -161,52 +186,70 @@ class Batch:
     @property
     def padding_share(self) -> float:
         """Share of padding in ids_BT."""
-        return 1.0 - int(self.lengths_B.sum()) / self.ids_BT.numel()
+        return 1.0 - sum(place.length for place in self.places) / self.ids_BT.numel()
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
-        signals = self.signals and Signals(*(tensor.to(device) for tensor in self.signals))
         return replace(
             self,
-            ids_BT=self.ids_BT.to(device),
-            lengths_B=self.lengths_B.to(device),
-            predict_mask_BT=self.predict_mask_BT.to(device),
-            positions_N=self.positions_N.to(device),
-            signals=signals,
+            ids_BT=moved(self.ids_BT, device),
+            documents=Documents(
+                moved(self.documents.document_BT, device),
+                moved(self.documents.positions_BT, device),
+                self.documents.packed,
+            ),
+            positions_N=moved(self.positions_N, device),
+            signals=self.signals and Signals(*(moved(tensor, device) for tensor in self.signals)),
         )
 
 
-def collate(samples: Sequence[Tokens], signals: Sequence[Signals] | None = None) -> Batch:
-    """Pad samples into one batch; with their stored signals, these are joined in the same order."""
+def collate(samples: Sequence[Tokens], signals: Sequence[Signals] | None = None, row_tokens: int = 0) -> Batch:
+    """Pack samples into rows of about `row_tokens` tokens (at least the longest); join their signals in their order."""
     if not samples:
         return _empty_batch()
     if signals is not None and len(signals) != len(samples):
         raise ValueError(f"{len(signals)} signals for {len(samples)} samples")
-    rows = [sample.prompt_ids + sample.answer_ids for sample in samples]
-    lengths = [len(row) for row in rows]
-    ids_BT = torch.full((len(rows), max(lengths)), _PADDING_ID)
-    mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
-    offsets = [0]
-    for index, (row, sample) in enumerate(zip(rows, samples, strict=True)):
-        ids_BT[index, : len(row)] = torch.tensor(row)
-        mask_BT[index, len(sample.prompt_ids) - 1 : len(row) - 1] = True
+    lengths = [len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples]
+    rows, tokens = pack(lengths, row_tokens)
+    places = _places(rows, samples)
+    ids_BT = torch.full((len(rows), tokens), _PADDING_ID)
+    document_BT, place_BT = torch.full_like(ids_BT, PADDING), torch.zeros_like(ids_BT)
+    positions, offsets = [], [0]
+    for index, (sample, (row, start, length, prompt)) in enumerate(zip(samples, places, strict=True)):
+        at = slice(start, start + length)
+        ids_BT[row, at] = torch.tensor(sample.prompt_ids + sample.answer_ids)
+        document_BT[row, at] = rows[row].index(index)
+        place_BT[row, at] = torch.arange(length)
+        first = row * tokens + start + prompt - 1
+        positions.append(torch.arange(first, first + len(sample.answer_ids)))
         offsets.append(offsets[-1] + len(sample.answer_ids))
     return Batch(
         ids_BT=ids_BT,
-        lengths_B=torch.tensor(lengths),
-        predict_mask_BT=mask_BT,
-        positions_N=mask_BT.flatten().nonzero()[:, 0],
+        documents=Documents(document_BT, place_BT, packed=len(rows) < len(samples)),
+        places=places,
+        positions_N=torch.cat(positions),
         offsets=offsets,
         signals=None if signals is None else Signals(*(torch.cat(parts) for parts in zip(*signals, strict=True))),
     )
+
+
+def _places(rows: list[list[int]], samples: Sequence[Tokens]) -> list[Place]:
+    found = {}
+    for row, members in enumerate(rows):
+        start = 0
+        for index in members:
+            prompt = len(samples[index].prompt_ids)
+            found[index] = Place(row, start, prompt + len(samples[index].answer_ids), prompt)
+            start += found[index].length
+    return [found[index] for index in range(len(samples))]
 
 
 def _empty_batch() -> Batch:
     ids_BT = torch.full((1, _EMPTY_LENGTH), _PADDING_ID)
     return Batch(
         ids_BT=ids_BT,
-        lengths_B=torch.tensor([_EMPTY_LENGTH]),
-        predict_mask_BT=torch.zeros_like(ids_BT, dtype=torch.bool),
+        documents=Documents.rows(ids_BT),
+        places=[Place(0, 0, _EMPTY_LENGTH, _EMPTY_LENGTH)],
         positions_N=torch.zeros(0, dtype=torch.int64),
         offsets=[0, 0],
         signals=None,

@@ -80,14 +80,15 @@ def build_mix(
     digests = input_digests(settings, base_dir)
     earlier = [*(base_dir / name for name in settings.ancestors), *ancestors]
     known = load_members(earlier)
-    records, account = _collect(settings, base_dir, sample_prompts)
+    records, bound, account = _collect(settings, base_dir, sample_prompts)
     members = {record.id: _member(record) for record in progress.track(records, "signatures", unit="conversations")}
     placed = place(members.values(), known, settings.near_threshold)
     distinct = [record for record in records if placed[record.id].copy_of is None]
     chosen = _balanced(distinct, settings)
     account.near_copies = len(records) - len(distinct)
     account.over_share = len(distinct) - len(chosen)
-    conversations = [_conversation(record, placed[record.id], settings) for record in chosen]
+    splits = _bound_clusters(bound, placed)
+    conversations = [_conversation(record, placed[record.id], splits, settings) for record in chosen]
     require_every_split([c.split for c in conversations], [c.cluster for c in conversations], settings)
     placements = {c.id: Known(members[c.id], c.cluster, c.split) for c in conversations}
     with storage.new_folder(folder) as new:
@@ -138,8 +139,9 @@ def load_members(folders: Iterable[Path]) -> list[Known]:
 
 def _collect(
     settings: MixSettings, base_dir: Path, sample_prompts: SamplePrompts | None
-) -> tuple[list[Record], _Account]:
-    """Redacted records of all sources, each content once, in the order of their ids."""
+) -> tuple[list[Record], dict[str, Split], _Account]:
+    """Redacted records of all sources, each content once, in the order of their ids; and the splits that sources name
+    for some of them."""
     redactor = Redactor(settings.redact)
     account = _Account([], redactor.counts)
     found: list[Record] = []
@@ -152,7 +154,21 @@ def _collect(
     for record in sorted(redacted, key=lambda record: (record.id, record.key, record.source)):
         once.setdefault(record.id, record)
     account.exact_copies = len(redacted) - len(once)
-    return list(once.values()), account
+    named = [(record.id, settings.sources[record.source].only) for record in redacted]
+    return list(once.values()), _strictest((name, split) for name, split in named if split is not None), account
+
+
+def _strictest(named: Iterable[tuple[str, Split]]) -> dict[str, Split]:
+    """One split a name. Holdout before selection before train: what one source judges on, no other may train on."""
+    found: dict[str, Split] = {}
+    for name, split in named:
+        found[name] = max(split, found.get(name, split), key=SPLITS.index)
+    return found
+
+
+def _bound_clusters(bound: Mapping[str, Split], placed: Mapping[str, Placement]) -> dict[str, Split]:
+    """The splits of clusters that hold a conversation whose split its source names."""
+    return _strictest((placed[name].cluster, split) for name, split in bound.items())
 
 
 def _redacted(record: Record, redactor: Redactor) -> Record:
@@ -194,7 +210,9 @@ def _balanced(records: Sequence[Record], settings: MixSettings) -> list[Record]:
     return [record for record in records if record.id in kept]
 
 
-def _conversation(record: Record, placement: Placement, settings: MixSettings) -> Conversation:
+def _conversation(
+    record: Record, placement: Placement, splits: Mapping[str, Split], settings: MixSettings
+) -> Conversation:
     sampling = record.sampling if settings.logged_sampling else None
     max_new_tokens = record.max_new_tokens if settings.logged_sampling else None
     if settings.sampling:
@@ -211,7 +229,7 @@ def _conversation(record: Record, placement: Placement, settings: MixSettings) -
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         cluster=placement.cluster,
-        split=placement.split or split_of(placement.cluster, settings),
+        split=placement.split or splits.get(placement.cluster) or split_of(placement.cluster, settings),
     )
 
 

@@ -27,6 +27,8 @@ class _Source(_Section):
     """At most so many conversations, chosen by their hash; absent: all. Memory holds no more than these."""
     weight: float | None = Field(None, gt=0)
     """This source's share of the mix, relative to the other sources' weights."""
+    only: Literal["train", "selection", "holdout"] | None = None
+    """Split of all its conversations, and of whatever is near them in other sources; absent: by hash."""
     template_args: dict[str, JsonValue] = {}
     """Chat template arguments of its conversations, e.g. `enable_thinking: false`; a line's own ones win."""
 

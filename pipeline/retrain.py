@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import fingerprint, storage
-from ..errors import LostFilesError
+from ..errors import InputError, LostFilesError
 from ..eval import counts
 from ..eval.figures import Estimate, tau
 from ..eval.score import Identity
@@ -18,9 +18,9 @@ from ..registry.lineage import Version
 from ..registry.models import champion, latest_champion, missing_file
 from ..registry.resolve import resolve_models_uri
 from ..specdec.drafts import AnyDraft
-from ..specdec.drafts.eagle3 import Eagle3Draft
 from ..specdec.formats import DraftMeta, load_draft, read_meta
-from ..train.families.fit import misfit
+from ..specdec.formats.fit import check_fits
+from ..train.families import family_of
 from .distill import Outcome, distill
 from .scoring import Scorer
 from .stages import capture_stage, mix_place, mix_stage
@@ -109,7 +109,11 @@ def _warm(space: Workspace, folder: Path, stale: Version) -> Workspace | None:
     meta = read_meta(folder)
     draft = load_draft(folder, space.target.device, space.target.dtype).draft
     mine = {name: settings for name, settings in space.recipe.drafts.items() if settings.family == meta.family}
-    odd = {name: why for name, settings in mine.items() if (why := misfit(settings, draft, stale.reference))}
+    odd = {
+        name: why
+        for name, settings in mine.items()
+        if (why := family_of(settings).misfit(settings, draft, stale.reference))
+    }
     why = _obstacle(space, draft, meta)
     if why is None and len(odd) == len(mine):
         why = next(f"drafts.{name}.{field}" for name, field in odd.items())
@@ -127,12 +131,10 @@ def _obstacle(space: Workspace, draft: AnyDraft, meta: DraftMeta) -> str | None:
         return f"the recipe trains no draft of its family, {meta.family}"
     if meta.tokenizer_digest != space.target.tokenizer_digest:
         return "the new target has another tokenizer"
-    if draft.vocab_size != space.target.vocab_size:
-        return f"its vocabulary has {draft.vocab_size} tokens, the new target's {space.target.vocab_size}"
-    if isinstance(draft, Eagle3Draft) and draft.config.target_hidden_size != space.target.hidden_size:
-        return f"it reads features of {draft.config.target_hidden_size}, the new target has {space.target.hidden_size}"
-    if isinstance(draft, Eagle3Draft) and draft.config.aux_layers[-1] > space.target.num_layers:
-        return f"it reads layers {list(draft.config.aux_layers)}, the new target has {space.target.num_layers}"
+    try:
+        check_fits(draft, space.target, "the draft")
+    except InputError as error:
+        return str(error)
     return None
 
 

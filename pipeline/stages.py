@@ -29,11 +29,11 @@ from ..specdec.formats import META_FILE
 from ..specdec.targets import place
 from ..train.checkpoints import list_steps, step_folder
 from ..train.claim import claim
-from ..train.families.fit import check_layers_exist
+from ..train.families import family_of
 from ..train.families.prepare import INIT, prepare
 from ..train.loop import train
 from ..train.metrics import MetricSink
-from ..train.settings import Settings, SmallSettings
+from ..train.settings import Settings
 from .workspace import POLL_SECONDS, Workspace
 
 
@@ -91,8 +91,7 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
 
     def work() -> None:
         for name, settings in recipe.drafts.items():  # hours before the training would find it out
-            with _naming(name):
-                check_layers_exist(settings, lambda: space.target)
+            _check_start(space, name, settings)
         capture(space.target, mix.folder, recipe.capture, scored, stage.folder)
 
     _once(space, stage.folder / CAPTURE_MANIFEST, work, "capture")
@@ -100,13 +99,14 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
 
 
 def prepare_drafts(space: Workspace, captured: Stage) -> None:
-    """Make the initial drafts while the target is at hand, so that `small` can train without it."""
+    """Make the initial drafts while the target is at hand, for those that train without it."""
     for name, settings in space.recipe.drafts.items():
         stage = trained(space, name, captured)
-        if space.first_rank and isinstance(settings, SmallSettings) and not (stage.folder / INIT).is_dir():
+        needs_target = family_of(settings).needs_target(settings)
+        if space.first_rank and not needs_target and not (stage.folder / INIT).is_dir():
             data = Capture.open(captured.folder, verify=False)
+            _check_start(space, name, settings)
             with _naming(name):
-                check_layers_exist(settings, lambda: space.target)
                 claim(stage.folder, settings, space.recipe.seed, data)
                 prepare(settings, space.recipe.seed, data, stage.folder, lambda: space.target)
 
@@ -119,9 +119,9 @@ def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) 
         say(f"train {name}: done ({stage.folder.name})")
         return stage
     data = Capture.open(captured.folder, verify=space.first_rank)
+    if space.first_rank and not (stage.folder / INIT).is_dir():
+        _check_start(space, name, settings)
     with _naming(name):
-        if space.first_rank and not (stage.folder / INIT).is_dir():
-            check_layers_exist(settings, lambda: space.target)
         train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink)
     gc.collect()  # an engine's cycles hold the optimizer; scoring should not find the card full
     if torch.cuda.is_available():
@@ -139,6 +139,13 @@ def trained(space: Workspace, name: str, captured: Stage) -> Stage:
     settings = space.recipe.drafts[name]
     inputs = [captured.fingerprint, settings.identity(), space.recipe.seed, _start(settings, f"drafts.{name}")]
     return _stage(space, f"train-{name}", inputs)
+
+
+def _check_start(space: Workspace, name: str, settings: Settings) -> None:
+    """Whether a fresh draft can be made of the target."""
+    if settings.init_from is None:
+        with _naming(name):
+            family_of(settings).check(settings, lambda: space.target)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 
 from ..errors import FormatError
 from .cache import Step
+from .documents import Documents, Sight, flex
 
 NAME = "draftforge"
 
@@ -25,17 +26,22 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     kv_step: Step | None = None,
+    documents: Documents | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
     """Attention of a transformers module, over its own tokens or over our cache.
 
     query [B, H, N, D]; key, value [B, G, N, D]. Without `kv_step`, or at prefill, each row attends causally to
-    itself (rows are padded on the right, so causality is all the mask they need). Otherwise the new keys are written
+    itself (rows are padded on the right, so causality is all the mask they need), or each of its packed `documents`
+    does. Otherwise the new keys are written
     to the cache and the whole visible past is read. Returns [B, N, H, D]. The transformers mask is always None here:
     no mask is made for an attention of this name.
     """
     if unused.get("s_aux") is not None:
         raise FormatError(f"{type(module).__name__}: attention sinks are not supported")
+    if documents is not None and documents.packed:
+        output = attention_within(query, key, value, documents.everyone(), scaling, softcap, sliding_window)
+        return output.transpose(1, 2).contiguous(), None
     visible: Tensor | None = None
     if kv_step is not None:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -71,6 +77,21 @@ def attention(
         ),
         query,
     )
+
+
+def attention_within(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Sight,
+    scaling: float | None,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """The same inside the documents of packed rows: query [B, H, M, D] at the places of `sight`."""
+    if query.is_cuda:
+        return flex(query, key, value, sight.blocks(window), scaling, softcap)[0]
+    return attention(query, key, value, sight.dense(window)[:, None], scaling, softcap)
 
 
 def _group(query: Tensor, groups: int) -> Tensor:

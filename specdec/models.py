@@ -16,6 +16,7 @@ from ..errors import FormatError
 from .architecture import PROBE, check_layers, find_decoder, fix_rope, named, probe
 from .attention import NAME
 from .cache import KVCache, Step
+from .documents import Documents
 
 _CHECKED = 8  # tokens that every model is compared on when it is loaded
 
@@ -63,19 +64,25 @@ class CausalModel:
         ids_BT: Tensor,
         step: Step | None = None,
         aux_layers: Sequence[int] = (),
+        documents: Documents | None = None,
     ) -> States:
         """Run the decoder stack. `aux_layers` count as transformers' hidden_states do: i is the output of layer i-1.
 
         The last one, i = num_layers, is taken before the final norm, as engines do; transformers gives it after.
 
-        Without a step: a causal pass over right-padded rows; what stands at padded positions means nothing.
+        Without a step: a causal pass over right-padded rows, or over rows of packed `documents`; what stands at padded
+        positions means nothing.
         With a step: the new tokens of cached rows (see cache.py).
         """
         positions_BT = step.positions_BN if step is not None else None
+        if documents is not None:
+            positions_BT = documents.positions_BT
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         with self._capture(aux_layers) as captured:
-            output = self._decoder(input_ids=ids_BT, position_ids=positions_BT, use_cache=False, kv_step=step)
+            output = self._decoder(
+                input_ids=ids_BT, position_ids=positions_BT, use_cache=False, kv_step=step, documents=documents
+            )
         aux = torch.cat([captured[layer] for layer in aux_layers], dim=-1) if aux_layers else None
         return States(output.last_hidden_state, aux)
 

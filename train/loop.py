@@ -75,7 +75,15 @@ def train(
             engine.load_moments(restored.moments, state.step)
 
         samples = capture.samples("train")
-        plan = BatchPlan(samples, settings.tokens_per_step, seed, ranks.world_size, ranks.rank, settings.accumulation)
+        plan = BatchPlan(
+            samples,
+            settings.tokens_per_step,
+            seed,
+            ranks.world_size,
+            ranks.rank,
+            settings.accumulation,
+            settings.row_tokens,
+        )
         torch.manual_seed(_seed("train", seed, ranks.rank))
         if restored is not None:
             checkpoints.restore_rng(restored.rng, ranks)
@@ -173,7 +181,7 @@ class Run:
         """Samples of one micro-batch, as tensors on the device."""
         chosen = [self.samples[index] for index in indexes]
         signals = [self.capture.signals(sample) for sample in chosen] if self.family.needs_signals else None
-        return collate(chosen, signals).to(self.ranks.device)
+        return collate(chosen, signals, self.settings.row_tokens).to(self.ranks.device)
 
     def reduce(self, sums_AS4: Tensor, step: Step) -> tuple[float, dict[str, float]]:
         """Mean loss and figures over all ranks. Raises TrainingDivergedError on every rank if one is not finite."""

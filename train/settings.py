@@ -12,6 +12,7 @@ ObjectiveName = Literal["kl", "ce", "tv", "reverse_kl", "jsd", "lk", "lk_hybrid"
 
 _ELSEWHERE = {
     "accumulation",
+    "row_tokens",
     "engine",
     "zero_stage",
     "save_every",
@@ -32,6 +33,8 @@ class _Training(_Section):
     """Optimizer steps."""
     tokens_per_step: int = Field(default=4096, ge=1)
     """Tokens of one step over all ranks and micro-batches, prompts included."""
+    row_tokens: int = Field(default=0, ge=0)
+    """Samples are packed side by side into rows of about so many tokens, each seeing only itself; 0: of the longest."""
     accumulation: int = Field(default=1, ge=1)
     """Micro-batches per rank and step. More of them need less memory and change nothing else."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -167,6 +170,9 @@ class Eagle3Settings(_Training):
     """Target layers that are read, as indexes into hidden_states; absent: 2, N // 2, N - 3."""
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the MLP; absent: the target's."""
+    fc_norm: bool | None = None
+    """A norm over the features of each read layer before they are mixed (EAGLE-3.1); absent: as the start has it, none
+    in a fresh one."""
     features_bytes: int | None = Field(default=None, ge=0)
     """Memory for the target's features of samples that will come again; 0: run the target each time. Absent: 2 GiB
     where the target is on the CPU, 0 elsewhere."""

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from ..documents import Sight
 from .layers import DecoderLayer, FeatureDraft, LayerConfig, RMSNorm
 from .vocabulary import ids_of, vocabulary_maps
 
@@ -113,6 +114,6 @@ class Eagle3Draft(FeatureDraft):
         """States [..., H] -> logits over the draft vocabulary [..., Vd]."""
         return self.lm_head(self.normed(state))  # type: ignore[no-any-return]
 
-    def forward(self, embeds_BTH: Tensor, aux_BTA: Tensor, first_B: Tensor, width: int, steps: int) -> list[Tensor]:
+    def forward(self, embeds_BTH: Tensor, aux_BTA: Tensor, trained: Sight, steps: int) -> list[Tensor]:
         """Training-time test from the target's features; see `FeatureDraft.unroll`."""
-        return self.unroll(embeds_BTH, self.fc(aux_BTA), first_B, width, steps)
+        return self.unroll(embeds_BTH, self.fc(aux_BTA), trained, steps)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..attention import attend
 from ..cache import Step
+from ..documents import Sight, flex
 from .rope import LongRope, Rope, RopeScaling
 
 
@@ -152,41 +153,42 @@ class FeatureDraft(nn.Module, ABC):
         attended, _ = attend(attn, query, key, value, None, kv_step=step)
         return self.leave(residual_BNH, attended)
 
-    def unroll(self, embeds_BTH: Tensor, state_BTH: Tensor, first_B: Tensor, width: int, steps: int) -> list[Tensor]:
-        """Training-time test: the states of steps 0..steps-1 at positions first_b .. first_b + width - 1.
+    def unroll(self, embeds_BTH: Tensor, state_BTH: Tensor, trained: Sight, steps: int) -> list[Tensor]:
+        """Training-time test: the states of steps 0..steps-1 at the positions that `trained` names.
 
-        `embeds` and `state` are of x_0 .. x_{T-1}. Returns `steps` tensors [B, M, H], M = width; state k at position
-        i drafts x_{i+2+k}. Positions past the row's end repeat its last one and mean nothing. Only these positions
-        run the query, the MLP and later steps; all positions give the step-0 keys.
+        `embeds` and `state` are of x_0 .. x_{T-1}, of one document a row or of several. Returns `steps` tensors
+        [B, M, H]; state k at position i drafts x_{i+2+k}, and means nothing where the document has no such token. Only
+        these positions run the query, the MLP and later steps; all positions give the step-0 keys.
         """
-        attn, device = self.layer.self_attn, embeds_BTH.device
-        tokens = embeds_BTH.shape[1]
-        at_BM = (first_B[:, None] + torch.arange(width, device=device)).clamp(max=tokens - 1)
-        everywhere_BT = torch.arange(tokens, device=device).expand(embeds_BTH.shape[:2])
-        residual_BTH, z_BTZ = self.enter(take(embeds_BTH, everywhere_BT + 1), state_BTH)
-        keys, values = [attn.key(z_BTZ, everywhere_BT)], [attn.value(z_BTZ)]
-        past_BMT = everywhere_BT[:, None] <= at_BM[..., None]
+        attn, at_BM, place_BM = self.layer.self_attn, trained.at_BM, trained.positions_BM
+        place_BT = trained.documents.positions_BT
+        next_BT = torch.arange(1, embeds_BTH.shape[1] + 1, device=embeds_BTH.device).expand_as(place_BT)
+        residual_BTH, z_BTZ = self.enter(take(embeds_BTH, next_BT), state_BTH)
+        keys, values = [attn.key(z_BTZ, place_BT)], [attn.value(z_BTZ)]
         residual_BMH, z_BMZ = take(residual_BTH, at_BM), take(z_BTZ, at_BM)
         states: list[Tensor] = []
         for k in range(steps):
             if k:
                 residual_BMH, z_BMZ = self.enter(take(embeds_BTH, at_BM + 1 + k), states[-1])
-                keys.append(attn.key(z_BMZ, at_BM + k))
+                keys.append(attn.key(z_BMZ, place_BM + k))
                 values.append(attn.value(z_BMZ))
-            attended = attend_columns(attn.query(z_BMZ, at_BM + k), keys, values, past_BMT)
+            attended = attend_columns(attn.query(z_BMZ, place_BM + k), keys, values, trained)
             states.append(self.leave(residual_BMH, attended))
         return states
 
 
-def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], past_BMT: Tensor) -> Tensor:
+def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: Sight) -> Tensor:
     """Attention of the training-time test. Returns [B, M, Q, D].
 
-    keys[0] [B, G, T, D] are the true states' (seen where `past`); keys[j] [B, G, M, D], j >= 1, are earlier steps'
-    own, of which each position sees only its own column.
+    keys[0] [B, G, T, D] are the true states', of which a position sees its document's up to itself; keys[j]
+    [B, G, M, D], j >= 1, are earlier steps' own, of which each position sees only its own column.
     """
+    if query_BQMD.is_cuda:
+        return _merged_columns(query_BQMD, keys, values, trained)
     groups, size = keys[0].shape[1], query_BQMD.shape[-1]
     query = query_BQMD.reshape(query_BQMD.shape[0], groups, -1, *query_BQMD.shape[2:]) * size**-0.5  # [B, G, R, M, D]
-    scores = torch.einsum("bgrmd,bgtd->bgrmt", query, keys[0]).masked_fill(~past_BMT[:, None, None], float("-inf"))
+    hidden_BMT = ~trained.dense()
+    scores = torch.einsum("bgrmd,bgtd->bgrmt", query, keys[0]).masked_fill(hidden_BMT[:, None, None], float("-inf"))
     own = [torch.einsum("bgrmd,bgmd->bgrm", query, key)[..., None] for key in keys[1:]]
     weights = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
     past = keys[0].shape[2]
@@ -194,6 +196,25 @@ def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor],
     for j, value in enumerate(values[1:]):
         output = output + weights[..., past + j, None] * value[:, :, None]
     return output.flatten(1, 2).transpose(1, 2)
+
+
+def _merged_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: Sight) -> Tensor:
+    """The same without scores of all pairs: FlexAttention over the true states, joined with the own columns by their
+    normalisers."""
+    dtype = values[0].dtype
+    query, keys = query_BQMD.to(dtype), [key.to(dtype) for key in keys]
+    past, lse_BQM = flex(query, keys[0], values[0], trained.blocks(), with_lse=True)
+    assert lse_BQM is not None
+    if len(keys) == 1:
+        return past.transpose(1, 2)
+    batch, groups, _, size = keys[0].shape
+    grouped = query.reshape(batch, groups, -1, *query.shape[2:]).float() * size**-0.5  # [B, G, R, M, D]
+    own = [(grouped * key[:, :, None]).sum(-1).flatten(1, 2) for key in keys[1:]]
+    scores = torch.stack([lse_BQM, *own], dim=-1).softmax(-1)  # [B, Q, M, 1 + own]
+    output = scores[..., :1] * past
+    for j, value in enumerate(values[1:], start=1):
+        output = output + scores[..., j, None] * value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    return output.to(dtype).transpose(1, 2)
 
 
 def take(x_BTH: Tensor, at_BM: Tensor) -> Tensor:

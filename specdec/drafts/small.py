@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..documents import Documents
 from ..models import CausalModel
 
 
@@ -20,9 +21,9 @@ class SmallDraft(nn.Module):
     def vocab_size(self) -> int:
         return self.lm.vocab_size
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """Post-norm hidden states [B, T, H] of right-padded rows; `logits` turns those that matter into logits."""
-        return self.lm.states(ids_BT).hidden_BTH
+    def forward(self, ids_BT: Tensor, documents: Documents | None = None) -> Tensor:
+        """Post-norm hidden states [B, T, H] of right-padded or packed rows; `logits` takes those that matter."""
+        return self.lm.states(ids_BT, documents=documents).hidden_BTH
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., V]."""

@@ -76,6 +76,27 @@ def test_source_weights_rule_the_shares(tmp_path: Path) -> None:
     assert Counter(c.domain for c in load_mix(tmp_path / "mix")) == {"x": 60, "y": 20}
 
 
+def test_what_one_source_judges_on_no_other_trains_on(tmp_path: Path) -> None:
+    """`only`: the whole file, and whatever resembles it elsewhere, copies included."""
+    train, bench = [line(i) for i in range(60)], [line(100 + i) for i in range(8)]
+    near = {"turns": [bench[1]["turns"][0] + " word1"], "domain": "chat"}
+    for name, lines in (("train", [*train, bench[0], near]), ("bench", bench)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(item) for item in lines))
+    sources = [{"kind": "turns", "path": "train.jsonl"}, {"kind": "turns", "path": "bench.jsonl", "only": "holdout"}]
+    settings = MixSettings.model_validate({"sources": sources})
+    build_mix(settings, tmp_path, tmp_path / "mix")
+    found = splits(tmp_path / "mix")
+    benched = {item["turns"][0] for item in [*bench, near]}
+    assert {text for text, split in found.items() if text in benched and split != "holdout"} == set()
+    assert sum(text in benched for text in found) == len(bench)  # the near-copy counts once
+    assert {found[item["turns"][0]] for item in train} == {"train", "selection", "holdout"}
+    # An ancestor that trained on it cannot be undone: there it stays.
+    old = MixSettings.model_validate({"sources": [{**sources[0], "only": "train"}, sources[1]], "salt": "x"})
+    build_mix(MixSettings.model_validate({"sources": [sources[0]]}), tmp_path, tmp_path / "first")
+    build_mix(old, tmp_path, tmp_path / "heir", ancestors=[tmp_path / "first"])
+    assert splits(tmp_path / "heir")[bench[0]["turns"][0]] == splits(tmp_path / "first")[bench[0]["turns"][0]]
+
+
 def test_sampling_comes_from_the_log_or_is_drawn(tmp_path: Path) -> None:
     lines = [line(i) | ({"temperature": 0.3, "max_tokens": 7} if i % 2 else {}) for i in range(200)]
     choices = [{"weight": 3, "temperature": 0}, {"weight": 1, "temperature": 0.8, "max_new_tokens": 32}]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftforge.specdec.decoder import Request, generate
+from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
@@ -89,10 +90,11 @@ def taught_eagle(model: CausalModel, steps: int = 60) -> EagleDraft:
     """An EAGLE-1 head after a few steps on the target's own answers: right at times."""
     draft = random_eagle(model)
     ids_BT, hidden_BTH = _answers(model)
-    first_B, width = torch.zeros(len(ids_BT), dtype=torch.long), ids_BT.shape[1] - 3
+    width = ids_BT.shape[1] - 3
+    trained = first_positions(ids_BT, width)
 
     def loss() -> Tensor:
-        states = draft(model.embed(ids_BT).detach(), hidden_BTH, first_B, width, 2)
+        states = draft(model.embed(ids_BT).detach(), hidden_BTH, trained, 2)
         logits = [model.logits(state).flatten(0, 1) for state in states]
         return sum(F.cross_entropy(x, ids_BT[:, 2 + k : 2 + k + width].flatten()) for k, x in enumerate(logits))  # type: ignore[return-value]
 
@@ -132,6 +134,12 @@ def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int
         return F.cross_entropy(logits.flatten(0, 2), place_V[ahead_BMK.flatten()])
 
     return _taught(draft, loss, steps)
+
+
+def first_positions(ids_BT: Tensor, width: int) -> Sight:
+    """The first `width` positions of rows of one document each."""
+    at_BM = torch.arange(width).expand(len(ids_BT), width)
+    return Sight(Documents.rows(ids_BT), at_BM)
 
 
 def taught_medusa(model: CausalModel, heads: int = 3, steps: int = 100) -> MedusaDraft:

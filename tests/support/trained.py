@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from byte_level import byte_level_tokenizer
+from stand_ins import first_positions
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -293,8 +294,8 @@ def _unroll(
 ) -> list[Tensor]:
     """The draft's states [B, M, H] of each step at all positions that every step's teacher covers."""
     assert features_BTA is not None
-    first_B, width = torch.zeros(len(ids_BT), dtype=torch.long), ids_BT.shape[1] - STEPS
-    return draft(target.embed(ids_BT), features_BTA, first_B, width, STEPS)  # type: ignore[no-any-return]
+    trained = first_positions(ids_BT, ids_BT.shape[1] - STEPS)
+    return draft(target.embed(ids_BT), features_BTA, trained, STEPS)  # type: ignore[no-any-return]
 
 
 def _steps_loss(logits_KBMV: list[Tensor], teacher_BTV: Tensor) -> Tensor:

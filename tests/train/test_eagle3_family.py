@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from draftforge.data.batches import collate
+from draftforge.data.batches import Batch, collate
 from draftforge.data.store import Capture
+from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.targets import Target
-from draftforge.train.families.eagle3 import Alignment, Eagle3Family
+from draftforge.train.families.alignment import Alignment
+from draftforge.train.families.eagle3 import Eagle3Family, copy_from_target, eagle3_config
 from draftforge.train.families.features import FeatureSource
-from draftforge.train.families.prepare import copy_from_target, eagle3_config
 from draftforge.train.head import LOSS, LossSettings
 from draftforge.train.settings import Eagle3Settings
 
@@ -32,18 +33,17 @@ def test_alignment_by_hand() -> None:
     batch = collate([Talk([10, 11, 12], [13, 14, 15]), Talk([20], [21, 22])])
     assert batch.positions_N.tolist() == [2, 3, 4, 6, 7]  # j, where the target says x_{j+1}
     place = Alignment(batch)
-    assert place.first_B.tolist() == [1, 0]
-    assert place.width == 3
+    assert place.trained.at_BM.tolist() == [[1, 2, 3, 6, 7]] and place.width == 5  # side by side in one row
     at_SN, valid_SN = place.rows(3)
     drafted: dict[tuple[int, int], list[int]] = {}
     for step in range(3):
         for n in range(5):
             if valid_SN[step, n]:
                 row, column = divmod(int(at_SN[step, n]), place.width)
-                position = int(place.first_B[row]) + column
+                position = int(place.trained.at_BM[row, column])
                 token = int(batch.ids_BT[row, position + 2 + step])
                 drafted.setdefault((step, n), []).append(token)
-                assert int(batch.positions_N[n]) == row * 6 + position + 1 + step  # j = i + 1 + k
+                assert int(batch.positions_N[n]) == position + 1 + step  # j = i + 1 + k
     assert drafted == {
         (0, 0): [13],
         (0, 1): [14],
@@ -51,7 +51,7 @@ def test_alignment_by_hand() -> None:
         (1, 1): [14],
         (1, 2): [15],
         (2, 2): [15],
-        (0, 4): [22],  # the second row has no position before its one-token prompt: 21 cannot be drafted
+        (0, 4): [22],  # the second sample has no position before its one-token prompt: 21 cannot be drafted
     }
 
 
@@ -66,7 +66,7 @@ def family_of(target: Target, draft_ids: torch.Tensor | None = None, **update: A
     size = target.vocab_size if draft_ids is None else len(draft_ids)
     draft = Eagle3Draft(eagle3_config(settings, target, size), draft_ids, settings.train_embeddings)
     copy_from_target(draft, target)
-    return Eagle3Family(draft, target, settings, LossSettings({"kl": 1.0}))
+    return Eagle3Family(draft, settings, LossSettings({"kl": 1.0}), target)
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -89,13 +89,32 @@ def test_the_loss_is_that_of_drafting_one_position_at_a_time(
         expected = [0.0, 0.0, 0.0]
         first = len(sample.prompt_ids) - 2
         for i in range(first, tokens.shape[1] - 2):
-            at = torch.tensor([i])
-            for k, state in enumerate(family.draft(target.embed(tokens), states.aux_BTA, at, 1, 3)):
+            at = Sight(Documents.rows(tokens), torch.tensor([[i]]))
+            for k, state in enumerate(family.draft(target.embed(tokens), states.aux_BTA, at, 3)):
                 j = i + 1 + k
                 if j < tokens.shape[1] - 1:
                     logq = family.draft.logits(state[0, 0]).log_softmax(-1)
                     expected[k] += float((logp[j].exp() * (logp[j] - logq)).sum())
     assert sums[:, LOSS].tolist() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("row_tokens", [0, 10_000])
+def test_packed_samples_train_as_they_do_alone(row_tokens: int, target: Target, tiny_capture: Capture) -> None:
+    """Whatever stands beside a sample in its row: the same loss, the same gradient."""
+    samples = tiny_capture.samples("train")[:6]
+    family = family_of(target, features_bytes=0)
+
+    def run(batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        loss, sums = family(family.inputs(batch, range(len(batch.places))))
+        return sums, list(torch.autograd.grad(loss, list(family.trainable().values())))
+
+    packed = collate(samples, row_tokens=row_tokens)
+    assert packed.documents.packed
+    sums, grads = run(packed)
+    alone = [run(collate([sample])) for sample in samples]
+    torch.testing.assert_close(sums, sum(one[0] for one in alone), rtol=1e-4, atol=1e-4)
+    for index, grad in enumerate(grads):
+        torch.testing.assert_close(grad, sum(one[1][index] for one in alone), rtol=1e-3, atol=1e-3)
 
 
 def test_later_steps_weigh_less_in_loss_and_gradient(target: Target, tiny_capture: Capture) -> None:
@@ -126,8 +145,9 @@ def test_remembered_features_are_those_of_a_fresh_run(target: Target, tiny_captu
         fresh, found = plain(batch, indexes), memory(batch, indexes)
         for ours, theirs in zip(found[1:], fresh[1:]):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-        for row, length in enumerate(batch.lengths_B.tolist()):
-            torch.testing.assert_close(found.aux_BTA[row, :length], fresh.aux_BTA[row, :length], atol=1e-4, rtol=1e-4)
+        for row, start, length, _ in batch.places:
+            at = slice(start, start + length)
+            torch.testing.assert_close(found.aux_BTA[row, at], fresh.aux_BTA[row, at], atol=1e-4, rtol=1e-4)
     again = FeatureSource(target, layers, 1 << 30, 1 << 20)  # another history, the same numbers bit for bit
     batch = collate([samples[1], samples[0]])
     for ours, theirs in zip(again(batch, [1, 0]), memory(batch, [1, 0])):

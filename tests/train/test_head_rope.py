@@ -10,7 +10,7 @@ from families import GEMMA, HALVES, LONG_ROPE, SUPPORTED, tiny
 from draftforge.specdec.drafts.eagle3 import Eagle3Config
 from draftforge.specdec.drafts.rope import frequencies
 from draftforge.specdec.models import CausalModel
-from draftforge.train.families.prepare import eagle3_config
+from draftforge.train.families.eagle3 import eagle3_config
 from draftforge.train.settings import Eagle3Settings
 
 THETA = 5e5

@@ -16,7 +16,7 @@ from draftforge.train.settings import LoraSettings, SmallSettings
 
 def family_of(target: Target, **update: object) -> SmallFamily:
     settings = SmallSettings.model_validate({"layers": 2, **update})
-    return SmallFamily(SmallDraft(prune(target.model, [0, 3])), settings, LossSettings({"kl": 1.0}))
+    return SmallFamily(SmallDraft(prune(target.model, [0, 3])), settings, LossSettings({"kl": 1.0}), None)
 
 
 def test_the_loss_is_that_of_the_supervised_positions(tiny_capture: Capture, load_tiny_target: object) -> None:

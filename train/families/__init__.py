@@ -1,43 +1,47 @@
-"""The families that the loop can train."""
+"""The families that the loop can train: a file each, registered here."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from ...data.store import Capture
 from ...errors import InputError
-from ...specdec.drafts.eagle3 import Eagle3Draft
-from ...specdec.drafts.small import SmallDraft
 from ...specdec.formats.checkpoint import load_draft
-from ...specdec.targets import Target
 from ..head import LossSettings
 from ..precision import matrix_dtype
-from ..settings import Eagle3Settings, Settings, SmallSettings
-from .base import Family, Inputs
+from ..settings import Settings
+from .base import Family, LoadTarget
 from .eagle3 import Eagle3Family
 from .small import SmallFamily
+
+FAMILIES: Mapping[str, type[Family]] = {family.name: family for family in (SmallFamily, Eagle3Family)}
+
+
+def family_of(settings: Settings) -> type[Family]:
+    """The family that the recipe names."""
+    return FAMILIES[settings.family]
 
 
 def build(
     settings: Settings,
     init: Path,
-    load_target: Callable[[], Target],
+    load_target: LoadTarget,
     capture: Capture,
     device: torch.device,
 ) -> Family:
     """A family around the draft that lies in `init`, float32. Only a family that needs the target loads it."""
+    family = family_of(settings)
     draft = load_draft(init, torch.device("cpu"), torch.float32).draft.to(device)
+    if not isinstance(draft, family.draft_class):
+        raise InputError(f"{init}: holds a draft of another family than draft.family {settings.family}")
     loss = LossSettings(
         {str(name): weight for name, weight in settings.objective.items()},
         settings.lk_eta,
         matrix_dtype(settings.precision, device),
         settings.logits_bytes,
     )
-    if isinstance(settings, SmallSettings) and isinstance(draft, SmallDraft):
-        return SmallFamily(draft, settings, loss)
-    if isinstance(settings, Eagle3Settings) and isinstance(draft, Eagle3Draft):
-        target = load_target()
+    target = load_target() if family.needs_target(settings) else None
+    if target is not None:
         capture.check_target(target)
-        return Eagle3Family(draft, target, settings, loss)
-    raise InputError(f"{init}: holds a draft of another family than draft.family {settings.family}")
+    return family(draft, settings, loss, target)

@@ -1,15 +1,38 @@
 """What one family of drafts adds to the loop that all of them share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypeVar
 
 from ...data.batches import Batch
+from ...data.store import Capture
+from ...specdec.drafts import AnyDraft
+from ...specdec.targets import Target
 from ..head import Head, LossSettings, Rows, head_loss
+from ..settings import Settings
 from .features import Features
+
+LoadTarget = Callable[[], Target]
+SettingsT = TypeVar("SettingsT", bound=Settings, default=Any)
+DraftT = TypeVar("DraftT", bound=AnyDraft, default=Any)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A draft before its first step."""
+
+    draft: nn.Module
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What its lineage says of how it was made."""
+    tokenizer: PreTrainedTokenizerBase | Path | None = None
+    """Of a draft that is served on its own; a path: the folder that holds it."""
 
 
 @dataclass(frozen=True)
@@ -21,22 +44,51 @@ class Inputs:
     features: Features | None = None
 
 
-class Family(nn.Module, ABC):
+class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     """A draft under training. The engine wraps this module: its trainable parameters are the draft's.
 
     A frozen target is held by reference only (it is no submodule), so no engine ever sees or replicates it.
     """
 
-    name: str
-    needs_signals: bool
+    name: ClassVar[str]
+    """What recipes call it, and the checkpoints."""
+    draft_class: ClassVar[type[nn.Module]]
+    """Module of its drafts."""
+    needs_signals: bool = False
     """Whether batches carry the stored signals."""
     step_weights: tuple[float, ...] = (1.0,)
     """Weight of the loss of each step ahead that one forward pass trains."""
+    draft: DraftT
 
-    def __init__(self, draft: nn.Module, loss: LossSettings) -> None:
+    def __init__(self, draft: DraftT, settings: SettingsT, loss: LossSettings, target: Target | None) -> None:
+        """`target`: there where `needs_target` says so."""
         super().__init__()
         self.draft = draft
         self.loss_settings = loss
+
+    @classmethod
+    @abstractmethod
+    def start(cls, settings: SettingsT, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
+        """A fresh draft, float32. Raises an error about the field of the recipe that does not fit."""
+
+    @classmethod
+    @abstractmethod
+    def needs_target(cls, settings: SettingsT) -> bool:
+        """Whether the target runs while the draft trains."""
+
+    @classmethod
+    @abstractmethod
+    def misfit(cls, settings: SettingsT, draft: DraftT, source: str) -> str | None:
+        """The first field in which the recipe wants another shape than the draft from `source` has; None: it fits."""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, settings: SettingsT, load_target: LoadTarget) -> None:
+        """Raise InputError where a fresh draft cannot be made of this target: said before the capture takes hours."""
+
+    @classmethod
+    def check_capture(cls, draft: DraftT, capture: Capture, where: str) -> None:
+        """Raise InputError where a draft cannot be trained or scored on these answers."""
 
     @abstractmethod
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:

@@ -1,56 +1,41 @@
 """`eagle3`: one decoder layer on the target's features. The frozen target runs beside the engine and teaches.
 
-Shapes: B rows, T tokens, W trained positions a row, S steps ahead, N supervised positions, H hidden size, V vocabulary.
-
-Position i holds feature h_i and token x_{i+1}; step k there drafts x_{i+2+k}. So the token x_{j+1}, supervised by the
-target's distribution at j, is drafted at step k from position j - 1 - k, and the loss mask is that of x_{j+1}.
+Shapes: B rows, T tokens, S steps ahead, N supervised positions, H hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ... import fingerprint
 from ...data.batches import Batch
-from ...errors import StaleInputError
-from ...specdec.drafts.eagle3 import Eagle3Draft
+from ...data.store import Capture
+from ...specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from ...specdec.models import CausalModel
 from ...specdec.targets import Target
+from .. import vocabulary
 from ..head import Head, LossSettings, Rows, head_of
-from ..objectives import Entries, live_entries
 from ..settings import Eagle3Settings
-from .base import Family, Inputs
-from .features import Features, FeatureSource
+from .alignment import Alignment
+from .base import Family, Inputs, LoadTarget, Start
+from .features import FeatureSource
+from .fit import aux_layers_of
+from .shape import layer_fields
+from .teacher import LiveTeacher, check_live
 
-_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.5, torch.bfloat16: 1.0}
 _CPU_FEATURES_BYTES = 1 << 31  # a CPU has more memory to spare than time
-_CHECKED_LOGP = -8.0  # rarer tokens are not compared: rounding alone moves them far
 
 
-@dataclass(frozen=True)
-class LiveTeacher:
-    """The target's head on its own hidden states, a few positions at a time: only the rows that the draft has."""
-
-    head: Head
-    features: Features
-    draft_ids: Tensor | None
-
-    @torch.no_grad()
-    def entries(self, rows: slice) -> tuple[Entries, Tensor | None]:
-        """The whole draft vocabulary."""
-        logits_CJ = self.head.logits(self.features.hidden_NH[rows])
-        return live_entries(logits_CJ, self.features.lse_N[rows], self.features.best_N[rows], self.draft_ids), None
-
-
-class Eagle3Family(Family):
+class Eagle3Family(Family[Eagle3Settings, Eagle3Draft]):
     """Training-time test: step k reads what the draft itself made at step k - 1."""
 
     name = "eagle3"
-    needs_signals = False
-    draft: Eagle3Draft
+    draft_class = Eagle3Draft
 
-    def __init__(self, draft: Eagle3Draft, target: Target, settings: Eagle3Settings, loss: LossSettings) -> None:
-        super().__init__(draft, loss)
+    def __init__(self, draft: Eagle3Draft, settings: Eagle3Settings, loss: LossSettings, target: Target | None) -> None:
+        super().__init__(draft, settings, loss, target)
+        assert target is not None
         self._target = target
         self.step_weights = tuple(settings.step_decay**k for k in range(settings.draft_tokens))
         draft.requires_grad_(True)
@@ -64,6 +49,49 @@ class Eagle3Family(Family):
         if budget is None:
             budget = _CPU_FEATURES_BYTES if target.device.type == "cpu" else 0
         self._features = FeatureSource(target, draft.config.aux_layers, budget, settings.logits_bytes, loss.dtype)
+
+    @classmethod
+    def start(cls, settings: Eagle3Settings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
+        """A random layer under the target's head, cut to the draft's vocabulary."""
+        target = load_target()
+        capture.check_target(target)
+        draft_ids, extra = None, {}
+        if settings.draft_vocabulary is not None:
+            counts_V = vocabulary.count_tokens(capture)
+            draft_ids = vocabulary.choose(counts_V, settings.draft_vocabulary, capture.special_ids | capture.stop_ids)
+            extra["coverage"] = vocabulary.coverage(counts_V, draft_ids)
+        config = eagle3_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(fingerprint.of_json(["eagle3", seed])[:15], 16))
+            draft = Eagle3Draft(config, draft_ids, own_embeddings=settings.train_embeddings)
+        copy_from_target(draft, target)
+        return Start(draft, extra)
+
+    @classmethod
+    def needs_target(cls, settings: Eagle3Settings) -> bool:
+        """Always: for its features."""
+        return True
+
+    @classmethod
+    def misfit(cls, settings: Eagle3Settings, draft: Eagle3Draft, source: str) -> str | None:
+        """Vocabulary, layers, width, embeddings."""
+        config = draft.config
+        if settings.draft_vocabulary not in (None, config.draft_vocab_size):
+            return f"draft_vocabulary = {settings.draft_vocabulary}: {source} drafts {config.draft_vocab_size} tokens"
+        if settings.aux_layers not in (None, config.aux_layers):
+            return f"aux_layers = {list(settings.aux_layers)}: {source} reads {list(config.aux_layers)}"
+        if settings.intermediate_size not in (None, config.intermediate_size):
+            return f"intermediate_size = {settings.intermediate_size}: {source} has {config.intermediate_size}"
+        if settings.fc_norm not in (None, config.fc_norm):
+            return f"fc_norm = {settings.fc_norm}: {source} has {config.fc_norm}"
+        if settings.train_embeddings and draft.embed_tokens is None:
+            return f"train_embeddings = true: {source} has no embeddings of its own"
+        return None
+
+    @classmethod
+    def check(cls, settings: Eagle3Settings, load_target: LoadTarget) -> None:
+        """The target has the layers that are read."""
+        aux_layers_of(settings.aux_layers, load_target().num_layers)
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
@@ -80,7 +108,7 @@ class Eagle3Family(Family):
         if self.draft.embed_tokens is not None:
             embeds = self.draft.embed_tokens(batch.ids_BT)
         place = Alignment(batch)
-        states = self.draft(embeds, inputs.features.aux_BTA, place.first_B, place.width, len(self.step_weights))
+        states = self.draft(embeds, inputs.features.aux_BTA, place.trained, len(self.step_weights))
         at_SN, valid_SN = place.rows(len(self.step_weights))
         states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
         teacher = LiveTeacher(self._teacher_head, inputs.features, self._draft_ids)
@@ -90,46 +118,26 @@ class Eagle3Family(Family):
         """The draft's own head; its norm is part of `rows`."""
         return Head(self.draft.lm_head.weight)
 
-    @torch.no_grad()
     def check_teacher(self, batch: Batch) -> None:
         """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
-        assert batch.signals is not None
-        hidden_NH = self._target.states(batch.ids_BT).hidden_BTH.flatten(0, 1)[batch.positions_N]
-        logp_NV = self._target.logits(hidden_NH).float().log_softmax(-1)
-        stored_NK = batch.signals.topk_logp_nk
-        difference_NK = (logp_NV.gather(-1, batch.signals.topk_ids_nk.long()) - stored_NK).abs()
-        largest = float(difference_NK.masked_fill(stored_NK < _CHECKED_LOGP, 0.0).max())
-        limit = _TOLERANCE[self._target.dtype]
-        if not largest <= limit:
-            raise StaleInputError(
-                f"capture: stored log-probs differ from the loaded target's by up to {largest:.3g}, "
-                f"must be within {limit:g} for {self._target.dtype}; capture again"
-            )
+        check_live(self._target, batch)
 
 
-class Alignment:
-    """Where the draft's states stand, and which supervised token each of them drafts."""
+@torch.no_grad()
+def copy_from_target(draft: Eagle3Draft, target: CausalModel) -> None:
+    """Start the head (and embeddings of the draft's own) from the target's."""
+    rows = target.model.get_output_embeddings().weight.float().cpu()
+    draft.lm_head.weight.copy_(rows[draft.draft_ids])
+    if draft.embed_tokens is not None:
+        draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight.float().cpu())
 
-    def __init__(self, batch: Batch) -> None:
-        offsets = torch.tensor(batch.offsets, device=batch.ids_BT.device)
-        self._counts_B = offsets.diff()
-        self._start_B = offsets[:-1]
-        self._supervised = batch.supervised
-        tokens = batch.ids_BT.shape[1]
-        first_row = torch.arange(len(self._counts_B), device=offsets.device) * tokens
-        # The first supervised position j of a row; a row with none trains nothing, wherever it starts.
-        known = torch.cat([batch.positions_N, batch.positions_N.new_zeros(1)])
-        j_B = torch.where(self._counts_B > 0, known[self._start_B] - first_row, 1)
-        self.first_B = (j_B - 1).clamp_min(0)
-        """[B] first trained position: the one that drafts the first supervised token at step 0, if there is one."""
-        self._late_B = self.first_B - (j_B - 1)
-        self.width = max(1, max(b - a for a, b in zip(batch.offsets, batch.offsets[1:])))
-        """Trained positions a row."""
 
-    def rows(self, steps: int) -> tuple[Tensor, Tensor]:
-        """[S, N] where each supervised token is drafted, in the flattened [B, W] states, and whether it is."""
-        row_N = torch.repeat_interleave(self._counts_B, output_size=self._supervised)
-        local_N = torch.arange(len(row_N), device=row_N.device) - self._start_B[row_N]
-        step_S1 = torch.arange(steps, device=row_N.device)[:, None]
-        column_SN = local_N - self._late_B[row_N] - step_S1
-        return row_N * self.width + column_SN.clamp_min(0), column_SN >= 0
+def eagle3_config(settings: Eagle3Settings, target: CausalModel, draft_vocabulary: int) -> Eagle3Config:
+    """The head's dimensions: the target's own, but one layer."""
+    return Eagle3Config(
+        **layer_fields(target, settings.intermediate_size),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=draft_vocabulary,
+        aux_layers=aux_layers_of(settings.aux_layers, target.num_layers),
+        fc_norm=bool(settings.fc_norm),
+    )

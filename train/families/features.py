@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...data.batches import Batch
+from ...specdec.documents import Documents
 from ...specdec.targets import Target
 
 
@@ -50,31 +51,31 @@ class FeatureSource:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, samples: Sequence[int]) -> Features:
-        """Features of a batch whose rows are the samples of these indexes."""
+        """Features of a batch of the samples of these indexes."""
         if not self._remembers or batch.empty:
-            return self._run(batch.ids_BT, batch.positions_N)
-        rows = [self._of_row(batch, row, index) for row, index in enumerate(samples)]
-        aux_BTA = rows[0].aux_BTA.new_zeros(*batch.ids_BT.shape, rows[0].aux_BTA.shape[-1])
-        for row, features in enumerate(rows):
-            aux_BTA[row, : features.aux_BTA.shape[1]] = features.aux_BTA[0]
-        return Features(aux_BTA, *(torch.cat(parts) for parts in list(zip(*rows))[1:]))
+            return self._run(batch.ids_BT, batch.positions_N, batch.documents)
+        known = [self._of_sample(batch, number, index) for number, index in enumerate(samples)]
+        aux_BTA = known[0].aux_BTA.new_zeros(*batch.ids_BT.shape, known[0].aux_BTA.shape[-1])
+        for place, features in zip(batch.places, known, strict=True):
+            aux_BTA[place.row, place.start : place.start + place.length] = features.aux_BTA[0]
+        return Features(aux_BTA, *(torch.cat(parts) for parts in list(zip(*known))[1:]))
 
-    def _of_row(self, batch: Batch, row: int, index: int) -> Features:
+    def _of_sample(self, batch: Batch, number: int, index: int) -> Features:
         if index in self._known:
             return self._known[index]
-        mine = slice(batch.offsets[row], batch.offsets[row + 1])
-        length = int(batch.lengths_B[row])
-        positions_n = batch.positions_N[mine] - row * batch.ids_BT.shape[1]
-        features = self._run(batch.ids_BT[row : row + 1, :length], positions_n)
+        row, start, length, _ = batch.places[number]
+        mine = slice(batch.offsets[number], batch.offsets[number + 1])
+        positions_n = batch.positions_N[mine] - (row * batch.ids_BT.shape[1] + start)
+        features = self._run(batch.ids_BT[row : row + 1, start : start + length], positions_n)
         size = sum(tensor.numel() * tensor.element_size() for tensor in features)
         if size <= self._left_bytes:
             self._known[index] = features
             self._left_bytes -= size
         return features
 
-    def _run(self, ids_BT: Tensor, positions_N: Tensor) -> Features:
+    def _run(self, ids_BT: Tensor, positions_N: Tensor, documents: Documents | None = None) -> Features:
         with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=self._half):
-            states = self._target.states(ids_BT, aux_layers=self._aux_layers)
+            states = self._target.states(ids_BT, aux_layers=self._aux_layers, documents=documents)
         assert states.aux_BTA is not None
         hidden_NH = states.hidden_BTH.flatten(0, 1)[positions_N].to(self._target.dtype)
         lse, best = [hidden_NH.new_zeros(0, dtype=torch.float32)], [positions_N[:0]]

@@ -3,19 +3,27 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.batches import Batch
+from ...data.conversation import Split
 from ...data.signals import Signals
-from ...errors import InputError
+from ...data.store import Capture
+from ...errors import InputError, MissingFileError
 from ...specdec.drafts.small import SmallDraft
+from ...specdec.loading import load_model, load_tokenizer
+from ...specdec.targets import Target, tokenizer_digest
 from ..head import Head, LossSettings, Rows, head_of
 from ..objectives import Entries, stored_entries
 from ..settings import LoraSettings, SmallSettings
-from .base import Family, Inputs
+from .base import Family, Inputs, LoadTarget, Start
+from .fit import same_tokenizer
+from .prune import check_layers, prune, spread
 
 
 @dataclass(frozen=True)
@@ -29,15 +37,15 @@ class StoredTeacher:
         return stored_entries(Signals(*(tensor[rows] for tensor in self.signals)))
 
 
-class SmallFamily(Family):
+class SmallFamily(Family[SmallSettings, SmallDraft]):
     """Predicts the next token at every supervised position."""
 
     name = "small"
+    draft_class = SmallDraft
     needs_signals = True
-    draft: SmallDraft
 
-    def __init__(self, draft: SmallDraft, settings: SmallSettings, loss: LossSettings) -> None:
-        super().__init__(draft, loss)
+    def __init__(self, draft: SmallDraft, settings: SmallSettings, loss: LossSettings, target: Target | None) -> None:
+        super().__init__(draft, settings, loss, target)
         self._lora = settings.lora
         draft.model.eval()
         draft.requires_grad_(True)
@@ -47,6 +55,49 @@ class SmallFamily(Family):
             draft.model.train()
             draft.model.gradient_checkpointing_enable()
 
+    @classmethod
+    def start(cls, settings: SmallSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
+        """The target with fewer layers, or another model with the target's tokenizer."""
+        if settings.from_model is not None:
+            model, tokenizer = _other_model(settings, settings.from_model, capture)
+            draft = SmallDraft(model)
+            cls.check_capture(draft, capture, f"draft.from_model: {settings.from_model}")
+            return Start(draft, {"from_model": settings.from_model}, tokenizer)
+        target = load_target()
+        capture.check_target(target)
+        layers = _kept_layers(settings, target.num_layers)
+        return Start(SmallDraft(prune(target.model, layers)), {"layers": layers}, target.tokenizer)
+
+    @classmethod
+    def needs_target(cls, settings: SmallSettings) -> bool:
+        """Never: the signals are stored."""
+        return False
+
+    @classmethod
+    def misfit(cls, settings: SmallSettings, draft: SmallDraft, source: str) -> str | None:
+        """`layers`."""
+        wanted, found = settings.layers, draft.lm.num_layers
+        if wanted is not None and (wanted if isinstance(wanted, int) else len(wanted)) != found:
+            return f"layers = {wanted}: {source} has {found} layers"
+        return None
+
+    @classmethod
+    def check(cls, settings: SmallSettings, load_target: LoadTarget) -> None:
+        """The target has the layers that are kept."""
+        if settings.from_model is None:
+            _kept_layers(settings, load_target().num_layers)
+
+    @classmethod
+    def check_capture(cls, draft: SmallDraft, capture: Capture, where: str) -> None:
+        """The draft is not too short for any prompt with its answer."""
+        samples = [sample for split in get_args(Split) for sample in capture.samples(split)]
+        longest = max((len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples), default=0)
+        if draft.lm.max_positions < longest:
+            raise InputError(
+                f"{where}: its context of {draft.lm.max_positions} tokens (max_position_embeddings) must hold the "
+                f"longest captured prompt and answer, {longest} tokens"
+            )
+
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
         """Nothing to prepare: the teacher is in the batch."""
         return Inputs(batch)
@@ -54,7 +105,7 @@ class SmallFamily(Family):
     def rows(self, inputs: Inputs) -> Rows:
         """Hidden states of the supervised positions only: the head never sees a prompt."""
         batch = inputs.batch
-        hidden_BTH = self.draft(batch.ids_BT)
+        hidden_BTH = self.draft(batch.ids_BT, batch.documents)
         states_NH = hidden_BTH.flatten(0, 1)[batch.positions_N]
         signals = batch.signals if batch.signals is not None else _no_signals(states_NH.device)
         return Rows(states_NH[None], None, StoredTeacher(signals))
@@ -66,6 +117,29 @@ class SmallFamily(Family):
     def export(self) -> SmallDraft:
         """The draft itself, or a copy with the adapters merged: training goes on unrounded."""
         return self.draft if self._lora is None else merged(self.draft)
+
+
+def _kept_layers(settings: SmallSettings, total: int) -> list[int]:
+    if isinstance(settings.layers, int):
+        return spread(settings.layers, total)
+    assert settings.layers is not None
+    check_layers(settings.layers, total)
+    return settings.layers
+
+
+def _other_model(
+    settings: SmallSettings, name: str, capture: Capture
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    options: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+    where = f"draft.from_model: {name}"
+    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
+        raise MissingFileError(f"{where}: no such folder")
+    tokenizer = load_tokenizer(name, where, **options)
+    same_tokenizer("draft.from_model", name, tokenizer_digest(tokenizer), capture)
+    model = load_model(name, where, dtype=torch.float32, use_safetensors=True, **options)
+    if model.get_output_embeddings().weight.shape[0] != capture.vocab_size:
+        model.resize_token_embeddings(capture.vocab_size)  # rows past the tokenizer's last id are padding
+    return model, tokenizer
 
 
 def add_lora(draft: SmallDraft, lora: LoraSettings) -> None:

@@ -1,0 +1,45 @@
+"""Samples side by side in rows of equal length, with little padding."""
+
+from collections.abc import Sequence
+
+MOST_PADDING = 0.05
+"""Share of padding above which samples are packed into fewer, longer rows; one row has none."""
+_GROWTH = 64  # a row that turned out too short grows by this share of itself
+
+
+def pack(lengths: Sequence[int], row_tokens: int = 0) -> tuple[list[list[int]], int]:
+    """Rows of sample indexes, and the tokens of a row.
+
+    Best fit, longest first, into as many rows of about `row_tokens` tokens (at least the longest sample) as there are
+    tokens for, or into fewer where too much of them would be padding.
+    """
+    if not lengths:
+        raise ValueError("no samples to pack")
+    total, longest = sum(lengths), max(lengths)
+    count = max(1, round(total / max(row_tokens, longest)))
+    while True:
+        rows, tokens = _rows(lengths, count, max(longest, -(-total // count)))
+        if total >= (1 - MOST_PADDING) * len(rows) * tokens:
+            return rows, tokens
+        count = len(rows) - 1
+
+
+def _rows(lengths: Sequence[int], count: int, tokens: int) -> tuple[list[list[int]], int]:
+    """At most `count` rows, made a little longer until all samples have a place."""
+    while (rows := _best_fit(lengths, count, tokens)) is None:
+        tokens += max(1, tokens // _GROWTH)
+    return rows, max(sum(lengths[index] for index in row) for row in rows)
+
+
+def _best_fit(lengths: Sequence[int], count: int, tokens: int) -> list[list[int]] | None:
+    """Each sample, longest first, goes into the fullest row that has room; None where one has none."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    room = [tokens] * count
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        open_rows = [row for row in range(count) if room[row] >= lengths[index]]
+        if not open_rows:
+            return None
+        best = min(open_rows, key=lambda row: room[row])
+        rows[best].append(index)
+        room[best] -= lengths[index]
+    return sorted(sorted(row) for row in rows if row)

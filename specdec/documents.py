@@ -1,0 +1,143 @@
+"""Several documents in one row: which tokens see which.
+
+Shapes: B rows, T tokens a row, M queries a row.
+
+A token sees the tokens of its own document up to itself. Off CUDA that is a dense mask; on CUDA FlexAttention skips the
+blocks of other documents, and the mask is never made.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+PADDING = -1
+"""Document of the tokens that fill a row up; they see each other only, and mean nothing."""
+_BLOCK = 128
+
+
+class Documents:
+    """Where each token of a packed batch belongs."""
+
+    def __init__(self, document_BT: Tensor, positions_BT: Tensor, packed: bool = True) -> None:
+        """`document` numbers ascend along a row, padding comes last; `positions` count from 0 in each document.
+
+        `packed` false: one document a row, so that plain causal attention is all that its tokens need.
+        """
+        self.document_BT, self.positions_BT, self.packed = document_BT, positions_BT, packed
+        self._everyone: Sight | None = None
+
+    @classmethod
+    def rows(cls, ids_BT: Tensor) -> "Documents":
+        """One document in each row, right-padded or not: causality hides the padding."""
+        at_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        return cls(torch.zeros_like(at_BT), at_BT, packed=False)
+
+    def everyone(self) -> "Sight":
+        """All tokens as queries. Its masks are made once for all layers."""
+        if self._everyone is None:
+            at_T = torch.arange(self.document_BT.shape[1], device=self.document_BT.device)
+            self._everyone = Sight(self, at_T.expand_as(self.document_BT))
+        return self._everyone
+
+
+class Sight:
+    """What the tokens at chosen places of each row see: `at_BM` are indexes into the row."""
+
+    def __init__(self, documents: Documents, at_BM: Tensor) -> None:
+        self.documents, self.at_BM = documents, at_BM
+        self.positions_BM = documents.positions_BT.gather(1, at_BM)
+        self._mine_BM = documents.document_BT.gather(1, at_BM)
+        self._dense: dict[int | None, Tensor] = {}
+        self._blocks: dict[int | None, BlockMask] = {}
+
+    def dense(self, window: int | None = None) -> Tensor:
+        """[B, M, T] bool; `window`: only the last so many tokens, the query's own included."""
+        if window not in self._dense:
+            key_T = torch.arange(self.documents.document_BT.shape[1], device=self.at_BM.device)
+            behind_BMT = self.at_BM[..., None] - key_T
+            seen_BMT = (behind_BMT >= 0) & (self._mine_BM[..., None] == self.documents.document_BT[:, None])
+            self._dense[window] = seen_BMT if window is None else seen_BMT & (behind_BMT < window)
+        return self._dense[window]
+
+    def blocks(self, window: int | None = None) -> BlockMask:
+        """The same for FlexAttention. Whole blocks are left out by the documents and places that they span."""
+        if window not in self._blocks:
+            self._blocks[window] = self._make_blocks(window)
+        return self._blocks[window]
+
+    def _make_blocks(self, window: int | None) -> BlockMask:
+        documents_BT = self.documents.document_BT
+        queries, keys = self.at_BM.shape[1], documents_BT.shape[1]
+        key_BT = torch.arange(keys, device=self.at_BM.device).expand_as(documents_BT)
+        query_low, query_high = _spans(self._mine_BM)
+        key_low, key_high = _spans(documents_BT)
+        at_low, at_high = _spans(self.at_BM)
+        first, last = _spans(key_BT)
+        wanted = (key_low[:, None] <= query_high[..., None]) & (key_high[:, None] >= query_low[..., None])
+        wanted &= first[:, None] <= at_high[..., None]
+        if window is not None:
+            wanted &= last[:, None] > at_low[..., None] - window
+        counts = wanted.sum(-1, dtype=torch.int32)[:, None]
+        order = torch.argsort(wanted.int(), dim=-1, descending=True, stable=True).to(torch.int32)[:, None]
+        return BlockMask.from_kv_blocks(
+            counts, order.contiguous(), BLOCK_SIZE=_BLOCK, mask_mod=self._mask(window), seq_lengths=(queries, keys)
+        )
+
+    def _mask(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        mine_BM, at_BM, documents_BT = self._mine_BM, self.at_BM, self.documents.document_BT
+
+        def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            at = at_BM[b, query]
+            inside = (key <= at) & (mine_BM[b, query] == documents_BT[b, key])
+            return inside if window is None else inside & (at - key < window)
+
+        return seen
+
+
+def _spans(values_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and largest value in each block, [B, blocks]; the last block is filled up with its row's last value."""
+    batch, length = values_BT.shape
+    lacking = -length % _BLOCK
+    if lacking:
+        values_BT = torch.cat([values_BT, values_BT[:, -1:].expand(-1, lacking)], dim=1)
+    blocks = values_BT.reshape(batch, -1, _BLOCK)
+    return blocks.amin(-1), blocks.amax(-1)
+
+
+_compiled: dict[str, Any] = {}
+
+
+def flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: BlockMask,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """FlexAttention [B, H, M, D] over [B, G, T, D]; with the log of each query's normaliser, [B, H, M], if asked."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    if "flex" not in _compiled:
+        _compiled["flex"] = torch.compile(flex_attention) if query.is_cuda else flex_attention
+    capped: Callable[..., Tensor] | None = None
+    if softcap is not None:
+
+        def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return softcap * torch.tanh(score / softcap)
+
+    found = _compiled["flex"](
+        query,
+        key,
+        value,
+        capped,
+        blocks,
+        scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True) if with_lse else None,
+    )
+    return (found[0], found[1].lse) if with_lse else (found, None)

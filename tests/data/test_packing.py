@@ -1,0 +1,38 @@
+"""Samples side by side: every one has a place, rows are full, and nothing is longer than it must be."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftforge.data.packing import pack
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=40), st.integers(0, 500))
+@settings(max_examples=150)
+def test_every_sample_has_one_place_and_fits(lengths: list[int], row_tokens: int) -> None:
+    rows, tokens = pack(lengths, row_tokens)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert max(sum(lengths[index] for index in row) for row in rows) == tokens
+    assert sum(lengths) >= 0.95 * len(rows) * tokens
+    assert pack(lengths, row_tokens) == (rows, tokens)
+
+
+def test_padding_is_rare() -> None:
+    source = random.Random(0)
+    lengths = [source.randint(20, 550) for _ in range(230)]
+    for row_tokens in (0, 2048, 8192):
+        rows, tokens = pack(lengths, row_tokens)
+        assert 1 - sum(lengths) / (len(rows) * tokens) < 0.05
+        assert tokens >= 0.9 * row_tokens
+
+
+def test_like_lengths_keep_a_row_each() -> None:
+    assert pack([30, 31, 29]) == ([[0], [1], [2]], 31)
+    assert pack([30, 10, 20]) == ([[0], [1, 2]], 30)
+
+
+def test_nothing_to_pack() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        pack([])
