@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..attention import attend, attention
 from ..cache import Step
+from ..documents import Sight
 from .layers import Attention, DecoderLayer, LayerConfig, RMSNorm
 from .vocabulary import ids_of, vocabulary_maps
 
@@ -147,31 +148,34 @@ class DFlashDraft(nn.Module):
         assert step.positions_BN is not None
         return self._run(embeds_BWH, step.positions_BN, on_cache)
 
-    def forward(self, embeds_BMWH: Tensor, aux_BTA: Tensor, anchor_BM: Tensor) -> Tensor:
+    def forward(self, embeds_BMWH: Tensor, aux_BTA: Tensor, anchors: Sight) -> Tensor:
         """Normed states [B, M, W, H] of many blocks: as each is drafted where its anchor is the last known token.
 
-        `anchor_BM`: position of each block's first token; it sees the context before that, and no other block.
+        `anchors`: places [B, M] of the blocks' first tokens. A block sees its document before its anchor, and no other
+        block.
         """
-        width = embeds_BMWH.shape[2]
-        context = self.context(aux_BTA, torch.arange(aux_BTA.shape[1], device=aux_BTA.device).expand(aux_BTA.shape[:2]))
-        together = max(1, _TOGETHER // width)
-        some = [slice(start, start + together) for start in range(0, anchor_BM.shape[1], together)]
-        return torch.cat([self._some(embeds_BMWH[:, at], context, anchor_BM[:, at]) for at in some], 1)
+        key_T = torch.arange(aux_BTA.shape[1], device=aux_BTA.device)
+        before_BMT = anchors.dense() & (key_T < anchors.at_BM[..., None])
+        context = self.context(aux_BTA, anchors.documents.positions_BT)
+        together = max(1, _TOGETHER // embeds_BMWH.shape[2])
+        some = [slice(start, start + together) for start in range(0, embeds_BMWH.shape[1], together)]
+        parts = [(embeds_BMWH[:, at], before_BMT[:, at], anchors.positions_BM[:, at]) for at in some]
+        return torch.cat([self._some(context, *part) for part in parts], 1)
 
-    def _some(self, embeds_BMWH: Tensor, context: Sequence[KeyValue], anchor_BM: Tensor) -> Tensor:
-        """`forward` of a few blocks."""
+    def _some(
+        self, context: Sequence[KeyValue], embeds_BMWH: Tensor, before_BMT: Tensor, positions_BM: Tensor
+    ) -> Tensor:
+        """`forward` of a few blocks, of which each sees some of the context; `positions` of their anchors."""
         batch, blocks, width, _ = embeds_BMWH.shape
-        device, tokens = embeds_BMWH.device, context[0][0].shape[2]
-        before_BML = torch.arange(tokens, device=device) < anchor_BM[..., None]
-        itself_MN = torch.eye(blocks, dtype=torch.bool, device=device).repeat_interleave(width, 1)
-        visible_BML = torch.cat([before_BML, itself_MN.expand(batch, -1, -1)], -1)
+        itself_MN = torch.eye(blocks, dtype=torch.bool, device=before_BMT.device).repeat_interleave(width, 1)
+        visible_BML = torch.cat([before_BMT, itself_MN.expand(batch, -1, -1)], -1)
         visible_B1NL = visible_BML.repeat_interleave(width, 1)[:, None]
 
         def beside_context(layer: int, _: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = (torch.cat(pair, 2) for pair in zip(context[layer], (key, value)))
             return attention(query, keys, values, visible_B1NL, None).transpose(1, 2)
 
-        positions_BN = (anchor_BM[..., None] + torch.arange(width, device=device)).flatten(1)
+        positions_BN = (positions_BM[..., None] + torch.arange(width, device=positions_BM.device)).flatten(1)
         return self._run(embeds_BMWH.flatten(1, 2), positions_BN, beside_context).view(embeds_BMWH.shape)
 
     def _run(self, state_BNH: Tensor, positions_BN: Tensor, attended: Attend) -> Tensor:

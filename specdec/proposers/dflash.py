@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache, Step
+from ..documents import Documents, Sight
 from ..drafts.dflash import DFlashDraft
 from ..models import CausalModel, States
 from ..sampling import SamplingSettings
@@ -72,8 +73,9 @@ class DFlashDrafter:
         rows, masks = len(ids) - start, self._masks(count)
         read_1TA = self._read(states)
         known_T = torch.tensor(ids[start - 1 : -1], device=read_1TA.device)
-        anchor_1T = torch.arange(start - 1, len(ids) - 1, device=read_1TA.device)[None]
-        states_TWH = self._draft(self._blocks(known_T, masks)[None], read_1TA, anchor_1T)[0]
+        text = Documents.rows(torch.tensor([ids[:-1]], device=read_1TA.device))
+        anchors = Sight(text, torch.arange(start - 1, len(ids) - 1, device=read_1TA.device)[None])
+        states_TWH = self._draft(self._blocks(known_T, masks)[None], read_1TA, anchors)[0]
         rank_TK = torch.full((rows, count), UNRANKED, device=read_1TA.device)
         q_TK = torch.zeros(rows, count, device=read_1TA.device)
         for k in range(masks):

@@ -7,13 +7,14 @@ import heads
 import pytest
 import torch
 import torch.nn.functional as F
-from pydantic import ValidationError
 from proposing import taught
+from pydantic import ValidationError
 from stand_ins import prompts, target
 from torch import Tensor
 
 from draftforge.specdec.cache import KVCache
 from draftforge.specdec.decoder import Request, generate
+from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts import dflash
 from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.proposers import DynamicProposer, StaticProposer, TreeShape, make_drafter, make_proposer
@@ -22,7 +23,7 @@ from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.walk import count_rounds
 
 GREEDY = SamplingSettings()
-TOKENS, WIDTH = 11, 4
+TOKENS, WIDTH = 12, 4
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}  # float32, sums in another order
 
 
@@ -78,7 +79,7 @@ def test_training_and_drafting_compute_what_is_written_down(together: int, monke
     aux_BTA = 2 * torch.randn(2, TOKENS, 60, generator=generator) + 0.5
     anchor_BM = torch.tensor([[1, 3, 4, 9], [11, 2, 7, 7]])
     embeds_BMWH = torch.randn(2, 4, WIDTH, 24, generator=generator)
-    trained = draft(embeds_BMWH, aux_BTA, anchor_BM)
+    trained = draft(embeds_BMWH, aux_BTA, Sight(Documents.rows(aux_BTA[..., 0]), anchor_BM))
     for row in range(2):
         for block, anchor in enumerate(anchor_BM[row].tolist()):
             expected = plainly(draft, embeds_BMWH[row, block], aux_BTA[row], anchor)
@@ -94,6 +95,20 @@ def test_training_and_drafting_compute_what_is_written_down(together: int, monke
                 step = cache.branch(depth, torch.ones(1, WIDTH, WIDTH, dtype=torch.bool))
                 drafted = draft.decode(embeds_BMWH[row, block, None], step)[0]
                 torch.testing.assert_close(drafted, expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_blocks_of_documents_that_share_a_row() -> None:
+    """Each sees its own document only, at its own positions; what fills the row up is seen by none."""
+    draft, generator = heads.dflash(), torch.Generator().manual_seed(5)
+    aux_BTA, embeds_BMWH = (torch.randn(1, *sizes, generator=generator) for sizes in ((TOKENS, 72), (3, WIDTH, 24)))
+    document_BT = torch.tensor([[0] * 5 + [1] * 6 + [-1]])
+    positions_BT = torch.tensor([[*range(5), *range(6), 0]])
+    anchors = Sight(Documents(document_BT, positions_BT), torch.tensor([[3, 7, 10]]))
+    packed = draft(embeds_BMWH, aux_BTA, anchors)[0]
+    for block, (start, anchor) in enumerate([(0, 3), (5, 2), (5, 5)]):
+        expected = plainly(draft, embeds_BMWH[0, block], aux_BTA[0, start:], anchor)
+        torch.testing.assert_close(packed[block], expected, **CLOSE)
 
 
 def test_every_number_of_levels_is_replayed_as_it_is_decoded() -> None:

@@ -7,8 +7,10 @@ import heads
 import pytest
 import torch
 from safetensors.torch import load_file
+from stand_ins import first_positions
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.formats import Verifier, read_draft, write_draft
 
 speculators = pytest.importorskip("speculators", reason="an oracle, not a dependency: make test-vllm has it")
@@ -54,7 +56,7 @@ def test_it_loads_our_folder_and_drafts_the_same_tokens(
     aux = torch.randn(1, TOKENS + 1, 72, generator=torch.Generator().manual_seed(4))
     document = torch.zeros(1, TOKENS, dtype=torch.long)
     drafted = theirs(hidden_states=aux[:, :TOKENS], input_ids=ids[:, 1:], document_ids=document, ttt_steps=STEPS)
-    states = ours(theirs.embed_tokens(ids), aux, torch.zeros(1, dtype=torch.long), TOKENS, STEPS)
+    states = ours(theirs.embed_tokens(ids), aux, first_positions(ids, TOKENS), STEPS)
     for k, (tokens, state) in enumerate(zip(drafted, states, strict=True)):
         inside = TOKENS - k  # later positions read past the end of the text
         assert torch.equal(ours.logits(state).argmax(-1)[:, :inside], tokens[:, :inside])
@@ -94,7 +96,7 @@ def test_it_loads_our_dflash_folder_and_computes_the_same_blocks(
     anchors = places.view(blocks, 6)[:, 0]
     block_ids = torch.full((1, blocks, 6), 60)
     block_ids[0, :, 0] = ids[0, anchors]
-    states = ours(theirs.embed_tokens(block_ids), aux, anchors[None])
+    states = ours(theirs.embed_tokens(block_ids), aux, Sight(Documents.rows(ids), anchors[None]))
     torch.testing.assert_close(theirs.lm_head(states).flatten(1, 2), logits, rtol=1e-4, atol=1e-4)
 
 

@@ -129,7 +129,7 @@ def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int
     place_V = torch.full((model.vocab_size,), -100).index_copy(0, ids, torch.arange(len(ids)))
 
     def loss() -> Tensor:
-        states = draft(model.embed(block_BMW).detach(), aux_BTA, anchor_BM)[:, :, 1:]
+        states = draft(model.embed(block_BMW).detach(), aux_BTA, Sight(Documents.rows(ids_BT), anchor_BM))[:, :, 1:]
         logits = model.logits(states) if draft.lm_head is None else draft.lm_head(states)
         return F.cross_entropy(logits.flatten(0, 2), place_V[ahead_BMK.flatten()])
 

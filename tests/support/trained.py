@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import draftforge
 from draftforge.progress import bar
+from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts import AnyDraft
 from draftforge.specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
@@ -239,7 +240,8 @@ def train_dflash(target: CausalModel, text: Tensor, draft_ids: Tensor | None = N
         block_BMW = torch.full((len(ids_BT), len(anchor_M), BLOCK), MASK_TOKEN)
         block_BMW[..., 0] = ids_BT[:, anchor_M]
         embeds_BMWH = target.embed(block_BMW).detach()
-        states_BMKH = draft(embeds_BMWH, features.aux_BTA, anchor_M.expand(len(ids_BT), -1))[:, :, 1:]
+        anchors = Sight(Documents.rows(ids_BT), anchor_M.expand(len(ids_BT), -1))
+        states_BMKH = draft(embeds_BMWH, features.aux_BTA, anchors)[:, :, 1:]
         logits = target.logits(states_BMKH) if draft.lm_head is None else draft.lm_head(states_BMKH)
         place_MK = anchor_M[:, None] + torch.arange(BLOCK - 1)
         return _cross_entropy(logits, teacher_BTV[:, place_MK][..., draft.draft_ids])
