@@ -158,6 +158,7 @@ class Run:
         """Forward, backward and update on one global batch. Advances the state only when all of it is done."""
         settings, state = self.settings, self.state
         scale = 1.0 / max(1, step.supervised)
+        self.family.epoch = state.position[0]
         sums_AS4 = []
         for number, indexes in enumerate(step.micro_batches, start=1):
             inputs = self.family.inputs(self.batch(indexes), indexes)

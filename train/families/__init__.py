@@ -12,10 +12,11 @@ from ..head import LossSettings
 from ..precision import matrix_dtype
 from ..settings import Settings
 from .base import Family, LoadTarget
+from .dflash import DFlashFamily
 from .eagle3 import Eagle3Family
 from .small import SmallFamily
 
-FAMILIES: Mapping[str, type[Family]] = {family.name: family for family in (SmallFamily, Eagle3Family)}
+FAMILIES: Mapping[str, type[Family]] = {family.name: family for family in (SmallFamily, Eagle3Family, DFlashFamily)}
 
 
 def family_of(settings: Settings) -> type[Family]:

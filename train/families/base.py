@@ -58,6 +58,8 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     """Whether batches carry the stored signals."""
     step_weights: tuple[float, ...] = (1.0,)
     """Weight of the loss of each step ahead that one forward pass trains."""
+    epoch: int = 0
+    """Passes over the samples that are done. The loop says it before every step."""
     draft: DraftT
 
     def __init__(self, draft: DraftT, settings: SettingsT, loss: LossSettings, target: Target | None) -> None:

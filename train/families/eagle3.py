@@ -19,12 +19,10 @@ from ..head import Head, LossSettings, Rows, head_of
 from ..settings import Eagle3Settings
 from .alignment import Alignment
 from .base import Family, Inputs, LoadTarget, Start
-from .features import FeatureSource
+from .features import FeatureSource, features_budget
 from .fit import aux_layers_of
 from .shape import layer_fields
 from .teacher import LiveTeacher, check_live
-
-_CPU_FEATURES_BYTES = 1 << 31  # a CPU has more memory to spare than time
 
 
 class Eagle3Family(Family[Eagle3Settings, Eagle3Draft]):
@@ -45,9 +43,7 @@ class Eagle3Family(Family[Eagle3Settings, Eagle3Draft]):
         if draft.config.draft_vocab_size < draft.config.vocab_size:
             self._draft_ids = draft.draft_ids.to(target.device)
             self._teacher_head = self._teacher_head.only(self._draft_ids)
-        budget = settings.features_bytes
-        if budget is None:
-            budget = _CPU_FEATURES_BYTES if target.device.type == "cpu" else 0
+        budget = features_budget(settings.features_bytes, target)
         self._features = FeatureSource(target, draft.config.aux_layers, budget, settings.logits_bytes, loss.dtype)
 
     @classmethod

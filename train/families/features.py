@@ -13,6 +13,15 @@ from ...data.batches import Batch
 from ...specdec.documents import Documents
 from ...specdec.targets import Target
 
+_CPU_BYTES = 1 << 31  # a CPU has more memory to spare than time
+
+
+def features_budget(wanted: int | None, target: Target) -> int:
+    """Bytes for features that are remembered: as the recipe says, or by where the target is."""
+    if wanted is not None:
+        return wanted
+    return _CPU_BYTES if target.device.type == "cpu" else 0
+
 
 class Features(NamedTuple):
     """Features of every token; at the supervised positions, what gives the target's distribution."""
