@@ -29,6 +29,7 @@ Keys = tuple[str | int, ...]
 
 _PATH_FORMATS = {"path", "file-path", "directory-path"}
 _ANY_KEY = "additionalProperties"
+_REGISTRY = "models:/"  # an address in the registry, where a path may stand
 _PATH_KEYS = {"path"}  # text that is a path whatever its type says
 _PLAIN = [
     (re.compile(r"(Value|Assertion) error, "), ""),
@@ -256,6 +257,8 @@ def _located(value: Any, nodes: Iterable[Schema], root: Schema, base: Path) -> A
     if isinstance(value, list):
         return [_located(item, _children(nodes, i, root), root, base) for i, item in enumerate(value)]
     if not isinstance(value, str) or not value or any(node.get("relative_to") == "cwd" for node in nodes):
+        return value
+    if value.startswith(_REGISTRY):
         return value
     texts = [node for node in nodes if node.get("type") == "string"]
     is_path = bool(texts) and all(node.get("format") in _PATH_FORMATS for node in texts)

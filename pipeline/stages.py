@@ -90,7 +90,7 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
     scored = recipe.score.sampling
 
     def work() -> None:
-        for name, settings in recipe.drafts.items():  # hours before the training would find it out
+        for name, settings in space.drafts.items():  # hours before the training would find it out
             _check_start(space, name, settings)
         capture(space.target, mix.folder, recipe.capture, scored, stage.folder)
 
@@ -100,7 +100,7 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
 
 def prepare_drafts(space: Workspace, captured: Stage) -> None:
     """Make the initial drafts while the target is at hand, for those that train without it."""
-    for name, settings in space.recipe.drafts.items():
+    for name, settings in space.drafts.items():
         stage = trained(space, name, captured)
         needs_target = family_of(settings).needs_target(settings)
         if space.first_rank and not needs_target and not (stage.folder / INIT).is_dir():
@@ -113,7 +113,7 @@ def prepare_drafts(space: Workspace, captured: Stage) -> None:
 
 def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) -> Stage:
     """Checkpoints of one draft. Every rank takes part."""
-    settings = space.recipe.drafts[name]
+    settings = space.drafts[name]
     stage = trained(space, name, captured)
     if settings.steps in list_steps(stage.folder):
         say(f"train {name}: done ({stage.folder.name})")
@@ -136,7 +136,7 @@ def checkpoints_of(stage: Stage) -> dict[int, Path]:
 
 def trained(space: Workspace, name: str, captured: Stage) -> Stage:
     """Where the training of a draft lies, or will."""
-    settings = space.recipe.drafts[name]
+    settings = space.drafts[name]
     inputs = [captured.fingerprint, settings.identity(), space.recipe.seed, _start(settings, f"drafts.{name}")]
     return _stage(space, f"train-{name}", inputs)
 

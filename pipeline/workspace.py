@@ -27,6 +27,7 @@ from ..registry.connect import Tracking, open_tracking
 from ..registry.resolve import is_models_uri, resolve_models_uri
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import Target, target_fingerprint
+from ..train.settings import Settings
 
 OWNER_FILE, TARGETS_FILE, ANCESTORS_FILE = "owner.json", "targets.json", "ancestors.json"
 HALF_WRITTEN = (".mix-*", "train-*/.*", "train-*/checkpoints/.*", "score-*/.*", "score-*/parts/.*", "exports/.*")
@@ -125,6 +126,17 @@ class Workspace:
         return settings.model_copy(update={"model": str(local)})
 
     @cached_property
+    def drafts(self) -> dict[str, Settings]:
+        """The recipe's drafts; those that start from a `models:/` address start from a local folder."""
+        return {name: self._local_start(settings) for name, settings in self.recipe.drafts.items()}
+
+    def _local_start(self, settings: Settings) -> Settings:
+        if settings.init_from is None or not is_models_uri(str(settings.init_from)):
+            return settings
+        local = resolve_models_uri(self.tracking, str(settings.init_from), self.root / "models")
+        return settings.model_copy(update={"init_from": local})
+
+    @cached_property
     def target_fingerprint(self) -> str:
         """The target's fingerprint; of a target that is gone, the one it had here (`small` trains without it)."""
         known = self._known_targets()
@@ -148,5 +160,6 @@ class Workspace:
     def with_recipe(self, recipe: Recipe) -> "Workspace":
         """The same folder and the same loaded things under a changed recipe (of the same target)."""
         other = Workspace(recipe)
-        other.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in ("recipe", "root")}
+        own = ("recipe", "root", "drafts")
+        other.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in own}
         return other

@@ -142,7 +142,8 @@ class Run:
             pace.begin()
             values = self.one_step(step)
             seconds = pace.end(state.step, step.supervised)
-            self.log({**values, "seconds": seconds, "tokens_per_second": step.supervised / seconds})
+            speed = {"tokens_per_second": step.supervised / seconds, "positions_per_second": step.tokens / seconds}
+            self.log({**values, "seconds": seconds, **speed})
             pace.show(state.step, state.smoothed_loss)
         return [checkpoints.step_folder(self.folder, step) for step in state.scored]
 

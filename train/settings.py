@@ -77,7 +77,7 @@ class _Training(_Section):
     draft_tokens: int = Field(default=4, ge=1, le=16)
     """Tokens a round that the draft is made for: steps that eagle3 unrolls in training, masks of a dflash block."""
     init_from: Path | None = None
-    """Draft folder to start from instead of fresh weights (warm start)."""
+    """Draft to start from instead of fresh weights (warm start): a folder, or models:/NAME@champion, models:/NAME/3."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "_Training":

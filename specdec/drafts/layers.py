@@ -183,7 +183,7 @@ def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor],
     keys[0] [B, G, T, D] are the true states', of which a position sees its document's up to itself; keys[j]
     [B, G, M, D], j >= 1, are earlier steps' own, of which each position sees only its own column.
     """
-    if query_BQMD.is_cuda:
+    if query_BQMD.is_cuda and trained.documents.packed:
         return _merged_columns(query_BQMD, keys, values, trained)
     groups, size = keys[0].shape[1], query_BQMD.shape[-1]
     query = query_BQMD.reshape(query_BQMD.shape[0], groups, -1, *query_BQMD.shape[2:]) * size**-0.5  # [B, G, R, M, D]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache import KVCache, Step
+from ..documents import Documents, Sight
 from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..models import CausalModel, States
@@ -88,11 +89,12 @@ class FeatureDrafter(ABC, Generic[D]):
         if states is None:
             raise ValueError("EAGLE heads need the target's states; ask for proposer.reads_states")
         rows, device = len(ids) - start, states.hidden_BTH.device
-        embeds_1TH = self._embed(torch.tensor([ids], device=device))
+        ids_1T = torch.tensor([ids], device=device)
+        embeds_1TH = self._embed(ids_1T)
         ranks, qs = [], []
         read_1TA = _pad_one(self._read(states), len(ids))
-        at = torch.tensor([start - 2], device=device)
-        for k, state in enumerate(self._draft(embeds_1TH, read_1TA, at, rows, count)):
+        starts = Sight(Documents.rows(ids_1T), torch.arange(start - 2, len(ids) - 2, device=device)[None])
+        for k, state in enumerate(self._draft(embeds_1TH, read_1TA, starts, count)):
             inside = max(rows - k, 0)
             rank_T, q_T = trace_from_logits(self._logits(state[0, :inside]), ids, start + k, sampling)
             ranks.append(F.pad(rank_T, (0, rows - inside), value=UNRANKED))

@@ -15,6 +15,7 @@ from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.models import champion
 from draftforge.storage import read_object
+from draftforge.train.metrics import NoSink
 
 WriteRecipe = Callable[..., Path]
 
@@ -73,6 +74,15 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     main_without_exit(["generate", str(path), "Where is my order?", "-n", "8"])
     assert "tau" in capsys.readouterr().out
     assert retrain(Workspace(load_recipe(path))).outcome is None
+
+    start = f"models:/{now.name}@champion"
+    heir = Workspace(load_recipe(path, [f"drafts.{outcome.scored.chosen.draft}.init_from={start}"]))
+    settings = heir.drafts[outcome.scored.chosen.draft]
+    assert settings.init_from is not None and (settings.init_from / "draftforge.json").is_file()
+    mix = stages.mix_stage(heir)
+    monkeypatch.undo()
+    done = stages.train_stage(heir, outcome.scored.chosen.draft, stages.capture_stage(heir, mix), NoSink())
+    assert read_object(done.folder / "init" / "draftforge.json")["extra"] == {"warm_start_step": now.lineage.step}
 
 
 def main_without_exit(arguments: list[str]) -> None:

@@ -1,0 +1,170 @@
+"""Train every draft of a recipe on prompts of your own, and say what came of it: speed, memory, tau over time, picks.
+
+    python3 scripts/bench_training.py OUT --prompts train.jsonl --eval mt_bench.jsonl --self-prompts 36000 --record
+    python3 scripts/bench_training.py OUT2 --prompts train.jsonl --prompts OUT/self.jsonl.gz --eval mt_bench.jsonl \
+        --answers OUT/answers drafts.eagle3.steps=900
+
+Prompts are JSON lines with `domain` and `turns`. Those of --prompts, and those that the target makes up itself
+(--self-prompts), train; those of --eval only judge, each as a domain. Figures go to OUT/results.json and to the screen.
+"""
+
+import gzip
+import json
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from draftforge.data.recorded import save_answers
+from draftforge.data.self_prompts import prompts_of
+from draftforge.data.store import Capture
+from draftforge.eval import counts
+from draftforge.eval.figures import tau
+from draftforge.eval.select import Row, serving
+from draftforge.pipeline.scoring import Scored, score_stage
+from draftforge.pipeline.stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import load_recipe
+from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.targets import Target
+from draftforge.train.loop import METRICS_FILE
+from draftforge.train.metrics import MetricLog, NoSink
+
+RECIPE = Path(__file__).parents[1] / "configs/smollm2-bench.yaml"
+_UNTIMED_STEPS = 3  # allocation, compilation
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    out: Annotated[Path, typer.Argument(help="Work folder; results.json is written there.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value of the recipe.")] = None,
+    prompts: Annotated[list[Path] | None, typer.Option(help="Prompts to train on; may be given again.")] = None,
+    judged: Annotated[
+        list[Path] | None, typer.Option("--eval", help="Prompts to judge on; may be given again.")
+    ] = None,
+    answers: Annotated[Path | None, typer.Option(help="Recorded answers to start from.")] = None,
+    self_prompts: Annotated[int, typer.Option(help="Prompts to sample from the target into OUT/self.jsonl.gz.")] = 0,
+    record: Annotated[bool, typer.Option(help="Only capture, and keep the answers in OUT/answers.")] = False,
+    recipe: Annotated[Path, typer.Option(help="What is trained, and how.")] = RECIPE,
+) -> None:
+    """Mix, capture (or recorded answers), train, score."""
+    out.mkdir(parents=True, exist_ok=True)
+    settings = load_recipe(recipe, [f"workdir={out / 'work'}", *(overrides or [])])
+    training = list(prompts or [])
+    if self_prompts:
+        training.append(_sample(settings.target, self_prompts, out / "self.jsonl.gz"))
+    sources = [_source(path, "train") for path in training] + [_source(path, "selection") for path in judged or []]
+    chosen = [f"mix.sources={json.dumps(sources)}", f"workdir={out / 'work'}"]
+    if answers is not None:
+        chosen.append(f"capture.answers={answers.resolve()}")
+    space = Workspace(load_recipe(recipe, [*chosen, *(overrides or [])]))
+    captured = capture_stage(space, mix_stage(space))
+    if record:
+        tokens = save_answers(Capture.open(captured.folder, verify=False), out / "answers")
+        print(f"{tokens:,} answer tokens kept in {out / 'answers'}")
+        return
+    prepare_drafts(space, captured)
+    trained: dict[str, Stage] = {}
+    runs: dict[str, dict[str, float]] = {}
+    for name in space.recipe.drafts:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        trained[name] = train_stage(space, name, captured, NoSink())
+        runs[name] = _speed(trained[name].folder)
+    scored = score_stage(space, captured, trained)
+    curves = {name: _curve(scored, name, trained[name].folder, space) for name in trained}
+    _show(runs, curves, scored)
+    found = {"hardware": _hardware(), "runs": runs, "curves": curves, "rows": [row.record() for row in scored.rows]}
+    (out / "results.json").write_text(json.dumps(found, indent=1))
+
+
+def _source(path: Path, split: str) -> dict[str, Any]:
+    judged = {"domain": path.name.split(".")[0]} if split != "train" else {}
+    return {"kind": "turns", "path": str(path.resolve()), "only": split, "limit": None, **judged}
+
+
+def _sample(settings: TargetSettings, count: int, path: Path) -> Path:
+    if not path.is_file():
+        texts = prompts_of(Target.load(settings), batch_size=2048)(count, 0, 128)
+        with gzip.open(path, "wt") as stream:
+            stream.writelines(json.dumps({"domain": "self", "turns": [text]}) + "\n" for text in texts)
+    return path
+
+
+def _speed(folder: Path) -> dict[str, float]:
+    """Of one training: the figures of its log, and this process's peak."""
+    lines = MetricLog(folder / METRICS_FILE).read()
+    timed = lines[_UNTIMED_STEPS:] or lines
+    positions = sum(line["positions_per_second"] * line["seconds"] for line in timed)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
+    return {
+        "steps": len(lines),
+        "seconds": sum(line["seconds"] for line in lines),
+        "first_step_seconds": lines[0]["seconds"],
+        "positions_per_second": positions / sum(line["seconds"] for line in timed),
+        "median_positions_per_second": statistics.median(line["positions_per_second"] for line in timed),
+        "peak_gib": peak,
+    }
+
+
+def _curve(scored: Scored, name: str, folder: Path, space: Workspace) -> list[dict[str, Any]]:
+    """tau at the longest chain by checkpoint, in all and by domain, against the seconds that training took so far."""
+    lines = MetricLog(folder / METRICS_FILE).read()
+    longest = max(space.recipe.score.draft_tokens)
+    table = serving(counts.where(scored.counts, draft=name, draft_tokens=longest, tree=""), space.recipe.score)
+    found = []
+    for step in sorted({row.step for row in scored.rows if row.draft == name}):
+        mine = counts.where(table, step=step)
+        domains = {
+            domain: tau(part, space.recipe.score.bootstrap).value for (domain,), part in counts.groups(mine, "domain")
+        }
+        seconds = sum(line["seconds"] for line in lines[:step])
+        found.append(
+            {"step": step, "seconds": seconds, "tau": tau(mine, space.recipe.score.bootstrap)._asdict(), **domains}
+        )
+    return found
+
+
+def _show(runs: dict[str, dict[str, float]], curves: dict[str, list[dict[str, Any]]], scored: Scored) -> None:
+    console = Console(width=160)
+    speed = Table("draft", "steps", "seconds", "first step", "positions/s", "median", "peak GiB", title="Training")
+    for name, run in runs.items():
+        speed.add_row(
+            name,
+            f"{run['steps']:.0f}",
+            f"{run['seconds']:.1f}",
+            f"{run['first_step_seconds']:.1f}",
+            f"{run['positions_per_second']:,.0f}",
+            f"{run['median_positions_per_second']:,.0f}",
+            f"{run['peak_gib']:.1f}",
+        )
+    console.print(speed)
+    for name, curve in curves.items():
+        for point in curve:
+            domains = "  ".join(
+                f"{key} {value:.2f}" for key, value in point.items() if key not in ("step", "seconds", "tau")
+            )
+            found = f"step {point['step']:5}  {point['seconds']:6.1f} s  tau {point['tau']['value']:.3f}"
+            print(f"{name:24} {found}  {domains}")
+    drafts = [row for row in scored.rows if not row.baseline]
+    by_perplexity, by_speed = min(drafts, key=_perplexity), max(drafts, key=lambda row: row.speedup.value)
+    for how, row in (("perplexity", by_perplexity), ("expected speed", by_speed)):
+        rate = row.tau.value / (row.draft_seconds + row.verify_seconds)
+        print(f"{how} picks {row.draft} step {row.step} at {row.plan}: {rate:,.0f} tokens/s, {row.speedup.value:.2f}x")
+
+
+def _perplexity(row: Row) -> float:
+    return row.perplexity if row.perplexity == row.perplexity else float("inf")
+
+
+def _hardware() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    app()
