@@ -49,10 +49,10 @@ class DeepSpeedEngine:
         self._zero = deepspeed.zero
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         if zero_stage == 3:
-            # The loss reads the head's weight directly, so ZeRO-3 must be told to gather it there.
-            head = family.head()
+            # The loss reads the head's weight directly, so ZeRO-3 must be told to gather it there; not the target's.
+            head, mine = family.head(), {id(parameter) for parameter in family.parameters()}
             for tensor in (head.weight_VH, head.bias_V):
-                if tensor is not None:
+                if id(tensor) in mine:
                     self._zero.register_external_parameter(family, tensor)
         config = deepspeed_config(accumulation, zero_stage, clip_norm)
         self._engine, *_ = deepspeed.initialize(model=family, optimizer=optimizer, config=config)

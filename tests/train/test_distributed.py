@@ -11,7 +11,7 @@ from draftforge.data.store import Capture
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
-from draftforge.train.settings import Eagle3Settings, LoraSettings, Settings, SmallSettings
+from draftforge.train.settings import DFlashSettings, Eagle3Settings, LoraSettings, Settings, SmallSettings
 from draftforge.train.stopping import TrainingStoppedError
 
 STEPS = 6
@@ -27,6 +27,7 @@ SETTINGS: dict[str, Settings] = {
     "small": SmallSettings(layers=2, **COMMON),
     "lora": SmallSettings(layers=2, lora=LoraSettings(rank=2), **COMMON),
     "eagle3": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON),
+    "dflash": DFlashSettings(layers=2, draft_tokens=3, **COMMON),
     "muon": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON),
 }
 MATRIX = [(name, stage) for name in SETTINGS for stage in range(4) if name != "muon" or stage == 0]

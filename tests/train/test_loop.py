@@ -25,7 +25,7 @@ from draftforge.train.families.prepare import prepare
 from draftforge.train.loop import train
 from draftforge.train.optimizers import make_optimizer
 from draftforge.train.schedule import learning_rate
-from draftforge.train.settings import Eagle3Settings, LoraSettings, SmallSettings
+from draftforge.train.settings import DFlashSettings, Eagle3Settings, LoraSettings, SmallSettings
 from draftforge.train.stopping import TrainingStoppedError
 
 COMMON: dict[str, Any] = {
@@ -40,10 +40,12 @@ SMALL = SmallSettings(layers=2, **COMMON)
 LORA = SmallSettings(layers=2, lora=LoraSettings(rank=2, alpha=4.0), **COMMON)
 EAGLE3 = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON)
 MUON = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON)
+DFLASH = DFlashSettings(layers=2, draft_tokens=3, **COMMON)
 FAMILIES = [
     pytest.param(SMALL, id="small"),
     pytest.param(LORA, id="lora"),
     pytest.param(EAGLE3, id="eagle3"),
+    pytest.param(DFLASH, id="dflash"),
     pytest.param(MUON, id="muon"),
 ]
 CPU = torch.device("cpu")
@@ -135,7 +137,7 @@ def test_a_run_killed_while_saving_loses_only_that_checkpoint(
     assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000006"]
 
 
-@pytest.mark.parametrize("settings", [pytest.param(SMALL, id="small"), pytest.param(EAGLE3, id="eagle3")])
+@pytest.mark.parametrize("settings", [SMALL, EAGLE3, DFLASH], ids=lambda settings: settings.family)
 def test_loss_and_gradient_are_means_over_supervised_tokens(
     settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
 ) -> None:
