@@ -22,8 +22,13 @@ from ..settings import DFlashSettings
 from .base import Family, Inputs, LoadTarget, Start
 from .blocks import Blocks, begin_of
 from .features import FeatureSource, features_budget
+from .prune import layers_prefix, spread
 from .shape import layer_fields
 from .teacher import LiveTeacher, check_live
+
+_ALIKE = ("llama", "mistral", "qwen3")
+"""Targets whose layers are ours, but for norms of queries and keys."""
+_LAYERS = 3  # of a fresh draft whose recipe names no number
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class DFlashFamily(Family[DFlashSettings, DFlashDraft]):
 
     @classmethod
     def start(cls, settings: DFlashSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
-        """Random layers under the target's embeddings and head, or copies of these."""
+        """Layers of the target where they are like ours, else random ones; its embeddings and head, or copies."""
         target = load_target()
         capture.check_target(target)
         draft_ids, extra = None, {}
@@ -68,7 +73,8 @@ class DFlashFamily(Family[DFlashSettings, DFlashDraft]):
             torch.manual_seed(int(fingerprint.of_json(["dflash", seed])[:15], 16))
             draft = DFlashDraft(config, draft_ids, settings.train_embeddings, settings.train_head)
         copy_tables(draft, target)
-        return Start(draft, extra)
+        layers = copy_layers(draft, target)
+        return Start(draft, extra | ({"layers": layers} if layers else {}))
 
     @classmethod
     def needs_target(cls, settings: DFlashSettings) -> bool:
@@ -142,20 +148,37 @@ def copy_tables(draft: DFlashDraft, target: CausalModel) -> None:
         draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight.float().cpu())
 
 
+@torch.no_grad()
+def copy_layers(draft: DFlashDraft, target: CausalModel) -> list[int]:
+    """Start the draft's layers from the target's, evenly spread. Returns which; none where they compute otherwise.
+
+    Norms of queries and keys that the target does not have start at one.
+    """
+    count, total = draft.config.num_hidden_layers, target.num_layers
+    if target.config.model_type not in _ALIKE or count > total:
+        return []
+    chosen = spread(count, total) if count > 1 else [total // 2]
+    prefix, weights = layers_prefix(target.model, total), target.model.state_dict()
+    for layer, source in zip(draft.layers, chosen, strict=True):
+        start, own = f"{prefix}{source}.", layer.state_dict()
+        theirs = {name.removeprefix(start): tensor for name, tensor in weights.items() if name.startswith(start)}
+        if not all(name in own and tensor.shape == own[name].shape for name, tensor in theirs.items()):
+            return []
+        layer.load_state_dict({**own, **theirs})
+    return chosen
+
+
 def dflash_config(settings: DFlashSettings, target: Target, draft_vocabulary: int) -> DFlashConfig:
     """The draft's dimensions: layers like the target's own."""
     return DFlashConfig(
         **layer_fields(target, settings.intermediate_size),
-        num_hidden_layers=settings.layers or LAYERS,
+        num_hidden_layers=settings.layers or _LAYERS,
         target_hidden_size=target.hidden_size,
         draft_vocab_size=draft_vocabulary,
         aux_layers=read_layers(settings, target.num_layers),
         block_size=settings.draft_tokens + 1,
         mask_token_id=mask_token(settings, target),
     )
-
-
-LAYERS = 3
 
 
 def read_layers(settings: DFlashSettings, total: int) -> tuple[int, ...]:
@@ -168,7 +191,7 @@ def read_layers(settings: DFlashSettings, total: int) -> tuple[int, ...]:
             named = list(settings.aux_layers)
             raise InputError(f"draft.aux_layers = {named}: must be between 1 and {total}, the target's last layer")
         return settings.aux_layers
-    count = min(settings.layers or LAYERS, total)
+    count = min(settings.layers or _LAYERS, total)
     if count == 1:
         return (total // 2 + 1,)
     low, high = (2, total - 2) if total - 3 >= count else (1, total)
