@@ -1,16 +1,22 @@
-"""Draws the answers of one shard from the target and takes the teacher signals off its logits on the way.
+"""Draws the answers of many shards from the target as one stream, and takes the teacher signals on the way.
 
-Shapes: B rows of a decoding step, V vocabulary, M tail draws, N emitted tokens of the shard.
+A shard's last answers would leave most slots idle, so answers of later shards are begun while they finish; a shard is
+handed over as soon as its own are there. A turn becomes ready once the turn before it is answered.
+
+Shapes: B rows of a decoding step, V vocabulary, M tail draws.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..specdec.decoder import Generation, Request, generate
+from ..specdec.plain import Answered, Asked, PlainDecoder
+from ..specdec.requests import Request
 from ..specdec.sampling import Purpose, uniforms
 from ..specdec.targets import Target
 from .capture_settings import CaptureSettings
@@ -23,6 +29,8 @@ Advance = Callable[[int, int], None]
 
 
 Columns = dict[str, Tensor]
+
+_HELD = 4  # times the slots, or a shard: finished answers that wait for others of their shards
 
 
 class Skipped(NamedTuple):
@@ -41,77 +49,173 @@ class Answers(NamedTuple):
     skipped: list[Skipped]
 
 
-def answer_shard(
-    target: Target, shard: ShardPlan, prompts: Prompts, settings: CaptureSettings, advance: Advance
-) -> Answers:
-    """Answer a shard in waves: all whose context is known, then those that waited for them, and so on.
+@dataclass
+class _Open:
+    """A shard whose answers are being drawn."""
 
-    Raises InputError where the target's logits are not finite.
+    number: int
+    plan: ShardPlan
+    done: dict[str, Sample] = field(default_factory=dict)
+    columns: dict[str, Columns] = field(default_factory=dict)
+    skipped: dict[str, Skipped] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.done) + len(self.skipped) == len(self.plan.answers)
+
+    def answers(self) -> Answers:
+        """All of it, in the order of the plan."""
+        ids = [answer.id for answer in self.plan.answers]
+        drawn = [id for id in ids if id in self.done]
+        names = self.columns[drawn[0]] if drawn else ()
+        columns = {name: torch.cat([self.columns[id][name] for id in drawn]) for name in names}
+        return Answers([self.done[id] for id in drawn], columns, [self.skipped[id] for id in ids if id in self.skipped])
+
+
+def answer_shards(
+    target: Target, shards: Sequence[ShardPlan], prompts: Prompts, settings: CaptureSettings, advance: Advance
+) -> Iterator[tuple[ShardPlan, Answers]]:
+    """Answer shards, about in their order; yields each once all of it is there.
+
+    Raises InputError where the target's logits are not finite, or where `batch_size` answers do not fit a GPU.
     """
-    recorder = _Recorder(shard.split == "train", settings)
-    done: dict[str, Sample] = {}
-    skipped: dict[str, Skipped] = {}
-    wave = [answer for answer in shard.answers if answer.waits_for is None]
-    while wave:
-        asked: list[tuple[Planned, Request]] = []
-        for answer in wave:
-            request = _request(target, answer, prompts, done)
-            if isinstance(request, Skipped):
-                skipped[answer.id] = request
-                advance(answer.max_new_tokens, 0)
-            else:
-                asked.append((answer, request))
-        for answer, request, generation in _decode(target, asked, recorder, settings.batch_size, advance):
-            done[answer.id] = _sample(answer, request, generation)
-            advance(answer.max_new_tokens - len(generation.tokens), 0)
-        known = done.keys() | skipped.keys()
-        wave = [a for a in shard.answers if a.waits_for in known and a.id not in known]
-    samples = [done[answer.id] for answer in shard.answers if answer.id in done]
-    return Answers(samples, recorder.columns(samples), [skipped[a.id] for a in shard.answers if a.id in skipped])
+    return _Stream(target, shards, prompts, settings, advance).run()
 
 
-def _request(target: Target, answer: Planned, prompts: Prompts, done: dict[str, Sample]) -> Request | Skipped:
-    if answer.waits_for is not None and answer.waits_for not in done:
-        return Skipped(answer.id, "an earlier turn was skipped")
-    prompt = prompts.of(answer, _earlier_texts(target, answer, done))
-    room = prompts.room(answer, prompt)
-    if room == 0:
-        return Skipped(answer.id, f"prompt of {len(prompt)} tokens, context of {target.max_positions}")
-    return Request(prompt, answer.sampling, answer.seed, room, target.stop_ids)
+class _Stream:
+    """Opens shards as the decoder has room, asks what is ready, and collects what comes."""
+
+    def __init__(
+        self, target: Target, shards: Sequence[ShardPlan], prompts: Prompts, settings: CaptureSettings, advance: Advance
+    ) -> None:
+        self._target, self._prompts, self._settings, self._advance = target, prompts, settings, advance
+        self._unopened = deque(enumerate(shards))
+        self._open: dict[str, _Open] = {}  # by the shard's name
+        self._asked: dict[str, tuple[_Open, Planned, Request]] = {}  # by the answer's id
+        self._followers: dict[str, list[Planned]] = defaultdict(list)
+        self._ready: list[Asked] = []
+        self._listener = _Listener(settings)
+        self._slots = min(settings.batch_size, max(1, sum(len(shard.answers) for shard in shards)))
+
+    def run(self) -> Iterator[tuple[ShardPlan, Answers]]:
+        longest = self._target.max_positions
+        answers = [answer for _, shard in self._unopened for answer in shard.answers]
+        known = [self._prompts.length(a) + a.max_new_tokens for a in answers if self._prompts.length(a) < longest]
+        capacity = min(max(known, default=0), longest)
+        wanted = min(max((self._prompts.most(a) + a.max_new_tokens for a in answers), default=0), longest)
+        while self._unopened or self._ready:
+            # A later turn that is longer than there was memory for waits for a decoder with larger slots.
+            capacity = max([capacity, *(_length(asked.request) for asked in self._ready)])
+            yield from self._drain(self._decoder(capacity, wanted))
+
+    def _decoder(self, capacity: int, wanted: int) -> PlainDecoder:
+        return PlainDecoder(
+            self._target,
+            self._slots,
+            capacity,
+            self._settings.max_new_tokens,
+            self._listener,
+            lambda tokens: self._advance(tokens, tokens),
+            wanted=wanted,
+        )
+
+    def _drain(self, decoder: PlainDecoder) -> Iterator[tuple[ShardPlan, Answers]]:
+        """Answer all that is ready or becomes so and fits this decoder."""
+        while True:
+            while decoder.hungry and self._unopened and not (self._full and not decoder.idle):
+                self._open_next()
+                self._ask(decoder)
+            self._ask(decoder)
+            yield from self._completed()
+            if decoder.idle:
+                return
+            for answered in decoder.step():
+                self._take(answered)
+
+    @property
+    def _full(self) -> bool:
+        held = sum(len(shard.done) for shard in self._open.values())
+        return held >= _HELD * max(self._slots, self._settings.shard_samples)
+
+    def _open_next(self) -> None:
+        number, plan = self._unopened.popleft()
+        shard = self._open[plan.name] = _Open(number, plan)
+        for answer in plan.answers:
+            if answer.waits_for is not None:
+                self._followers[answer.waits_for].append(answer)
+        for answer in plan.answers:
+            if answer.waits_for is None:
+                self._prepare(shard, answer)
+
+    def _prepare(self, shard: _Open, answer: Planned) -> None:
+        """Make an answer's request ready, or skip it and all that wait for it."""
+        request = self._request(shard, answer)
+        if isinstance(request, Skipped):
+            shard.skipped[answer.id] = request
+            self._advance(answer.max_new_tokens, 0)
+            self._go_on(shard, answer)
+        else:
+            self._asked[answer.id] = (shard, answer, request)
+            tail_seed = seed_of(self._settings.seed, f"{answer.id}/tail")
+            self._ready.append(Asked(answer.id, request, tail_seed, shard.number))
+
+    def _go_on(self, shard: _Open, answer: Planned) -> None:
+        for follower in self._followers.pop(answer.id, ()):
+            self._prepare(shard, follower)
+
+    def _request(self, shard: _Open, answer: Planned) -> Request | Skipped:
+        if answer.waits_for is not None and answer.waits_for not in shard.done:
+            return Skipped(answer.id, "an earlier turn was skipped")
+        prompt = self._prompts.of(answer, self._earlier_texts(shard, answer))
+        room = self._prompts.room(answer, prompt)
+        if room == 0:
+            return Skipped(answer.id, f"prompt of {len(prompt)} tokens, context of {self._target.max_positions}")
+        return Request(prompt, answer.sampling, answer.seed, room, self._target.stop_ids)
+
+    def _earlier_texts(self, shard: _Open, answer: Planned) -> list[str]:
+        """What the target answered in this dialogue so far, as a chat client would send it back."""
+        if answer.waits_for is None:
+            return []
+        before = [
+            shard.done[f"{answer.conversation.id}/{turn}/{answer.sampling.key}"].answer_ids
+            for turn in range(answer.turn.index)
+        ]
+        return [self._target.tokenizer.decode(ids, skip_special_tokens=True) for ids in before]
+
+    def _ask(self, decoder: PlainDecoder) -> None:
+        """Ask what is ready and fits; the rest stays."""
+        fitting = [asked for asked in self._ready if decoder.fits(asked.request)]
+        if fitting:
+            self._ready = [asked for asked in self._ready if not decoder.fits(asked.request)]
+            self._listener.expect(sum(self._asked[asked.name][0].plan.split == "train" for asked in fitting))
+            decoder.ask(fitting)
+
+    def _take(self, answered: Answered) -> None:
+        """Put an answer where it belongs, and make ready what waited for it."""
+        shard, answer, request = self._asked.pop(answered.name)
+        columns = answered.columns
+        if not columns["logp_n"].isfinite().all():
+            raise InputError(f"{answer.id}: the target's logits are not finite")
+        if shard.plan.split == "train":
+            self._listener.expect(-1)
+        else:
+            columns = {"logp_n": columns["logp_n"]}
+        shard.done[answer.id] = _sample(answer, request, answered)
+        shard.columns[answer.id] = columns
+        self._advance(answer.max_new_tokens - len(answered.tokens), 0)
+        self._go_on(shard, answer)
+
+    def _completed(self) -> Iterator[tuple[ShardPlan, Answers]]:
+        for shard in [shard for shard in self._open.values() if shard.complete]:
+            del self._open[shard.plan.name]
+            yield shard.plan, shard.answers()
 
 
-def _earlier_texts(target: Target, answer: Planned, done: dict[str, Sample]) -> list[str]:
-    """What the target answered in this dialogue so far, as a chat client would send it back."""
-    if answer.waits_for is None:
-        return []
-    before = [
-        done[f"{answer.conversation.id}/{turn}/{answer.sampling.key}"].answer_ids for turn in range(answer.turn.index)
-    ]
-    return [target.tokenizer.decode(ids, skip_special_tokens=True) for ids in before]
+def _length(request: Request) -> int:
+    return len(request.prompt_ids) + request.max_new_tokens
 
 
-def _decode(
-    target: Target,
-    asked: Sequence[tuple[Planned, Request]],
-    recorder: "_Recorder",
-    batch_size: int,
-    advance: Advance,
-) -> Iterator[tuple[Planned, Request, Generation]]:
-    """Plain decoding with the recorder listening. Longest prompts first: like lengths meet, and memory peaks early."""
-    asked = sorted(asked, key=lambda pair: -len(pair[1].prompt_ids))
-    if not asked:
-        return
-
-    def listen(indexes: list[int], logits_BV: Tensor, tokens_B: Tensor) -> None:
-        recorder([asked[index][0] for index in indexes], logits_BV, tokens_B)
-        advance(len(indexes), len(indexes))
-
-    requests = [request for _, request in asked]
-    for index, generation in generate(target, None, requests, batch_size=batch_size, on_logits=listen):
-        yield (*asked[index], generation)
-
-
-def _sample(answer: Planned, request: Request, generation: Generation) -> Sample:
+def _sample(answer: Planned, request: Request, answered: Answered) -> Sample:
     return Sample(
         id=answer.id,
         conversation=answer.conversation.id,
@@ -121,60 +225,28 @@ def _sample(answer: Planned, request: Request, generation: Generation) -> Sample
         split=answer.conversation.split,
         sampling=answer.sampling,
         max_new_tokens=request.max_new_tokens,
-        finish=generation.finish,
+        finish=answered.finish,
         prompt_ids=request.prompt_ids,
-        answer_ids=generation.tokens,
+        answer_ids=answered.tokens,
     )
 
 
-class _Recorder:
-    """Keeps the signals of every emitted token on the target's device, in the order in which they come."""
+class _Listener:
+    """What is kept of every emitted token: all signals as long as train answers are expected, else its log p."""
 
-    def __init__(self, full: bool, settings: CaptureSettings) -> None:
-        self._full, self._settings = full, settings
-        self._steps: list[Columns] = []
-        self._rows: dict[str, list[int]] = {}
-        self._tail_seeds: dict[str, int] = {}
-        self._count = 0
+    def __init__(self, settings: CaptureSettings) -> None:
+        self._settings = settings
+        self._store_dtype: torch.dtype = getattr(torch, settings.store_dtype)
+        self._train = 0
 
-    def __call__(self, answers: Sequence[Planned], logits_BV: Tensor, tokens_B: Tensor) -> None:
-        """Take the signals of one token of each of these answers."""
-        if self._full:
-            u_BM = self._uniforms(answers, logits_BV.device)
-            columns = teacher_signals(logits_BV, tokens_B, u_BM, self._settings.top_k)._asdict()
-            columns |= {name: columns[name].to(self._store_dtype) for name in ("topk_logp_nk", "tail_logp_nM")}
-        else:
-            columns = {"logp_n": emitted_logp(logits_BV, tokens_B)}
-        self._steps.append(columns)
-        for answer in answers:
-            self._rows.setdefault(answer.id, []).append(self._count)
-            self._count += 1
+    def expect(self, train: int) -> None:
+        """So many train answers more were asked for (or, negative, are there)."""
+        self._train += train
 
-    def columns(self, samples: Sequence[Sample]) -> Columns:
-        """All signals, put in the order of the samples' tokens, on the CPU."""
-        for sample in samples:
-            if len(self._rows[sample.id]) != len(sample.answer_ids):
-                raise RuntimeError(f"{sample.id}: the decoder reported logits for another number of tokens")
-        if not samples:
-            return {}
-        order_N = torch.tensor([row for sample in samples for row in self._rows[sample.id]])
-        joined = {name: torch.cat([step[name] for step in self._steps]).cpu()[order_N] for name in self._steps[0]}
-        finite_N = joined["logp_n"].isfinite()
-        if not finite_N.all():
-            owner = [sample.id for sample in samples for _ in sample.answer_ids][int((~finite_N).nonzero()[0])]
-            raise InputError(f"{owner}: the target's logits are not finite")
-        return joined
-
-    @property
-    def _store_dtype(self) -> torch.dtype:
-        return getattr(torch, self._settings.store_dtype)  # type: ignore[no-any-return]
-
-    def _uniforms(self, answers: Sequence[Planned], device: torch.device) -> Tensor:
+    def __call__(self, logits_BV: Tensor, tokens_B: Tensor, seeds_B: Tensor, emitted_B: Tensor) -> Columns:
         """Tail draws have seeds of their own: never the numbers that drew the token."""
-        for answer in answers:
-            if answer.id not in self._tail_seeds:
-                self._tail_seeds[answer.id] = seed_of(self._settings.seed, f"{answer.id}/tail")
-        seeds = [self._tail_seeds[answer.id] for answer in answers]
-        emitted = [len(self._rows.get(answer.id, ())) for answer in answers]
-        seed_B, emitted_B = torch.tensor([seeds, emitted], device=device)
-        return uniforms(seed_B, emitted_B, Purpose.FINAL, self._settings.tail_samples)
+        if not self._train:
+            return {"logp_n": emitted_logp(logits_BV, tokens_B)}
+        u_BM = uniforms(seeds_B, emitted_B, Purpose.FINAL, self._settings.tail_samples)
+        columns = teacher_signals(logits_BV, tokens_B, u_BM, self._settings.top_k)._asdict()
+        return columns | {name: columns[name].to(self._store_dtype) for name in ("topk_logp_nk", "tail_logp_nM")}

@@ -1,11 +1,12 @@
 """The target answers a mix; its answers and teacher signals go to disk shard by shard.
 
-A killed run goes on where it was: a shard counts once its record is written, so at most the one in flight is lost and
-none is done twice. A folder begun with another target, tokenizer, template, setting or mix is refused.
+A killed run goes on where it was: a shard counts once its record is written, so only those in flight are lost and none
+is done twice. A folder begun with another target, tokenizer, template, setting or mix is refused.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..errors import MissingFileError, OwnershipError, StaleInputError
 from ..progress import bar, say
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
-from .answering import Answers, answer_shard
+from .answering import Answers, answer_shards
 from .capture_settings import CaptureSettings
 from .conversation import Conversation
 from .mix import load_mix
@@ -36,7 +37,17 @@ def capture(
     Train conversations are answered at their own sampling setting, selection and holdout once per `scored` setting.
     Raises StaleInputError for a folder of other inputs, ContextLengthError, InputError, DiskFullError.
     """
-    conversations = load_mix(mix)
+    capture_conversations(target, load_mix(mix), settings, scored, folder)
+
+
+def capture_conversations(
+    target: Target,
+    conversations: Sequence[Conversation],
+    settings: CaptureSettings,
+    scored: Sequence[SamplingSettings],
+    folder: Path,
+) -> None:
+    """`capture` of conversations that no mix folder holds."""
     shards = plan_shards(conversations, settings, scored)
     header = _header(target, conversations, settings, scored, len(shards))
     resumed = _claimed(folder, header)
@@ -67,10 +78,22 @@ def _answer_rest(
     left = _unfinished(shards, records)
     if records and left:
         say(f"{folder}: resuming; {len(records)} of {len(shards)} shards are there")
-    with bar("Capturing", sum(answer.max_new_tokens for shard in left for answer in shard.answers), "tokens") as tick:
-        progress = _Progress(tick)
-        for shard in left:
-            records[shard.name] = _answer(target, shard, prompts, settings, folder, progress)
+    total = sum(answer.max_new_tokens for shard in left for answer in shard.answers)
+    # One shard is written beside the decoder, which goes on meanwhile; the next one waits for it.
+    with bar("Capturing", total, "tokens") as tick, ThreadPoolExecutor(1) as writer:
+        start, writing = time.monotonic(), list[Future[Json]]()
+        for shard, answers in answer_shards(target, left, prompts, settings, _Progress(tick)):
+            seconds, start = time.monotonic() - start, time.monotonic()
+            _finish(writing, records)
+            writing.append(writer.submit(_write, folder, shard, answers, seconds))
+        _finish(writing, records)
+
+
+def _finish(writing: list[Future[Json]], records: dict[str, Json]) -> None:
+    """Wait for the shard that is being written, and add its record."""
+    while writing:
+        record = writing.pop().result()
+        records[record["name"]] = record
 
 
 def _unfinished(shards: Sequence[ShardPlan], records: dict[str, Json]) -> list[ShardPlan]:
@@ -167,13 +190,11 @@ class _Progress:
         self._tick(amount, f"{self._tokens} answered, {rate:.0f} tok/s")
 
 
-def _answer(
-    target: Target, shard: ShardPlan, prompts: Prompts, settings: CaptureSettings, folder: Path, progress: _Progress
-) -> Json:
-    """Draw, write and record one shard. The record comes last: without it the shard does not count."""
-    start = time.monotonic()
-    answers = answer_shard(target, shard, prompts, settings, progress)
-    seconds = time.monotonic() - start
+def _write(folder: Path, shard: ShardPlan, answers: Answers, seconds: float) -> Json:
+    """Write and record one shard. The record comes last: without it the shard does not count.
+
+    `seconds`: since the shard before it was complete, so that those of all shards add up to the run's.
+    """
     path = write_shard(folder, shard.name, answers.samples, answers.columns)
     record = {
         "name": shard.name,

@@ -126,6 +126,14 @@ class Prompts:
         ready = self._ready.get((answer.conversation.id, answer.turn.index))
         return 0 if ready is None else len(ready)
 
+    def most(self, answer: Planned) -> int:
+        """Tokens that its prompt will hardly exceed: earlier answers that it waits for count at their limits."""
+        if answer.waits_for is None:
+            return self.length(answer)
+        before = answer.turn.index
+        bare = self._render(answer, answer.turn.context([""] * before))
+        return len(bare) + before * answer.max_new_tokens
+
     def room(self, answer: Planned, prompt: Sequence[int]) -> int:
         """Tokens that the answer may have: its limit, or what the context leaves of it; 0 where the prompt fills it."""
         return max(0, min(answer.max_new_tokens, self._target.max_positions - len(prompt)))

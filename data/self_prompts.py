@@ -1,11 +1,13 @@
 """User prompts that a chat model makes up: it continues its own user-turn prefix until its end of turn."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import InputError
 from ..progress import bar
-from ..specdec.decoder import Request, generate
 from ..specdec.models import CausalModel
+from ..specdec.plain import Asked, PlainDecoder
+from ..specdec.requests import Request
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
 from .conversation import require_chat_template
@@ -80,8 +82,8 @@ def sample(
                 for i in range(count - len(found))
             ]
             drawn: dict[int, str] = {}
-            for index, generation in generate(target, None, requests, "token", batch_size=batch_size):
-                text = _user_text(tokenizer, generation.tokens, turn, stops)
+            for index, tokens in _answers(target, requests, batch_size):
+                text = _user_text(tokenizer, tokens, turn, stops)
                 if text is not None:
                     drawn[index] = text
                     advance()
@@ -89,6 +91,17 @@ def sample(
             if len(found) >= count:
                 break
     return found
+
+
+def _answers(target: CausalModel, requests: Sequence[Request], batch_size: int) -> Iterator[tuple[int, list[int]]]:
+    """Index and tokens of each, as they come."""
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+    budget = max(request.max_new_tokens for request in requests)
+    decoder = PlainDecoder(target, min(batch_size, len(requests)), longest, budget)
+    decoder.ask([Asked(str(index), request) for index, request in enumerate(requests)])
+    while not decoder.idle:
+        for answered in decoder.step():
+            yield int(answered.name), answered.tokens
 
 
 def _user_text(tokenizer: Any, tokens: list[int], turn: UserTurn, stops: frozenset[int]) -> str | None:

@@ -48,7 +48,6 @@ def _logp_of(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
 @torch.no_grad()
 def teacher_signals(logits_BV: Tensor, tokens_B: Tensor, u_BM: Tensor, top_k: int) -> Signals:
     """Signals of one emitted token a row; `u_BM` in [0, 1) draws the tail. One exp pass, no sort of the vocabulary."""
-    logits_BV = logits_BV.float()
     vocab = logits_BV.shape[-1]
     top_k = min(top_k, vocab)
     blocks_BNC = _blocks(logits_BV)
@@ -56,7 +55,7 @@ def teacher_signals(logits_BV: Tensor, tokens_B: Tensor, u_BM: Tensor, top_k: in
     # The tail is summed relative to its own largest logit, so that a mass of e-200 is as exact as one of 0.5.
     reference_B = torch.where(values_Bk[:, -1].isfinite(), values_Bk[:, -1], values_Bk[:, 0])
     values_Bk, ids_Bk = values_Bk[:, :top_k], ids_Bk[:, :top_k]
-    weights_BNC = blocks_BNC - reference_B[:, None, None]
+    weights_BNC = blocks_BNC - reference_B[:, None, None]  # fp32, whatever the logits are
     weights_BNC.flatten(1).scatter_(1, ids_Bk, -torch.inf)
     weights_BNC.exp_()
     sums_BN = weights_BNC.sum(-1).double()
@@ -66,12 +65,12 @@ def teacher_signals(logits_BV: Tensor, tokens_B: Tensor, u_BM: Tensor, top_k: in
     empty_B1 = ~tail_B.isfinite()[:, None]
     tail_ids_BM = torch.where(empty_B1, ids_Bk[:, :1], _draw(weights_BNC, sums_BN, u_BM))
     return Signals(
-        logp_n=logits_BV.gather(-1, tokens_B.long()[:, None])[:, 0] - lse_B,
+        logp_n=logits_BV.gather(-1, tokens_B.long()[:, None])[:, 0].float() - lse_B,
         topk_ids_nk=ids_Bk.int(),
         topk_logp_nk=topk_logp_Bk,
         tail_logmass_n=(tail_B - lse_B).clamp_min(FLOOR),
         tail_ids_nM=tail_ids_BM.int(),
-        tail_logp_nM=(logits_BV.gather(-1, tail_ids_BM) - lse_B[:, None]).clamp_min(FLOOR),
+        tail_logp_nM=(logits_BV.gather(-1, tail_ids_BM).float() - lse_B[:, None]).clamp_min(FLOOR),
     )
 
 
@@ -83,15 +82,15 @@ def _blocks(logits_BV: Tensor) -> Tensor:
 
 
 def _largest(blocks_BNC: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest values of each row, descending, and their ids.
+    """The `count` largest values of each row in fp32, descending, and their ids.
 
     They all lie in the `count` blocks with the largest maxima, so only those are searched.
     """
     if count >= blocks_BNC.shape[1]:
-        return blocks_BNC.flatten(1).topk(count, dim=-1)
-    block_Bk = blocks_BNC.amax(-1).topk(count, dim=-1).indices
+        return blocks_BNC.flatten(1).float().topk(count, dim=-1)
+    block_Bk = blocks_BNC.amax(-1).float().topk(count, dim=-1).indices
     found_BkC = blocks_BNC.gather(1, block_Bk[..., None].expand(-1, -1, _BLOCK))
-    values_Bk, place_Bk = found_BkC.flatten(1).topk(count, dim=-1)
+    values_Bk, place_Bk = found_BkC.flatten(1).float().topk(count, dim=-1)
     ids_Bk = block_Bk.gather(1, place_Bk // _BLOCK) * _BLOCK + place_Bk % _BLOCK
     return values_Bk, ids_Bk
 

@@ -35,6 +35,7 @@ from draftforge.train.loop import METRICS_FILE
 from draftforge.train.metrics import MetricLog, NoSink
 
 RECIPE = Path(__file__).parents[1] / "configs/smollm2-bench.yaml"
+_HELD = 200  # conversations of a holdout file
 _UNTIMED_STEPS = 3  # allocation, compilation
 app = typer.Typer(add_completion=False)
 
@@ -47,6 +48,7 @@ def main(
     judged: Annotated[
         list[Path] | None, typer.Option("--eval", help="Prompts to judge on; may be given again.")
     ] = None,
+    held: Annotated[list[Path] | None, typer.Option("--holdout", help="Prompts to keep out of everything.")] = None,
     answers: Annotated[Path | None, typer.Option(help="Recorded answers to start from.")] = None,
     self_prompts: Annotated[int, typer.Option(help="Prompts to sample from the target into OUT/self.jsonl.gz.")] = 0,
     record: Annotated[bool, typer.Option(help="Only capture, and keep the answers in OUT/answers.")] = False,
@@ -59,6 +61,7 @@ def main(
     if self_prompts:
         training.append(_sample(settings.target, self_prompts, out / "self.jsonl.gz"))
     sources = [_source(path, "train") for path in training] + [_source(path, "selection") for path in judged or []]
+    sources += [_source(path, "holdout") | {"limit": _HELD} for path in held or []]
     chosen = [f"mix.sources={json.dumps(sources)}", f"workdir={out / 'work'}"]
     if answers is not None:
         chosen.append(f"capture.answers={answers.resolve()}")

@@ -3,6 +3,8 @@
 Shapes: B rows, N queries a row, H query heads, G key-value heads (R = H / G queries share one), L keys, D head size.
 """
 
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,11 @@ from .cache import Step
 from .documents import Documents, Sight, flex
 
 NAME = "draftforge"
+
+
+def reads_lengths(device: torch.device) -> bool:
+    """Whether steps may give lengths instead of a mask there."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def attend(
@@ -33,9 +40,9 @@ def attend(
 
     query [B, H, N, D]; key, value [B, G, N, D]. Without `kv_step`, or at prefill, each row attends causally to
     itself (rows are padded on the right, so causality is all the mask they need), or each of its packed `documents`
-    does. Otherwise the new keys are written
-    to the cache and the whole visible past is read. Returns [B, N, H, D]. The transformers mask is always None here:
-    no mask is made for an attention of this name.
+    does. Otherwise the new keys are written to the cache and the whole visible past is read, by the kernel of
+    flash_decoding.py where the step gives lengths instead of a mask. Returns [B, N, H, D]. The transformers mask is
+    always None here: no mask is made for an attention of this name.
     """
     if unused.get("s_aux") is not None:
         raise FormatError(f"{type(module).__name__}: attention sinks are not supported")
@@ -46,6 +53,11 @@ def attend(
     if kv_step is not None:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         kv_step.cache.write(layer, kv_step, key, value)
+        if kv_step.past_B is not None:
+            from .flash_decoding import attend_cached  # needs Triton
+
+            past = kv_step.cache.layer(layer)
+            return attend_cached(query, *past, kv_step.past_B, scaling, sliding_window, softcap).transpose(1, 2), None
         if kv_step.visible_BNL is not None:
             visible = kv_step.visible_BNL[:, None]
             key, value = kv_step.cache.read(layer, query.shape[0], visible.shape[-1])

@@ -32,7 +32,22 @@ class KVCache:
         """A step that fills fresh slots with right-padded prompts; each sees only itself, causally."""
         for slot, length in zip(slots, lengths):
             self.lengths[slot] = length
-        return Step(self, torch.tensor(slots, device=self.device), None, None, None, None)
+        return self.fill(torch.tensor(slots, device=self.device))
+
+    def fill(self, slots_B: Tensor) -> "Step":
+        """`prefill` for callers that keep the lengths themselves."""
+        return Step(self, slots_B, None, None, None, None)
+
+    def follow(self, past_B: Tensor, longest: int | None) -> "Step":
+        """A step that adds one token to each of the first B slots, whose lengths the caller keeps on the device.
+
+        `longest`: the largest of them; None: the attention reads each from `past_B` and no mask is made.
+        """
+        rows, at_B1 = torch.arange(len(past_B), device=self.device), past_B[:, None]
+        if longest is None:
+            return Step(self, rows, at_B1, at_B1, None, None, past_B)
+        visible_BNL = torch.arange(longest + 1, device=self.device) <= at_B1[..., None]
+        return Step(self, rows, at_B1, at_B1, visible_BNL, None)
 
     def extend(self, batch: int, tokens: int) -> "Step":
         """A step that adds `tokens` tokens to each of the first `batch` slots; call `keep` after it.
@@ -91,6 +106,20 @@ class KVCache:
             layer[destination, :, :length] = layer[source, :, :length]
         self.lengths[destination] = length
 
+    def move_rows(self, from_B: Tensor, to_B: Tensor, length: int) -> None:
+        """Copy the first `length` tokens of many slots onto others, for callers that keep the lengths themselves."""
+        for layer in (*self._keys.values(), *self._values.values()):
+            layer[to_B, :, :length] = layer[from_B, :, :length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(layer.nbytes for layer in (*self._keys.values(), *self._values.values()))
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The whole of a layer's keys and values, [S, G, L, D]."""
+        return self._keys[layer], self._values[layer]
+
     def write(self, layer: int, step: "Step", key_BGND: Tensor, value_BGND: Tensor) -> None:
         """Store a layer's new keys and values where the step puts them."""
         if layer not in self._keys:
@@ -120,3 +149,4 @@ class Step:
     at_BN: Tensor | None  # where their keys go; None: prefill, 0..T-1
     visible_BNL: Tensor | None  # None: prefill, causal
     key_positions_BL: Tensor | None  # None: a key's position is where it stands
+    past_B: Tensor | None = None  # keys before the new ones; given: the attention reads these instead of a mask

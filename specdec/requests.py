@@ -114,13 +114,13 @@ class Run:
             raise InputError(f"batch_size {self.batch_size}: must be >= 1")
         if self.proposer is not None and self.on_logits is not None:
             raise InputError("on_logits: only plain decoding reports logits")
-        _check_requests(self.target, self.requests, self.decode)
+        check_requests(self.target, self.requests, self.decode)
         if self.proposer is not None:
             for request in self.requests:
                 check_proposer(RULES[self.rule], self.proposer, request.sampling)
 
 
-def _check_requests(target: CausalModel, requests: Sequence[Request], decode: Decode | None) -> None:
+def check_requests(target: CausalModel, requests: Sequence[Request], decode: Decode | None) -> None:
     """Refuse what cannot be answered, in one line that names the request."""
     for number, request in enumerate(requests):
         if not request.prompt_ids:

@@ -13,6 +13,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests run on CPUs; name a device for those that ask for a GPU
+if not os.environ["CUDA_VISIBLE_DEVICES"]:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["DRAFTFORGE_DEBUG"] = ""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftforge.specdec.cache import KVCache
+from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts.eagle import EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 
@@ -107,7 +108,8 @@ def test_training_and_drafting_compute_what_is_written_down(name: str) -> None:
     draft: Head = make(**options)
     embeds_TH, seen_TX = inputs(draft)
     first, width = 2, TOKENS - STEPS - 2
-    trained = draft(embeds_TH[None], seen_TX[None], torch.tensor([first]), width, STEPS)
+    places = Sight(Documents.rows(torch.zeros(1, TOKENS)), torch.arange(first, first + width)[None])
+    trained = draft(embeds_TH[None], seen_TX[None], places, STEPS)
     true_TH = torch.stack([true_state(draft, seen) for seen in seen_TX])
     for column in range(width):
         i = first + column

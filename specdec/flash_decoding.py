@@ -1,0 +1,152 @@
+"""Attention of a few new tokens a slot over its cached past, in one Triton kernel that reads true lengths.
+
+Shapes: S slots, B rows of the pass (the first B slots), N queries a row, F new entries of which the queries are the
+last N, H query heads, G key-value heads (R = H / G queries share one), L cached positions, D head size.
+
+One program owns one (slot, key-value head): its R * N queries stand as the rows of one matrix product, and the keys
+stream past them block by block with a running softmax (Dao et al. 2022, arXiv 2205.14135), from the first one inside
+the window to the slot's own last. The length is read on the device, so the launch is the same at every step and a CUDA
+graph can hold it.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_KEYS = 64  # a block's
+_LEAST = 16  # rows and columns of the smallest product
+
+
+def attend_cached(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    past_B: Tensor,
+    scaling: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    visible_BNF: Tensor | None = None,
+    depth_BF: Tensor | None = None,
+) -> Tensor:
+    """Attention of query [B, H, N, D] over keys, values [S, G, L, D]: `past` tokens of a slot and F entries after them.
+
+    Without `visible` the entries are a chain, F = N, and causal. With it they are a tree: query n sees entry f where
+    `visible_BNF` says so, and an entry's position is the past's length plus its depth; every query sees itself, the
+    entry F - N + n. Returns [B, H, N, D].
+    """
+    batch, heads, new, size = query.shape
+    groups, entries = keys.shape[1], new if visible_BNF is None else visible_BNF.shape[2]
+    shared = heads // groups
+    query, output = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
+    tree: dict[str, Any] = {"visible": past_B, "depth": past_B}  # not read without a tree
+    if visible_BNF is not None and depth_BF is not None:
+        tree = {"visible": visible_BNF.to(torch.int8).contiguous(), "depth": depth_BF.contiguous()}
+    _attend[(batch, groups)](
+        query,
+        keys,
+        values,
+        output,
+        past_B.contiguous(),
+        **tree,
+        scale=scaling if scaling is not None else size**-0.5,
+        cap=softcap or 0.0,
+        window=window or 0,
+        key_slot=keys.stride(0),
+        key_group=keys.stride(1),
+        value_slot=values.stride(0),
+        value_group=values.stride(1),
+        N=new,
+        F=entries,
+        R=shared,
+        D=size,
+        TREE=visible_BNF is not None,
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None,
+        ROWS=max(_LEAST, triton.next_power_of_2(shared * new)),
+        KEYS=_KEYS,
+        SIZE=max(_LEAST, triton.next_power_of_2(size)),
+        num_warps=4,
+        num_stages=3,
+    )
+    return output
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _attend(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    output,
+    past,
+    visible,
+    depth,
+    scale,
+    cap,
+    window,
+    key_slot,
+    key_group,
+    value_slot,
+    value_group,
+    N: tl.constexpr,
+    F: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    TREE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, column, place = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, KEYS)
+    real, n = row < R * N, row % N  # a row is (head r of the group, query n)
+    at = ((slot * tl.num_programs(1) + group) * R * N + row)[:, None] * D + column[None, :]
+    inside = real[:, None] & (column < D)[None, :]
+    q = tl.load(query + at, mask=inside, other=0.0)
+
+    length = tl.load(past + slot)
+    position = length + n
+    if TREE:
+        position = length + tl.load(depth + slot * F + F - N + n)
+    first = length * 0
+    if WINDOWED:  # no query stands before the end of the past
+        first = tl.maximum(length - window + 1, 0) // KEYS * KEYS
+
+    best = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mean = tl.zeros([ROWS, SIZE], tl.float32)
+    key_base, value_base = keys + slot * key_slot + group * key_group, values + slot * value_slot + group * value_group
+    for start in range(first, length + F, KEYS):
+        key = start + place
+        entry = key - length
+        exists = (key < length + F)[:, None] & (column < D)[None, :]
+        k = tl.load(key_base + key[:, None] * D + column[None, :], mask=exists, other=0.0)
+        v = tl.load(value_base + key[:, None] * D + column[None, :], mask=exists, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:
+            score = cap - 2 * cap / (tl.exp(2 * score / cap) + 1)  # cap * tanh(score / cap)
+        key_position = key
+        if TREE:
+            new = (entry >= 0) & (entry < F)
+            among = tl.load(
+                visible + (slot * N + n[:, None]) * F + entry[None, :], mask=real[:, None] & new[None, :], other=0
+            )
+            sees = (entry < 0)[None, :] | (among != 0)
+            key_position = tl.where(new, length + tl.load(depth + slot * F + entry, mask=new, other=0), key)
+        else:
+            sees = entry[None, :] <= n[:, None]
+        if WINDOWED:
+            sees = sees & (position[:, None] - key_position[None, :] < window)
+        # A row that has seen nothing yet gathers nonsense, which its first visible key multiplies by exp(-1e30) = 0.
+        score = tl.where(sees, score, -1e30)
+        higher = tl.maximum(best, tl.max(score, 1))
+        weight = tl.exp(score - higher[:, None])
+        fade = tl.exp(best - higher)
+        total = total * fade + tl.sum(weight, 1)
+        mean = mean * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        best = higher
+    tl.store(output + at, (mean / total[:, None]).to(output.dtype.element_ty), mask=inside)

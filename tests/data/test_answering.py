@@ -1,0 +1,165 @@
+"""Many shards answered as one stream: the same answers and signals that `generate` gives, shard by shard."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import draftforge.data.answering as answering
+import draftforge.data.capture as capturing
+import draftforge.specdec.plain as plain
+from draftforge.data.answering import Answers, answer_shards
+from draftforge.data.capture_settings import CaptureSettings
+from draftforge.data.conversation import Conversation, Message
+from draftforge.data.requests import Prompts, ShardPlan, plan_shards, seed_of
+from draftforge.data.signals import Signals, teacher_signals
+from draftforge.data.store import Capture, Sample
+from draftforge.specdec.decoder import generate
+from draftforge.specdec.passes import Shapes
+from draftforge.specdec.requests import Request
+from draftforge.specdec.sampling import Purpose, SamplingSettings, uniforms
+from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.targets import Target
+
+SETTINGS = CaptureSettings(
+    max_new_tokens=20, batch_size=6, top_k=8, tail_samples=4, store_dtype="float32", shard_samples=4
+)
+SCORED = [SamplingSettings(), SamplingSettings(temperature=0.7, top_p=0.9)]
+ASKED = [None, SamplingSettings(temperature=1.0), SamplingSettings(temperature=0.8, repetition_penalty=1.2)]
+MIX = [
+    Conversation(
+        id=f"c{i}",
+        domain="d",
+        messages=[Message(role="user", content="Where is my order? " * (1 + i % 3))] * (1 + (i % 5 == 0) * 2),
+        cluster=f"c{i}",
+        split=("train", "train", "selection", "holdout")[i % 4],
+        sampling=ASKED[i % 3],
+        max_new_tokens=(None, 3)[i % 7 == 6],
+    )
+    for i in range(24)
+]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_folder: Path) -> Target:
+    return Target.load(TargetSettings(model=str(tiny_target_folder)))
+
+
+@pytest.fixture
+def fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of few sizes, as on a GPU."""
+
+    shapes = lambda slots, capacity, graphed: Shapes(slots, capacity, fixed=True)  # noqa: E731
+    monkeypatch.setattr("draftforge.specdec.passes._FEWEST", 2)
+    monkeypatch.setattr(answering, "PlainDecoder", partial(plain.PlainDecoder, shapes=shapes))
+
+
+def run(target: Target, settings: CaptureSettings = SETTINGS) -> Iterator[tuple[ShardPlan, Answers]]:
+    shards = plan_shards(MIX, settings, SCORED)
+    return answer_shards(target, shards, Prompts(target, shards, settings), settings, lambda amount, tokens: None)
+
+
+def reference(target: Target, samples: list[Sample]) -> list[tuple[list[int], Signals]]:
+    """The same requests through `generate`, one signal at a time."""
+    requests = [
+        Request(s.prompt_ids, s.sampling, seed_of(SETTINGS.seed, s.id), s.max_new_tokens, target.stop_ids)
+        for s in samples
+    ]
+    heard: list[list[Signals]] = [[] for _ in samples]
+
+    def listen(indexes: list[int], logits_BV: Tensor, tokens_B: Tensor) -> None:
+        for row, index in enumerate(indexes):
+            seed = torch.tensor([seed_of(SETTINGS.seed, f"{samples[index].id}/tail")])
+            u_1M = uniforms(seed, torch.tensor([len(heard[index])]), Purpose.FINAL, SETTINGS.tail_samples)
+            heard[index].append(teacher_signals(logits_BV[row, None], tokens_B[row, None], u_1M, SETTINGS.top_k))
+
+    answers = dict(generate(target, None, requests, batch_size=3, on_logits=listen))
+    return [(answers[i].tokens, Signals(*map(torch.cat, zip(*heard[i])))) for i in range(len(samples))]
+
+
+def check(target: Target, found: list[tuple[ShardPlan, Answers]]) -> None:
+    samples = [sample for _, answers in found for sample in answers.samples]
+    expected = {s.id: pair for s, pair in zip(samples, reference(target, samples))}
+    assert len(samples) == sum(len(shard.answers) for shard in plan_shards(MIX, SETTINGS, SCORED)) == len(expected)
+    for shard, answers in found:
+        assert [sample.id for sample in answers.samples] == [answer.id for answer in shard.answers]
+        assert [sample.answer_ids for sample in answers.samples] == [expected[s.id][0] for s in answers.samples]
+        for name in Signals._fields if shard.split == "train" else ("logp_n",):
+            signals = torch.cat([getattr(expected[sample.id][1], name) for sample in answers.samples])
+            torch.testing.assert_close(answers.columns[name], signals, atol=1e-4, rtol=1e-4)
+        assert set(answers.columns) == ({*Signals._fields} if shard.split == "train" else {"logp_n"})
+
+
+def test_answers_and_signals_are_those_of_generate(target: Target) -> None:
+    check(target, list(run(target)))
+
+
+def test_they_are_with_few_sizes_of_passes(target: Target, fixed_shapes: None) -> None:
+    check(target, list(run(target)))
+
+
+def test_later_shards_are_begun_before_earlier_ones_are_complete(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    decode = plain.PlainDecoder._decode
+
+    def watched(self: plain.PlainDecoder) -> None:
+        sizes.append(self._active)
+        decode(self)
+
+    monkeypatch.setattr(plain.PlainDecoder, "_decode", watched)
+    shards = list(run(target))
+    tokens = sum(len(sample.answer_ids) - 1 for _, answers in shards for sample in answers.samples)
+    assert len(shards) > 6
+    assert sum(sizes) == tokens
+    assert len(sizes) < 1.5 * tokens / SETTINGS.batch_size  # slots are full nearly always
+
+
+def test_a_turn_that_outgrows_the_slots_gets_larger_ones(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first turns' prompts are known at the start; those of later ones are estimated, where memory allows."""
+
+    def capacities(memory: int) -> list[int]:
+        found: list[int] = []
+
+        def fitting(target: Target, token_bytes: int, slots: int, least: int, wanted: int) -> int:
+            found.append(max(least, min(wanted, memory)))
+            return found[-1]
+
+        monkeypatch.setattr(plain, "_fitting", fitting)
+        check(target, list(run(target)))
+        return found
+
+    little, much = capacities(0), capacities(10**6)
+    assert len(little) > 1 and little == sorted(little)
+    assert len(much) < len(little) and little[0] < much[0] <= target.max_positions
+
+
+@pytest.mark.parametrize("writes", [1, 5, 12])
+def test_a_stopped_stream_resumes_to_the_same_capture(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    monkeypatch.setattr(capturing, "load_mix", lambda folder: MIX)
+    capturing.capture(target, Path("mix"), SETTINGS, SCORED, tmp_path / "whole")
+    whole = Capture.open(tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        left = iter(range(writes))
+        write = capturing.write_shard
+
+        def stop(*args: object) -> Path:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return write(*args)  # type: ignore[arg-type]
+
+        patch.setattr(capturing, "write_shard", stop)
+        capturing.capture(target, Path("mix"), SETTINGS, SCORED, tmp_path / "stopped")
+    assert len(list((tmp_path / "stopped" / "shards").glob("*.json"))) == writes
+    capturing.capture(target, Path("mix"), SETTINGS, SCORED, tmp_path / "stopped")
+    resumed = Capture.open(tmp_path / "stopped")
+    for split in ("train", "selection", "holdout"):
+        assert resumed.samples(split) == whole.samples(split)
+        for sample in whole.samples(split):
+            torch.testing.assert_close(resumed.logp(sample), whole.logp(sample), atol=1e-4, rtol=1e-4)

@@ -1,0 +1,73 @@
+"""The decoding kernel against the dense path, in Triton's interpreter where there is no GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from draftforge.specdec.attention import attention
+from draftforge.specdec.cache import KVCache
+from draftforge.specdec.flash_decoding import attend_cached
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAST = [0, 3, 64, 127, 150]  # 150 + 1 keys: more than two blocks, and no multiple of one
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+def windowed(visible_BNL: Tensor, position_BN: Tensor, key_BL: Tensor, window: int | None) -> Tensor:
+    return visible_BNL if window is None else visible_BNL & (position_BN[..., None] - key_BL[:, None] < window)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (100, 2.0), (None, 3.0)])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(9, 3, 64), (4, 4, 80), (8, 1, 16)])
+def test_equals_the_dense_path(
+    heads: int, groups: int, size: int, window: int | None, softcap: float | None, new: int
+) -> None:
+    query, capacity = draw(len(PAST), heads, new, size), 201
+    keys, values = draw(len(PAST) + 2, groups, capacity, size), draw(len(PAST) + 2, groups, capacity, size) + 1
+    past_B = torch.tensor(PAST, device=DEVICE)
+    scaling = 0.3 if softcap else None
+    position_BN = past_B[:, None] + torch.arange(new, device=DEVICE)
+    key_BL = torch.arange(capacity, device=DEVICE).expand(len(PAST), -1)
+    visible_BNL = windowed(key_BL[:, None] <= position_BN[..., None], position_BN, key_BL, window)
+    expected = attention(query, keys[: len(PAST)], values[: len(PAST)], visible_BNL[:, None], scaling, softcap)
+    found = attend_cached(query, keys, values, past_B, scaling, window, softcap)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_tree_sees_its_ancestors(window: int | None) -> None:
+    """Six entries, of which the last four ask: 0 and 1 are siblings, 2 and 3 follow 0, 4 follows 1, 5 follows 3."""
+    parents, new, past = [-1, -1, 0, 0, 1, 3], 4, [2, 70]
+    visible, depth = torch.eye(6, dtype=torch.bool), torch.zeros(6, dtype=torch.long)
+    for entry, parent in enumerate(parents):
+        if parent >= 0:
+            visible[entry] |= visible[parent]
+            depth[entry] = depth[parent] + 1
+    visible_BNF = visible[-new:].expand(2, -1, -1).to(DEVICE)
+    depth_BF = depth.expand(2, -1).to(DEVICE)
+    cache = KVCache(2, 90, DEVICE)
+    cache.lengths = past
+    step = cache.branch(depth_BF, visible_BNF)
+    assert step.visible_BNL is not None and step.key_positions_BL is not None and step.positions_BN is not None
+    query, keys, values = draw(2, 6, new, 32), draw(2, 2, 90, 32), draw(2, 2, 90, 32) + 1
+    seen = windowed(step.visible_BNL, step.positions_BN, step.key_positions_BL, window)
+    length = seen.shape[-1]
+    expected = attention(query, keys[:, :, :length], values[:, :, :length], seen[:, None], None)
+    past_B = torch.tensor(past, device=DEVICE)
+    found = attend_cached(query, keys, values, past_B, None, window, None, visible_BNF, depth_BF)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision_rounds_once() -> None:
+    query, keys, values = (draw(2, 4, 1, 64), draw(2, 2, 70, 64), draw(2, 2, 70, 64))
+    past_B = torch.tensor([69, 10], device=DEVICE)
+    full = attend_cached(query, keys, values, past_B)
+    half = attend_cached(query.half(), keys.half(), values.half(), past_B)
+    assert half.dtype == torch.float16
+    torch.testing.assert_close(half.float(), full, atol=5e-3, rtol=5e-3)

@@ -1,0 +1,161 @@
+"""The stream decoder answers as `generate` does, whatever its passes look like."""
+
+import importlib
+from collections.abc import Iterator
+from itertools import cycle
+
+import pytest
+import torch
+from families import SUPPORTED, tiny
+from stand_ins import prompts, target
+from torch import Tensor
+
+import draftforge.specdec.plain as plain
+from draftforge.errors import ContextLengthError, InputError
+from draftforge.specdec.decoder import generate
+from draftforge.specdec.models import CausalModel
+from draftforge.specdec.passes import Shapes, Watch
+from draftforge.specdec.plain import Answered, Asked, PlainDecoder
+from draftforge.specdec.requests import Generation, Request
+from draftforge.specdec.sampling import SamplingSettings
+
+STOPS = [frozenset({5, 17}), frozenset({3}), frozenset[int]()]
+SETTINGS = [
+    SamplingSettings(),
+    SamplingSettings(temperature=0.9),
+    SamplingSettings(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
+    SamplingSettings(repetition_penalty=1.5),
+    SamplingSettings(temperature=0.7, top_p=0.8),
+]
+CAPACITY, BUDGET = 45, 30
+
+
+def requests(count: int, settings: list[SamplingSettings] = SETTINGS) -> list[Request]:
+    budgets = cycle([30, 1, 23, 7, 16])
+    return [
+        Request(ids, setting, seed, budget, stops)
+        for seed, (ids, setting, budget, stops) in enumerate(
+            zip(prompts(count), cycle(settings), budgets, cycle(STOPS))
+        )
+    ]
+
+
+def stream(
+    model: CausalModel, asked: list[Request], slots: int, fixed: bool = False, **options: object
+) -> list[Answered]:
+    """Answers in the order of the requests, which are asked a few at a time."""
+    options |= {"shapes": lambda slots, capacity, graphed: Shapes(slots, capacity, fixed)}
+    decoder = PlainDecoder(model, slots, CAPACITY, BUDGET, **options)  # type: ignore[arg-type]
+    left: Iterator[Asked] = iter([Asked(str(index), request) for index, request in enumerate(asked)])
+    found: dict[str, Answered] = {}
+    more = next(left, None)
+    while more is not None or not decoder.idle:
+        while more is not None and decoder.hungry:
+            decoder.ask([more])
+            more = next(left, None)
+        for answer in decoder.step():
+            assert answer.name not in found
+            found[answer.name] = answer
+    return [found[str(index)] for index in range(len(asked))]
+
+
+def expected(model: CausalModel, asked: list[Request]) -> list[Generation]:
+    answers = dict(generate(model, None, asked, batch_size=4))
+    return [answers[index] for index in range(len(asked))]
+
+
+def equal(found: list[Answered], answers: list[Generation]) -> bool:
+    return [(f.tokens, f.finish) for f in found] == [(a.tokens, a.finish) for a in answers]
+
+
+@pytest.fixture
+def lengths_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps as on a GPU: the attention kernel, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    importlib.import_module("draftforge.specdec.flash_decoding")
+    monkeypatch.setattr(plain, "reads_lengths", lambda device: True)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("slots", [1, 5, 40])
+def test_answers_are_those_of_generate(slots: int, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftforge.specdec.passes._FEWEST", 2)
+    monkeypatch.setattr("draftforge.specdec.passes._PREFILL_TOKENS", 96)
+    model, asked = target(), requests(32)
+    answers = expected(model, asked)
+    assert {answer.finish for answer in answers} == {"stop", "length"}
+    assert equal(stream(model, asked, slots, fixed), answers)
+
+
+def test_answers_with_the_kernel_are_the_same(lengths_on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftforge.specdec.passes._FEWEST", 2)
+    model, asked = target(), requests(6)
+    assert equal(stream(model, asked, 4, fixed=True), expected(model, asked))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen3", "mistral"])
+def test_every_family_runs_on_the_kernel(family: str, lengths_on_device: None) -> None:
+    model, asked = CausalModel(tiny(*SUPPORTED[family])), requests(3, SETTINGS[:2])
+    assert equal(stream(model, asked, 3, fixed=True), expected(model, asked))
+
+
+def test_the_host_may_look_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot goes on past its answer's end for as many steps as the host lags."""
+    model, asked = target(), requests(20)
+    init = PlainDecoder.__init__
+
+    def late(self: PlainDecoder, *args: object, **options: object) -> None:
+        init(self, *args, **options)  # type: ignore[arg-type]
+        self._lag = 1
+
+    monkeypatch.setattr(PlainDecoder, "__init__", late)
+    for fixed in (False, True):
+        assert equal(stream(model, asked, 4, fixed), expected(model, asked))
+
+
+def test_the_listener_sees_what_each_token_was_drawn_from() -> None:
+    model, asked = target(), requests(12, SETTINGS[:1])
+    ticks: list[int] = []
+
+    def listen(logits_RV: Tensor, tokens_R: Tensor, seeds_R: Tensor, emitted_R: Tensor) -> dict[str, Tensor]:
+        return {"best": logits_RV.argmax(-1), "pair": torch.stack([logits_RV.amax(-1), emitted_R.float()], 1)}
+
+    found = stream(model, asked, 3, fixed=True, listen=listen, advance=ticks.append)
+    for answer in found:
+        assert answer.columns["best"].tolist() == answer.tokens
+        assert answer.columns["pair"][:, 1].tolist() == list(range(len(answer.tokens)))
+    assert sum(ticks) == sum(len(answer.tokens) for answer in found)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "phi3"])
+def test_a_step_waits_for_nothing(family: str, lengths_on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = CausalModel(tiny(*SUPPORTED[family])), requests(5)
+    monkeypatch.setattr(PlainDecoder, "_read_later", lambda *ignored: None)
+    monkeypatch.setattr("draftforge.specdec.flash_decoding.attend_cached", lambda query, *ignored: query)
+    decoder = PlainDecoder(
+        model, 5, CAPACITY, BUDGET, shapes=lambda slots, capacity, graphed: Shapes(slots, capacity, True)
+    )
+    decoder.ask([Asked(str(index), request) for index, request in enumerate(asked)])
+    with Watch() as watch:
+        decoder.step()
+        decoder.step()
+    assert not watch.waiting
+
+
+def test_waiting_is_seen() -> None:
+    with Watch() as watch:
+        CausalModel(tiny(*SUPPORTED["mixtral"])).states(torch.tensor([[1, 2]]))
+    assert watch.waiting
+
+
+def test_what_cannot_be_answered_is_refused() -> None:
+    decoder = PlainDecoder(target(), 2, CAPACITY, BUDGET)
+    with pytest.raises(InputError, match="empty prompt"):
+        decoder.ask([Asked("a", Request([], SETTINGS[0], 0, 4))])
+    with pytest.raises(InputError, match="stop_strings"):
+        decoder.ask([Asked("a", Request([1], SETTINGS[0], 0, 4, stop_strings=("x",)))])
+    with pytest.raises(ContextLengthError):
+        decoder.ask([Asked("a", Request([1] * 300, SETTINGS[0], 0, 4))])
+    assert not decoder.fits(Request([1] * 40, SETTINGS[0], 0, 6))
+    assert not decoder.fits(Request([1], SETTINGS[0], 0, 31))
+    assert decoder.fits(Request([1] * 15, SETTINGS[0], 0, 30))
