@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import heads
 import pytest
@@ -78,7 +79,7 @@ def test_heads_of_every_family_are_scored_with_trees(recipe: Recipe, scored: lis
     medusa = MedusaConfig(
         hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_heads=2, num_layers=1, fc_bias=False
     )
-    width = {"target_hidden_size": target.hidden_size, "draft_vocab_size": target.vocab_size}
+    width: dict[str, Any] = {"target_hidden_size": target.hidden_size, "draft_vocab_size": target.vocab_size}
     drafts: dict[str, AnyDraft] = {
         "eagle": EagleDraft(EagleConfig(**sizes), False),
         "medusa": MedusaDraft(medusa),

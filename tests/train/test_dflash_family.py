@@ -158,7 +158,8 @@ def test_layers_start_from_the_targets_where_they_are_alike(target: Target) -> N
             wanted = torch.ones(32) if name.endswith(("q_norm.weight", "k_norm.weight")) else None
             assert torch.equal(tensor, theirs[f"model.layers.{source}.{name}"] if wanted is None else wanted)
     assert copy_layers(family_of(target, layers=1).draft, target) == [2]
-    for update in ({"layers": 5}, {"intermediate_size": 64}):
+    others: list[dict[str, Any]] = [{"layers": 5}, {"intermediate_size": 64}]
+    for update in others:
         draft = family_of(target, **update).draft
         before = [tensor.clone() for tensor in draft.state_dict().values()]
         assert copy_layers(draft, target) == []
