@@ -89,7 +89,13 @@ def mix(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 @app.command(rich_help_panel=STAGES)
-def capture(recipe: RecipeFile, overrides: Overrides = None) -> None:
+def capture(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    answers_to: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Also keep the answers alone there, for capture.answers.")
+    ] = None,
+) -> None:
     """Let the target answer the mix, and keep its answers and log-probabilities. Resumes where it was stopped.
 
     Example: draftforge capture configs/demo.yaml capture.batch_size=8
@@ -97,7 +103,7 @@ def capture(recipe: RecipeFile, overrides: Overrides = None) -> None:
     loaded = _load(recipe, overrides)
     from .pipeline import verbs
 
-    verbs.capture(loaded)
+    verbs.capture(loaded, answers_to)
 
 
 @app.command(rich_help_panel=STAGES)

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..specdec.fitting import fitting_slots
 from ..specdec.plain import Answered, Asked, PlainDecoder
 from ..specdec.requests import Request
 from ..specdec.sampling import Purpose, uniforms
 from ..specdec.targets import Target
 from .capture_settings import CaptureSettings
+from .recorded import Recorded, RecordedAnswers, forced_signals
 from .requests import Planned, Prompts, ShardPlan, seed_of
 from .signals import emitted_logp, teacher_signals
 from .store import Sample
@@ -30,6 +32,7 @@ Advance = Callable[[int, int], None]
 
 Columns = dict[str, Tensor]
 
+_USUAL = 0.95  # share of the answers that all slots must have room for; longer ones wait for larger slots
 _HELD = 4  # times the slots, or a shard: finished answers that wait for others of their shards
 
 
@@ -56,6 +59,8 @@ class _Open:
     number: int
     plan: ShardPlan
     done: dict[str, Sample] = field(default_factory=dict)
+    recorded: list[Sample] = field(default_factory=list)
+    """Those of `done` whose columns are still to be made."""
     columns: dict[str, Columns] = field(default_factory=dict)
     skipped: dict[str, Skipped] = field(default_factory=dict)
 
@@ -73,21 +78,33 @@ class _Open:
 
 
 def answer_shards(
-    target: Target, shards: Sequence[ShardPlan], prompts: Prompts, settings: CaptureSettings, advance: Advance
+    target: Target,
+    shards: Sequence[ShardPlan],
+    prompts: Prompts,
+    settings: CaptureSettings,
+    advance: Advance,
+    recorded: RecordedAnswers | None = None,
 ) -> Iterator[tuple[ShardPlan, Answers]]:
-    """Answer shards, about in their order; yields each once all of it is there.
+    """Answer shards, about in their order; yields each once all of it is there. What is `recorded` is not drawn anew.
 
     Raises InputError where the target's logits are not finite, or where `batch_size` answers do not fit a GPU.
     """
-    return _Stream(target, shards, prompts, settings, advance).run()
+    return _Stream(target, shards, prompts, settings, advance, recorded).run()
 
 
 class _Stream:
     """Opens shards as the decoder has room, asks what is ready, and collects what comes."""
 
     def __init__(
-        self, target: Target, shards: Sequence[ShardPlan], prompts: Prompts, settings: CaptureSettings, advance: Advance
+        self,
+        target: Target,
+        shards: Sequence[ShardPlan],
+        prompts: Prompts,
+        settings: CaptureSettings,
+        advance: Advance,
+        recorded: RecordedAnswers | None,
     ) -> None:
+        self._recorded = recorded
         self._target, self._prompts, self._settings, self._advance = target, prompts, settings, advance
         self._unopened = deque(enumerate(shards))
         self._open: dict[str, _Open] = {}  # by the shard's name
@@ -101,17 +118,18 @@ class _Stream:
         longest = self._target.max_positions
         answers = [answer for _, shard in self._unopened for answer in shard.answers]
         known = [self._prompts.length(a) + a.max_new_tokens for a in answers if self._prompts.length(a) < longest]
-        capacity = min(max(known, default=0), longest)
+        usual = sorted(known)[int(_USUAL * (len(known) - 1))] if known else 0
         wanted = min(max((self._prompts.most(a) + a.max_new_tokens for a in answers), default=0), longest)
-        while self._unopened or self._ready:
-            # A later turn that is longer than there was memory for waits for a decoder with larger slots.
-            capacity = max([capacity, *(_length(asked.request) for asked in self._ready)])
-            yield from self._drain(self._decoder(capacity, wanted))
+        yield from self._drain(self._decoder(self._slots, min(usual, longest), wanted))
+        while self._ready:  # longer than that many slots have room for: fewer, larger ones
+            capacity = max(_length(asked.request) for asked in self._ready)
+            slots = fitting_slots(self._target, min(self._slots, len(self._ready)), capacity)
+            yield from self._drain(self._decoder(slots, capacity, capacity))
 
-    def _decoder(self, capacity: int, wanted: int) -> PlainDecoder:
+    def _decoder(self, slots: int, capacity: int, wanted: int) -> PlainDecoder:
         return PlainDecoder(
             self._target,
-            self._slots,
+            slots,
             capacity,
             self._settings.max_new_tokens,
             self._listener,
@@ -152,6 +170,11 @@ class _Stream:
         request = self._request(shard, answer)
         if isinstance(request, Skipped):
             shard.skipped[answer.id] = request
+            self._advance(answer.max_new_tokens, 0)
+            self._go_on(shard, answer)
+        elif kept := self._recorded and self._recorded.find(answer, request.prompt_ids, request.max_new_tokens):
+            shard.done[answer.id] = _sample(answer, request, kept)
+            shard.recorded.append(shard.done[answer.id])
             self._advance(answer.max_new_tokens, 0)
             self._go_on(shard, answer)
         else:
@@ -208,14 +231,25 @@ class _Stream:
     def _completed(self) -> Iterator[tuple[ShardPlan, Answers]]:
         for shard in [shard for shard in self._open.values() if shard.complete]:
             del self._open[shard.plan.name]
+            self._add_columns(shard)
             yield shard.plan, shard.answers()
+
+    def _add_columns(self, shard: _Open) -> None:
+        """Signals of the recorded answers, from one pass over them."""
+        columns = forced_signals(self._target, shard.recorded, self._settings)
+        if "logp_n" in columns and not columns["logp_n"].isfinite().all():
+            raise InputError(f"{shard.plan.name}: the target's logits of recorded answers are not finite")
+        counts = [len(sample.answer_ids) for sample in shard.recorded]
+        parts = {name: torch.split(column, counts) for name, column in columns.items()}
+        for place, sample in enumerate(shard.recorded):
+            shard.columns[sample.id] = {name: part[place] for name, part in parts.items()}
 
 
 def _length(request: Request) -> int:
     return len(request.prompt_ids) + request.max_new_tokens
 
 
-def _sample(answer: Planned, request: Request, answered: Answered) -> Sample:
+def _sample(answer: Planned, request: Request, answered: Answered | Recorded) -> Sample:
     return Sample(
         id=answer.id,
         conversation=answer.conversation.id,

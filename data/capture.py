@@ -21,6 +21,7 @@ from .answering import Answers, answer_shards
 from .capture_settings import CaptureSettings
 from .conversation import Conversation
 from .mix import load_mix
+from .recorded import RecordedAnswers, answers_digest
 from .requests import Prompts, ShardPlan, plan_shards, settings_record
 from .store import FORMAT, HEADER, MANIFEST, SHARDS, check_shard, read_record, write_shard
 
@@ -49,6 +50,7 @@ def capture_conversations(
 ) -> None:
     """`capture` of conversations that no mix folder holds."""
     shards = plan_shards(conversations, settings, scored)
+    recorded = None if settings.answers is None else RecordedAnswers(settings.answers, target.fingerprint)
     header = _header(target, conversations, settings, scored, len(shards))
     resumed = _claimed(folder, header)
     left = _unfinished(shards, _records(folder, shards, content=False))
@@ -62,7 +64,7 @@ def capture_conversations(
         for leftover in (folder / SHARDS).glob(".*.tmp"):  # of a killed run
             leftover.unlink(missing_ok=True)
         records = _records(folder, shards, content=True)
-        _answer_rest(target, shards, prompts, settings, folder, records)
+        _answer_rest(target, shards, prompts, settings, folder, records, recorded)
         storage.write_json(folder / MANIFEST, _manifest(header, [records[shard.name] for shard in shards]))
 
 
@@ -73,6 +75,7 @@ def _answer_rest(
     settings: CaptureSettings,
     folder: Path,
     records: dict[str, Json],
+    recorded: RecordedAnswers | None,
 ) -> None:
     """Answer the shards that have no record yet, and add theirs."""
     left = _unfinished(shards, records)
@@ -82,7 +85,7 @@ def _answer_rest(
     # One shard is written beside the decoder, which goes on meanwhile; the next one waits for it.
     with bar("Capturing", total, "tokens") as tick, ThreadPoolExecutor(1) as writer:
         start, writing = time.monotonic(), list[Future[Json]]()
-        for shard, answers in answer_shards(target, left, prompts, settings, _Progress(tick)):
+        for shard, answers in answer_shards(target, left, prompts, settings, _Progress(tick), recorded):
             seconds, start = time.monotonic() - start, time.monotonic()
             _finish(writing, records)
             writing.append(writer.submit(_write, folder, shard, answers, seconds))
@@ -120,7 +123,7 @@ def _header(
         "stop_ids": sorted(target.stop_ids),
         "special_ids": sorted(set(tokenizer.all_special_ids)),
         "shard_count": shards,
-    }
+    } | ({} if settings.answers is None else {"answers": answers_digest(settings.answers)})
 
 
 def _claimed(folder: Path, header: Json) -> bool:
@@ -152,7 +155,8 @@ def _differences(found: Json, header: Json) -> list[str]:
 
     own = [line for key in ("tokenizer", "template") for line in compare(key, found.get(key), header[key])]
     own = own or compare("target", found.get("target"), header["target"])
-    other = [line for key in ("mix", "dtype", "format") for line in compare(key, found.get(key), header[key])]
+    keys = ("mix", "dtype", "format", "answers")
+    other = [line for key in keys for line in compare(key, found.get(key), header.get(key))]
     old, new = found.get("settings", {}), header["settings"]
     changed = [line for key in {**old, **new} for line in compare(f"setting {key}", old.get(key), new.get(key))]
     return own + other + changed

@@ -1,5 +1,6 @@
 """The recipe's `capture` section: how the target answers, and what is kept of it."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,9 +30,11 @@ class CaptureSettings(BaseModel):
     too_long: Literal["error", "skip"] = "error"
     """A prompt that leaves no room for an answer in the target's context: stop, or leave the turn out.
     A dialogue whose generated answers outgrow the context ends there; the manifest lists what was left out."""
+    answers: Path | None = None
+    """Answers that this target gave before (`draftforge capture --answers-to`): they are not drawn anew."""
     seed: int = 0
     """Of the answers drawn at a temperature, and of the tail samples."""
 
     def identity(self) -> dict[str, Any]:
-        """What decides the content: all but the batch size."""
-        return self.model_dump(mode="json", exclude={"batch_size"})
+        """What decides the content: all but the batch size, and where recorded answers lie."""
+        return self.model_dump(mode="json", exclude={"batch_size", "answers"})

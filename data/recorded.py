@@ -39,10 +39,10 @@ _ROW_TOKENS = 8192
 _CUDA_TOKENS, _CPU_TOKENS = 1 << 16, 1 << 12  # of one pass
 
 
-class Answer(NamedTuple):
+class Recorded(NamedTuple):
     """One answer as it was given."""
 
-    ids: list[int]
+    tokens: list[int]
     finish: Literal["stop", "length"]
 
 
@@ -50,6 +50,11 @@ class _Kept(NamedTuple):
     prompt: str
     finish: Literal["stop", "length"]
     ids: Tensor
+
+
+def answers_digest(folder: Path) -> str:
+    """64 hex digits of what a folder of recorded answers holds."""
+    return fingerprint.of_json(storage.read_object(folder / INDEX))
 
 
 def save_answers(capture: Capture, folder: Path) -> int:
@@ -74,7 +79,7 @@ def save_answers(capture: Capture, folder: Path) -> int:
 
 
 class RecordedAnswers:
-    """Answers from one or more folders, by id."""
+    """The answers of one folder, by id."""
 
     def __init__(self, folder: Path, target_fingerprint: str) -> None:
         """Read `folder`. Raises MissingFileError, CorruptDataError, or StaleInputError for another target's."""
@@ -86,7 +91,6 @@ class RecordedAnswers:
                 f"capture.answers: {folder}: of target {fingerprint.short(str(index.get('target')))}, the target is "
                 f"{fingerprint.short(target_fingerprint)}"
             )
-        self.fingerprint = fingerprint.of_json(index["files"])
         self._kept: dict[str, _Kept] = {}
         for name, digest in index["files"].items():
             path = storage.inside(folder, name)
@@ -96,15 +100,15 @@ class RecordedAnswers:
                 raise CorruptDataError(f"{path}: sha256 is not the one in {INDEX}")
             self._kept.update(_read(path))
 
-    def find(self, planned: Planned, prompt_ids: Sequence[int], room: int) -> Answer | None:
+    def find(self, planned: Planned, prompt_ids: Sequence[int], room: int) -> Recorded | None:
         """The answer to that prompt, at most `room` tokens of it; None where there is none, or too short a one."""
         kept = self._kept.get(planned.id)
         if kept is None or kept.prompt != _digest(prompt_ids):
             return None
-        ids: list[int] = kept.ids[:room].tolist()
-        if len(kept.ids) > room or (kept.finish == "length" and len(ids) == room):
-            return Answer(ids, "length")
-        return Answer(ids, "stop") if kept.finish == "stop" else None
+        tokens: list[int] = kept.ids[:room].tolist()
+        if len(kept.ids) > room or (kept.finish == "length" and len(tokens) == room):
+            return Recorded(tokens, "length")
+        return Recorded(tokens, "stop") if kept.finish == "stop" else None
 
 
 @torch.no_grad()

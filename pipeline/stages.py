@@ -18,6 +18,7 @@ from .. import fingerprint
 from ..data.capture import capture
 from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.mix import build_mix
+from ..data.recorded import answers_digest
 from ..data.self_prompts import prompts_of
 from ..data.settings import TargetSource
 from ..data.sources import input_digests
@@ -86,6 +87,8 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
         space.target_fingerprint,
         str(place(recipe.target.device, recipe.target.dtype)[1]),
     ]
+    if recipe.capture.answers is not None:
+        inputs.append(answers_digest(recipe.capture.answers))
     stage = _stage(space, "capture", inputs)
     scored = recipe.score.sampling
 

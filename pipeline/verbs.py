@@ -6,6 +6,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from .. import fingerprint
+from ..data.recorded import save_answers
+from ..data.store import Capture
 from ..errors import InputError, MissingFileError
 from ..eval.settings import HOLDOUT_SPLIT
 from ..progress import say
@@ -41,13 +43,18 @@ def mix(recipe: Recipe) -> None:
     say(f"{stage.folder}")
 
 
-def capture(recipe: Recipe) -> None:
-    """The answers, and the initial drafts that are made of the target."""
+def capture(recipe: Recipe, answers_to: Path | None = None) -> None:
+    """The answers, and the initial drafts that are made of the target. `answers_to`: where answers are kept alone."""
+    if answers_to is not None and answers_to.exists():
+        raise InputError(f"--answers-to {answers_to}: exists; give a new folder")
     space = Workspace(recipe)
     with space.alone():
         captured = capture_stage(space, mix_stage(space))
         prepare_drafts(space, captured)
     say(f"{captured.folder}")
+    if answers_to is not None:
+        tokens = save_answers(Capture.open(captured.folder, verify=False), answers_to)
+        say(f"{answers_to}: {tokens:,} answer tokens")
 
 
 def train(recipe: Recipe, draft: str | None) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM
 
 from draftforge.data.answering import answer_shards
 from draftforge.data.capture import capture_conversations
@@ -26,6 +25,7 @@ from draftforge.data.conversation import Conversation, Message, render
 from draftforge.data.requests import Prompts, plan_shards
 from draftforge.data.store import Capture
 from draftforge.progress import say
+from draftforge.specdec.attention import NAME
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
@@ -57,8 +57,8 @@ def read_conversations(path: Path, copies: int, limit: int | None) -> list[Conve
 
 def time_generate(target: Target, conversations: Sequence[Conversation], batch: int, max_new_tokens: int) -> Any:
     """transformers' `generate` on one batch greedy and one at a temperature, after a short one to warm up."""
-    options: dict[str, Any] = {"dtype": target.dtype, "attn_implementation": "sdpa"}
-    model = AutoModelForCausalLM.from_pretrained(target.settings.model, **options).to(target.device).eval()
+    model: Any = target.model
+    model.set_attn_implementation("sdpa")
     stops = torch.tensor(sorted(target.stop_ids))
     tokens, seconds = 0, 0.0
     for temperature in (0.0, 0.8):
@@ -76,6 +76,7 @@ def time_generate(target: Target, conversations: Sequence[Conversation], batch: 
         seconds += time.perf_counter() - start
         stopped = torch.isin(answers, stops).int()
         tokens += int((stopped.cumsum(1) - stopped == 0).sum())
+    model.set_attn_implementation(NAME)
     return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds, "batch": batch}
 
 

@@ -100,8 +100,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        source = args[0] if args else None
-        copies = isinstance(source, Tensor) and isinstance(result, Tensor) and source.device != result.device
-        if copies or any(word in str(func) for word in _READING):
-            self.waiting.append(str(func))
+        name, tensors = str(func), [value for value in (*args, result) if isinstance(value, Tensor)]
+        copies = "copy" in name and len({value.device for value in tensors}) > 1
+        if copies or any(word in name for word in _READING):
+            self.waiting.append(name)
         return result

@@ -20,17 +20,16 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..errors import InputError
 from .attention import reads_lengths
 from .cache import KVCache
+from .fitting import fitting_capacity, probe_pass
 from .models import CausalModel
-from .passes import Replays, Shapes, Watch
+from .passes import Replays, Shapes
 from .plain_state import TOKENS, Listen, Number, SettingRows, SlotState, draw, rows_by_setting, send
 from .requests import Request, check_requests
 from .sampling import Purpose, uniforms
 
 Columns = dict[str, Tensor]
-_WORKING = 48  # bytes that one row of the vocabulary takes a token while it is sampled and listened to
 
 
 class Asked(NamedTuple):
@@ -91,8 +90,8 @@ class PlainDecoder:
         self._lengths_on_device = reads_lengths(device)
         self._lag = 1 if device.type == "cuda" else 0
         self._target, self._listen, self._advance = target, listen, advance
-        one = _probe(target)
-        self.capacity = _fitting(target, one.token_bytes, slots, capacity, max(wanted, capacity))
+        one = probe_pass(target)
+        self.capacity = fitting_capacity(target, one.token_bytes, slots, capacity, max(wanted, capacity))
         self.budget = budget
         graphed = device.type == "cuda" and self._lengths_on_device and not one.waits
         self._shapes = shapes(slots, self.capacity + 1, graphed)
@@ -305,38 +304,3 @@ def _answers(asked: Sequence[Asked], counts: list[int], columns: Columns) -> lis
         tokens = own.pop(TOKENS).tolist()
         answers.append(Answered(one.name, tokens, "stop" if tokens[-1] in one.request.stop_ids else "length", own))
     return answers
-
-
-class _Probe(NamedTuple):
-    """What a pass over one token showed."""
-
-    token_bytes: int  # that it left in the cache
-    waits: bool  # for the device, as models do that sort tokens by expert on the host
-
-
-@torch.inference_mode()
-def _probe(target: CausalModel) -> _Probe:
-    cache, watch = KVCache(1, 1, target.device), Watch()
-    with watch:
-        target.states(torch.zeros(1, 1, dtype=torch.long, device=target.device), cache.prefill([0], [1]))
-    return _Probe(cache.nbytes, bool(watch.waiting))
-
-
-def _fitting(target: CausalModel, token_bytes: int, slots: int, least: int, wanted: int) -> int:
-    """The wanted capacity of that many slots, or what fits the GPU. Elsewhere memory is not ours to count.
-
-    Raises InputError where that is less than `least`.
-    """
-    if target.device.type != "cuda":
-        return wanted
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(target.device)
-    beside = _WORKING * target.vocab_size
-    fits = (free // (slots + 1) - beside) // token_bytes - 1
-    if fits < least:
-        most = free // (beside + token_bytes * (least + 1)) - 1
-        raise InputError(
-            f"batch_size {slots}: {free / 1e9:.1f} GB are free on {target.device}, too little for caches of {least} "
-            f"tokens: must be at most {max(0, most)}"
-        )
-    return min(wanted, fits)

@@ -259,6 +259,11 @@ EVERYTHING: dict[str, Any] = {
         "small": {"family": "small", "layers": 2, "lora": {}, "objective": {"kl": 1.0, "ce": 1.0, "tv": 1.0}},
         "listed": {"family": "small", "layers": [0, 2]},
         "eagle": {"family": "eagle3", "aux_layers": [1, 2, 3], "objective": {"kl": 1.0}},
+        "phased": {
+            "family": "eagle3",
+            "objective": [{"until": 9, "objective": {"tv": {"weight": 1.0}}}, {"objective": {"kl": 1.0}}],
+            "step_weights": [1.0, 1.0, 0.5, 0.5],
+        },
     },
     "score": {"sampling": [{}], "draft_tokens": [1], "decode_draft_tokens": [1]},
 }
@@ -275,7 +280,9 @@ def number_fields(nodes: list[recipe.Schema], at: Any, root: recipe.Schema) -> I
     for node in nodes:
         known = node.get("properties", {})
         const = {name: field["const"] for name, field in known.items() if "const" in field}
-        if not isinstance(at, list) and all(name in (at or {}) and at[name] == value for name, value in const.items()):
+        if not isinstance(at, list | float) and all(
+            name in (at or {}) and at[name] == value for name, value in const.items()
+        ):
             names += [name for name in known if name not in names]
     for name in names:
         inner = at[name] if isinstance(at, list) or name in (at or {}) else None
@@ -291,7 +298,10 @@ def test_no_number_of_a_recipe_may_be_infinite_or_nan(tmp_path: Path, value: flo
     assert places.keys() > {
         "mix.sources.0.template_args.deep.0.depth", "mix.sources.1.rows", "mix.sources.2.count", "mix.sampling.0.top_p",
         "mix.domain_weights.code", "drafts.small.lora.alpha", "drafts.small.objective.tv", "drafts.eagle.aux_layers.2",
-        "drafts.eagle.step_decay", "score.costs.wait_seconds", "score.draft_tokens.0", "capture.sampling.temperature",
+        "drafts.eagle.step_weights","drafts.phased.step_weights.3",
+        "drafts.phased.objective.0.until", "drafts.phased.objective.0.objective.tv.temperature",
+        "drafts.phased.objective.1.objective.kl",
+        "score.costs.wait_seconds", "score.draft_tokens.0", "capture.sampling.temperature",
         "gate.min_speedup", "registry.connect_seconds", "retrain.lock_timeout_seconds", "seed",
     }  # fmt: skip
     outer = {keys for keys in places.values() if any(keys == other[: len(keys)] != other for other in places.values())}

@@ -16,6 +16,7 @@ from ..errors import RecipeError
 from .distributed import Ranks
 from .engine import NonFiniteGradientError, clip
 from .families.base import Family, Inputs
+from .head import each_head
 from .optimizers import ADAMW_MOMENTS, Moments, read_moments, set_rate, state_after, write_moments
 
 
@@ -49,9 +50,9 @@ class DeepSpeedEngine:
         self._zero = deepspeed.zero
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         if zero_stage == 3:
-            # The loss reads the head's weight directly, so ZeRO-3 must be told to gather it there; not the target's.
-            head, mine = family.head(), {id(parameter) for parameter in family.parameters()}
-            for tensor in (head.weight_VH, head.bias_V):
+            # The loss reads the heads' weights directly, so ZeRO-3 must be told to gather them there; not the target's.
+            mine = {id(parameter) for parameter in family.parameters()}
+            for tensor in (tensor for head in each_head(family.head()) for tensor in (head.weight_VH, head.bias_V)):
                 if id(tensor) in mine:
                     self._zero.register_external_parameter(family, tensor)
         config = deepspeed_config(accumulation, zero_stage, clip_norm)

@@ -1,46 +1,33 @@
 """From draft states to the loss, over few positions at a time: logits of all of them never exist together.
 
-Shapes: S steps ahead, N supervised positions, C positions of a chunk, H hidden size, V draft vocabulary, J entries.
+Shapes: S rows of states a position (steps ahead, mostly), N supervised positions, R rows of a chunk, H hidden size,
+V draft vocabulary, J entries, K steps ahead.
+
+Sums over the vocabulary, coefficients and the gradient of weights are float32; logits and their gradient are of the
+dtype of the matrix products. On CUDA, where a plain linear head meets a live teacher, Triton kernels sweep the logits
+(kernels.py). liger-kernel's distillation losses are no substitute: float32 autograd through both whole heads, one row
+of the draft to one of the teacher, the same weight for all rows, and none that knows the overlap of p and q.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..specdec.models import CausalModel, head_arithmetic
-from .objectives import Entries, LogProbsAt, acceptance, weighted_loss
+from . import closed_form
+from .chains import ChainLoss, chain_loss, chains_of_steps
+from .closed_form import Plan, Sweep, Weighing, Whole, coefficients
+from .eager import EagerSweep, EagerTeacher
+from .objectives import CHAINED, LogProbsAt, acceptance, weighted_loss
+from .rows import Head, LossSettings, Rows, Sparse
 
 LOSS, ALPHA, AGREE, COUNT = range(4)
 """Columns of the sums that `head_loss` returns: loss, sum of min(p, q), equal likeliest tokens, positions."""
-
-
-class Teacher(Protocol):
-    """The target's distribution at N supervised positions."""
-
-    def entries(self, rows: slice) -> tuple[Entries, Tensor | None]:
-        """Some positions' entries, and their ids in the draft's vocabulary (None: all of it, in order)."""
-        ...
-
-
-class Head(NamedTuple):
-    """A linear head, given as tensors so that its gradient can be made by hand."""
-
-    weight_VH: Tensor
-    bias_V: Tensor | None = None
-    finish: Callable[[Tensor], Tensor] | None = None
-    """What the model does to its logits after the matrix product (scale, soft-cap)."""
-
-    def logits(self, states: Tensor) -> Tensor:
-        """The plain way: [..., H] -> [..., V]."""
-        logits = torch.nn.functional.linear(states, self.weight_VH, self.bias_V)
-        return logits if self.finish is None else self.finish(logits)
-
-    def only(self, ids: Tensor) -> "Head":
-        """The same head with these rows."""
-        return Head(self.weight_VH[ids], None if self.bias_V is None else self.bias_V[ids], self.finish)
+_CACHED = 1 << 18  # entries that a CPU sweeps at a time: they stay in its cache from the first pass to the last
 
 
 def head_of(model: CausalModel) -> Head:
@@ -56,32 +43,19 @@ def head_of(model: CausalModel) -> Head:
     return Head(linear.weight, getattr(linear, "bias", None), None if plain else finish)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What one micro-batch trains: draft states against teacher positions."""
-
-    states_SNH: Tensor
-    """Row n at step s drafts the token whose teacher is position n."""
-    valid_SN: Tensor | None
-    """False: step s has no draft for position n (too near the start); None: all are valid."""
-    teacher: Teacher
-    step_weights: tuple[float, ...] = (1.0,)
+def each_head(head: Head | Sequence[Head]) -> tuple[Head, ...]:
+    """The heads, whether all rows share one or each s has its own."""
+    return (head,) if isinstance(head, Head) else tuple(head)
 
 
-@dataclass(frozen=True)
-class LossSettings:
-    """How `head_loss` computes."""
+def head_loss(rows: Rows, head: Head | Sequence[Head], settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """Loss, summed over positions and weighted steps, and detached sums [K, 4] (see LOSS ...).
 
-    objective: Mapping[str, float]
-    lk_eta: float = 3.0
-    dtype: torch.dtype = torch.float32
-    """Of the matrix products; all else is float32."""
-    logits_bytes: int = 1 << 28
-
-
-def head_loss(rows: Rows, head: Head, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """Loss, summed over positions and weighted steps, and detached sums [S, 4] (see LOSS ...)."""
-    return _HeadLoss.apply(rows.states_SNH, head.weight_VH, head.bias_V, rows, head, settings)  # type: ignore[no-any-return, no-untyped-call]
+    `head`: one that all rows share, or one for each s. The loss can be differentiated once.
+    """
+    heads = each_head(head)
+    tensors = [tensor for head in heads for tensor in (head.weight_VH, head.bias_V)]
+    return _HeadLoss.apply(rows.states_SNH, rows, heads, settings, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -91,103 +65,207 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         states_SNH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
         rows: Rows,
-        head: Head,
+        heads: tuple[Head, ...],
         settings: LossSettings,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        steps, positions, _ = states_SNH.shape
-        weight = weight_VH.detach().to(settings.dtype)
-        want_states, want_weight, want_bias = ctx.needs_input_grad[:3]
-        grad_states = torch.zeros_like(states_SNH, dtype=torch.float32) if want_states else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if want_weight else None
-        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and want_bias else None
-        sums_S4 = torch.zeros(steps, 4, device=states_SNH.device)
-        chunk = max(1, settings.logits_bytes // (4 * weight_VH.shape[0]))
+        wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
+        gradients = [
+            torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and want else None
+            for tensor, want in zip((states_SNH, *tensors), wanted)
+        ]
         with torch.autocast(states_SNH.device.type, enabled=False):
-            for start in range(0, positions, chunk):
-                at = slice(start, start + chunk)
-                entries, ids_CJ = rows.teacher.entries(at)
-                for step in range(steps):
-                    states_CH = states_SNH[step, at].to(settings.dtype)
-                    logits_CV = torch.nn.functional.linear(states_CH, weight).float()
-                    if bias_V is not None:
-                        logits_CV += bias_V
-                    valid_C = None if rows.valid_SN is None else rows.valid_SN[step, at]
-                    sums_4, grad_CV = _loss_and_gradient(
-                        logits_CV, entries, ids_CJ, valid_C, rows.step_weights[step], head.finish, settings
-                    )
-                    sums_S4[step] += sums_4
-                    grad = grad_CV.to(settings.dtype)
-                    if grad_states is not None:
-                        grad_states[step, at] = grad @ weight
-                    if grad_weight is not None:
-                        _add_product(grad_weight, grad.T, states_CH)
-                    if grad_bias is not None:
-                        grad_bias += grad_CV.sum(0)
-        weights_S = torch.tensor(rows.step_weights, device=sums_S4.device)
-        ctx.save_for_backward(grad_states, grad_weight, grad_bias)
-        ctx.dtypes = (states_SNH.dtype, weight_VH.dtype)
-        ctx.mark_non_differentiable(sums_S4)
-        return (sums_S4[:, LOSS] * weights_S).sum(), sums_S4
+            loss, sums_K4 = _run(rows, heads, settings, gradients)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (states_SNH, *tensors)]
+        ctx.mark_non_differentiable(sums_K4)
+        return loss, sums_K4
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_states, grad_weight, grad_bias = ctx.saved_tensors
-        states_dtype, weight_dtype = ctx.dtypes
-        return (
-            None if grad_states is None else (grad_states * grad_loss).to(states_dtype),
-            None if grad_weight is None else (grad_weight * grad_loss).to(weight_dtype),
-            None if grad_bias is None else (grad_bias * grad_loss).to(weight_dtype),
-            None,
-            None,
-            None,
-        )
+        states, *tensors = [  # in place: a head's gradient is as large as the head
+            None if gradient is None else gradient.mul_(grad_loss).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+        ]
+        return (states, None, None, None, *tensors)
 
 
-def _loss_and_gradient(
-    logits_CV: Tensor,
-    entries: Entries,
-    ids_CJ: Tensor | None,
-    valid_C: Tensor | None,
-    step_weight: float,
-    finish: Callable[[Tensor], Tensor] | None,
-    settings: LossSettings,
+def _run(
+    rows: Rows, heads: Sequence[Head], settings: LossSettings, gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """Sums [4] of a chunk at one step, and the gradient of the weighted loss on its raw logits. Uses up `logits_CV`."""
-    with torch.enable_grad():
-        raw_CV = logits_CV.detach().requires_grad_()
-        final_CV = raw_CV if finish is None else finish(raw_CV)
-        logq_CJ, top_C, best_C = _log_probs(final_CV, entries, ids_CJ)
-        loss_C = weighted_loss(settings.objective, entries, logq_CJ, settings.lk_eta)
-        if valid_C is not None:
-            loss_C = torch.where(valid_C, loss_C, 0.0)
-        loss = loss_C.sum()
-        (grad_CV,) = torch.autograd.grad(loss * step_weight, raw_CV)
-    valid_C = torch.ones_like(top_C, dtype=torch.bool) if valid_C is None else valid_C
-    agree_C = (entries.best_N >= 0) & (best_C >= top_C)
-    alpha_C = acceptance(entries, logq_CJ.detach())
-    sums = [loss.detach(), (alpha_C * valid_C).sum(), (agree_C & valid_C).sum(), valid_C.sum()]
-    return torch.stack([value.float() for value in sums]), grad_CV
+    """Loss and sums; adds to the gradients of the states and of each head's weight and bias."""
+    device = rows.states_SNH.device
+    plan = Plan.of(settings.objective, settings.lk_eta)
+    weights = [head.weight_VH.detach().to(settings.dtype) for head in heads]
+    weights_K = torch.tensor(rows.step_weights, device=device)
+    step_SN, valid_SN = rows.steps(), rows.valid()
+    weight_SN = weights_K[step_SN]
+    steps_K1 = torch.arange(len(weights_K), device=device)[:, None]
+    sums_K4 = torch.zeros(len(weights_K), 4, device=device)
+    chained = _chained(rows, heads, weights, settings, plan)
+    for chunk in _chunks(rows, heads, weights, settings, plan):
+        weight_R, valid_R = chunk.of(weight_SN), chunk.of(valid_SN)
+        slope_R = None if chained is None else chunk.of(chained.slope_SN)
+        logits_RV = chunk.logits()
+        figures_R4, grad_RV = chunk.sweep(logits_RV, Weighing(weight_R, valid_R, slope_R), plan)
+        if chained is not None:
+            figures_R4[:, LOSS] += chunk.of(chained.loss_SN) / weight_R  # step weights are none of its business
+        counted_KR = (chunk.of(step_SN) == steps_K1) & valid_R
+        sums_K4 += torch.where(counted_KR[:, :, None], figures_R4, 0.0).sum(1)
+        chunk.add_gradients(grad_RV, gradients)
+        del logits_RV, grad_RV  # before the next ones come
+    return (sums_K4[:, LOSS] * weights_K).sum(), sums_K4
 
 
-def _log_probs(logits_CV: Tensor, entries: Entries, ids_CJ: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """log q of the entries [C, J]; the largest logit of each row and the logit of the target's likeliest token, [C]."""
-    best_C1 = entries.best_N[:, None].clamp_min(0)
-    if ids_CJ is None:
-        final = logits_CV.detach()
-        return logits_CV.log_softmax(-1), final.amax(-1), final.gather(-1, best_C1)[:, 0]
-    best_C = logits_CV.detach().gather(-1, ids_CJ.gather(-1, best_C1))[:, 0]
-    # A copy where autograd still needs the logits themselves (a soft-cap saved them).
-    fresh = logits_CV if logits_CV.is_leaf else logits_CV.clone()
-    logq_CJ, top_C = LogProbsAt.apply(fresh, ids_CJ)  # type: ignore[no-untyped-call]
-    return logq_CJ, top_C, best_C
+def _chained(
+    rows: Rows, heads: Sequence[Head], weights: Sequence[Tensor], settings: LossSettings, plan: Plan
+) -> ChainLoss | None:
+    """`expected_length` of all rows, times its weight, by a pass of its own; None where it is not asked for."""
+    if plan.chained is None:
+        return None
+    alpha_SN = torch.zeros(rows.states_SNH.shape[:2], device=rows.states_SNH.device)
+    for chunk in _chunks(rows, heads, weights, settings, plan):
+        alpha_SN[chunk.steps, chunk.at] = chunk.overlaps(plan).view(-1, chunk.at.stop - chunk.at.start)
+    chains_KM = rows.chains_KM
+    if chains_KM is None:
+        chains_KM = chains_of_steps(rows.steps(), rows.valid(), len(rows.step_weights))
+    found = chain_loss(alpha_SN, chains_KM)
+    weight = plan.terms[plan.chained][CHAINED]
+    return ChainLoss(found.loss_SN * weight, found.slope_SN * weight)
+
+
+def fusible(rows: Rows, heads: Sequence[Head]) -> bool:
+    """Whether the kernels can do it."""
+    plain = all(head.bias_V is None and head.finish is None for head in heads)
+    return rows.states_SNH.device.type == "cuda" and find_spec("triton") is not None and rows.teacher.live and plain
+
+
+def _chunks(
+    rows: Rows, heads: Sequence[Head], weights: Sequence[Tensor], settings: LossSettings, plan: Plan
+) -> "Iterator[_Chunk]":
+    """All rows, so many at a time that their logits fit the memory that is set."""
+    count, positions, _ = rows.states_SNH.shape
+    fused = fusible(rows, heads)
+    together = count if fused and len(heads) == 1 else 1
+    if fused:
+        size = settings.logits_bytes // (settings.dtype.itemsize * weights[0].shape[0] * (together + 1))  # + teacher's
+    else:
+        size = settings.logits_bytes // (4 * weights[0].shape[0])
+    for start in range(0, positions, max(1, size)):
+        at = slice(start, min(start + max(1, size), positions))
+        target: Whole | Sparse | EagerTeacher = rows.teacher.at(at, plan.temperatures)
+        if isinstance(target, Whole) and not fused:
+            target = EagerTeacher.of(target, plan)
+        for step in range(0, count, together):
+            steps, number = slice(step, step + together), min(step, len(heads) - 1)
+            states_RH = rows.states_SNH[steps, at].detach().flatten(0, 1).to(settings.dtype)
+            yield _Chunk(steps, at, number, states_RH, heads[number], weights[number], target)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows of some steps at some positions, all of one head."""
+
+    steps: slice
+    at: slice
+    number: int
+    """Which head."""
+    states_RH: Tensor
+    head: Head
+    weight_VH: Tensor
+    """The head's, in the dtype of matrix products."""
+    target: Whole | Sparse | EagerTeacher
+
+    def of(self, values_SN: Tensor) -> Tensor:
+        """The chunk's part, [R]."""
+        return values_SN[self.steps, self.at].flatten()
+
+    def logits(self) -> Tensor:
+        """[R, V] of the matrix product; float32 but for the kernels."""
+        logits_RV = torch.nn.functional.linear(self.states_RH, self.weight_VH)
+        if isinstance(self.target, Whole):
+            return logits_RV
+        logits_RV = logits_RV.float()
+        return logits_RV if self.head.bias_V is None else logits_RV.add_(self.head.bias_V.detach())
+
+    def sweep(self, logits_RV: Tensor, weighing: Weighing, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Loss (unweighted), acceptance, agreement and 1 of each row [R, 4]; the weighted gradient on the logits."""
+        if isinstance(self.target, Sparse):
+            return self._sparse(self.target, logits_RV, weighing, plan)
+        with torch.enable_grad():
+            raw_RV = logits_RV.detach().requires_grad_(self.head.finish is not None)
+            final_RV = raw_RV if self.head.finish is None else self.head.finish(raw_RV)
+        work_RV = raw_RV if self.head.finish is None else final_RV.detach().clone()
+        figures = []
+        for part, sweep in self._sweeps(work_RV, plan):
+            stats_TRX = sweep.stats()
+            loss_R, coefficients_TR6 = coefficients(plan, stats_TRX, sweep.best_R, weighing.part(part))
+            sweep.gradient(coefficients_TR6)
+            plain_RX = stats_TRX[0]
+            one_R = torch.ones_like(loss_R)
+            columns = [loss_R, plain_RX[:, closed_form.ALPHA], plain_RX[:, closed_form.AGREE], one_R]
+            figures.append(torch.stack(columns, dim=-1))
+        if self.head.finish is not None:
+            (work_RV,) = torch.autograd.grad(final_RV, raw_RV, work_RV)
+        return torch.cat(figures), work_RV
+
+    def overlaps(self, plan: Plan) -> Tensor:
+        """Acceptance [R] where `expected_length` reads it."""
+        assert plan.chained is not None
+        logits_RV = self.logits()
+        final_RV = logits_RV if self.head.finish is None else self.head.finish(logits_RV)
+        parts = [sweep.stats()[plan.chained, :, closed_form.ALPHA] for _, sweep in self._sweeps(final_RV, plan)]
+        return torch.cat(parts)
+
+    def _sweeps(self, logits_RV: Tensor, plan: Plan) -> Iterator[tuple[slice, Sweep]]:
+        """The rows, so many at a time as are best; each sweep writes into its part of the logits."""
+        if isinstance(self.target, Whole):
+            from .kernels import FusedSweep
+
+            yield slice(0, len(logits_RV)), FusedSweep(logits_RV, self.target, plan)
+            return
+        assert isinstance(self.target, EagerTeacher)
+        size = len(logits_RV) if logits_RV.is_cuda else max(1, _CACHED // logits_RV.shape[1])
+        for start in range(0, len(logits_RV), size):
+            part = slice(start, start + size)
+            yield part, EagerSweep(logits_RV[part], self.target.part(part), plan)
+
+    def _sparse(self, target: Sparse, logits_RV: Tensor, weighing: Weighing, plan: Plan) -> tuple[Tensor, Tensor]:
+        """The same from some entries, by autograd over these."""
+        entries, ids_RJ = target
+        with torch.enable_grad():
+            raw_RV = logits_RV.detach().requires_grad_()
+            final_RV = raw_RV if self.head.finish is None else self.head.finish(raw_RV)
+            place_R1 = ids_RJ.gather(-1, entries.best_N[:, None].clamp_min(0))
+            best_R = final_RV.detach().gather(-1, place_R1)[:, 0]
+            # A copy where autograd still needs the logits themselves (a soft-cap saved them).
+            logq_RJ, top_R = LogProbsAt.apply(final_RV if final_RV.is_leaf else final_RV.clone(), ids_RJ)  # type: ignore[no-untyped-call]
+            loss_R = weighted_loss(plan.terms[0], entries, logq_RJ, plan.lk_eta)
+            loss_R = torch.where(weighing.valid_R, loss_R, 0.0)
+            (grad_RV,) = torch.autograd.grad((loss_R * weighing.weight_R).sum(), raw_RV)
+        agree_R = (entries.best_N >= 0) & (best_R >= top_R)
+        loss_R = loss_R.detach()
+        columns = [loss_R, acceptance(entries, logq_RJ.detach()), agree_R.float(), torch.ones_like(loss_R)]
+        return torch.stack(columns, dim=-1), grad_RV
+
+    def add_gradients(self, grad_RV: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        """From the gradient on the logits to those of the states and of this chunk's head."""
+        grad = grad_RV.to(self.states_RH.dtype)
+        states, weight, bias = gradients[0], gradients[1 + 2 * self.number], gradients[2 + 2 * self.number]
+        if states is not None:
+            states[self.steps, self.at] = (grad @ self.weight_VH).view(states[self.steps, self.at].shape).float()
+        if weight is not None:
+            _add_product(weight, grad.T, self.states_RH)
+        if bias is not None:
+            bias += grad_RV.sum(0)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in place where the dtypes allow."""
+    """total += left @ right, in float32 whatever the factors are."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
+    elif left.is_cuda:
+        total += torch.mm(left, right, out_dtype=torch.float32)
     else:
         total += left @ right

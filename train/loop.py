@@ -30,6 +30,8 @@ from .head import AGREE, ALPHA, COUNT, LOSS
 from .metrics import MetricLog, MetricSink, extend_digest
 from .optimizers import make_optimizer
 from .pace import Pace, describe, smooth
+from .phases import describe as describe_objective
+from .phases import phase_at
 from .schedule import learning_rate
 from .settings import Settings
 from .stopping import StopRequest, TrainingStoppedError, on_sigterm
@@ -117,6 +119,7 @@ class Run:
         self.family, self.engine, self.plan, self.samples = family, engine, plan, samples
         self.ranks, self.sink, self.scorer, self.stop, self.state = ranks, sink, scorer, stop, state
         self.metrics, self.scores = MetricLog(folder / METRICS_FILE), MetricLog(folder / SCORES_FILE)
+        self.begun_at = state.step
         if ranks.first:
             self.metrics.truncate(state.step)
             self.scores.truncate(state.step)
@@ -158,6 +161,7 @@ class Run:
     def one_step(self, step: Step) -> dict[str, float]:
         """Forward, backward and update on one global batch. Advances the state only when all of it is done."""
         settings, state = self.settings, self.state
+        phase = self.enter_phase()
         scale = 1.0 / max(1, step.supervised)
         self.family.epoch = state.position[0]
         sums_AS4 = []
@@ -177,7 +181,17 @@ class Run:
         state.position = list(step.after)
         state.loss_digest = extend_digest(state.loss_digest, state.step, loss)
         state.supervised_tokens += step.supervised
-        return {"loss": loss, **values, "gradient_norm": norm, "learning_rate": rate}
+        return {"loss": loss, **values, **phase, "gradient_norm": norm, "learning_rate": rate}
+
+    def enter_phase(self) -> dict[str, float]:
+        """Set the objective of the coming step; its phase's number, where there are several."""
+        settings, step = self.settings, self.state.step
+        objective = settings.objective_at(step)
+        if objective != self.family.loss_settings.objective or step == self.begun_at:
+            say(f"from step {step + 1} on: objective {describe_objective(objective)}")
+        self.family.aim(objective)
+        phases = settings.phases
+        return {"phase": float(phase_at(phases, step) + 1)} if len(phases) > 1 else {}
 
     def batch(self, indexes: list[int]) -> Batch:
         """Samples of one micro-batch, as tensors on the device."""

@@ -7,6 +7,9 @@ entries are the top k (weight p) and the tail draws (weight (1 - P_k) / M), whic
 are the whole draft vocabulary (weight p). p is never renormalised: what a reduced vocabulary leaves out of the sum
 counts as rejected in `tv` and `lk`, and pulls nowhere in `kl`, `ce` and `reverse_kl`. Objectives that are no such
 expectation (FULL) need the live target.
+
+These functions say what each objective is. Stored signals are trained with them as they are; with a live target, value
+and gradient come from closed_form.py, which the tests hold against autograd of these.
 """
 
 import math
@@ -83,7 +86,9 @@ OBJECTIVES: Mapping[str, Objective] = {
     "lk": lk,
     "lk_hybrid": lk_hybrid,
 }
-FULL = frozenset({"reverse_kl", "jsd", "lk", "lk_hybrid"})
+CHAINED = "expected_length"
+"""The one that no single position has: minus the tokens that a round emits in expectation (see chains.py)."""
+FULL = frozenset({"reverse_kl", "jsd", "lk", "lk_hybrid", CHAINED})
 """Objectives that need the target's whole distribution."""
 _LOG_2 = math.log(2.0)
 
@@ -112,16 +117,21 @@ def stored_entries(signals: Signals) -> tuple[Entries, Tensor]:
     return Entries(logp_NJ.float(), weight_NJ.float(), best_N), ids_NJ
 
 
-def live_entries(logits_NJ: Tensor, lse_N: Tensor, best_N: Tensor, draft_ids: Tensor | None) -> Entries:
-    """Entries of the target's own logits of the draft's tokens (`draft_ids`, ascending; None: the whole vocabulary).
+def live_entries(logits_NJ: Tensor, lse_N: Tensor, best_N: Tensor) -> Entries:
+    """Entries of the target's own logits of the draft's tokens.
 
-    `lse` and `best` are those of all its logits: what the draft cannot say keeps its share of p.
+    `lse` is that of all its logits: what the draft cannot say keeps its share of p.
     """
     logp_NJ = logits_NJ.float() - lse_N[:, None]
-    if draft_ids is not None:
-        place_N = torch.searchsorted(draft_ids, best_N).clamp(max=len(draft_ids) - 1)
-        best_N = torch.where(draft_ids[place_N] == best_N, place_N, -1)
     return Entries(logp_NJ, logp_NJ.exp(), best_N)
+
+
+def places(ids_N: Tensor, draft_ids: Tensor | None) -> Tensor:
+    """Where target ids stand in the draft's vocabulary (`draft_ids`, ascending; None: all of it); -1: nowhere."""
+    if draft_ids is None:
+        return ids_N
+    place_N = torch.searchsorted(draft_ids, ids_N).clamp(max=len(draft_ids) - 1)
+    return torch.where(draft_ids[place_N] == ids_N, place_N, -1)
 
 
 class LogProbsAt(torch.autograd.Function):

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from .. import fingerprint
+from . import phases
 from .objectives import FULL
-
-ObjectiveName = Literal["kl", "ce", "tv", "reverse_kl", "jsd", "lk", "lk_hybrid"]
+from .phases import KL, Objective, Phase, Schedule, Section, StepWeights
 
 _ELSEWHERE = {
     "accumulation",
@@ -22,11 +22,7 @@ _ELSEWHERE = {
 }
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class _Training(_Section):
+class _Training(Section):
     """What every family shares. A step is one optimizer step over all ranks."""
 
     steps: int = Field(default=200, ge=1)
@@ -55,9 +51,10 @@ class _Training(_Section):
     """Second-moment decay of AdamW."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0: never."""
-    objective: dict[ObjectiveName, float] = {"kl": 1.0}
-    """Weights of the objectives that are summed: kl, ce (of the target's likeliest token), tv (the rejection rate).
-    Where the target is there while training (eagle3, dflash), also reverse_kl, jsd, lk (-log acceptance) and lk_hybrid."""
+    objective: Schedule = Field(default=KL)
+    """Weights of the objectives that are summed: kl, ce (of the target's likeliest token), tv (the rejection rate),
+    reverse_kl, jsd, lk (-log acceptance), lk_hybrid (kl, later tv), expected_length (tokens a round). A weight may be
+    {weight, temperature}. In turn: a list of {until, objective}, the last without until, which is a step."""
     lk_eta: float = Field(default=3.0, ge=0)
     """Of lk_hybrid: how soon it turns from kl to tv as acceptance rises."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -85,8 +82,7 @@ class _Training(_Section):
             raise ValueError(f"warmup_steps {self.warmup_steps}: must not exceed steps {self.steps}")
         if self.score_every > self.steps:
             raise ValueError(f"score_every {self.score_every}: must not exceed steps {self.steps}")
-        if not self.objective or any(weight <= 0 for weight in self.objective.values()):
-            raise ValueError(f"objective {dict(self.objective)}: needs at least one entry, and weights above 0")
+        phases.check(self.phases, self.steps)
         if self.zero_stage and self.engine == "torch":
             raise ValueError(f"zero_stage {self.zero_stage}: needs engine deepspeed, got engine torch")
         if self.zero_stage and self.optimizer == "muon":
@@ -98,8 +94,24 @@ class _Training(_Section):
 
         `init_from` is left out because a path says nothing of its content; `prepare` records that.
         """
-        unused = set() if "lk_hybrid" in self.objective else {"lk_eta"}
-        return self.model_dump(mode="json", exclude=_ELSEWHERE | unused)
+        unused = set() if any("lk_hybrid" in phase.objective for phase in self.phases) else {"lk_eta"}
+        said = self.model_dump(mode="json", exclude=_ELSEWHERE | unused | {"objective"})
+        return said | {"objective": phases.identity(self.phases)}
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The objectives in turn; mostly one."""
+        return phases.phases_of(self.objective)
+
+    def objective_at(self, step: int) -> Objective:
+        """What is minimised in the step after `step` done ones."""
+        return self.phases[phases.phase_at(self.phases, step)].mix
+
+    @property
+    def needs_whole_distribution(self) -> bool:
+        """Whether an objective reads what stored signals do not hold: only a live target teaches it."""
+        parts = [(name, value) for phase in self.phases for name, value in phase.objective.items()]
+        return any(name in FULL or phases.parts_of(value)[1] != 1.0 for name, value in parts)
 
     @property
     def fingerprint(self) -> str:
@@ -107,7 +119,7 @@ class _Training(_Section):
         return fingerprint.of_json(self.identity())
 
 
-class LoraSettings(_Section):
+class LoraSettings(Section):
     """Low-rank adapters instead of full weights; merged whenever a checkpoint is saved."""
 
     rank: int = Field(default=16, ge=1)
@@ -126,7 +138,8 @@ class LoraSettings(_Section):
 
 
 class SmallSettings(_Training):
-    """An independent causal LM, trained from the stored signals alone."""
+    """An independent causal LM, trained from the stored signals alone where the objective is of kl, ce and tv at
+    temperature 1; others load the frozen target."""
 
     family: Literal["small"] = "small"
     layers: int | list[int] | None = None
@@ -141,13 +154,6 @@ class SmallSettings(_Training):
     """Train adapters only; absent: all weights."""
 
     @model_validator(mode="after")
-    def _from_stored_signals(self) -> "SmallSettings":
-        live = sorted(FULL.intersection(self.objective))
-        if live:
-            raise ValueError(f"objective {live[0]}: needs the target's whole distribution; stored are kl, ce and tv")
-        return self
-
-    @model_validator(mode="after")
     def _one_source(self) -> "SmallSettings":
         if (self.layers is None) == (self.from_model is None):
             raise ValueError(f"layers {self.layers}, from_model {self.from_model}: give exactly one of them")
@@ -158,12 +164,35 @@ class SmallSettings(_Training):
         return self
 
 
-class Eagle3Settings(_Training):
+class _Steps(_Training):
+    """What families share that draft several tokens from one state, with the frozen target loaded."""
+
+    step_weights: StepWeights = 0.8
+    """Weights of the loss of the tokens ahead: a number w stands for 1, w, w ** 2 ...; or a list, one for each of
+    draft_tokens. expected_length has weights of its own."""
+
+    @model_validator(mode="after")
+    def _one_weight_a_token(self) -> "_Steps":
+        if isinstance(self.step_weights, list) and len(self.step_weights) != self.draft_tokens:
+            raise ValueError(f"step_weights {self.step_weights}: must be as many as draft_tokens {self.draft_tokens}")
+        return self
+
+    def weight_of_steps(self) -> tuple[float, ...]:
+        """One for each of `draft_tokens`."""
+        if isinstance(self.step_weights, list):
+            return tuple(self.step_weights)
+        return tuple(self.step_weights**k for k in range(self.draft_tokens))
+
+    def identity(self) -> dict[str, Any]:
+        """A single weight goes by the name that it had first, so that what was trained under it is found."""
+        said = super().identity()
+        return said if isinstance(self.step_weights, list) else said | {"step_decay": said.pop("step_weights")}
+
+
+class Eagle3Settings(_Steps):
     """One decoder layer on the target's features, trained with the frozen target loaded."""
 
     family: Literal["eagle3"] = "eagle3"
-    step_decay: float = Field(default=0.8, gt=0, le=1)
-    """Weight of the loss at step k is step_decay ** k."""
     draft_vocabulary: int | None = Field(default=None, ge=1)
     """Draft only so many tokens, the most frequent of the supervised ones; absent: the whole vocabulary."""
     aux_layers: tuple[int, int, int] | None = None
@@ -188,7 +217,7 @@ class Eagle3Settings(_Training):
         return self
 
 
-class DFlashSettings(_Training):
+class DFlashSettings(_Steps):
     """A few decoder layers that draft a block of `draft_tokens` in one pass, trained with the frozen target loaded."""
 
     family: Literal["dflash"] = "dflash"
@@ -196,8 +225,6 @@ class DFlashSettings(_Training):
     """Decoder layers; absent: as the start has them, 3 in a fresh one."""
     aux_layers: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Target layers that are read, as indexes into hidden_states; absent: one a layer of the draft, from 2 to N - 2."""
-    step_decay: float = Field(default=0.8, gt=0, le=1)
-    """Weight of the loss k + 1 tokens after the anchor is step_decay ** k."""
     mask_token: int | None = Field(default=None, ge=0)
     """Id of the token that stands for what is to be drafted; absent: the tokenizer's mask token, an id that its
     vocabulary leaves free, its padding or the end of a text."""

@@ -129,7 +129,7 @@ def test_a_turn_that_outgrows_the_slots_gets_larger_ones(target: Target, monkeyp
             found.append(max(least, min(wanted, memory)))
             return found[-1]
 
-        monkeypatch.setattr(plain, "_fitting", fitting)
+        monkeypatch.setattr(plain, "fitting_capacity", fitting)
         check(target, list(run(target)))
         return found
 

@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 from draftforge.data import self_prompts
 from draftforge.data.self_prompts import prompts_of, user_turn
 from draftforge.errors import InputError
-from draftforge.specdec.decoder import Generation
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
@@ -61,11 +60,10 @@ def test_unfinished_and_empty_prompts_are_drawn_anew(target: Target, monkeypatch
     outcomes = iter([[stop], word, [*word, stop], [stop], [*word, *word, stop]])
     seeds: list[int] = []
 
-    def generate(target: Target, proposer: None, requests: list[Any], rule: str, batch_size: int) -> Any:
+    def answers(target: Target, requests: list[Any], batch_size: int) -> Any:
         seeds.extend(request.seed for request in requests)
-        for i in range(len(requests)):
-            yield i, Generation(tokens=next(outcomes), rounds=[], finish="stop", seconds=0.0)
+        yield from ((i, next(outcomes)) for i in range(len(requests)))
 
-    monkeypatch.setattr(self_prompts, "generate", generate)
+    monkeypatch.setattr(self_prompts, "_answers", answers)
     assert prompts_of(target)(2, 0, 9) == ["order", "orderorder"]
     assert len(set(seeds)) == 5

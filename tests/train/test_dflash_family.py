@@ -14,7 +14,8 @@ from draftforge.specdec.proposers import make_drafter
 from draftforge.specdec.targets import Target
 from draftforge.train.families.blocks import Blocks, begin_of
 from draftforge.train.families.dflash import DFlashFamily, copy_layers, copy_tables, dflash_config, read_layers
-from draftforge.train.head import COUNT, LOSS, LossSettings
+from draftforge.train.head import COUNT, LOSS
+from draftforge.train.rows import LossSettings
 from draftforge.train.settings import DFlashSettings
 
 K = 3
@@ -46,6 +47,11 @@ def test_every_supervised_token_is_drafted_in_one_block(begin: int, row_tokens: 
         assert int(blocks.anchors.documents.document_BT[row, anchor]) == int(
             blocks.anchors.documents.document_BT[row, anchor + 1 + mask]
         )
+    chains = [[n for n in chain if n >= 0] for chain in blocks.chains_KC.T.tolist()]
+    assert sorted(n for chain in chains for n in chain) == list(range(batch.supervised))
+    for chain, column in zip(chains, blocks.chains_KC.T.tolist(), strict=True):
+        assert column[: len(chain)] == chain == list(range(chain[0], chain[0] + len(chain)))
+        assert len({int(blocks.at_N[n]) // K for n in chain}) == 1  # of one block
     first = [int(blocks.step_N[offset]) for offset in batch.offsets[:-1]]
     assert first == [begin, 0, 0]  # there is nothing before a prompt of one token, and one token before one of two
 
@@ -110,6 +116,30 @@ def test_the_loss_is_that_of_what_decoding_drafts(
     assert sums[:, COUNT].tolist() == counts and sum(counts) == batch.supervised and min(counts) > 0
     weights = (1.0, 0.8, 0.64)
     assert loss.item() == pytest.approx(sum(w * one for w, one in zip(weights, expected)), rel=1e-4)
+
+
+def test_the_expected_length_of_blocks(target: Target, tiny_capture: Capture) -> None:
+    """By hand from the acceptance of each token: 1 + a_1 + a_1 a_2 + ..., of every block."""
+    family = family_of(target)
+    samples = tiny_capture.samples("train")[:3]
+    batch = collate(samples)
+    inputs = family.inputs(batch, range(3))
+    loss, _ = DFlashFamily(
+        family.draft, DFlashSettings(draft_tokens=K), LossSettings({"expected_length": 1.0}), target
+    )(inputs)
+    rows = family.rows(inputs)
+    states = target.states(batch.ids_BT, documents=batch.documents)
+    p_NV = target.logits(states.hidden_BTH.flatten(0, 1)[batch.positions_N]).softmax(-1)
+    alpha_N = torch.minimum(p_NV, target.logits(rows.states_SNH[0]).softmax(-1)).sum(-1)
+    expected = 0.0
+    assert rows.chains_KM is not None
+    for chain in rows.chains_KM.T.tolist():
+        reached = 1.0
+        expected += 1.0
+        for n in chain:
+            reached *= float(alpha_N[n].detach()) if n >= 0 else 0.0
+            expected += reached
+    assert loss.item() == pytest.approx(-expected, rel=1e-4)
 
 
 def test_an_empty_batch_gives_zeros(target: Target) -> None:

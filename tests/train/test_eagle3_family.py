@@ -11,10 +11,12 @@ from draftforge.data.store import Capture
 from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.targets import Target
+from draftforge.train.closed_form import Whole
 from draftforge.train.families.alignment import Alignment
 from draftforge.train.families.eagle3 import Eagle3Family, copy_from_target, eagle3_config
 from draftforge.train.families.features import FeatureSource
 from draftforge.train.head import LOSS, LossSettings
+from draftforge.train.phases import Weighted
 from draftforge.train.settings import Eagle3Settings
 
 
@@ -118,7 +120,7 @@ def test_packed_samples_train_as_they_do_alone(row_tokens: int, target: Target, 
 
 
 def test_later_steps_weigh_less_in_loss_and_gradient(target: Target, tiny_capture: Capture) -> None:
-    """The loss is sum_k decay^k loss_k, and so is its gradient: 1, 0.5, 0.25 here."""
+    """The loss is sum_k w^k loss_k, and so is its gradient: 1, 0.5, 0.25 here."""
     batch = collate(tiny_capture.samples("train")[:2])
 
     def gradient(**update: Any) -> tuple[list[float], torch.Tensor, torch.Tensor]:
@@ -127,12 +129,15 @@ def test_later_steps_weigh_less_in_loss_and_gradient(target: Target, tiny_captur
         (grad,) = torch.autograd.grad(loss, [family.draft.fc.weight])
         return sums[:, LOSS].tolist(), loss.detach(), grad
 
-    by_step = [gradient(draft_tokens=k, step_decay=1.0) for k in (1, 2, 3)]
-    sums, loss, grad = gradient(draft_tokens=3, step_decay=0.5)
+    by_step = [gradient(draft_tokens=k, step_weights=1.0) for k in (1, 2, 3)]
+    sums, loss, grad = gradient(draft_tokens=3, step_weights=0.5)
     assert float(loss) == pytest.approx(sums[0] + 0.5 * sums[1] + 0.25 * sums[2], rel=1e-5)
     first, second, third = (one[2] for one in by_step)
     torch.testing.assert_close(grad, first + 0.5 * (second - first) + 0.25 * (third - second), rtol=1e-3, atol=1e-3)
-    assert Eagle3Settings().step_decay == 0.8 and family_of(target).step_weights == pytest.approx((1.0, 0.8, 0.64))
+    assert family_of(target).step_weights == pytest.approx((1.0, 0.8, 0.64))
+    _, loss, listed = gradient(draft_tokens=3, step_weights=[2.0, 0.5, 0.25])
+    assert float(loss) == pytest.approx(2 * sums[0] + 0.5 * sums[1] + 0.25 * sums[2], rel=1e-5)
+    torch.testing.assert_close(listed, grad + first, rtol=1e-3, atol=1e-3)
 
 
 def test_remembered_features_are_those_of_a_fresh_run(target: Target, tiny_capture: Capture) -> None:
@@ -168,3 +173,35 @@ def test_only_the_draft_is_trained(target: Target) -> None:
     assert all(name.startswith("draft.") for name in names) and "draft.lm_head.weight" in names
     assert "draft.lm_head.weight" not in family_of(target, train_head=False).trainable()
     assert "draft.embed_tokens.weight" in family_of(target, train_embeddings=True).trainable()
+
+
+def test_a_reduced_vocabulary_keeps_its_share_at_other_temperatures(target: Target, tiny_capture: Capture) -> None:
+    """p at temperature 2 is that of the whole vocabulary, of which the draft has half the tokens."""
+    ids = torch.arange(0, 300, 2)
+    family = family_of(target, ids)
+    family.aim({"kl": Weighted(temperature=2.0)})
+    batch = collate(tiny_capture.samples("train")[:2])
+    inputs = family.inputs(batch, [0, 1])
+    teacher = family.rows(inputs).teacher
+    assert inputs.features is not None
+    for rows in (slice(0, 3), slice(3, 5)):
+        found = teacher.at(rows, (1.0, 2.0))
+        assert isinstance(found, Whole)
+        whole = target.logits(inputs.features.hidden_NH[rows]).float()
+        for temperature, lse_C in zip((1.0, 2.0), found.lse_TC):
+            p = (found.logits_CV / temperature - lse_C[:, None]).exp()
+            torch.testing.assert_close(p, (whole / temperature).softmax(-1)[:, ids])
+    loss, _ = family(inputs)
+    assert bool(loss.isfinite())
+
+
+def test_a_chain_drafts_neighbours_of_one_answer(target: Target, tiny_capture: Capture) -> None:
+    """A sample's expected_length is the same whatever stands beside it in the batch."""
+    samples = tiny_capture.samples("train")[:3]
+    family = family_of(target)
+    family.aim({"expected_length": 1.0})
+    alone = [float(family(family.inputs(collate([sample]), [i]))[0].detach()) for i, sample in enumerate(samples)]
+    together = float(family(family.inputs(collate(samples), [0, 1, 2]))[0].detach())
+    assert together == pytest.approx(sum(alone), rel=1e-4)
+    supervised = sum(len(sample.answer_ids) for sample in samples)
+    assert -4 * supervised < together < -supervised  # one to four tokens a round

@@ -1,6 +1,6 @@
 """The chunked loss with gradients made by hand, against plain autograd over all logits at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from draftforge.data.signals import teacher_signals
-from draftforge.train.head import AGREE, ALPHA, COUNT, LOSS, Head, LossSettings, Rows, head_loss
+from draftforge.train.closed_form import Whole
+from draftforge.train.head import AGREE, ALPHA, COUNT, LOSS, head_loss
 from draftforge.train.objectives import OBJECTIVES, Entries, acceptance, live_entries, stored_entries, weighted_loss
+from draftforge.train.phases import Objective, Weighted
+from draftforge.train.rows import Head, LossSettings, Rows, Sparse
 
 S, N, H, V = 3, 11, 8, 20
 OBJECTIVE = {"kl": 1.0, "ce": 0.3, "tv": 0.5}
@@ -25,10 +28,23 @@ class Fixed(NamedTuple):
     logits_NV: Tensor
     stored: bool
 
-    def entries(self, rows: slice) -> tuple[Entries, Tensor | None]:
+    @property
+    def live(self) -> bool:
+        return not self.stored
+
+    def at(self, rows: slice, temperatures: Sequence[float]) -> Whole | Sparse:
         logits = self.logits_NV[rows]
-        if not self.stored:
-            return live_entries(logits, logits.logsumexp(-1), logits.argmax(-1), None), None
+        if self.live:
+            return Whole(logits, torch.stack([(logits / t).logsumexp(-1) for t in temperatures]), logits.argmax(-1))
+        entries, ids = self.entries(rows)
+        assert ids is not None
+        return Sparse(entries, ids)
+
+    def entries(self, rows: slice) -> tuple[Entries, Tensor | None]:
+        """For the plain way."""
+        logits = self.logits_NV[rows]
+        if self.live:
+            return live_entries(logits, logits.logsumexp(-1), logits.argmax(-1)), None
         draws = torch.linspace(0.1, 0.9, 4).expand(len(logits), -1)
         return stored_entries(teacher_signals(logits, torch.zeros(len(logits), dtype=torch.long), draws, top_k=6))
 
@@ -125,3 +141,70 @@ def test_bfloat16_products_stay_close() -> None:
     assert float(rough.detach()) == pytest.approx(float(exact.detach()), rel=0.02)
     assert float((found - wanted).norm() / wanted.norm()) < 0.02
     assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_every_step_may_have_a_head_of_its_own(stored: bool) -> None:
+    states, weight, bias, valid, teacher = problem(stored)
+    weights = [weight.detach().roll(k, 0).requires_grad_() for k in range(S)]
+    heads = [Head(weights[0]), Head(weights[1], bias), Head(weights[2])]
+    loss, sums = head_loss(Rows(states, valid, teacher, STEP_WEIGHTS), heads, LossSettings(OBJECTIVE))
+    parts = []
+    for k, (head, factor) in enumerate(zip(heads, STEP_WEIGHTS)):
+        rows = Rows(states[k : k + 1], valid[k : k + 1], teacher, (factor,))
+        parts.append(head_loss(rows, head, LossSettings(OBJECTIVE)))
+    torch.testing.assert_close(loss, sum(part[0] for part in parts))
+    torch.testing.assert_close(sums, torch.cat([part[1] for part in parts]))
+    wanted = torch.autograd.grad(sum(part[0] for part in parts), [states, *weights, bias])  # type: ignore[arg-type]
+    for found, gradient in zip(torch.autograd.grad(loss, [states, *weights, bias]), wanted):
+        torch.testing.assert_close(found, gradient)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_rows_of_one_s_may_be_of_different_steps(stored: bool) -> None:
+    """Weights and figures go by the step of the row."""
+    states, weight, bias, valid, teacher = problem(stored)
+    order = torch.randint(S, (1, N), generator=torch.Generator().manual_seed(5))
+    picked = states.detach()[order, torch.arange(N)].requires_grad_()
+    whole, settings = valid[order, torch.arange(N)], LossSettings(OBJECTIVE)
+    loss, sums = head_loss(Rows(picked, whole, teacher, STEP_WEIGHTS, order), Head(weight, bias), settings)
+    only = valid & (order == torch.arange(S)[:, None])
+    wanted, wanted_sums = head_loss(Rows(states, only, teacher, STEP_WEIGHTS), Head(weight, bias), settings)
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(sums, wanted_sums)
+    torch.testing.assert_close(torch.autograd.grad(loss, weight), torch.autograd.grad(wanted, weight))
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 4, 100])
+def test_expected_length_equals_autograd_over_products(rows_at_once: int) -> None:
+    """Chain c: rows (0, c), (1, c + 1), ... as far as they are valid; step weights hold for kl alone."""
+    states, weight, bias, valid, teacher = problem(False)
+    objective: Objective = {"kl": 0.5, "expected_length": Weighted(weight=2.0, temperature=1.5)}
+    rows = Rows(states, valid, teacher, STEP_WEIGHTS)
+    settings = LossSettings(objective, logits_bytes=4 * V * rows_at_once)
+    loss, sums = head_loss(rows, Head(weight, bias), settings)
+    logp, q = teacher.logits_NV.log_softmax(-1), (states @ weight.T + bias).log_softmax(-1)
+    kl = (logp.exp() * (logp - q)).sum(-1)
+    expected = 0.5 * (torch.tensor(STEP_WEIGHTS)[:, None] * torch.where(valid, kl, 0.0)).sum()
+    p = (teacher.logits_NV / 1.5).softmax(-1)
+    alpha = torch.minimum(p, ((states @ weight.T + bias) / 1.5).softmax(-1)).sum(-1)
+    for start in range(N):
+        product, length = torch.ones(()), torch.ones(())
+        steps = [k for k in range(S) if start + k < N and all(valid[j, start + j] for j in range(k + 1))]
+        for k in steps:
+            product = product * alpha[k, start + k]
+            length = length + product
+        expected = expected - 2.0 * length * bool(steps)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close((sums[:, LOSS] * torch.tensor(STEP_WEIGHTS)).sum(), expected.detach())
+    wanted = torch.autograd.grad(expected, [states, weight, bias])
+    for found, gradient in zip(torch.autograd.grad(loss, [states, weight, bias]), wanted):
+        torch.testing.assert_close(found, gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_a_loss_is_differentiated_once() -> None:
+    states, weight, _, valid, teacher = problem(False)
+    loss, _ = head_loss(Rows(states, valid, teacher, STEP_WEIGHTS), Head(weight), LossSettings(OBJECTIVE))
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]

@@ -355,3 +355,53 @@ def test_progress_line_of_each_step(
     train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     assert lines[-1].startswith("step 6/6  100%  loss ") and lines[-1].endswith("supervised tok/s  0:00 left")
     assert "tok/s" not in next(line for line in lines if line.startswith("step 1/6"))
+
+
+PHASES: Any = [
+    {"until": 2, "objective": {"kl": 1.0}},
+    {"until": 4, "objective": {"tv": 1.0}},
+    {"objective": {"ce": 1.0}},
+]
+
+
+def test_phases_take_turns_and_a_resumed_run_is_in_the_right_one(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SmallSettings(layers=2, objective=PHASES, save_every=1, **COMMON)
+    whole, resumed = make_recorder(), make_recorder()
+    train(settings, 0, tiny_capture, tmp_path / "whole", load_tiny_target, whole)
+    assert [row["phase"] for _, row in whole.rows] == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    said: list[str] = []
+    monkeypatch.setattr(loop, "say", said.append)
+    original = loop.Run.reduce
+
+    def dying(self: loop.Run, *args: Any) -> Any:
+        if self.state.step == 3:
+            raise KilledError
+        return original(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "reduce", dying)
+        with pytest.raises(KilledError):
+            train(settings, 0, tiny_capture, tmp_path / "cut", load_tiny_target, make_recorder())
+    train(settings, 0, tiny_capture, tmp_path / "cut", load_tiny_target, resumed)
+    assert {step: whole.losses[step] for step in (4, 5, 6)} == resumed.losses
+    assert [line for line in said if line.startswith("from step")] == [
+        "from step 1 on: objective kl",
+        "from step 3 on: objective tv",
+        "from step 4 on: objective tv",
+        "from step 5 on: objective ce",
+    ]
+    alone = make_recorder()
+    train(SmallSettings(layers=2, **COMMON), 0, tiny_capture, tmp_path / "alone", load_tiny_target, alone)
+    assert alone.losses[2] == whole.losses[2] and alone.losses[3] != whole.losses[3]
+
+
+@pytest.mark.parametrize("objective", [{"lk_hybrid": 1.0}, {"expected_length": 1.0}, {"kl": {"temperature": 2.0}}])
+def test_small_is_taught_by_the_target_itself_where_signals_say_too_little(
+    objective: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
+) -> None:
+    settings = SmallSettings(layers=2, objective=objective, **{**COMMON, "steps": 12})
+    train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    losses = list(recorder.losses.values())
+    assert sum(losses[-4:]) < sum(losses[:4])

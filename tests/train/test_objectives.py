@@ -15,6 +15,7 @@ from draftforge.train.objectives import (
     LogProbsAt,
     acceptance,
     live_entries,
+    places,
     stored_entries,
     weighted_loss,
 )
@@ -27,7 +28,7 @@ Subset = st.sets(st.integers(0, V - 1), min_size=1).map(lambda ids: torch.tensor
 def live(logits: Tensor, draft_ids: Tensor | None = None) -> Entries:
     """What a live target's head says, cut to the draft's vocabulary."""
     kept = logits if draft_ids is None else logits[:, draft_ids]
-    return live_entries(kept, logits.float().logsumexp(-1), logits.argmax(-1), draft_ids)
+    return live_entries(kept, logits.float().logsumexp(-1), places(logits.argmax(-1), draft_ids))
 
 
 def assume_one_likeliest(logits: Tensor) -> None:

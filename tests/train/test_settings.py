@@ -9,6 +9,12 @@ from pydantic import TypeAdapter, ValidationError
 from draftforge.train.schedule import learning_rate
 from draftforge.train.settings import DraftSettings, Eagle3Settings, Settings, SmallSettings
 
+
+def phased(*ends: int) -> Any:
+    """kl until each of these steps, then tv."""
+    return [*({"until": end, "objective": {"kl": 1.0}} for end in ends), {"objective": {"tv": 1.0}}]
+
+
 READ: TypeAdapter[Settings] = TypeAdapter(DraftSettings)
 
 
@@ -25,8 +31,16 @@ def test_the_family_decides_the_fields() -> None:
         ({"warmup_steps": 30, "steps": 20}, "warmup_steps 30: must not exceed steps 20"),
         ({"score_every": 30, "steps": 20}, "score_every 30: must not exceed steps 20"),
         ({"objective": {}}, "needs at least one entry"),
-        ({"objective": {"kl": 1.0, "lk_hybrid": 1.0}}, "objective lk_hybrid: needs the target's whole distribution"),
         ({"objective": {"kl": 1.0, "tv": -0.5}}, "weights above 0"),
+        ({"objective": {"kl": {"weight": 0}}}, "weights above 0"),
+        ({"objective": {"kl": {"temperature": 0}}}, "greater than 0"),
+        ({"objective": {"kll": 1.0}}, "'kl', 'ce'"),
+        ({"objective": []}, r"objective \[\]: needs at least one phase"),
+        ({"objective": [{"until": 9, "objective": {}}, {"objective": {"kl": 1}}]}, "needs at least one entry"),
+        ({"objective": [{"until": 9, "objective": {"kl": 1}}]}, r"until \[9\]: all phases but the last must say"),
+        ({"objective": [{"objective": {"kl": 1}}] * 2}, r"until \[None, None\]: all phases but the last must say"),
+        ({"objective": phased(9, 9)}, r"until \[9, 9\]: must be ascending and below steps 200"),
+        ({"objective": phased(9, 200)}, r"until \[9, 200\]: must be ascending and below steps 200"),
         ({"zero_stage": 2, "engine": "torch"}, "zero_stage 2: needs engine deepspeed, got engine torch"),
         ({"zero_stage": 1, "optimizer": "muon"}, "zero_stage 1: splits matrices, which optimizer muon needs whole"),
         ({"layers": None}, "layers None, from_model None: give exactly one of them"),
@@ -58,6 +72,50 @@ def test_a_setting_that_no_objective_reads_trains_nothing_again() -> None:
     plain, hybrid = Eagle3Settings(), Eagle3Settings(objective={"lk_hybrid": 1.0})
     assert plain.model_copy(update={"lk_eta": 9.0}).fingerprint == plain.fingerprint
     assert hybrid.model_copy(update={"lk_eta": 9.0}).fingerprint != hybrid.fingerprint
+
+
+def test_a_weight_a_token_ahead() -> None:
+    assert Eagle3Settings(draft_tokens=3).weight_of_steps() == pytest.approx((1.0, 0.8, 0.64))
+    assert Eagle3Settings(draft_tokens=2, step_weights=[0.5, 2.0]).weight_of_steps() == (0.5, 2.0)
+    with pytest.raises(ValidationError, match=r"step_weights \[1.0\]: must be as many as draft_tokens 4"):
+        Eagle3Settings(step_weights=[1.0])
+    for wrong in (0.0, [1.0, 1.0, 0.0, 1.0]):
+        with pytest.raises(ValidationError, match="greater than 0"):
+            Eagle3Settings(step_weights=wrong)
+
+
+def test_phases_follow_each_other() -> None:
+    settings = Eagle3Settings(objective=phased(3, 5), steps=8, warmup_steps=1)
+    assert [list(settings.objective_at(step)) for step in range(8)] == [["kl"]] * 5 + [["tv"]] * 3
+    assert Eagle3Settings().objective_at(7) == {"kl": 1.0}
+
+
+def test_small_asks_for_a_target_where_stored_signals_say_too_little() -> None:
+    stored: list[Any] = [{"kl": 1.0}, {"ce": 0.1, "tv": {"weight": 0.9}}, phased(4)]
+    live: list[Any] = [
+        {"kl": 1.0, "lk_hybrid": 1.0},
+        {"kl": {"temperature": 2.0}},
+        {"expected_length": 1.0},
+        [{"until": 4, "objective": {"kl": 1.0}}, {"objective": {"jsd": 1.0}}],
+    ]
+    assert not any(SmallSettings(layers=4, objective=objective).needs_whole_distribution for objective in stored)
+    assert all(SmallSettings(layers=4, objective=objective).needs_whole_distribution for objective in live)
+
+
+def test_the_same_objective_said_in_another_way_is_the_same() -> None:
+    said: Any = [{"objective": {"kl": {"weight": 1.0, "temperature": 1.0}}}]
+    long = Eagle3Settings(objective=said)
+    assert long.fingerprint == Eagle3Settings().fingerprint
+    others: list[Any] = [{"kl": {"temperature": 2.0}}, {"kl": 2.0}, phased(5), phased(6), phased(5, 6)]
+    for other in others:
+        assert Eagle3Settings(objective=other).fingerprint != long.fingerprint
+    assert Eagle3Settings(step_weights=0.9).fingerprint != Eagle3Settings().fingerprint
+    assert Eagle3Settings(step_weights=[1.0, 0.5, 0.5, 0.5]).fingerprint != Eagle3Settings().fingerprint
+
+
+def test_what_was_trained_when_step_weights_were_a_decay_keeps_its_identity() -> None:
+    said = Eagle3Settings().identity()
+    assert said["step_decay"] == 0.8 and "step_weights" not in said and said["objective"] == {"kl": 1.0}
 
 
 def test_learning_rate_warms_up_and_follows_a_cosine() -> None:

@@ -81,3 +81,29 @@ def test_recomputed_activations_give_the_same_gradients(tiny_capture: Capture, l
         gradients.append({name: p.grad for name, p in family.trainable().items()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_a_live_target_teaches_the_same_positions(tiny_capture: Capture, load_tiny_target: object) -> None:
+    """kl of the whole distribution; expected_length over neighbours of one sample, on the true prefix."""
+    target = load_tiny_target()  # type: ignore[operator]
+    draft = SmallDraft(prune(target.model, [0, 3]))
+    settings = SmallSettings(layers=2, draft_tokens=3)
+    samples = tiny_capture.samples("train")[:3]
+    batch = collate(samples)
+    found = {}
+    for name in ("kl", "expected_length"):
+        family = SmallFamily(draft, settings, LossSettings({name: 1.0}), target)
+        assert not family.needs_signals
+        found[name] = float(family(family.inputs(batch, [0, 1, 2]))[0].detach())
+    expected = {"kl": 0.0, "expected_length": 0.0}
+    for sample in samples:
+        ids = torch.tensor([sample.prompt_ids + sample.answer_ids])
+        rows = slice(len(sample.prompt_ids) - 1, -1)
+        with torch.no_grad():
+            logp = target.logits(target.states(ids).hidden_BTH)[0, rows].log_softmax(-1)
+            logq = draft.logits(draft(ids))[0, rows].log_softmax(-1)
+        expected["kl"] += float((logp.exp() * (logp - logq)).sum())
+        alpha = torch.minimum(logp.exp(), logq.exp()).sum(-1)
+        for start in range(len(alpha)):
+            expected["expected_length"] -= 1.0 + float(alpha[start : start + 3].cumprod(0).sum())
+    assert found == pytest.approx(expected, rel=1e-4)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
@@ -15,7 +15,9 @@ from ...data.batches import Batch
 from ...data.store import Capture
 from ...specdec.drafts import AnyDraft
 from ...specdec.targets import Target
-from ..head import Head, LossSettings, Rows, head_loss
+from ..head import each_head, head_loss
+from ..phases import Objective
+from ..rows import Head, LossSettings, Rows
 from ..settings import Settings
 from .features import Features
 
@@ -101,11 +103,15 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         """The draft's states, with their teacher. Supervised positions only."""
 
     @abstractmethod
-    def head(self) -> Head:
-        """The linear head that turns states into logits."""
+    def head(self) -> Head | Sequence[Head]:
+        """The linear head that turns states into logits: one for all rows, or one for each s of their states."""
+
+    def aim(self, objective: Objective) -> None:
+        """Minimise this from now on; the loop says it before every step."""
+        self.loss_settings = replace(self.loss_settings, objective=objective)
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Summed loss and detached sums [S, 4] of one micro-batch (see head.py)."""
+        """Summed loss and detached sums [K, 4] of one micro-batch (see head.py)."""
         dtype = self.loss_settings.dtype
         device = inputs.batch.ids_BT.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype != torch.float32):
@@ -118,7 +124,7 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
         """Trainable matrices inside the network; embeddings and heads; norms and biases."""
-        tables = {id(self.head().weight_VH)}
+        tables = {id(head.weight_VH) for head in each_head(self.head())}
         tables |= {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         matrices = [p for p in trainable if p.ndim >= 2]

@@ -1,6 +1,6 @@
 """Cutting supervised text into the blocks that a block-parallel draft fills in.
 
-Shapes: B rows, T tokens, M blocks a row, K drafted tokens of a block, N supervised positions.
+Shapes: B rows, T tokens, M blocks a row, K drafted tokens of a block, N supervised positions, C blocks of the batch.
 
 A block whose anchor stands at place a drafts x_{a+1} .. x_{a+K}, so supervised position j (the target's distribution
 of x_{j+1}) is drafted in one block only, j - a steps ahead. Where the first block begins goes through all K places as
@@ -22,7 +22,7 @@ class Blocks:
         """`begins`: of each sample, how many places before its first supervised position its first block begins."""
         rows: list[list[Tensor]] = [[] for _ in range(batch.ids_BT.shape[0])]
         filled = [0] * len(rows)
-        block, step, row_of = [], [], []
+        block, step, row_of, chains = [], [], [], [torch.zeros(draft_tokens, 0, dtype=torch.int64)]
         for place, low, high, begin in zip(batch.places, batch.offsets[:-1], batch.offsets[1:], begins, strict=True):
             first = place.start + place.prompt - 1
             earlier = min(begin, max(place.prompt - 2, 0))  # an anchor has something before it, as in decoding
@@ -33,6 +33,10 @@ class Blocks:
             step.append(ahead_n % draft_tokens)
             row_of.append(torch.full_like(ahead_n, place.row))
             filled[place.row] += count
+            place_n = torch.where(ahead_n < draft_tokens, ahead_n - earlier, ahead_n % draft_tokens)
+            chain_KC = torch.full((draft_tokens, count), -1)
+            chain_KC[place_n, ahead_n // draft_tokens] = torch.arange(low, high)
+            chains.append(chain_KC)
         device, width = batch.ids_BT.device, max(1, *filled)
         at_BM = torch.zeros(len(rows), width, dtype=torch.int64)
         for row, parts in enumerate(rows):
@@ -43,6 +47,9 @@ class Blocks:
         """Places [B, M] of the anchors; a row that has fewer repeats its first token, which then means nothing."""
         self.at_N = moved(block_N, device) * draft_tokens + self.step_N
         """The mask that drafts each supervised token, in the flattened [B, M, K]."""
+
+        self.chains_KC = moved(torch.cat(chains, 1), device)
+        """The supervised tokens of each block in order, as numbers of positions; -1: it has no more."""
 
     def ids(self, ids_BT: Tensor, mask_id: int, draft_tokens: int) -> Tensor:
         """Token ids [B, M, 1 + K]: anchors and masks."""

@@ -17,7 +17,8 @@ from ...specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from ...specdec.models import CausalModel
 from ...specdec.targets import Target
 from .. import vocabulary
-from ..head import Head, LossSettings, Rows, head_of
+from ..head import head_of
+from ..rows import Head, LossSettings, Rows
 from ..settings import DFlashSettings
 from .base import Family, Inputs, LoadTarget, Start
 from .blocks import Blocks, begin_of
@@ -48,7 +49,7 @@ class DFlashFamily(Family[DFlashSettings, DFlashDraft]):
         super().__init__(draft, settings, loss, target)
         assert target is not None
         self._target, self._draft_tokens = target, settings.draft_tokens
-        self.step_weights = tuple(settings.step_decay**k for k in range(settings.draft_tokens))
+        self.step_weights = settings.weight_of_steps()
         draft.requires_grad_(True)
         if draft.lm_head is not None:
             draft.lm_head.requires_grad_(settings.train_head)
@@ -120,14 +121,13 @@ class DFlashFamily(Family[DFlashSettings, DFlashDraft]):
     def rows(self, inputs: Inputs) -> Rows:
         """The state of the mask that drafts each supervised token."""
         assert isinstance(inputs, BlockInputs) and inputs.blocks is not None and inputs.features is not None
-        blocks, config, steps = inputs.blocks, self.draft.config, len(self.step_weights)
+        blocks, config = inputs.blocks, self.draft.config
         ids_BMW = blocks.ids(inputs.batch.ids_BT, config.mask_token_id, self._draft_tokens)
         embed = self.draft.embed_tokens if self.draft.embed_tokens is not None else self._target.embed
         states_BMWH = self.draft(embed(ids_BMW), inputs.features.aux_BTA, blocks.anchors)
         states_NH = states_BMWH[:, :, 1:].flatten(0, 2)[blocks.at_N]
-        step_S1 = torch.arange(steps, device=states_NH.device)[:, None]
-        teacher = LiveTeacher(self._teacher_head, inputs.features, self._draft_ids)
-        return Rows(states_NH.expand(steps, -1, -1), blocks.step_N == step_S1, teacher, self.step_weights)
+        teacher = LiveTeacher(self._teacher_head, inputs.features, self._draft_ids, self._target_head)
+        return Rows(states_NH[None], None, teacher, self.step_weights, blocks.step_N[None], blocks.chains_KC)
 
     def head(self) -> Head:
         """The draft's own head, or the target's."""
@@ -205,7 +205,7 @@ def mask_token(settings: DFlashSettings, target: Target) -> int:
             raise InputError(f"draft.mask_token = {settings.mask_token}: must be below {target.vocab_size}")
         return settings.mask_token
     tokenizer = target.tokenizer
-    unused = [token for token in range(len(tokenizer), target.vocab_size)]
+    unused = range(len(tokenizer), target.vocab_size)
     for found in (tokenizer.mask_token_id, *unused[-1:], tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(found, int) and found < target.vocab_size:
             return found

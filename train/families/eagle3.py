@@ -15,7 +15,8 @@ from ...specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from ...specdec.models import CausalModel
 from ...specdec.targets import Target
 from .. import vocabulary
-from ..head import Head, LossSettings, Rows, head_of
+from ..head import head_of
+from ..rows import Head, LossSettings, Rows
 from ..settings import Eagle3Settings
 from .alignment import Alignment
 from .base import Family, Inputs, LoadTarget, Start
@@ -35,14 +36,14 @@ class Eagle3Family(Family[Eagle3Settings, Eagle3Draft]):
         super().__init__(draft, settings, loss, target)
         assert target is not None
         self._target = target
-        self.step_weights = tuple(settings.step_decay**k for k in range(settings.draft_tokens))
+        self.step_weights = settings.weight_of_steps()
         draft.requires_grad_(True)
         draft.lm_head.requires_grad_(settings.train_head)
         self._draft_ids: Tensor | None = None
-        self._teacher_head = head_of(target)
+        self._target_head = self._teacher_head = head_of(target)
         if draft.config.draft_vocab_size < draft.config.vocab_size:
             self._draft_ids = draft.draft_ids.to(target.device)
-            self._teacher_head = self._teacher_head.only(self._draft_ids)
+            self._teacher_head = self._target_head.only(self._draft_ids)
         budget = features_budget(settings.features_bytes, target)
         self._features = FeatureSource(target, draft.config.aux_layers, budget, settings.logits_bytes, loss.dtype)
 
@@ -107,7 +108,7 @@ class Eagle3Family(Family[Eagle3Settings, Eagle3Draft]):
         states = self.draft(embeds, inputs.features.aux_BTA, place.trained, len(self.step_weights))
         at_SN, valid_SN = place.rows(len(self.step_weights))
         states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
-        teacher = LiveTeacher(self._teacher_head, inputs.features, self._draft_ids)
+        teacher = LiveTeacher(self._teacher_head, inputs.features, self._draft_ids, self._target_head)
         return Rows(self.draft.normed(states_SNH), valid_SN, teacher, self.step_weights)
 
     def head(self) -> Head:

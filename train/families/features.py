@@ -85,11 +85,11 @@ class FeatureSource:
     def _run(self, ids_BT: Tensor, positions_N: Tensor, documents: Documents | None = None) -> Features:
         with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=self._half):
             states = self._target.states(ids_BT, aux_layers=self._aux_layers, documents=documents)
-        assert states.aux_BTA is not None
         hidden_NH = states.hidden_BTH.flatten(0, 1)[positions_N].to(self._target.dtype)
         lse, best = [hidden_NH.new_zeros(0, dtype=torch.float32)], [positions_N[:0]]
         for part_CH in torch.split(hidden_NH, self._chunk):
             logits_CV = self._target.logits(part_CH).float()
             best.append(logits_CV.argmax(-1))
             lse.append(logits_CV.logsumexp(-1))
-        return Features(states.aux_BTA.to(self._target.dtype), hidden_NH, torch.cat(lse), torch.cat(best))
+        aux_BTA = states.hidden_BTH[..., :0] if states.aux_BTA is None else states.aux_BTA
+        return Features(aux_BTA.to(self._target.dtype), hidden_NH, torch.cat(lse), torch.cat(best))

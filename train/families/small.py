@@ -1,4 +1,4 @@
-"""`small`: an independent causal LM, trained from the stored signals; no target is loaded."""
+"""`small`: an independent causal LM. Where the objective allows, the stored signals teach and no target is loaded."""
 
 import copy
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...data.batches import Batch
+from ...data.batches import Batch, moved
 from ...data.conversation import Split
 from ...data.signals import Signals
 from ...data.store import Capture
@@ -18,12 +18,16 @@ from ...errors import InputError, MissingFileError
 from ...specdec.drafts.small import SmallDraft
 from ...specdec.loading import load_model, load_tokenizer
 from ...specdec.targets import Target, tokenizer_digest
-from ..head import Head, LossSettings, Rows, head_of
-from ..objectives import Entries, stored_entries
+from ..chains import chains_of_runs
+from ..head import head_of
+from ..objectives import stored_entries
+from ..rows import Head, LossSettings, Rows, Sparse
 from ..settings import LoraSettings, SmallSettings
 from .base import Family, Inputs, LoadTarget, Start
+from .features import FeatureSource
 from .fit import same_tokenizer
 from .prune import check_layers, prune, spread
+from .teacher import LiveTeacher, check_live
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,13 @@ class StoredTeacher:
     """The target as the capture recorded it."""
 
     signals: Signals
+    live = False
 
-    def entries(self, rows: slice) -> tuple[Entries, Tensor | None]:
+    def at(self, rows: slice, temperatures: Sequence[float]) -> Sparse:
         """Top k and tail draws of some positions."""
-        return stored_entries(Signals(*(tensor[rows] for tensor in self.signals)))
+        if tuple(temperatures) != (1.0,):
+            raise ValueError(f"{temperatures=}: stored signals are of temperature 1")
+        return Sparse(*stored_entries(Signals(*(tensor[rows] for tensor in self.signals))))
 
 
 class SmallFamily(Family[SmallSettings, SmallDraft]):
@@ -42,11 +49,13 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
 
     name = "small"
     draft_class = SmallDraft
-    needs_signals = True
 
     def __init__(self, draft: SmallDraft, settings: SmallSettings, loss: LossSettings, target: Target | None) -> None:
         super().__init__(draft, settings, loss, target)
-        self._lora = settings.lora
+        self._lora, self._target, self._draft_tokens = settings.lora, target, settings.draft_tokens
+        self.needs_signals = target is None
+        if target is not None:
+            self._features = FeatureSource(target, (), 0, loss.logits_bytes, loss.dtype)
         draft.model.eval()
         draft.requires_grad_(True)
         if settings.lora is not None:
@@ -70,8 +79,8 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
 
     @classmethod
     def needs_target(cls, settings: SmallSettings) -> bool:
-        """Never: the signals are stored."""
-        return False
+        """Where stored signals do not say enough for an objective."""
+        return settings.needs_whole_distribution
 
     @classmethod
     def misfit(cls, settings: SmallSettings, draft: SmallDraft, source: str) -> str | None:
@@ -98,21 +107,32 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
                 f"longest captured prompt and answer, {longest} tokens"
             )
 
+    @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
-        """Nothing to prepare: the teacher is in the batch."""
-        return Inputs(batch)
+        """Nothing to prepare where the teacher is in the batch; else what the target says of it."""
+        return Inputs(batch) if self._target is None else Inputs(batch, None, self._features(batch, samples))
 
     def rows(self, inputs: Inputs) -> Rows:
         """Hidden states of the supervised positions only: the head never sees a prompt."""
         batch = inputs.batch
         hidden_BTH = self.draft(batch.ids_BT, batch.documents)
         states_NH = hidden_BTH.flatten(0, 1)[batch.positions_N]
-        signals = batch.signals if batch.signals is not None else _no_signals(states_NH.device)
-        return Rows(states_NH[None], None, StoredTeacher(signals))
+        if self._target is None:
+            signals = batch.signals if batch.signals is not None else _no_signals(states_NH.device)
+            return Rows(states_NH[None], None, StoredTeacher(signals))
+        assert inputs.features is not None
+        teacher = LiveTeacher(head_of(self._target), inputs.features, None)
+        chains_KN = moved(chains_of_runs(batch.offsets, self._draft_tokens), states_NH.device)
+        return Rows(states_NH[None], None, teacher, chains_KM=chains_KN)
 
     def head(self) -> Head:
         """The model's own head."""
         return head_of(self.draft.lm)
+
+    def check_teacher(self, batch: Batch) -> None:
+        """Compare a live head with the stored top-k. Raises StaleInputError where they part."""
+        assert self._target is not None
+        check_live(self._target, batch)
 
     def export(self) -> SmallDraft:
         """The draft itself, or a copy with the adapters merged: training goes on unrounded."""

@@ -1,8 +1,9 @@
 """The frozen target as a teacher while a draft trains.
 
-Shapes: N supervised positions, H hidden size, V vocabulary, J entries, K stored top ids.
+Shapes: N supervised positions, C of a chunk, H hidden size, V vocabulary, K stored top ids.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 from ...data.batches import Batch
 from ...errors import StaleInputError
 from ...specdec.targets import Target
-from ..head import Head
-from ..objectives import Entries, live_entries
+from ..closed_form import Whole
+from ..objectives import places
+from ..rows import Head
 from .features import Features
 
 _TOLERANCE = {torch.float32: 0.02, torch.float16: 0.5, torch.bfloat16: 1.0}
@@ -24,14 +26,24 @@ class LiveTeacher:
     """The target's head on its own hidden states, a few positions at a time: only the rows that the draft has."""
 
     head: Head
+    """Of the draft's tokens; of all where `draft_ids` is None."""
     features: Features
     draft_ids: Tensor | None
+    whole_head: Head | None = None
+    """Of all tokens: what a reduced vocabulary needs at temperatures other than 1."""
+    live = True
 
     @torch.no_grad()
-    def entries(self, rows: slice) -> tuple[Entries, Tensor | None]:
-        """The whole draft vocabulary."""
-        logits_CJ = self.head.logits(self.features.hidden_NH[rows])
-        return live_entries(logits_CJ, self.features.lse_N[rows], self.features.best_N[rows], self.draft_ids), None
+    def at(self, rows: slice, temperatures: Sequence[float]) -> Whole:
+        """The whole draft vocabulary, in the target's dtype."""
+        hidden_CH, lse_C = self.features.hidden_NH[rows], self.features.lse_N[rows]
+        logits_CV = self.head.logits(hidden_CH)
+        all_CV = logits_CV
+        if self.draft_ids is not None and any(temperature != 1.0 for temperature in temperatures):
+            assert self.whole_head is not None
+            all_CV = self.whole_head.logits(hidden_CH)
+        lse = [lse_C if t == 1.0 else (all_CV.float() / t).logsumexp(-1) for t in temperatures]
+        return Whole(logits_CV, torch.stack(lse), places(self.features.best_N[rows], self.draft_ids))
 
 
 @torch.no_grad()

@@ -1,0 +1,102 @@
+"""Recorded answers: kept alone, given back where the same is asked, their signals made again by one pass."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import draftforge.data.answering as answering
+import draftforge.data.capture as capturing
+from draftforge import storage
+from draftforge.data.capture_settings import CaptureSettings
+from draftforge.data.conversation import SPLITS, Conversation, Message
+from draftforge.data.recorded import INDEX, RecordedAnswers, save_answers
+from draftforge.data.store import Capture
+from draftforge.errors import CorruptDataError, StaleInputError
+from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.targets import Target
+
+SETTINGS = CaptureSettings(max_new_tokens=12, batch_size=4, top_k=8, tail_samples=4, store_dtype="float32")
+SCORED = [SamplingSettings(), SamplingSettings(temperature=0.7, top_p=0.9)]
+MIX = [
+    Conversation(
+        id=name,
+        domain="d",
+        messages=[Message(role="user", content=text) for text in texts],
+        cluster=name,
+        split=SPLITS[number % 3],
+        sampling=SamplingSettings(temperature=1.0) if number % 2 else None,
+    )
+    for number, (name, texts) in enumerate(
+        {
+            "plain": ["How do I reset my password?"],
+            "seen": ["The order has shipped.", "When?"],
+            "held": ["What is a city?", "Is it large?"],
+            "warm": ["Write a function."],
+            "other": ["Hello"],
+            "last": ["Where is my order?"],
+            "talk": ["What is the capital?", "And of the other country?", "Thanks"],
+        }.items()
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_folder: Path) -> Target:
+    return Target.load(TargetSettings(model=str(tiny_target_folder)))
+
+
+@pytest.fixture
+def drawn(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Capture:
+    monkeypatch.setattr(capturing, "load_mix", lambda folder: MIX)
+    capturing.capture(target, Path("mix"), SETTINGS, SCORED, tmp_path / "drawn")
+    return Capture.open(tmp_path / "drawn")
+
+
+def test_a_capture_from_recorded_answers_is_the_same(
+    drawn: Capture, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns that wait for others included; signals to rounding, tail draws to the id. Nothing is decoded."""
+    tokens = save_answers(drawn, tmp_path / "answers")
+    assert tokens == drawn.manifest["tokens"]
+    monkeypatch.setattr(answering.PlainDecoder, "ask", None)
+    settings = SETTINGS.model_copy(update={"answers": tmp_path / "answers"})
+    capturing.capture(target, Path("mix"), settings, SCORED, tmp_path / "again")
+    again = Capture.open(tmp_path / "again")
+    for split in SPLITS:
+        assert again.samples(split) == drawn.samples(split)
+        for sample in drawn.samples(split):
+            torch.testing.assert_close(again.logp(sample), drawn.logp(sample), atol=1e-4, rtol=1e-4)
+            if split == "train":
+                ours, theirs = again.signals(sample), drawn.signals(sample)
+                assert torch.equal(ours.topk_ids_nk, theirs.topk_ids_nk)
+                assert torch.equal(ours.tail_ids_nM, theirs.tail_ids_nM)
+                torch.testing.assert_close(ours.topk_logp_nk, theirs.topk_logp_nk, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_not_recorded_is_drawn(drawn: Capture, target: Target, tmp_path: Path) -> None:
+    """A smaller limit cuts an answer; a larger one needs those drawn anew that the old limit had cut."""
+    save_answers(drawn, tmp_path / "answers")
+    for limit in (5, 20):
+        settings = SETTINGS.model_copy(update={"answers": tmp_path / "answers", "max_new_tokens": limit})
+        plain = settings.model_copy(update={"answers": None})
+        capturing.capture(target, Path("mix"), settings, SCORED, tmp_path / f"recorded-{limit}")
+        capturing.capture(target, Path("mix"), plain, SCORED, tmp_path / f"plain-{limit}")
+        ours, theirs = Capture.open(tmp_path / f"recorded-{limit}"), Capture.open(tmp_path / f"plain-{limit}")
+        for split in SPLITS:
+            assert ours.samples(split) == theirs.samples(split)
+
+
+def test_refusals(drawn: Capture, target: Target, tmp_path: Path) -> None:
+    folder = tmp_path / "answers"
+    save_answers(drawn, folder)
+    with pytest.raises(StaleInputError, match=r"capture\.answers: .*: of target"):
+        RecordedAnswers(folder, "0" * 64)
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CorruptDataError, match=r"sha256 is not the one in answers\.json"):
+        RecordedAnswers(folder, target.fingerprint)
+    storage.write_json(folder / INDEX, {"format": 7})
+    with pytest.raises(CorruptDataError, match="not an index of recorded answers"):
+        RecordedAnswers(folder, target.fingerprint)

@@ -1,0 +1,106 @@
+"""The Triton kernels against the eager closed form, in Triton's interpreter where there is no GPU."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from objective_mixes import ETA, MIXES
+
+from draftforge.train import head as heads
+from draftforge.train import kernels
+from draftforge.train.closed_form import Plan, Weighing, Whole, coefficients
+from draftforge.train.eager import EagerSweep, EagerTeacher
+from draftforge.train.head import head_loss
+from draftforge.train.rows import Head, LossSettings, Rows
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+STEPS, C, V, H = 2, 3, 300, 16
+"""300 entries: two whole blocks and a part of one."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_BLOCK", 128)
+        patch.setattr(kernels, "_WARPS", 1)
+        yield
+
+
+def draw(*shape: int, scale: float = 2.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(*shape, generator=generator) * scale).to(DEVICE, dtype)
+
+
+def teacher_of(logits_CW: Tensor, plan: Plan) -> Whole:
+    """A draft's vocabulary of V out of a larger one: P < 1, and some likeliest tokens are outside."""
+    lse = torch.stack([(logits_CW.float() / t).logsumexp(-1) for t in plan.temperatures])
+    best_C = logits_CW.argmax(-1)
+    return Whole(logits_CW[:, :V], lse, torch.where(best_C < V, best_C, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mix", MIXES)
+def test_kernels_equal_the_eager_sweep(mix: str, dtype: torch.dtype) -> None:
+    """Given the same logits, both compute in float32 and differ by the order of sums; the gradient is then rounded to
+    bfloat16 (8 bits: a unit in the last place is up to 2 ** -7 of it, and the interpreter truncates)."""
+    plan = Plan.of(MIXES[mix], ETA)
+    rows = STEPS * C
+    logits, whole = draw(rows, V, dtype=dtype), teacher_of(draw(C, V + 60, dtype=dtype), plan)
+    weighing = Weighing(torch.linspace(0.3, 1.0, rows, device=DEVICE), torch.arange(rows, device=DEVICE) != 1, None)
+    fused = kernels.FusedSweep(logits.clone(), whole, plan)
+    stats = fused.stats()
+    loss, six = coefficients(plan, stats, fused.best_R, weighing)
+    fused.gradient(six)
+    for step in range(STEPS):
+        at = slice(step * C, (step + 1) * C)
+        expected = logits[at].float()
+        eager = EagerSweep(expected, EagerTeacher.of(whole, plan), plan)
+        wanted_loss, wanted_six = coefficients(plan, eager.stats(), eager.best_R, weighing.part(at))
+        eager.gradient(wanted_six)
+        torch.testing.assert_close(loss[at], wanted_loss, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(six[:, at], wanted_six, atol=1e-5, rtol=1e-4)
+        rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(fused._logits_RV[at].float(), expected, atol=1e-7, rtol=rounding)
+
+
+class Live:
+    """A teacher over the same positions."""
+
+    live = True
+
+    def __init__(self, logits_NW: Tensor) -> None:
+        self._logits_NW = logits_NW
+
+    def at(self, rows: slice, temperatures: Sequence[float]) -> Whole:
+        return teacher_of(self._logits_NW[rows], Plan.of({"kl": 1.0}, ETA)._replace(temperatures=tuple(temperatures)))
+
+
+@pytest.mark.parametrize("own_heads", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_by_kernels_equals_one_without(
+    dtype: torch.dtype, own_heads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps of a chunk at once or not, chained or not. In bfloat16 both round logits and gradient alike."""
+    count = 7
+    states = draw(STEPS, count, H, scale=1.0).requires_grad_()
+    weights = [draw(V, H + k, scale=0.7)[:, :H].clone().requires_grad_() for k in range(STEPS if own_heads else 1)]
+    valid = torch.ones(STEPS, count, dtype=torch.bool, device=DEVICE)
+    valid[1, 2] = False
+    objective = {"lk_hybrid": 1.0, "jsd": 0.5, "ce": 0.1, "expected_length": 0.3}
+    rows = Rows(states, valid, Live(draw(count, V + 60)), (1.0, 0.5))
+    found = []
+    for fused in (True, False):
+        monkeypatch.setattr(heads, "fusible", lambda rows, heads, fused=fused: fused)
+        settings = LossSettings(objective, ETA, dtype, logits_bytes=dtype.itemsize * V * 3 * 3)
+        loss, sums = head_loss(rows, [Head(weight) for weight in weights], settings)
+        found.append((loss.detach(), sums, *torch.autograd.grad(loss, [states, *weights])))
+    assert float(found[0][1][:, 3].sum()) == 2 * count - 1
+    for ours, theirs in zip(*found):
+        if dtype == torch.float32:
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        else:  # gradients that the interpreter truncates to 8 bits, which does not average out
+            assert float((ours - theirs).norm()) <= 0.01 * float(theirs.norm())

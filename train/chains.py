@@ -1,0 +1,67 @@
+"""`expected_length`: tokens that a round emits when the draft runs on from each position, as a loss.
+
+Shapes: K tokens of a chain, M chains, S rows of states a position, N positions.
+
+A chain accepts its first k tokens with probability prod_{j<k} alpha_j, so a round emits 1 + sum_k prod_{j<=k} alpha_j
+tokens in expectation, and the loss of a chain is minus that. It is summed over chains, of which every supervised
+position starts one (but where the first of an answer has no draft); divided, as all losses are, by the number of
+supervised tokens, it is minus the mean number of tokens a round. The product itself discounts later steps, so step
+weights do not apply.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ChainLoss(NamedTuple):
+    """Spread over the rows that make up the chains."""
+
+    loss_SN: Tensor
+    """Sums to the loss of all chains: row k of a chain has its term k, the first row the bonus token's too."""
+    slope_SN: Tensor
+    """d loss / d alpha of the row."""
+
+
+def chains_of_steps(step_SN: Tensor, valid_SN: Tensor, steps: int) -> Tensor:
+    """[K, N] which row (s * N + n) drafts token k from position c; -1: none does.
+
+    Row (s, n), which is k steps ahead, belongs to the chain that starts at position n - k.
+    """
+    rows = torch.arange(step_SN.numel(), device=step_SN.device).view_as(step_SN)
+    start_SN = torch.arange(step_SN.shape[1], device=step_SN.device) - step_SN
+    kept = valid_SN & (start_SN >= 0)
+    chains_KN = torch.full((steps, step_SN.shape[1]), -1, device=step_SN.device)
+    chains_KN[step_SN[kept], start_SN[kept]] = rows[kept]
+    return chains_KN
+
+
+def chains_of_runs(offsets: list[int], tokens: int) -> Tensor:
+    """[K, N] for drafts with one row a position: `tokens` neighbours of the same sample, each on the true prefix; on
+    the CPU.
+
+    `offsets`: sample b owns positions offsets[b]:offsets[b + 1].
+    """
+    bounds = torch.tensor(offsets)
+    end_N = torch.repeat_interleave(bounds[1:], bounds.diff())
+    row_KN = torch.arange(offsets[-1]) + torch.arange(tokens)[:, None]
+    return torch.where(row_KN < end_N, row_KN, -1)
+
+
+def chain_loss(alpha_SN: Tensor, chains_KM: Tensor) -> ChainLoss:
+    """Loss and slope of every row. A chain ends where it first lacks a row."""
+    held_KM = chains_KM >= 0
+    at_KM = chains_KM.clamp_min(0)
+    alpha_KM = torch.where(held_KM, alpha_SN.flatten()[at_KM], 0.0)  # nothing comes after a 0
+    reached_KM = alpha_KM.cumprod(0)
+    before_KM = torch.cat([torch.ones_like(alpha_KM[:1]), reached_KM[:-1]])
+    after_KM = torch.ones_like(alpha_KM)  # 1 + alpha_{k+1} (1 + alpha_{k+2} (...)): no division, alpha may be 0
+    for k in range(len(alpha_KM) - 2, -1, -1):
+        after_KM[k] += alpha_KM[k + 1] * after_KM[k + 1]
+    reached_KM[0] += 1.0
+    loss, slope = torch.zeros(2, alpha_SN.numel(), device=alpha_SN.device)
+    for k in range(len(alpha_KM)):  # the rows of one k are all different: the sums have one order, on any device
+        loss.index_add_(0, at_KM[k], torch.where(held_KM[k], -reached_KM[k], 0.0))
+        slope.index_add_(0, at_KM[k], torch.where(held_KM[k], -before_KM[k] * after_KM[k], 0.0))
+    return ChainLoss(loss.view_as(alpha_SN), slope.view_as(alpha_SN))

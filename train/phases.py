@@ -1,0 +1,125 @@
+"""What is minimised, and when: the recipe's `objective`, one mix of objectives or several in turn."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+ObjectiveName = Literal["kl", "ce", "tv", "reverse_kl", "jsd", "lk", "lk_hybrid", "expected_length"]
+
+
+class Section(BaseModel):
+    """A section of the recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Weighted(Section):
+    """One objective of a mix."""
+
+    weight: float = 1.0
+    """Weight in the sum."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Both distributions are those of logits divided by it; gradients shrink with it, and the weight makes up."""
+
+
+Objective = Mapping[str, float | Weighted]
+"""Objectives that are summed, by name: a weight, or a weight and a temperature."""
+
+
+def _kind(value: Any) -> str:
+    return "several" if isinstance(value, list | dict | Weighted) else "number"
+
+
+def _phased(value: Any) -> str:
+    return "phases" if isinstance(value, list) else "mix"
+
+
+Weight = Annotated[Annotated[float, Tag("number")] | Annotated[Weighted, Tag("several")], Discriminator(_kind)]
+Mix = dict[ObjectiveName, Weight]
+Positive = Annotated[float, Field(gt=0)]
+StepWeights = Annotated[
+    Annotated[Positive, Tag("number")] | Annotated[list[Positive], Tag("several")], Discriminator(_kind)
+]
+KL: Mix = {"kl": 1.0}
+
+
+class Phase(Section):
+    """A stretch of the training with one objective."""
+
+    until: int | None = Field(default=None, ge=1)
+    """The last step of it; only the last phase has none."""
+    objective: Mix
+    """What is minimised in it."""
+
+    @property
+    def mix(self) -> Objective:
+        """The same, by plain names."""
+        return {str(name): value for name, value in self.objective.items()}
+
+
+Schedule = Annotated[Annotated[Mix, Tag("mix")] | Annotated[list[Phase], Tag("phases")], Discriminator(_phased)]
+
+
+def phases_of(schedule: "Mapping[Any, Any] | list[Phase]") -> list[Phase]:
+    """A mix alone is one phase."""
+    return schedule if isinstance(schedule, list) else [Phase.model_construct(until=None, objective=dict(schedule))]
+
+
+def phase_at(phases: list[Phase], step: int) -> int:
+    """Which phase the step after `step` done ones belongs to, from 0."""
+    return next((at for at, phase in enumerate(phases) if phase.until is None or step < phase.until), len(phases) - 1)
+
+
+def check(phases: list[Phase], steps: int) -> None:
+    """Raise ValueError, with field, value and rule, for phases that cannot be trained."""
+    if not phases:
+        raise ValueError("objective []: needs at least one phase")
+    for phase in phases:
+        if not phase.objective or any(weight <= 0 for weight, _ in map(parts_of, phase.objective.values())):
+            raise ValueError(f"objective {plain(phase.mix)}: needs at least one entry, and weights above 0")
+    ends = [phase.until for phase in phases]
+    if ends[-1] is not None or None in ends[:-1]:
+        raise ValueError(f"objective until {ends}: all phases but the last must say until which step they last")
+    numbers = [end for end in ends if end is not None]
+    if numbers != sorted(set(numbers)) or (numbers and numbers[-1] >= steps):
+        raise ValueError(f"objective until {numbers}: must be ascending and below steps {steps}")
+
+
+def parts_of(value: float | Weighted) -> tuple[float, float]:
+    """Weight and temperature."""
+    return (value.weight, value.temperature) if isinstance(value, Weighted) else (value, 1.0)
+
+
+def by_temperature(objective: Objective) -> dict[float, dict[str, float]]:
+    """Weights of the objectives at each temperature."""
+    found: dict[float, dict[str, float]] = {}
+    for name, value in objective.items():
+        weight, temperature = parts_of(value)
+        found.setdefault(temperature, {})[name] = weight
+    return found
+
+
+def plain(objective: Objective) -> dict[str, Any]:
+    """JSON-able; a temperature of 1 is not said."""
+    return {
+        name: weight if temperature == 1.0 else {"weight": weight, "temperature": temperature}
+        for name, (weight, temperature) in ((name, parts_of(value)) for name, value in objective.items())
+    }
+
+
+def identity(phases: list[Phase]) -> Any:
+    """What decides the result, JSON-able."""
+    if len(phases) == 1:
+        return plain(phases[0].mix)
+    return [{"until": phase.until, "objective": plain(phase.mix)} for phase in phases]
+
+
+def describe(objective: Objective) -> str:
+    """For people: 0.1 ce + 0.9 tv at temperature 2."""
+    parts = []
+    for name, value in objective.items():
+        weight, temperature = parts_of(value)
+        scale = "" if weight == 1.0 else f"{weight:g} "
+        parts.append(f"{scale}{name}" + ("" if temperature == 1.0 else f" at temperature {temperature:g}"))
+    return " + ".join(parts)
