@@ -65,6 +65,7 @@ def main(
     chosen = [f"mix.sources={json.dumps(sources)}", f"workdir={out / 'work'}"]
     if answers is not None:
         chosen.append(f"capture.answers={answers.resolve()}")
+    (out / "overrides.json").write_text(json.dumps([*chosen, *(overrides or [])]))  # the same again, by hand
     space = Workspace(load_recipe(recipe, [*chosen, *(overrides or [])]))
     captured = capture_stage(space, mix_stage(space))
     if record:

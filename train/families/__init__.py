@@ -37,7 +37,7 @@ def build(
     if not isinstance(draft, family.draft_class):
         raise InputError(f"{init}: holds a draft of another family than draft.family {settings.family}")
     loss = LossSettings(
-        {str(name): weight for name, weight in settings.objective.items()},
+        settings.objective_at(0),
         settings.lk_eta,
         matrix_dtype(settings.precision, device),
         settings.logits_bytes,
