@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import fingerprint
 from ..errors import InputError
-from ..specdec.documents import PADDING, Documents
+from ..specdec.documents import PADDING, Documents, Runs
 from .packing import pack
 from .signals import Signals
 
@@ -197,6 +197,7 @@ class Batch:
                 moved(self.documents.document_BT, device),
                 moved(self.documents.positions_BT, device),
                 self.documents.packed,
+                self.documents.runs and Runs(moved(self.documents.runs.starts_D, device), self.documents.runs.longest),
             ),
             positions_N=moved(self.positions_N, device),
             signals=self.signals and Signals(*(moved(tensor, device) for tensor in self.signals)),
@@ -225,7 +226,7 @@ def collate(samples: Sequence[Tokens], signals: Sequence[Signals] | None = None,
         offsets.append(offsets[-1] + len(sample.answer_ids))
     return Batch(
         ids_BT=ids_BT,
-        documents=Documents(document_BT, place_BT, packed=len(rows) < len(samples)),
+        documents=Documents(document_BT, place_BT, len(rows) < len(samples), _runs(places, *ids_BT.shape)),
         places=places,
         positions_N=torch.cat(positions),
         offsets=offsets,
@@ -242,6 +243,14 @@ def _places(rows: list[list[int]], samples: Sequence[Tokens]) -> list[Place]:
             found[index] = Place(row, start, prompt + len(samples[index].answer_ids), prompt)
             start += found[index].length
     return [found[index] for index in range(len(samples))]
+
+
+def _runs(places: Sequence[Place], rows: int, tokens: int) -> Runs:
+    """Documents, and the padding after them, row by row."""
+    starts = {place.row * tokens + place.start for place in places}
+    ends = {place.row * tokens + place.start + place.length for place in places}
+    edges = torch.tensor(sorted(starts | ends | {rows * tokens}), dtype=torch.int32)
+    return Runs(edges, int(edges.diff().max()))
 
 
 def _empty_batch() -> Batch:

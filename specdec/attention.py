@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 
 from ..errors import FormatError
 from .cache import Step
-from .documents import Documents, Sight, flex
+from .documents import Documents, Sight, attend_runs, flex, takes_runs
 
 NAME = "draftforge"
 
@@ -47,7 +47,10 @@ def attend(
     if unused.get("s_aux") is not None:
         raise FormatError(f"{type(module).__name__}: attention sinks are not supported")
     if documents is not None and documents.packed:
-        output = attention_within(query, key, value, documents.everyone(), scaling, softcap, sliding_window)
+        if documents.runs is not None and takes_runs(query, softcap):
+            output = attend_runs(query, key, value, documents.runs, scaling, sliding_window)
+        else:
+            output = attention_within(query, key, value, documents.everyone(), scaling, softcap, sliding_window)
         return output.transpose(1, 2).contiguous(), None
     visible: Tensor | None = None
     if kv_step is not None:

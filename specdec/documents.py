@@ -2,12 +2,14 @@
 
 Shapes: B rows, T tokens a row, M queries a row.
 
-A token sees the tokens of its own document up to itself. Off CUDA that is a dense mask; on CUDA FlexAttention skips the
-blocks of other documents, and the mask is never made.
+A token sees the tokens of its own document up to itself. Off CUDA that is a dense mask. On CUDA the mask is never made:
+whole rows run torch's attention over runs of many lengths, chosen queries FlexAttention, which skips the blocks of
+other documents.
 """
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +20,26 @@ PADDING = -1
 _BLOCK = 128
 
 
+class Runs(NamedTuple):
+    """Documents, and the padding between them, one after the other through all rows."""
+
+    starts_D: Tensor
+    """int32 [D + 1]: index of each one's first token in the flattened rows, and their end."""
+    longest: int
+
+
 class Documents:
     """Where each token of a packed batch belongs."""
 
-    def __init__(self, document_BT: Tensor, positions_BT: Tensor, packed: bool = True) -> None:
+    def __init__(
+        self, document_BT: Tensor, positions_BT: Tensor, packed: bool = True, runs: "Runs | None" = None
+    ) -> None:
         """`document` numbers ascend along a row, padding comes last; `positions` count from 0 in each document.
 
-        `packed` false: one document a row, so that plain causal attention is all that its tokens need.
+        `packed` false: one document a row, so that plain causal attention is all that its tokens need. `runs`: where
+        documents, and what fills rows up, begin.
         """
-        self.document_BT, self.positions_BT, self.packed = document_BT, positions_BT, packed
+        self.document_BT, self.positions_BT, self.packed, self.runs = document_BT, positions_BT, packed, runs
         self._everyone: Sight | None = None
 
     @classmethod
@@ -107,6 +120,31 @@ def _spans(values_BT: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.amin(-1), blocks.amax(-1)
 
 
+_HALVES = (torch.bfloat16, torch.float16)
+_WIDEST = 256  # head that the kernel for runs takes
+
+
+def takes_runs(query: Tensor, softcap: float | None) -> bool:
+    """Whether `attend_runs` can do it."""
+    return query.is_cuda and softcap is None and query.dtype in _HALVES and query.shape[-1] <= _WIDEST
+
+
+def attend_runs(
+    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
+) -> Tensor:
+    """Causal attention inside each run: query [B, H, T, D] over [B, G, T, D] -> [B, H, T, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before, it was always on
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    query_NHD, key_NGD, value_NGD = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    starts_D, longest = runs
+    found = varlen_attn(query_NHD, key_NGD, value_NGD, starts_D, starts_D, longest, longest, **options)
+    output: Tensor = found if isinstance(found, Tensor) else found[0]
+    return output.view(query.shape[0], query.shape[2], *output.shape[1:]).transpose(1, 2)
+
+
 _compiled: dict[str, Any] = {}
 
 
@@ -123,7 +161,7 @@ def flex(
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     if "flex" not in _compiled:
-        _compiled["flex"] = torch.compile(flex_attention) if query.is_cuda else flex_attention
+        _compiled["flex"] = torch.compile(flex_attention, dynamic=True) if query.is_cuda else flex_attention
     capped: Callable[..., Tensor] | None = None
     if softcap is not None:
 

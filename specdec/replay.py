@@ -126,9 +126,11 @@ def replay_sample(
         return [Counted(rule, K, counts) for rule in rules for K, counts in zip(draft_tokens, driven)]
     survivals = [_SURVIVAL[rule] if _draws(proposer, rule, sampling) else None for rule in rules]
     ids = prompt_ids + answer_ids
-    trace = proposer.trace(ids, len(prompt_ids) + 1, max(draft_tokens), sampling, traced.states)
+    asked = [max(draft_tokens)] if proposer.nested else draft_tokens
+    traces = {K: proposer.trace(ids, len(prompt_ids) + 1, K, sampling, traced.states) for K in asked}
+    deepest = traces[max(asked)]
     return [
-        Counted(rule, K, _count(trace, shape.cut(K), traced.p_N, survival, K, max_new_tokens))
+        Counted(rule, K, _count(traces.get(K, deepest), shape.cut(K), traced.p_N, survival, K, max_new_tokens))
         for rule, survival in zip(rules, survivals)
         for K in draft_tokens
     ]

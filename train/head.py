@@ -11,6 +11,7 @@ of the draft to one of the teacher, the same weight for all rows, and none that 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -98,7 +99,7 @@ def _run(
     device = rows.states_SNH.device
     plan = Plan.of(settings.objective, settings.lk_eta)
     weights = [head.weight_VH.detach().to(settings.dtype) for head in heads]
-    weights_K = torch.tensor(rows.step_weights, device=device)
+    weights_K = _on_device(rows.step_weights, device)
     step_SN, valid_SN = rows.steps(), rows.valid()
     weight_SN = weights_K[step_SN]
     steps_K1 = torch.arange(len(weights_K), device=device)[:, None]
@@ -116,6 +117,12 @@ def _run(
         chunk.add_gradients(grad_RV, gradients)
         del logits_RV, grad_RV  # before the next ones come
     return (sums_K4[:, LOSS] * weights_K).sum(), sums_K4
+
+
+@lru_cache
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Made once: a copy from the host would wait for the device."""
+    return torch.tensor(values, device=device)
 
 
 def _chained(

@@ -7,6 +7,8 @@ need it), `_gradient` once. Logits are bfloat16 or float32; every sum and all ar
 gradient is rounded, to the dtype of the draft's logits.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -154,6 +156,46 @@ def _gradient(  # type: ignore[no-untyped-def]
         tl.store(draft + at, gradient.to(draft_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["vocabulary"])  # type: ignore[untyped-decorator,unused-ignore]
+def _summary(  # type: ignore[no-untyped-def]
+    logits_ptr, lse_ptr, best_ptr, vocabulary, block: tl.constexpr
+):
+    """log sum exp and the place of the largest of one row."""
+    row = tl.program_id(0)
+    logits = logits_ptr + row.to(tl.int64) * vocabulary
+    lanes = tl.arange(0, block)
+    top = tl.full([], -float("inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    best = tl.full([], 0, tl.int32)
+    for start in range(0, vocabulary, block):
+        at = start + lanes
+        z = tl.load(logits + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        largest = tl.max(z, 0)
+        if largest > top:
+            best = start + tl.argmax(z, 0)
+        higher = tl.maximum(top, largest)
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher), 0)
+        top = higher
+    tl.store(lse_ptr + row, top + tl.log(total))
+    tl.store(best_ptr + row, best.to(tl.int64))
+
+
+def summarize(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """log sum exp [C], float32, and id of the likeliest token [C] of rows of logits."""
+    count, vocabulary = logits_CV.shape
+    lse_C = torch.empty(count, device=logits_CV.device)
+    best_C = torch.empty(count, dtype=torch.int64, device=logits_CV.device)
+    if count:
+        _summary[(count,)](logits_CV.contiguous(), lse_C, best_C, vocabulary, block=_BLOCK, num_warps=_WARPS)
+    return lse_C, best_C
+
+
+@lru_cache
+def _scales(temperatures: tuple[float, ...], device: torch.device) -> Tensor:
+    """[T] 1 / temperature, made once: a copy from the host would wait for the device."""
+    return torch.tensor([1.0 / t for t in temperatures], device=device)
+
+
 class FusedSweep:
     """Rows of logits [R, V], which it overwrites with their gradient."""
 
@@ -164,7 +206,7 @@ class FusedSweep:
         self._best_C = whole.best_C.contiguous()
         self.best_R = self._best_C.repeat(self._rows // len(self._best_C))
         self._plan = plan
-        self._scale_T = torch.tensor([1.0 / t for t in plan.temperatures], device=logits_RV.device)
+        self._scale_T = _scales(tuple(plan.temperatures), logits_RV.device)
         self._stats_TRX: Tensor | None = None
 
     def stats(self) -> Tensor:

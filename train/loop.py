@@ -190,7 +190,7 @@ class Run:
         """Forward, backward and update on one global batch. Advances the state only when all of it is done."""
         settings, state = self.settings, self.state
         phase = self.enter_phase()
-        self.family.step = state.step
+        self.family.step, self.family.epoch = state.step, state.position[0]
         loss, values = self.reduce(self.accumulate(step), step)
         rate = learning_rate(
             state.step, settings.steps, settings.warmup_steps, settings.learning_rate, settings.final_rate_share

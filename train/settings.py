@@ -84,7 +84,8 @@ class _Training(Section):
     activation_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass: less memory, a third more time."""
     draft_tokens: int = Field(default=4, ge=1, le=16)
-    """Tokens a round that the draft is made for: steps that eagle and eagle3 unroll in training, heads of medusa."""
+    """Tokens a round that the draft is made for: steps that eagle and eagle3 unroll in training, heads of medusa, masks
+    of a dflash block."""
     init_from: Path | None = None
     """Draft to start from instead of fresh weights (warm start): a folder, or models:/NAME@champion, models:/NAME/3."""
 
@@ -286,5 +287,36 @@ class MedusaSettings(_Steps):
         return self
 
 
-Settings = SmallSettings | Eagle3Settings | EagleSettings | MedusaSettings
+class DFlashSettings(_Steps):
+    """A few decoder layers that draft a block of `draft_tokens` in one pass, trained with the frozen target loaded."""
+
+    family: Literal["dflash"] = "dflash"
+    layers: int | None = Field(default=None, ge=1)
+    """Decoder layers; absent: as the start has them, 3 in a fresh one."""
+    aux_layers: tuple[int, ...] | None = Field(default=None, min_length=1)
+    """Target layers that are read, as indexes into hidden_states; absent: one a layer of the draft, from 2 to N - 2."""
+    mask_token: int | None = Field(default=None, ge=0)
+    """Id of the token that stands for what is to be drafted; absent: the tokenizer's mask token, an id that its
+    vocabulary leaves free, its padding or the end of a text."""
+    draft_vocabulary: int | None = Field(default=None, ge=1)
+    """Draft only so many tokens, the most frequent of the supervised ones; absent: the whole vocabulary."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width of the MLPs; absent: the target's."""
+    features_bytes: int | None = Field(default=None, ge=0)
+    """Memory for the target's features of samples that will come again; 0: run the target each time. Absent: 2 GiB
+    where the target is on the CPU, 0 elsewhere."""
+    train_embeddings: bool = False
+    """Give the draft its own embeddings and train them; off: it shares the target's, frozen."""
+    train_head: bool = False
+    """Give the draft its own head and train it; off: it shares the target's, or has frozen rows of it."""
+
+    @model_validator(mode="after")
+    def _ordered_layers(self) -> "DFlashSettings":
+        layers = list(self.aux_layers or [1])
+        if layers != sorted(set(layers)) or layers[0] < 1:
+            raise ValueError(f"aux_layers {layers}: must be different layers in ascending order, from 1 on")
+        return self
+
+
+Settings = SmallSettings | MedusaSettings | EagleSettings | Eagle3Settings | DFlashSettings
 DraftSettings = Annotated[Settings, Field(discriminator="family")]

@@ -1,8 +1,9 @@
 """The modules of trained drafts, a file a family."""
 
+from .dflash import DFlashDraft
 from .eagle import EagleDraft
 from .eagle3 import Eagle3Draft
 from .medusa import MedusaDraft
 from .small import SmallDraft
 
-AnyDraft = SmallDraft | MedusaDraft | EagleDraft | Eagle3Draft
+AnyDraft = SmallDraft | MedusaDraft | EagleDraft | Eagle3Draft | DFlashDraft

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..documents import Sight
 from .layers import DecoderLayer, FeatureDraft, LayerConfig, RMSNorm
+from .vocabulary import ids_of, vocabulary_maps
 
 
 class Eagle3Config(LayerConfig):
@@ -77,11 +78,9 @@ class Eagle3Draft(FeatureDraft):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
-        ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids.long().cpu()
-        mask = torch.zeros(config.vocab_size, dtype=torch.bool)
-        mask[ids] = True
-        self.register_buffer("d2t", ids - torch.arange(config.draft_vocab_size))
-        self.register_buffer("t2d", mask)
+        d2t, t2d = vocabulary_maps(draft_ids, config.draft_vocab_size, config.vocab_size)
+        self.register_buffer("d2t", d2t)
+        self.register_buffer("t2d", t2d)
 
     @property
     def vocab_size(self) -> int:
@@ -90,8 +89,7 @@ class Eagle3Draft(FeatureDraft):
     @property
     def draft_ids(self) -> Tensor:
         """[Vd] target id of each draft id."""
-        offsets: Tensor = self.d2t
-        return offsets + torch.arange(self.config.draft_vocab_size, device=offsets.device)
+        return ids_of(self.d2t)
 
     @property
     def layer(self) -> DecoderLayer:

@@ -9,10 +9,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...errors import FormatError, MissingFileError
 from ...storage import read_object
 from ..drafts import AnyDraft
-from . import eagle, eagle3, gguf, hf, medusa, speculators
+from . import dflash, eagle, eagle3, gguf, hf, medusa, speculators
 from .tensors import is_pickle, pickled, read_types
 
-Layout = Literal["hf", "eagle", "eagle3", "medusa", "speculators", "gguf"]
+Layout = Literal["hf", "eagle", "eagle3", "medusa", "dflash", "speculators", "gguf"]
 _SHOWN = 5
 
 
@@ -31,6 +31,8 @@ def read_draft(place: Path, target_layers: int | None = None) -> AnyDraft:
             return eagle3.read(place, target_layers)
         case "medusa":
             return medusa.read(place)
+        case "dflash":
+            return dflash.read(place)
         case "speculators":
             return speculators.read(place)
         case "gguf":
@@ -68,6 +70,8 @@ def _layout(raw: Mapping[str, Any], named: set[str], tensors: set[str]) -> Layou
         return "speculators"
     if raw.get("model_type") == "medusa" or "medusa_num_heads" in raw or medusa.is_original(tensors):
         return "medusa"
+    if dflash.ARCHITECTURE in named:
+        return "dflash"
     if named & set(eagle3.ARCHITECTURES):
         return "eagle3"
     if named & set(eagle.ARCHITECTURES.values()):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import FormatError
 from ...storage import read_object, write_json
+from ..drafts.dflash import DFlashConfig
 from ..drafts.eagle3 import Eagle3Config, Eagle3Draft
 from .llama import dtype_entries, embedding_specs, layer_entries, layer_fields, layer_specs, rope_entries, validated
 from .tensors import WEIGHTS_FILE, Spec, Stored, check_tensors, present, read_tensors, write_tensors
@@ -61,13 +62,18 @@ def load(config: Eagle3Config, stored: Stored) -> Eagle3Draft:
     if reduced(config):
         specs["d2t"] = mapping["d2t"]  # t2d says nothing that d2t does not, and engines do not read it
     check_tensors(where, tensors, specs)
-    draft = Eagle3Draft(config, _draft_ids(config, where, tensors), own_embeddings="embed_tokens.weight" in tensors)
-    if "t2d" in tensors and not torch.equal(draft.t2d, tensors["t2d"]):
-        raise FormatError(f"{where}: t2d does not mark the ids that d2t names")
+    draft = Eagle3Draft(config, draft_ids_in(config, where, tensors), own_embeddings="embed_tokens.weight" in tensors)
+    check_marks(where, draft.t2d, tensors)
     back = {layer: LAYER, FILE_NORMS: OUR_NORMS}
     ours = {_renamed(name, back): tensor for name, tensor in tensors.items()}
     draft.load_state_dict({"d2t": draft.d2t, "t2d": draft.t2d, **ours})
     return draft.to(tensors["lm_head.weight"].dtype)
+
+
+def check_marks(where: Path, t2d: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Raise FormatError unless a file's t2d, if it has one, is the one that its d2t makes."""
+    if "t2d" in tensors and not torch.equal(t2d, tensors["t2d"]):
+        raise FormatError(f"{where}: t2d does not mark the ids that d2t names")
 
 
 def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
@@ -77,7 +83,8 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
     return name
 
 
-def _draft_ids(config: Eagle3Config, where: Path, tensors: Mapping[str, Tensor]) -> Tensor:
+def draft_ids_in(config: Eagle3Config | DFlashConfig, where: Path, tensors: Mapping[str, Tensor]) -> Tensor:
+    """[Vd] target ids of the draft vocabulary: by d2t, or all of them."""
     ids = torch.arange(config.draft_vocab_size) + tensors.get("d2t", torch.zeros((), dtype=torch.long))
     check_draft_ids(where, ids, config.vocab_size)
     return ids
@@ -153,7 +160,7 @@ def reduced(config: Eagle3Config) -> bool:
     return config.draft_vocab_size < config.vocab_size
 
 
-def mapping_specs(config: Eagle3Config) -> dict[str, Spec]:
+def mapping_specs(config: Eagle3Config | DFlashConfig) -> dict[str, Spec]:
     """What ties a reduced vocabulary to the target's: target id - draft id, and which ids are in it."""
     return {"d2t": Spec((config.draft_vocab_size,), torch.int64), "t2d": Spec((config.vocab_size,), torch.bool)}
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ...errors import InputError
 from ..drafts import AnyDraft
+from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
@@ -15,12 +16,13 @@ def check_fits(draft: AnyDraft, target: CausalModel, where: str | Path) -> None:
     _equal(where, "vocab_size", draft.vocab_size, target.vocab_size)
     if isinstance(draft, SmallDraft):
         return
-    if not isinstance(draft, Eagle3Draft):
+    if not isinstance(draft, Eagle3Draft | DFlashDraft):
         _equal(where, "hidden_size", draft.config.hidden_size, target.hidden_size)
         return
     config = draft.config
     _equal(where, "target_hidden_size", config.target_hidden_size, target.hidden_size)
-    if draft.embed_tokens is None:  # it reads the target's embeddings
+    # It reads the target's embeddings, or is read by its head.
+    if draft.embed_tokens is None or draft.lm_head is None:
         _equal(where, "hidden_size", config.hidden_size, target.hidden_size)
     if config.aux_layers[-1] > target.num_layers:
         layers = list(config.aux_layers)

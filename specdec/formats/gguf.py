@@ -8,8 +8,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import FormatError
+from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.small import SmallDraft
+from .gguf_dflash import read_dflash, write_dflash
 from .gguf_eagle3 import read_eagle3, write_eagle3
 from .gguf_file import read_architecture
 from .gguf_llama import read_llama, write_llama
@@ -18,15 +20,17 @@ DRAFT_FILE = "draft.gguf"
 _SUFFIX = ".gguf"
 
 
-def write(draft: SmallDraft | Eagle3Draft, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def write(draft: SmallDraft | Eagle3Draft | DFlashDraft, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write draft.gguf. `tokenizer`: the target's; llama.cpp wants its keys in both files."""
     if isinstance(draft, SmallDraft):
         write_llama(draft.model, tokenizer, folder / DRAFT_FILE)
+    elif isinstance(draft, DFlashDraft):
+        write_dflash(draft, tokenizer, folder / DRAFT_FILE)
     else:
         write_eagle3(draft, tokenizer, folder / DRAFT_FILE)
 
 
-def read(place: Path) -> SmallDraft | Eagle3Draft:
+def read(place: Path) -> SmallDraft | Eagle3Draft | DFlashDraft:
     """Load the draft of a file or folder, in float32."""
     path = file_in(place) or place
     architecture = read_architecture(path)
@@ -34,7 +38,9 @@ def read(place: Path) -> SmallDraft | Eagle3Draft:
         return SmallDraft(read_llama(path))
     if architecture == "eagle3":
         return read_eagle3(path)
-    raise FormatError(f"{path}: general.architecture {architecture!r}: a draft is 'llama' or 'eagle3'")
+    if architecture == "dflash":
+        return read_dflash(path)
+    raise FormatError(f"{path}: general.architecture {architecture!r}: a draft is 'llama', 'eagle3' or 'dflash'")
 
 
 def file_in(place: Path) -> Path | None:

@@ -87,10 +87,16 @@ def shapes_of(tensors: dict[str, Tensor]) -> dict[str, Spec]:
     return {name: Spec(tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
+def plain_weights(path: Path, tensors: dict[str, Tensor], expected: dict[str, Spec]) -> dict[str, Tensor]:
+    """Checked, in float32 (ids stay integers)."""
+    check_tensors(path, tensors, expected)
+    floats = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    return {name: tensor.cpu().contiguous() for name, tensor in floats.items()}
+
+
 def to_ggml(path: Path, tensors: dict[str, Tensor], expected: dict[str, Spec], config: Any) -> dict[str, Tensor]:
     """Checked, in float32 (ids stay integers), q and k in llama.cpp's order of rows."""
-    check_tensors(path, tensors, expected)
-    stored = {name: t.cpu().float() if t.is_floating_point() else t.cpu() for name, t in tensors.items()}
+    stored = plain_weights(path, tensors, expected)
     return {
         name: _permute(name, tensor, config, (2, config.head_dim // 2)).contiguous() for name, tensor in stored.items()
     }

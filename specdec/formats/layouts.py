@@ -7,11 +7,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ...errors import InputError
 from ..drafts import AnyDraft
+from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
-from . import eagle, eagle3, gguf, hf, medusa, speculators
+from . import dflash, eagle, eagle3, gguf, hf, medusa, speculators
 from .speculators import Verifier
 
 Format = Literal["hf", "vllm", "sglang", "speculators", "medusa", "gguf"]
@@ -20,11 +21,11 @@ NATIVE: Format = "vllm"
 
 FAMILIES: dict[Format, tuple[str, ...]] = {
     "hf": ("small",),
-    "vllm": ("small", "eagle", "eagle3", "medusa"),
-    "sglang": ("small", "eagle", "eagle3"),
-    "speculators": ("eagle3",),
+    "vllm": ("small", "eagle", "eagle3", "medusa", "dflash"),
+    "sglang": ("small", "eagle", "eagle3", "dflash"),
+    "speculators": ("eagle3", "dflash"),
     "medusa": ("medusa",),
-    "gguf": ("small", "eagle3"),
+    "gguf": ("small", "eagle3", "dflash"),
 }
 """Families that each format takes. `medusa`: the original project's layout; `gguf`: llama.cpp's."""
 _NEED_VERIFIER = ("speculators", "medusa")
@@ -69,7 +70,7 @@ def write_draft(
     if name == "sglang":
         _check_sglang(draft)
     if name == "gguf":
-        assert isinstance(draft, SmallDraft | Eagle3Draft)
+        assert isinstance(draft, SmallDraft | Eagle3Draft | DFlashDraft)
         if tokenizer is None:
             raise InputError("format gguf: holds the target's tokenizer; give it")
         gguf.write(draft, tokenizer, folder)
@@ -85,6 +86,12 @@ def write_draft(
                 speculators.write(draft, folder, draft_tokens, verifier)
             else:
                 eagle3.write(draft, folder)
+        case DFlashDraft():
+            if name == "speculators":
+                assert verifier is not None
+                speculators.write_dflash(draft, folder, verifier)
+            else:
+                dflash.write(draft, folder)
         case MedusaDraft():
             if name == "medusa":
                 assert verifier is not None
@@ -94,7 +101,15 @@ def write_draft(
 
 
 def _check_sglang(draft: AnyDraft) -> None:
-    """Two things that SGLang would leave out in silence, so that acceptance would drop."""
+    """What SGLang would leave out in silence, so that acceptance would drop."""
+    if isinstance(draft, DFlashDraft):
+        if draft.embed_tokens is not None or draft.lm_head is not None:
+            raise InputError(
+                "format sglang: SGLang drafts with the target's embeddings and head; the draft has its own"
+            )
+        if draft.config.target_hidden_size != draft.config.hidden_size:
+            sizes = f"{draft.config.hidden_size} and {draft.config.target_hidden_size}"
+            raise InputError(f"format sglang: SGLang takes a dflash draft to be as wide as its target; {sizes} differ")
     if isinstance(draft, Eagle3Draft) and draft.config.norm_before_residual:
         raise InputError("format sglang: SGLang does not know norm_before_residual; the draft was made with it")
     if isinstance(draft, EagleDraft | Eagle3Draft) and draft.embed_tokens is not None and not _other_width(draft):

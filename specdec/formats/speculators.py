@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in the format of the `speculators` project, which vLLM serves without flags.
+"""EAGLE-3 heads and DFlash drafts in the format of the `speculators` project, which vLLM serves without flags.
 
 It names the target ("verifier") and how many tokens to draft. Layers are numbered as in vLLM's own layout.
 """
@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import FormatError
+from ...errors import FormatError, InputError
 from ...storage import read_object, write_json
+from ..drafts.dflash import DFlashConfig, DFlashDraft
 from ..drafts.eagle3 import Eagle3Config, Eagle3Draft
-from . import eagle3
+from . import dflash, eagle3
 from .eagle3 import FLAGS, LAYER_IDS, OTHER_LAYER
 from .llama import layer_entries, rope_parameters
 from .tensors import read_tensors
@@ -18,6 +19,7 @@ from .tensors import read_tensors
 MODEL_TYPE = "speculators_model_type"
 _VERSION = "0.9.0"
 _LAYER = "transformer_layer_config"
+_DFLASH_LAYER_IDS = "aux_hidden_state_layer_ids"
 
 
 class Verifier(NamedTuple):
@@ -34,31 +36,33 @@ def write(draft: Eagle3Draft, folder: Path, draft_tokens: int, verifier: Verifie
     write_json(folder / "config.json", engine_config(draft.config, dtype, draft_tokens, verifier))
 
 
-def read(folder: Path) -> Eagle3Draft:
+def write_dflash(draft: DFlashDraft, folder: Path, verifier: Verifier) -> None:
+    """Write config.json and model.safetensors. Raises InputError for what its readers would take from the target."""
+    config = draft.config
+    if draft.embed_tokens is not None or (draft.lm_head is not None and not config.reduced):
+        raise InputError("format speculators: its drafts use the target's embeddings and head; the draft has its own")
+    if config.target_hidden_size != config.hidden_size:
+        sizes = f"{config.hidden_size} and {config.target_hidden_size}"
+        raise InputError(f"format speculators: takes a dflash draft to be as wide as its target; {sizes} differ")
+    dtype = dflash.write_weights(draft, folder)
+    write_json(folder / "config.json", dflash_config(config, dtype, verifier))
+
+
+def read(folder: Path) -> Eagle3Draft | DFlashDraft:
     """Load a folder of this format."""
     path = folder / "config.json"
-    return eagle3.load(read_config(path, read_object(path)), read_tensors(folder))
+    raw, stored = read_object(path), read_tensors(folder)
+    if raw.get(MODEL_TYPE) == "dflash":
+        return dflash.load(read_dflash_config(path, raw), stored)
+    return eagle3.load(read_config(path, raw), stored)
 
 
 def engine_config(config: Eagle3Config, dtype: str, draft_tokens: int, verifier: Verifier) -> dict[str, Any]:
     """config.json. Every flag is written: readers differ in what they take an absent one for."""
     own_width = config.target_hidden_size != config.hidden_size
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": draft_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     return {
         "architectures": ["Eagle3DraftModel"],
-        MODEL_TYPE: "eagle3",
-        "speculators_version": _VERSION,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"name_or_path": verifier.name, "architectures": verifier.architectures},
-        },
+        **_common("eagle3", draft_tokens, verifier),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size if own_width else None,
         **{flag: getattr(config, flag) for flag in FLAGS},
@@ -70,14 +74,66 @@ def engine_config(config: Eagle3Config, dtype: str, draft_tokens: int, verifier:
     }
 
 
+def dflash_config(config: DFlashConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
+    """config.json. vLLM takes a `sliding_window_non_causal` of false for causal attention in every layer."""
+    layer = {**layer_entries(config), "model_type": dflash.QWEN3, "num_hidden_layers": config.num_hidden_layers}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **_common("dflash", config.block_size - 1, verifier),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        _DFLASH_LAYER_IDS: list(config.aux_layers),
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": False,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        _LAYER: {**layer, "rope_parameters": rope_parameters(config)},
+    }
+
+
+def _common(algorithm: str, draft_tokens: int, verifier: Verifier) -> dict[str, Any]:
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": draft_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        MODEL_TYPE: algorithm,
+        "speculators_version": _VERSION,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": verifier.name, "architectures": verifier.architectures},
+        },
+    }
+
+
+def read_dflash_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
+    """The dimensions. Raises FormatError naming the field."""
+    layer = _layer(path, raw, dflash.QWEN3)
+    dflash.check_fixed(path, "", raw, {"sample_from_anchor": False})
+    own = {"aux_layers": raw.get(_DFLASH_LAYER_IDS), **{n: raw.get(n) for n in ("block_size", "mask_token_id")}}
+    named = ("draft_vocab_size", "target_hidden_size")
+    return dflash.dimensions(path, {**layer, **{name: raw.get(name) for name in named}}, own)
+
+
+def _layer(path: Path, raw: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    layer = raw.get(_LAYER)
+    if isinstance(layer, Mapping) and layer.get("model_type") == kind:
+        return layer
+    found = layer.get("model_type") if isinstance(layer, Mapping) else layer
+    raise FormatError(f"{path}: {_LAYER}.model_type {found}: must be {kind}")
+
+
 def read_config(path: Path, raw: Mapping[str, Any]) -> Eagle3Config:
     """The dimensions. Raises FormatError naming the field."""
     if raw.get(MODEL_TYPE) != "eagle3":
-        raise FormatError(f"{path}: {MODEL_TYPE} {raw.get(MODEL_TYPE)}: only eagle3 can be read")
-    layer = raw.get(_LAYER)
-    if not isinstance(layer, Mapping) or layer.get("model_type") != "llama":
-        found = layer.get("model_type") if isinstance(layer, Mapping) else layer
-        raise FormatError(f"{path}: {_LAYER}.model_type {found}: must be llama")
+        raise FormatError(f"{path}: {MODEL_TYPE} {raw.get(MODEL_TYPE)}: only eagle3 and dflash can be read")
+    layer = _layer(path, raw, "llama")
     if raw.get("norm_before_residual") is None:
         raise FormatError(
             f"{path}: norm_before_residual: must be named: vLLM takes none for true, speculators for false"

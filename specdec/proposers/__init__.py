@@ -1,11 +1,13 @@
 """Ways of drafting behind one protocol (`base.Proposer`)."""
 
 from ..drafts import AnyDraft
+from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle import EagleDraft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
 from ..models import CausalModel
 from .base import Ask, Draft, Drafter, Proposer, Trace
+from .dflash import DFlashDrafter
 from .dynamic import DynamicProposer
 from .eagle import Eagle3Drafter, EagleDrafter
 from .medusa import MedusaDrafter
@@ -36,6 +38,8 @@ def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
         return SmallDrafter(draft)
     if isinstance(draft, MedusaDraft):
         return MedusaDrafter(draft)
+    if isinstance(draft, DFlashDraft):
+        return DFlashDrafter(draft, target)
     if isinstance(draft, EagleDraft):
         return EagleDrafter(draft, target)
     return Eagle3Drafter(draft, target)

@@ -64,6 +64,7 @@ class Reader(Protocol):
 
     aux_layers: tuple[int, ...]  # target layers whose hidden states it needs (hidden_states numbering)
     reads_states: bool  # whether it needs the target's states at all
+    nested: bool  # a draft of fewer levels is the start of one of more: one trace tells of every number of levels
 
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
         """Fill fresh slots. `ids`: prompt and first emitted token; `states`: the target's, of all but that token."""
@@ -88,8 +89,9 @@ class Drafter(Reader, Protocol):
     levels: int | None  # most levels that it can draft; None: any number
     width: int  # tokens that it can draft: the logits of all others are -inf
 
-    def reserve(self, slots: int, tokens: int, nodes: int) -> None:
-        """Called before a run: so many slots of at most so many tokens, and nodes read on top of them in a round."""
+    def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
+        """Called before a run: so many slots of at most so many tokens, nodes read on top of them in a round, and
+        levels of its trees."""
 
     def open(self, batch: int) -> Tensor:
         """Logits [B, V] of the first drafted token. Forgets all nodes of the round before."""
@@ -106,7 +108,7 @@ class FollowsDrafter:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self.aux_layers, self.reads_states = drafter.aux_layers, drafter.reads_states
+        self.aux_layers, self.reads_states, self.nested = drafter.aux_layers, drafter.reads_states, drafter.nested
 
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
         self._drafter.begin(slots, ids, states)

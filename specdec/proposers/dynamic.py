@@ -35,7 +35,7 @@ class DynamicProposer(FollowsDrafter):
         raise InputError("dynamic tree: no trace fits it; draft along the answer")
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
-        self._drafter.reserve(slots, tokens, self._top_k * max(levels - 1, 0))
+        self._drafter.reserve(slots, tokens, self._top_k * max(levels - 1, 0), levels)
 
     def most_nodes(self, levels: int) -> int:
         k = self._top_k

@@ -20,7 +20,7 @@ from ..sampling import SamplingSettings
 from ..tree import ROOT
 from .base import UNRANKED, Trace
 from .branches import Branches
-from .rows import fill_rows, gather_rows, last_of, trace_from_logits
+from .rows import fill_rows, gather_rows, last_of, over_vocabulary, trace_from_logits
 
 D = TypeVar("D", bound=EagleDraft | Eagle3Draft)
 
@@ -34,6 +34,7 @@ class FeatureDrafter(ABC, Generic[D]):
 
     aux_layers: tuple[int, ...] = ()
     reads_states = True
+    nested = True
     levels: int | None = None
 
     def __init__(self, draft: D, target: CausalModel, width: int) -> None:
@@ -52,7 +53,7 @@ class FeatureDrafter(ABC, Generic[D]):
     def _logits(self, state: Tensor) -> Tensor:
         """The head's states [..., H] -> logits over the target's vocabulary."""
 
-    def reserve(self, slots: int, tokens: int, nodes: int) -> None:
+    def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
         weight = self._draft.fc.weight
         self._cache = KVCache(slots, tokens + nodes, weight.device)
         self._state_SH = weight.new_zeros(slots, self._draft.config.hidden_size)
@@ -145,11 +146,7 @@ class Eagle3Drafter(FeatureDrafter[Eagle3Draft]):
     def _logits(self, state: Tensor) -> Tensor:
         """-inf outside the draft's vocabulary, nothing renormalised."""
         logits = self._draft.logits(state)
-        if not self._reduced:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self._draft.vocab_size), float("-inf"))
-        full[..., self._draft.draft_ids] = logits
-        return full
+        return over_vocabulary(logits, self._draft.draft_ids, self._draft.vocab_size) if self._reduced else logits
 
 
 def _pad_one(x_BTA: Tensor, tokens: int) -> Tensor:

@@ -26,6 +26,7 @@ class PromptLookup:
     """
 
     replayable = True
+    nested = True
     drawn: Drawn = "deterministic"
     chain = True
     aux_layers: tuple[int, ...] = ()

@@ -20,6 +20,7 @@ class MedusaDrafter:
 
     aux_layers: tuple[int, ...] = ()
     reads_states = True
+    nested = True
 
     def __init__(self, draft: MedusaDraft) -> None:
         self._draft = draft
@@ -28,7 +29,7 @@ class MedusaDrafter:
         self.width = draft.config.vocab_size
         self._weight: Tensor = draft.lm_heads[0].weight  # type: ignore[assignment]
 
-    def reserve(self, slots: int, tokens: int, nodes: int) -> None:
+    def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
         self._state_SH = self._weight.new_zeros(slots, self._draft.config.hidden_size)
 
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:

@@ -20,6 +20,7 @@ class MergedProposer:
     """Puts the trees of several proposers side by side below one root. Each node keeps the q that it was drawn from."""
 
     replayable = False
+    nested = True
     chain = False
     drawn: Drawn = "iid"
 

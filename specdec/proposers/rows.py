@@ -13,6 +13,13 @@ from ..sampling import SamplingSettings, penalised, probabilities, seen_before
 from .base import UNRANKED
 
 
+def over_vocabulary(logits: Tensor, ids_R: Tensor, size: int) -> Tensor:
+    """Logits [..., R] of some tokens as logits [..., V]: -inf for all others, nothing renormalised."""
+    full = logits.new_full((*logits.shape[:-1], size), float("-inf"))
+    full[..., ids_R] = logits
+    return full
+
+
 def fill_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Token lists as one right-padded [B, N] tensor."""
     longest = max(len(row) for row in rows)

@@ -22,6 +22,7 @@ class SmallDrafter:
 
     aux_layers: tuple[int, ...] = ()
     reads_states = False
+    nested = True
     levels: int | None = None
 
     def __init__(self, draft: SmallDraft) -> None:
@@ -29,7 +30,7 @@ class SmallDrafter:
         self.width = draft.vocab_size
         self._pending: list[list[int]] = []
 
-    def reserve(self, slots: int, tokens: int, nodes: int) -> None:
+    def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
         self._cache = KVCache(slots, tokens + nodes, self._lm.device)
         self._pending = [[] for _ in range(slots)]
 

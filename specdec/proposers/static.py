@@ -34,10 +34,11 @@ class StaticProposer(FollowsDrafter):
         self.chain = shape is None
 
     def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        return self._drafter.trace(ids, start, count, sampling, states)
+        levels = count if self._shape is None else self._shape.cut(count).depth
+        return self._drafter.trace(ids, start, levels, sampling, states)
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
-        self._drafter.reserve(slots, tokens, self.most_nodes(levels))
+        self._drafter.reserve(slots, tokens, self.most_nodes(levels), self.shape(levels).depth)
 
     def most_nodes(self, levels: int) -> int:
         return len(self.shape(levels))

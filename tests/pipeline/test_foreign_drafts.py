@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import heads
 import pytest
@@ -78,7 +79,12 @@ def test_heads_of_every_family_are_scored_with_trees(recipe: Recipe, scored: lis
     medusa = MedusaConfig(
         hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_heads=2, num_layers=1, fc_bias=False
     )
-    drafts: dict[str, AnyDraft] = {"eagle": EagleDraft(EagleConfig(**sizes), False), "medusa": MedusaDraft(medusa)}
+    width: dict[str, Any] = {"target_hidden_size": target.hidden_size, "draft_vocab_size": target.vocab_size}
+    drafts: dict[str, AnyDraft] = {
+        "eagle": EagleDraft(EagleConfig(**sizes), False),
+        "medusa": MedusaDraft(medusa),
+        "dflash": heads.dflash(target.vocab_size, **sizes, **width),
+    }
     settings = recipe.score.model_copy(update={"trees": type(recipe.score).model_validate({"trees": TREES}).trees})
     for name, draft in drafts.items():
         folder = tmp_path / name

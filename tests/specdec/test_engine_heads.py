@@ -44,7 +44,7 @@ def here(draft: Any, model: CausalModel, ids: list[int]) -> Tensor:
     """Logits [4, V] of what our decoder drafts after a text and each drafted token."""
     drafter = make_drafter(draft, model)
     states = model.states(torch.tensor([ids[:-1]]), aux_layers=drafter.aux_layers)
-    drafter.reserve(1, len(ids) + 1, len(AHEAD))
+    drafter.reserve(1, len(ids) + 1, len(AHEAD), len(AHEAD) + 1)
     drafter.begin([0], [ids], states)
     rows = [drafter.open(1)[0]]
     for depth, token in enumerate(AHEAD):

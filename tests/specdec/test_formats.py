@@ -52,7 +52,14 @@ def eagle3_folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "draft",
-    [near_copy(target()), heads.eagle(True), heads.eagle3(), heads.eagle3(40, fc_norm=True), heads.medusa(True, 2)],
+    [
+        near_copy(target()),
+        heads.eagle(True),
+        heads.eagle3(),
+        heads.eagle3(40, fc_norm=True),
+        heads.medusa(True, 2),
+        heads.dflash(40),
+    ],
     ids=lambda draft: draft.family,
 )
 def test_every_family_reads_back_equal(draft: AnyDraft, tmp_path: Path) -> None:

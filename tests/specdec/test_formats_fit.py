@@ -24,6 +24,7 @@ WHERE = Path("served/draft")
         near_copy(TARGET),
         random_eagle3(TARGET, 40),
         taught_medusa(TARGET, steps=1),
+        heads.dflash(own_embeddings=True, own_head=True, target_hidden_size=48),
         heads.eagle3(own_embeddings=True, target_hidden_size=48),  # 24 wide on its own embeddings
     ],
     ids=lambda draft: draft.family,
@@ -37,6 +38,9 @@ def test_a_draft_that_fits(draft: AnyDraft) -> None:
     [
         (lambda: SmallDraft(llama(vocab=64)), "vocab_size 64: must be 61, the target's"),
         (heads.medusa, "hidden_size 24: must be 48, the target's"),
+        (heads.dflash, "target_hidden_size 24: must be 48, the target's"),
+        (lambda: heads.dflash(own_head=True, target_hidden_size=48), "hidden_size 24: must be 48, the target's"),
+        (lambda: heads.dflash(own_embeddings=True, target_hidden_size=48), "hidden_size 24: must be 48, the target's"),
         (heads.eagle, "hidden_size 24: must be 48, the target's"),
         (heads.eagle3, "target_hidden_size 24: must be 48, the target's"),
         (lambda: heads.eagle3(target_hidden_size=48), "hidden_size 24: must be 48, the target's"),
@@ -51,3 +55,5 @@ def test_captured_layers_that_the_target_does_not_have() -> None:
     shallow = CausalModel(llama(layers=3))
     with pytest.raises(InputError, match=r"served/draft: captured layers \[1, 2, 4\]: the target has 3 layers"):
         check_fits(random_eagle3(TARGET), shallow, WHERE)
+    with pytest.raises(InputError, match=r"served/draft: captured layers \[1, 2, 4\]: the target has 3 layers"):
+        check_fits(heads.dflash(hidden_size=48, target_hidden_size=48), shallow, WHERE)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftforge.errors import FormatError
+from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleDraft
 from draftforge.specdec.formats import Verifier, detect, read_draft, write_draft
 
@@ -51,6 +52,35 @@ def put(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], name: 
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / name)
     return folder
+
+
+def test_dflash_as_its_project_publishes_it(tmp_path: Path) -> None:
+    draft = heads.dflash()
+    published = {
+        **{name: value for name, value in ORIGINAL.items() if name != "torch_dtype"},
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dflash_config": {"block_size": 6, "mask_token_id": 60, "target_layer_ids": [0, 1, 3]},
+        "dtype": "bfloat16",
+        "layer_types": ["full_attention", "full_attention"],
+        "max_window_layers": 2,
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "num_target_layers": 4,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+    own = {name: tensor for name, tensor in draft.state_dict().items() if name not in ("d2t", "t2d")}
+    nested = put(tmp_path / "nested", published, own)
+    older = {**published, "block_size": 6, "dflash_config": {"mask_token_id": 60, "target_layer_ids": [0, 1, 3]}}
+    for folder in (nested, put(tmp_path / "older", older, own)):
+        again = read_draft(folder)
+        assert detect(folder) == "dflash" and same(again, draft)
+        assert isinstance(again, DFlashDraft) and again.config == draft.config
 
 
 def test_the_eagle_projects_own_heads(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaDraft
@@ -225,6 +226,98 @@ ORIGINAL_MEDUSA_TENSORS: Tensors = {
     "2.1.linear.bias": ("float32", (24,)),
     "2.2.weight": ("float32", (61, 24)),
 }
+DFLASH_CONFIG: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": 24,
+    "target_hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "max_position_embeddings": 256,
+    "vocab_size": 61,
+    "draft_vocab_size": 61,
+    "tie_word_embeddings": False,
+    "block_size": 6,
+    "dflash_config": {"block_size": 6, "mask_token_id": 60, "target_layer_ids": [0, 1, 3], "causal": False},
+    "dtype": "float32",
+    "torch_dtype": "float32",
+}
+DFLASH_TENSORS: Tensors = {
+    "fc.weight": ("float32", (24, 72)),
+    "hidden_norm.weight": ("float32", (24,)),
+    "norm.weight": ("float32", (24,)),
+    "layers.0.input_layernorm.weight": ("float32", (24,)),
+    "layers.0.self_attn.q_proj.weight": ("float32", (48, 24)),
+    "layers.0.self_attn.k_proj.weight": ("float32", (16, 24)),
+    "layers.0.self_attn.v_proj.weight": ("float32", (16, 24)),
+    "layers.0.self_attn.o_proj.weight": ("float32", (24, 48)),
+    "layers.0.self_attn.q_norm.weight": ("float32", (8,)),
+    "layers.0.self_attn.k_norm.weight": ("float32", (8,)),
+    "layers.0.post_attention_layernorm.weight": ("float32", (24,)),
+    "layers.0.mlp.gate_proj.weight": ("float32", (40, 24)),
+    "layers.0.mlp.up_proj.weight": ("float32", (40, 24)),
+    "layers.0.mlp.down_proj.weight": ("float32", (24, 40)),
+}
+DFLASH_TENSORS |= {name.replace("layers.0", "layers.1"): entry for name, entry in DFLASH_TENSORS.items()}
+REDUCED_TENSORS: Tensors = {
+    **DFLASH_TENSORS,
+    "lm_head.weight": ("float32", (40, 24)),
+    "d2t": ("int64", (40,)),
+    "t2d": ("bool", (61,)),
+}
+SPECULATORS_DFLASH_CONFIG: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "speculators_model_type": "dflash",
+    "speculators_version": "0.9.0",
+    "speculators_config": {
+        "algorithm": "dflash",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": 5,
+                "verifier_accept_k": 1,
+                "accept_tolerance": 0.0,
+            }
+        ],
+        "verifier": {"name_or_path": "owner/model", "architectures": ["LlamaForCausalLM"]},
+    },
+    "draft_vocab_size": 40,
+    "target_hidden_size": None,
+    "block_size": 6,
+    "mask_token_id": 60,
+    "aux_hidden_state_layer_ids": [1, 2, 4],
+    "sliding_window_non_causal": True,
+    "sample_from_anchor": False,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+    "transformer_layer_config": {
+        "model_type": "qwen3",
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": 1e-05,
+        "max_position_embeddings": 256,
+        "vocab_size": 61,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
 SCALED: list[Any] = [
     pytest.param(
         heads.eagle3(40, rope_scaling=scaling),
@@ -343,6 +436,48 @@ GOLDEN: list[Any] = [
         SPECULATORS_TENSORS,
         id="speculators-llama3",
     ),
+    pytest.param(heads.dflash(), "vllm", "dflash", DFLASH_CONFIG, DFLASH_TENSORS, id="dflash-vllm"),
+    pytest.param(heads.dflash(), "sglang", "dflash", DFLASH_CONFIG, DFLASH_TENSORS, id="dflash-sglang"),
+    pytest.param(
+        heads.dflash(40, own_embeddings=True, target_hidden_size=20, rope_scaling=heads.SCALINGS["yarn"]),
+        "vllm",
+        "dflash",
+        {
+            **DFLASH_CONFIG,
+            "draft_vocab_size": 40,
+            "target_hidden_size": 20,
+            "rope_scaling": heads.SCALINGS["yarn"],
+        },
+        {**REDUCED_TENSORS, "fc.weight": ("float32", (24, 60)), "embed_tokens.weight": ("float32", (61, 24))},
+        id="dflash-reduced",
+    ),
+    pytest.param(
+        heads.dflash(own_head=True).bfloat16(),
+        "vllm",
+        "dflash",
+        {**DFLASH_CONFIG, "dtype": "bfloat16", "torch_dtype": "bfloat16"},
+        {
+            name: ("bfloat16", shape)
+            for name, (_, shape) in {**DFLASH_TENSORS, "lm_head.weight": ("", (61, 24))}.items()
+        },
+        id="dflash-own-head-bfloat16",
+    ),
+    pytest.param(
+        heads.dflash(40),
+        "speculators",
+        "speculators",
+        SPECULATORS_DFLASH_CONFIG,
+        REDUCED_TENSORS,
+        id="speculators-dflash",
+    ),
+    pytest.param(
+        heads.dflash(),
+        "speculators",
+        "speculators",
+        {**SPECULATORS_DFLASH_CONFIG, "draft_vocab_size": 61},
+        DFLASH_TENSORS,
+        id="speculators-dflash-whole",
+    ),
     pytest.param(heads.medusa(True, 2), "vllm", "medusa", MEDUSA_CONFIG, MEDUSA_TENSORS, id="medusa-vllm"),
     pytest.param(
         heads.medusa(),
@@ -379,7 +514,7 @@ def test_what_is_written_and_read_back(
 
     again = read_draft(tmp_path)
     assert detect(tmp_path) == layout and type(again) is type(draft)
-    assert isinstance(again, EagleDraft | Eagle3Draft | MedusaDraft) and isinstance(draft, nn.Module)
+    assert isinstance(again, EagleDraft | Eagle3Draft | MedusaDraft | DFlashDraft) and isinstance(draft, nn.Module)
     assert again.config == draft.config
     ours, theirs = draft.state_dict(), again.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)

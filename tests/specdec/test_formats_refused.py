@@ -35,6 +35,13 @@ DRAFTS: dict[str, tuple[Callable[[], AnyDraft], Format, set[str]]] = {
     "eagle3": (lambda: heads.eagle3(40, fc_norm=True), "vllm", {"t2d"}),
     "eagle3-whole": (heads.eagle3, "vllm", set()),
     "speculators": (lambda: heads.eagle3(40, fc_norm=True), "speculators", {"t2d"}),
+    "dflash": (lambda: heads.dflash(40), "vllm", {"t2d"}),
+    "dflash-own": (
+        lambda: heads.dflash(own_embeddings=True, own_head=True),
+        "vllm",
+        {"embed_tokens.weight", "lm_head.weight"},
+    ),
+    "speculators-dflash": (lambda: heads.dflash(40), "speculators", {"t2d"}),
     "medusa-vllm": (lambda: heads.medusa(True, 2), "vllm", set()),
     "medusa-original": (lambda: heads.medusa(True, 2), "medusa", set()),
 }
@@ -177,7 +184,7 @@ def test_configs_that_ask_for_something_else(entries: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"speculators_model_type": "dflash"}, "speculators_model_type dflash: only eagle3 can be read"),
+        ({"speculators_model_type": "mtp"}, "speculators_model_type mtp: only eagle3 and dflash can be read"),
         ({"transformer_layer_config": {"model_type": "qwen3"}}, "model_type qwen3: must be llama"),
         ({"transformer_layer_config": None}, r"transformer_layer_config\.model_type None: must be llama"),
         ({"norm_before_residual": None}, "norm_before_residual: must be named"),
@@ -191,6 +198,81 @@ def test_speculators_configs_that_ask_for_something_else(entries: Any, message: 
     change_config(tmp_path, **entries)
     with pytest.raises(FormatError, match=message):
         read_draft(tmp_path)
+
+
+BLOCK = {"mask_token_id": 60, "target_layer_ids": [0, 1, 3]}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"dflash_config": None}, "dflash_config None: must be an object"),
+        ({"dflash_config": {**BLOCK, "block_size": 8}}, "dflash_config.block_size 8: must equal block_size 6"),
+        ({"dflash_config": {**BLOCK, "causal": True}}, "dflash_config.causal True: must be False"),
+        ({"dflash_config": {**BLOCK, "use_swa": True}}, "dflash_config.use_swa True: must be False"),
+        ({"dflash_config": {**BLOCK, "sample_from_anchor": True}}, "sample_from_anchor True: must be False"),
+        ({"dflash_config": {**BLOCK, "use_aux_hidden_state": False}}, "use_aux_hidden_state False: must be True"),
+        ({"dflash_config": {**BLOCK, "attention_value_scale": 0.5}}, "attention_value_scale 0.5: must be 1"),
+        ({"dflash_config": {"target_layer_ids": [0, 1, 3]}}, "mask_token_id: Input should be a valid integer"),
+        ({"dflash_config": {**BLOCK, "mask_token_id": 61}}, "mask_token_id 61: must be below vocab_size 61"),
+        ({"dflash_config": {"mask_token_id": 60}}, "target_layer_ids None: must be a list of layers"),
+        ({"dflash_config": {**BLOCK, "target_layer_ids": [1, "2"]}}, "must be a list of layers"),
+        ({"dflash_config": {**BLOCK, "target_layer_ids": [3, 1, 0]}}, "must be different layers in ascending order"),
+        ({"dflash_config": BLOCK, "block_size": None}, "block_size: Input should be a valid integer"),
+        ({"block_size": 1, "dflash_config": BLOCK}, "block_size: Input should be greater than or equal to 2"),
+        ({"model_type": "llama"}, "model_type llama: must be qwen3"),
+        ({"is_causal": True}, "is_causal True: must be False"),
+        ({"logit_scale": 0.5}, "logit_scale 0.5: must be 1.0"),
+        ({"use_sliding_window": True}, "use_sliding_window True: must be False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "must all be full_attention"),
+        ({"rope_theta": None}, "rope_theta: must be named"),
+        ({"attention_bias": True}, "attention_bias True: must be False"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: Input should be a valid integer"),
+        ({"num_hidden_layers": 99}, "num_hidden_layers 99: there are only 28 tensors"),
+    ],
+)
+def test_dflash_configs_that_ask_for_something_else(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_draft(heads.dflash(40), tmp_path, "vllm")
+    change_config(tmp_path, **entries)
+    with pytest.raises(FormatError, match=message) as refused:
+        read_draft(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path}/") and "\n" not in str(refused.value)
+
+
+def test_a_mask_with_an_embedding_in_a_file_of_its_own(tmp_path: Path) -> None:
+    write_draft(heads.dflash(), tmp_path, "vllm")
+    (tmp_path / "mask_embedding.pt").touch()
+    with pytest.raises(FormatError, match=r"mask_embedding\.pt: a mask with an embedding of its own is not supported"):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"sample_from_anchor": True}, "sample_from_anchor True: must be False"),
+        ({"aux_hidden_state_layer_ids": None}, "aux_layers: Input should be a valid tuple"),
+        ({"transformer_layer_config": {"model_type": "llama"}}, "model_type llama: must be qwen3"),
+    ],
+)
+def test_speculators_dflash_configs_that_ask_for_something_else(entries: Any, message: str, tmp_path: Path) -> None:
+    write_draft(heads.dflash(40), tmp_path, "speculators", 4, VERIFIER)
+    change_config(tmp_path, **entries)
+    with pytest.raises(FormatError, match=message):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["sglang", "speculators"])
+def test_what_these_formats_take_from_the_target(name: Format, tmp_path: Path) -> None:
+    for draft in (heads.dflash(own_embeddings=True), heads.dflash(own_head=True)):
+        with pytest.raises(InputError, match=rf"format {name}: .* the target's embeddings and head; the draft has"):
+            write_draft(draft, tmp_path, name, 4, VERIFIER)
+    with pytest.raises(InputError, match=rf"format {name}: .*as wide as its target; 24 and 20 differ"):
+        write_draft(heads.dflash(target_hidden_size=20), tmp_path, name, 4, VERIFIER)
+    with pytest.raises(
+        InputError, match="format medusa: takes no dflash draft; dflash drafts go as vllm, sglang, spec"
+    ):
+        write_draft(heads.dflash(), tmp_path, "medusa", 4, VERIFIER)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_bias_that_was_trained_is_refused(tmp_path: Path) -> None:
@@ -225,7 +307,7 @@ def test_folders_that_hold_something_else_are_described(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(MissingFileError, match=r"config\.json: no such file; the folder holds notes\.txt"):
         read_draft(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DSparkDraftModel"], "model_type": "qwen3"}))
     with pytest.raises(MissingFileError, match=r"model\.safetensors: no such file"):
         read_draft(tmp_path)
     names = ["fc.weight", "hidden_norm.weight", *(f"layers.{index}.mlp.up_proj.weight" for index in range(5))]
@@ -233,7 +315,7 @@ def test_folders_that_hold_something_else_are_described(tmp_path: Path) -> None:
     with pytest.raises(FormatError) as refused:
         read_draft(tmp_path)
     assert str(refused.value) == (
-        f"{tmp_path}: not a draft that can be read: architectures ['DFlashDraftModel'], model_type qwen3, tensors "
+        f"{tmp_path}: not a draft that can be read: architectures ['DSparkDraftModel'], model_type qwen3, tensors "
         "fc.weight, hidden_norm.weight, layers.0.mlp.up_proj.weight, layers.1.mlp.up_proj.weight, "
         "layers.2.mlp.up_proj.weight and 2 more"
     )

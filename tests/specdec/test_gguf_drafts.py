@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftforge.errors import FormatError, InputError, MissingFileError
 from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats import (
@@ -35,6 +36,7 @@ CPU = torch.device("cpu")
 DRAFTS: dict[str, Callable[[], AnyDraft]] = {
     "small": lambda: SmallDraft(llama(layers=2, vocab=VOCAB)),
     "eagle3": lambda: head(),
+    "dflash": lambda: block(),
 }
 
 
@@ -45,6 +47,12 @@ def head(**fields: Any) -> Eagle3Draft:
         for index, norm in enumerate([draft.norm, draft.midlayer.input_layernorm, draft.midlayer.hidden_norm]):
             norm.weight.mul_(index + 2)
     return draft
+
+
+def block(draft_vocab: int = 40, **fields: Any) -> DFlashDraft:
+    """A reduced vocabulary of 40."""
+    fields = {"vocab_size": VOCAB, "intermediate_size": 64, "mask_token_id": 279, **fields}
+    return heads.dflash(draft_vocab, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +88,7 @@ def test_a_folder_and_its_file_are_the_same_draft(draft: AnyDraft, written: Path
     for place in (written, written.parent):
         again = read_draft(place)
         assert detect(place) == "gguf" and type(again) is type(draft) and same(again, draft)
-    if isinstance(draft, Eagle3Draft):
+    if isinstance(draft, Eagle3Draft | DFlashDraft):
         assert again.config == draft.config
 
 
@@ -153,6 +161,8 @@ def test_keys_that_other_writers_leave_out(draft: AnyDraft, written: Path) -> No
     """Where a key is absent llama.cpp takes the same as we do."""
     if isinstance(draft, SmallDraft):  # its heads make up its width; the head's do not
         optional = {"attention.key_length", "attention.value_length", "rope.dimension_count"}
+    elif isinstance(draft, DFlashDraft):
+        optional = {"attention.causal", "sample_from_anchor"}
     else:
         optional = {"norm_before_residual", "norm_before_fc"}
 
@@ -214,7 +224,7 @@ def test_what_is_no_draft_is_refused_by_name(tokenizer: PreTrainedTokenizerFast,
     with pytest.raises(MissingFileError, match=r"nowhere\.gguf: no such file"):
         read_draft(tmp_path / "nowhere.gguf")
     write_gguf(tmp_path / "other.gguf", GgufFile("gemma3", {"general.name": "other"}, {"fc.weight": torch.zeros(1)}))
-    with pytest.raises(FormatError, match=r"general\.architecture 'gemma3': a draft is 'llama' or 'eagle3'"):
+    with pytest.raises(FormatError, match=r"general\.architecture 'gemma3': a draft is 'llama', 'eagle3' or 'dflash'"):
         read_draft(tmp_path)
     write_draft(head(), tmp_path, "gguf", tokenizer=tokenizer)
     with pytest.raises(FormatError, match=r"holds draft\.gguf and other\.gguf; name the file that is the draft"):
@@ -231,6 +241,47 @@ def test_what_llamacpp_would_compute_otherwise_is_refused(tokenizer: PreTrainedT
     odd.config.rope_parameters = {"rope_type": "llama3", "type": "llama3", "rope_theta": 1e4, "factor": 8.0}
     with pytest.raises(FormatError, match="format gguf: low_freq_factor: Field required"):
         write_llama(odd, tokenizer, tmp_path / "draft.gguf")
+
+
+def test_dflash_drafts_that_llamacpp_would_run_otherwise(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    for message, draft in (
+        ("as wide as its target; 24 and 20 differ", block(target_hidden_size=20)),
+        ("rope_scaling llama3: llama.cpp does not read its factors", block(rope_scaling=heads.SCALINGS["llama3"])),
+        ("rope_scaling yarn: beta_fast 8 and beta_slow 0.1: llama.cpp computes 32 and 1 only", block(
+            rope_scaling=heads.SCALINGS["yarn"]
+        )),
+    ):  # fmt: skip
+        with pytest.raises(FormatError, match=f"format gguf: .*{message}"):
+            write_draft(draft, tmp_path, "gguf", tokenizer=tokenizer)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dflash.attention.causal": True}, r"dflash\.attention\.causal True: must be False"),
+        ({"dflash.sample_from_anchor": True}, r"dflash\.sample_from_anchor True: must be False"),
+        ({"dflash.attention.sliding_window": 64}, r"dflash\.attention\.sliding_window 64: must be 0"),
+        ({"dflash.block_count": 99}, r"dflash\.block_count 99: there are only 27 tensors"),
+        ({"tokenizer.ggml.mask_token_id": 280}, "mask_token_id 280: must be below vocab_size 280"),
+        ({"dflash.target_layers": [4, 2]}, r"aux_layers \[4, 2\]: must be different layers in ascending order"),
+    ],
+)
+def test_keys_of_dflash_that_ask_for_something_else(
+    changes: dict[str, Any], message: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    write_draft(block(), tmp_path, "gguf", tokenizer=tokenizer)
+    rewrite(tmp_path / "draft.gguf", lambda content: content.fields.update(changes))
+    with pytest.raises(FormatError, match=message):
+        read_draft(tmp_path)
+
+
+def test_dflash_drafts_of_the_whole_vocabulary(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    for own in (False, True):
+        draft = block(VOCAB, own_embeddings=own, own_head=own, rope_scaling=heads.SCALINGS["linear"])
+        write_draft(draft, tmp_path, "gguf", tokenizer=tokenizer)
+        again = read_draft(tmp_path)
+        assert isinstance(again, DFlashDraft) and again.config == draft.config and same(again, draft)
 
 
 def test_d2t_that_names_a_token_twice(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

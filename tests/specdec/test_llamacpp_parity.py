@@ -20,7 +20,8 @@ from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 
 pytestmark = pytest.mark.slow
-NAMES = ("small", "eagle3", "eagle3-reduced")
+NAMES = ("small", "eagle3", "eagle3-reduced", "dflash", "dflash-reduced")
+KINDS = {"small": "DRAFT_SIMPLE", "eagle3": "DRAFT_EAGLE3", "dflash": "DRAFT_DFLASH"}
 LENGTHS = (2, 3, 17, 40)
 
 
@@ -49,7 +50,7 @@ def write_files(folder: Path, target: Target, drafts: dict[str, Any]) -> None:
 
 
 def serve(folder: Path, name: str, K: int) -> LlamaServer:
-    kind = "DRAFT_SIMPLE" if name == "small" else "DRAFT_EAGLE3"
+    kind = KINDS[name.partition("-")[0]]
     return LlamaServer(folder / "target.gguf", folder / name / "draft.gguf", kind, K)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from proposing import CHAINS, SHAPE, TREES, proposer_named
-from stand_ins import near_copy, prompts, random_eagle3, target, taught_medusa
+from stand_ins import near_copy, prompts, random_eagle3, target, taught_dflash, taught_medusa
 
 from draftforge.errors import InputError
 from draftforge.specdec.decoder import Request, generate
@@ -49,6 +49,7 @@ STATIC: dict[str, Callable[[CausalModel], AnyDraft]] = {
     "eagle3, 2 tokens": lambda model: random_eagle3(model, draft_vocab=2),  # fewer than the shape's siblings
     "eagle3, 40 tokens": lambda model: random_eagle3(model, draft_vocab=40),
     "medusa, 3 heads": lambda model: taught_medusa(model, steps=30),  # fewer than the shape's levels
+    "dflash, 3 masks": lambda model: taught_dflash(model, steps=30),
 }
 DRY = SamplingSettings(repetition_penalty=1.4)
 
@@ -140,7 +141,11 @@ def test_one_trace_serves_every_draft_length() -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        *((name, rule) for name in ("small", "eagle3-reduced") for rule in ("token", "block", "onehot", "match")),
+        *(
+            (name, rule)
+            for name in ("small", "eagle3-reduced", "dflash")
+            for rule in ("token", "block", "onehot", "match")
+        ),
         ("small-tree", "onehot"),
         ("small-tree", "match"),
         ("small-sampled", "onehot"),
@@ -186,6 +191,7 @@ LOSSLESS = {name for name, rule in RULES.items() if rule.lossless}
     [
         ("small", {"token", "block", "onehot", "match"}),
         ("medusa", {"token", "block", "onehot", "match"}),
+        ("dflash", {"token", "block", "onehot", "match"}),
         ("lookup", {"onehot", "match"}),
         ("small-tree", {"onehot", "match"}),
         ("small-dynamic", {"onehot", "match"}),

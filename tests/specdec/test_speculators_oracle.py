@@ -7,8 +7,10 @@ import heads
 import pytest
 import torch
 from safetensors.torch import load_file
+from stand_ins import first_positions
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.formats import Verifier, read_draft, write_draft
 
 speculators = pytest.importorskip("speculators", reason="an oracle, not a dependency: make test-vllm has it")
@@ -54,7 +56,7 @@ def test_it_loads_our_folder_and_drafts_the_same_tokens(
     aux = torch.randn(1, TOKENS + 1, 72, generator=torch.Generator().manual_seed(4))
     document = torch.zeros(1, TOKENS, dtype=torch.long)
     drafted = theirs(hidden_states=aux[:, :TOKENS], input_ids=ids[:, 1:], document_ids=document, ttt_steps=STEPS)
-    states = ours(theirs.embed_tokens(ids), aux, torch.zeros(1, dtype=torch.long), TOKENS, STEPS)
+    states = ours(theirs.embed_tokens(ids), aux, first_positions(ids, TOKENS), STEPS)
     for k, (tokens, state) in enumerate(zip(drafted, states, strict=True)):
         inside = TOKENS - k  # later positions read past the end of the text
         assert torch.equal(ours.logits(state).argmax(-1)[:, :inside], tokens[:, :inside])
@@ -68,3 +70,39 @@ def test_we_read_what_it_writes(target_folder: Path, tmp_path: Path) -> None:
     ours = heads.eagle3(40).state_dict()
     assert {name for name in again.state_dict() if name not in ours} == {"embed_tokens.weight"}
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("draft_vocab", [61, 40])
+@torch.no_grad()
+def test_it_loads_our_dflash_folder_and_computes_the_same_blocks(
+    target_folder: Path, tmp_path: Path, draft_vocab: int
+) -> None:
+    ours = heads.dflash(draft_vocab)
+    write_draft(ours, tmp_path, "speculators", 5, Verifier(str(target_folder), ["LlamaForCausalLM"]))
+    config: Any = speculators.SpeculatorModelConfig.from_pretrained(str(tmp_path))
+    assert config.speculators_config.proposal_methods[0].speculative_tokens == 5
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs: Any = speculators.SpeculatorModel.from_pretrained(str(tmp_path), config=config)
+    assert type(theirs).__name__ == "DFlashDraftModel"
+    stored, loaded = load_file(tmp_path / "model.safetensors"), theirs.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
+
+    tokens, blocks = 30, 7
+    ids = torch.randint(61, (1, tokens), generator=torch.Generator().manual_seed(3))
+    aux = torch.randn(1, tokens, 72, generator=torch.Generator().manual_seed(4))
+    mask, document = torch.ones(1, tokens), torch.zeros(1, tokens, dtype=torch.long)
+    last = torch.zeros(1, tokens, 24)  # of the target: what it teaches is not looked at
+    _, logits, _, _, places = theirs._backbone_forward(aux, ids, mask, last, document, max_anchors=blocks)
+    anchors = places.view(blocks, 6)[:, 0]
+    block_ids = torch.full((1, blocks, 6), 60)
+    block_ids[0, :, 0] = ids[0, anchors]
+    states = ours(theirs.embed_tokens(block_ids), aux, Sight(Documents.rows(ids), anchors[None]))
+    torch.testing.assert_close(theirs.lm_head(states).flatten(1, 2), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_we_read_the_dflash_draft_that_it_writes(target_folder: Path, tmp_path: Path) -> None:
+    write_draft(heads.dflash(40), tmp_path / ".", "speculators", 5, Verifier(str(target_folder), ["LlamaForCausalLM"]))
+    model: Any = speculators.SpeculatorModel.from_pretrained(str(tmp_path))
+    model.save_pretrained(tmp_path / "theirs")
+    again, ours = read_draft(tmp_path / "theirs").state_dict(), heads.dflash(40).state_dict()
+    assert again.keys() == ours.keys() and all(torch.equal(again[name], tensor) for name, tensor in ours.items())

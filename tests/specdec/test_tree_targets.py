@@ -95,13 +95,14 @@ class Oracle:
 
     aux_layers: tuple[int, ...] = ()
     reads_states = False
+    nested = True
     levels: int | None = None
     width = 61
 
     def __init__(self, texts: list[list[int]]) -> None:
         self._texts = texts
 
-    def reserve(self, slots: int, tokens: int, nodes: int) -> None:
+    def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
         self._known: list[list[int]] = [[] for _ in range(slots)]
 
     def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:

@@ -30,7 +30,7 @@ from draftforge.train.settings import EagleSettings, MedusaSettings
 def drafted_logits(draft: AnyDraft, target: CausalModel, ids: Sequence[int], chain: Sequence[int]) -> Tensor:
     """Logits [1 + len(chain), V] of what a round drafts after `ids`, were it to draft this chain."""
     drafter = make_drafter(draft, target)
-    drafter.reserve(1, len(ids), 1 + len(chain))
+    drafter.reserve(1, len(ids), 1 + len(chain), 1 + len(chain))
     states = target.states(torch.tensor([ids[:-1]], device=target.device), aux_layers=drafter.aux_layers)
     drafter.begin([0], [list(ids)], states)
     logits = [drafter.open(1)[0]]

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from draftforge.specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
@@ -62,6 +63,17 @@ def eagle3(draft_vocab: int = 61, own_embeddings: bool = False, seed: int = 0, *
     fields = {**LAYER, **own, **fields}
     ids = torch.randperm(fields["vocab_size"])[:draft_vocab].sort().values
     return _lively(Eagle3Draft(Eagle3Config(**fields), ids, own_embeddings))
+
+
+def dflash(
+    draft_vocab: int = 61, own_embeddings: bool = False, own_head: bool = False, seed: int = 0, **fields: Any
+) -> DFlashDraft:
+    """Two layers, three captured ones, blocks of an anchor and five masks."""
+    torch.manual_seed(seed)
+    own = {"num_hidden_layers": 2, "target_hidden_size": 24, "draft_vocab_size": draft_vocab, "aux_layers": (1, 2, 4)}
+    fields = {**LAYER, **own, "block_size": 6, "mask_token_id": 60, **fields}
+    ids = torch.randperm(fields["vocab_size"])[:draft_vocab].sort().values
+    return _lively(DFlashDraft(DFlashConfig(**fields), ids, own_embeddings, own_head))
 
 
 def medusa(fc_bias: bool = False, num_layers: int = 1, seed: int = 0) -> MedusaDraft:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from stand_ins import near_copy, random_eagle3, target, taught_eagle, taught_medusa
+from stand_ins import near_copy, random_eagle3, target, taught_dflash, taught_eagle, taught_medusa
 
 from draftforge.specdec.drafts import AnyDraft
 from draftforge.specdec.models import CausalModel
@@ -19,11 +19,19 @@ from draftforge.specdec.proposers import (
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.tree import Drawn
 
-CHAINS = ("small", "eagle", "eagle3", "eagle3-reduced", "medusa", "lookup")
+CHAINS = ("small", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup")
 TREES = (
     "small-tree", "small-dynamic", "small-merged", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic", "medusa-tree",
+    "dflash-tree", "dflash-dynamic",
 )  # fmt: skip
-DRAWN_TREES = ("small-sampled", "eagle3-sampled", "small-distinct", "eagle-distinct", "medusa-distinct")
+DRAWN_TREES = (
+    "small-sampled",
+    "eagle3-sampled",
+    "small-distinct",
+    "eagle-distinct",
+    "medusa-distinct",
+    "dflash-distinct",
+)
 SHAPE = TreeShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]])
 
 
@@ -46,8 +54,10 @@ def takes(rule: str, name: str) -> bool:
 
 
 @functools.cache
-def _taught(family: str) -> AnyDraft:
+def taught(family: str, draft_vocab: int | None = None) -> AnyDraft:
     """Taught once a process, on the one target of these tests."""
+    if family == "dflash":
+        return taught_dflash(target(), draft_vocab)
     return taught_eagle(target()) if family == "eagle" else taught_medusa(target())
 
 
@@ -58,9 +68,10 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
     family, _, kind = name.partition("-")
     drafts: dict[str, Callable[[], AnyDraft]] = {
         "small": lambda: near_copy(model, noise),
-        "eagle": lambda: _taught("eagle"),
+        "eagle": lambda: taught("eagle"),
         "eagle3": lambda: random_eagle3(model, draft_vocab=40 if kind == "reduced" else None),
-        "medusa": lambda: _taught("medusa"),
+        "medusa": lambda: taught("medusa"),
+        "dflash": lambda: taught("dflash", 40 if kind == "reduced" else None),
     }
     draft = drafts[family]()
     if kind in ("", "reduced"):

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.documents import Documents, Sight
+from draftforge.specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
@@ -96,6 +97,41 @@ def taught_eagle(model: CausalModel, steps: int = 60) -> EagleDraft:
         states = draft(model.embed(ids_BT).detach(), hidden_BTH, trained, 2)
         logits = [model.logits(state).flatten(0, 1) for state in states]
         return sum(F.cross_entropy(x, ids_BT[:, 2 + k : 2 + k + width].flatten()) for k, x in enumerate(logits))  # type: ignore[return-value]
+
+    return _taught(draft, loss, steps)
+
+
+def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int = 60) -> DFlashDraft:
+    """Blocks of an anchor and three masks, after a few steps on the target's own answers: right at times."""
+    torch.manual_seed(2)
+    config = DFlashConfig(
+        hidden_size=48,
+        target_hidden_size=48,
+        **LAYER,
+        vocab_size=model.vocab_size,
+        num_hidden_layers=2,
+        draft_vocab_size=draft_vocab or model.vocab_size,
+        aux_layers=(1, 2, 4),
+        block_size=4,
+        mask_token_id=60,
+    )
+    ids = torch.randperm(model.vocab_size)[: config.draft_vocab_size].sort().values
+    draft = DFlashDraft(config, ids)
+    if draft.lm_head is not None:
+        draft.lm_head.weight.data.copy_(model.model.get_output_embeddings().weight[ids])
+    ids_BT, _ = _answers(model)
+    with torch.no_grad():
+        aux_BTA = model.states(ids_BT, aux_layers=config.aux_layers).aux_BTA
+    anchor_BM = torch.arange(1, ids_BT.shape[1] - 3).expand(len(ids_BT), -1)
+    block_BMW = ids_BT.gather(1, anchor_BM)[..., None] * torch.tensor([1, 0, 0, 0])
+    block_BMW = block_BMW + 60 * torch.tensor([0, 1, 1, 1])
+    ahead_BMK = ids_BT[torch.arange(len(ids_BT))[:, None, None], anchor_BM[..., None] + torch.arange(1, 4)]
+    place_V = torch.full((model.vocab_size,), -100).index_copy(0, ids, torch.arange(len(ids)))
+
+    def loss() -> Tensor:
+        states = draft(model.embed(block_BMW).detach(), aux_BTA, Sight(Documents.rows(ids_BT), anchor_BM))[:, :, 1:]
+        logits = model.logits(states) if draft.lm_head is None else draft.lm_head(states)
+        return F.cross_entropy(logits.flatten(0, 2), place_V[ahead_BMK.flatten()])
 
     return _taught(draft, loss, steps)
 

@@ -24,7 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import draftforge
 from draftforge.progress import bar
+from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
@@ -41,6 +43,7 @@ REDUCED = 64
 CONTEXT = 512
 AUX_LAYERS = (1, 2, 3)
 STEPS = 3  # of the training-time test
+BLOCK, MASK_TOKEN = 6, VOCABULARY - 1
 LAYER: dict[str, Any] = {
     "hidden_size": 96,
     "intermediate_size": 192,
@@ -183,8 +186,7 @@ def train_eagle3(target: CausalModel, text: Tensor, draft_ids: Tensor | None = N
 
 def train_eagle3_reduced(target: CausalModel, text: Tensor) -> Eagle3Draft:
     """Drafts only the most frequent tokens."""
-    frequent = torch.bincount(text, minlength=target.vocab_size).topk(REDUCED).indices
-    return train_eagle3(target, text, frequent.sort().values)
+    return train_eagle3(target, text, _frequent(target, text))
 
 
 def train_eagle(target: CausalModel, text: Tensor) -> EagleDraft:
@@ -219,12 +221,48 @@ def train_medusa(target: CausalModel, text: Tensor) -> MedusaDraft:
     return draft.eval()
 
 
+def train_dflash(target: CausalModel, text: Tensor, draft_ids: Tensor | None = None) -> DFlashDraft:
+    """Two layers, by cross-entropy against the target, in blocks at every third place. `draft_ids` [Vd], ascending."""
+    config = DFlashConfig(
+        **LAYER,
+        num_hidden_layers=2,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size if draft_ids is None else len(draft_ids),
+        aux_layers=AUX_LAYERS,
+        block_size=BLOCK,
+        mask_token_id=MASK_TOKEN,
+    )
+    draft = DFlashDraft(config, draft_ids)
+
+    def loss(ids_BT: Tensor) -> Tensor:
+        features, teacher_BTV = _teacher(target, ids_BT)
+        anchor_M = torch.arange(1 + int(torch.randint(3, ())), ids_BT.shape[1] - BLOCK, 3)
+        block_BMW = torch.full((len(ids_BT), len(anchor_M), BLOCK), MASK_TOKEN)
+        block_BMW[..., 0] = ids_BT[:, anchor_M]
+        embeds_BMWH = target.embed(block_BMW).detach()
+        anchors = Sight(Documents.rows(ids_BT), anchor_M.expand(len(ids_BT), -1))
+        states_BMKH = draft(embeds_BMWH, features.aux_BTA, anchors)[:, :, 1:]
+        logits = target.logits(states_BMKH) if draft.lm_head is None else draft.lm_head(states_BMKH)
+        place_MK = anchor_M[:, None] + torch.arange(BLOCK - 1)
+        return _cross_entropy(logits, teacher_BTV[:, place_MK][..., draft.draft_ids])
+
+    _fit(draft, loss, text, steps=150)
+    return draft.eval()
+
+
+def train_dflash_reduced(target: CausalModel, text: Tensor) -> DFlashDraft:
+    """Drafts only the most frequent tokens, by a head of its own."""
+    return train_dflash(target, text, _frequent(target, text))
+
+
 DRAFTS: dict[str, Callable[[CausalModel, Tensor], AnyDraft]] = {
     "small": train_small,
     "medusa": train_medusa,
     "eagle": train_eagle,
     "eagle3": train_eagle3,
     "eagle3-reduced": train_eagle3_reduced,
+    "dflash": train_dflash,
+    "dflash-reduced": train_dflash_reduced,
 }
 """What is trained beside the target. A new family's head is one function (target, text) -> draft and one line here."""
 
@@ -267,6 +305,11 @@ def _steps_loss(logits_KBMV: list[Tensor], teacher_BTV: Tensor) -> Tensor:
     width = logits_KBMV[0].shape[1]
     losses = [_cross_entropy(x, teacher_BTV[:, 1 + k : 1 + k + width]) for k, x in enumerate(logits_KBMV)]
     return torch.stack(losses).mean()
+
+
+def _frequent(target: CausalModel, text: Tensor) -> Tensor:
+    """[Vd] the most frequent tokens, ascending."""
+    return torch.bincount(text, minlength=target.vocab_size).topk(REDUCED).indices.sort().values
 
 
 def _cross_entropy(logits: Tensor, p: Tensor) -> Tensor:

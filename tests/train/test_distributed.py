@@ -15,6 +15,7 @@ from draftforge.specdec.targets import Target
 from draftforge.train import loop
 from draftforge.train.settings import (
     BackboneSettings,
+    DFlashSettings,
     Eagle3Settings,
     EagleSettings,
     LoraSettings,
@@ -40,6 +41,7 @@ SETTINGS: dict[str, Settings] = {
     "eagle": EagleSettings(draft_tokens=2, feature_noise=0.0, **COMMON),
     "medusa": MedusaSettings(draft_tokens=3, **COMMON),
     "medusa-2": MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON),
+    "dflash": DFlashSettings(layers=2, draft_tokens=3, **COMMON),
     "muon": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON),
 }
 STAGES = {"eagle": [2, 3], "medusa": [2, 3], "medusa-2": [0, 2]}

@@ -104,3 +104,14 @@ def test_a_loss_by_kernels_equals_one_without(
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
         else:  # gradients that the interpreter truncates to 8 bits, which does not average out
             assert float((ours - theirs).norm()) <= 0.01 * float(theirs.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_summary_of_a_row(dtype: torch.dtype) -> None:
+    logits = draw(5, V, dtype=dtype)
+    logits[2, -1], logits[3, 0] = 50.0, 60.0
+    lse_C, best_C = kernels.summarize(logits)
+    torch.testing.assert_close(lse_C, logits.float().logsumexp(-1), rtol=1e-6, atol=1e-6)
+    assert torch.equal(best_C, logits.float().argmax(-1)) or dtype == torch.bfloat16  # there ties are likely
+    assert torch.equal(logits.gather(-1, best_C[:, None])[:, 0], logits.amax(-1))
+    assert kernels.summarize(logits[:0])[0].shape == (0,)

@@ -33,6 +33,7 @@ from draftforge.train.optimizers import make_optimizer
 from draftforge.train.schedule import learning_rate
 from draftforge.train.settings import (
     BackboneSettings,
+    DFlashSettings,
     Eagle3Settings,
     EagleSettings,
     LoraSettings,
@@ -56,10 +57,12 @@ EAGLE = EagleSettings(draft_tokens=2, **COMMON)
 MEDUSA = MedusaSettings(draft_tokens=3, **COMMON)
 MEDUSA_2 = MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON)
 MUON = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON)
+DFLASH = DFlashSettings(layers=2, draft_tokens=3, **COMMON)
 FAMILIES = [
     pytest.param(SMALL, id="small"),
     pytest.param(LORA, id="lora"),
     pytest.param(EAGLE3, id="eagle3"),
+    pytest.param(DFLASH, id="dflash"),
     pytest.param(MUON, id="muon"),
     pytest.param(EAGLE, id="eagle"),
     pytest.param(MEDUSA, id="medusa"),
@@ -168,7 +171,9 @@ def test_a_run_killed_while_saving_loses_only_that_checkpoint(
     assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000006"]
 
 
-@pytest.mark.parametrize("settings", [SMALL, EAGLE3, EAGLE.model_copy(update={"feature_noise": 0.0}), MEDUSA, MEDUSA_2])
+@pytest.mark.parametrize(
+    "settings", [SMALL, EAGLE3, DFLASH, EAGLE.model_copy(update={"feature_noise": 0.0}), MEDUSA, MEDUSA_2]
+)
 def test_loss_and_gradient_are_means_over_supervised_tokens(
     settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
 ) -> None:

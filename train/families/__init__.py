@@ -13,13 +13,14 @@ from ..head import LossSettings
 from ..precision import matrix_dtype
 from ..settings import Settings
 from .base import Family, LoadTarget
+from .dflash import DFlashFamily
 from .eagle import EagleFamily
 from .eagle3 import Eagle3Family
 from .medusa import MedusaFamily
 from .small import SmallFamily
 
 FAMILIES: Mapping[str, type[Family]] = {
-    family.name: family for family in (SmallFamily, MedusaFamily, EagleFamily, Eagle3Family)
+    family.name: family for family in (SmallFamily, MedusaFamily, EagleFamily, Eagle3Family, DFlashFamily)
 }
 
 

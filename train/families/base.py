@@ -78,7 +78,9 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     extra: Extra | None = None
     """The loss that `rows` adds; its sum is the last row of the sums."""
     step: int = 0
-    """Optimizer steps done; the loop keeps it."""
+    """Optimizer steps done; the loop says it before every step."""
+    epoch: int = 0
+    """Passes over the samples that are done; so does it this."""
     slow_share: float = 1.0
     """Share of the learning rate that the `slow` parameters have."""
     draft: DraftT

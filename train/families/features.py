@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, A features of all captured layers, H hidden size, N su
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,16 @@ class Features(NamedTuple):
     """log sum exp of the logits over the whole vocabulary."""
     best_N: Tensor
     """The likeliest token."""
+
+
+def summary(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """log sum exp, float32, and likeliest token of each row; on CUDA in one sweep, without a float32 copy."""
+    if logits_CV.is_cuda and find_spec("triton") is not None:
+        from ..kernels import summarize
+
+        return summarize(logits_CV)
+    logits_CV = logits_CV.float()
+    return logits_CV.logsumexp(-1), logits_CV.argmax(-1)
 
 
 class FeatureSource:
@@ -92,7 +103,7 @@ class FeatureSource:
         hidden_NH = states.hidden_BTH.flatten(0, 1)[positions_N].to(self._target.dtype)
         lse, best = [hidden_NH.new_zeros(0, dtype=torch.float32)], [positions_N[:0]]
         for part_CH in torch.split(hidden_NH, self._chunk):
-            logits_CV = self._target.logits(part_CH).float()
-            best.append(logits_CV.argmax(-1))
-            lse.append(logits_CV.logsumexp(-1))
+            lse_C, best_C = summary(self._target.logits(part_CH))
+            lse.append(lse_C)
+            best.append(best_C)
         return Features(aux_BTA.to(self._target.dtype), hidden_NH, torch.cat(lse), torch.cat(best))

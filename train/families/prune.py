@@ -27,7 +27,7 @@ def check_layers(layers: list[int], total: int) -> None:
 def prune(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     """A float32 copy of `model` with only these layers. Embeddings, norms and head are copied."""
     config = model.config.get_text_config()
-    prefix = _layers_prefix(model, config.num_hidden_layers)
+    prefix = layers_prefix(model, config.num_hidden_layers)
     small: PreTrainedModel = AutoModelForCausalLM.from_config(prune_config(config, layers), dtype=torch.float32)
     place = {source: index for index, source in enumerate(layers)}
     kept = {}
@@ -58,7 +58,7 @@ def prune_config(config: Any, layers: list[int]) -> Any:
     return pruned
 
 
-def _layers_prefix(model: nn.Module, total: int) -> str:
+def layers_prefix(model: nn.Module, total: int) -> str:
     found = [
         name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == total
     ]

@@ -1,0 +1,190 @@
+"""DFlash (Chen, Liang, Liu 2026, arXiv 2602.06036): a few decoder layers that fill in a block of masks in one pass.
+
+Shapes: B rows, T context tokens, M blocks of a row, W tokens of a block, N = M x W, L keys, H hidden size,
+A features of all captured layers, V vocabulary, Q query heads, G key-value heads, D head size.
+
+The context: features of every token that the target has read go through fc and a norm, and give each layer one key and
+one value at that token's own position. They do not change any more.
+
+The block: the last emitted token (the anchor, which the target has not read yet) and masks, at the positions that
+follow the context. Each of its tokens sees the whole context and the whole block, in both directions. The normed
+state of mask j drafts the j-th token after the anchor. So what a mask says depends on how many masks there are, and
+not on what the others come to say.
+
+Parameters bear the names of the checkpoint layout that vLLM and SGLang read.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from ..attention import attend, attention
+from ..cache import Step
+from ..documents import Sight
+from .layers import Attention, DecoderLayer, LayerConfig, RMSNorm
+from .vocabulary import ids_of, vocabulary_maps
+
+_TOGETHER = 1024
+"""Block tokens of a row that are run at once where there are many blocks: attention's mask grows with its square."""
+
+KeyValue = tuple[Tensor, Tensor]
+Attend = Callable[[int, Attention, Tensor, Tensor, Tensor], Tensor]
+"""Layer's number, its attention, and query, key and value of block tokens [B, Q or G, N, D] -> [B, N, Q, D]."""
+
+
+class DFlashConfig(LayerConfig):
+    """Dimensions of the draft; everything that its speed and its checkpoint depend on."""
+
+    num_hidden_layers: int = Field(ge=1)
+    target_hidden_size: int = Field(ge=1)
+    draft_vocab_size: int = Field(ge=1)
+    aux_layers: tuple[int, ...] = Field(min_length=1)
+    """Target layers, numbered as transformers' hidden_states (2 = output of layer 1)."""
+    block_size: int = Field(ge=2)
+    """Tokens of a block as it is trained, the anchor among them: one more than it drafts."""
+    mask_token_id: int = Field(ge=0)
+    """The token whose embedding stands for what is to be drafted."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DFlashConfig":
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size}: must not exceed vocab_size {self.vocab_size}")
+        if self.mask_token_id >= self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id}: must be below vocab_size {self.vocab_size}")
+        if list(self.aux_layers) != sorted(set(self.aux_layers)) or self.aux_layers[0] < 1:
+            raise ValueError(f"aux_layers {list(self.aux_layers)}: must be different layers in ascending order, from 1")
+        return self
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the draft knows a part of the vocabulary only."""
+        return self.draft_vocab_size < self.vocab_size
+
+
+class NormedAttention(Attention):
+    """As Qwen 3's: queries and keys pass a norm, head by head, before they are rotated."""
+
+    def __init__(self, config: LayerConfig, layer: int) -> None:
+        super().__init__(config, config.hidden_size)
+        self.layer_idx = layer
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def query(self, z_BNZ: Tensor, positions_BN: Tensor) -> Tensor:
+        return self._rope(self.q_norm(self._split(self.q_proj(z_BNZ), self.heads)), positions_BN)
+
+    def key(self, z_BNZ: Tensor, positions_BN: Tensor) -> Tensor:
+        return self._rope(self.k_norm(self._split(self.k_proj(z_BNZ), self.groups)), positions_BN)
+
+
+class BlockLayer(DecoderLayer):
+    """One decoder layer: pre-norm attention and MLP."""
+
+    def __init__(self, config: LayerConfig, layer: int) -> None:
+        super().__init__(config, config.hidden_size)
+        self.self_attn = NormedAttention(config, layer)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class DFlashDraft(nn.Module):
+    """The draft. Embeddings and head come from the target unless the checkpoint brought its own."""
+
+    family = "dflash"
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        draft_ids: Tensor | None = None,
+        own_embeddings: bool = False,
+        own_head: bool = False,
+    ) -> None:
+        """`draft_ids` [Vd]: target ids of the draft vocabulary, which needs a head of its own; None: all of them."""
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.aux_layers) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        has_head = own_head or config.reduced
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if has_head else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
+        d2t, t2d = vocabulary_maps(draft_ids, config.draft_vocab_size, config.vocab_size)
+        self.register_buffer("d2t", d2t)
+        self.register_buffer("t2d", t2d)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[Vd] target id of each draft id."""
+        return ids_of(self.d2t)
+
+    def context(self, aux_BTA: Tensor, positions_BT: Tensor) -> list[KeyValue]:
+        """Each layer's keys and values of tokens that the target has read, [B, G, T, D]."""
+        z_BTH = self.hidden_norm(self.fc(aux_BTA))
+        attns = [layer.self_attn for layer in self._blocks()]
+        return [(attn.key(z_BTH, positions_BT), attn.value(z_BTH)) for attn in attns]
+
+    def remember(self, aux_BTA: Tensor, step: Step) -> None:
+        """Write a step's context into the draft's cache."""
+        positions_BT = step.positions_BN
+        if positions_BT is None:
+            positions_BT = torch.arange(aux_BTA.shape[1], device=aux_BTA.device).expand(aux_BTA.shape[:2])
+        for layer, (key, value) in enumerate(self.context(aux_BTA, positions_BT)):
+            step.cache.write(layer, step, key, value)
+
+    def decode(self, embeds_BWH: Tensor, step: Step) -> Tensor:
+        """Normed states [B, W, H] of one block a row, on the draft's own cache."""
+
+        def on_cache(_: int, attn: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend(attn, query, key, value, None, kv_step=step)[0]
+
+        assert step.positions_BN is not None
+        return self._run(embeds_BWH, step.positions_BN, on_cache)
+
+    def forward(self, embeds_BMWH: Tensor, aux_BTA: Tensor, anchors: Sight) -> Tensor:
+        """Normed states [B, M, W, H] of many blocks: as each is drafted where its anchor is the last known token.
+
+        `anchors`: places [B, M] of the blocks' first tokens. A block sees its document before its anchor, and no other
+        block.
+        """
+        key_T = torch.arange(aux_BTA.shape[1], device=aux_BTA.device)
+        before_BMT = anchors.dense() & (key_T < anchors.at_BM[..., None])
+        context = self.context(aux_BTA, anchors.documents.positions_BT)
+        together = max(1, _TOGETHER // embeds_BMWH.shape[2])
+        some = [slice(start, start + together) for start in range(0, embeds_BMWH.shape[1], together)]
+        parts = [(embeds_BMWH[:, at], before_BMT[:, at], anchors.positions_BM[:, at]) for at in some]
+        return torch.cat([self._some(context, *part) for part in parts], 1)
+
+    def _some(
+        self, context: Sequence[KeyValue], embeds_BMWH: Tensor, before_BMT: Tensor, positions_BM: Tensor
+    ) -> Tensor:
+        """`forward` of a few blocks, of which each sees some of the context; `positions` of their anchors."""
+        batch, blocks, width, _ = embeds_BMWH.shape
+        itself_MN = torch.eye(blocks, dtype=torch.bool, device=before_BMT.device).repeat_interleave(width, 1)
+        visible_BML = torch.cat([before_BMT, itself_MN.expand(batch, -1, -1)], -1)
+        visible_B1NL = visible_BML.repeat_interleave(width, 1)[:, None]
+
+        def beside_context(layer: int, _: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = (torch.cat(pair, 2) for pair in zip(context[layer], (key, value)))
+            return attention(query, keys, values, visible_B1NL, None).transpose(1, 2)
+
+        positions_BN = (positions_BM[..., None] + torch.arange(width, device=positions_BM.device)).flatten(1)
+        return self._run(embeds_BMWH.flatten(1, 2), positions_BN, beside_context).view(embeds_BMWH.shape)
+
+    def _run(self, state_BNH: Tensor, positions_BN: Tensor, attended: Attend) -> Tensor:
+        """All layers over block tokens, and the last norm."""
+        for number, layer in enumerate(self._blocks()):
+            z_BNH, attn = layer.input_layernorm(state_BNH), layer.self_attn
+            query, key = attn.query(z_BNH, positions_BN), attn.key(z_BNH, positions_BN)
+            state_BNH = layer.finish(state_BNH, attended(number, attn, query, key, attn.value(z_BNH)))
+        return self.norm(state_BNH)  # type: ignore[no-any-return]
+
+    def _blocks(self) -> Sequence[BlockLayer]:
+        return list(self.layers)  # type: ignore[arg-type]

@@ -1,0 +1,161 @@
+"""DFlash drafts in the layout that vLLM and SGLang read: config.json as of a Qwen 3, and `dflash_config`.
+
+`target_layer_ids` count the target's layers from 0 and mean their outputs; engines add one. Embeddings and head may be
+absent: the target lends its own.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import FormatError
+from ...storage import read_object, write_json
+from ..drafts.dflash import DFlashConfig, DFlashDraft
+from .eagle3 import check_marks, draft_ids_in, mapping_specs
+from .llama import dtype_entries, embedding_specs, layer_entries, layer_fields, layer_specs, rope_entries, validated
+from .tensors import WEIGHTS_FILE, Spec, Stored, check_count, check_tensors, present, read_tensors, write_tensors
+
+ARCHITECTURE = "DFlashDraftModel"
+QWEN3 = "qwen3"
+_NESTED = "dflash_config"
+_QWEN3_DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+_MASK_FILE = "mask_embedding.pt"
+# What engines compute otherwise where a config, or its `dflash_config`, asks for it: the one value that is ours.
+_FIXED = {
+    "is_causal": False,
+    "use_sliding_window": False,
+    "is_neox_style": True,
+    "logit_scale": 1.0,
+    "add_swa_attention_sink_bias": False,
+}
+_FIXED_NESTED = {
+    "causal": False,
+    "use_swa": False,
+    "sample_from_anchor": False,
+    "use_aux_hidden_state": True,
+    "attention_sink_bias": False,
+}
+
+
+def write(draft: DFlashDraft, folder: Path) -> None:
+    """Write config.json and model.safetensors."""
+    dtype = write_weights(draft, folder)
+    write_json(folder / "config.json", engine_config(draft.config, dtype))
+
+
+def write_weights(draft: DFlashDraft, folder: Path) -> str:
+    """Write model.safetensors; d2t and t2d where the vocabulary is reduced. Returns the weights' type."""
+    config, tensors = draft.config, dict(draft.state_dict())
+    specs = {**tensor_specs(config), **present(optional_specs(config), tensors)}
+    if config.reduced:
+        specs |= mapping_specs(config)
+    else:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in mapping_specs(config)}
+    return write_tensors(folder / WEIGHTS_FILE, tensors, specs)
+
+
+def read(folder: Path) -> DFlashDraft:
+    """Load a folder."""
+    path = folder / "config.json"
+    stored = read_tensors(folder)
+    if (folder / _MASK_FILE).exists():
+        raise FormatError(f"{folder / _MASK_FILE}: a mask with an embedding of its own is not supported")
+    return load(read_config(path, read_object(path)), stored)
+
+
+def load(config: DFlashConfig, stored: Stored) -> DFlashDraft:
+    """The draft out of its tensors. Raises FormatError naming the tensor that is wrong."""
+    where, tensors = stored
+    check_count(where, "num_hidden_layers", config.num_hidden_layers, tensors)
+    specs = {**tensor_specs(config), **present({**optional_specs(config), **mapping_specs(config)}, tensors)}
+    if config.reduced:  # t2d says nothing that d2t does not, and engines do not read it
+        specs |= {"d2t": mapping_specs(config)["d2t"], "lm_head.weight": optional_specs(config)["lm_head.weight"]}
+    check_tensors(where, tensors, specs)
+    own = {name: f"{name}.weight" in tensors for name in ("embed_tokens", "lm_head")}
+    draft = DFlashDraft(config, draft_ids_in(config, where, tensors), own["embed_tokens"], own["lm_head"])
+    check_marks(where, draft.t2d, tensors)
+    draft.load_state_dict({"d2t": draft.d2t, "t2d": draft.t2d, **tensors})
+    return draft.to(tensors["fc.weight"].dtype)
+
+
+def engine_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
+    """config.json as engines expect it. Some look for the block's size at the top, some beside the mask."""
+    return {
+        "architectures": [ARCHITECTURE],
+        **layer_entries(config),
+        "model_type": QWEN3,
+        "num_hidden_layers": config.num_hidden_layers,
+        **rope_entries(config),
+        "target_hidden_size": config.target_hidden_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "block_size": config.block_size,
+        _NESTED: {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [layer - 1 for layer in config.aux_layers],
+            "causal": False,
+        },
+        **dtype_entries(dtype),
+    }
+
+
+def read_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
+    """The dimensions out of an engine's config.json. Raises FormatError naming the field."""
+    nested = raw.get(_NESTED)
+    if not isinstance(nested, Mapping):
+        raise FormatError(f"{path}: {_NESTED} {nested}: must be an object")
+    check_fixed(path, "", raw, _FIXED)
+    check_fixed(path, f"{_NESTED}.", nested, _FIXED_NESTED)
+    block_size = raw.get("block_size", nested.get("block_size"))
+    if nested.get("block_size", block_size) != block_size:
+        raise FormatError(f"{path}: {_NESTED}.block_size {nested['block_size']}: must equal block_size {block_size}")
+    layers = nested.get("target_layer_ids")
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise FormatError(f"{path}: {_NESTED}.target_layer_ids {layers}: must be a list of layers")
+    own = {"mask_token_id": nested.get("mask_token_id"), "aux_layers": [layer + 1 for layer in layers]}
+    return dimensions(path, raw, {**own, "block_size": block_size})
+
+
+def dimensions(path: Path, raw: Mapping[str, Any], own: Mapping[str, Any]) -> DFlashConfig:
+    """The config of a Qwen 3 layer with what is `own` to DFlash."""
+    if raw.get("model_type") != QWEN3:
+        raise FormatError(f"{path}: model_type {raw.get('model_type')}: must be {QWEN3}")
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or []):
+        raise FormatError(f"{path}: layer_types {raw['layer_types']}: must all be full_attention")
+    if raw.get("rope_theta") is None and "rope_theta" not in (raw.get("rope_parameters") or {}):
+        raise FormatError(f"{path}: rope_theta: must be named: readers differ in what they take for an absent one")
+    layer = {name: value for name, value in raw.items() if name not in ("model_type", "num_hidden_layers")}
+    fields = layer_fields(path, {**_QWEN3_DEFAULTS, **layer})
+    fields["num_hidden_layers"] = raw.get("num_hidden_layers")
+    fields["target_hidden_size"] = raw.get("target_hidden_size") or raw.get("hidden_size")
+    fields["draft_vocab_size"] = raw.get("draft_vocab_size") or raw.get("vocab_size")
+    return validated(DFlashConfig, path, {**fields, **own})
+
+
+def check_fixed(path: Path, prefix: str, raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Refuse a config that asks for another value than the one that we compute."""
+    for name, value in fixed.items():
+        if raw.get(name) not in (None, value):
+            raise FormatError(f"{path}: {prefix}{name} {raw[name]}: must be {value}")
+    if raw.get("attention_value_scale") not in (None, 1):
+        raise FormatError(f"{path}: {prefix}attention_value_scale {raw['attention_value_scale']}: must be 1")
+
+
+def tensor_specs(config: DFlashConfig) -> dict[str, Spec]:
+    """Every weight that the layout must hold."""
+    hidden = Spec((config.hidden_size,))
+    specs = {
+        "fc.weight": Spec((config.hidden_size, len(config.aux_layers) * config.target_hidden_size)),
+        "hidden_norm.weight": hidden,
+        "norm.weight": hidden,
+    }
+    for layer in range(config.num_hidden_layers):
+        prefix = f"layers.{layer}."
+        specs |= {f"{prefix}input_layernorm.weight": hidden, **layer_specs(config, prefix, config.hidden_size)}
+        specs |= {f"{prefix}self_attn.{name}_norm.weight": Spec((config.head_dim,)) for name in "qk"}
+    return specs
+
+
+def optional_specs(config: DFlashConfig) -> dict[str, Spec]:
+    """What the draft may have of its own."""
+    return {**embedding_specs(config), "lm_head.weight": Spec((config.draft_vocab_size, config.hidden_size))}

@@ -1,0 +1,110 @@
+"""Reading a DFlash draft: all levels of a tree come out of one pass, whatever stands above each.
+
+Shapes: B active slots, F nodes read at once, K drafted tokens, W = K + 1 tokens of a block, T round starts,
+A features, H hidden size, V vocabulary.
+
+As in vLLM and llama.cpp a block has as many masks as the run drafts levels, also where an answer has fewer tokens
+left; as in llama.cpp it has no more than it was trained with.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..cache import KVCache, Step
+from ..documents import Documents, Sight
+from ..drafts.dflash import DFlashDraft
+from ..models import CausalModel, States
+from ..sampling import SamplingSettings
+from .base import UNRANKED, Trace
+from .rows import over_vocabulary, trace_from_logits
+
+
+class DFlashDrafter:
+    """Keeps the context's keys, of all tokens but the last emitted one; a block's own are dropped with its round."""
+
+    reads_states = True
+    nested = False
+
+    def __init__(self, draft: DFlashDraft, target: CausalModel) -> None:
+        self._draft, self._target = draft, target
+        self._embed = draft.embed_tokens if draft.embed_tokens is not None else target.embed
+        self.aux_layers = draft.config.aux_layers
+        self.levels: int | None = draft.config.block_size - 1
+        self.width = draft.config.draft_vocab_size
+
+    def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
+        self._block = 1 + self._masks(levels)
+        device = self._draft.fc.weight.device
+        self._cache = KVCache(slots, tokens + self._block, device)
+        self._last_S = torch.zeros(slots, dtype=torch.long, device=device)
+
+    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
+        self._last_S[list(slots)] = torch.tensor([row[-1] for row in ids], device=self._last_S.device)
+        counts = [len(row) - 1 for row in ids]
+        self._remember(states, self._cache.prefill(slots, counts), max(counts))
+
+    def open(self, batch: int) -> Tensor:
+        depth_BW = torch.arange(self._block, device=self._cache.device).expand(batch, -1)
+        step = self._cache.branch(depth_BW, depth_BW.new_ones(batch, self._block, self._block, dtype=torch.bool))
+        embeds_BWH = self._blocks(self._last_S[:batch], self._block - 1)
+        self._logits_BKV = self._logits(self._draft.decode(embeds_BWH, step)[:, 1:])
+        return self._logits_BKV[:, 0]
+
+    def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
+        return self._logits_BKV[:, depth + 1, None].expand(-1, tokens_BF.shape[1], -1)
+
+    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
+        counts = [len(row) for row in tokens]
+        self._remember(states, self._cache.extend(len(tokens), max(counts)), max(counts))
+        self._cache.keep(counts)
+        last_B = torch.tensor([row[-1] for row in tokens], device=self._last_S.device)
+        self._last_S[: len(tokens)] = last_B
+
+    def move(self, source: int, destination: int) -> None:
+        self._cache.move(source, destination)
+        self._last_S[destination] = self._last_S[source]
+
+    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        """A block at every round start. Those that run past the answer's end draft there too, and are not looked at."""
+        if states is None:
+            raise ValueError("DFlash needs the target's states; ask for proposer.reads_states")
+        rows, masks = len(ids) - start, self._masks(count)
+        read_1TA = self._read(states)
+        known_T = torch.tensor(ids[start - 1 : -1], device=read_1TA.device)
+        text = Documents.rows(torch.tensor([ids[:-1]], device=read_1TA.device))
+        anchors = Sight(text, torch.arange(start - 1, len(ids) - 1, device=read_1TA.device)[None])
+        states_TWH = self._draft(self._blocks(known_T, masks)[None], read_1TA, anchors)[0]
+        rank_TK = torch.full((rows, count), UNRANKED, device=read_1TA.device)
+        q_TK = torch.zeros(rows, count, device=read_1TA.device)
+        for k in range(masks):
+            inside = max(rows - k, 0)
+            logits_TV = self._logits(states_TWH[:inside, k + 1])
+            rank_TK[:inside, k], q_TK[:inside, k] = trace_from_logits(logits_TV, ids, start + k, sampling)
+        return Trace(rank_TK, q_TK, offered_T=torch.full((rows,), masks))
+
+    def _masks(self, levels: int) -> int:
+        return min(levels, self._draft.config.block_size - 1)
+
+    def _blocks(self, anchors_R: Tensor, masks: int) -> Tensor:
+        """Embeddings [R, W, H] of blocks, each of an anchor and masks."""
+        masks_RK = anchors_R.new_full((len(anchors_R), masks), self._draft.config.mask_token_id)
+        return self._embed(torch.cat([anchors_R[:, None], masks_RK], 1))
+
+    def _read(self, states: States) -> Tensor:
+        if states.aux_BTA is None:
+            raise ValueError("DFlash needs the target's captured layers; ask for proposer.aux_layers")
+        return states.aux_BTA.to(self._draft.fc.weight.dtype)
+
+    def _remember(self, states: States, step: Step, longest: int) -> None:
+        self._draft.remember(self._read(states)[:, :longest], step)
+
+    def _logits(self, state: Tensor) -> Tensor:
+        """Normed states [..., H] -> logits over the target's vocabulary, -inf outside the draft's."""
+        head = self._draft.lm_head
+        if head is None:
+            return self._target.logits(state)
+        logits: Tensor = head(state)
+        config = self._draft.config
+        return over_vocabulary(logits, self._draft.draft_ids, config.vocab_size) if config.reduced else logits

@@ -1,0 +1,213 @@
+"""`dflash`: a few decoder layers that fill in a block of masks from the target's features, in one pass.
+
+Shapes: B rows, T tokens, M blocks a row, K drafted tokens of a block, S steps ahead, N supervised positions, H hidden
+size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ... import fingerprint
+from ...data.batches import Batch
+from ...data.store import Capture
+from ...errors import InputError
+from ...specdec.drafts.dflash import DFlashConfig, DFlashDraft
+from ...specdec.models import CausalModel
+from ...specdec.targets import Target
+from .. import vocabulary
+from ..head import head_of
+from ..rows import Head, LossSettings, Rows
+from ..settings import DFlashSettings
+from .base import Family, Inputs, LoadTarget, Start
+from .blocks import Blocks, begin_of
+from .features import FeatureSource
+from .prune import layers_prefix, spread
+from .shape import layer_fields
+from .teacher import LiveTeacher, check_live
+
+_ALIKE = ("llama", "mistral", "qwen3")
+"""Targets whose layers are ours, but for norms of queries and keys."""
+_LAYERS = 3  # of a fresh draft whose recipe names no number
+
+
+@dataclass(frozen=True)
+class BlockInputs(Inputs):
+    """With the blocks that a batch is cut into."""
+
+    blocks: Blocks | None = None
+
+
+class DFlashFamily(Family[DFlashSettings, DFlashDraft]):
+    """Every supervised token is drafted once, in the block where it falls, as decoding would draft it there."""
+
+    name = "dflash"
+    draft_class = DFlashDraft
+
+    def __init__(self, draft: DFlashDraft, settings: DFlashSettings, loss: LossSettings, target: Target | None) -> None:
+        super().__init__(draft, settings, loss, target)
+        assert target is not None
+        self._target, self._draft_tokens = target, settings.draft_tokens
+        self.step_weights = settings.weight_of_steps()
+        draft.requires_grad_(True)
+        if draft.lm_head is not None:
+            draft.lm_head.requires_grad_(settings.train_head)
+        self._draft_ids = draft.draft_ids.to(target.device) if draft.config.reduced else None
+        self._target_head = head_of(target)
+        self._teacher_head = self._target_head if self._draft_ids is None else self._target_head.only(self._draft_ids)
+        self._features = FeatureSource(
+            target, draft.config.aux_layers, settings.features_bytes, settings.logits_bytes, loss.dtype
+        )
+
+    @classmethod
+    def start(cls, settings: DFlashSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
+        """Layers of the target where they are like ours, else random ones; its embeddings and head, or copies."""
+        target = load_target()
+        capture.check_target(target)
+        draft_ids, extra = None, {}
+        if settings.draft_vocabulary is not None:
+            counts_V = vocabulary.count_tokens(capture)
+            draft_ids = vocabulary.choose(counts_V, settings.draft_vocabulary, capture.special_ids | capture.stop_ids)
+            extra["coverage"] = vocabulary.coverage(counts_V, draft_ids)
+        config = dflash_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(fingerprint.of_json(["dflash", seed])[:15], 16))
+            draft = DFlashDraft(config, draft_ids, settings.train_embeddings, settings.train_head)
+        copy_tables(draft, target)
+        layers = copy_layers(draft, target)
+        return Start(draft, extra | ({"layers": layers} if layers else {}))
+
+    @classmethod
+    def needs_target(cls, settings: DFlashSettings) -> bool:
+        """Always: for its features."""
+        return True
+
+    @classmethod
+    def misfit(cls, settings: DFlashSettings, draft: DFlashDraft, source: str) -> str | None:
+        """Blocks, layers, vocabulary, width, what it has of its own."""
+        config = draft.config
+        if settings.draft_tokens != config.block_size - 1:
+            return f"draft_tokens = {settings.draft_tokens}: {source} has blocks that draft {config.block_size - 1}"
+        if settings.layers not in (None, config.num_hidden_layers):
+            return f"layers = {settings.layers}: {source} has {config.num_hidden_layers}"
+        if settings.aux_layers not in (None, config.aux_layers):
+            return f"aux_layers = {list(settings.aux_layers)}: {source} reads {list(config.aux_layers)}"
+        if settings.draft_vocabulary not in (None, config.draft_vocab_size):
+            return f"draft_vocabulary = {settings.draft_vocabulary}: {source} drafts {config.draft_vocab_size} tokens"
+        if settings.intermediate_size not in (None, config.intermediate_size):
+            return f"intermediate_size = {settings.intermediate_size}: {source} has {config.intermediate_size}"
+        if settings.mask_token not in (None, config.mask_token_id):
+            return f"mask_token = {settings.mask_token}: {source} has {config.mask_token_id}"
+        if settings.train_embeddings and draft.embed_tokens is None:
+            return f"train_embeddings = true: {source} has no embeddings of its own"
+        if settings.train_head and draft.lm_head is None:
+            return f"train_head = true: {source} has no head of its own"
+        return None
+
+    @classmethod
+    def check(cls, settings: DFlashSettings, load_target: LoadTarget) -> None:
+        """The target has the layers that are read, and a token to stand for what is to be drafted."""
+        target = load_target()
+        read_layers(settings, target.num_layers)
+        mask_token(settings, target)
+
+    @torch.no_grad()
+    def inputs(self, batch: Batch, samples: Sequence[int]) -> BlockInputs:
+        """Run the target, or remember it; cut each sample into blocks."""
+        begins = [begin_of(sample, self.epoch, self._draft_tokens) for sample in samples]
+        blocks = Blocks(batch, [0] if batch.empty else begins, self._draft_tokens)
+        return BlockInputs(batch, features=self._features(batch, samples), blocks=blocks)
+
+    def rows(self, inputs: Inputs) -> Rows:
+        """The state of the mask that drafts each supervised token."""
+        assert isinstance(inputs, BlockInputs) and inputs.blocks is not None and inputs.features is not None
+        blocks, config = inputs.blocks, self.draft.config
+        ids_BMW = blocks.ids(inputs.batch.ids_BT, config.mask_token_id, self._draft_tokens)
+        embed = self.draft.embed_tokens if self.draft.embed_tokens is not None else self._target.embed
+        states_BMWH = self.draft(embed(ids_BMW), inputs.features.aux_BTA, blocks.anchors)
+        states_NH = states_BMWH[:, :, 1:].flatten(0, 2)[blocks.at_N]
+        teacher = LiveTeacher(self._teacher_head, inputs.features, self._draft_ids, self._target_head)
+        return Rows(states_NH[None], None, teacher, self.step_weights, blocks.step_N[None], blocks.chains_KC)
+
+    def head(self) -> Head:
+        """The draft's own head, or the target's."""
+        return self._target_head if self.draft.lm_head is None else Head(self.draft.lm_head.weight)
+
+    def check_teacher(self, batch: Batch) -> None:
+        """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
+        check_live(self._target, batch)
+
+
+@torch.no_grad()
+def copy_tables(draft: DFlashDraft, target: CausalModel) -> None:
+    """Start a head and embeddings of the draft's own from the target's."""
+    if draft.lm_head is not None:
+        rows = target.model.get_output_embeddings().weight.float().cpu()
+        draft.lm_head.weight.copy_(rows[draft.draft_ids])
+    if draft.embed_tokens is not None:
+        draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight.float().cpu())
+
+
+@torch.no_grad()
+def copy_layers(draft: DFlashDraft, target: CausalModel) -> list[int]:
+    """Start the draft's layers from the target's, evenly spread. Returns which; none where they compute otherwise.
+
+    Norms of queries and keys that the target does not have start at one.
+    """
+    count, total = draft.config.num_hidden_layers, target.num_layers
+    if target.config.model_type not in _ALIKE or count > total:
+        return []
+    chosen = spread(count, total) if count > 1 else [total // 2]
+    prefix, weights = layers_prefix(target.model, total), target.model.state_dict()
+    for layer, source in zip(draft.layers, chosen, strict=True):
+        start, own = f"{prefix}{source}.", layer.state_dict()
+        theirs = {name.removeprefix(start): tensor for name, tensor in weights.items() if name.startswith(start)}
+        if not all(name in own and tensor.shape == own[name].shape for name, tensor in theirs.items()):
+            return []
+        layer.load_state_dict({**own, **theirs})
+    return chosen
+
+
+def dflash_config(settings: DFlashSettings, target: Target, draft_vocabulary: int) -> DFlashConfig:
+    """The draft's dimensions: layers like the target's own."""
+    return DFlashConfig(
+        **layer_fields(target, settings.intermediate_size),
+        num_hidden_layers=settings.layers or _LAYERS,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=draft_vocabulary,
+        aux_layers=read_layers(settings, target.num_layers),
+        block_size=settings.draft_tokens + 1,
+        mask_token_id=mask_token(settings, target),
+    )
+
+
+def read_layers(settings: DFlashSettings, total: int) -> tuple[int, ...]:
+    """The target layers that are read: those named, or one for each layer of the draft, evenly spread.
+
+    The published drafts leave out the first output and the last two; shallow targets give what they have.
+    """
+    if settings.aux_layers is not None:
+        if settings.aux_layers[-1] > total:
+            named = list(settings.aux_layers)
+            raise InputError(f"draft.aux_layers = {named}: must be between 1 and {total}, the target's last layer")
+        return settings.aux_layers
+    count = min(settings.layers or _LAYERS, total)
+    if count == 1:
+        return (total // 2 + 1,)
+    low, high = (2, total - 2) if total - 3 >= count else (1, total)
+    return tuple(round(low + index * (high - low) / (count - 1)) for index in range(count))
+
+
+def mask_token(settings: DFlashSettings, target: Target) -> int:
+    """The token that stands for what is to be drafted: the tokenizer's own, or one that no text has."""
+    if settings.mask_token is not None:
+        if settings.mask_token >= target.vocab_size:
+            raise InputError(f"draft.mask_token = {settings.mask_token}: must be below {target.vocab_size}")
+        return settings.mask_token
+    tokenizer = target.tokenizer
+    unused = range(len(tokenizer), target.vocab_size)
+    for found in (tokenizer.mask_token_id, *unused[-1:], tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(found, int) and found < target.vocab_size:
+            return found
+    raise InputError("draft.mask_token: the tokenizer has no token for a mask; name one that no text has")
