@@ -231,7 +231,8 @@ class _Stream:
     def _completed(self) -> Iterator[tuple[ShardPlan, Answers]]:
         for shard in [shard for shard in self._open.values() if shard.complete]:
             del self._open[shard.plan.name]
-            self._add_columns(shard)
+            if shard.recorded:
+                self._add_columns(shard)
             yield shard.plan, shard.answers()
 
     def _add_columns(self, shard: _Open) -> None:

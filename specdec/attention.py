@@ -47,6 +47,7 @@ def attend(
     if unused.get("s_aux") is not None:
         raise FormatError(f"{type(module).__name__}: attention sinks are not supported")
     if documents is not None and documents.packed:
+        query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a rotary embedding leaves float32
         if documents.runs is not None and takes_runs(query, softcap):
             output = attend_runs(query, key, value, documents.runs, scaling, sliding_window)
         else:

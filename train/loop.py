@@ -19,6 +19,7 @@ from ..specdec.formats.checkpoint import DraftMeta, read_meta, save_draft
 from ..specdec.targets import Target
 from ..storage import require_free_space
 from . import checkpoints, distributed
+from .ahead import ahead
 from .checkpoints import LoopState
 from .claim import claim
 from .distributed import Ranks
@@ -140,7 +141,7 @@ class Run:
         settings, state = self.settings, self.state
         pace = Pace(settings.steps, state.step)
         saved = state.step  # a resumed step was evaluated and saved before
-        for step in self.plan.steps(state.position):
+        for step, batches in ahead(self.plan.steps(state.position), self.batches):
             due = state.step > saved
             if due and self.is_scored(state.step):
                 self.evaluate()
@@ -154,7 +155,7 @@ class Run:
                     f"stopped by SIGTERM after step {state.step}; the same command goes on from there"
                 )
             pace.begin()
-            values = self.one_step(step)
+            values = self.one_step(step, batches)
             seconds = pace.end(state.step, step.supervised)
             speed = {"tokens_per_second": step.supervised / seconds, "positions_per_second": step.tokens / seconds}
             self.log({**values, "seconds": seconds, **speed})
@@ -181,17 +182,17 @@ class Run:
         """
         step = longest(self.plan, self.samples, self.state.position[0])
         try:
-            self.reduce(self.accumulate(step), step)
+            self.reduce(self.accumulate(step, self.batches(step)), step)
             self.update(step, rate=0.0)
         except TrainingDivergedError as error:
             raise TrainingDivergedError(f"before {error}") from None
 
-    def one_step(self, step: Step) -> dict[str, float]:
+    def one_step(self, step: Step, batches: list[Batch]) -> dict[str, float]:
         """Forward, backward and update on one global batch. Advances the state only when all of it is done."""
         settings, state = self.settings, self.state
         phase = self.enter_phase()
         self.family.step, self.family.epoch = state.step, state.position[0]
-        loss, values = self.reduce(self.accumulate(step), step)
+        loss, values = self.reduce(self.accumulate(step, batches), step)
         rate = learning_rate(
             state.step, settings.steps, settings.warmup_steps, settings.learning_rate, settings.final_rate_share
         )
@@ -213,13 +214,13 @@ class Run:
         phases = settings.phases
         return {"phase": float(phase_at(phases, step) + 1)} if len(phases) > 1 else {}
 
-    def accumulate(self, step: Step) -> Tensor:
+    def accumulate(self, step: Step, batches: list[Batch]) -> Tensor:
         """Forward and backward of this rank's micro-batches; their sums, [A, S, 4]."""
         scale = 1.0 / max(1, step.supervised)
         sums_AS4 = []
         with memory_named(self.settings, self.ranks.rank):
-            for number, indexes in enumerate(step.micro_batches, start=1):
-                inputs = self.family.inputs(self.batch(indexes), indexes)
+            for number, (indexes, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
+                inputs = self.family.inputs(batch.to(self.ranks.device), indexes)
                 sums_AS4.append(self.engine.accumulate(inputs, scale, last=number == len(step.micro_batches)))
         return torch.stack(sums_AS4)
 
@@ -232,11 +233,14 @@ class Run:
             alone = self.ranks.world_size == 1  # a gradient is a sum over ranks: any of them may have spoilt it
             raise TrainingDivergedError(self.blame(step, str(error), self.ranks.rank if alone else None)) from None
 
-    def batch(self, indexes: list[int]) -> Batch:
-        """Samples of one micro-batch, as tensors on the device."""
-        chosen = [self.samples[index] for index in indexes]
-        signals = [self.capture.signals(sample) for sample in chosen] if self.family.needs_signals else None
-        return collate(chosen, signals, self.settings.row_tokens).to(self.ranks.device)
+    def batches(self, step: Step) -> list[Batch]:
+        """This rank's micro-batches as tensors on the CPU."""
+        found = []
+        for indexes in step.micro_batches:
+            chosen = [self.samples[index] for index in indexes]
+            signals = [self.capture.signals(sample) for sample in chosen] if self.family.needs_signals else None
+            found.append(collate(chosen, signals, self.settings.row_tokens))
+        return found
 
     def reduce(self, sums_AS4: Tensor, step: Step) -> tuple[float, dict[str, float]]:
         """Mean loss and figures over all ranks. Raises TrainingDivergedError on every rank if one is not finite."""

@@ -20,7 +20,7 @@ Moments = dict[str, dict[str, Tensor]]
 """Parameter name -> its moments (exp_avg and exp_avg_sq of AdamW, momentum_buffer of Muon), float32, unsharded."""
 COUNTER = "step"
 """AdamW counts its steps beside the moments; the loop knows their number."""
-_SHARE = "rate_share"
+_SHARE, _MUON = "rate_share", "muon"
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -40,7 +40,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of both, on the groups that are there: DeepSpeed takes all but one away and steps each by itself."""
         for part, is_muon in ((self._muon, True), (self._adamw, False)):
-            part.param_groups = [group for group in self.param_groups if (_SHARE in group) == is_muon]
+            part.param_groups = [group for group in self.param_groups if (_MUON in group) == is_muon]
             part.step()
 
 
@@ -50,7 +50,7 @@ def make_optimizer(family: Family, settings: Settings) -> torch.optim.Optimizer:
     if settings.optimizer == "adamw":
         return _adamw(family, settings, [*hidden, *tables], rest)
     share = settings.muon_rate / settings.learning_rate
-    muon = Muon(_groups(family, hidden, share), settings.weight_decay, family.loss_settings.dtype)
+    muon = Muon(_groups(family, hidden, share, **{_MUON: 1.0}), settings.weight_decay, family.loss_settings.dtype)
     if not (tables or rest):
         return muon  # adapters: matrices only
     return MuonAdamW(muon, _adamw(family, settings, tables, rest))
@@ -79,7 +79,7 @@ def _groups(family: Family, parameters: list[torch.nn.Parameter], share: float, 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Use `rate`, AdamW's, in all groups from now on; Muon's follows in proportion."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group[_SHARE]
+        group["lr"] = rate * group.get(_SHARE, 1.0)
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:

@@ -115,15 +115,15 @@ def run_into_infinity(capture: str, target: str, jobs: list[dict[str, Any]]) -> 
     original = loop.Run.one_step
     found: list[dict[str, Any]] = []
 
-    def poisoned(self: loop.Run, step: Any) -> dict[str, float]:
+    def poisoned(self: loop.Run, step: Any, batches: Any) -> dict[str, float]:
         if self.state.step != 2:
-            return original(self, step)
+            return original(self, step, batches)
         weights, moments = self.engine.weights(), self.engine.moments()
         if self.ranks.rank == self.ranks.world_size - 1:
             for parameter in self.family.trainable().values():
                 parameter.register_hook(lambda grad: grad * float("inf"))  # type: ignore[no-untyped-call]
         try:
-            return original(self, step)
+            return original(self, step, batches)
         finally:
             same = all(torch.equal(x, weights[name]) for name, x in self.engine.weights().items())
             after = self.engine.moments()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftforge import progress
-from draftforge.data.batches import Step, collate
+from draftforge.data.batches import Batch, Step, collate
 from draftforge.data.store import Capture
 from draftforge.errors import (
     DeviceMemoryError,
@@ -27,6 +27,7 @@ from draftforge.specdec.targets import Target
 from draftforge.train import checkpoints, loop
 from draftforge.train.families import build
 from draftforge.train.families.prepare import prepare
+from draftforge.train.families.small import SmallFamily
 from draftforge.train.footprint import Footprint
 from draftforge.train.loop import train
 from draftforge.train.optimizers import make_optimizer
@@ -304,22 +305,21 @@ def test_numbers_that_are_not_finite_stop_before_the_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = SMALL.model_copy(update={"save_every": 2})
-    original = loop.Run.batch
+    original = loop.Run.accumulate
     weights: list[torch.Tensor] = []
 
-    def poisoned(self: loop.Run, indexes: list[int]) -> Any:
-        batch = original(self, indexes)
+    def poisoned(self: loop.Run, step: Step, batches: list[Batch]) -> Any:
         if self.state.step == 3:
             weight = next(iter(self.family.trainable().values()))
             weights.extend([weight, weight.detach().clone()])
             if what == "loss":
-                assert batch.signals is not None
-                batch.signals.topk_logp_nk.fill_(float("nan"))
+                assert batches[0].signals is not None
+                batches[0].signals.topk_logp_nk.fill_(float("nan"))
             else:
                 weight.register_hook(lambda grad: grad * float("inf"))  # type: ignore[no-untyped-call]
-        return batch
+        return original(self, step, batches)
 
-    monkeypatch.setattr(loop.Run, "batch", poisoned)
+    monkeypatch.setattr(loop.Run, "accumulate", poisoned)
     with pytest.raises(TrainingDivergedError, match=r"step 4, rank 0: .*samples c\d/0/t1") as error:
         train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     assert what in str(error.value)
@@ -451,15 +451,14 @@ def test_what_does_not_fit_into_memory_fails_before_the_first_step(
 ) -> None:
     samples = tiny_capture.samples("train")
     most = max(len(one.prompt_ids) + len(one.answer_ids) for one in samples)
-    original = loop.Run.batch
+    original = SmallFamily.inputs
 
-    def full(self: loop.Run, indexes: list[int]) -> Any:
-        batch = original(self, indexes)
+    def full(self: SmallFamily, batch: Batch, indexes: list[int]) -> Any:
         if batch.ids_BT.shape[1] >= most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-        return batch
+        return original(self, batch, indexes)
 
-    monkeypatch.setattr(loop.Run, "batch", full)
+    monkeypatch.setattr(SmallFamily, "inputs", full)
     expected = (
         r"draft.tokens_per_step 120: .* rank 0's memory \(CUDA out of memory.*accumulation.*activation_checkpointing"
     )
