@@ -52,6 +52,7 @@ def main(
     answers: Annotated[Path | None, typer.Option(help="Recorded answers to start from.")] = None,
     self_prompts: Annotated[int, typer.Option(help="Prompts to sample from the target into OUT/self.jsonl.gz.")] = 0,
     record: Annotated[bool, typer.Option(help="Only capture, and keep the answers in OUT/answers.")] = False,
+    draft: Annotated[list[str] | None, typer.Option(help="Only this draft of the recipe; may be given again.")] = None,
     recipe: Annotated[Path, typer.Option(help="What is trained, and how.")] = RECIPE,
 ) -> None:
     """Mix, capture (or recorded answers), train, score."""
@@ -75,7 +76,7 @@ def main(
     prepare_drafts(space, captured)
     trained: dict[str, Stage] = {}
     runs: dict[str, dict[str, float]] = {}
-    for name in space.recipe.drafts:
+    for name in draft or space.recipe.drafts:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         trained[name] = train_stage(space, name, captured, NoSink())
