@@ -213,13 +213,14 @@ def collate(samples: Sequence[Tokens], signals: Sequence[Signals] | None = None,
     lengths = [len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples]
     rows, tokens = pack(lengths, row_tokens)
     places = _places(rows, samples)
+    number = {index: place for members in rows for place, index in enumerate(members)}
     ids_BT = torch.full((len(rows), tokens), _PADDING_ID)
     document_BT, place_BT = torch.full_like(ids_BT, PADDING), torch.zeros_like(ids_BT)
     positions, offsets = [], [0]
     for index, (sample, (row, start, length, prompt)) in enumerate(zip(samples, places, strict=True)):
         at = slice(start, start + length)
         ids_BT[row, at] = torch.tensor(sample.prompt_ids + sample.answer_ids)
-        document_BT[row, at] = rows[row].index(index)
+        document_BT[row, at] = number[index]
         place_BT[row, at] = torch.arange(length)
         first = row * tokens + start + prompt - 1
         positions.append(torch.arange(first, first + len(sample.answer_ids)))

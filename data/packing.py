@@ -1,10 +1,11 @@
 """Samples side by side in rows of equal length, with little padding."""
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 MOST_PADDING = 0.05
 """Share of padding above which samples are packed into fewer, longer rows; one row has none."""
-_GROWTH = 64  # a row that turned out too short grows by this share of itself
+_SHARE = 64  # rows that turned out too short grow by this part of themselves; too many lose this part of them
 
 
 def pack(lengths: Sequence[int], row_tokens: int = 0) -> tuple[list[list[int]], int]:
@@ -21,25 +22,25 @@ def pack(lengths: Sequence[int], row_tokens: int = 0) -> tuple[list[list[int]], 
         rows, tokens = _rows(lengths, count, max(longest, -(-total // count)))
         if total >= (1 - MOST_PADDING) * len(rows) * tokens:
             return rows, tokens
-        count = len(rows) - 1
+        count = len(rows) - max(1, len(rows) // _SHARE)
 
 
 def _rows(lengths: Sequence[int], count: int, tokens: int) -> tuple[list[list[int]], int]:
     """At most `count` rows, made a little longer until all samples have a place."""
     while (rows := _best_fit(lengths, count, tokens)) is None:
-        tokens += max(1, tokens // _GROWTH)
+        tokens += max(1, tokens // _SHARE)
     return rows, max(sum(lengths[index] for index in row) for row in rows)
 
 
 def _best_fit(lengths: Sequence[int], count: int, tokens: int) -> list[list[int]] | None:
     """Each sample, longest first, goes into the fullest row that has room; None where one has none."""
     rows: list[list[int]] = [[] for _ in range(count)]
-    room = [tokens] * count
+    room = [(tokens, row) for row in range(count)]  # ascending
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        open_rows = [row for row in range(count) if room[row] >= lengths[index]]
-        if not open_rows:
+        best = bisect_left(room, (lengths[index], -1))
+        if best == count:
             return None
-        best = min(open_rows, key=lambda row: room[row])
-        rows[best].append(index)
-        room[best] -= lengths[index]
+        left, row = room.pop(best)
+        rows[row].append(index)
+        insort(room, (left - lengths[index], row))
     return sorted(sorted(row) for row in rows if row)
