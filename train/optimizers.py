@@ -1,7 +1,7 @@
 """Optimizers over a family's parameters, and their state by parameter name, free of how it is spread.
 
 AdamW takes everything, or Muon takes the matrices inside the network and AdamW the rest: embeddings and heads, whose
-rows are looked up one by one, norms and biases.
+rows are looked up one by one, tensors that hold several matrices (experts) or filters, norms and biases.
 """
 
 from collections.abc import Iterable, Mapping

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from draftforge.data.store import Capture
+from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.train.families import build
 from draftforge.train.families.base import Family
 from draftforge.train.families.prepare import prepare
+from draftforge.train.families.small import SmallFamily
 from draftforge.train.muon import Muon, orthogonal
 from draftforge.train.optimizers import make_optimizer, read_moments, set_rate, write_moments
+from draftforge.train.rows import LossSettings
 from draftforge.train.settings import Eagle3Settings, LoraSettings, Settings, SmallSettings
 
 MUON = Eagle3Settings(
@@ -67,6 +71,30 @@ def test_first_step_is_orthogonal_inside_and_signs_elsewhere(family: Family) -> 
             expected = -MUON.learning_rate / 2 * parameter.grad.sign()
             torch.testing.assert_close(moved[name], expected, atol=1e-6, rtol=1e-3)
     assert seen == len(hidden) > 5 and seen < len(family.trainable())
+
+
+def test_experts_in_one_tensor_train_by_adamw() -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=64,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    settings = SmallSettings(layers=2, optimizer="muon", weight_decay=0.0)
+    family = SmallFamily(SmallDraft(model), settings, LossSettings({"kl": 1.0}), None)
+    moved = step(family, make_optimizer(family, settings), settings.learning_rate, seed=1)
+    experts = {name: parameter for name, parameter in family.trainable().items() if parameter.ndim > 2}
+    for name, parameter in experts.items():
+        assert parameter.grad is not None
+        expected = -settings.learning_rate * parameter.grad.sign()
+        torch.testing.assert_close(moved[name], expected, atol=1e-6, rtol=1e-3)
+    assert len(experts) == 4 and all(float(change.abs().sum()) > 0 for change in moved.values())
 
 
 def test_state_put_back_gives_the_same_next_step(family: Family) -> None:

@@ -162,14 +162,14 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         return []
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-        """Trainable matrices inside the network; embeddings and heads; norms and biases."""
+        """Trainable matrices inside the network; embeddings, heads and what has more dimensions; norms and biases."""
         tables = {id(head.weight_VH) for head in each_head(self.head())}
         tables |= {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        matrices = [p for p in trainable if p.ndim >= 2]
+        inside = [p for p in trainable if p.ndim == 2 and id(p) not in tables]
         return (
-            [p for p in matrices if id(p) not in tables],
-            [p for p in matrices if id(p) in tables],
+            inside,
+            [p for p in trainable if p.ndim > 2 or id(p) in tables],  # experts of a mixture lie in one tensor
             [p for p in trainable if p.ndim < 2],
         )
 
