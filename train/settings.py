@@ -302,9 +302,6 @@ class DFlashSettings(_Steps):
     """Draft only so many tokens, the most frequent of the supervised ones; absent: the whole vocabulary."""
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the MLPs; absent: the target's."""
-    features_bytes: int | None = Field(default=None, ge=0)
-    """Memory for the target's features of samples that will come again; 0: run the target each time. Absent: 2 GiB
-    where the target is on the CPU, 0 elsewhere."""
     train_embeddings: bool = False
     """Give the draft its own embeddings and train them; off: it shares the target's, frozen."""
     train_head: bool = False
