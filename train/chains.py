@@ -29,12 +29,14 @@ def chains_of_steps(step_SN: Tensor, valid_SN: Tensor, steps: int) -> Tensor:
 
     Row (s, n), which is k steps ahead, belongs to the chain that starts at position n - k.
     """
-    rows = torch.arange(step_SN.numel(), device=step_SN.device).view_as(step_SN)
-    start_SN = torch.arange(step_SN.shape[1], device=step_SN.device) - step_SN
-    kept = valid_SN & (start_SN >= 0)
-    chains_KN = torch.full((steps, step_SN.shape[1]), -1, device=step_SN.device)
-    chains_KN[step_SN[kept], start_SN[kept]] = rows[kept]
-    return chains_KN
+    rows_SN = torch.arange(step_SN.numel(), device=step_SN.device).view_as(step_SN)
+    positions = step_SN.shape[1]
+    start_SN = torch.arange(positions, device=step_SN.device) - step_SN
+    nowhere = steps * positions  # picking out the valid rows instead would wait for the device
+    place_SN = torch.where(valid_SN & (start_SN >= 0), step_SN * positions + start_SN, nowhere)
+    chains = torch.full((nowhere + 1,), -1, device=step_SN.device)
+    chains[place_SN.flatten()] = rows_SN.flatten()
+    return chains[:nowhere].view(steps, positions)
 
 
 def chains_of_runs(offsets: list[int], tokens: int) -> Tensor:

@@ -98,8 +98,10 @@ def _run(
     """Loss and sums; adds to the gradients of the states and of each head's weight and bias."""
     device = rows.states_SNH.device
     plan = Plan.of(settings.objective, settings.lk_eta)
-    weights = [head.weight_VH.detach().to(settings.dtype) for head in heads]
-    weights_K = _on_device(rows.step_weights, device)
+    matrices = {id(head.weight_VH): head.weight_VH for head in heads}  # heads may share one
+    cast = {key: matrix.detach().to(settings.dtype) for key, matrix in matrices.items()}
+    weights = [cast[id(head.weight_VH)] for head in heads]
+    weights_K = on_device(rows.step_weights, device)
     step_SN, valid_SN = rows.steps(), rows.valid()
     weight_SN = weights_K[step_SN]
     steps_K1 = torch.arange(len(weights_K), device=device)[:, None]
@@ -120,7 +122,7 @@ def _run(
 
 
 @lru_cache
-def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+def on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Made once: a copy from the host would wait for the device."""
     return torch.tensor(values, device=device)
 

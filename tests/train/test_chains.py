@@ -64,6 +64,12 @@ def test_rows_of_blocks_make_chains_too() -> None:
     ]  # fmt: skip
 
 
+def test_chains_of_steps_ask_for_no_values() -> None:
+    """A device without values stands for a GPU that is not waited for."""
+    step_SN = torch.zeros(2, 5, dtype=torch.int64, device="meta")
+    assert chains_of_steps(step_SN, step_SN == 0, 2).shape == (2, 5)
+
+
 def test_neighbours_make_chains_where_a_position_has_one_row() -> None:
     chains = chains_of_runs([0, 3, 3, 5], 2)
     assert chains.T.tolist() == [[0, 1], [1, 2], [2, -1], [3, 4], [4, -1]]

@@ -18,7 +18,7 @@ from ...data.batches import Batch, moved
 from ...data.store import Capture
 from ...specdec.drafts.eagle import EagleConfig, EagleDraft
 from ...specdec.targets import Target
-from ..head import head_of
+from ..head import head_of, on_device
 from ..rows import Head, LossSettings, Rows
 from ..settings import EagleSettings
 from .alignment import Alignment
@@ -102,7 +102,7 @@ class EagleFamily(Family[EagleSettings, EagleDraft]):
         """Smooth L1 between each state and the target's, mean over H, summed over positions and weighted steps."""
         wanted_SNH = hidden_NH.float().expand_as(states_SNH)
         loss_SN = F.smooth_l1_loss(states_SNH.float(), wanted_SNH, reduction="none").mean(-1)
-        weight_S1 = torch.tensor(self.step_weights, device=loss_SN.device)[:, None]
+        weight_S1 = on_device(self.step_weights, loss_SN.device)[:, None]
         return (torch.where(valid_SN, loss_SN, 0.0) * weight_S1).sum()
 
     def head(self) -> Head:
