@@ -1,6 +1,6 @@
 """The next step's batches are made while the device works on this step's."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-def ahead(items: Iterator[T], work: Callable[[T], U]) -> Iterator[tuple[T, U]]:
+def ahead(items: Iterator[T], work: Callable[[T], U]) -> Generator[tuple[T, U], None, None]:
     """Each item with the result of its work, which a thread did while the item before was used.
 
     `items` never ends. An error of the work is raised where its item is due.

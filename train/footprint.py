@@ -23,8 +23,7 @@ class Footprint:
 
     @classmethod
     def of(cls, family: Family) -> "Footprint":
-        drafted = sum(parameter.numel() * parameter.element_size() for parameter in family.draft.parameters())
-        return cls(drafted, 12 * sum(parameter.numel() for parameter in family.trainable().values()))
+        return cls(family.saved_bytes(), 12 * sum(parameter.numel() for parameter in family.trainable().values()))
 
     @property
     def checkpoint(self) -> int:

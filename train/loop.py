@@ -5,6 +5,7 @@ weights of every checkpoint; a run that was killed at any moment goes on with th
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -141,25 +142,27 @@ class Run:
         settings, state = self.settings, self.state
         pace = Pace(settings.steps, state.step)
         saved = state.step  # a resumed step was evaluated and saved before
-        for step, batches in ahead(self.plan.steps(state.position), self.batches):
-            due = state.step > saved
-            if due and self.is_scored(state.step):
-                self.evaluate()
-            asked = self.anyone_asked()
-            if due and (self.is_scored(state.step) or self.is_saved(state.step) or asked):
-                self.save()
-            if self.finished:
-                break
-            if asked:
-                raise TrainingStoppedError(
-                    f"stopped by SIGTERM after step {state.step}; the same command goes on from there"
-                )
-            pace.begin()
-            values = self.one_step(step, batches)
-            seconds = pace.end(state.step, step.supervised)
-            speed = {"tokens_per_second": step.supervised / seconds, "positions_per_second": step.tokens / seconds}
-            self.log({**values, "seconds": seconds, **speed})
-            pace.show(state.step, state.smoothed_loss)
+        with closing(ahead(self.plan.steps(state.position), self.batches)) as steps:
+            while True:
+                due = state.step > saved
+                if due and self.is_scored(state.step):
+                    self.evaluate()
+                asked = self.anyone_asked()
+                if due and (self.is_scored(state.step) or self.is_saved(state.step) or asked):
+                    self.save()
+                if self.finished:
+                    break
+                if asked:
+                    raise TrainingStoppedError(
+                        f"stopped by SIGTERM after step {state.step}; the same command goes on from there"
+                    )
+                pace.begin()
+                step, batches = next(steps)  # to wait for them is part of the step's time
+                values = self.one_step(step, batches)
+                seconds = pace.end(state.step, step.supervised)
+                speed = {"tokens_per_second": step.supervised / seconds, "positions_per_second": step.tokens / seconds}
+                self.log({**values, "seconds": seconds, **speed})
+                pace.show(state.step, state.smoothed_loss)
         return [checkpoints.step_folder(self.folder, step) for step in state.scored]
 
     @property
@@ -176,11 +179,12 @@ class Run:
         return bool(self.settings.save_every and step % self.settings.save_every == 0)
 
     def rehearse(self) -> None:
-        """A step at rate 0 on the longest samples: what does not fit into memory fails now.
+        """A step at rate 0 on the longest samples, as late as one trains most: what does not fit into memory fails now.
 
         Weights stay as they are; moments are to be forgotten, and random numbers seeded, afterwards.
         """
         step = longest(self.plan, self.samples, self.state.position[0])
+        self.family.step = self.settings.steps - 1
         try:
             self.reduce(self.accumulate(step, self.batches(step)), step)
             self.update(step, rate=0.0)

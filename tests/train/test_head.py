@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftforge.data.signals import teacher_signals
-from draftforge.train import head
+from draftforge.train import head as chunked
 from draftforge.train.closed_form import Whole
 from draftforge.train.head import AGREE, ALPHA, COUNT, LOSS, head_loss
 from draftforge.train.objectives import OBJECTIVES, Entries, acceptance, live_entries, stored_entries, weighted_loss
@@ -206,13 +206,13 @@ def test_expected_length_equals_autograd_over_products(rows_at_once: int) -> Non
 def test_heads_that_share_a_matrix_share_its_copy_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
     states, weight, _, valid, teacher = problem(stored=False)
     seen: list[int] = []
-    original = head._chunks
+    original = chunked._chunks
 
     def chunks(rows: Rows, heads: Any, weights: list[Tensor], *rest: Any) -> Any:
         seen.append(len({each.data_ptr() for each in weights}))
         return original(rows, heads, weights, *rest)
 
-    monkeypatch.setattr(head, "_chunks", chunks)
+    monkeypatch.setattr(chunked, "_chunks", chunks)
     settings, rows = LossSettings({"kl": 1.0}, dtype=torch.bfloat16), Rows(states, valid, teacher, STEP_WEIGHTS)
     shared, _ = head_loss(rows, [Head(weight)] * len(STEP_WEIGHTS), settings)
     apart, _ = head_loss(rows, [Head(weight.detach().clone()) for _ in STEP_WEIGHTS], settings)

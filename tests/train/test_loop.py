@@ -4,12 +4,14 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from draftforge import progress
 from draftforge.data.batches import Batch, Step, collate
@@ -26,6 +28,7 @@ from draftforge.specdec.formats.checkpoint import ORIGINAL_TARGET, load_draft
 from draftforge.specdec.targets import Target
 from draftforge.train import checkpoints, loop
 from draftforge.train.families import build
+from draftforge.train.families.backbone import Backbone
 from draftforge.train.families.prepare import prepare
 from draftforge.train.families.small import SmallFamily
 from draftforge.train.footprint import Footprint
@@ -465,6 +468,54 @@ def test_what_does_not_fit_into_memory_fails_before_the_first_step(
     with pytest.raises(DeviceMemoryError, match=expected) as error:
         train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     assert recorder.rows == [] and error.value.exit_code == 3 and "\n" not in str(error.value)
+
+
+def test_what_fits_only_until_the_backbone_trains_fails_before_the_first_step_too(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Backbone, batch: Batch) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(Backbone, "states", full)
+    with pytest.raises(DeviceMemoryError):
+        train(MEDUSA_2, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    assert recorder.rows == []
+
+
+def test_waiting_for_batches_is_part_of_a_steps_seconds(
+    tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = loop.Run.batches
+
+    def slow(self: loop.Run, step: Step) -> list[Batch]:
+        time.sleep(0.3)
+        return original(self, step)
+
+    monkeypatch.setattr(loop.Run, "batches", slow)
+    train(SMALL.model_copy(update={"steps": 3}), 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    assert sum(row["seconds"] for row in metrics(tmp_path / "t")) > 0.85
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(MEDUSA_2, id="medusa-2"),
+        pytest.param(MEDUSA.model_copy(update={"train_heads": False}), id="frozen-heads"),
+    ],
+)
+def test_space_is_asked_for_all_heads_and_for_the_changed_target(
+    settings: Any,
+    tiny_capture: Capture,
+    load_tiny_target: Any,
+    tmp_path: Path,
+    recorder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(loop, "require_free_space", lambda folder, need: needed.append(need))
+    train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
+    written = sum(file.stat().st_size for file in (tmp_path / "t" / "checkpoints").rglob("*.safetensors"))
+    assert needed[-1] == pytest.approx(written, rel=0.05)
 
 
 def test_space_for_all_that_will_be_kept_is_asked_for_first_and_for_each_checkpoint_again(

@@ -1,7 +1,7 @@
 """What one family of drafts adds to the loop that all of them share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple
@@ -59,6 +59,11 @@ class Extra(NamedTuple):
     def total(self, steps: NumberT, extra: NumberT) -> NumberT:
         """The loss."""
         return self.steps_weight * steps + self.weight * extra
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes that tensors take."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
@@ -153,6 +158,10 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     def export(self) -> nn.Module:
         """The draft as it is saved and served. Adapters are merged into a copy."""
         return self.draft
+
+    def saved_bytes(self) -> int:
+        """Bytes on disk of the draft and what belongs beside it."""
+        return bytes_of(self.draft.parameters())
 
     def complete(self, folder: Path) -> None:
         """Add what belongs beside the draft to the folder that it was saved in."""

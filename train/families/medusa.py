@@ -32,7 +32,7 @@ from ..rows import Head, LossSettings, Rows
 from ..settings import BackboneSettings, MedusaSettings
 from .alignment import Alignment
 from .backbone import Backbone, check_trainable
-from .base import Extra, Family, Inputs, LoadTarget, Start
+from .base import Extra, Family, Inputs, LoadTarget, Start, bytes_of
 from .features import FeatureSource
 from .teacher import LiveTeacher, check_live
 
@@ -141,6 +141,11 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
     def slow(self) -> list[nn.Parameter]:
         """The adapters."""
         return [] if self._backbone is None else list(self.adapters.parameters())
+
+    def saved_bytes(self) -> int:
+        """All heads, those that are held once too; and the changed target."""
+        target = 0 if self._backbone is None else bytes_of(self._target.model.parameters())
+        return bytes_of(self.draft.state_dict().values()) + target
 
     def complete(self, folder: Path) -> None:
         """Write the changed target beside the draft, which fits no other."""
