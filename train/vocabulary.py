@@ -1,12 +1,22 @@
 """The reduced draft vocabulary: which tokens a draft can say at all, and how far that can take it."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..data.store import Capture
 from ..errors import InputError
+
+
+def reduced(size: int | None, capture: Capture) -> tuple[Tensor | None, dict[str, Any]]:
+    """Ids of a fresh draft's vocabulary, and what its lineage says of them; None: all of the target's."""
+    if size is None:
+        return None, {}
+    counts_V = count_tokens(capture)
+    draft_ids = choose(counts_V, size, capture.special_ids | capture.stop_ids)
+    return draft_ids, {"coverage": coverage(counts_V, draft_ids)}
 
 
 def count_tokens(capture: Capture) -> Tensor:
@@ -20,7 +30,8 @@ def count_tokens(capture: Capture) -> Tensor:
     expected_V = torch.zeros_like(counts_V)
     for sample in samples:
         signals = capture.signals(sample)
-        counts_V += torch.bincount(torch.tensor(sample.answer_ids), minlength=len(counts_V))
+        ids_n = torch.tensor(sample.answer_ids, dtype=torch.int64)
+        counts_V.index_add_(0, ids_n, torch.ones(len(ids_n), dtype=torch.float64))
         expected_V.index_add_(0, signals.topk_ids_nk.long().flatten(), signals.topk_logp_nk.double().exp().flatten())
     return counts_V + expected_V / (expected_V.sum() + 1.0)
 

@@ -5,7 +5,7 @@ import torch
 
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
-from draftforge.train.vocabulary import choose, count_tokens, coverage
+from draftforge.train.vocabulary import choose, count_tokens, coverage, reduced
 
 
 def test_counts_are_those_of_supervised_tokens(tiny_capture: Capture) -> None:
@@ -40,3 +40,11 @@ def test_sizes_that_cannot_be() -> None:
         choose(torch.zeros(4), 9, set())
     with pytest.raises(InputError, match="draft_vocabulary 1: must hold the 2 special and stop tokens"):
         choose(torch.zeros(4), 1, {0, 3})
+
+
+def test_a_reduced_vocabulary_says_how_far_it_can_take_a_draft(tiny_capture: Capture) -> None:
+    assert reduced(None, tiny_capture) == (None, {})
+    counts = count_tokens(tiny_capture)
+    ids, lineage = reduced(40, tiny_capture)
+    assert ids is not None and torch.equal(ids, choose(counts, 40, tiny_capture.special_ids | tiny_capture.stop_ids))
+    assert lineage == {"coverage": coverage(counts, ids)}

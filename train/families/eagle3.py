@@ -53,11 +53,7 @@ class Eagle3Family(Family[Eagle3Settings, Eagle3Draft]):
         """A random layer under the target's head, cut to the draft's vocabulary."""
         target = load_target()
         capture.check_target(target)
-        draft_ids, extra = None, {}
-        if settings.draft_vocabulary is not None:
-            counts_V = vocabulary.count_tokens(capture)
-            draft_ids = vocabulary.choose(counts_V, settings.draft_vocabulary, capture.special_ids | capture.stop_ids)
-            extra["coverage"] = vocabulary.coverage(counts_V, draft_ids)
+        draft_ids, extra = vocabulary.reduced(settings.draft_vocabulary, capture)
         config = eagle3_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(fingerprint.of_json(["eagle3", seed])[:15], 16))

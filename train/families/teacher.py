@@ -38,12 +38,21 @@ class LiveTeacher:
         """The whole draft vocabulary, in the target's dtype."""
         hidden_CH, lse_C = self.features.hidden_NH[rows], self.features.lse_N[rows]
         logits_CV = self.head.logits(hidden_CH)
-        all_CV = logits_CV
-        if self.draft_ids is not None and any(temperature != 1.0 for temperature in temperatures):
-            assert self.whole_head is not None
-            all_CV = self.whole_head.logits(hidden_CH)
-        lse = [lse_C if t == 1.0 else (all_CV.float() / t).logsumexp(-1) for t in temperatures]
+        if self.draft_ids is None:
+            lse = [lse_C if t == 1.0 else _lse(logits_CV, t) for t in temperatures]
+        else:
+            lse = [lse_C if t == 1.0 else self._whole_lse(hidden_CH, t) for t in temperatures]
         return Whole(logits_CV, torch.stack(lse), places(self.features.best_N[rows], self.draft_ids))
+
+    def _whole_lse(self, hidden_CH: Tensor, temperature: float) -> Tensor:
+        """log sum exp over the whole vocabulary, with no more logits at a time than the draft's tokens have."""
+        assert self.whole_head is not None
+        size = max(1, len(hidden_CH) * self.head.weight_VH.shape[0] // self.whole_head.weight_VH.shape[0])
+        return torch.cat([_lse(self.whole_head.logits(part), temperature) for part in hidden_CH.split(size)])
+
+
+def _lse(logits_CV: Tensor, temperature: float) -> Tensor:
+    return (logits_CV.float() / temperature).logsumexp(-1)
 
 
 @torch.no_grad()
