@@ -22,6 +22,7 @@ _ELSEWHERE = {
     "activation_checkpointing",
     "init_from",
 }
+_LEAST_WEIGHT = 1e-30  # float32 divides by it
 
 
 class _Training(Section):
@@ -198,6 +199,10 @@ class _Steps(_Training):
     def _one_weight_a_token(self) -> "_Steps":
         if isinstance(self.step_weights, list) and len(self.step_weights) != self.draft_tokens:
             raise ValueError(f"step_weights {self.step_weights}: must be as many as draft_tokens {self.draft_tokens}")
+        if (least := min(self.weight_of_steps())) < _LEAST_WEIGHT:
+            raise ValueError(
+                f"step_weights {self.step_weights}: gives a token weight {least:g}, must be at least {_LEAST_WEIGHT:g}"
+            )
         return self
 
     def weight_of_steps(self) -> tuple[float, ...]:
