@@ -15,6 +15,9 @@ from .score import Identity, TraceCache, score_draft, spread
 from .select import serving
 from .settings import ScoreSettings
 
+_DRAFTED = 3
+"""Tokens of the shortest answer of which one is drafted: neither the first nor the last is. Others give no figures."""
+
 
 class SampledScore:
     """Acceptance of draft folders at one K, under the rule that drafts are picked by.
@@ -34,11 +37,11 @@ class SampledScore:
         chosen = spread(samples, conversations)
         self._load_target = load_target
         self._samples = [sample for sample in samples if sample.conversation in chosen]
-        clusters = len({sample.cluster for sample in self._samples})
+        clusters = len({sample.cluster for sample in self._samples if len(sample.answer_ids) >= _DRAFTED})
         if clusters < 2:
             raise InputError(
-                f"draft.score_conversations {conversations}: the selection split has {clusters} cluster(s) of "
-                "conversations, must be at least 2 for an interval"
+                f"draft.score_conversations {conversations}: of the selection split these are {clusters} cluster(s) of "
+                f"conversations with answers of {_DRAFTED} tokens or more, must be at least 2 for an interval"
             )
         self._settings = settings.model_copy(update={"decode_conversations": 0, "max_conversations": 0})
         self._draft_tokens = draft_tokens

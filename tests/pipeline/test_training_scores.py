@@ -84,11 +84,19 @@ def test_the_figures_are_those_of_the_score_stage(write_recipe: Callable[..., Pa
         assert tau == pytest.approx(figures.tau(serving(mine, settings), settings.bootstrap).value)
 
 
-def test_too_few_conversations_for_an_interval_are_refused_by_name() -> None:
-    samples = [sample(turn) for turn in range(3)]
-    with pytest.raises(InputError, match=r"draft\.score_conversations 2: the selection split has 1 cluster"):
-        SampledScore(lambda: pytest.fail("loaded"), samples, ScoreSettings(), 2, 2)
+@pytest.mark.parametrize("answer", [1, 2, 3])
+def test_too_few_conversations_for_an_interval_are_refused_by_name(answer: int) -> None:
+    """Answers so short that nothing is drafted in them do not count."""
+    same = [sample(turn, answer) for turn in range(3)]
+    two = [*same, sample(4, answer, "b")]
+    for samples, clusters in ((same, int(answer > 2)), (two, 2 * int(answer > 2))):
+        if clusters < 2:
+            with pytest.raises(InputError, match=rf"draft\.score_conversations 2: .* {clusters} cluster"):
+                SampledScore(lambda: pytest.fail("loaded"), samples, ScoreSettings(), 2, 2)
+        else:
+            SampledScore(lambda: pytest.fail("loaded"), samples, ScoreSettings(), 2, 2)
 
 
-def sample(turn: int) -> Sample:
-    return Sample(f"a/{turn}/t0", "a", turn, "a", "d", "selection", SamplingSettings(), 4, "stop", [1, 2], [3])
+def sample(turn: int, answer: int, name: str = "a") -> Sample:
+    ids = [3] * answer
+    return Sample(f"{name}/{turn}/t0", name, turn, name, "d", "selection", SamplingSettings(), 4, "stop", [1, 2], ids)
