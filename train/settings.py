@@ -289,6 +289,11 @@ class MedusaSettings(_Steps):
             raise ValueError(f"backbone.start_step {self.backbone.start_step}: must be less than steps {self.steps}")
         if self.zero_stage == 3:
             raise ValueError("zero_stage 3: splits weights, which backbone needs whole; set 2")
+        if self.score_conversations:
+            raise ValueError(
+                f"score_conversations {self.score_conversations}: are replayed on the target as it was, which backbone "
+                "changes; set 0"
+            )
         return self
 
 

@@ -77,6 +77,13 @@ def test_a_backbone_starts_before_the_end_and_is_never_split() -> None:
         MedusaSettings.model_validate({"backbone": {}, "zero_stage": 3})
 
 
+def test_a_backbone_is_not_scored_on_the_target_that_it_leaves() -> None:
+    scored = {"score_conversations": 8, "score_every": 50, "patience": 1}
+    assert MedusaSettings.model_validate(scored).patience == 1
+    with pytest.raises(ValidationError, match="score_conversations 8: are replayed on the target as it was"):
+        MedusaSettings.model_validate({"backbone": {}, **scored})
+
+
 def test_identity_is_what_decides_the_result() -> None:
     base = SmallSettings(layers=4)
     elsewhere = {
