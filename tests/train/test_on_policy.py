@@ -18,6 +18,7 @@ from draftforge.specdec.models import CausalModel
 from draftforge.specdec.plain import PlainDecoder
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train.families import build, on_policy
 from draftforge.train.families.on_policy import Exchange, exchanges_of
@@ -50,7 +51,8 @@ def drawn(
     family: SmallFamily, samples: Sequence[Sample], indexes: Sequence[int] | None = None, row_tokens: int = 0
 ) -> list[Exchange]:
     indexes = range(len(samples)) if indexes is None else indexes
-    return exchanges_of(family.inputs(batch_of(samples, row_tokens), indexes).batch)
+    batch = batch_of(samples, row_tokens).to(family.draft.lm.device)
+    return exchanges_of(family.inputs(batch, indexes).batch)
 
 
 def plainly(
@@ -115,16 +117,18 @@ def test_about_a_share_of_the_samples_whoever_stands_beside_them(tiny_capture: C
     assert 0 < sum(kept) < len(kept)
     halves = drawn(family, samples[:3]), drawn(family, samples[3:], range(3, len(samples)))
     assert halves[0] + halves[1] == together
-    own = [family._own_answers._chosen(index, step) for index in range(50) for step in range(50)]  # type: ignore[union-attr]
-    assert sum(own) / len(own) == pytest.approx(0.5, abs=0.03)
+    assert family._own_answers is not None
+    own = [sum(family._own_answers._chosen(index, step) for step in range(50)) for index in range(50)]
+    assert sum(own) / 2500 == pytest.approx(0.5, abs=0.03)
+    assert 0 < min(own) and max(own) < 50  # everyone's turn comes
 
 
 def test_a_batch_is_packed_as_the_plan_packs(tiny_capture: Capture, target: Target) -> None:
-    samples, family = tiny_capture.samples("train")[:6], family_of(target, row_tokens=90)
-    batch = family.inputs(batch_of(samples, 90), range(6)).batch
-    expected = batch_of(exchanges_of(batch), 90)
-    assert torch.equal(batch.ids_BT, expected.ids_BT) and batch.places == expected.places
-    assert len(batch.ids_BT) < 6 and batch.signals is None
+    samples, family = tiny_capture.samples("train"), family_of(target, row_tokens=1000)
+    batch = family.inputs(batch_of(samples, 1000), range(len(samples))).batch
+    assert len(batch.ids_BT) == 1
+    assert len(batch_of(exchanges_of(batch)).ids_BT) > 1
+    assert batch.signals is None and batch.documents.packed
     nothing = collate([])
     assert family.inputs(nothing, []).batch is nothing
 
@@ -194,9 +198,12 @@ def test_a_step_is_divided_by_the_recorded_tokens(
     step = next(BatchPlan(samples, 240, seed=0).steps())
     family = build(settings, tmp_path / "t" / "init", load_tiny_target, tiny_capture, torch.device("cpu"))
     inputs = family.inputs(batch_of([samples[index] for index in step.samples]), step.samples)
-    loss = float(family(inputs)[0].detach())
+    loss = family(inputs)[0]
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in family.parameters() if p.grad is not None])
     assert inputs.batch.supervised < step.supervised
-    assert recorder.losses[1] == pytest.approx(loss / step.supervised, rel=1e-4)
+    assert recorder.losses[1] == pytest.approx(float(loss.detach()) / step.supervised, rel=1e-4)
+    assert recorder.rows[0][1]["gradient_norm"] == pytest.approx(float(norm) / step.supervised, rel=1e-4)
 
 
 def test_no_room_to_sample_names_the_setting(
@@ -210,6 +217,20 @@ def test_no_room_to_sample_names_the_setting(
         DeviceMemoryError, match=r"draft\.on_policy: no room to sample .*0\.1 GB.*lower tokens_per_step"
     ):
         drawn(family_of(target), tiny_capture.samples("train")[:2])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_captured_passes_follow_the_weights(tiny_capture: Capture, tiny_target_folder: Path) -> None:
+    target = Target.load(TargetSettings(model=str(tiny_target_folder), device="cuda", dtype="float32"))
+    samples, family = tiny_capture.samples("train")[:5], family_of(target)
+    before = drawn(family, samples)
+    with torch.no_grad():
+        for parameter in family.draft.parameters():
+            parameter.mul_(1.1)
+    after = [exchange.answer_ids for exchange in drawn(family, samples)]
+    assert after == plainly(family.draft.lm, samples, range(5), target.stop_ids)
+    assert after != [exchange.answer_ids for exchange in before]
+    family(family.inputs(batch_of(samples).to("cuda"), range(5)))[0].backward()
 
 
 @pytest.mark.parametrize(
