@@ -77,8 +77,6 @@ def main(
     trained: dict[str, Stage] = {}
     runs: dict[str, dict[str, float]] = {}
     for name in draft or space.recipe.drafts:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
         trained[name] = train_stage(space, name, captured, NoSink())
         runs[name] = _speed(trained[name].folder)
     scored = score_stage(space, captured, trained)
@@ -106,14 +104,13 @@ def _speed(folder: Path) -> dict[str, float]:
     lines = MetricLog(folder / METRICS_FILE).read()
     timed = lines[_UNTIMED_STEPS:] or lines
     positions = sum(line["positions_per_second"] * line["seconds"] for line in timed)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
     return {
         "steps": len(lines),
         "seconds": sum(line["seconds"] for line in lines),
         "first_step_seconds": lines[0]["seconds"],
         "positions_per_second": positions / sum(line["seconds"] for line in timed),
         "median_positions_per_second": statistics.median(line["positions_per_second"] for line in timed),
-        "peak_gib": peak,
+        "peak_gib": max(line.get("peak_gib", float("nan")) for line in lines),
     }
 
 

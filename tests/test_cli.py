@@ -48,7 +48,9 @@ def run(*args: str) -> int:
 
 
 def test_stages_get_the_recipe_with_its_overrides(calls: Calls) -> None:
-    for verb in ("distill", "mix", "capture", "promote", "rollback", "retrain"):
+    assert run("capture", "r.yaml", "seed=1", "--answers-to", "kept") == 0
+    assert calls.pop() == ("capture", (("recipe", "r.yaml", ["seed=1"]), Path("kept")), {})
+    for verb in ("distill", "mix", "promote", "rollback", "retrain"):
         assert run(verb, "r.yaml", "seed=1", "drafts.a.steps=-3") == 0
         assert calls.pop() == (verb, (("recipe", "r.yaml", ["seed=1", "drafts.a.steps=-3"]),), {})
     for verb in ("train", "score"):

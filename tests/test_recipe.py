@@ -225,7 +225,10 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
         ("drafts.small.stesp=1", "drafts.small.stesp: unknown key; the nearest known one is drafts.small.steps"),
         ("drafts.small.lyers=1", "drafts.small.lyers: unknown key; the nearest known one is drafts.small.layers"),
         ("drafts.eagle.lyers=1", "drafts.eagle.lyers: unknown key; the nearest known one is drafts.eagle.aux_layers"),
-        ("drafts.small.family=tiny", "drafts.small: family must be one of 'small', 'eagle3'"),
+        (
+            "drafts.small.family=tiny",
+            "drafts.small: family must be one of 'small', 'medusa', 'eagle', 'eagle3', 'dflash'",
+        ),
         ("drafts.Small={family: small, layers: 2}", "demo.yaml: drafts.Small"),
         ("drafts.lookup={family: small, layers: 2}", "lookup: is the name of a baseline; give the draft another"),
         ("mix.sources=[]", "mix.sources: must have at least 1 item"),

@@ -63,3 +63,8 @@ def memory_named(settings: Settings, rank: int) -> Iterator[None]:
             f"({one_line(error, 160)}); raise accumulation (now {settings.accumulation}), lower logits_bytes or "
             "tokens_per_step, set activation_checkpointing, or a higher zero_stage on several GPUs"
         ) from error
+
+
+def peak(device: torch.device) -> dict[str, float]:
+    """`peak_gib`: the most memory that tensors of this process took on a GPU, target included; nothing on a CPU."""
+    return {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}

@@ -29,7 +29,7 @@ from .engines import make_engine, wants_deepspeed
 from .families import build
 from .families.base import Family
 from .families.prepare import INIT, prepare
-from .footprint import Footprint, longest, memory_named
+from .footprint import Footprint, longest, memory_named, peak
 from .head import AGREE, ALPHA, COUNT, LOSS
 from .metrics import MetricLog, MetricSink, extend_digest
 from .optimizers import forget, make_optimizer
@@ -161,7 +161,7 @@ class Run:
                 values = self.one_step(step, batches)
                 seconds = pace.end(state.step, step.supervised)
                 speed = {"tokens_per_second": step.supervised / seconds, "positions_per_second": step.tokens / seconds}
-                self.log({**values, "seconds": seconds, **speed})
+                self.log({**values, "seconds": seconds, **speed, **peak(self.ranks.device)})
                 pace.show(state.step, state.smoothed_loss)
         return [checkpoints.step_folder(self.folder, step) for step in state.scored]
 

@@ -158,9 +158,22 @@ class LoraSettings(Section):
         return self
 
 
+class OnPolicySettings(Section):
+    """On-policy distillation: some prompts are answered by the draft as it is, and the frozen target, which is loaded,
+    teaches it there. The loss is still divided by the tokens of the recorded answers: each token of a step weighs the
+    same however the step is spread, and own answers that end early only make its loss smaller."""
+
+    share: float = Field(default=0.5, gt=0, le=1)
+    """Share of the samples of a step that the draft answers anew; the others keep the recorded answer."""
+    temperature: float = Field(default=1.0, ge=0)
+    """How the draft samples; 0 takes its likeliest tokens."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest own answer, where the recorded one is longer; absent: as long as that."""
+
+
 class SmallSettings(_Training):
     """An independent causal LM, trained from the stored signals alone where the objective is of kl, ce and tv at
-    temperature 1; others load the frozen target."""
+    temperature 1 and `on_policy` is absent; otherwise the frozen target is loaded."""
 
     family: Literal["small"] = "small"
     layers: int | list[int] | None = None
@@ -173,6 +186,8 @@ class SmallSettings(_Training):
     """Run Python code that ships with `from_model`. Off unless you have read that code."""
     lora: LoraSettings | None = None
     """Train adapters only; absent: all weights."""
+    on_policy: OnPolicySettings | None = None
+    """Train on the draft's own answers too, slower; absent: on recorded ones only."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "SmallSettings":
@@ -183,6 +198,17 @@ class SmallSettings(_Training):
         if isinstance(self.layers, list) and (len(self.layers) < 2 or self.layers != sorted(set(self.layers))):
             raise ValueError(f"layers {self.layers}: must be at least 2 different layers in ascending order")
         return self
+
+    @model_validator(mode="after")
+    def _whole_sampler(self) -> "SmallSettings":
+        if self.on_policy is not None and self.zero_stage == 3:
+            raise ValueError("zero_stage 3: splits weights, which on_policy needs whole; set 2")
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """Without `on_policy` as it was before there was any, so that what was trained then is found."""
+        said = super().identity()
+        return said if self.on_policy is not None else {name: said[name] for name in said if name != "on_policy"}
 
 
 class _Steps(_Training):

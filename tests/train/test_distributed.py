@@ -20,6 +20,7 @@ from draftforge.train.settings import (
     EagleSettings,
     LoraSettings,
     MedusaSettings,
+    OnPolicySettings,
     Settings,
     SmallSettings,
 )
@@ -37,14 +38,15 @@ COMMON: dict[str, Any] = {
 SETTINGS: dict[str, Settings] = {
     "small": SmallSettings(layers=2, **COMMON),
     "lora": SmallSettings(layers=2, lora=LoraSettings(rank=2), **COMMON),
+    "onpolicy": SmallSettings(layers=2, on_policy=OnPolicySettings(), row_tokens=120, **COMMON),
     "eagle3": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON),
     "eagle": EagleSettings(draft_tokens=2, feature_noise=0.0, **COMMON),
     "medusa": MedusaSettings(draft_tokens=3, **COMMON),
-    "medusa-2": MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON),
+    "medusa2": MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON),
     "dflash": DFlashSettings(layers=2, draft_tokens=3, **COMMON),
     "muon": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON),
 }
-STAGES = {"eagle": [2, 3], "medusa": [2, 3], "medusa-2": [0, 2]}
+STAGES = {"onpolicy": [0, 2], "eagle": [2, 3], "medusa": [2, 3], "medusa2": [0, 2]}
 MATRIX = [(name, stage) for name in SETTINGS for stage in STAGES.get(name, range(4))]
 UNCUT = [("small", 2), ("muon", 1), ("muon", 3)]
 """Also in one micro-batch a rank."""

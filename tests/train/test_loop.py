@@ -42,6 +42,7 @@ from draftforge.train.settings import (
     EagleSettings,
     LoraSettings,
     MedusaSettings,
+    OnPolicySettings,
     SmallSettings,
 )
 from draftforge.train.stopping import TrainingStoppedError
@@ -56,6 +57,7 @@ COMMON: dict[str, Any] = {
 }
 SMALL = SmallSettings(layers=2, **COMMON)
 LORA = SmallSettings(layers=2, lora=LoraSettings(rank=2, alpha=4.0), **COMMON)
+ON_POLICY = SmallSettings(layers=2, on_policy=OnPolicySettings(), **COMMON)
 EAGLE3 = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON)
 EAGLE = EagleSettings(draft_tokens=2, **COMMON)
 MEDUSA = MedusaSettings(draft_tokens=3, **COMMON)
@@ -65,6 +67,7 @@ DFLASH = DFlashSettings(layers=2, draft_tokens=3, **COMMON)
 FAMILIES = [
     pytest.param(SMALL, id="small"),
     pytest.param(LORA, id="lora"),
+    pytest.param(ON_POLICY, id="on-policy"),
     pytest.param(EAGLE3, id="eagle3"),
     pytest.param(DFLASH, id="dflash"),
     pytest.param(MUON, id="muon"),

@@ -1,4 +1,4 @@
-"""`small`: an independent causal LM. Where the objective allows, the stored signals teach and no target is loaded."""
+"""`small`: an independent causal LM. Where the recipe allows, the stored signals teach and no target is loaded."""
 
 import copy
 from collections.abc import Sequence
@@ -26,6 +26,7 @@ from .base import Family, Inputs, LoadTarget, Start
 from .features import FeatureSource
 from .fit import same_tokenizer
 from .lora import add_lora, merged_weights
+from .on_policy import OwnAnswers
 from .prune import check_layers, prune, spread
 from .teacher import LiveTeacher, check_live
 
@@ -55,7 +56,12 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         self._lora, self._target, self._draft_tokens = settings.lora, target, settings.draft_tokens
         self.needs_signals = target is None
         if target is not None:
+            # It remembers nothing: a sample's answer may be another one each time.
             self._features = FeatureSource(target, None, 0, loss.logits_bytes, loss.dtype)
+        self._own_answers: OwnAnswers | None = None
+        if settings.on_policy is not None:
+            assert target is not None
+            self._own_answers = OwnAnswers(draft, target.stop_ids, settings.on_policy, settings.row_tokens)
         draft.model.eval()
         draft.requires_grad_(True)
         if settings.lora is not None:
@@ -79,8 +85,8 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
 
     @classmethod
     def needs_target(cls, settings: SmallSettings) -> bool:
-        """Where stored signals do not say enough for an objective."""
-        return settings.needs_whole_distribution
+        """Where stored signals do not say enough for an objective, or nothing of the draft's own answers."""
+        return settings.needs_whole_distribution or settings.on_policy is not None
 
     @classmethod
     def misfit(cls, settings: SmallSettings, draft: SmallDraft, source: str) -> str | None:
@@ -109,8 +115,12 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
-        """Nothing to prepare where the teacher is in the batch; else what the target says of it."""
-        return Inputs(batch) if self._target is None else Inputs(batch, None, self._features(batch, samples))
+        """Nothing to prepare where the teacher is in the batch; else own answers, and what the target says of it."""
+        if self._target is None:
+            return Inputs(batch)
+        if self._own_answers is not None:
+            batch = self._own_answers(batch, samples, self.step)
+        return Inputs(batch, None, self._features(batch, samples))
 
     def rows(self, inputs: Inputs) -> Rows:
         """Hidden states of the supervised positions only: the head never sees a prompt."""
