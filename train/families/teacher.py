@@ -48,7 +48,7 @@ class LiveTeacher:
         """log sum exp over the whole vocabulary, with no more logits at a time than the draft's tokens have."""
         assert self.whole_head is not None
         size = max(1, len(hidden_CH) * self.head.weight_VH.shape[0] // self.whole_head.weight_VH.shape[0])
-        return torch.cat([_lse(self.whole_head.logits(part), temperature) for part in hidden_CH.split(size)])
+        return torch.cat([_lse(self.whole_head.logits(part), temperature) for part in torch.split(hidden_CH, size)])
 
 
 def _lse(logits_CV: Tensor, temperature: float) -> Tensor:
