@@ -6,8 +6,8 @@ A chain accepts its first k tokens with probability prod_{j<k} alpha_j, so a rou
 tokens in expectation, and the loss of a chain is minus that. It is summed over chains, of which every supervised
 position starts one (but where the first of an answer has no draft); divided, as all losses are, by the number of
 supervised tokens, it is minus the mean number of tokens a round. A draft that fills in blocks has one chain a block
-only, so there its loss is smaller by about as many times as a block has tokens, beside other objectives too. The
-product itself discounts later steps, so step weights do not apply.
+only, which counts for as many as a block has tokens. The product itself discounts later steps, so step weights do not
+apply.
 """
 
 from typing import NamedTuple

@@ -140,7 +140,7 @@ def _chained(
     if chains_KM is None:
         chains_KM = chains_of_steps(rows.steps(), rows.valid(), len(rows.step_weights))
     found = chain_loss(alpha_SN, chains_KM)
-    weight = plan.terms[plan.chained][CHAINED]
+    weight = plan.terms[plan.chained][CHAINED] * rows.chain_weight
     return ChainLoss(found.loss_SN * weight, found.slope_SN * weight)
 
 

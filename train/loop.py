@@ -326,8 +326,9 @@ class Run:
         known = [*self.state.scored, self.state.step]
         if self.settings.keep_best is None:
             return known
-        chosen = best([one for one in self.state.standings if one.step in known], self.settings.keep_best)
-        return [step for step in known if step in chosen or step == self.state.step]
+        standings = [one for one in self.state.standings if one.step in known]
+        chosen, judged = best(standings, self.settings.keep_best), {one.step for one in standings}
+        return [step for step in known if step in chosen or step not in judged or step == self.state.step]
 
     def meta(self) -> DraftMeta:
         """Lineage of the draft at this step."""
@@ -341,6 +342,8 @@ class Run:
 
     def anyone_asked(self) -> bool:
         """Whether any rank was told to stop: then all of them save together."""
+        if self.ranks.world_size == 1:
+            return self.stop.asked
         asked = torch.tensor([float(self.stop.asked)], device=self.ranks.device)
         return bool(self.ranks.sum(asked).item() > 0)
 

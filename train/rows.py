@@ -70,6 +70,8 @@ class Rows:
     """How many steps ahead, from 0, a row is; None: row (s, n) is s steps ahead."""
     chains_KM: Tensor | None = None
     """Rows, s * N + n, that follow each other from one start (see chains.py); None: those of the steps."""
+    chain_weight: float = 1.0
+    """Of each chain, where there are fewer of them than positions."""
     beside: Tensor | None = None
     """A loss of another kind, summed over the supervised positions; what it counts for is the family's to say."""
 

@@ -119,7 +119,7 @@ def test_the_loss_is_that_of_what_decoding_drafts(
 
 
 def test_the_expected_length_of_blocks(target: Target, tiny_capture: Capture) -> None:
-    """By hand from the acceptance of each token: 1 + a_1 + a_1 a_2 + ..., of every block."""
+    """By hand from the acceptance of each token: 1 + a_1 + a_1 a_2 + ..., of every block, which counts for its K."""
     family = family_of(target)
     samples = tiny_capture.samples("train")[:3]
     batch = collate(samples)
@@ -139,7 +139,7 @@ def test_the_expected_length_of_blocks(target: Target, tiny_capture: Capture) ->
         for n in chain:
             reached *= float(alpha_N[n].detach()) if n >= 0 else 0.0
             expected += reached
-    assert loss.item() == pytest.approx(-expected, rel=1e-4)
+    assert loss.item() == pytest.approx(-K * expected, rel=1e-4)
 
 
 def test_an_empty_batch_gives_zeros(target: Target) -> None:

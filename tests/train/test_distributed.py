@@ -40,7 +40,7 @@ SETTINGS: dict[str, Settings] = {
     "lora": SmallSettings(layers=2, lora=LoraSettings(rank=2), **COMMON),
     "onpolicy": SmallSettings(layers=2, on_policy=OnPolicySettings(), row_tokens=120, **COMMON),
     "eagle3": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON),
-    "eagle": EagleSettings(draft_tokens=2, feature_noise=0.0, **COMMON),
+    "eagle": EagleSettings(draft_tokens=2, **COMMON),
     "medusa": MedusaSettings(draft_tokens=3, **COMMON),
     "medusa2": MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON),
     "dflash": DFlashSettings(layers=2, draft_tokens=3, **COMMON),

@@ -123,6 +123,24 @@ def test_noise_is_uniform_and_shrinks_with_the_length_of_each_text(target: Targe
         assert abs(float(share.mean())) < 0.02
 
 
+def test_noise_follows_from_sample_place_and_epoch_alone(target: Target, tiny_capture: Capture) -> None:
+    samples = tiny_capture.samples("train")[:3]
+
+    def noise(indexes: list[int], epoch: int = 0, row_tokens: int = 0) -> list[torch.Tensor]:
+        batch = collate([samples[index] for index in indexes], row_tokens=row_tokens)
+        noisy, clean = family_of(target, feature_noise=0.2), family_of(target)
+        noisy.epoch = epoch
+        states = [family.inputs(batch, indexes).features for family in (noisy, clean)]
+        assert states[0] is not None and states[1] is not None
+        added = states[0].aux_BTA - states[1].aux_BTA
+        return [added[row, start : start + length] for row, start, length, _ in batch.places]
+
+    together, alone = noise([0, 1, 2], row_tokens=999), [noise([index])[0] for index in range(3)]
+    for ours, theirs in zip(together, alone):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)  # states differ by rounding
+    assert (noise([0], epoch=1)[0] - alone[0]).abs().max() > 0.1
+
+
 def test_packed_samples_train_as_they_do_alone(target: Target, tiny_capture: Capture) -> None:
     samples = tiny_capture.samples("train")[:6]
     family = family_of(target, features_bytes=0)

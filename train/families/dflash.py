@@ -124,7 +124,9 @@ class DFlashFamily(Family[DFlashSettings, DFlashDraft]):
         states_BMWH = self.draft(embed(ids_BMW), inputs.features.aux_BTA, blocks.anchors)
         states_NH = states_BMWH[:, :, 1:].flatten(0, 2)[blocks.at_N]
         teacher = LiveTeacher(self._teacher_head, inputs.features, self._draft_ids, self._target_head)
-        return Rows(states_NH[None], None, teacher, self.step_weights, blocks.step_N[None], blocks.chains_KC)
+        # A block has one chain for draft_tokens positions; other families begin one at each.
+        weight = float(self._draft_tokens)
+        return Rows(states_NH[None], None, teacher, self.step_weights, blocks.step_N[None], blocks.chains_KC, weight)
 
     def head(self) -> Head:
         """The draft's own head, or the target's."""

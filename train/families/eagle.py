@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ... import fingerprint
 from ...data.batches import Batch, moved
+from ...data.requests import seed_of
 from ...data.store import Capture
 from ...specdec.drafts.eagle import EagleConfig, EagleDraft
+from ...specdec.sampling import Purpose, uniforms
 from ...specdec.targets import Target
 from ..head import head_of, on_device
 from ..rows import Head, LossSettings, Rows
@@ -83,9 +85,24 @@ class EagleFamily(Family[EagleSettings, EagleDraft]):
         features = self._features(batch, samples)
         states_BTH = features.aux_BTA.float()
         if self._noise:
-            width_BT1 = self._noise * _NOISE_LENGTH / _lengths(batch)[..., None]
-            states_BTH = states_BTH + (torch.rand_like(states_BTH) - 0.5) * width_BT1
+            states_BTH = states_BTH + self._noise_of(batch, samples, states_BTH.shape[-1])
         return Inputs(batch, self._target.embed(batch.ids_BT).float(), features._replace(aux_BTA=states_BTH))
+
+    def _noise_of(self, batch: Batch, samples: Sequence[int], size: int) -> Tensor:
+        """[B, T, H] uniform around 0. A token's follows from its sample, its place there and the epoch alone, so that
+        neither ranks nor micro-batches nor packing change what is trained."""
+        seed_BT = torch.zeros(batch.ids_BT.shape, dtype=torch.int64)
+        width_BT = torch.zeros(batch.ids_BT.shape)
+        for sample, (row, start, length, _) in zip(samples, batch.places):
+            at = slice(start, start + length)
+            seed_BT[row, at] = seed_of(sample, f"noise/{self.epoch}")
+            width_BT[row, at] = self._noise * _NOISE_LENGTH / length
+        seed_BT, width_BT = moved(seed_BT, batch.ids_BT.device), moved(width_BT, batch.ids_BT.device)
+        rows = zip(seed_BT, batch.documents.positions_BT, width_BT)
+        noise = [
+            (uniforms(seed, place, Purpose.FINAL, size).float() - 0.5) * width[:, None] for seed, place, width in rows
+        ]
+        return torch.stack(noise)
 
     def rows(self, inputs: Inputs) -> Rows:
         """States of all steps, lined up with the positions that teach them."""
@@ -112,11 +129,3 @@ class EagleFamily(Family[EagleSettings, EagleDraft]):
     def check_teacher(self, batch: Batch) -> None:
         """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
         check_live(self._target, batch)
-
-
-def _lengths(batch: Batch) -> Tensor:
-    """[B, T] tokens of the text that each token is of."""
-    lengths_BT = torch.ones(batch.ids_BT.shape)
-    for row, start, length, _ in batch.places:
-        lengths_BT[row, start : start + length] = length
-    return moved(lengths_BT, batch.ids_BT.device)
