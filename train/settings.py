@@ -211,7 +211,7 @@ class SmallSettings(_Training):
         return said if self.on_policy is not None else {name: said[name] for name in said if name != "on_policy"}
 
 
-class _Steps(_Training):
+class TaughtSettings(_Training):
     """What families share that draft several tokens from one state, with the frozen target loaded."""
 
     step_weights: StepWeights = 0.8
@@ -222,7 +222,7 @@ class _Steps(_Training):
     where the target is on the CPU, 0 elsewhere."""
 
     @model_validator(mode="after")
-    def _one_weight_a_token(self) -> "_Steps":
+    def _one_weight_a_token(self) -> "TaughtSettings":
         if isinstance(self.step_weights, list) and len(self.step_weights) != self.draft_tokens:
             raise ValueError(f"step_weights {self.step_weights}: must be as many as draft_tokens {self.draft_tokens}")
         if (least := min(self.weight_of_steps())) < _LEAST_WEIGHT:
@@ -243,7 +243,7 @@ class _Steps(_Training):
         return said if isinstance(self.step_weights, list) else said | {"step_decay": said.pop("step_weights")}
 
 
-class Eagle3Settings(_Steps):
+class Eagle3Settings(TaughtSettings):
     """One decoder layer on the target's features, trained with the frozen target loaded."""
 
     family: Literal["eagle3"] = "eagle3"
@@ -268,7 +268,7 @@ class Eagle3Settings(_Steps):
         return self
 
 
-class EagleSettings(_Steps):
+class EagleSettings(TaughtSettings):
     """EAGLE-1: one decoder layer on the target's last state, under the target's own frozen head and embeddings."""
 
     family: Literal["eagle"] = "eagle"
@@ -295,7 +295,7 @@ class BackboneSettings(Section):
     """Weight of the heads' loss beside the divergence from the target as it was."""
 
 
-class MedusaSettings(_Steps):
+class MedusaSettings(TaughtSettings):
     """Heads that each draft one of the next draft_tokens tokens from the target's last state."""
 
     family: Literal["medusa"] = "medusa"
@@ -323,7 +323,7 @@ class MedusaSettings(_Steps):
         return self
 
 
-class DFlashSettings(_Steps):
+class DFlashSettings(TaughtSettings):
     """A few decoder layers that draft a block of `draft_tokens` in one pass, trained with the frozen target loaded."""
 
     family: Literal["dflash"] = "dflash"

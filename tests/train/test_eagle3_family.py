@@ -13,8 +13,9 @@ from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.targets import Target
 from draftforge.train.closed_form import Whole
 from draftforge.train.families.alignment import Alignment
-from draftforge.train.families.eagle3 import Eagle3Family, copy_from_target, eagle3_config
+from draftforge.train.families.eagle3 import Eagle3Family, eagle3_config
 from draftforge.train.families.features import FeatureSource
+from draftforge.train.families.taught import copy_tables
 from draftforge.train.head import LOSS, LossSettings
 from draftforge.train.phases import Weighted
 from draftforge.train.settings import Eagle3Settings
@@ -67,7 +68,7 @@ def family_of(target: Target, draft_ids: torch.Tensor | None = None, **update: A
     torch.manual_seed(0)
     size = target.vocab_size if draft_ids is None else len(draft_ids)
     draft = Eagle3Draft(eagle3_config(settings, target, size), draft_ids, settings.train_embeddings)
-    copy_from_target(draft, target)
+    copy_tables(draft, target)
     return Eagle3Family(draft, settings, LossSettings({"kl": 1.0}), target)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ... import fingerprint
 from ...data.batches import Batch
 from ...data.store import Capture
 from ...errors import InputError
@@ -17,15 +16,13 @@ from ...specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from ...specdec.models import CausalModel
 from ...specdec.targets import Target
 from .. import vocabulary
-from ..head import head_of
 from ..rows import Head, LossSettings, Rows
 from ..settings import DFlashSettings
-from .base import Family, Inputs, LoadTarget, Start
+from .base import Inputs, LoadTarget, Start
 from .blocks import Blocks, begin_of
-from .features import FeatureSource
 from .prune import layers_prefix, spread
 from .shape import layer_fields
-from .teacher import LiveTeacher, check_live
+from .taught import TaughtFamily, copy_tables, fresh, head_misfit
 
 _ALIKE = ("llama", "mistral", "qwen3")
 """Targets whose layers are ours, but for norms of queries and keys."""
@@ -39,26 +36,18 @@ class BlockInputs(Inputs):
     blocks: Blocks | None = None
 
 
-class DFlashFamily(Family[DFlashSettings, DFlashDraft]):
+class DFlashFamily(TaughtFamily[DFlashSettings, DFlashDraft]):
     """Every supervised token is drafted once, in the block where it falls, as decoding would draft it there."""
 
     name = "dflash"
     draft_class = DFlashDraft
 
     def __init__(self, draft: DFlashDraft, settings: DFlashSettings, loss: LossSettings, target: Target | None) -> None:
-        super().__init__(draft, settings, loss, target)
-        assert target is not None
-        self._target, self._draft_tokens = target, settings.draft_tokens
-        self.step_weights = settings.weight_of_steps()
-        draft.requires_grad_(True)
+        ids = draft.draft_ids if draft.config.reduced else None
+        super().__init__(draft, settings, loss, target, draft.config.aux_layers, ids)
+        self._draft_tokens = settings.draft_tokens
         if draft.lm_head is not None:
             draft.lm_head.requires_grad_(settings.train_head)
-        self._draft_ids = draft.draft_ids.to(target.device) if draft.config.reduced else None
-        self._target_head = head_of(target)
-        self._teacher_head = self._target_head if self._draft_ids is None else self._target_head.only(self._draft_ids)
-        self._features = FeatureSource(
-            target, draft.config.aux_layers, settings.features_bytes, settings.logits_bytes, loss.dtype
-        )
 
     @classmethod
     def start(cls, settings: DFlashSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
@@ -67,17 +56,11 @@ class DFlashFamily(Family[DFlashSettings, DFlashDraft]):
         capture.check_target(target)
         draft_ids, extra = vocabulary.reduced(settings.draft_vocabulary, capture)
         config = dflash_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(fingerprint.of_json(["dflash", seed])[:15], 16))
+        with fresh(cls.name, seed):
             draft = DFlashDraft(config, draft_ids, settings.train_embeddings, settings.train_head)
         copy_tables(draft, target)
         layers = copy_layers(draft, target)
         return Start(draft, extra | ({"layers": layers} if layers else {}))
-
-    @classmethod
-    def needs_target(cls, settings: DFlashSettings) -> bool:
-        """Always: for its features."""
-        return True
 
     @classmethod
     def misfit(cls, settings: DFlashSettings, draft: DFlashDraft, source: str) -> str | None:
@@ -87,19 +70,11 @@ class DFlashFamily(Family[DFlashSettings, DFlashDraft]):
             return f"draft_tokens = {settings.draft_tokens}: {source} has blocks that draft {config.block_size - 1}"
         if settings.layers not in (None, config.num_hidden_layers):
             return f"layers = {settings.layers}: {source} has {config.num_hidden_layers}"
-        if settings.aux_layers not in (None, config.aux_layers):
-            return f"aux_layers = {list(settings.aux_layers)}: {source} reads {list(config.aux_layers)}"
-        if settings.draft_vocabulary not in (None, config.draft_vocab_size):
-            return f"draft_vocabulary = {settings.draft_vocabulary}: {source} drafts {config.draft_vocab_size} tokens"
-        if settings.intermediate_size not in (None, config.intermediate_size):
-            return f"intermediate_size = {settings.intermediate_size}: {source} has {config.intermediate_size}"
         if settings.mask_token not in (None, config.mask_token_id):
             return f"mask_token = {settings.mask_token}: {source} has {config.mask_token_id}"
-        if settings.train_embeddings and draft.embed_tokens is None:
-            return f"train_embeddings = true: {source} has no embeddings of its own"
         if settings.train_head and draft.lm_head is None:
             return f"train_head = true: {source} has no head of its own"
-        return None
+        return head_misfit(settings, draft, source)
 
     @classmethod
     def check(cls, settings: DFlashSettings, load_target: LoadTarget) -> None:
@@ -123,7 +98,7 @@ class DFlashFamily(Family[DFlashSettings, DFlashDraft]):
         embed = self.draft.embed_tokens if self.draft.embed_tokens is not None else self._target.embed
         states_BMWH = self.draft(embed(ids_BMW), inputs.features.aux_BTA, blocks.anchors)
         states_NH = states_BMWH[:, :, 1:].flatten(0, 2)[blocks.at_N]
-        teacher = LiveTeacher(self._teacher_head, inputs.features, self._draft_ids, self._target_head)
+        teacher = self.teacher(inputs.features)
         # A block has one chain for draft_tokens positions; other families begin one at each.
         weight = float(self._draft_tokens)
         return Rows(states_NH[None], None, teacher, self.step_weights, blocks.step_N[None], blocks.chains_KC, weight)
@@ -131,20 +106,6 @@ class DFlashFamily(Family[DFlashSettings, DFlashDraft]):
     def head(self) -> Head:
         """The draft's own head, or the target's."""
         return self._target_head if self.draft.lm_head is None else Head(self.draft.lm_head.weight)
-
-    def check_teacher(self, batch: Batch) -> None:
-        """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
-        check_live(self._target, batch)
-
-
-@torch.no_grad()
-def copy_tables(draft: DFlashDraft, target: CausalModel) -> None:
-    """Start a head and embeddings of the draft's own from the target's."""
-    if draft.lm_head is not None:
-        rows = target.model.get_output_embeddings().weight.float().cpu()
-        draft.lm_head.weight.copy_(rows[draft.draft_ids])
-    if draft.embed_tokens is not None:
-        draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight.float().cpu())
 
 
 @torch.no_grad()

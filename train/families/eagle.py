@@ -13,27 +13,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import fingerprint
 from ...data.batches import Batch, moved
 from ...data.requests import seed_of
 from ...data.store import Capture
 from ...specdec.drafts.eagle import EagleConfig, EagleDraft
 from ...specdec.sampling import Purpose, uniforms
 from ...specdec.targets import Target
-from ..head import head_of, on_device
+from ..head import on_device
 from ..rows import Head, LossSettings, Rows
 from ..settings import EagleSettings
 from .alignment import Alignment
-from .base import Extra, Family, Inputs, LoadTarget, Start
-from .features import FeatureSource
+from .base import Extra, Inputs, LoadTarget, Start
 from .shape import layer_fields
-from .teacher import LiveTeacher, check_live
+from .taught import TaughtFamily, fresh
 
 _NOISE_LENGTH = 512
 """The original project multiplies its noise by 512 over the text's length in tokens."""
 
 
-class EagleFamily(Family[EagleSettings, EagleDraft]):
+class EagleFamily(TaughtFamily[EagleSettings, EagleDraft]):
     """Training-time test, one step of which is EAGLE-1 as published."""
 
     name = "eagle"
@@ -41,13 +39,8 @@ class EagleFamily(Family[EagleSettings, EagleDraft]):
 
     def __init__(self, draft: EagleDraft, settings: EagleSettings, loss: LossSettings, target: Target | None) -> None:
         super().__init__(draft, settings, loss, target)
-        assert target is not None
-        self._target, self._noise = target, settings.feature_noise
-        self.step_weights = settings.weight_of_steps()
+        self._noise = settings.feature_noise
         self.extra = Extra("feature_loss", settings.feature_weight) if settings.feature_weight else None
-        draft.requires_grad_(True)
-        self._head = head_of(target)
-        self._features = FeatureSource(target, (), settings.features_bytes, settings.logits_bytes, loss.dtype)
 
     @classmethod
     def start(cls, settings: EagleSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
@@ -55,14 +48,8 @@ class EagleFamily(Family[EagleSettings, EagleDraft]):
         target = load_target()
         capture.check_target(target)
         config = EagleConfig(**layer_fields(target, settings.intermediate_size))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(fingerprint.of_json(["eagle", seed])[:15], 16))
+        with fresh(cls.name, seed):
             return Start(EagleDraft(config))
-
-    @classmethod
-    def needs_target(cls, settings: EagleSettings) -> bool:
-        """Always: for its states, its head and its embeddings."""
-        return True
 
     @classmethod
     def misfit(cls, settings: EagleSettings, draft: EagleDraft, source: str) -> str | None:
@@ -112,7 +99,7 @@ class EagleFamily(Family[EagleSettings, EagleDraft]):
         at_SN, valid_SN = place.rows(steps)
         states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
         beside = None if self.extra is None else self._regression(states_SNH, inputs.features.hidden_NH, valid_SN)
-        teacher = LiveTeacher(self._head, inputs.features, None)
+        teacher = self.teacher(inputs.features)
         return Rows(states_SNH, valid_SN, teacher, self.step_weights, beside=beside)
 
     def _regression(self, states_SNH: Tensor, hidden_NH: Tensor, valid_SN: Tensor) -> Tensor:
@@ -124,8 +111,4 @@ class EagleFamily(Family[EagleSettings, EagleDraft]):
 
     def head(self) -> Head:
         """The target's, frozen, with its scale and soft-cap."""
-        return self._head
-
-    def check_teacher(self, batch: Batch) -> None:
-        """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
-        check_live(self._target, batch)
+        return self._target_head

@@ -27,17 +27,16 @@ from ...specdec.formats.checkpoint import META_FILE, ORIGINAL_TARGET, OWN_TARGET
 from ...specdec.models import CausalModel, head_arithmetic
 from ...specdec.targets import Target
 from ...storage import write_json
-from ..head import head_loss, head_of
+from ..head import head_loss
 from ..rows import Head, LossSettings, Rows
 from ..settings import BackboneSettings, MedusaSettings
 from .alignment import Alignment
 from .backbone import Backbone, check_trainable
-from .base import Extra, Family, Inputs, LoadTarget, Start, bytes_of
-from .features import FeatureSource
-from .teacher import LiveTeacher, check_live
+from .base import Extra, Inputs, LoadTarget, Start, bytes_of
+from .taught import TaughtFamily
 
 
-class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
+class MedusaFamily(TaughtFamily[MedusaSettings, MedusaDraft]):
     """Heads on a frozen target (Medusa-1), or on one that is trained with them."""
 
     name = "medusa"
@@ -45,14 +44,9 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
 
     def __init__(self, draft: MedusaDraft, settings: MedusaSettings, loss: LossSettings, target: Target | None) -> None:
         super().__init__(draft, settings, loss, target)
-        assert target is not None
-        self._target, self._teacher_head = target, head_of(target)
-        self.step_weights = settings.weight_of_steps()
-        draft.requires_grad_(True)
         if not settings.train_heads:
             draft.lm_heads.requires_grad_(False)
             _share_equal(draft)
-        self._features = FeatureSource(target, (), settings.features_bytes, settings.logits_bytes, loss.dtype)
         self._backbone: Backbone | None = None
         if settings.backbone is not None:
             self._train_with(settings.backbone, settings.activation_checkpointing)
@@ -79,11 +73,6 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
         draft = MedusaDraft(config)
         copy_heads(draft, target)
         return Start(draft)
-
-    @classmethod
-    def needs_target(cls, settings: MedusaSettings) -> bool:
-        """Always: for its states."""
-        return True
 
     @classmethod
     def changes_target(cls, settings: MedusaSettings) -> bool:
@@ -131,7 +120,7 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
         read_LH = take(hidden_BTH, place.trained.at_BM).flatten(0, 1).float()  # L = B x M
         at_KN, valid_KN = place.rows(heads)
         states_KNH = torch.stack([self.draft.state(read_LH[at], head) for head, at in enumerate(at_KN)])
-        teacher = LiveTeacher(self._teacher_head, inputs.features, None)
+        teacher = self.teacher(inputs.features)
         return Rows(states_KNH, valid_KN, teacher, self.step_weights)
 
     def head(self) -> list[Head]:
@@ -157,10 +146,6 @@ class MedusaFamily(Family[MedusaSettings, MedusaDraft]):
             "extra": {**meta.extra, ORIGINAL_TARGET: meta.target_fingerprint},
         }
         write_json(folder / META_FILE, meta.model_copy(update=changed).model_dump())
-
-    def check_teacher(self, batch: Batch) -> None:
-        """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
-        check_live(self._target, batch)
 
 
 @torch.no_grad()
