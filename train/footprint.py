@@ -65,6 +65,12 @@ def memory_named(settings: Settings, rank: int) -> Iterator[None]:
         ) from error
 
 
+def forget_peak(device: torch.device) -> None:
+    """What this process did before does not count."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak(device: torch.device) -> dict[str, float]:
-    """`peak_gib`: the most memory that tensors of this process took on a GPU, target included; nothing on a CPU."""
+    """`peak_gib`: the most memory that tensors took on a GPU since then, target included; nothing on a CPU."""
     return {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}

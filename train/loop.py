@@ -29,7 +29,7 @@ from .engines import make_engine, wants_deepspeed
 from .families import build
 from .families.base import Family
 from .families.prepare import INIT, prepare
-from .footprint import Footprint, longest, memory_named, peak
+from .footprint import Footprint, forget_peak, longest, memory_named, peak
 from .head import AGREE, ALPHA, COUNT, LOSS
 from .metrics import MetricLog, MetricSink, extend_digest
 from .optimizers import forget, make_optimizer
@@ -69,6 +69,7 @@ def train(
             prepare(settings, seed, capture, folder, load_target)
         ranks.after_first()
 
+        forget_peak(ranks.device)
         torch.manual_seed(_seed("family", seed))  # the same on every rank
         family = build(settings, folder / INIT, load_target, capture, ranks.device).to(ranks.device)
         step = checkpoints.newest(folder)
