@@ -58,10 +58,11 @@ def memory_named(settings: Settings, rank: int) -> Iterator[None]:
         known = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
         if not known or isinstance(error, DeviceMemoryError):
             raise
+        recompute = "activation_checkpointing" in type(settings).model_fields
         raise DeviceMemoryError(
             f"draft.tokens_per_step {settings.tokens_per_step}: a step does not fit into rank {rank}'s memory "
             f"({one_line(error, 160)}); raise accumulation (now {settings.accumulation}), lower logits_bytes or "
-            "tokens_per_step, set activation_checkpointing, or a higher zero_stage on several GPUs"
+            f"tokens_per_step, {'set activation_checkpointing, ' * recompute}or a higher zero_stage on several GPUs"
         ) from error
 
 

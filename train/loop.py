@@ -187,8 +187,10 @@ class Run:
         step = longest(self.plan, self.samples, self.state.position[0])
         self.family.step = self.settings.steps - 1
         try:
-            self.reduce(self.accumulate(step, self.batches(step)), step)
-            self.update(step, rate=0.0)
+            for phase in self.settings.phases:
+                self.family.aim(self.settings.objective_at((phase.until or self.settings.steps) - 1))
+                self.reduce(self.accumulate(step, self.batches(step)), step)
+                self.update(step, rate=0.0)
         except TrainingDivergedError as error:
             raise TrainingDivergedError(f"before {error}") from None
 

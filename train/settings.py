@@ -82,8 +82,6 @@ class _Training(Section):
     slower, 12 bytes a sharded parameter less on the GPU. Needs zero_stage 1, 2 or 3."""
     logits_bytes: int = Field(default=1 << 28, ge=1)
     """Memory for logits: the loss is computed over as many positions at a time as fit."""
-    activation_checkpointing: bool = False
-    """Recompute the layers' activations in the backward pass: less memory, a third more time."""
     draft_tokens: int = Field(default=4, ge=1, le=16)
     """Tokens a round that the draft is made for: steps that eagle and eagle3 unroll in training, heads of medusa, masks
     of a dflash block."""
@@ -184,6 +182,8 @@ class SmallSettings(_Training):
     """Branch, tag or commit of `from_model` on the hub."""
     trust_remote_code: bool = False
     """Run Python code that ships with `from_model`. Off unless you have read that code."""
+    activation_checkpointing: bool = False
+    """Recompute the layers' activations in the backward pass: less memory, a third more time."""
     lora: LoraSettings | None = None
     """Train adapters only; absent: all weights."""
     on_policy: OnPolicySettings | None = None
@@ -265,6 +265,8 @@ class Eagle3Settings(TaughtSettings):
     def _ordered_layers(self) -> "Eagle3Settings":
         if self.aux_layers is not None and list(self.aux_layers) != sorted(set(self.aux_layers)):
             raise ValueError(f"aux_layers {list(self.aux_layers)}: must be three different layers in ascending order")
+        if self.aux_layers is not None and self.aux_layers[0] < 1:
+            raise ValueError(f"aux_layers {list(self.aux_layers)}: must be at least 1, the first layer's output")
         return self
 
 
@@ -306,10 +308,16 @@ class MedusaSettings(TaughtSettings):
     less memory."""
     backbone: BackboneSettings | None = None
     """Train the target too (Medusa-2); absent: it stays as it is (Medusa-1)."""
+    activation_checkpointing: bool = False
+    """Recompute the backbone's activations in the backward pass: less memory, a third more time."""
 
     @model_validator(mode="after")
     def _possible_backbone(self) -> "MedusaSettings":
         if self.backbone is None:
+            if self.activation_checkpointing:
+                raise ValueError(
+                    "activation_checkpointing: recomputes the backbone, which is not trained; give backbone"
+                )
             return self
         if self.backbone.start_step >= self.steps:
             raise ValueError(f"backbone.start_step {self.backbone.start_step}: must be less than steps {self.steps}")
