@@ -32,3 +32,16 @@ def test_what_a_reduced_vocabulary_leaves_out_keeps_its_share(draft: int) -> Non
         torch.testing.assert_close(lse_C, (logits_NV[1:11] / temperature).logsumexp(-1))
     assert max(seen) <= 10 * draft
     assert teacher.at(slice(0, 0), (1.0, 2.0)).lse_TC.shape == (2, 0)
+
+
+def test_what_nobody_summarised_is_read_off_the_logits() -> None:
+    torch.manual_seed(0)
+    head, hidden_NH = Head(torch.randn(V, H)), torch.randn(N, H)
+    logits_NV = head.logits(hidden_NH)
+    told = Features(hidden_NH[None], hidden_NH, logits_NV.logsumexp(-1), logits_NV.argmax(-1))
+    ours, theirs = (
+        LiveTeacher(head, features, None).at(slice(2, 9), (1.0, 2.0))
+        for features in (told._replace(lse_N=None, best_N=None), told)
+    )
+    torch.testing.assert_close(ours.lse_TC, theirs.lse_TC)
+    assert torch.equal(ours.best_C, theirs.best_C) and torch.equal(ours.logits_CV, theirs.logits_CV)

@@ -20,6 +20,7 @@ from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
+from draftforge.train.closed_form import Whole
 from draftforge.train.families import build, on_policy
 from draftforge.train.families.on_policy import Exchange, exchanges_of
 from draftforge.train.families.prune import prune
@@ -104,7 +105,9 @@ def test_the_target_judges_the_drafts_tokens(tiny_capture: Capture, target: Targ
         logp = logits.log_softmax(-1)
         lse.append(logits.logsumexp(-1))
         expected += float((logp.exp() * (logp - logq)).sum())
-    torch.testing.assert_close(inputs.features.lse_N, torch.cat(lse), atol=1e-4, rtol=1e-4)
+    taught = family.rows(inputs).teacher.at(slice(None), [1.0])
+    assert isinstance(taught, Whole)
+    torch.testing.assert_close(taught.lse_TC[0], torch.cat(lse), atol=1e-4, rtol=1e-4)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
     assert int(sums[0, COUNT]) == sum(len(exchange.answer_ids) for exchange in exchanges)
 

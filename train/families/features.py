@@ -24,10 +24,10 @@ class Features(NamedTuple):
     """Of the captured layers; where none is, the post-norm states."""
     hidden_NH: Tensor
     """Post-norm states: what the head reads."""
-    lse_N: Tensor
-    """log sum exp of the logits over the whole vocabulary."""
-    best_N: Tensor
-    """The likeliest token."""
+    lse_N: Tensor | None
+    """log sum exp of the logits over the whole vocabulary. None: to be read off the teacher's logits."""
+    best_N: Tensor | None
+    """The likeliest token; None with `lse_N`."""
 
 
 def summary(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,10 +54,12 @@ class FeatureSource:
         budget_bytes: int | None,
         logits_bytes: int,
         matrix_dtype: torch.dtype = torch.float32,
+        summarised: bool = True,
     ) -> None:
         """`aux_layers` empty: the post-norm states are the features; None: there are none.
 
-        `budget_bytes` None: 2 GiB where the target is on the CPU, 0 elsewhere.
+        `budget_bytes` None: 2 GiB where the target is on the CPU, 0 elsewhere. `summarised`: `lse` and `best` are
+        wanted even of what is not remembered.
         """
         if budget_bytes is None:
             budget_bytes = _CPU_BUDGET_BYTES if target.device.type == "cpu" else 0
@@ -67,6 +69,7 @@ class FeatureSource:
         self._left_bytes = budget_bytes
         self._chunk = max(1, logits_bytes // (4 * target.vocab_size))
         self._remembers = budget_bytes > 0
+        self._summarises = summarised or self._remembers
         self._known: dict[int, Features] = {}
 
     @torch.no_grad()
@@ -87,7 +90,7 @@ class FeatureSource:
         mine = slice(batch.offsets[number], batch.offsets[number + 1])
         positions_n = batch.positions_N[mine] - (row * batch.ids_BT.shape[1] + start)
         features = self._run(batch.ids_BT[row : row + 1, start : start + length], positions_n)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in features)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in features if tensor is not None)
         if size <= self._left_bytes:
             self._known[index] = features
             self._left_bytes -= size
@@ -101,9 +104,12 @@ class FeatureSource:
         else:
             aux_BTA = states.hidden_BTH if states.aux_BTA is None else states.aux_BTA
         hidden_NH = states.hidden_BTH.flatten(0, 1)[positions_N].to(self._target.dtype)
+        aux_BTA = aux_BTA.to(self._target.dtype)
+        if not self._summarises:
+            return Features(aux_BTA, hidden_NH, None, None)
         lse, best = [hidden_NH.new_zeros(0, dtype=torch.float32)], [positions_N[:0]]
         for part_CH in torch.split(hidden_NH, self._chunk):
             lse_C, best_C = summary(self._target.logits(part_CH))
             lse.append(lse_C)
             best.append(best_C)
-        return Features(aux_BTA.to(self._target.dtype), hidden_NH, torch.cat(lse), torch.cat(best))
+        return Features(aux_BTA, hidden_NH, torch.cat(lse), torch.cat(best))

@@ -57,7 +57,7 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         self.needs_signals = target is None
         if target is not None:
             # It remembers nothing: a sample's answer may be another one each time.
-            self._features = FeatureSource(target, None, 0, loss.logits_bytes, loss.dtype)
+            self._features = FeatureSource(target, None, 0, loss.logits_bytes, loss.dtype, summarised=False)
         self._own_answers: OwnAnswers | None = None
         if settings.on_policy is not None:
             assert target is not None

@@ -48,7 +48,9 @@ class TaughtFamily(Family[TaughtT, DraftT]):
         self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
         self._target_head = head_of(target)
         self._teacher_head = self._target_head if self._draft_ids is None else self._target_head.only(self._draft_ids)
-        self._features = FeatureSource(target, aux_layers, settings.features_bytes, settings.logits_bytes, loss.dtype)
+        self._features = FeatureSource(
+            target, aux_layers, settings.features_bytes, settings.logits_bytes, loss.dtype, self._draft_ids is not None
+        )
 
     @classmethod
     def needs_target(cls, settings: TaughtT) -> bool:

@@ -15,7 +15,7 @@ from ...specdec.targets import Target
 from ..closed_form import Whole
 from ..objectives import places
 from ..rows import Head
-from .features import Features
+from .features import Features, summary
 
 _TOLERANCE = {torch.float32: 0.02, torch.float16: 0.5, torch.bfloat16: 1.0}
 _CHECKED_LOGP = -8.0  # rarer tokens are not compared: rounding alone moves them far
@@ -28,6 +28,7 @@ class LiveTeacher:
     head: Head
     """Of the draft's tokens; of all where `draft_ids` is None."""
     features: Features
+    """With `lse` and `best` where the vocabulary is reduced: its logits do not tell them."""
     draft_ids: Tensor | None
     whole_head: Head | None = None
     """Of all tokens: what a reduced vocabulary needs at temperatures other than 1."""
@@ -36,13 +37,17 @@ class LiveTeacher:
     @torch.no_grad()
     def at(self, rows: slice, temperatures: Sequence[float]) -> Whole:
         """The whole draft vocabulary, in the target's dtype."""
-        hidden_CH, lse_C = self.features.hidden_NH[rows], self.features.lse_N[rows]
+        hidden_CH = self.features.hidden_NH[rows]
         logits_CV = self.head.logits(hidden_CH)
+        if self.features.lse_N is None or self.features.best_N is None:
+            lse_C, best_C = summary(logits_CV)
+        else:
+            lse_C, best_C = self.features.lse_N[rows], self.features.best_N[rows]
         if self.draft_ids is None:
             lse = [lse_C if t == 1.0 else _lse(logits_CV, t) for t in temperatures]
         else:
             lse = [lse_C if t == 1.0 else self._whole_lse(hidden_CH, t) for t in temperatures]
-        return Whole(logits_CV, torch.stack(lse), places(self.features.best_N[rows], self.draft_ids))
+        return Whole(logits_CV, torch.stack(lse), places(best_C, self.draft_ids))
 
     def _whole_lse(self, hidden_CH: Tensor, temperature: float) -> Tensor:
         """log sum exp over the whole vocabulary, with no more logits at a time than the draft's tokens have."""
