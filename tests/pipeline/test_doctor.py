@@ -56,12 +56,16 @@ def test_the_engine_follows_devices_and_packages() -> None:
     assert doctor.check_engine([H100], None).status == "FAIL"
 
 
-@pytest.mark.parametrize(("free_gb", "status"), [(50, "OK"), (3, "WARN"), (0.5, "FAIL")])
-def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gb: float, status: str) -> None:
+def leave_free(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:
     class Usage:
-        free = free_gb * 1e9
+        free = gigabytes * 1e9
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
+
+
+@pytest.mark.parametrize(("free_gb", "status"), [(50, "OK"), (3, "WARN"), (0.5, "FAIL")])
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gb: float, status: str) -> None:
+    leave_free(monkeypatch, free_gb)
     assert doctor.check_disk(tmp_path / "not" / "yet").status == status
     assert not (tmp_path / "not").exists()
 
@@ -111,6 +115,7 @@ def test_a_tracking_store_that_does_not(uri: str, tmp_path: Path) -> None:
 
 def test_the_default_store_needs_only_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    leave_free(monkeypatch, 50)
     check = doctor.check_tracking(None, tmp_path / "runs")
     assert (check.status, check.found) == ("OK", f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
     assert not list(tmp_path.iterdir())
