@@ -18,12 +18,11 @@ from ..errors import InputError
 from ..specdec.fitting import fitting_slots
 from ..specdec.plain import Answered, Asked, PlainDecoder
 from ..specdec.requests import Request
-from ..specdec.sampling import Purpose, uniforms
 from ..specdec.targets import Target
 from .capture_settings import CaptureSettings
 from .recorded import Recorded, RecordedAnswers, forced_signals
-from .requests import Planned, Prompts, ShardPlan, seed_of
-from .signals import emitted_logp, teacher_signals
+from .requests import Planned, Prompts, ShardPlan, tail_seed_of
+from .signals import emitted_logp, stored_signals
 from .store import Sample
 
 Advance = Callable[[int, int], None]
@@ -179,7 +178,7 @@ class _Stream:
             self._go_on(shard, answer)
         else:
             self._asked[answer.id] = (shard, answer, request)
-            tail_seed = seed_of(self._settings.seed, f"{answer.id}/tail")
+            tail_seed = tail_seed_of(self._settings.seed, answer.id)
             self._ready.append(Asked(answer.id, request, tail_seed, shard.number))
 
     def _go_on(self, shard: _Open, answer: Planned) -> None:
@@ -271,7 +270,6 @@ class _Listener:
 
     def __init__(self, settings: CaptureSettings) -> None:
         self._settings = settings
-        self._store_dtype: torch.dtype = getattr(torch, settings.store_dtype)
         self._train = 0
 
     def expect(self, train: int) -> None:
@@ -279,9 +277,7 @@ class _Listener:
         self._train += train
 
     def __call__(self, logits_BV: Tensor, tokens_B: Tensor, seeds_B: Tensor, emitted_B: Tensor) -> Columns:
-        """Tail draws have seeds of their own: never the numbers that drew the token."""
+        """Of one token of each of B answers."""
         if not self._train:
             return {"logp_n": emitted_logp(logits_BV, tokens_B)}
-        u_BM = uniforms(seeds_B, emitted_B, Purpose.FINAL, self._settings.tail_samples)
-        columns = teacher_signals(logits_BV, tokens_B, u_BM, self._settings.top_k)._asdict()
-        return columns | {name: columns[name].to(self._store_dtype) for name in ("topk_logp_nk", "tail_logp_nM")}
+        return stored_signals(logits_BV, tokens_B, seeds_B, emitted_B, self._settings)

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from .. import fingerprint, storage
 from ..errors import CorruptDataError, MissingFileError, StaleInputError
-from ..specdec.sampling import Purpose, uniforms
 from ..specdec.targets import Target
 from .batches import collate
 from .capture_settings import CaptureSettings
 from .conversation import SPLITS
-from .requests import Planned, seed_of
-from .signals import emitted_logp, teacher_signals
+from .requests import Planned, tail_seed_of
+from .signals import emitted_logp, stored_signals
 from .store import Capture, Sample
 
 FORMAT = 1
@@ -124,7 +123,7 @@ def forced_signals(target: Target, samples: Sequence[Sample], settings: CaptureS
         states = target.states(batch.ids_BT, documents=batch.documents)
         hidden_NH = states.hidden_BTH.flatten(0, 1)[batch.positions_N]
         tokens_N = batch.ids_BT.flatten()[batch.positions_N + 1]
-        tails = [seed_of(settings.seed, f"{sample.id}/tail") for sample in batch_samples]
+        tails = [tail_seed_of(settings.seed, sample.id) for sample in batch_samples]
         counts = torch.tensor([len(sample.answer_ids) for sample in batch_samples])
         seed_N = torch.repeat_interleave(torch.tensor(tails), counts).to(target.device)
         emitted_N = torch.cat([torch.arange(count) for count in counts.tolist()]).to(target.device)
@@ -134,10 +133,7 @@ def forced_signals(target: Target, samples: Sequence[Sample], settings: CaptureS
             if samples[0].split != "train":
                 parts.append({"logp_n": emitted_logp(logits_CV, tokens_N[at]).cpu()})
                 continue
-            u_CM = uniforms(seed_N[at], emitted_N[at], Purpose.FINAL, settings.tail_samples)
-            columns = teacher_signals(logits_CV, tokens_N[at], u_CM, settings.top_k)._asdict()
-            dtype = getattr(torch, settings.store_dtype)
-            columns |= {name: columns[name].to(dtype) for name in ("topk_logp_nk", "tail_logp_nM")}
+            columns = stored_signals(logits_CV, tokens_N[at], seed_N[at], emitted_N[at], settings)
             parts.append({name: column.cpu() for name, column in columns.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 

@@ -100,6 +100,11 @@ def seed_of(seed: int, name: str) -> int:
     return int(fingerprint.of_json([seed, name])[:16], 16) >> 1
 
 
+def tail_seed_of(seed: int, name: str) -> int:
+    """The seed of an answer's tail draws."""
+    return seed_of(seed, f"{name}/tail")
+
+
 class Prompts:
     """Prompt ids of planned answers. Those that wait for no other answer are rendered, and checked, at the start."""
 

@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..specdec.sampling import Purpose, uniforms
+from .capture_settings import CaptureSettings
+
 FLOOR = -1e4
 """Stands for log 0: exp(FLOOR) is 0 and 0 * FLOOR is 0, where 0 * -inf would be NaN. Fits float16."""
 
@@ -72,6 +75,17 @@ def teacher_signals(logits_BV: Tensor, tokens_B: Tensor, u_BM: Tensor, top_k: in
         tail_ids_nM=tail_ids_BM.int(),
         tail_logp_nM=(logits_BV.gather(-1, tail_ids_BM).float() - lse_B[:, None]).clamp_min(FLOOR),
     )
+
+
+def stored_signals(
+    logits_BV: Tensor, tokens_B: Tensor, seeds_B: Tensor, emitted_B: Tensor, settings: CaptureSettings
+) -> dict[str, Tensor]:
+    """Signals by name as a capture stores them. Tail draws have seeds of their own: never the numbers that drew the
+    token; `emitted` counts the answer's tokens before this one."""
+    u_BM = uniforms(seeds_B, emitted_B, Purpose.FINAL, settings.tail_samples)
+    columns = teacher_signals(logits_BV, tokens_B, u_BM, settings.top_k)._asdict()
+    dtype = getattr(torch, settings.store_dtype)
+    return columns | {name: columns[name].to(dtype) for name in ("topk_logp_nk", "tail_logp_nM")}
 
 
 def _blocks(logits_BV: Tensor) -> Tensor:
