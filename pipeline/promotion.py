@@ -22,8 +22,9 @@ from ..registry.lineage import Lineage, Version, git_commit, holdout_overlap
 from ..registry.models import champion, register_version
 from ..registry.resolve import resolve_models_uri
 from ..specdec.formats import read_meta
+from ..specdec.proposers.free import LOOKUP
 from .exporting import export_draft, is_copy
-from .scoring import LOOKUP, Scored, Scorer
+from .scoring import Scored, Scorer
 from .stages import Stage
 from .workspace import Workspace
 

@@ -27,6 +27,7 @@ from ..specdec.formats import check_context, check_fits, load_draft, meta_file, 
 from ..specdec.formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET
 from ..specdec.loading import load_tokenizer
 from ..specdec.proposers import Proposer, make_proposer
+from ..specdec.proposers.free import LOOKUP
 from ..specdec.proposers.lookup import PromptLookup
 from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
 from ..specdec.targets import Target, tokenizer_digest
@@ -34,7 +35,6 @@ from ..train.families import family_of
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
 
-LOOKUP = "lookup"
 COUNTS_FILE = "counts.parquet"
 TOKENIZER_FILE = "tokenizer.json"
 _MEASURED_CONVERSATIONS = 64  # whose answers shape a measured tree

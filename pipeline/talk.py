@@ -15,12 +15,12 @@ from ..registry.models import champion
 from ..registry.resolve import resolve_models_uri
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.proposers import Proposer, make_proposer
-from ..specdec.proposers.lookup import PromptLookup
+from ..specdec.proposers.free import TRAINING_FREE
 from ..specdec.proposers.trees import MeasuredTree
 from ..specdec.rules import RULES
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
-from .scoring import LOOKUP, Scorer, draft_for
+from .scoring import Scorer, draft_for
 from .stages import capture_stage, checkpoints_of, mix_stage, trained
 from .workspace import Workspace
 
@@ -99,10 +99,10 @@ def _proposer(
     if tree_name is not None and tree_name not in trees:
         known = f"one of the recipe's score.trees ({', '.join(trees)})" if trees else "in score.trees, which is empty"
         raise InputError(f"--tree {tree_name}: must be {known}")
-    if draft in (NO_DRAFT, LOOKUP):
+    if draft == NO_DRAFT or draft in TRAINING_FREE:
         if tree_name is not None:
             raise InputError(f"--tree {tree_name}: --draft {draft} drafts no trees")
-        return (PromptLookup() if draft == LOOKUP else None), K
+        return (None if draft == NO_DRAFT else TRAINING_FREE[draft](target)), K
     loaded = draft_for(target, find_draft(space, draft))
     if tree_name is None:
         return make_proposer(loaded, target), K

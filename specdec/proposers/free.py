@@ -1,0 +1,12 @@
+"""Ways of drafting that need no training, under the names by which users ask for them."""
+
+from collections.abc import Callable
+
+from ..models import CausalModel
+from .base import Proposer
+from .lookup import PromptLookup
+
+LOOKUP = "lookup"
+
+TRAINING_FREE: dict[str, Callable[[CausalModel], Proposer]] = {LOOKUP: lambda target: PromptLookup()}
+"""Makes a proposer of that name for a target."""
