@@ -12,6 +12,7 @@ from transformers import GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from .. import fingerprint
 from ..errors import InputError, MissingFileError, one_line
 from ..storage import read_object
+from .fused import can_fuse, fuse
 from .gguf_tokenizer import as_the_file_says
 from .loading import load_model, load_tokenizer, refused
 from .models import CausalModel
@@ -32,6 +33,8 @@ class Target(CausalModel):
         target_fingerprint: str,
     ) -> None:
         super().__init__(model.requires_grad_(False).eval(), settings.context)
+        if can_fuse(self.device):
+            fuse(model)
         self.tokenizer = tokenizer
         self.settings = settings
         self.fingerprint = target_fingerprint

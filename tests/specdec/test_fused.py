@@ -1,0 +1,116 @@
+"""Fused modules: taken where they give what the module gives, and left alone elsewhere.
+
+Liger's kernels need a GPU; here a stand-in computes what they document.
+"""
+
+import copy
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from families import SUPPORTED, tiny
+from torch import Tensor
+
+from draftforge.specdec.fused import _Rotary, fuse
+from draftforge.specdec.models import CausalModel
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+class Norm:
+    calls = 0
+
+    @classmethod
+    def apply(cls, x: Tensor, weight: Tensor, eps: float, offset: float, casting: str, in_place: bool) -> Tensor:
+        cls.calls += 1
+        normed = x.float() * (x.float().pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+        return (normed * (weight.float() + offset)).to(x.dtype)
+
+
+class Product:
+    @staticmethod
+    def apply(gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.silu(gate) * up
+
+
+class Rope:
+    calls = 0
+
+    @classmethod
+    def apply(cls, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cls.calls += 1
+
+        def turned(x: Tensor) -> Tensor:
+            first, second = x.chunk(2, -1)
+            return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+        return turned(q), turned(k)
+
+
+@pytest.fixture(autouse=True)
+def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    ops: Any = ModuleType("liger_kernel.ops")
+    ops.LigerRMSNormFunction, ops.LigerSiLUMulFunction, ops.LigerRopeFunction = Norm, Product, Rope
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
+    places = {name: module for name, module in sys.modules.items() if name.startswith("transformers.models.")}
+    kept = {name: vars(place)["apply_rotary_pos_emb"] for name, place in places.items() if _has_rotary(place)}
+    Norm.calls = Rope.calls = 0
+    yield
+    for name, function in kept.items():
+        place: Any = sys.modules[name]
+        place.apply_rotary_pos_emb = function
+
+
+def _has_rotary(place: ModuleType) -> bool:
+    return "apply_rotary_pos_emb" in vars(place) and not isinstance(vars(place)["apply_rotary_pos_emb"], _Rotary)
+
+
+def logits(model: CausalModel) -> Tensor:
+    with torch.no_grad():
+        return model.logits(model.states(IDS).hidden_BTH)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_fused_model_says_what_it_said(family: str) -> None:
+    model = CausalModel(tiny(*SUPPORTED[family]))
+    before = logits(model)
+    names = fuse(model.model)
+    assert any("RMSNorm" in name for name in names) and any("rotary" in name for name in names)
+    after = logits(model)
+    assert Norm.calls > 2 * model.num_layers and Rope.calls > model.num_layers
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+
+
+def test_gated_products_of_another_activation_stay() -> None:
+    assert not any("MLP" in name for name in fuse(tiny(*SUPPORTED["gemma3"])))  # tanh-GELU
+    assert any("MLP" in name for name in fuse(tiny(*SUPPORTED["llama"])))
+
+
+def test_a_copy_runs_on_its_own_weights() -> None:
+    model = tiny(*SUPPORTED["llama"])
+    fuse(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_decoder().norm.weight.zero_()
+        assert float(other.get_decoder().norm(torch.ones(1, other.config.hidden_size)).abs().max()) == 0
+        assert float(model.get_decoder().norm(torch.ones(1, model.config.hidden_size)).abs().max()) > 0
+
+
+def test_what_disagrees_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Norm, "apply", lambda x, *rest: x * 1.1)
+    monkeypatch.setattr(Rope, "apply", lambda q, k, cos, sin: (q, k))
+    names = fuse(tiny(*SUPPORTED["llama"]))
+    assert not any("Norm" in name or "rotary" in name for name in names)
+
+
+def test_learned_queries_keep_their_own_rotation() -> None:
+    model = tiny(*SUPPORTED["llama"])
+    fuse(model)
+    Rope.calls = 0
+    model(input_ids=IDS).logits.sum().backward()
+    assert Rope.calls == 0
+    assert model.get_decoder().layers[0].self_attn.q_proj.weight.grad is not None
