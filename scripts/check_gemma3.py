@@ -149,7 +149,11 @@ def _compare(target: Target, ids_T: Tensor, reference: Reference) -> Difference:
     cache = KVCache(2, TOKENS + DRAFTED, target.device)
     rows_2T = torch.zeros(2, LONG, dtype=torch.long)
     rows_2T[0], rows_2T[1, :SHORT] = ids_T[:LONG], ids_T[:SHORT]
-    states = target.states(rows_2T, cache.prefill([0, 1], [LONG, SHORT]), LAYERS)
+    states = target.states(
+        rows_2T,
+        cache.prefill(torch.arange(2, device=target.device), torch.tensor([LONG, SHORT], device=target.device)),
+        LAYERS,
+    )
     worst = Difference(0.0, 0.0, 0, 0)
     starts, widths = [0, 0], [LONG, SHORT]
     while True:
@@ -158,13 +162,13 @@ def _compare(target: Target, ids_T: Tensor, reference: Reference) -> Difference:
         for row, (start, width) in enumerate(zip(starts, widths)):
             at = slice(start, start + width)
             worst = _worse(worst, logits[row, :width], aux[row, :width], Reference(*(part[at] for part in reference)))
-        starts = list(cache.lengths[:2])
+        starts = cache.lengths_S.tolist()
         if max(starts) + DRAFTED > len(ids_T):
             return worst
         widths = [DRAFTED, DRAFTED]
         drafted = torch.stack([ids_T[start : start + DRAFTED] for start in starts])
         states = target.states(drafted, cache.extend(2, DRAFTED), LAYERS)
-        cache.keep(KEPT)
+        cache.keep(torch.tensor(KEPT, device=target.device))
 
 
 def _worse(worst: Difference, logits: Tensor, aux: Tensor, reference: Reference) -> Difference:

@@ -50,7 +50,7 @@ def play() -> Scene:
     """One round over `PAST` in the cache and `LAST` emitted."""
     tree = TreeBatch.of([DraftTree.of(range(len(NODES)), PARENTS, "deterministic")])
     cache = KVCache(1, len(PAST) + 1 + len(NODES), torch.device("cpu"))
-    _write(cache, cache.prefill([0], [len(PAST)]), range(len(PAST)))
+    _write(cache, cache.prefill(torch.tensor([0]), torch.tensor([len(PAST)])), range(len(PAST)))
     step = cache.branch(*tree.below_one_root())
     assert step.visible_BNL is not None and step.positions_BN is not None
     _write(cache, step, range(len(PAST), cache.capacity))
@@ -61,8 +61,8 @@ def play() -> Scene:
     nothing = torch.zeros(1, 0)
     verdict = verify_batch("greedy", logits_1MV, None, tree, nothing, nothing)
     kept = [0, *(node + 1 for node in verdict.path_BD[0].tolist() if node >= 0)]
-    cache.keep_path(torch.tensor([kept]), [len(kept)])
-    after = _words(cache, cache.lengths[0])
+    cache.keep_path(torch.tensor([kept]), torch.tensor([len(kept)]))
+    after = _words(cache, int(cache.lengths_S[0]))
     return Scene(tree, step.visible_BNL[0].tolist(), step.positions_BN[0].tolist(), kept, before, after)
 
 

@@ -3,8 +3,6 @@
 Shapes: B rows, N queries a row, H query heads, G key-value heads (R = H / G queries share one), L keys, D head size.
 """
 
-from importlib.util import find_spec
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,11 +13,6 @@ from .cache import Step
 from .documents import Documents, Sight, attend_runs, flex, takes_runs
 
 NAME = "draftforge"
-
-
-def reads_lengths(device: torch.device) -> bool:
-    """Whether steps may give lengths instead of a mask there."""
-    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def attend(
@@ -60,8 +53,9 @@ def attend(
         if kv_step.past_B is not None:
             from .flash_decoding import attend_cached  # needs Triton
 
-            past = kv_step.cache.layer(layer)
-            return attend_cached(query, *past, kv_step.past_B, scaling, sliding_window, softcap).transpose(1, 2), None
+            past, tree = kv_step.cache.layer(layer), kv_step.tree or (None, None)
+            output = attend_cached(query, *past, kv_step.past_B, scaling, sliding_window, softcap, *tree)
+            return output.transpose(1, 2), None
         if kv_step.visible_BNL is not None:
             visible = kv_step.visible_BNL[:, None]
             key, value = kv_step.cache.read(layer, query.shape[0], visible.shape[-1])

@@ -7,36 +7,41 @@ transformers changes its cache API between minor releases, so no model here ever
 (`attention.py`) writes into and reads from a `Step` of this cache.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+
+def reads_lengths(device: torch.device) -> bool:
+    """Whether attention over a cache there reads the slots' lengths on the device; else steps carry masks."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 class KVCache:
     """Keys and values of S slots of `capacity` tokens each. Layers are allocated when first written.
 
     A slot's length is the number of tokens whose keys count; what lies past it is garbage that the next pass
-    overwrites. Rejecting drafted tokens is therefore free: the length just does not grow.
+    overwrites. Rejecting drafted tokens is therefore free: the length just does not grow. Lengths stay on the device,
+    and where attention reads them there, nothing here waits for it.
     """
 
     def __init__(self, slots: int, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.device = device
-        self.lengths = [0] * slots
+        self.lengths_S = torch.zeros(slots, dtype=torch.long, device=device)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
-    def prefill(self, slots: Sequence[int], lengths: Sequence[int]) -> "Step":
+    def prefill(self, slots_R: Tensor, lengths_R: Tensor) -> "Step":
         """A step that fills fresh slots with right-padded prompts; each sees only itself, causally."""
-        for slot, length in zip(slots, lengths):
-            self.lengths[slot] = length
-        return self.fill(torch.tensor(slots, device=self.device))
+        self.lengths_S[slots_R] = lengths_R
+        return self.fill(slots_R)
 
     def fill(self, slots_B: Tensor) -> "Step":
         """`prefill` for callers that keep the lengths themselves."""
-        return Step(self, slots_B, None, None, None, None)
+        return Step(self, slots_B, None, None)
 
     def follow(self, past_B: Tensor, longest: int | None) -> "Step":
         """A step that adds one token to each of the first B slots, whose lengths the caller keeps on the device.
@@ -45,21 +50,24 @@ class KVCache:
         """
         rows, at_B1 = torch.arange(len(past_B), device=self.device), past_B[:, None]
         if longest is None:
-            return Step(self, rows, at_B1, at_B1, None, None, past_B)
+            return Step(self, rows, at_B1, at_B1, past_B=past_B)
         visible_BNL = torch.arange(longest + 1, device=self.device) <= at_B1[..., None]
-        return Step(self, rows, at_B1, at_B1, visible_BNL, None)
+        return Step(self, rows, at_B1, at_B1, visible_BNL)
 
-    def extend(self, batch: int, tokens: int) -> "Step":
+    def extend(self, batch: int, tokens: int, skip: int = 0) -> "Step":
         """A step that adds `tokens` tokens to each of the first `batch` slots; call `keep` after it.
 
-        Rows shorter than `tokens` are padded on the right: causality hides the padding from real tokens.
+        Rows shorter than `tokens` are padded on the right: causality hides the padding from real tokens. `skip`: so
+        many tokens that stand past a slot's length already are part of its past.
         """
-        length_B = torch.tensor(self.lengths[:batch], device=self.device)
-        positions_BN = length_B[:, None] + torch.arange(tokens, device=self.device)
-        longest = max(self.lengths[:batch]) + tokens
-        visible_BNL = torch.arange(longest, device=self.device) <= positions_BN[..., None]
+        past_B = self.lengths_S[:batch] + skip
+        positions_BN = past_B[:, None] + torch.arange(tokens, device=self.device)
         rows = torch.arange(batch, device=self.device)
-        return Step(self, rows, positions_BN, positions_BN, visible_BNL, None)
+        if reads_lengths(self.device):
+            return Step(self, rows, positions_BN, positions_BN, past_B=past_B)
+        longest = int(past_B.max()) + tokens
+        visible_BNL = torch.arange(longest, device=self.device) <= positions_BN[..., None]
+        return Step(self, rows, positions_BN, positions_BN, visible_BNL)
 
     def branch(self, depth_BF: Tensor, visible_BNF: Tensor) -> "Step":
         """A step that adds the last N of F tree entries to each of the first B slots; call `keep_path` after it.
@@ -68,43 +76,49 @@ class KVCache:
         `visible_BNF` names; its position is the length plus its depth.
         """
         batch, new, entries = visible_BNF.shape
-        length_B1 = torch.tensor(self.lengths[:batch], device=self.device)[:, None]
-        keys_L = torch.arange(max(self.lengths[:batch]) + entries, device=self.device)
+        past_B = self.lengths_S[:batch]
+        rows, length_B1 = torch.arange(batch, device=self.device), past_B[:, None]
+        positions_BN = length_B1 + depth_BF[:, entries - new :]
+        at_BN = length_B1 + torch.arange(entries - new, entries, device=self.device)
+        if reads_lengths(self.device):
+            return Step(self, rows, positions_BN, at_BN, past_B=past_B, tree=(visible_BNF, depth_BF))
+        keys_L = torch.arange(int(past_B.max()) + entries, device=self.device)
         entry_BL = keys_L - length_B1
         inside_BL = (entry_BL >= 0) & (entry_BL < entries)
         entry_BL = entry_BL.clamp(0, entries - 1)
         among_BNL = visible_BNF.gather(2, entry_BL[:, None].expand(-1, new, -1))
         visible_BNL = (keys_L < length_B1)[:, None] | (inside_BL[:, None] & among_BNL)
         key_positions_BL = torch.where(inside_BL, length_B1 + depth_BF.gather(1, entry_BL), keys_L)
-        at_BN = length_B1 + torch.arange(entries - new, entries, device=self.device)
-        rows = torch.arange(batch, device=self.device)
-        return Step(self, rows, length_B1 + depth_BF[:, entries - new :], at_BN, visible_BNL, key_positions_BL)
+        return Step(self, rows, positions_BN, at_BN, visible_BNL, key_positions_BL)
 
-    def keep(self, counts: Sequence[int]) -> None:
+    def keep(self, counts_B: Tensor) -> None:
         """Let the first `counts[b]` tokens of the last step stay in slot b."""
-        for slot, count in enumerate(counts):
-            self.lengths[slot] += count
+        self.lengths_S[: len(counts_B)] += counts_B
 
-    def keep_path(self, path_BD: Tensor, counts: Sequence[int]) -> None:
+    def keep_path(self, path_BD: Tensor, counts_B: Tensor) -> None:
         """Let the first `counts[b]` tree entries of `path_BD` stay in slot b, in that order, and drop the others.
 
         Past a path's end (-1) nothing moves.
         """
         batch, depth = path_BD.shape
         place_D = torch.arange(depth, device=self.device)
-        length_B1 = torch.tensor(self.lengths[:batch], device=self.device)[:, None]
+        length_B1 = self.lengths_S[:batch, None]
         from_BD, to_BD = length_B1 + torch.where(path_BD < 0, place_D, path_BD), length_B1 + place_D
         rows_B1 = torch.arange(batch, device=self.device)[:, None]
         for layer in (*self._keys.values(), *self._values.values()):
             layer[rows_B1, :, to_BD] = layer[rows_B1, :, from_BD]
-        self.keep(counts)
+        self.keep(counts_B)
 
     def move(self, source: int, destination: int) -> None:
         """Copy one slot onto another, so that the active slots stay the first ones."""
-        length = self.lengths[source]
+        length = slice(None) if reads_lengths(self.device) else slice(0, int(self.lengths_S[source]))
         for layer in (*self._keys.values(), *self._values.values()):
-            layer[destination, :, :length] = layer[source, :, :length]
-        self.lengths[destination] = length
+            layer[destination, :, length] = layer[source, :, length]
+        self.lengths_S[destination] = self.lengths_S[source]
+
+    def free(self, slot: int) -> None:
+        """A slot without a past: passes that cover it cost nothing and never run past its end."""
+        self.lengths_S[slot] = 0
 
     def move_rows(self, from_B: Tensor, to_B: Tensor, length: int) -> None:
         """Copy the first `length` tokens of many slots onto others, for callers that keep the lengths themselves."""
@@ -123,7 +137,7 @@ class KVCache:
     def write(self, layer: int, step: "Step", key_BGND: Tensor, value_BGND: Tensor) -> None:
         """Store a layer's new keys and values where the step puts them."""
         if layer not in self._keys:
-            shape = (len(self.lengths), key_BGND.shape[1], self.capacity)
+            shape = (len(self.lengths_S), key_BGND.shape[1], self.capacity)
             self._keys[layer] = key_BGND.new_zeros(*shape, key_BGND.shape[-1])
             self._values[layer] = value_BGND.new_zeros(*shape, value_BGND.shape[-1])
         if step.at_BN is None:
@@ -147,6 +161,7 @@ class Step:
     rows: Tensor  # [B] slots
     positions_BN: Tensor | None  # of the new tokens in the text; None: prefill, 0..T-1
     at_BN: Tensor | None  # where their keys go; None: prefill, 0..T-1
-    visible_BNL: Tensor | None  # None: prefill, causal
-    key_positions_BL: Tensor | None  # None: a key's position is where it stands
+    visible_BNL: Tensor | None = None  # None: prefill, causal
+    key_positions_BL: Tensor | None = None  # None: a key's position is where it stands
     past_B: Tensor | None = None  # keys before the new ones; given: the attention reads these instead of a mask
+    tree: tuple[Tensor, Tensor] | None = None  # (visible_BNF, depth_BF) of entries past those; None: a chain

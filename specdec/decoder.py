@@ -1,7 +1,8 @@
 """The speculative decoder: the judge of every checkpoint.
 
-Shapes: B active slots (always the first B), N drafted nodes, M = N + 1 rows of the target (row 0 after the last emitted
-token, row i + 1 after node i), D levels, V vocabulary, S slots.
+Shapes: B rows of a round (the first B slots), R prompts read at once, T tokens of the longest, N drafted nodes,
+M = N + 1 rows of the target (row 0 after the last emitted token, row i + 1 after node i), D levels, V vocabulary,
+S slots.
 
 One round: the proposer drafts a tree a slot (a chain is one); one target pass over [last token, nodes] gives the
 target's distribution p after each; the accept rule keeps a path of the tree and adds one token of the target's own
@@ -9,30 +10,38 @@ target's distribution p after each; the accept rule keeps a path of the tree and
 
 Counting: the prefill and the token it yields are no round; drafts are clipped to min(K, remaining - 1) levels; tokens
 after a stop are neither emitted nor accepted.
+
+On a GPU each part of a round is a CUDA graph, and the host waits once, to read the verdict. Rounds are as wide there as
+their graphs: what stands past the active slots is free and says nothing.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .cache import KVCache
+from .fitting import takes_graphs
 from .models import States
-from .proposers.base import Ask, Draft
-from .proposers.rows import fill_rows, pick_states, process_rows
-from .requests import Generation, Request, Round, RoundSeconds, Run, until_stop
+from .passes import Replays, Shapes, read_back, running, send
+from .proposers.base import Ask, Draft, Texts
+from .proposers.rows import pick_states, process_rows
+from .requests import Generation, Request, Round, Run, until_stop
+from .round_state import RoundState
 from .rules import RULES
-from .sampling import Purpose, categorical, uniforms
+from .sampling import Purpose, SamplingSettings, categorical
 from .tree import TreeBatch
 from .verify_batch import BatchVerdict, verify_batch
 
 Finished = tuple[int, Generation]
 """A request's index, and its answer."""
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -73,140 +82,181 @@ def _one_by_one(ask: Callable[P, Run]) -> Callable[P, Iterator[Finished]]:
 generate = _one_by_one(Run)
 
 
+class _Judged(NamedTuple):
+    """What a round leaves on the device."""
+
+    read_BX: Tensor  # what the host reads: accepted, drafted and reached counts, then the tokens
+    new: Texts
+    states: States  # from which each of them was emitted
+
+
 class _Decoder:
     """State of one run: the slots, the target's cache, the queue of waiting requests."""
 
     def __init__(self, run: Run) -> None:
         target, proposer, requests = run.target, run.proposer, run.requests
         self.target, self.proposer, self.rule = target, proposer, RULES[run.rule]
-        self.draft_tokens, self.on_logits = run.draft_tokens, run.on_logits
-        self.decode, self.timer = run.decode, run.timer
+        self.draft_tokens, self.decode, self.timer = run.draft_tokens, run.decode, run.timer
         self.aux_layers = proposer.aux_layers if proposer is not None else ()
         self.waiting = iter(enumerate(requests))
         self.slots: list[_Slot] = []
         self.batch_size = min(run.batch_size, max(len(requests), 1))
         longest = max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=1) + 1
         # Rows near their end are padded up to the largest tree of the batch.
-        nodes = proposer.most_nodes(run.draft_tokens) if proposer is not None else 0
-        self.cache = KVCache(self.batch_size, longest + nodes, target.device)
+        self.nodes = proposer.most_nodes(run.draft_tokens) if proposer is not None else 0
+        fixed = takes_graphs(target)
+        self.shapes = Shapes(self.batch_size, longest, fixed)
+        self.replays = Replays(fixed and target.device.type == "cuda")
+        slots = self.batch_size + fixed  # one more takes what padding writes
+        self.cache = KVCache(slots, longest + self.nodes, target.device)
         if proposer is not None:
-            proposer.reserve(self.batch_size, longest, run.draft_tokens)
-        self.seen_SV: Tensor | None = None  # tokens known to each slot, where any request has a repetition penalty
-        if any(request.sampling.repetition_penalty != 1.0 for request in requests):
-            self.seen_SV = torch.zeros(self.batch_size, target.vocab_size, dtype=torch.bool, device=target.device)
+            proposer.reserve(slots, longest, run.draft_tokens)
+        marked = any(request.sampling.repetition_penalty != 1.0 for request in requests)
+        self.state = RoundState(slots, target.device, target.vocab_size if marked else 0)
 
     def steps(self) -> Iterator[list[Finished]]:
         yield list(self._refill())
         while self.slots:
-            self._round()
+            with running(self.target.device):
+                self._round()
             yield [*self._retire(), *self._refill()]
 
-    @torch.inference_mode()  # here and not around the yields: the caller may be training
     def _round(self) -> None:
         """Draft from q, let the target see it in one pass, keep what the rule accepts by p and q, tell the proposer."""
-        mark = self.timer.mark if self.timer is not None else time.perf_counter
-        t0 = mark()
-        draft = self._draft()
-        t1 = mark()
-        states, logits_BMV = self._target_pass(draft)
-        t2 = mark()
-        verdict = self._verify(draft, logits_BMV)
-        emitted = self._emit(verdict, draft, logits_BMV)
-        states = self._keep(verdict, draft, [len(tokens) for tokens in emitted], states)
-        t3 = mark()
-        if self.proposer is not None:
-            self.proposer.observe(emitted, states)
+        mark = self.timer.mark if self.timer is not None else lambda: None
         if self.timer is not None:
-            # What `observe` does prepares the next draft, so its time is the draft's.
-            seconds = (t1 - t0 + mark() - t3, t2 - t1, t3 - t2)
-            self.timer.rounds.append(RoundSeconds(*seconds, draft.tree.tokens_BN.shape[1], len(self.slots)))
+            self.timer.start()
+        rows = self.shapes.rows(len(self.slots))
+        sampling = self._sampling(rows)
+        draft = self._draft(rows, sampling)
+        mark()
+        nodes = draft.tree.tokens_BN.shape[1]
+        shape = (rows, nodes, draft.chain)
+        states, logits_BMV = self.replays.run(("target", *shape), self._target_pass, draft)
+        mark()
+        judged = self._replayed(("judge", *shape), sampling, self._judge, draft, logits_BMV, states)
+        read = read_back(judged.read_BX)
+        if self.proposer is not None and not self.proposer.waits:  # beside the host, which waits for the verdict only
+            mark()
+            self.replays.run(("observe", *shape), self.proposer.observe, judged.new, judged.states)
+            mark()
+            self._emit(read())
+        else:
+            emitted = self._emit(read())
+            mark()
+            if self.proposer is not None:
+                self.proposer.observe(judged.new._replace(known=emitted), judged.states)
+            mark()
+        if self.timer is not None:
+            self.timer.end(nodes, len(self.slots))
 
-    def _draft(self) -> Draft:
-        limits = [min(self.draft_tokens, slot.remaining - 1) for slot in self.slots]
-        if self.proposer is None or max(limits) <= 0:
-            empty_B0 = torch.zeros(len(self.slots), 0, dtype=torch.long, device=self.target.device)
-            return Draft.of_chains(empty_B0, [0] * len(self.slots), "deterministic")
-        sampling = [slot.request.sampling for slot in self.slots]
+    def _replayed(
+        self, name: tuple[object, ...], sampling: list[SamplingSettings], function: Callable[..., T], *args: object
+    ) -> T:
+        """A graph holds one setting; slots of several are judged without one."""
+        if len(set(sampling)) > 1:
+            return function(sampling, *args)
+        return self.replays.run((*name, sampling[0].key), partial(function, sampling), *args)
+
+    def _sampling(self, rows: int) -> list[SamplingSettings]:
+        known = [slot.request.sampling for slot in self.slots]
+        return known + known[:1] * (rows - len(known))
+
+    def _draft(self, rows: int, sampling: list[SamplingSettings]) -> Draft:
+        levels = min(self.draft_tokens, max(slot.remaining for slot in self.slots) - 1)
+        if self.proposer is None or levels <= 0:
+            empty_B0 = torch.zeros(rows, 0, dtype=torch.long, device=self.target.device)
+            return Draft.of_chains(empty_B0, torch.zeros_like(self.state.last_S[:rows]), "deterministic")
+        if not self.shapes.fixed:
+            return self._propose(sampling, levels)
+        levels = self.draft_tokens  # whatever is left: a graph has one shape
+        if not self.proposer.waits:
+            return self._replayed(("draft", rows), sampling, partial(self._propose, levels=levels))
+        draft = self._propose(sampling, levels)
+        return draft.padded(self.nodes, levels) if draft.tree.tokens_BN.shape[1] else draft
+
+    def _propose(self, sampling: list[SamplingSettings], levels: int) -> Draft:
+        assert self.proposer is not None
+        rows = len(sampling)
         draws = self.rule.draws and not all(setting.greedy for setting in sampling)
-        numbers = partial(self._uniforms, self.slots, Purpose.DRAFT) if draws else None
-        return self.proposer.propose(Ask(limits, sampling, numbers, self._seen()))
+        numbers = partial(self.state.uniforms, slice(rows), Purpose.DRAFT) if draws else None
+        limits_B = self.state.limits(rows, levels)
+        return self.proposer.propose(Ask(limits_B, levels, sampling, numbers, self.state.seen(rows)))
 
     def _target_pass(self, draft: Draft) -> tuple[States, Tensor]:
         """The target's states and logits after the last token and after every node."""
         tree = draft.tree
-        last_B1 = fill_rows([slot.generation.tokens[-1:] for slot in self.slots], self.target.device)
-        ids_BM = torch.cat([last_B1, tree.tokens_BN], dim=1)
-        step = self.cache.extend(*ids_BM.shape) if draft.chain else self.cache.branch(*tree.below_one_root())
+        rows, nodes = tree.tokens_BN.shape
+        ids_BM = torch.cat([self.state.last_S[:rows, None], tree.tokens_BN], dim=1)
+        step = self.cache.extend(rows, nodes + 1) if draft.chain else self.cache.branch(*tree.below_one_root())
         states = self.target.states(ids_BM, step, self.aux_layers)
         return states, self.target.logits(states.hidden_BTH)
 
-    def _verify(self, draft: Draft, logits_BMV: Tensor) -> BatchVerdict:
-        """The rule's verdict for every slot, on the device."""
-        sampling = [slot.request.sampling for slot in self.slots]
-        tree, seen_BMV = draft.tree, _seen_along(draft.tree, self._seen())
+    def _judge(self, sampling: list[SamplingSettings], draft: Draft, logits_BMV: Tensor, states: States) -> _Judged:
+        """The rule's verdict for every slot, and the slots as it leaves them."""
+        tree = draft.tree
+        verdict = self._verify(sampling, draft, logits_BMV)
+        along_BD = tree.tokens_BN.gather(1, verdict.path_BD.clamp(min=0))
+        ids_BE = F.pad(along_BD, (0, 1)).scatter(1, verdict.length_B[:, None], verdict.token_B[:, None])
+        new = Texts(ids_BE, (verdict.length_B + 1) * self.state.live(len(ids_BE)))
+        drafted_B, reached_B = tree.candidate_BN.sum(1), verdict.length_B + tree.goes_on(verdict.path_BD)
+        read_BX = torch.cat([torch.stack([verdict.length_B, drafted_B, reached_B], 1), ids_BE], 1)
+        if draft.chain:
+            self.cache.keep(new.counts_B)
+        else:
+            path_BE = F.pad(verdict.path_BD + 1, (1, 0)).masked_fill_(F.pad(verdict.path_BD < 0, (1, 0)), -1)
+            self.cache.keep_path(path_BE, new.counts_B)
+            states = pick_states(states, path_BE.clamp(min=0))
+        self.state.advance(new)
+        return _Judged(read_BX, new, states)
+
+    def _verify(self, sampling: list[SamplingSettings], draft: Draft, logits_BMV: Tensor) -> BatchVerdict:
+        rows, tree = len(sampling), draft.tree
+        seen_BMV = _seen_along(tree, self.state.seen(rows))
         if all(setting.greedy for setting in sampling):
             p_BMV = logits_BMV if seen_BMV is None else process_rows(logits_BMV, sampling, seen_BMV)
-            no_numbers = logits_BMV.new_empty(len(self.slots), 0)
+            no_numbers = logits_BMV.new_empty(rows, 0)
             return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)
         rule = self.rule.name if tree.depth else "onehot"  # with nothing drafted that is a draw from p
-        accept_BN = self._uniforms(self.slots, Purpose.ACCEPT, tree.tokens_BN.shape[1])
+        accept_BN = self.state.uniforms(slice(rows), Purpose.ACCEPT, tree.tokens_BN.shape[1])
         finals = [
-            self._uniforms(self.slots, Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].finals(tree.depth))
+            self.state.uniforms(slice(rows), Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].finals(tree.depth))
         ]
         p_BMV = process_rows(logits_BMV, sampling, seen_BMV)
         return verify_batch(rule, p_BMV, draft.q_BNV, tree, accept_BN, torch.cat(finals, 1))
 
-    def _emit(self, verdict: BatchVerdict, draft: Draft, logits_BMV: Tensor) -> list[list[int]]:
-        """Append each slot's accepted tokens and the target's own, up to a stop; record the round.
-
-        The one place where a round waits for the device.
-        """
-        tree = draft.tree
-        along_BD = tree.tokens_BN.gather(1, verdict.path_BD.clamp(min=0))
-        drafted_B, judged_B = tree.candidate_BN.sum(1), verdict.length_B + tree.goes_on(verdict.path_BD)
-        read = torch.cat([torch.stack([verdict.length_B, verdict.token_B, drafted_B, judged_B], 1), along_BD], 1)
+    def _emit(self, read_BX: Tensor) -> list[list[int]]:
+        """Append each slot's accepted tokens and the target's own, up to a stop; record the round."""
         emitted: list[list[int]] = []
-        for slot, (accepted, token, drafted, judged, *along) in zip(self.slots, read.tolist()):
+        for slot, (accepted, drafted, reached, *along) in zip(self.slots, read_BX.tolist()):
             known = slot.generation.tokens
-            tokens, slot.stopped = until_stop(known, [*along[:accepted], token], slot.request, self.decode)
+            tokens, slot.stopped = until_stop(known, along[: accepted + 1], slot.request, self.decode)
             known.extend(tokens)
             if self.proposer is not None:
                 # A stop inside the path: what was drafted after it is neither accepted nor reached.
-                rest = judged if accepted < len(tokens) else len(tokens)
+                rest = reached if accepted < len(tokens) else len(tokens)
                 slot.generation.rounds.append(Round(drafted, min(accepted, len(tokens)), len(tokens), rest))
             emitted.append(tokens)
-        self._see(self.slots, emitted)
-        if self.on_logits is not None:
-            last_B = torch.tensor([tokens[-1] for tokens in emitted], device=logits_BMV.device)
-            self.on_logits([slot.number for slot in self.slots], logits_BMV[:, 0], last_B)
         return emitted
-
-    def _keep(self, verdict: BatchVerdict, draft: Draft, counts: list[int], states: States) -> States:
-        """Let the accepted path stay in the cache; the states along it, one a token emitted."""
-        if draft.chain:
-            self.cache.keep(counts)
-            return states
-        path_BD = torch.cat([torch.zeros_like(verdict.path_BD[:, :1]), verdict.path_BD + 1], 1)
-        path_BD[:, 1:][verdict.path_BD < 0] = -1
-        self.cache.keep_path(path_BD, counts)
-        return pick_states(states, path_BD.clamp(min=0))
 
     def _retire(self) -> Iterator[Finished]:
         """Hand over finished answers; the last active slot takes a finished one's place."""
         for slot in [slot for slot in reversed(self.slots) if slot.finished]:
-            self._free(slot)
+            with running(self.target.device):
+                self._free(slot)
             yield self._close(slot)
 
-    @torch.inference_mode()
     def _free(self, slot: _Slot) -> None:
         last = self.slots.pop()
+        vacant = last.index
         if last is not slot:
             self.cache.move(last.index, slot.index)
-            if self.seen_SV is not None:
-                self.seen_SV[slot.index] = self.seen_SV[last.index]
+            self.state.move(last.index, slot.index)
             if self.proposer is not None:
                 self.proposer.move(last.index, slot.index)
             self.slots[slot.index], last.index = last, slot.index
+        self.cache.free(vacant)
+        self.state.free(vacant)
 
     def _refill(self) -> Iterator[Finished]:
         """Prefill waiting requests into free slots; a request may end with its first token."""
@@ -219,48 +269,42 @@ class _Decoder:
                 fresh.append(_Slot(index, number, request, Generation(), time.perf_counter()))
             if not fresh:
                 return
-            self._prefill(fresh)
+            with running(self.target.device):
+                self._prefill(fresh)
             self.slots.extend(fresh)
             yield from self._retire()
 
-    @torch.inference_mode()
     def _prefill(self, fresh: list[_Slot]) -> None:
         """Read the prompts in one pass and emit each slot's first token."""
+        device, padding = self.target.device, self.shapes.padding(len(fresh))
         prompts = [slot.request.prompt_ids for slot in fresh]
-        lengths = [len(prompt) for prompt in prompts]
-        step = self.cache.prefill([slot.index for slot in fresh], lengths)
-        states = self.target.states(fill_rows(prompts, self.target.device), step, self.aux_layers)
-        last_B = torch.tensor(lengths, device=self.target.device) - 1
-        logits_BV = self.target.logits(states.hidden_BTH[torch.arange(len(fresh)), last_B])
-        if self.seen_SV is not None:
-            self.seen_SV[[slot.index for slot in fresh]] = False
-            self._see(fresh, prompts)
-        seen_BV = None if self.seen_SV is None else self.seen_SV[[slot.index for slot in fresh]]
-        p_BV = process_rows(logits_BV, [slot.request.sampling for slot in fresh], seen_BV)
-        tokens_B = categorical(p_BV, self._uniforms(fresh, Purpose.FINAL, 1)[:, 0])
-        first = [[token] for token in tokens_B.tolist()]
-        for slot, tokens in zip(fresh, first):
-            slot.generation.tokens, slot.stopped = until_stop((), tokens, slot.request, self.decode)
-        self._see(fresh, first)
-        if self.on_logits is not None:
-            self.on_logits([slot.number for slot in fresh], logits_BV, tokens_B)
-        if self.proposer is not None:
-            known = [[*slot.request.prompt_ids, *slot.generation.tokens] for slot in fresh]
-            self.proposer.begin([slot.index for slot in fresh], known, states)
+        texts = Texts.of([*prompts, *prompts[:1] * padding], device).wide(self.shapes.width(max(map(len, prompts))))
+        slots_R = send(torch.tensor([slot.index for slot in fresh] + [self.batch_size] * padding), device)
+        shape = tuple(texts.ids_BT.shape)
+        states, logits_RV = self.replays.run(("read", *shape), self._read, slots_R, texts.ids_BT, texts.counts_B)
+        self.state.admit(slots_R, [slot.request for slot in fresh], texts.ids_BT, texts.counts_B)
+        sampling = [slot.request.sampling for slot in fresh]
+        p_RV = process_rows(logits_RV, sampling + sampling[:1] * padding, self.state.seen_by(slots_R))
+        tokens_R = categorical(p_RV, self.state.uniforms(slots_R, Purpose.FINAL, 1)[:, 0])
+        self.state.begin(slots_R, tokens_R)
+        for slot, token in zip(fresh, tokens_R.tolist()):
+            slot.generation.tokens, slot.stopped = until_stop((), [token], slot.request, self.decode)
+        if self.proposer is None:
+            return
+        known = Texts(_followed_by(texts, tokens_R), texts.counts_B + 1)
+        if self.proposer.waits:
+            rows = [[*slot.request.prompt_ids, *slot.generation.tokens] for slot in fresh]
+            some = slice(len(fresh))
+            known = Texts(known.ids_BT[some], known.counts_B[some], rows)
+            aux_RTA = None if states.aux_BTA is None else states.aux_BTA[some]
+            self.proposer.begin(slots_R[some], known, States(states.hidden_BTH[some], aux_RTA))
+        else:
+            self.replays.run(("begin", *shape), self.proposer.begin, slots_R, known, states)
 
-    def _seen(self) -> Tensor | None:
-        return None if self.seen_SV is None else self.seen_SV[: len(self.slots)]
-
-    def _see(self, slots: Sequence[_Slot], tokens: Sequence[list[int]]) -> None:
-        if self.seen_SV is not None:
-            for slot, new in zip(slots, tokens):
-                self.seen_SV[slot.index, new] = True
-
-    def _uniforms(self, slots: Sequence[_Slot], purpose: Purpose, count: int, ahead: int = 0) -> Tensor:
-        """Numbers of a round that starts `ahead` tokens later than this one."""
-        seeds = torch.tensor([slot.request.seed for slot in slots], device=self.target.device)
-        emitted = torch.tensor([len(slot.generation.tokens) + ahead for slot in slots], device=self.target.device)
-        return uniforms(seeds, emitted, purpose, count)
+    def _read(self, slots_R: Tensor, ids_RT: Tensor, counts_R: Tensor) -> tuple[States, Tensor]:
+        states = self.target.states(ids_RT, self.cache.prefill(slots_R, counts_R), self.aux_layers)
+        rows_R = torch.arange(len(slots_R), device=slots_R.device)
+        return states, self.target.logits(states.hidden_BTH[rows_R, counts_R - 1])
 
     @staticmethod
     def _close(slot: _Slot) -> Finished:
@@ -282,3 +326,8 @@ def _seen_along(tree: TreeBatch, seen_BV: Tensor | None) -> Tensor | None:
         parents_BN = tree.parents_BN.gather(1, above_BN)
         above_BN = torch.where(parents_BN < 0, above_BN, parents_BN)
     return seen_BMV
+
+
+def _followed_by(texts: Texts, tokens_R: Tensor) -> Tensor:
+    """Each row's tokens and one more [R, T+1]."""
+    return F.pad(texts.ids_BT, (0, 1)).scatter(1, texts.counts_B[:, None], tokens_R[:, None])

@@ -1,11 +1,12 @@
 """What one pass of a target shows of its caches and how it can be run: how many slots fit, whether graphs hold it."""
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ..errors import InputError
-from .cache import KVCache
+from .cache import KVCache, reads_lengths
 from .models import CausalModel
 from .passes import Watch
 
@@ -19,14 +20,29 @@ class Probe(NamedTuple):
     waits: bool  # for the device, as models do that sort tokens by expert on the host
 
 
-@torch.inference_mode()
 def probe_pass(target: CausalModel) -> Probe:
-    """Run one token through the target."""
+    """Run one token through the model; once for each model."""
+    if target not in _probed:
+        _probed[target] = _probe(target)
+    return _probed[target]
+
+
+_probed: WeakKeyDictionary[CausalModel, Probe] = WeakKeyDictionary()
+
+
+@torch.inference_mode()
+def _probe(target: CausalModel) -> Probe:
     cache, watch = KVCache(1, 1, target.device), Watch()
-    ids_BT, step = torch.zeros(1, 1, dtype=torch.long, device=target.device), cache.prefill([0], [1])
+    one = torch.ones(1, dtype=torch.long, device=target.device)
+    ids_BT, step = one[None], cache.prefill(one - 1, one)
     with watch:
         target.logits(target.states(ids_BT, step).hidden_BTH)
     return Probe(cache.nbytes, bool(watch.waiting))
+
+
+def takes_graphs(target: CausalModel) -> bool:
+    """Whether CUDA graphs can hold its passes over a cache."""
+    return reads_lengths(target.device) and not probe_pass(target).waits
 
 
 def fitting_slots(target: CausalModel, slots: int, capacity: int) -> int:

@@ -3,10 +3,10 @@
 Shapes: S slots, B rows of the pass (the first B slots), N queries a row, F new entries of which the queries are the
 last N, H query heads, G key-value heads (R = H / G queries share one), L cached positions, D head size.
 
-One program owns one (slot, key-value head): its R * N queries stand as the rows of one matrix product, and the keys
-stream past them block by block with a running softmax (Dao et al. 2022, arXiv 2205.14135), from the first one inside
-the window to the slot's own last. The length is read on the device, so the launch is the same at every step and a CUDA
-graph can hold it.
+One program owns one (slot, key-value head), or a block of its R * N queries where these are many: they stand as the
+rows of one matrix product, and the keys stream past them block by block with a running softmax (Dao et al. 2022, arXiv
+2205.14135), from the first one inside the window to the slot's own last. The length is read on the device, so the
+launch is the same at every step and a CUDA graph can hold it.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 _KEYS = 64  # a block's
 _LEAST = 16  # rows and columns of the smallest product
+_MOST = 64  # rows of the largest
 
 
 def attend_cached(
@@ -40,11 +41,14 @@ def attend_cached(
     batch, heads, new, size = query.shape
     groups, entries = keys.shape[1], new if visible_BNF is None else visible_BNF.shape[2]
     shared = heads // groups
-    query, output = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
+    query = query if query.stride(3) == 1 else query.contiguous()
+    output_BNHD = query.new_empty(batch, new, heads, size)  # as the layer's next product reads it
+    output = output_BNHD.transpose(1, 2)
     tree: dict[str, Any] = {"visible": past_B, "depth": past_B}  # not read without a tree
     if visible_BNF is not None and depth_BF is not None:
         tree = {"visible": visible_BNF.to(torch.int8).contiguous(), "depth": depth_BF.contiguous()}
-    _attend[(batch, groups)](
+    rows = min(_MOST, max(_LEAST, triton.next_power_of_2(shared * new)))
+    _attend[(batch, groups, triton.cdiv(shared * new, rows))](
         query,
         keys,
         values,
@@ -54,6 +58,12 @@ def attend_cached(
         scale=scaling if scaling is not None else size**-0.5,
         cap=softcap or 0.0,
         window=window or 0,
+        query_slot=query.stride(0),
+        query_head=query.stride(1),
+        query_new=query.stride(2),
+        output_slot=output.stride(0),
+        output_head=output.stride(1),
+        output_new=output.stride(2),
         key_slot=keys.stride(0),
         key_group=keys.stride(1),
         value_slot=values.stride(0),
@@ -65,7 +75,7 @@ def attend_cached(
         TREE=visible_BNF is not None,
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
-        ROWS=max(_LEAST, triton.next_power_of_2(shared * new)),
+        ROWS=rows,
         KEYS=_KEYS,
         SIZE=max(_LEAST, triton.next_power_of_2(size)),
         num_warps=4,
@@ -86,6 +96,12 @@ def _attend(  # type: ignore[no-untyped-def]
     scale,
     cap,
     window,
+    query_slot,
+    query_head,
+    query_new,
+    output_slot,
+    output_head,
+    output_new,
     key_slot,
     key_group,
     value_slot,
@@ -102,11 +118,12 @@ def _attend(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
 ):
     slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, column, place = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, KEYS)
+    row, column, place = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, KEYS)
     real, n = row < R * N, row % N  # a row is (head r of the group, query n)
-    at = ((slot * tl.num_programs(1) + group) * R * N + row)[:, None] * D + column[None, :]
+    head = group * R + row // N
     inside = real[:, None] & (column < D)[None, :]
-    q = tl.load(query + at, mask=inside, other=0.0)
+    at = slot * query_slot + head * query_head + n * query_new
+    q = tl.load(query + at[:, None] + column[None, :], mask=inside, other=0.0)
 
     length = tl.load(past + slot)
     position = length + n
@@ -149,4 +166,6 @@ def _attend(  # type: ignore[no-untyped-def]
         total = total * fade + tl.sum(weight, 1)
         mean = mean * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         best = higher
-    tl.store(output + at, (mean / total[:, None]).to(output.dtype.element_ty), mask=inside)
+    at = slot * output_slot + head * output_head + n * output_new
+    to = output + at[:, None] + column[None, :]
+    tl.store(to, (mean / total[:, None]).to(output.dtype.element_ty), mask=inside)

@@ -142,8 +142,9 @@ class CausalModel:
         ids = (11 + 7919 * torch.arange(_CHECKED, device=self.device))[None] % self.vocab_size
         first, second = ids[:, : _CHECKED // 2], ids[:, _CHECKED // 2 :]
         cache = KVCache(1, _CHECKED, self.device)
+        slots_R, lengths_R = torch.tensor([[0], [first.shape[1]]], device=self.device)
         self.model.set_attn_implementation(PROBE)
-        seen = probe(self._decoder, first, cache.prefill([0], [first.shape[1]]))
+        seen = probe(self._decoder, first, cache.prefill(slots_R, lengths_R))
         check_layers(self.model, self.config, seen.calls)
         self.model.set_attn_implementation("eager")
         plain = self._plain_logits(ids)

@@ -12,7 +12,6 @@ Counter-based random numbers (`sampling.uniforms`) make an answer free of its sl
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -20,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from .attention import reads_lengths
-from .cache import KVCache
-from .fitting import fitting_capacity, probe_pass
+from .cache import KVCache, reads_lengths
+from .fitting import fitting_capacity, probe_pass, takes_graphs
 from .models import CausalModel
-from .passes import Replays, Shapes
-from .plain_state import TOKENS, Listen, Number, SettingRows, SlotState, draw, rows_by_setting, send
+from .passes import Replays, Shapes, running, send
+from .plain_state import TOKENS, Listen, Number, SettingRows, SlotState, draw, rows_by_setting
 from .requests import Request, check_requests
 from .sampling import Purpose, uniforms
 
@@ -93,7 +91,7 @@ class PlainDecoder:
         one = probe_pass(target)
         self.capacity = fitting_capacity(target, one.token_bytes, slots, capacity, max(wanted, capacity))
         self.budget = budget
-        graphed = device.type == "cuda" and self._lengths_on_device and not one.waits
+        graphed = takes_graphs(target)
         self._shapes = shapes(slots, self.capacity + 1, graphed)
         with torch.inference_mode():
             self._cache = KVCache(slots + 1, self.capacity + 1, device)
@@ -140,8 +138,7 @@ class PlainDecoder:
 
     def step(self) -> list[Answered]:
         """Begin what waits and finds room, decode a token of every active slot; gives the answers that came in."""
-        device = self._target.device
-        with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with running(self._target.device):
             return self._step()
 
     def _step(self) -> list[Answered]:

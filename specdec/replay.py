@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from .models import CausalModel, States
-from .proposers.base import Ask, Proposer, Trace
+from .proposers.base import Ask, Proposer, Texts, Trace
 from .proposers.shape import TreeShape
 from .rules import RULES, known_rule
 from .sampling import SamplingSettings, probabilities, seen_before
@@ -182,7 +182,9 @@ def drive(
     """
     states = traced.states if traced.states is not None else States(torch.zeros(1, len(prompt_ids), 0), None)
     proposer.reserve(1, len(prompt_ids) + len(answer_ids) + 1, K)
-    proposer.begin([0], [[*prompt_ids, answer_ids[0]]], _cut(states, 0, len(prompt_ids)))
+    device = states.hidden_BTH.device
+    first = Texts.of([[*prompt_ids, answer_ids[0]]], device)
+    proposer.begin(torch.zeros(1, dtype=torch.long, device=device), first, _cut(states, 0, len(prompt_ids)))
     nodes_T, run_T, judged_T = np.zeros((3, len(answer_ids) - 1), np.int64)
     emitted = 1
     while emitted < len(answer_ids):
@@ -190,12 +192,14 @@ def drive(
         seen_1V = None
         if sampling.repetition_penalty != 1.0:
             seen_1V = seen_before(known, len(known), 1, traced.vocab_size, states.hidden_BTH.device)
-        ask = Ask([min(K, max_new_tokens - emitted - 1)], [sampling], None, seen_1V)
+        levels = min(K, max_new_tokens - emitted - 1)
+        ask = Ask(torch.tensor([levels], device=device), levels, [sampling], None, seen_1V)
         row, (nodes, run, judged) = emitted - 1, _longest_hit(proposer, ask, answer_ids[emitted:])
         nodes_T[row], run_T[row], judged_T[row] = nodes, run, judged
         step = min(run + 1, len(answer_ids) - emitted) if sampling.greedy else 1
         at = len(prompt_ids) + row
-        proposer.observe([answer_ids[emitted : emitted + step]], _cut(states, at, at + step))
+        new = Texts.of([answer_ids[emitted : emitted + step]], device)
+        proposer.observe(new, _cut(states, at, at + step))
         emitted += step
     return walk_expected(survival_chosen(run_T, K), K, len(answer_ids), max_new_tokens, judged_T, nodes_T)
 
@@ -226,7 +230,7 @@ def rank_accuracies(traces: Iterable[Trace], ranks: int) -> list[list[float]]:
 
 def _longest_hit(proposer: Proposer, ask: Ask, answer: list[int]) -> tuple[int, int, int]:
     """Candidates of the tree that is drafted here, how many levels of it the answer follows, and how many judge it."""
-    if max(ask.limits) <= 0:
+    if ask.levels <= 0:
         return 0, 0, 0
     tree = proposer.propose(ask).tree
     tokens, parents, candidates = (x[0].tolist() for x in (tree.tokens_BN, tree.parents_BN, tree.candidate_BN))

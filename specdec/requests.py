@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..errors import ContextLengthError, InputError
 from .models import CausalModel
@@ -15,7 +15,6 @@ from .rules import RULES, Rule, check_rule
 from .sampling import SamplingSettings
 
 Decode = Callable[[list[int]], str]
-OnLogits = Callable[[list[int], Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -57,16 +56,52 @@ class RoundSeconds(NamedTuple):
 
 
 class RoundTimer:
-    """Collects the seconds of every round; `mark` waits for the device, so only timed runs pay for it."""
+    """Collects the seconds of every round. On a GPU its parts are timed there, and the whole by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self.rounds: list[RoundSeconds] = []
-        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[float | torch.cuda.Event] = []
+        self._laps: list[tuple[list[float | torch.cuda.Event], float, int, int]] = []
+        self._began = 0.0
 
-    def mark(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    def start(self) -> None:
+        """A round begins; `mark` after each of its parts, `end` at its end."""
+        self._began = time.perf_counter()
+        self._marks = []
+        self.mark()
+
+    def mark(self) -> None:
+        """A part is over: drafting, the target's pass, the verdict, and what the proposer makes of it."""
+        if not self._on_gpu:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
+
+    def end(self, drafted: int, batch: int) -> None:
+        """The round is over, for the host."""
+        self._laps.append((self._marks, time.perf_counter() - self._began, drafted, batch))
+
+    @property
+    def rounds(self) -> list[RoundSeconds]:
+        """Of every round so far. Waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return [_seconds(*lap) for lap in self._laps]
+
+
+def _seconds(marks: "list[float | torch.cuda.Event]", total: float, drafted: int, batch: int) -> RoundSeconds:
+    draft, verify, _, observe = [_between(one, other) for one, other in pairwise(marks)]
+    draft += observe  # what it does prepares the next draft
+    return RoundSeconds(draft, verify, max(total - draft - verify, 0.0), drafted, batch)
+
+
+def _between(one: "float | torch.cuda.Event", other: "float | torch.cuda.Event") -> float:
+    if isinstance(one, float) and isinstance(other, float):
+        return other - one
+    milliseconds: float = one.elapsed_time(other)  # type: ignore[union-attr,arg-type]
+    return milliseconds / 1e3
 
 
 @dataclass
@@ -99,9 +134,6 @@ class Run:
     """Most levels of a round's draft."""
     batch_size: int = 1
     """Requests answered side by side; a finished one is replaced at once."""
-    on_logits: OnLogits | None = None
-    """Of plain decoding: (requests, logits_BV, tokens_B) sees for every emitted token the raw logits it was drawn
-    from."""
     decode: Decode | None = None
     """Turns token ids into text, for requests with stop strings."""
     timer: RoundTimer | None = None
@@ -112,8 +144,6 @@ class Run:
             raise InputError(f"rule {self.rule!r}: must be one of {', '.join(RULES)}")
         if self.batch_size < 1:
             raise InputError(f"batch_size {self.batch_size}: must be >= 1")
-        if self.proposer is not None and self.on_logits is not None:
-            raise InputError("on_logits: only plain decoding reports logits")
         check_requests(self.target, self.requests, self.decode)
         if self.proposer is not None:
             for request in self.requests:

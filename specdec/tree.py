@@ -124,11 +124,11 @@ class TreeBatch(NamedTuple):
         )
 
     @classmethod
-    def chains(cls, tokens_BN: Tensor, counts: Sequence[int], drawn: Drawn) -> "TreeBatch":
+    def chains(cls, tokens_BN: Tensor, counts_B: Tensor, drawn: Drawn) -> "TreeBatch":
         """Each row's first `counts[b]` tokens, each the only child of the one before."""
         batch, nodes = tokens_BN.shape
         index_N = torch.arange(nodes, device=tokens_BN.device)
-        candidate_BN = index_N < torch.tensor(list(counts), device=tokens_BN.device)[:, None]
+        candidate_BN = index_N < counts_B[:, None]
         return cls(tokens_BN, (index_N - 1).expand(batch, nodes), candidate_BN, nodes, drawn)
 
     def below_one_root(self) -> tuple[Tensor, Tensor]:

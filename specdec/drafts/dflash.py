@@ -24,6 +24,7 @@ from ..attention import attend, attention
 from ..cache import Step
 from ..documents import Sight
 from .layers import Attention, DecoderLayer, LayerConfig, RMSNorm
+from .rope import Waves
 from .vocabulary import ids_of, vocabulary_maps
 
 _TOGETHER = 1024
@@ -72,11 +73,11 @@ class NormedAttention(Attention):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def query(self, z_BNZ: Tensor, positions_BN: Tensor) -> Tensor:
-        return self._rope(self.q_norm(self._split(self.q_proj(z_BNZ), self.heads)), positions_BN)
+    def query(self, z_BNZ: Tensor, waves: Waves) -> Tensor:
+        return self.rope(self.q_norm(self._split(self.q_proj(z_BNZ), self.heads)), waves)
 
-    def key(self, z_BNZ: Tensor, positions_BN: Tensor) -> Tensor:
-        return self._rope(self.k_norm(self._split(self.k_proj(z_BNZ), self.groups)), positions_BN)
+    def key(self, z_BNZ: Tensor, waves: Waves) -> Tensor:
+        return self.rope(self.k_norm(self._split(self.k_proj(z_BNZ), self.groups)), waves)
 
 
 class BlockLayer(DecoderLayer):
@@ -129,7 +130,9 @@ class DFlashDraft(nn.Module):
         """Each layer's keys and values of tokens that the target has read, [B, G, T, D]."""
         z_BTH = self.hidden_norm(self.fc(aux_BTA))
         attns = [layer.self_attn for layer in self._blocks()]
-        return [(attn.key(z_BTH, positions_BT), attn.value(z_BTH)) for attn in attns]
+        values = [attn.value(z_BTH) for attn in attns]
+        waves = attns[0].rope.waves(positions_BT, values[0].dtype)
+        return [(attn.key(z_BTH, waves), value) for attn, value in zip(attns, values)]
 
     def remember(self, aux_BTA: Tensor, step: Step) -> None:
         """Write a step's context into the draft's cache."""
@@ -180,10 +183,13 @@ class DFlashDraft(nn.Module):
 
     def _run(self, state_BNH: Tensor, positions_BN: Tensor, attended: Attend) -> Tensor:
         """All layers over block tokens, and the last norm."""
+        waves: Waves | None = None
         for number, layer in enumerate(self._blocks()):
             z_BNH, attn = layer.input_layernorm(state_BNH), layer.self_attn
-            query, key = attn.query(z_BNH, positions_BN), attn.key(z_BNH, positions_BN)
-            state_BNH = layer.finish(state_BNH, attended(number, attn, query, key, attn.value(z_BNH)))
+            value = attn.value(z_BNH)
+            waves = waves or attn.rope.waves(positions_BN, value.dtype)
+            query, key = attn.query(z_BNH, waves), attn.key(z_BNH, waves)
+            state_BNH = layer.finish(state_BNH, attended(number, attn, query, key, value))
         return self.norm(state_BNH)  # type: ignore[no-any-return]
 
     def _blocks(self) -> Sequence[BlockLayer]:

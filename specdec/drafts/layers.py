@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..attention import attend
 from ..cache import Step
 from ..documents import Sight, flex
-from .rope import LongRope, Rope, RopeScaling
+from .rope import LongRope, Rope, RopeScaling, Waves
 
 
 class LayerConfig(BaseModel):
@@ -65,6 +65,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype == self.weight.dtype:  # one kernel, in fp32 inside
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
@@ -77,19 +79,19 @@ class Attention(nn.Module):
         super().__init__()
         heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.heads, self.groups, self.head_dim = heads, groups, size
-        self._rope = Rope(config.rope_theta, size, config.rope_scaling)
+        self.rope = Rope(config.rope_theta, size, config.rope_scaling)
         self.q_proj = nn.Linear(width, heads * size, bias=False)
         self.k_proj = nn.Linear(width, groups * size, bias=False)
         self.v_proj = nn.Linear(width, groups * size, bias=False)
         self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
 
-    def query(self, z_BNZ: Tensor, positions_BN: Tensor) -> Tensor:
+    def query(self, z_BNZ: Tensor, waves: Waves) -> Tensor:
         """[B, Q, N, D], rotated."""
-        return self._rope(self._split(self.q_proj(z_BNZ), self.heads), positions_BN)
+        return self.rope(self._split(self.q_proj(z_BNZ), self.heads), waves)
 
-    def key(self, z_BNZ: Tensor, positions_BN: Tensor) -> Tensor:
+    def key(self, z_BNZ: Tensor, waves: Waves) -> Tensor:
         """[B, G, N, D], rotated."""
-        return self._rope(self._split(self.k_proj(z_BNZ), self.groups), positions_BN)
+        return self.rope(self._split(self.k_proj(z_BNZ), self.groups), waves)
 
     def value(self, z_BNZ: Tensor) -> Tensor:
         """[B, G, N, D]."""
@@ -149,8 +151,9 @@ class FeatureDraft(nn.Module, ABC):
         if positions_BN is None:
             positions_BN = torch.arange(embeds_BNH.shape[1], device=embeds_BNH.device).expand(embeds_BNH.shape[:2])
         residual_BNH, z_BNZ = self.enter(embeds_BNH, state_BNH)
-        query, key, value = attn.query(z_BNZ, positions_BN), attn.key(z_BNZ, positions_BN), attn.value(z_BNZ)
-        attended, _ = attend(attn, query, key, value, None, kv_step=step)
+        value = attn.value(z_BNZ)
+        waves = attn.rope.waves(positions_BN, value.dtype)
+        attended, _ = attend(attn, attn.query(z_BNZ, waves), attn.key(z_BNZ, waves), value, None, kv_step=step)
         return self.leave(residual_BNH, attended)
 
     def unroll(self, embeds_BTH: Tensor, state_BTH: Tensor, trained: Sight, steps: int) -> list[Tensor]:
@@ -164,15 +167,18 @@ class FeatureDraft(nn.Module, ABC):
         place_BT = trained.documents.positions_BT
         next_BT = torch.arange(1, embeds_BTH.shape[1] + 1, device=embeds_BTH.device).expand_as(place_BT)
         residual_BTH, z_BTZ = self.enter(take(embeds_BTH, next_BT), state_BTH)
-        keys, values = [attn.key(z_BTZ, place_BT)], [attn.value(z_BTZ)]
+        values = [attn.value(z_BTZ)]
+        dtype = values[0].dtype
+        keys = [attn.key(z_BTZ, attn.rope.waves(place_BT, dtype))]
         residual_BMH, z_BMZ = take(residual_BTH, at_BM), take(z_BTZ, at_BM)
         states: list[Tensor] = []
         for k in range(steps):
+            waves = attn.rope.waves(place_BM + k, dtype)
             if k:
                 residual_BMH, z_BMZ = self.enter(take(embeds_BTH, at_BM + 1 + k), states[-1])
-                keys.append(attn.key(z_BMZ, place_BM + k))
+                keys.append(attn.key(z_BMZ, waves))
                 values.append(attn.value(z_BMZ))
-            attended = attend_columns(attn.query(z_BMZ, place_BM + k), keys, values, trained)
+            attended = attend_columns(attn.query(z_BMZ, waves), keys, values, trained)
             states.append(self.leave(residual_BMH, attended))
         return states
 

@@ -8,7 +8,7 @@ further than training did; some also stretch queries and keys.
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -131,6 +131,13 @@ def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> Ten
     return plain_F if scaling is None else scaling.frequencies(plain_F, theta)
 
 
+class Waves(NamedTuple):
+    """Cosine and sine of the angles, [B, 1, N, F]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
 class Rope:
     """Rotates queries and keys. In float32 whatever the weights are: it is no module, so no cast reaches it."""
 
@@ -138,11 +145,17 @@ class Rope:
         self._stretch = 1.0 if scaling is None else scaling.stretch
         self._frequency_F = {torch.device("cpu"): frequencies(theta, head_dim, scaling)}
 
-    def __call__(self, x_BHND: Tensor, positions_BN: Tensor) -> Tensor:
+    def waves(self, positions_BN: Tensor, dtype: torch.dtype) -> Waves:
+        """How far each position turns each pair: what `__call__` reads, once for queries and keys."""
+        angle_B1NF = (positions_BN[..., None].float() * self._on(positions_BN.device))[:, None]
+        cos, sin = angle_B1NF.cos(), angle_B1NF.sin()
+        if self._stretch != 1.0:
+            cos, sin = cos * self._stretch, sin * self._stretch
+        return Waves(cos.to(dtype), sin.to(dtype))
+
+    def __call__(self, x_BHND: Tensor, waves: Waves) -> Tensor:
         """Halves layout, as in transformers' Llama."""
-        angle = (positions_BN[..., None].float() * self._on(x_BHND.device))[:, None]
-        cos, sin = ((wave * self._stretch).to(x_BHND.dtype) for wave in (angle.cos(), angle.sin()))
-        low, high = x_BHND.chunk(2, dim=-1)
+        (cos, sin), (low, high) = waves, x_BHND.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
     def _on(self, device: torch.device) -> Tensor:

@@ -7,22 +7,65 @@ V vocabulary, T known tokens.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..models import States
+from ..passes import send
 from ..sampling import SamplingSettings
-from ..tree import Drawn, TreeBatch
+from ..tree import ROOT, Drawn, TreeBatch
 from .shape import TreeShape
 
 UNRANKED = 1 << 30
 """The rank of a token that is not drafted, whatever the tree: more than any vocabulary has tokens."""
 
 
+class Texts(NamedTuple):
+    """Tokens of several slots, right-padded, on the device."""
+
+    ids_BT: Tensor
+    counts_B: Tensor
+    known: list[list[int]] | None = None
+    """The same on the host, where it is known there."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> "Texts":
+        """From token lists."""
+        longest = max(map(len, rows))
+        ids = [[*row, *[0] * (longest - len(row)), len(row)] for row in rows]
+        ids_BT = send(torch.tensor(ids), torch.device(device))
+        return cls(ids_BT[:, :-1], ids_BT[:, -1], [list(row) for row in rows])
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """As token lists. Waits for the device where the host does not know them."""
+        if self.known is not None:
+            return self.known
+        return [row[:count] for row, count in zip(self.ids_BT.tolist(), self.counts_B.tolist())]
+
+    def cut(self) -> "Texts":
+        """Without columns that no row needs, where looking for them costs no wait."""
+        if self.ids_BT.device.type != "cpu":
+            return self
+        return Texts(self.ids_BT[:, : int(self.counts_B.max())], self.counts_B, self.known)
+
+    def wide(self, columns: int) -> "Texts":
+        """With at least so many columns."""
+        return self._replace(ids_BT=F.pad(self.ids_BT, (0, max(0, columns - self.ids_BT.shape[1]))))
+
+    def last(self) -> Tensor:
+        """[B]: each row's last token."""
+        return self.ids_BT.gather(1, (self.counts_B - 1).clamp(min=0)[:, None])[:, 0]
+
+
 class Ask(NamedTuple):
     """What a round asks of a proposer, one entry a slot."""
 
-    limits: list[int]
-    """Levels to draft at most."""
+    limits_B: Tensor
+    """Levels to draft at most: what is drafted below them is no candidate."""
+    levels: int
+    """The largest of them, or more: so deep is the largest tree."""
     sampling: list[SamplingSettings]
     uniforms: Callable[[int], Tensor] | None
     """So many numbers [B, count] to draw nodes 0, 1, ... with; None: take the likeliest tokens."""
@@ -40,8 +83,25 @@ class Draft(NamedTuple):
     """Every tree is a chain: it needs no tree mask and no sorting of the cache."""
 
     @classmethod
-    def of_chains(cls, tokens_BK: Tensor, counts: Sequence[int], drawn: Drawn, q_BKV: Tensor | None = None) -> "Draft":
-        return cls(TreeBatch.chains(tokens_BK, counts, drawn), q_BKV, chain=True)
+    def of_chains(cls, tokens_BK: Tensor, counts_B: Tensor, drawn: Drawn, q_BKV: Tensor | None = None) -> "Draft":
+        return cls(TreeBatch.chains(tokens_BK, counts_B, drawn), q_BKV, chain=True)
+
+    def padded(self, nodes: int, levels: int) -> "Draft":
+        """With so many nodes and levels; those that are missing are no candidates."""
+        missing, tree = nodes - self.tree.tokens_BN.shape[1], self.tree
+        if not missing and tree.depth == levels:
+            return self
+        more_N = torch.arange(nodes - missing, nodes, device=tree.tokens_BN.device) - 1 if self.chain else None
+        parents_BN = F.pad(tree.parents_BN, (0, missing), value=ROOT)
+        if more_N is not None:  # a chain stays one
+            parents_BN[:, nodes - missing :] = more_N
+        tree = tree._replace(
+            tokens_BN=F.pad(tree.tokens_BN, (0, missing)),
+            parents_BN=parents_BN,
+            candidate_BN=F.pad(tree.candidate_BN, (0, missing)),
+            depth=levels,
+        )
+        return Draft(tree, None if self.q_BNV is None else F.pad(self.q_BNV, (0, 0, 0, missing)), self.chain)
 
 
 class Trace(NamedTuple):
@@ -66,12 +126,16 @@ class Reader(Protocol):
     reads_states: bool  # whether it needs the target's states at all
     nested: bool  # a draft of fewer levels is the start of one of more: one trace tells of every number of levels
 
-    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
-        """Fill fresh slots. `ids`: prompt and first emitted token; `states`: the target's, of all but that token."""
+    waits: bool
+    """Whether it waits for the device, or reads tokens on the host: then no graph can hold what it does. One that does
+    not wait keeps what it knows in tensors of its own, at the same places all along."""
 
-    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
-        """What each slot emitted this round (accepted tokens, then the target's own), and the target's states:
-        position j of `states` is the state from which token j was emitted."""
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        """Fill fresh slots. `known`: prompt and first emitted token; `states`: the target's, of all but that token."""
+
+    def observe(self, new: Texts, states: States) -> None:
+        """What each of the first slots emitted this round (accepted tokens, then the target's own), and the target's
+        states: position j of `states` is the state from which token j was emitted."""
 
     def move(self, source: int, destination: int) -> None:
         """Slot `source` continues as slot `destination`."""
@@ -93,8 +157,9 @@ class Drafter(Reader, Protocol):
         """Called before a run: so many slots of at most so many tokens, nodes read on top of them in a round, and
         levels of its trees."""
 
-    def open(self, batch: int) -> Tensor:
-        """Logits [B, V] of the first drafted token. Forgets all nodes of the round before."""
+    def open(self, batch: int, chain: bool) -> Tensor:
+        """Logits [B, V] of the first drafted token. Forgets all nodes of the round before. `chain`: each node that is
+        read in this round follows the one before."""
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
         """Read F more nodes of one level (0: below the root); logits [B, F, V] of what follows each.
@@ -109,12 +174,13 @@ class FollowsDrafter:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self.aux_layers, self.reads_states, self.nested = drafter.aux_layers, drafter.reads_states, drafter.nested
+        self.waits = drafter.waits
 
-    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
-        self._drafter.begin(slots, ids, states)
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        self._drafter.begin(slots_R, known, states)
 
-    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
-        self._drafter.observe(tokens, states)
+    def observe(self, new: Texts, states: States) -> None:
+        self._drafter.observe(new, states)
 
     def move(self, source: int, destination: int) -> None:
         self._drafter.move(source, destination)
@@ -141,4 +207,4 @@ class Proposer(Reader, Protocol):
         """The tree of so many levels, if every round has the same: then one trace replays it. None: each its own."""
 
     def propose(self, ask: Ask) -> Draft:
-        """Draft a tree for each slot."""
+        """Draft a tree for each slot. Called before every `observe`, but where no slot may emit more than one token."""

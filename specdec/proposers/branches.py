@@ -10,16 +10,21 @@ from ..cache import KVCache, Step
 
 
 class Branches:
-    """Makes the steps by which a draft reads a tree level by level. The cache's lengths do not grow."""
+    """Makes the steps by which a draft reads a tree level by level. The cache's lengths do not grow.
 
-    def __init__(self, cache: KVCache, batch: int) -> None:
-        self._cache = cache
+    `chain`: each node follows the one before, so that the past is all there is to see.
+    """
+
+    def __init__(self, cache: KVCache, batch: int, chain: bool) -> None:
+        self._cache, self._chain = cache, chain
         self._depth_BE = torch.zeros(batch, 0, dtype=torch.long, device=cache.device)
         self._above_BEE = torch.zeros(batch, 0, 0, dtype=torch.bool, device=cache.device)
 
     def grow(self, parents_BF: Tensor, depth: int) -> Step:
         """The step that reads F more nodes of one level, each below an earlier one or the root (-1)."""
         batch, new = parents_BF.shape
+        if self._chain:
+            return self._cache.extend(batch, new, skip=depth)
         known = self._depth_BE.shape[1]
         padded_BEE = torch.nn.functional.pad(self._above_BEE, (0, new))
         above_BFE = padded_BEE.new_zeros(batch, new, known + new)

@@ -7,17 +7,15 @@ As in vLLM and llama.cpp a block has as many masks as the run drafts levels, als
 left; as in llama.cpp it has no more than it was trained with.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ..cache import KVCache, Step
+from ..cache import KVCache
 from ..documents import Documents, Sight
 from ..drafts.dflash import DFlashDraft
 from ..models import CausalModel, States
 from ..sampling import SamplingSettings
-from .base import UNRANKED, Trace
+from .base import UNRANKED, Texts, Trace
 from .rows import over_vocabulary, trace_from_logits
 
 
@@ -26,6 +24,7 @@ class DFlashDrafter:
 
     reads_states = True
     nested = False
+    waits = False
 
     def __init__(self, draft: DFlashDraft, target: CausalModel) -> None:
         self._draft, self._target = draft, target
@@ -37,15 +36,15 @@ class DFlashDrafter:
     def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
         self._block = 1 + self._masks(levels)
         device = self._draft.fc.weight.device
-        self._cache = KVCache(slots, tokens + self._block, device)
+        self._cache = KVCache(slots, tokens + max(self._block, levels + 1), device)
         self._last_S = torch.zeros(slots, dtype=torch.long, device=device)
 
-    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
-        self._last_S[list(slots)] = torch.tensor([row[-1] for row in ids], device=self._last_S.device)
-        counts = [len(row) - 1 for row in ids]
-        self._remember(states, self._cache.prefill(slots, counts), max(counts))
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        self._last_S[slots_R] = known.last()
+        counts_R = known.counts_B - 1
+        self._draft.remember(self._read(states), self._cache.prefill(slots_R, counts_R))
 
-    def open(self, batch: int) -> Tensor:
+    def open(self, batch: int, chain: bool) -> Tensor:
         depth_BW = torch.arange(self._block, device=self._cache.device).expand(batch, -1)
         step = self._cache.branch(depth_BW, depth_BW.new_ones(batch, self._block, self._block, dtype=torch.bool))
         embeds_BWH = self._blocks(self._last_S[:batch], self._block - 1)
@@ -55,12 +54,12 @@ class DFlashDrafter:
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
         return self._logits_BKV[:, depth + 1, None].expand(-1, tokens_BF.shape[1], -1)
 
-    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
-        counts = [len(row) for row in tokens]
-        self._remember(states, self._cache.extend(len(tokens), max(counts)), max(counts))
-        self._cache.keep(counts)
-        last_B = torch.tensor([row[-1] for row in tokens], device=self._last_S.device)
-        self._last_S[: len(tokens)] = last_B
+    def observe(self, new: Texts, states: States) -> None:
+        new = new.cut()
+        batch, width = new.ids_BT.shape
+        self._draft.remember(self._read(states)[:, :width], self._cache.extend(batch, width))
+        self._cache.keep(new.counts_B)
+        self._last_S[:batch] = new.last()
 
     def move(self, source: int, destination: int) -> None:
         self._cache.move(source, destination)
@@ -96,9 +95,6 @@ class DFlashDrafter:
         if states.aux_BTA is None:
             raise ValueError("DFlash needs the target's captured layers; ask for proposer.aux_layers")
         return states.aux_BTA.to(self._draft.fc.weight.dtype)
-
-    def _remember(self, states: States, step: Step, longest: int) -> None:
-        self._draft.remember(self._read(states)[:, :longest], step)
 
     def _logits(self, state: Tensor) -> Tensor:
         """Normed states [..., H] -> logits over the target's vocabulary, -inf outside the draft's."""

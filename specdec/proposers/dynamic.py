@@ -45,9 +45,9 @@ class DynamicProposer(FollowsDrafter):
         return None
 
     def propose(self, ask: Ask) -> Draft:
-        levels = self._within(max(ask.limits))
+        levels = self._within(ask.levels)
         pool = _Pool(ask, self._top_k)
-        logits_BFV = self._drafter.open(len(ask.limits))[:, None]
+        logits_BFV = self._drafter.open(len(ask.limits_B), chain=False)[:, None]
         for depth in range(levels):
             pool.offer(logits_BFV, depth)
             if depth + 1 < levels:
@@ -78,7 +78,7 @@ class _Pool:
         else:
             parents_BF = self._frontier_Bk
             scores_BFk = scores_BFk + torch.cat(self._scores, 1).gather(1, parents_BF)[..., None]
-        past_B = depth >= torch.tensor(self._ask.limits, device=logits_BFV.device)
+        past_B = depth >= self._ask.limits_B
         self._scores.append(scores_BFk.masked_fill(past_B[:, None, None], -torch.inf).flatten(1))
         self._tokens.append(best.indices.flatten(1))
         self._parents.append(parents_BF[..., None].expand(-1, -1, self._top_k).flatten(1))

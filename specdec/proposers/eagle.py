@@ -4,7 +4,6 @@ Shapes: B active slots, K drafted tokens, F nodes read at once, N pairs read, H 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -18,9 +17,9 @@ from ..drafts.eagle3 import Eagle3Draft
 from ..models import CausalModel, States
 from ..sampling import SamplingSettings
 from ..tree import ROOT
-from .base import UNRANKED, Trace
+from .base import UNRANKED, Texts, Trace
 from .branches import Branches
-from .rows import fill_rows, gather_rows, last_of, over_vocabulary, trace_from_logits
+from .rows import gather_rows, last_of, over_vocabulary, trace_from_logits
 
 D = TypeVar("D", bound=EagleDraft | Eagle3Draft)
 
@@ -35,6 +34,7 @@ class FeatureDrafter(ABC, Generic[D]):
     aux_layers: tuple[int, ...] = ()
     reads_states = True
     nested = True
+    waits = False
     levels: int | None = None
 
     def __init__(self, draft: D, target: CausalModel, width: int) -> None:
@@ -55,15 +55,15 @@ class FeatureDrafter(ABC, Generic[D]):
 
     def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
         weight = self._draft.fc.weight
-        self._cache = KVCache(slots, tokens + nodes, weight.device)
+        self._cache = KVCache(slots, tokens + max(nodes, levels + 1), weight.device)
         self._state_SH = weight.new_zeros(slots, self._draft.config.hidden_size)
 
-    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
-        step = self._cache.prefill(slots, [len(row) - 1 for row in ids])
-        self._read_pairs([row[1:] for row in ids], states, step, torch.tensor(slots))
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        pairs = Texts(known.ids_BT[:, 1:], known.counts_B - 1)
+        self._state_SH[slots_R] = self._read_pairs(pairs, states, self._cache.prefill(slots_R, pairs.counts_B))
 
-    def open(self, batch: int) -> Tensor:
-        self._branches = Branches(self._cache, batch)
+    def open(self, batch: int, chain: bool) -> Tensor:
+        self._branches = Branches(self._cache, batch, chain)
         self._known_BEH = self._state_SH[:batch, None]  # the root's state, then those of the nodes read
         return self._logits(self._state_SH[:batch])
 
@@ -74,11 +74,11 @@ class FeatureDrafter(ABC, Generic[D]):
         self._known_BEH = torch.cat([self._known_BEH, state_BFH], 1)
         return self._logits(state_BFH)
 
-    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
-        batch = len(tokens)
-        step = self._cache.extend(batch, max(len(row) for row in tokens))
-        self._read_pairs(tokens, states, step, torch.arange(batch))
-        self._cache.keep([len(row) for row in tokens])
+    def observe(self, new: Texts, states: States) -> None:
+        new = new.cut()
+        batch = len(new.counts_B)
+        self._state_SH[:batch] = self._read_pairs(new, states, self._cache.extend(*new.ids_BT.shape))
+        self._cache.keep(new.counts_B)
 
     def move(self, source: int, destination: int) -> None:
         self._cache.move(source, destination)
@@ -101,12 +101,10 @@ class FeatureDrafter(ABC, Generic[D]):
             qs.append(F.pad(q_T, (0, rows - inside)))
         return Trace(torch.stack(ranks, 1), torch.stack(qs, 1))
 
-    def _read_pairs(self, next_tokens: Sequence[Sequence[int]], states: States, step: Step, slots: Tensor) -> None:
-        """Feed pairs (state, next token); remember each row's last state, from which the next tree starts."""
-        counts = [len(row) for row in next_tokens]
-        true_BNH = self._true_states(states)[:, : max(counts)]
-        embeds_BNH = self._embed(fill_rows(next_tokens, true_BNH.device))
-        self._state_SH[slots] = last_of(self._draft.decode(embeds_BNH, true_BNH, step), counts)
+    def _read_pairs(self, after: Texts, states: States, step: Step) -> Tensor:
+        """Feed pairs (state, token after it); each row's last state [B, H], from which the next tree starts."""
+        true_BNH = self._true_states(states)[:, : after.ids_BT.shape[1]]
+        return last_of(self._draft.decode(self._embed(after.ids_BT), true_BNH, step), after.counts_B)
 
 
 class EagleDrafter(FeatureDrafter[EagleDraft]):

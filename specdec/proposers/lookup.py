@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from ...errors import InputError
 from ..models import States
 from ..sampling import SamplingSettings
 from ..tree import Drawn
-from .base import UNRANKED, Ask, Draft, Trace
+from .base import UNRANKED, Ask, Draft, Texts, Trace
 from .shape import TreeShape
 
 
@@ -31,6 +32,7 @@ class PromptLookup:
     chain = True
     aux_layers: tuple[int, ...] = ()
     reads_states = False
+    waits = True
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, occurrence: Literal["last", "first"] = "last") -> None:
         if not 1 <= min_ngram <= max_ngram:
@@ -49,21 +51,19 @@ class PromptLookup:
     def shape(self, levels: int) -> TreeShape:
         return TreeShape.chain(levels)
 
-    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
-        self._device = states.hidden_BTH.device
-        for slot, row in zip(slots, ids):
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        self._device = slots_R.device
+        for slot, row in zip(slots_R.tolist(), known.rows):
             self._texts[slot] = _Text(self._ngrams, self._first)
             self._texts[slot].extend(row)
 
     def propose(self, ask: Ask) -> Draft:
-        copies = [text.copy(limit) for text, limit in zip(self._texts, ask.limits)]
-        counts = [len(copy) for copy in copies]
-        padded = [copy + [0] * (max(counts) - len(copy)) for copy in copies]
-        tokens_BK = torch.tensor(padded, dtype=torch.long, device=self._device)
-        return Draft.of_chains(tokens_BK, counts, self.drawn)
+        copies = [text.copy(limit) for text, limit in zip(self._texts, ask.limits_B.tolist())]
+        copied = Texts.of(copies, self._device)
+        return Draft.of_chains(copied.ids_BT, copied.counts_B, self.drawn)
 
-    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
-        for text, emitted in zip(self._texts, tokens):
+    def observe(self, new: Texts, states: States) -> None:
+        for text, emitted in zip(self._texts, new.rows):
             text.extend(emitted)
 
     def move(self, source: int, destination: int) -> None:

@@ -3,15 +3,13 @@
 Shapes: B active slots, F nodes read at once, K drafted tokens, T round starts, H hidden size, V vocabulary.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..drafts.medusa import MedusaDraft
 from ..models import States
 from ..sampling import SamplingSettings
-from .base import UNRANKED, Trace
+from .base import UNRANKED, Texts, Trace
 from .rows import last_of, trace_from_logits
 
 
@@ -21,6 +19,7 @@ class MedusaDrafter:
     aux_layers: tuple[int, ...] = ()
     reads_states = True
     nested = True
+    waits = False
 
     def __init__(self, draft: MedusaDraft) -> None:
         self._draft = draft
@@ -32,18 +31,18 @@ class MedusaDrafter:
     def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
         self._state_SH = self._weight.new_zeros(slots, self._draft.config.hidden_size)
 
-    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
-        self._state_SH[list(slots)] = self._last(states, [len(row) - 1 for row in ids])
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        self._state_SH[slots_R] = self._last(states, known.counts_B - 1)
 
-    def open(self, batch: int) -> Tensor:
+    def open(self, batch: int, chain: bool) -> Tensor:
         return self._draft.logits(self._state_SH[:batch], 0)
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
         logits_BV = self._draft.logits(self._state_SH[: len(tokens_BF)], depth + 1)
         return logits_BV[:, None].expand(-1, tokens_BF.shape[1], -1)
 
-    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
-        self._state_SH[: len(tokens)] = self._last(states, [len(row) for row in tokens])
+    def observe(self, new: Texts, states: States) -> None:
+        self._state_SH[: len(new.counts_B)] = self._last(states, new.counts_B)
 
     def move(self, source: int, destination: int) -> None:
         self._state_SH[destination] = self._state_SH[source]
@@ -62,5 +61,5 @@ class MedusaDrafter:
             rank_TK[:inside, j], q_TK[:inside, j] = trace_from_logits(logits_TV, ids, start + j, sampling)
         return Trace(rank_TK, q_TK, offered_T=torch.full((rows,), min(count, self._heads)))
 
-    def _last(self, states: States, counts: Sequence[int]) -> Tensor:
-        return last_of(states.hidden_BTH, counts).to(self._weight.dtype)
+    def _last(self, states: States, counts_B: Tensor) -> Tensor:
+        return last_of(states.hidden_BTH, counts_B).to(self._weight.dtype)

@@ -6,14 +6,14 @@ Shapes: B slots, N drafted nodes of one proposer, V vocabulary.
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import InputError
 from ..models import States
 from ..sampling import SamplingSettings
 from ..tree import Drawn, TreeBatch
-from .base import Ask, Draft, Proposer, Trace
+from .base import Ask, Draft, Proposer, Texts, Trace
+from .rows import constant
 
 
 class MergedProposer:
@@ -30,18 +30,19 @@ class MergedProposer:
             raise InputError(f"merged drafts: {len(proposers)} with {others or 'iid'}: must be two or more, drawn iid")
         self._proposers = tuple(proposers)
         self.aux_layers = tuple(sorted({layer for one in proposers for layer in one.aux_layers}))
+        self.waits = any(one.waits for one in proposers)
         self.reads_states = any(one.reads_states for one in proposers)
         unlike = [one.aux_layers for one in proposers if one.aux_layers not in ((), self.aux_layers)]
         if unlike:
             raise InputError(f"merged drafts: read layers {unlike[0]} and {self.aux_layers}: must read the same ones")
 
-    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
         for proposer in self._proposers:
-            proposer.begin(slots, ids, states)
+            proposer.begin(slots_R, known, states)
 
-    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
+    def observe(self, new: Texts, states: States) -> None:
         for proposer in self._proposers:
-            proposer.observe(tokens, states)
+            proposer.observe(new, states)
 
     def move(self, source: int, destination: int) -> None:
         for proposer in self._proposers:
@@ -65,11 +66,13 @@ class MergedProposer:
         drafts: list[Draft] = []
         for place, proposer in enumerate(self._proposers):
             first, count = sum(self._counts[:place]), self._counts[place]
-            drafts.append(_padded(proposer.propose(ask._replace(uniforms=_from(ask, first))), count))
+            # As many nodes whatever the batch's other slots asked for: a node's number decides what it is judged with.
+            draft = proposer.propose(ask._replace(uniforms=_from(ask, first)))
+            drafts.append(draft.padded(count, draft.tree.depth))
         q_rows = [draft.q_BNV for draft in drafts if draft.q_BNV is not None]
         tree = _side_by_side([draft.tree for draft in drafts])
-        chosen = [ask.uniforms is None or setting.greedy for setting in ask.sampling]
-        repeats_BN = _repeated(tree) & torch.tensor(chosen, device=tree.tokens_BN.device)[:, None]
+        chosen = tuple(ask.uniforms is None or setting.greedy for setting in ask.sampling)
+        repeats_BN = _repeated(tree) & constant(chosen, tree.tokens_BN.device, torch.bool)[:, None]
         tree = tree._replace(candidate_BN=tree.candidate_BN & ~repeats_BN)
         return Draft(tree, torch.cat(q_rows, 1) if q_rows else None, chain=False)
 
@@ -78,17 +81,6 @@ def _from(ask: Ask, first: int) -> Callable[[int], Tensor] | None:
     """The round's numbers from node `first` on: no two drafts may draw with the same ones."""
     numbers = ask.uniforms
     return None if numbers is None else lambda count: numbers(first + count)[:, first:]
-
-
-def _padded(draft: Draft, count: int) -> Draft:
-    """So many nodes, whatever the batch's other slots asked for: a node's number decides what it is judged with."""
-    missing = count - draft.tree.tokens_BN.shape[1]
-    tree = draft.tree._replace(
-        tokens_BN=F.pad(draft.tree.tokens_BN, (0, missing)),
-        parents_BN=F.pad(draft.tree.parents_BN, (0, missing), value=-1),
-        candidate_BN=F.pad(draft.tree.candidate_BN, (0, missing)),
-    )
-    return Draft(tree, None if draft.q_BNV is None else F.pad(draft.q_BNV, (0, 0, 0, missing)), chain=False)
 
 
 def _side_by_side(trees: Sequence[TreeBatch]) -> TreeBatch:

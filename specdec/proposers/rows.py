@@ -4,6 +4,7 @@ Shapes: B slots, F nodes a slot, N tokens, R ranks, T positions, H hidden size, 
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ def over_vocabulary(logits: Tensor, ids_R: Tensor, size: int) -> Tensor:
     return full
 
 
-def fill_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Token lists as one right-padded [B, N] tensor."""
-    longest = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+@cache
+def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers that do not change from round to round, brought to the device once."""
+    return torch.tensor(values, device=device, dtype=dtype)
 
 
 def process_rows(logits: Tensor, sampling: Sequence[SamplingSettings], seen: Tensor | None = None) -> Tensor:
@@ -35,7 +36,7 @@ def process_rows(logits: Tensor, sampling: Sequence[SamplingSettings], seen: Ten
         return probabilities(logits, sampling[0], seen)
     p = torch.empty_like(logits, dtype=torch.float32)
     for setting in set(sampling):
-        rows = [row for row, other in enumerate(sampling) if other == setting]
+        rows = constant(tuple(row for row, other in enumerate(sampling) if other == setting), logits.device)
         p[rows] = probabilities(logits[rows], setting, None if seen is None else seen[rows])
     return p
 
@@ -65,10 +66,9 @@ def pick_states(states: States, index_BN: Tensor) -> States:
     return States(gather_rows(states.hidden_BTH, index_BN), aux)
 
 
-def last_of(x_BNH: Tensor, counts: Sequence[int]) -> Tensor:
+def last_of(x_BNH: Tensor, counts_B: Tensor) -> Tensor:
     """[B, H]: what stands at the end of each right-padded row."""
-    last_B = torch.tensor(counts, device=x_BNH.device) - 1
-    return x_BNH[torch.arange(len(counts), device=x_BNH.device), last_B]
+    return gather_rows(x_BNH, (counts_B - 1).clamp(min=0)[:, None])[:, 0]
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

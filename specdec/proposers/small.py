@@ -3,22 +3,21 @@
 Shapes: B active slots, K drafted tokens, F nodes read at once, H hidden size, V vocabulary, T known tokens.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..cache import KVCache
 from ..drafts.small import SmallDraft
+from ..fitting import probe_pass
 from ..models import States
 from ..sampling import SamplingSettings
-from .base import UNRANKED, Trace
+from .base import UNRANKED, Texts, Trace
 from .branches import Branches
-from .rows import fill_rows, last_of, trace_from_logits
+from .rows import last_of, trace_from_logits
 
 
 class SmallDrafter:
-    """Runs the draft on a cache of its own. `pending`: known tokens that it has not read yet."""
+    """Runs the draft on a cache of its own, and keeps the known tokens that it has not read yet."""
 
     aux_layers: tuple[int, ...] = ()
     reads_states = False
@@ -28,41 +27,37 @@ class SmallDrafter:
     def __init__(self, draft: SmallDraft) -> None:
         self._lm = draft.lm
         self.width = draft.vocab_size
-        self._pending: list[list[int]] = []
+        self.waits = probe_pass(draft.lm).waits
 
     def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
-        self._cache = KVCache(slots, tokens + nodes, self._lm.device)
-        self._pending = [[] for _ in range(slots)]
+        self._cache = KVCache(slots, tokens + max(nodes, levels + 1), self._lm.device)
+        self._unread_SN = torch.zeros(slots, levels + 1, dtype=torch.long, device=self._lm.device)
+        self._unread_S = torch.zeros(slots, dtype=torch.long, device=self._lm.device)
 
-    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
-        prompts = [row[:-1] for row in ids]
-        step = self._cache.prefill(slots, [len(prompt) for prompt in prompts])
-        self._lm.states(fill_rows(prompts, self._lm.device), step)
-        for slot, row in zip(slots, ids):
-            self._pending[slot] = row[-1:]
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        step = self._cache.prefill(slots_R, known.counts_B - 1)
+        self._lm.states(known.ids_BT[:, :-1], step)
+        self._unread_SN[slots_R, 0], self._unread_S[slots_R] = known.last(), torch.ones_like(slots_R)
 
-    def open(self, batch: int) -> Tensor:
-        fed = self._pending[:batch]
-        counts = [len(row) for row in fed]
-        ids_BN = fill_rows(fed, self._lm.device)
-        hidden_BNH = self._lm.states(ids_BN, self._cache.extend(*ids_BN.shape)).hidden_BTH
-        self._cache.keep(counts)
-        self._pending[:batch] = [[] for _ in range(batch)]
-        self._branches = Branches(self._cache, batch)
-        return self._lm.logits(last_of(hidden_BNH, counts))
+    def open(self, batch: int, chain: bool) -> Tensor:
+        unread = Texts(self._unread_SN[:batch], self._unread_S[:batch]).cut()
+        hidden_BNH = self._lm.states(unread.ids_BT, self._cache.extend(*unread.ids_BT.shape)).hidden_BTH
+        self._cache.keep(unread.counts_B)
+        self._branches = Branches(self._cache, batch, chain)
+        return self._lm.logits(last_of(hidden_BNH, unread.counts_B))
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
         step = self._branches.grow(parents_BF, depth)
         return self._lm.logits(self._lm.states(tokens_BF, step).hidden_BTH)
 
-    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
+    def observe(self, new: Texts, states: States) -> None:
         """Nodes that were read are dropped, accepted or not: the next pass reads all that was emitted at once."""
-        for slot, emitted in enumerate(tokens):
-            self._pending[slot] = [*self._pending[slot], *emitted]
+        batch, width = new.ids_BT.shape
+        self._unread_SN[:batch, :width], self._unread_S[:batch] = new.ids_BT, new.counts_B
 
     def move(self, source: int, destination: int) -> None:
         self._cache.move(source, destination)
-        self._pending[destination] = self._pending[source]
+        self._unread_SN[destination], self._unread_S[destination] = self._unread_SN[source], self._unread_S[source]
 
     def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """One teacher-forced pass: given the true prefix, every depth sees the same context as decoding would."""

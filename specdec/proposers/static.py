@@ -3,6 +3,8 @@
 Shapes: B slots, N nodes, F nodes that have children on one level, C children, V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from ..models import States
 from ..sampling import SamplingSettings, categorical
 from ..tree import Drawn, TreeBatch
 from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
-from .rows import likeliest, penalised_rows, process_rows, see
+from .rows import constant, likeliest, penalised_rows, process_rows, see
 from .shape import TreeShape
 
 
@@ -48,11 +50,11 @@ class StaticProposer(FollowsDrafter):
         return TreeShape.chain(levels) if self._shape is None else self._shape.cut(levels)
 
     def propose(self, ask: Ask) -> Draft:
-        shape, batch = self.shape(max(ask.limits)), len(ask.limits)
+        shape, batch = self.shape(ask.levels), len(ask.limits_B)
         if self.drawn == "deterministic":
             ask = ask._replace(uniforms=None)
         drawn: Drawn = "deterministic" if ask.uniforms is None else self.drawn
-        logits_BFV = self._drafter.open(batch)[:, None]
+        logits_BFV = self._drafter.open(batch, self.chain)[:, None]
         growing = _Growing(shape, ask, drawn, logits_BFV)
         for depth, level in enumerate(shape.levels):
             growing.draw(level, logits_BFV)
@@ -69,16 +71,16 @@ class _Growing:
     def __init__(self, shape: TreeShape, ask: Ask, drawn: Drawn, logits_BFV: Tensor) -> None:
         self.shape, self.ask, self.drawn = shape, ask, drawn
         self.entry = {node: place for place, node in enumerate(shape.inner)}  # the order in which nodes are read
-        batch, device = len(ask.limits), logits_BFV.device
+        batch, device = len(ask.limits_B), logits_BFV.device
         self.tokens_BN = torch.zeros(batch, len(shape), dtype=torch.long, device=device)
-        levels_N = torch.tensor([len(choice) for choice in shape.choices], device=device)
-        self.candidate_BN = levels_N <= torch.tensor(ask.limits, device=device)[:, None]
+        levels_N = constant(tuple(len(choice) for choice in shape.choices), device)
+        self.candidate_BN = levels_N <= ask.limits_B[:, None]
         self.q_BNV: Tensor | None = None
         self.some_greedy = ask.uniforms is None or any(setting.greedy for setting in ask.sampling)
         if ask.uniforms is not None:
             self.q_BNV = logits_BFV.new_zeros(batch, len(shape), logits_BFV.shape[-1], dtype=torch.float32)
             self._u_BN = ask.uniforms(len(shape))
-            self._greedy_B = torch.tensor([setting.greedy for setting in ask.sampling], device=device)
+            self._greedy_B = constant(tuple(one.greedy for one in ask.sampling), device, torch.bool)
         self._frontier = [-1]  # nodes that the logits at hand follow
         self._seen_BFV = None if ask.seen_BV is None else ask.seen_BV[:, None]
 
@@ -89,9 +91,11 @@ class _Growing:
         self._look(logits_BFV, 1 + max(choices[node][-1] for node in level))
         for rank in sorted({choices[node][-1] for node in level}):
             nodes = [node for node in level if choices[node][-1] == rank]
-            tokens_BC, possible_BC = self._pick(nodes, [place[self.shape.parents[node]] for node in nodes], rank)
-            self.tokens_BN[:, nodes] = tokens_BC
-            self.candidate_BN[:, nodes] &= possible_BC
+            nodes_C = self._constant(nodes)
+            parents_C = self._constant([place[self.shape.parents[node]] for node in nodes])
+            tokens_BC, possible_BC = self._pick(nodes_C, parents_C, rank)
+            self.tokens_BN[:, nodes_C] = tokens_BC
+            self.candidate_BN[:, nodes_C] &= possible_BC
         self._drop_orphans(level)
 
     def _look(self, logits_BFV: Tensor, ranks: int) -> None:
@@ -110,36 +114,35 @@ class _Growing:
                 self._q_BFV = torch.where(self._greedy_B[:, None, None], among_BFV, self._q_BFV)
             self._left_BFV = self._q_BFV.clone()
 
-    def _pick(self, nodes: list[int], parents: list[int], rank: int) -> tuple[Tensor, Tensor]:
+    def _pick(self, nodes_C: Tensor, parents_C: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Tokens [B, C] of children of one rank, and whether there are such."""
         if self.some_greedy:
-            best_BC = self._best_ids_BFR[:, parents, rank]
-            finite_BC = self._best_BFR[:, parents, rank].isfinite()
+            best_BC = self._best_ids_BFR[:, parents_C, rank]
+            finite_BC = self._best_BFR[:, parents_C, rank].isfinite()
         if self.q_BNV is None:
             return best_BC, finite_BC
-        left_BCV = self._left_BFV[:, parents]
-        tokens_BC, possible_BC = categorical(left_BCV, self._u_BN[:, nodes]), left_BCV.sum(-1) > 0
+        left_BCV = self._left_BFV[:, parents_C]
+        tokens_BC, possible_BC = categorical(left_BCV, self._u_BN[:, nodes_C]), left_BCV.sum(-1) > 0
         if self.some_greedy:
             tokens_BC = torch.where(self._greedy_B[:, None], best_BC, tokens_BC)
             possible_BC = torch.where(self._greedy_B[:, None], finite_BC, possible_BC)
-        self.q_BNV[:, nodes] = self._q_BFV[:, parents]
+        self.q_BNV[:, nodes_C] = self._q_BFV[:, parents_C]
         if self.drawn == "without_replacement":
-            self._left_BFV[:, parents] = left_BCV.scatter(-1, tokens_BC[..., None], 0.0)
+            self._left_BFV[:, parents_C] = left_BCV.scatter(-1, tokens_BC[..., None], 0.0)
         return tokens_BC, possible_BC
 
     def read(self, inner: list[int]) -> tuple[Tensor, Tensor]:
         """Tokens and parents of the nodes that are read next; their logits are the next ones drawn from."""
-        tokens_BF = self.tokens_BN[:, inner]
+        tokens_BF = self.tokens_BN[:, self._constant(inner)]
         if self._seen_BFV is not None:
-            above = [self._frontier.index(self.shape.parents[node]) for node in inner]
-            self._seen_BFV = see(self._seen_BFV[:, above], tokens_BF)
+            above_F = self._constant([self._frontier.index(self.shape.parents[node]) for node in inner])
+            self._seen_BFV = see(self._seen_BFV[:, above_F], tokens_BF)
         self._frontier = inner
-        parents = [self.entry.get(self.shape.parents[node], -1) for node in inner]
-        return tokens_BF, torch.tensor(parents, device=tokens_BF.device).expand(len(tokens_BF), -1)
+        parents_F = self._constant([self.entry.get(self.shape.parents[node], -1) for node in inner])
+        return tokens_BF, parents_F.expand(len(tokens_BF), -1)
 
     def draft(self, chain: bool) -> Draft:
-        parents_N = torch.tensor(self.shape.parents, dtype=torch.long, device=self.tokens_BN.device)
-        parents_BN = parents_N.expand(*self.tokens_BN.shape)
+        parents_BN = self._constant(self.shape.parents).expand(*self.tokens_BN.shape)
         tree = TreeBatch(self.tokens_BN, parents_BN, self.candidate_BN, self.shape.depth, self.drawn)
         return Draft(tree, self.q_BNV, chain)
 
@@ -147,4 +150,7 @@ class _Growing:
         """What stands below a node that is no candidate is none either."""
         parents = self.shape.parents[level.start : level.stop]
         if parents and parents[0] >= 0:
-            self.candidate_BN[:, level.start : level.stop] &= self.candidate_BN[:, parents]
+            self.candidate_BN[:, level.start : level.stop] &= self.candidate_BN[:, self._constant(parents)]
+
+    def _constant(self, values: Sequence[int]) -> Tensor:
+        return constant(tuple(values), self.tokens_BN.device)

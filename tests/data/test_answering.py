@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import draftforge.data.answering as answering
 import draftforge.data.capture as capturing
@@ -68,16 +67,17 @@ def reference(target: Target, samples: list[Sample]) -> list[tuple[list[int], Si
         Request(s.prompt_ids, s.sampling, seed_of(SETTINGS.seed, s.id), s.max_new_tokens, target.stop_ids)
         for s in samples
     ]
-    heard: list[list[Signals]] = [[] for _ in samples]
+    answers = dict(generate(target, None, requests, batch_size=3))
+    return [(answers[i].tokens, _signals(target, sample, answers[i].tokens)) for i, sample in enumerate(samples)]
 
-    def listen(indexes: list[int], logits_BV: Tensor, tokens_B: Tensor) -> None:
-        for row, index in enumerate(indexes):
-            seed = torch.tensor([seed_of(SETTINGS.seed, f"{samples[index].id}/tail")])
-            u_1M = uniforms(seed, torch.tensor([len(heard[index])]), Purpose.FINAL, SETTINGS.tail_samples)
-            heard[index].append(teacher_signals(logits_BV[row, None], tokens_B[row, None], u_1M, SETTINGS.top_k))
 
-    answers = dict(generate(target, None, requests, batch_size=3, on_logits=listen))
-    return [(answers[i].tokens, Signals(*map(torch.cat, zip(*heard[i])))) for i in range(len(samples))]
+@torch.no_grad()
+def _signals(target: Target, sample: Sample, answer: list[int]) -> Signals:
+    ids_1T = torch.tensor([[*sample.prompt_ids, *answer[:-1]]])
+    logits_NV = target.logits(target.states(ids_1T).hidden_BTH[0, len(sample.prompt_ids) - 1 :])
+    seed_N = torch.full((len(answer),), seed_of(SETTINGS.seed, f"{sample.id}/tail"))
+    u_NM = uniforms(seed_N, torch.arange(len(answer)), Purpose.FINAL, SETTINGS.tail_samples)
+    return teacher_signals(logits_NV, torch.tensor(answer), u_NM, SETTINGS.top_k)
 
 
 def check(target: Target, found: list[tuple[ShardPlan, Answers]]) -> None:

@@ -93,8 +93,8 @@ def test_drafts_do_not_depend_on_the_batch(name: str, monkeypatch: pytest.Monkey
     def drafts(batch_size: int) -> dict[int, list[list[tuple[int, ...]]]]:
         seen: dict[int, list[list[tuple[int, ...]]]] = {}
 
-        def listening(self: decoder._Decoder) -> Draft:
-            draft = original(self)
+        def listening(self: decoder._Decoder, rows: int, sampling: list[SamplingSettings]) -> Draft:
+            draft = original(self, rows, sampling)
             tree = draft.tree
             for slot, *columns in zip(self.slots, *(x.tolist() for x in tree[:3])):
                 seen.setdefault(slot.number, []).append(ways(*columns))
@@ -234,19 +234,6 @@ def enumerate_law(
                 longer[(*prefix, token)] = mass * float(p[token])
         law = longer
     return law
-
-
-def test_on_logits_sees_what_each_token_was_drawn_from() -> None:
-    model, requests = target(), greedy_requests(5)
-    seen: dict[int, list[int]] = {index: [] for index in range(5)}
-
-    def keep(indexes: list[int], logits_BV: Tensor, tokens_B: Tensor) -> None:
-        assert torch.equal(logits_BV.argmax(-1), tokens_B)
-        for index, token in zip(indexes, tokens_B.tolist()):
-            seen[index].append(token)
-
-    answers = run(model, None, requests, batch_size=2, on_logits=keep)
-    assert [seen[index] for index in range(5)] == [answer.tokens for answer in answers]
 
 
 def test_timer_collects_every_round() -> None:

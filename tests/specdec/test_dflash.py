@@ -18,6 +18,7 @@ from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts import dflash
 from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.proposers import DynamicProposer, StaticProposer, TreeShape, make_drafter, make_proposer
+from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.replay import drive, replay_sample, trace_target
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.walk import count_rounds
@@ -86,10 +87,10 @@ def test_training_and_drafting_compute_what_is_written_down(together: int, monke
             torch.testing.assert_close(trained[row, block], expected, **CLOSE)
             cache = KVCache(1, TOKENS + WIDTH, torch.device("cpu"))
             first = min(3, anchor)
-            draft.remember(aux_BTA[row, None, :first], cache.prefill([0], [first]))
+            draft.remember(aux_BTA[row, None, :first], cache.prefill(torch.tensor([0]), torch.tensor([first])))
             if anchor > first:  # the rest arrives as it does in a round
                 draft.remember(aux_BTA[row, None, first:anchor], cache.extend(1, anchor - first))
-                cache.keep([anchor - first])
+                cache.keep(torch.tensor([anchor - first]))
             depth = torch.arange(WIDTH)[None]
             for _ in range(2):  # a block leaves nothing behind
                 step = cache.branch(depth, torch.ones(1, WIDTH, WIDTH, dtype=torch.bool))
@@ -159,8 +160,11 @@ def test_embeddings_and_head_are_the_targets_unless_the_draft_has_its_own(own: b
     assert states.aux_BTA is not None
     drafter = make_drafter(draft, model)
     drafter.reserve(1, len(ids) + 1, 0, 3)
-    drafter.begin([0], [ids], states)
-    found = [drafter.open(1)[0], *(drafter.expand(torch.tensor([[0]]), torch.tensor([[-1]]), k)[0, 0] for k in (0, 1))]
+    drafter.begin(torch.tensor([0]), Texts.of([ids]), states)
+    found = [
+        drafter.open(1, chain=False)[0],
+        *(drafter.expand(torch.tensor([[0]]), torch.tensor([[-1]]), k)[0, 0] for k in (0, 1)),
+    ]
     block = torch.tensor([ids[-1], 60, 60, 60])
     table = draft.embed_tokens.weight if draft.embed_tokens is not None else model.model.get_input_embeddings().weight
     head = draft.lm_head.weight if draft.lm_head is not None else model.model.get_output_embeddings().weight

@@ -20,6 +20,7 @@ from draftforge.specdec.formats import read_draft, write_draft
 from draftforge.specdec.formats.llama import rope_parameters
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_drafter
+from draftforge.specdec.proposers.base import Texts
 
 PROMPT = 30
 AHEAD = [5, 44, 17]  # drafted tokens that are read
@@ -45,8 +46,8 @@ def here(draft: Any, model: CausalModel, ids: list[int]) -> Tensor:
     drafter = make_drafter(draft, model)
     states = model.states(torch.tensor([ids[:-1]]), aux_layers=drafter.aux_layers)
     drafter.reserve(1, len(ids) + 1, len(AHEAD), len(AHEAD) + 1)
-    drafter.begin([0], [ids], states)
-    rows = [drafter.open(1)[0]]
+    drafter.begin(torch.tensor([0]), Texts.of([ids]), states)
+    rows = [drafter.open(1, chain=True)[0]]
     for depth, token in enumerate(AHEAD):
         rows.append(drafter.expand(torch.tensor([[token]]), torch.tensor([[depth - 1]]), depth)[0, 0])
     return torch.stack(rows)
@@ -117,8 +118,9 @@ def test_rotations_are_those_of_transformers(kind: str | None) -> None:
     x_BHND = torch.randn(1, 2, 8, 8)
     expected, _ = apply_rotary_pos_emb(x_BHND, x_BHND, *rotary(x_BHND, positions))
     rope = Rope(config.rope_theta, 8, config.rope_scaling)
-    torch.testing.assert_close(rope(x_BHND, positions), expected, atol=2e-5, rtol=2e-5)
-    half = rope(x_BHND.bfloat16(), positions)
+    turned = rope(x_BHND, rope.waves(positions, torch.float32))
+    torch.testing.assert_close(turned, expected, atol=2e-5, rtol=2e-5)
+    half = rope(x_BHND.bfloat16(), rope.waves(positions, torch.bfloat16))
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), expected, atol=0.05, rtol=0.05)
 

@@ -115,12 +115,12 @@ def test_training_and_drafting_compute_what_is_written_down(name: str) -> None:
         i = first + column
         expected = plainly(draft, embeds_TH, seen_TX, i)
         cache = KVCache(1, TOKENS, torch.device("cpu"))
-        step = cache.prefill([0], [i + 1])
+        step = cache.prefill(torch.tensor([0]), torch.tensor([i + 1]))
         state_BNH = draft.decode(embeds_TH[None, 1 : i + 2], true_TH[None, : i + 1], step)[:, -1:]
         for k in range(STEPS):
             if k:
                 state_BNH = draft.decode(embeds_TH[None, None, i + 1 + k], state_BNH, cache.extend(1, 1))
-                cache.keep([1])
+                cache.keep(torch.tensor([1]))
             torch.testing.assert_close(trained[k][0, column], expected[k], **CLOSE)
             torch.testing.assert_close(state_BNH[0, 0], expected[k], **CLOSE)
 

@@ -1,5 +1,7 @@
 """The decoding kernel against the dense path, in Triton's interpreter where there is no GPU."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ def windowed(visible_BNL: Tensor, position_BN: Tensor, key_BL: Tensor, window: i
     return visible_BNL if window is None else visible_BNL & (position_BN[..., None] - key_BL[:, None] < window)
 
 
-@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("new", [1, 3, 30])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (100, 2.0), (None, 3.0)])
 @pytest.mark.parametrize(("heads", "groups", "size"), [(9, 3, 64), (4, 4, 80), (8, 1, 16)])
 def test_equals_the_dense_path(
@@ -52,8 +54,9 @@ def test_a_tree_sees_its_ancestors(window: int | None) -> None:
     visible_BNF = visible[-new:].expand(2, -1, -1).to(DEVICE)
     depth_BF = depth.expand(2, -1).to(DEVICE)
     cache = KVCache(2, 90, DEVICE)
-    cache.lengths = past
-    step = cache.branch(depth_BF, visible_BNF)
+    cache.lengths_S[:] = torch.tensor(past)
+    with patch("draftforge.specdec.cache.reads_lengths", return_value=False):
+        step = cache.branch(depth_BF, visible_BNF)
     assert step.visible_BNL is not None and step.key_positions_BL is not None and step.positions_BN is not None
     query, keys, values = draw(2, 6, new, 32), draw(2, 2, 90, 32), draw(2, 2, 90, 32) + 1
     seen = windowed(step.visible_BNL, step.positions_BN, step.key_positions_BL, window)

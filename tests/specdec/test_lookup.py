@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from draftforge.errors import InputError
 from draftforge.specdec.models import States
 from draftforge.specdec.proposers import Ask
-from draftforge.specdec.proposers.base import UNRANKED
+from draftforge.specdec.proposers.base import UNRANKED, Texts
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -39,12 +39,12 @@ def rescan(ids: list[int], count: int, min_ngram: int, max_ngram: int, occurrenc
 
 def started(lookup: PromptLookup, *rows: list[int]) -> PromptLookup:
     lookup.reserve(len(rows), 64, 8)
-    lookup.begin(range(len(rows)), rows, STATES)
+    lookup.begin(torch.arange(len(rows)), Texts.of(rows), STATES)
     return lookup
 
 
 def proposed(lookup: PromptLookup, *limits: int) -> list[list[int]]:
-    draft = lookup.propose(Ask(list(limits), [GREEDY] * len(limits), None, None))
+    draft = lookup.propose(Ask(torch.tensor(limits), max(limits), [GREEDY] * len(limits), None, None))
     tree = draft.tree
     counts = tree.candidate_BN.sum(1).tolist()
     assert draft.q_BNV is None and draft.chain and tree.drawn == "deterministic"
@@ -62,7 +62,7 @@ def test_drafts_what_a_rescan_finds(
     known = list(prompt)
     for emitted in [*rounds, []]:
         assert proposed(lookup, limit) == [rescan(known, limit, ngram[0], ngram[1], occurrence)]
-        lookup.observe([emitted], STATES)
+        lookup.observe(Texts.of([emitted]), STATES)
         known += emitted
 
 
@@ -108,9 +108,9 @@ def test_slots_are_apart_padded_and_movable() -> None:
     lookup = started(PromptLookup(), [1, 2, 3], [4, 5, 4], [6, 6])
     assert proposed(lookup, 3, 2, 1) == [[], [5, 4], [6]]
     lookup.move(2, 0)
-    lookup.observe([[8, 6], [5]], STATES)
+    lookup.observe(Texts.of([[8, 6], [5]]), STATES)
     assert proposed(lookup, 3, 2) == [[8, 6, 8], [4, 5]]
-    lookup.begin([0], [[1, 2]], STATES)
+    lookup.begin(torch.tensor([0]), Texts.of([[1, 2]]), STATES)
     assert proposed(lookup, 3, 0) == [[], []]
 
 

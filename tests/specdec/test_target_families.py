@@ -54,7 +54,7 @@ def test_cached_ragged_steps_equal_the_full_pass(pair: Pair) -> None:
     cache = KVCache(2, TOKENS + 2, torch.device("cpu"))
     rows = torch.zeros(2, 19, dtype=torch.long)
     rows[0], rows[1, :8] = ids[:19], ids[:8]
-    prompts = model.logits(model.states(rows, cache.prefill([0, 1], [19, 8])).hidden_BTH)
+    prompts = model.logits(model.states(rows, cache.prefill(torch.arange(2), torch.tensor([19, 8]))).hidden_BTH)
     assert_close(prompts[0], expected[:19])
     assert_close(prompts[1, :8], expected[:8])
 
@@ -63,7 +63,7 @@ def test_cached_ragged_steps_equal_the_full_pass(pair: Pair) -> None:
     logits = model.logits(model.states(drafted, cache.extend(2, 4)).hidden_BTH)
     assert_close(logits[0, :3], expected[19:22])
     assert_close(logits[1, :3], expected[8:11])
-    cache.keep([2, 1])
+    cache.keep(torch.tensor([2, 1]))
     rest = torch.stack([ids[21:31], ids[9:19]])
     logits = model.logits(model.states(rest, cache.extend(2, 10)).hidden_BTH)
     assert_close(logits[0], expected[21:31])
@@ -96,7 +96,10 @@ def test_rope_that_grows_stays_as_it_is_served(kind: str, options: dict[str, Any
     model = CausalModel(reference, context)
     assert model.max_positions == 16
     cache = KVCache(1, 20, torch.device("cpu"))
-    assert_close(model.logits(model.states(ids[:, :14], cache.prefill([0], [14])).hidden_BTH)[0], expected[:14])
+    assert_close(
+        model.logits(model.states(ids[:, :14], cache.prefill(torch.tensor([0]), torch.tensor([14]))).hidden_BTH)[0],
+        expected[:14],
+    )
     padded = model.logits(model.states(ids[:, 14:], cache.extend(1, 6)).hidden_BTH)[0]
     assert_close(padded[:2], expected[14:])
 

@@ -79,7 +79,7 @@ class TestBatch:
 
     def test_chains_of_several_lengths(self) -> None:
         tokens_BN = torch.tensor([[5, 6, 7], [8, 0, 0]])
-        chains = TreeBatch.chains(tokens_BN, [3, 1], "deterministic")
+        chains = TreeBatch.chains(tokens_BN, torch.tensor([3, 1]), "deterministic")
         of_trees = TreeBatch.of([DraftTree.chain([5, 6, 7], "deterministic"), DraftTree.chain([8], "deterministic")])
         assert chains.candidate_BN.equal(of_trees.candidate_BN)
         assert chains.parents_BN[0].equal(of_trees.parents_BN[0])

@@ -24,6 +24,7 @@ from draftforge.specdec.proposers import (
     make_drafter,
     make_proposer,
 )
+from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.sampling import SamplingSettings, categorical, penalised, probabilities
 from draftforge.specdec.tree import TreeBatch
 
@@ -38,7 +39,7 @@ def started(proposer: Proposer, model: CausalModel, ids: list[int], levels: int)
     with torch.inference_mode():
         states = model.states(torch.tensor([ids[:-1]]), aux_layers=proposer.aux_layers)
         proposer.reserve(1, len(ids) + 1, levels)
-        proposer.begin([0], [ids], states)
+        proposer.begin(torch.tensor([0]), Texts.of([ids]), states)
 
 
 def small_after(model: CausalModel, ids: list[int]) -> tuple[Proposer, After]:
@@ -61,10 +62,12 @@ def eagle3_after(model: CausalModel, ids: list[int]) -> tuple[Proposer, After]:
             assert states.aux_BTA is not None
             cache = KVCache(1, 64, model.device)
             embeds = model.embed(torch.tensor([ids[1:]]))
-            state = draft.decode(embeds, draft.fc(states.aux_BTA), cache.prefill([0], [len(ids) - 1]))[:, -1:]
+            state = draft.decode(
+                embeds, draft.fc(states.aux_BTA), cache.prefill(torch.tensor([0]), torch.tensor([len(ids) - 1]))
+            )[:, -1:]
             for token in way:
                 state = draft.decode(model.embed(torch.tensor([[token]])), state, cache.extend(1, 1))
-                cache.keep([1])
+                cache.keep(torch.tensor([1]))
             return draft.logits(state[0, 0])
 
     return make_drafter(draft, model), after  # type: ignore[return-value]
@@ -77,11 +80,11 @@ def eagle_after(model: CausalModel, ids: list[int]) -> tuple[Proposer, After]:
         with torch.inference_mode():
             hidden = model.states(torch.tensor([ids[:-1]])).hidden_BTH
             cache = KVCache(1, 64, model.device)
-            step = cache.prefill([0], [len(ids) - 1])
+            step = cache.prefill(torch.tensor([0]), torch.tensor([len(ids) - 1]))
             state = draft.decode(model.embed(torch.tensor([ids[1:]])), hidden, step)[:, -1:]
             for token in way:
                 state = draft.decode(model.embed(torch.tensor([[token]])), state, cache.extend(1, 1))
-                cache.keep([1])
+                cache.keep(torch.tensor([1]))
             return model.logits(state[0, 0])
 
     return make_drafter(draft, model), after  # type: ignore[return-value]
@@ -117,7 +120,7 @@ def asked(
 ) -> Draft:
     sampling = sampling or (GREEDY if uniforms is None else WARM)
     with torch.inference_mode():
-        return proposer.propose(Ask([levels], [sampling], uniforms, seen_1V))
+        return proposer.propose(Ask(torch.tensor([levels]), levels, [sampling], uniforms, seen_1V))
 
 
 def seen(model: CausalModel, ids: list[int]) -> Tensor:
@@ -249,7 +252,7 @@ def test_no_more_children_than_q_has_support() -> None:
     numbers = torch.full((1, 8), 0.5, dtype=torch.float64)
     narrow = SamplingSettings(temperature=1.0, top_k=2)
     with torch.inference_mode():
-        tree = proposer.propose(Ask([2], [narrow], lambda count: numbers[:, :count], None)).tree
+        tree = proposer.propose(Ask(torch.tensor([2]), 2, [narrow], lambda count: numbers[:, :count], None)).tree
     assert tree.candidate_BN[0].tolist() == [True, True, False, False, True, True, False, False]
 
 

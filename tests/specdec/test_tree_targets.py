@@ -3,7 +3,6 @@
 Shapes: B rows, N drafted nodes, M = N + 1 entries (row 0: the last token), V vocabulary.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from draftforge.specdec.cache import KVCache
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import Drafter, DynamicProposer, Proposer, StaticProposer, Trace, make_drafter
+from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.tree import DraftTree, TreeBatch
@@ -75,7 +75,7 @@ def test_each_node_of_a_ragged_batch_is_read_as_its_path_alone(model: CausalMode
     known = [ids[0][:SHORT], ids[1]]
     cache = KVCache(2, 40, torch.device("cpu"))
     rows = torch.tensor([[*row, *[0] * (LONG - len(row))] for row in known])
-    model.states(rows, cache.prefill([0, 1], [len(row) - 1 for row in known]))
+    model.states(rows, cache.prefill(torch.arange(2), torch.tensor([len(row) - 1 for row in known])))
     trees = trees_of(PARENTS, seed=5)
     read(model, cache, [row[-1] for row in known], trees).check(model, known)
 
@@ -83,7 +83,7 @@ def test_each_node_of_a_ragged_batch_is_read_as_its_path_alone(model: CausalMode
     for row, path in enumerate(PATHS):
         kept[row, : len(path) + 1] = torch.tensor([0, *(node + 1 for node in path)])
         known[row] += [trees[row].tokens_N[node] for node in path]
-    cache.keep_path(kept, [len(path) + 1 for path in PATHS])
+    cache.keep_path(kept, torch.tensor([len(path) + 1 for path in PATHS]))
     for row, token in enumerate((11, 12)):
         known[row].append(token)
     read(model, cache, [11, 12], trees_of((AFTER, PARENTS[1]), seed=6)).check(model, known)
@@ -96,6 +96,7 @@ class Oracle:
     aux_layers: tuple[int, ...] = ()
     reads_states = False
     nested = True
+    waits = True
     levels: int | None = None
     width = 61
 
@@ -105,18 +106,18 @@ class Oracle:
     def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
         self._known: list[list[int]] = [[] for _ in range(slots)]
 
-    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
-        for slot, row in zip(slots, ids):
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        for slot, row in zip(slots_R.tolist(), known.rows):
             self._known[slot] = list(row)
 
-    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
-        for known, new in zip(self._known, tokens):
-            known += new
+    def observe(self, new: Texts, states: States) -> None:
+        for known, more in zip(self._known, new.rows):
+            known += more
 
     def move(self, source: int, destination: int) -> None:
         self._known[destination] = self._known[source]
 
-    def open(self, batch: int) -> Tensor:
+    def open(self, batch: int, chain: bool) -> Tensor:
         self._ways: list[list[list[int]]] = [[[]] for _ in range(batch)]  # of the root and of every node read
         return torch.stack([self._says(known) for known in self._known[:batch]])
 

@@ -15,6 +15,7 @@ from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.formats import DraftMeta, save_draft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_drafter, make_proposer
+from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 from draftforge.specdec.tree import ROOT
@@ -32,8 +33,8 @@ def drafted_logits(draft: AnyDraft, target: CausalModel, ids: Sequence[int], cha
     drafter = make_drafter(draft, target)
     drafter.reserve(1, len(ids), 1 + len(chain), 1 + len(chain))
     states = target.states(torch.tensor([ids[:-1]], device=target.device), aux_layers=drafter.aux_layers)
-    drafter.begin([0], [list(ids)], states)
-    logits = [drafter.open(1)[0]]
+    drafter.begin(torch.tensor([0]), Texts.of([ids]), states)
+    logits = [drafter.open(1, chain=True)[0]]
     for depth, token in enumerate(chain):
         parent = torch.tensor([[ROOT + depth]])
         logits.append(drafter.expand(torch.tensor([[token]]), parent, depth)[0, 0])

@@ -11,6 +11,7 @@ from draftforge.data.store import Capture
 from draftforge.errors import InputError
 from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.proposers import make_drafter
+from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.targets import Target
 from draftforge.train.families.blocks import Blocks, begin_of
 from draftforge.train.families.dflash import DFlashFamily, copy_layers, copy_tables, dflash_config, read_layers
@@ -102,8 +103,12 @@ def test_the_loss_is_that_of_what_decoding_drafts(
             for anchor in range(first - begin_of(number, 1, K), len(tokens) - 1, K):
                 drafter.reserve(1, len(tokens), 0, K)
                 prefix = tokens[: anchor + 1]
-                drafter.begin([0], [prefix], target.states(torch.tensor([prefix[:-1]]), aux_layers=drafter.aux_layers))
-                rows = [drafter.open(1)[0]]
+                drafter.begin(
+                    torch.tensor([0]),
+                    Texts.of([prefix]),
+                    target.states(torch.tensor([prefix[:-1]]), aux_layers=drafter.aux_layers),
+                )
+                rows = [drafter.open(1, chain=True)[0]]
                 rows += [
                     drafter.expand(torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), k)[0, 0] for k in range(K - 1)
                 ]

@@ -1,0 +1,148 @@
+"""Rounds as a GPU runs them, on a CPU: fixed sizes, lengths read by the kernel, parts that graphs can hold.
+
+What runs a second time under a name must not wait for the device, bring numbers to it, or move what it keeps.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from proposing import CHAINS, DRAWN_TREES, TREES, proposer_named, takes
+from stand_ins import target
+from torch import Tensor
+
+from draftforge.specdec import cache, decoder
+from draftforge.specdec.attention import attention
+from draftforge.specdec.decoder import Generation, generate
+from draftforge.specdec.passes import Replays, Watch
+from draftforge.specdec.requests import Request
+from draftforge.specdec.sampling import SamplingSettings
+
+GREEDY = SamplingSettings()
+WARM = SamplingSettings(temperature=0.9, top_k=12, top_p=0.95)
+PENALISED = SamplingSettings(temperature=0.7, repetition_penalty=1.2)
+TRAINED = [name for name in (*CHAINS, *TREES) if name != "lookup"]
+PROMPTS = [[5, 9, 2], [17, 3, 8, 8, 1, 40], [33], [4, 12, 12, 50]]
+
+
+def asked(sampling: SamplingSettings, tokens: int = 9) -> list[Request]:
+    return [Request(prompt, sampling, 7 + i, tokens - i % 3) for i, prompt in enumerate(PROMPTS)]
+
+
+def answers(name: str, requests: list[Request], rule: str, batch_size: int) -> list[Generation]:
+    model = target()
+    proposer = None if name == "plain" else proposer_named(name, model)
+    found = dict(generate(model, proposer, requests, rule=rule, draft_tokens=3, batch_size=batch_size))
+    return [found[index] for index in range(len(requests))]
+
+
+@pytest.fixture
+def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of few sizes."""
+    monkeypatch.setattr(decoder, "takes_graphs", lambda model: True)
+    monkeypatch.setattr("draftforge.specdec.passes._FEWEST", 2)
+
+
+@pytest.fixture
+def on_kernel(fixed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And lengths that only attention reads, by the kernel."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(cache, "reads_lengths", lambda device: True)
+    monkeypatch.setattr("draftforge.specdec.proposers.base.Texts.cut", lambda texts: texts)
+
+
+@pytest.fixture
+def on_stand_in(on_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with plain operations in the kernel's place: its interpreter takes its time."""
+    monkeypatch.setattr("draftforge.specdec.flash_decoding.attend_cached", plainly)
+
+
+def plainly(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    past_B: Tensor,
+    scaling: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    visible_BNF: Tensor | None = None,
+    depth_BF: Tensor | None = None,
+) -> Tensor:
+    batch, new = query.shape[0], query.shape[2]
+    key_L = torch.arange(keys.shape[2])
+    entry_BL = key_L - past_B[:, None]
+    sees_BNL = entry_BL[:, None] <= torch.arange(new)[:, None]
+    if visible_BNF is not None:
+        inside_BL = (entry_BL >= 0) & (entry_BL < visible_BNF.shape[2])
+        at_BNL = entry_BL.clamp(0, visible_BNF.shape[2] - 1)[:, None].expand(-1, new, -1)
+        sees_BNL = (entry_BL < 0)[:, None] | (inside_BL[:, None] & visible_BNF.gather(2, at_BNL))
+    assert window is None
+    return attention(query, keys[:batch], values[:batch], sees_BNL[:, None], scaling, softcap)
+
+
+def same(one: list[Generation], other: list[Generation]) -> bool:
+    return [(a.tokens, a.rounds, a.finish) for a in one] == [(b.tokens, b.rounds, b.finish) for b in other]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", ["plain", "lookup", *TRAINED])
+def test_few_sizes_change_no_round(name: str, batch_size: int, request: pytest.FixtureRequest) -> None:
+    requests = asked(GREEDY)
+    expected = answers(name, requests, "greedy", batch_size)
+    request.getfixturevalue("fixed")
+    assert same(answers(name, requests, "greedy", batch_size), expected)
+
+
+@pytest.mark.parametrize("name", ["lookup", "eagle3", "small-tree"])
+def test_the_kernel_changes_no_round(name: str, request: pytest.FixtureRequest) -> None:
+    requests = asked(GREEDY, tokens=6)
+    expected = answers(name, requests, "greedy", 3)
+    request.getfixturevalue("on_kernel")
+    assert same(answers(name, requests, "greedy", 3), expected)
+
+
+def tensors_of(thing: Any, depth: int = 3) -> dict[str, int]:
+    """Where the tensors lie that a proposer, its drafters and their caches keep between rounds."""
+    found: dict[str, int] = {}
+    for name, value in vars(thing).items():
+        if isinstance(value, Tensor) and "_S" in name:
+            found[name] = value.data_ptr()
+        elif depth and type(value).__module__.startswith("draftforge.specdec.proposers"):
+            found |= {f"{name}.{inner}": place for inner, place in tensors_of(value, depth - 1).items()}
+    return found
+
+
+CASES = [
+    *((name, GREEDY, "greedy") for name in TRAINED if name != "small-merged"),
+    *((name, WARM, rule) for name in DRAWN_TREES for rule in ("multiround", "recursive") if takes(rule, name)),
+    *(("eagle3", WARM, rule) for rule in ("token", "block", "onehot", "match", "typical")),
+    ("small", PENALISED, "token"),
+    ("plain", PENALISED, "greedy"),
+    ("small-sampled", WARM, "traversal"),
+]
+
+
+@pytest.mark.parametrize(("name", "sampling", "rule"), CASES)
+def test_graphs_can_hold_every_part(
+    name: str, sampling: SamplingSettings, rule: str, on_stand_in: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, known, places = Replays.run, set[object](), list[dict[str, int]]()
+
+    def watched(self: Replays, part: object, function: Callable[..., Any], *args: Any) -> Any:
+        if part not in known:
+            known.add(part)
+            return run(self, part, function, *args)
+        with Watch() as watch:
+            output = run(self, part, function, *args)
+        assert watch.waiting == [], f"{part} waits"
+        proposer = getattr(function, "__self__", None)
+        if isinstance(part, tuple) and part[0] == "observe" and proposer is not None:
+            places.append(tensors_of(proposer))
+        return output
+
+    monkeypatch.setattr(Replays, "run", watched)
+    answers(name, asked(sampling, tokens=7), rule, 2)
+    assert len(known) > 2
+    assert all(place == places[0] for place in places)
+    assert name == "plain" or (places and places[0])
