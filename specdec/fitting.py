@@ -37,7 +37,7 @@ def _probe(target: CausalModel) -> Probe:
     ids_BT, step = one[None], cache.prefill(one - 1, one)
     with watch:
         target.logits(target.states(ids_BT, step).hidden_BTH)
-    return Probe(cache.nbytes, bool(watch.waiting))
+    return Probe(cache.nbytes, bool(watch.waiting or watch.bringing))
 
 
 def takes_graphs(target: CausalModel) -> bool:

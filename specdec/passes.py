@@ -21,7 +21,7 @@ _PREFILL_TOKENS = 16384  # of one pass over prompts, padding included
 _SHORTEST = 32
 _FEWEST = 64  # rows below which a pass does not get faster
 _READING = ("_local_scalar_dense", "nonzero", "is_nonzero", "_unique")  # operations whose results shape what follows
-_BRINGING = "lift_fresh"  # Python's numbers to the device; a single one is filled in there, but not at given places
+_BRINGING = "lift_fresh"  # what makes tensors of Python's numbers
 
 
 @dataclass(frozen=True)
@@ -150,22 +150,26 @@ def running(device: torch.device) -> Iterator[None]:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which operations run under it that wait for the device: a graph cannot hold them."""
+    """Notes which operations run under it that a graph cannot hold."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.waiting: list[str] = []
+        """Those that wait for the device."""
+        self.bringing: list[str] = []
+        """Those that bring numbers of the host's to it."""
         self._numbers: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name, tensors = str(func), [value for value in (*args, result) if isinstance(value, Tensor)]
         copies = "copy" in name and len({value.device for value in tensors}) > 1
-        if _BRINGING in name:
-            self._numbers.append(result)
-            copies = copies or result.dim() > 0
-        if "index_put" in name:
-            copies = copies or any(args[2] is number for number in self._numbers)
         if copies or any(word in name for word in _READING):
             self.waiting.append(name)
+        if _BRINGING in name:
+            self._numbers.append(result)
+        # A single number is filled in on the device, but not at places that a tensor names.
+        placed = "index_put" in name and any(args[2] is number for number in self._numbers)
+        if placed or (_BRINGING in name and result.dim() > 0):
+            self.bringing.append(name)
         return result

@@ -66,10 +66,18 @@ class FakeDecoder:
             yield []
 
 
+class FakeTimer:
+    """Holds what it is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rounds: list[RoundSeconds] = []
+
+
 def measure(
     target: CausalModel, monkeypatch: pytest.MonkeyPatch, decoder: FakeDecoder, **settings: int
 ) -> costs.CostTable:
     monkeypatch.setattr(costs, "decode_rounds", decoder)
+    monkeypatch.setattr(costs, "RoundTimer", FakeTimer)
     rounds = len(decoder.by_K[0])
     known = ScoreSettings(costs=CostSettings(rounds=rounds, **{"prompts": 1, "warmup_rounds": 0, **settings}))
     return costs.measure_costs(key_of(target, K=(2,)), target, lookup(2), [[1, 2], [3] * 4, [4]], known)

@@ -135,7 +135,7 @@ def test_graphs_can_hold_every_part(
             return run(self, part, function, *args)
         with Watch() as watch:
             output = run(self, part, function, *args)
-        assert watch.waiting == [], f"{part} waits"
+        assert not watch.waiting and not watch.bringing, f"{part}: {watch.waiting} {watch.bringing}"
         proposer = getattr(function, "__self__", None)
         if isinstance(part, tuple) and part[0] == "observe" and proposer is not None:
             places.append(tensors_of(proposer))
