@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .cache import KVCache
 from .models import States
-from .proposers.base import Ask, Draft
+from .proposers.base import Ask, Draft, HearsRows
 from .proposers.rows import fill_rows, pick_states, process_rows
 from .requests import Generation, Request, Round, RoundSeconds, Run, until_stop
 from .rules import RULES
@@ -144,8 +144,11 @@ class _Decoder:
         """The rule's verdict for every slot, on the device."""
         sampling = [slot.request.sampling for slot in self.slots]
         tree, seen_BMV = draft.tree, _seen_along(draft.tree, self._seen())
-        if all(setting.greedy for setting in sampling):
-            p_BMV = logits_BMV if seen_BMV is None else process_rows(logits_BMV, sampling, seen_BMV)
+        greedy = all(setting.greedy for setting in sampling)
+        p_BMV = logits_BMV if greedy and seen_BMV is None else process_rows(logits_BMV, sampling, seen_BMV)
+        if tree.depth and isinstance(self.proposer, HearsRows):
+            self.proposer.hear(p_BMV.argmax(-1))
+        if greedy:
             no_numbers = logits_BMV.new_empty(len(self.slots), 0)
             return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)
         rule = self.rule.name if tree.depth else "onehot"  # with nothing drafted that is a draw from p
@@ -153,7 +156,6 @@ class _Decoder:
         finals = [
             self._uniforms(self.slots, Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].finals(tree.depth))
         ]
-        p_BMV = process_rows(logits_BMV, sampling, seen_BMV)
         return verify_batch(rule, p_BMV, draft.q_BNV, tree, accept_BN, torch.cat(finals, 1))
 
     def _emit(self, verdict: BatchVerdict, draft: Draft, logits_BMV: Tensor) -> list[list[int]]:

@@ -5,7 +5,7 @@ V vocabulary, T known tokens.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -142,3 +142,14 @@ class Proposer(Reader, Protocol):
 
     def propose(self, ask: Ask) -> Draft:
         """Draft a tree for each slot."""
+
+
+@runtime_checkable
+class HearsRows(Protocol):
+    """What a proposer also has that learns from nodes that were not accepted."""
+
+    def hear(self, best_BM: Tensor) -> None:
+        """The target's likeliest token, penalties applied, after each row of the round: 0 the root, i + 1 node i.
+
+        Called after `propose` and before `observe`, unless nothing was drafted.
+        """

@@ -1,0 +1,67 @@
+"""Jacobi decoding (Santilli et al. 2023, arXiv 2305.10427): the target's own last guesses are the draft.
+
+Shapes: B active slots, K drafted tokens of a chain, M = K + 1 rows of the target.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ..models import States
+from ..sampling import SamplingSettings
+from ..tree import Drawn
+from .base import Ask, Draft, Trace
+from .rows import fill_rows
+
+
+class JacobiProposer:
+    """A chain of guesses, all of which one pass of the target makes anew, each from those before it.
+
+    What the target said after the guesses that were not accepted is the next round's draft, as far as it goes; the
+    rest, and the first draft of a request, repeats the last token before it.
+    """
+
+    replayable = False  # guesses depend on where earlier rounds started
+    nested = False
+    drawn: Drawn = "deterministic"
+    chain = True
+    aux_layers: tuple[int, ...] = ()
+    reads_states = False
+
+    def reserve(self, slots: int, tokens: int, levels: int) -> None:
+        self._levels = levels
+        self._guesses: list[list[int]] = [[] for _ in range(slots)]
+        self._rows: list[list[int]] = [[] for _ in range(slots)]  # what the target said in this round
+
+    def most_nodes(self, levels: int) -> int:
+        return levels
+
+    def shape(self, levels: int) -> None:
+        return None
+
+    def begin(self, slots: Sequence[int], ids: Sequence[list[int]], states: States) -> None:
+        for slot, row in zip(slots, ids):
+            self._guesses[slot] = [row[-1]] * self._levels
+        self._device = states.hidden_BTH.device
+
+    def propose(self, ask: Ask) -> Draft:
+        drafts = [guesses[:limit] for guesses, limit in zip(self._guesses, ask.limits)]
+        self._counts = [len(draft) for draft in drafts]
+        return Draft.of_chains(fill_rows(drafts, self._device), self._counts, self.drawn)
+
+    def hear(self, best_BM: Tensor) -> None:
+        self._rows = [row[: count + 1] for row, count in zip(best_BM.tolist(), self._counts)]
+
+    def observe(self, tokens: Sequence[list[int]], states: States) -> None:
+        for slot, (emitted, row) in enumerate(zip(tokens, self._rows)):
+            guesses = row[len(emitted) :]
+            last = guesses[-1] if guesses else emitted[-1]
+            self._guesses[slot] = [*guesses, *[last] * (self._levels - len(guesses))]
+
+    def move(self, source: int, destination: int) -> None:
+        self._guesses[destination] = self._guesses[source]
+
+    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        raise InputError("jacobi: its guesses depend on the rounds before, decode it")
