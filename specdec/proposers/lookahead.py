@@ -34,8 +34,8 @@ class LookaheadProposer:
     is gone. So the window moves by one token in every round, also where more are accepted: its n-grams are the
     target's wherever they stand, and columns that were moved in from the right would start from nothing.
 
-    At first the window holds the prompt's last tokens in their order, and the pool the prompt's n-grams. The pool
-    keeps the `guesses` latest n-grams of each first token.
+    At first the window holds the prompt's last tokens in their order. The pool also takes the n-grams of the text, and
+    keeps the `guesses` latest of each first token.
     """
 
     replayable = False  # what is guessed depends on where earlier rounds started
@@ -78,7 +78,7 @@ class LookaheadProposer:
     def observe(self, tokens: Sequence[list[int]], states: States) -> None:
         for search, emitted in zip(self._searches, tokens):
             if search is not None:
-                search.last = emitted[-1]
+                search.read(emitted)
 
     def move(self, source: int, destination: int) -> None:
         self._searches[destination] = self._searches[source]
@@ -110,20 +110,26 @@ class _Search:
     """Window and pool of one slot."""
 
     def __init__(self, ids: Sequence[int], columns: int, levels: int, guesses: int) -> None:
-        self.last = ids[-1]
         start = ids[-(columns + levels) :]
         self._window_KW = [[start[(level + place) % len(start)] for place in range(columns)] for level in range(levels)]
-        self._pool = NgramPool(guesses)
-        for place in range(len(ids) - levels):
-            self._pool.add(ids[place : place + levels + 1])
+        self._pool, self._tokens = NgramPool(guesses), levels + 1  # of an n-gram
+        self._tail: list[int] = []  # the last tokens of the text, as many as begin an n-gram
+        self.read(ids)
         self._ends = slice(0)  # the nodes of the window's last level, in this round
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """The text goes on with these: its own n-grams are as good as any."""
+        text = [*self._tail, *tokens]
+        for place in range(len(text) - self._tokens + 1):
+            self._pool.add(text[place : place + self._tokens])
+        self._last, self._tail = text[-1], text[len(text) - self._tokens + 1 :]
 
     def tree(self, limit: int) -> DraftTree:
         """The n-grams that begin with the last token, cut to so many more, as one tree; then the window."""
         if limit <= 0:
             self._ends = slice(0)
             return DraftTree.of((), (), "deterministic")
-        drafted = _merged([rest[:limit] for rest in self._pool.after(self.last)])
+        drafted = _merged([rest[:limit] for rest in self._pool.after(self._last)])
         parents_R, position_R = _window(len(self._window_KW), len(self._window_KW[0]), len(drafted))
         riders_R = [token for tokens_W in self._window_KW for token in tokens_W]
         nodes = len(drafted) + len(riders_R)
