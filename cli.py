@@ -243,7 +243,7 @@ def generate(
         str | None,
         typer.Option(
             "--draft",
-            help="Name in the recipe, draft folder, lookup, suffix, lookahead, jacobi or none; default: the chosen one.",
+            help="Name in the recipe, draft folder, lookup, suffix, lookahead, jacobi, none; default: the chosen.",
         ),
     ] = None,
     rule: Annotated[

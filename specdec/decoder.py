@@ -81,6 +81,7 @@ class _Decoder:
         self.target, self.proposer, self.rule = target, proposer, RULES[run.rule]
         self.draft_tokens, self.on_logits = run.draft_tokens, run.on_logits
         self.decode, self.timer = run.decode, run.timer
+        self.listener = proposer if isinstance(proposer, HearsRows) else None
         self.aux_layers = proposer.aux_layers if proposer is not None else ()
         self.waiting = iter(enumerate(requests))
         self.slots: list[_Slot] = []
@@ -146,8 +147,8 @@ class _Decoder:
         tree, seen_BMV = draft.tree, _seen_along(draft.tree, self._seen())
         greedy = all(setting.greedy for setting in sampling)
         p_BMV = logits_BMV if greedy and seen_BMV is None else process_rows(logits_BMV, sampling, seen_BMV)
-        if tree.depth and isinstance(self.proposer, HearsRows):
-            self.proposer.hear(p_BMV.argmax(-1))
+        if tree.depth and self.listener is not None:
+            self.listener.hear(p_BMV.argmax(-1))
         if greedy:
             no_numbers = logits_BMV.new_empty(len(self.slots), 0)
             return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)

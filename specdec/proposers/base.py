@@ -145,8 +145,8 @@ class Proposer(Reader, Protocol):
 
 
 @runtime_checkable
-class HearsRows(Protocol):
-    """What a proposer also has that learns from nodes that were not accepted."""
+class HearsRows(Proposer, Protocol):
+    """A proposer that learns from all nodes of a round, accepted or not."""
 
     def hear(self, best_BM: Tensor) -> None:
         """The target's likeliest token, penalties applied, after each row of the round: 0 the root, i + 1 node i.

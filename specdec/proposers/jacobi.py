@@ -5,7 +5,6 @@ Shapes: B active slots, K drafted tokens of a chain, M = K + 1 rows of the targe
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ...errors import InputError

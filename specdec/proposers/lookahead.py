@@ -6,7 +6,6 @@ make n-grams of K + 1 tokens.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ...errors import InputError

@@ -6,7 +6,7 @@ T entries, whatever the depth.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias, Union
+from typing import NamedTuple, TypeAlias
 
 
 class Once(NamedTuple):
@@ -25,7 +25,7 @@ class Node:
         self.count, self.next = count, follows
 
 
-Place: TypeAlias = Union[Node, Once]
+Place: TypeAlias = Node | Once
 """Where a walk along some tokens ends: every sequence of them that was said has one place."""
 
 

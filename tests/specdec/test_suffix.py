@@ -51,7 +51,7 @@ def test_counts_are_those_of_a_scan(parts: list[list[list[int]]], gone: int) -> 
         for piece in pieces:
             trie.extend(piece)
             check_counts(trie, known)
-    assert known == [sum(pieces, []) for pieces in parts]
+    assert known == [[token for piece in pieces for token in piece] for pieces in parts]
     trie.start()
     for text in known[:gone]:
         trie.remove(text)
@@ -66,9 +66,7 @@ def test_contexts_are_the_suffixes_that_something_followed(known: list[int], end
     trie.start()
     trie.extend(known)
     longest = end[-DEPTH + 1 :]
-    expected = [
-        n for n in range(len(longest), 0, -1) if any(after < len(known) for after in ends(known, longest[-n:]))
-    ]
+    expected = [n for n in range(len(longest), 0, -1) if any(after < len(known) for after in ends(known, longest[-n:]))]
     assert [length for length, _ in trie.contexts(longest)] == expected
 
 
@@ -219,7 +217,9 @@ class TestMemory:
         assert drafted(proposer, 1) == [[(5,)]]
         assert times(proposer._memory.trie.find([4, 5])) == 2  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize(("memory", "known"), [(3, [False, True]), (5, [False, True]), (6, [True, True]), (2, [False, False])])
+    @pytest.mark.parametrize(
+        ("memory", "known"), [(3, [False, True]), (5, [False, True]), (6, [True, True]), (2, [False, False])]
+    )
     def test_only_the_latest_are_kept(self, memory: int, known: list[bool]) -> None:
         proposer = SuffixProposer(memory=memory)
         proposer.reserve(1, 64, 2)
