@@ -178,6 +178,7 @@ def test_slots_are_apart_and_movable() -> None:
         tree = proposer.propose(Ask(list(limits), [GREEDY] * len(limits), None, None)).tree
         return [tokens[ok].tolist() for tokens, ok in zip(tree.tokens_BN, tree.candidate_BN)]
 
+    assert drafted(1, 1, 1) == [[2], [4], [6]]
     assert drafted(1, 0, 1) == [[2], [], [6]]
     proposer.hear(torch.tensor([[0, 0, 8], [0, 0, 7], [0, 0, 9]]))  # what row 1 says belongs to no window
     proposer.observe([[2], [4], [6]], STATES)

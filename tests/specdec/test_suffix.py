@@ -230,10 +230,14 @@ class TestMemory:
             proposer.begin([0], [prompt], STATES)
             assert bool(drafted(proposer, 1)[0]) == expected
             proposer._texts[0] = None  # what asks here is not remembered
+        proposer.begin([0], [[9, 2]], STATES)
+        assert drafted(proposer, 1) == [[(3,)]]  # the end of the last answer fits in any case
 
     def test_another_run_starts_without_it(self) -> None:
         proposer = started(SuffixProposer(memory=100), [9, 4])
         proposer.observe([[5]], STATES)
+        proposer.begin([0], [[8, 4]], STATES)
+        assert drafted(proposer, 2) == [[(5,)]]
         assert drafted(started(proposer, [8, 4]), 2) == [[]]
 
     def test_recorded_answers_tell_the_rounds_only_without_it(self) -> None:
