@@ -32,7 +32,7 @@ class JacobiProposer:
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
         self._levels = levels
         self._guesses: list[list[int]] = [[] for _ in range(slots)]
-        self._rows: list[list[int]] = [[] for _ in range(slots)]  # what the target said in this round
+        self._best_BM: Tensor | None = None  # what the target said in this round
 
     def most_nodes(self, levels: int) -> int:
         return levels
@@ -51,11 +51,14 @@ class JacobiProposer:
         return Draft.of_chains(fill_rows(drafts, self._device), self._counts, self.drawn)
 
     def hear(self, best_BM: Tensor) -> None:
-        self._rows = [row[: count + 1] for row, count in zip(best_BM.tolist(), self._counts)]
+        self._best_BM = best_BM  # read later, when the round has waited for the device anyway
 
     def observe(self, tokens: Sequence[list[int]], states: States) -> None:
-        for slot, (emitted, row) in enumerate(zip(tokens, self._rows)):
-            guesses = row[len(emitted) :]
+        if self._best_BM is None:  # nothing was drafted
+            return
+        rows, self._best_BM = self._best_BM.tolist(), None
+        for slot, (emitted, row, count) in enumerate(zip(tokens, rows, self._counts)):
+            guesses = row[len(emitted) : count + 1]
             last = guesses[-1] if guesses else emitted[-1]
             self._guesses[slot] = [*guesses, *[last] * (self._levels - len(guesses))]
 

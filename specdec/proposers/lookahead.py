@@ -23,10 +23,10 @@ class LookaheadProposer:
     Column j of level 0 stands for the (j+1)-th token to come, and each level below for the next one. Level 0 is read as
     one text; what stands below it sees level 0 up to its own column, and its own column:
 
-        last - a0 - a1 - a2      c1 stands three tokens after the last one of the text, and sees that, a0, a1, b1 and
-               |    |    |       itself. Lines lead to a token's parent: its left neighbour on level 0, and the one
-               b0   b1   b2      above it on all others. What the target says after c0, c1 and c2 completes an n-gram
-               |    |    |       in each column.
+        last - a0 - a1 - a2      c1 stands four tokens after the last one of the text and sees that one, a0, a1, b1
+               |    |    |       and itself. Lines lead to a token's parent: its left neighbour on level 0, and the
+               b0   b1   b2      one above it on all others. What the target says after c0, c1 and c2 completes an
+               |    |    |       n-gram in each column.
                c0   c1   c2
 
     Those n-grams go to the pool, and what completed them is the last level of the next round, in which the first one
@@ -53,6 +53,7 @@ class LookaheadProposer:
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
         self._levels = levels
         self._searches: list[_Search | None] = [None] * slots
+        self._best_BM: Tensor | None = None  # what the target said in this round
 
     def most_nodes(self, levels: int) -> int:
         return (self._guesses + self._columns) * levels
@@ -70,13 +71,14 @@ class LookaheadProposer:
         return Draft(TreeBatch.of(trees, self._device), None, chain=False)
 
     def hear(self, best_BM: Tensor) -> None:
-        for search, row in zip(self._searches, best_BM.tolist()):
-            if search is not None:
-                search.hear(row[1:])
+        self._best_BM = best_BM  # read later, when the round has waited for the device anyway
 
     def observe(self, tokens: Sequence[list[int]], states: States) -> None:
-        for search, emitted in zip(self._searches, tokens):
+        rows = [[]] * len(tokens) if self._best_BM is None else self._best_BM.tolist()
+        self._best_BM = None
+        for search, emitted, row in zip(self._searches, tokens, rows):
             if search is not None:
+                search.hear(row[1:])
                 search.read(emitted)
 
     def move(self, source: int, destination: int) -> None:
