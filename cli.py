@@ -241,7 +241,10 @@ def generate(
     overrides: Overrides = None,
     draft: Annotated[
         str | None,
-        typer.Option("--draft", help="Name in the recipe, draft folder, lookup or none; default: the chosen one."),
+        typer.Option(
+            "--draft",
+            help="Name in the recipe, draft folder, lookup, suffix, lookahead, jacobi, none; default: the chosen.",
+        ),
     ] = None,
     rule: Annotated[
         str | None,

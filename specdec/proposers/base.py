@@ -5,7 +5,7 @@ V vocabulary, T known tokens.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -87,9 +87,9 @@ class Draft(NamedTuple):
         return cls(TreeBatch.chains(tokens_BK, counts_B, drawn), q_BKV, chain=True)
 
     def padded(self, nodes: int, levels: int) -> "Draft":
-        """With so many nodes and levels; those that are missing are no candidates."""
+        """With so many nodes and at least so many levels; those that are missing are no candidates."""
         missing, tree = nodes - self.tree.tokens_BN.shape[1], self.tree
-        if not missing and tree.depth == levels:
+        if not missing and tree.depth >= levels:
             return self
         more_N = torch.arange(nodes - missing, nodes, device=tree.tokens_BN.device) - 1 if self.chain else None
         parents_BN = F.pad(tree.parents_BN, (0, missing), value=ROOT)
@@ -99,7 +99,7 @@ class Draft(NamedTuple):
             tokens_BN=F.pad(tree.tokens_BN, (0, missing)),
             parents_BN=parents_BN,
             candidate_BN=F.pad(tree.candidate_BN, (0, missing)),
-            depth=levels,
+            depth=max(levels, tree.depth),  # riders may stand deeper
         )
         return Draft(tree, None if self.q_BNV is None else F.pad(self.q_BNV, (0, 0, 0, missing)), self.chain)
 
@@ -208,3 +208,14 @@ class Proposer(Reader, Protocol):
 
     def propose(self, ask: Ask) -> Draft:
         """Draft a tree for each slot. Called before every `observe`, but where no slot may emit more than one token."""
+
+
+@runtime_checkable
+class HearsRows(Proposer, Protocol):
+    """A proposer that learns from all nodes of a round, accepted or not."""
+
+    def hear(self, best_BM: Tensor) -> None:
+        """The target's likeliest token, penalties applied, after each row of the round: 0 the root, i + 1 node i.
+
+        Called after `propose` and before `observe`, unless nothing was drafted. Another round overwrites it.
+        """

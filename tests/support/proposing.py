@@ -16,14 +16,27 @@ from draftforge.specdec.proposers import (
     make_drafter,
     make_proposer,
 )
+from draftforge.specdec.proposers.jacobi import JacobiProposer
+from draftforge.specdec.proposers.lookahead import LookaheadProposer
 from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.suffix import SuffixProposer
 from draftforge.specdec.tree import Drawn
 
-CHAINS = ("small", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup")
+CHAINS = ("small", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup", "jacobi")
 TREES = (
     "small-tree", "small-dynamic", "small-merged", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic", "medusa-tree",
-    "dflash-tree", "dflash-dynamic",
+    "dflash-tree", "dflash-dynamic", "suffix", "lookahead",
 )  # fmt: skip
+TRAINING_FREE: dict[str, Callable[[], Proposer]] = {
+    "lookup": PromptLookup,
+    "jacobi": JacobiProposer,
+    "suffix": lambda: SuffixProposer(nodes=9),
+    "lookahead": lambda: LookaheadProposer(window=4, guesses=2),
+}
+DECODED = ("small-merged", "jacobi", "lookahead")
+"""What no recorded answer tells the rounds of."""
+COPIES = ("lookup", "suffix")
+"""What drafts nothing but what was said before, which need not come again."""
 DRAWN_TREES = (
     "small-sampled",
     "eagle3-sampled",
@@ -39,7 +52,7 @@ def takes(rule: str, name: str) -> bool:
     """Whether the rule may judge above temperature 0 what that proposer drafts; `greedy`: at temperature 0."""
     kind = name.partition("-")[2]
     drawn: dict[str, Drawn] = {"tree": "deterministic", "dynamic": "deterministic", "distinct": "without_replacement"}
-    draws = drawn.get(kind, "iid") if name != "lookup" else "deterministic"
+    draws = "deterministic" if name in TRAINING_FREE else drawn.get(kind, "iid")
     match rule:
         case "greedy" | "match" | "onehot" | "typical":  # onehot has the likeliest tokens drafted instead
             return True
@@ -63,8 +76,8 @@ def taught(family: str, draft_vocab: int | None = None) -> AnyDraft:
 
 def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Proposer:
     """A fresh proposer; drafts agree with the target now and then."""
-    if name == "lookup":
-        return PromptLookup()
+    if name in TRAINING_FREE:
+        return TRAINING_FREE[name]()
     family, _, kind = name.partition("-")
     drafts: dict[str, Callable[[], AnyDraft]] = {
         "small": lambda: near_copy(model, noise),
