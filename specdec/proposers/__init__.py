@@ -4,6 +4,7 @@ from ..drafts import AnyDraft
 from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle import EagleDraft
 from ..drafts.medusa import MedusaDraft
+from ..drafts.skipped import SkippedDraft
 from ..drafts.small import SmallDraft
 from ..models import CausalModel
 from .base import Ask, Draft, Drafter, Proposer, Trace
@@ -34,7 +35,7 @@ __all__ = [
 
 def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
     """What reads a trained draft."""
-    if isinstance(draft, SmallDraft):
+    if isinstance(draft, SmallDraft | SkippedDraft):
         return SmallDrafter(draft)
     if isinstance(draft, MedusaDraft):
         return MedusaDrafter(draft)

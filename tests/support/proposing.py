@@ -6,6 +6,7 @@ from collections.abc import Callable
 from stand_ins import near_copy, random_eagle3, target, taught_dflash, taught_eagle, taught_medusa
 
 from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts.skipped import SkippedDraft, SkippedLayers
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import (
     DynamicProposer,
@@ -19,15 +20,16 @@ from draftforge.specdec.proposers import (
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.tree import Drawn
 
-CHAINS = ("small", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup")
+CHAINS = ("small", "skipped", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup")
 TREES = (
-    "small-tree", "small-dynamic", "small-merged", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic", "medusa-tree",
+    "small-tree", "small-dynamic", "small-merged", "skipped-tree", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic", "medusa-tree",
     "dflash-tree", "dflash-dynamic",
 )  # fmt: skip
 DRAWN_TREES = (
     "small-sampled",
     "eagle3-sampled",
     "small-distinct",
+    "skipped-sampled",
     "eagle-distinct",
     "medusa-distinct",
     "dflash-distinct",
@@ -68,6 +70,7 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
     family, _, kind = name.partition("-")
     drafts: dict[str, Callable[[], AnyDraft]] = {
         "small": lambda: near_copy(model, noise),
+        "skipped": lambda: SkippedDraft(model, SkippedLayers(attention=(2,), mlp=(0, 2))),
         "eagle": lambda: taught("eagle"),
         "eagle3": lambda: random_eagle3(model, draft_vocab=40 if kind == "reduced" else None),
         "medusa": lambda: taught("medusa"),
