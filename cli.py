@@ -125,7 +125,9 @@ def score(
     draft: Annotated[
         str | None,
         typer.Option(
-            "--draft", help="Only this draft of the recipe, or a draft folder or .gguf of anybody's; default: all."
+            "--draft",
+            help="Only this draft of the recipe, a draft folder or .gguf of anybody's, or a file of skip-layers; "
+            "default: all.",
         ),
     ] = None,
 ) -> None:
@@ -203,6 +205,49 @@ def retrain(recipe: RecipeFile, overrides: Overrides = None) -> None:
     verbs.retrain(loaded)
 
 
+@app.command("skip-layers", rich_help_panel=USE)
+def skip_layers(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    domain: Annotated[
+        str | None, typer.Option("--domain", help="Only this domain; default: all together, then each.")
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option("--draft-tokens", "-k", min=1, max=64, help="Tokens a round; default: the best of the recipe's."),
+    ] = None,
+    tries: Annotated[int, typer.Option("--tries", min=1, help="Sets of layers to try, in each domain.")] = 200,
+    conversations: Annotated[
+        int, typer.Option("--conversations", min=1, help="Conversations of each domain that a set is tried on.")
+    ] = 16,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the search.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="File to write, for --draft; default: skip-layers.json in the workdir."
+        ),
+    ] = None,
+) -> None:
+    """Find layers of the target that a draft can skip: the target itself, without them, then drafts. No training.
+
+    Example: draftforge skip-layers configs/demo.yaml --domain support --tries 300 --out support.json
+
+    Then: draftforge score configs/demo.yaml --draft support.json
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.skip_layers(
+        loaded,
+        domain=domain,
+        draft_tokens=draft_tokens,
+        tries=tries,
+        conversations=conversations,
+        seed=seed,
+        out=out,
+    )
+
+
 @app.command(rich_help_panel=USE)
 def export(
     recipe: RecipeFile,
@@ -241,7 +286,10 @@ def generate(
     overrides: Overrides = None,
     draft: Annotated[
         str | None,
-        typer.Option("--draft", help="Name in the recipe, draft folder, lookup or none; default: the chosen one."),
+        typer.Option(
+            "--draft",
+            help="Name in the recipe, draft folder, skip-layers' file, lookup or none; default: the chosen one.",
+        ),
     ] = None,
     rule: Annotated[
         str | None,

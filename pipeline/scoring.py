@@ -25,6 +25,7 @@ from ..recipe import Recipe
 from ..specdec.drafts import AnyDraft
 from ..specdec.formats import check_context, check_fits, load_draft, meta_file, read_draft
 from ..specdec.formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET
+from ..specdec.formats.skipped import is_skip_file, read_skipped
 from ..specdec.loading import load_tokenizer
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.free import LOOKUP
@@ -152,6 +153,8 @@ def check_targets(recipe: Recipe, names: Collection[str]) -> None:
 
 def draft_for(target: Target, place: Path) -> AnyDraft:
     """A draft in any layout, on the target's device and in its precision, once it is seen to fit the target."""
+    if is_skip_file(place):
+        return read_skipped(place, target)
     if meta_file(place).is_file():
         draft, meta = load_draft(place, target.device, target.dtype)
         if meta.tokenizer_digest != target.tokenizer_digest:
@@ -181,9 +184,9 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
 def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
     """Score a draft of anybody's making, as it is, on the selection split, and show it. Nothing is registered.
 
-    `place`: a folder in any layout, or a .gguf file.
+    `place`: a folder in any layout, a .gguf file, or a .json file of skipped layers.
     """
-    if not meta_file(place).is_file() and not (place / TOKENIZER_FILE).is_file():
+    if not (meta_file(place).is_file() or (place / TOKENIZER_FILE).is_file() or is_skip_file(place)):
         say(f"{place}: nothing says which tokenizer it was trained with; only sizes are checked")
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     digests = {path.name: fingerprint.of_file(path) for path in files if path.is_file()}

@@ -22,8 +22,8 @@ from draftforge.specdec.tree import Drawn
 
 CHAINS = ("small", "skipped", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup")
 TREES = (
-    "small-tree", "small-dynamic", "small-merged", "skipped-tree", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic", "medusa-tree",
-    "dflash-tree", "dflash-dynamic",
+    "small-tree", "small-dynamic", "small-merged", "skipped-tree", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic",
+    "medusa-tree", "dflash-tree", "dflash-dynamic",
 )  # fmt: skip
 DRAWN_TREES = (
     "small-sampled",
