@@ -43,6 +43,13 @@ Overrides = Annotated[
 ]
 DraftName = Annotated[str | None, typer.Option("--draft", help="Only this draft of the recipe; default: all.")]
 
+DraftDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-device", help="Where the draft runs, such as cpu; default: score.draft_device, the target's."
+    ),
+]
+
 
 @app.callback(invoke_without_command=True)
 def _options(
@@ -60,6 +67,11 @@ def _load(path: Path, overrides: list[str] | None) -> "Recipe":
     from .recipe import load_recipe
 
     return load_recipe(path, overrides or [])
+
+
+def _on(draft_device: str | None) -> list[str]:
+    """The override that an option stands for."""
+    return [] if draft_device is None else [f"score.draft_device={draft_device}"]
 
 
 @app.command(rich_help_panel=STAGES)
@@ -122,6 +134,7 @@ def train(recipe: RecipeFile, overrides: Overrides = None, draft: DraftName = No
 def score(
     recipe: RecipeFile,
     overrides: Overrides = None,
+    draft_device: DraftDevice = None,
     draft: Annotated[
         str | None,
         typer.Option(
@@ -137,7 +150,7 @@ def score(
 
     A draft that was made elsewhere, as it is: draftforge score configs/demo.yaml --draft ./their-eagle3
     """
-    loaded = _load(recipe, overrides)
+    loaded = _load(recipe, [*(overrides or []), *_on(draft_device)])
     from .pipeline import verbs
 
     verbs.score(loaded, draft)
@@ -305,12 +318,13 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
+    draft_device: DraftDevice = None,
 ) -> None:
     """Answer a prompt with the draft's help: accepted drafted tokens in colour, then tau and speed.
 
     Example: draftforge generate configs/demo.yaml "Where is my order?" -n 64
     """
-    loaded = _load(recipe, overrides)
+    loaded = _load(recipe, [*(overrides or []), *_on(draft_device)])
     from .pipeline import verbs
 
     verbs.generate(

@@ -11,6 +11,7 @@ from .base import Ask, Draft, Drafter, Proposer, Trace
 from .dflash import DFlashDrafter
 from .dynamic import DynamicProposer
 from .eagle import Eagle3Drafter, EagleDrafter
+from .elsewhere import ElsewhereDrafter, lent, place_of
 from .medusa import MedusaDrafter
 from .merged import MergedProposer
 from .shape import TreeShape
@@ -34,7 +35,14 @@ __all__ = [
 
 
 def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
-    """What reads a trained draft."""
+    """What reads a trained draft, wherever it lies."""
+    here, there = place_of(target), place_of(draft)
+    if here == there:
+        return _drafter(draft, target)
+    return ElsewhereDrafter(_drafter(draft, lent(target, there)), here.device, there.device)
+
+
+def _drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
     if isinstance(draft, SmallDraft | SkippedDraft):
         return SmallDrafter(draft)
     if isinstance(draft, MedusaDraft):
