@@ -94,6 +94,8 @@ def test_more_tries_go_on_from_those_made(
         verbs.skip_layers(recipe, **few, tries=tries)
         assert len(asked) == before + fresh
     assert len(set(asked)) == 6
+    verbs.skip_layers(recipe, **{**few, "conversations": 1}, tries=2)
+    assert len(asked) == 8  # other answers, other counts
 
 
 def test_the_file_is_a_draft(recipe: Recipe, searched: Path, capsys: pytest.CaptureFixture[str]) -> None:
