@@ -2,15 +2,31 @@
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..specdec.drafts.skipped import SkippedLayers
 from .figures import Estimate
 from .select import DomainRow, Row
 
-NUMERIC = frozenset({"step", "K", "tau", "draft ms", "verify ms", "expected speed-up", "perplexity", "conversations"})
+NUMERIC = frozenset(
+    {
+        "step",
+        "K",
+        "tau",
+        "draft ms",
+        "verify ms",
+        "expected speed-up",
+        "perplexity",
+        "conversations",
+        "kept",
+        "sets tried",
+    }
+)
 UNKNOWN = "n/a"
 
 
@@ -25,6 +41,50 @@ def show_domains(rows: Sequence[DomainRow], confidence: float, title: str, conso
     """Print drafts per domain and sampling setting."""
     styles = ["dim" if row.baseline else "" for row in rows]
     _show(title, domain_cells(rows), styles, f"intervals: {confidence:.0%}, by conversation cluster", console)
+
+
+class SkipRow(NamedTuple):
+    """The best set of sublayers to skip in some domain."""
+
+    domain: str
+    skipped: SkippedLayers
+    layers: int
+    """Of the target."""
+    K: int
+    tau: float
+    speedup: float
+    tries: int
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able, the set itself aside."""
+        return {name: value for name, value in self._asdict().items() if name != "skipped"} | {"kept": self.kept}
+
+    @property
+    def kept(self) -> float:
+        """Share of the sublayers that the draft runs."""
+        return self.skipped.kept_share(self.layers)
+
+
+def show_skips(rows: Sequence[SkipRow], console: Console | None = None) -> None:
+    """Print which sublayers are skipped in which domain."""
+    note = "tau and speed-up on the answers that chose the set; `draftforge score --draft FILE` scores the whole split"
+    _show("Layers to skip, by expected speed-up", skip_cells(rows), [""] * len(rows), note, console)
+
+
+def skip_cells(rows: Sequence[SkipRow]) -> list[list[str]]:
+    """Header and rows as text."""
+    cells = [["domain", "attention skipped", "MLP skipped", "kept", "K", "tau", "expected speed-up", "sets tried"]]
+    for row in rows:
+        sets = (ranges(row.skipped.attention), ranges(row.skipped.mlp))
+        figures = (f"{row.kept:.0%}", str(row.K), number(row.tau), f"{row.speedup:.2f}x", str(row.tries))
+        cells.append([row.domain, *sets, *figures])
+    return cells
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers, neighbours as ranges, such as "3-5 8"; none: "-"."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "-"
 
 
 def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
+import torch
 
 from .. import fingerprint, storage
 from ..data.store import Capture, Sample
@@ -25,12 +26,15 @@ from ..recipe import Recipe
 from ..specdec.drafts import AnyDraft
 from ..specdec.formats import check_context, check_fits, load_draft, meta_file, read_draft
 from ..specdec.formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET
+from ..specdec.formats.skipped import is_skip_file, read_skipped
 from ..specdec.loading import load_tokenizer
 from ..specdec.proposers import Proposer, make_proposer
+from ..specdec.proposers.elsewhere import Place, place_of
 from ..specdec.proposers.free import LOOKUP
 from ..specdec.proposers.lookup import PromptLookup
 from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
 from ..specdec.targets import Target, tokenizer_digest
+from ..specdec.targets import place as target_place
 from ..train.families import family_of
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
@@ -81,7 +85,7 @@ class Scorer:
 
     def load(self, folder: Path) -> AnyDraft:
         """A stored draft, once it is seen to fit the target and what is scored."""
-        draft = draft_for(self._space.target, folder)
+        draft = draft_for(self._space.target, folder, self.settings.draft_device)
         longest = max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0)
         check_context(draft, longest, folder)
         return draft
@@ -150,10 +154,20 @@ def check_targets(recipe: Recipe, names: Collection[str]) -> None:
             )
 
 
-def draft_for(target: Target, place: Path) -> AnyDraft:
-    """A draft in any layout, on the target's device and in its precision, once it is seen to fit the target."""
+def draft_for(target: Target, place: Path, device: str | None = None) -> AnyDraft:
+    """A draft in any layout, on its device (None: the target's, in its precision), once it is seen to fit the target.
+
+    Raises InputError, FormatError or StaleInputError where it does not.
+    """
+    there = _draft_place(target, device)
+    if is_skip_file(place):
+        if there != place_of(target):
+            raise InputError(
+                f"score.draft_device {device}: {place} drafts with the target's own layers, which stay there"
+            )
+        return read_skipped(place, target)
     if meta_file(place).is_file():
-        draft, meta = load_draft(place, target.device, target.dtype)
+        draft, meta = load_draft(place, *there)
         if meta.tokenizer_digest != target.tokenizer_digest:
             raise InputError(f"{place}: drafts with another tokenizer than the target's")
         if ORIGINAL_TARGET in meta.extra and meta.target_fingerprint != target.fingerprint:
@@ -162,13 +176,25 @@ def draft_for(target: Target, place: Path) -> AnyDraft:
                 f"for no other; set target.model={place / OWN_TARGET}"
             )
     else:
-        draft = read_draft(place, target.num_layers).to(device=target.device, dtype=target.dtype).eval()
+        draft = read_draft(place, target.num_layers).to(*there).eval()
         if (place / TOKENIZER_FILE).is_file():
             digest = tokenizer_digest(load_tokenizer(place, str(place), trust_remote_code=False))
             if digest != target.tokenizer_digest:
                 raise InputError(f"{place}: its {TOKENIZER_FILE} is not the target's: drafts with another tokenizer")
     check_fits(draft, target, place)
     return draft
+
+
+def _draft_place(target: Target, device: str | None) -> Place:
+    """A device that the recipe names, and the precision there: between a GPU and a CPU, the usual one of each."""
+    here = place_of(target)
+    if device is None:
+        return here
+    found, usual = target_place(device, "auto", "score.draft_device")
+    found = torch.empty(0, device=found).device  # with its number: cuda alone is the current one
+    if found == here.device:
+        return here
+    return Place(found, usual if "cpu" in (found.type, here.device.type) else here.dtype)
 
 
 def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> Scored:
@@ -181,9 +207,9 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
 def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
     """Score a draft of anybody's making, as it is, on the selection split, and show it. Nothing is registered.
 
-    `place`: a folder in any layout, or a .gguf file.
+    `place`: a folder in any layout, a .gguf file, or a .json file of skipped layers.
     """
-    if not meta_file(place).is_file() and not (place / TOKENIZER_FILE).is_file():
+    if not (meta_file(place).is_file() or (place / TOKENIZER_FILE).is_file() or is_skip_file(place)):
         say(f"{place}: nothing says which tokenizer it was trained with; only sizes are checked")
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     digests = {path.name: fingerprint.of_file(path) for path in files if path.is_file()}

@@ -103,7 +103,7 @@ def _proposer(
         if tree_name is not None:
             raise InputError(f"--tree {tree_name}: --draft {draft} drafts no trees")
         return (None if draft == NO_DRAFT else TRAINING_FREE[draft](target)), K
-    loaded = draft_for(target, find_draft(space, draft))
+    loaded = draft_for(target, find_draft(space, draft), space.recipe.score.draft_device)
     if tree_name is None:
         return make_proposer(loaded, target), K
     tree = trees[tree_name]

@@ -17,12 +17,13 @@ from ..registry.connect import DATABASE_NAME, open_tracking
 from ..registry.settings import RegistrySettings
 from ..registry.tracking import find_run, start_run
 from ..specdec.formats import check_family, known_format, needs_verifier, read_meta
+from ..specdec.formats.skipped import is_skip_file
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import target_fingerprint
 from ..train.metrics import NoSink
 from . import distill as flow
 from . import retrain as again
-from . import talk
+from . import skipping, talk
 from .exporting import export_draft, verifier_of
 from .promotion import promote_stage
 from .scoring import Scorer, score_foreign, score_stage
@@ -82,6 +83,21 @@ def score(recipe: Recipe, draft: str | None) -> None:
             score_stage(space, captured, stages)
 
 
+def skip_layers(
+    recipe: Recipe,
+    domain: str | None,
+    draft_tokens: int | None,
+    tries: int,
+    conversations: int,
+    seed: int,
+    out: Path | None,
+) -> None:
+    """The layers of the target that a draft can do without."""
+    space = Workspace(recipe)
+    with space.alone():
+        skipping.skip_layers(space, domain, draft_tokens, tries, conversations, seed, out)
+
+
 def promote(recipe: Recipe) -> None:
     """Register the chosen draft and let it meet the champion."""
     space = Workspace(recipe)
@@ -135,6 +151,8 @@ def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, tar
     chosen = None if layout is None else known_format(layout)
     space = Workspace(recipe)
     folder = talk.find_draft(space, draft)
+    if is_skip_file(folder):
+        raise InputError(f"--draft {folder}: names layers of the target; it has no weights to export")
     verifier = None
     if chosen is not None:
         check_family(chosen, read_meta(folder).family)

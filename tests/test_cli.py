@@ -17,7 +17,7 @@ from draftforge import __version__, cli
 from draftforge.errors import InputError, LockedError, TrainingDivergedError
 
 STAGES = ["distill", "mix", "capture", "train", "score"]
-VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "export", "generate", "doctor"]
+VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "skip-layers", "export", "generate", "doctor"]
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
@@ -33,7 +33,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         return verb
 
-    verbs = SimpleNamespace(**{name: record(name) for name in VERBS})
+    verbs = SimpleNamespace(**{name.replace("-", "_"): record(name) for name in VERBS})
     monkeypatch.setattr(draftforge.pipeline, "verbs", verbs, raising=False)
     monkeypatch.setattr("draftforge.pipeline.doctor.doctor", record("doctor"))
     monkeypatch.setattr(cli, "_load", lambda path, overrides: ("recipe", str(path), list(overrides or [])))
@@ -80,9 +80,24 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(read=lambda: "from a pipe"))
     assert run("generate", "r.yaml", "-") == 0
     assert calls.pop()[1] == (recipe, "from a pipe")
+    for verb, *asked in (("score",), ("generate", "Hello you")):
+        assert run(verb, "r.yaml", *asked, "seed=1", "--draft-device", "cuda:1") == 0
+        assert calls.pop()[1][0] == ("recipe", "r.yaml", ["seed=1", "score.draft_device=cuda:1"])
     assert run("fetch", "out", "--target", "owner/model", "--workdir", "w") == 0
     options = {"target": "owner/model", "model": "draftforge", "tracking_uri": None, "alias": "champion"}
     assert calls.pop() == ("fetch", (Path("out"),), {**options, "workdir": Path("w")})
+
+
+def test_skipping_layers(calls: Calls) -> None:
+    recipe: tuple[str, str, list[str]] = ("recipe", "r.yaml", ["seed=1"])
+    usual = {"domain": None, "draft_tokens": None, "tries": 200, "conversations": 16, "seed": 0, "out": None}
+    assert run("skip-layers", "r.yaml", "seed=1") == 0
+    assert calls.pop() == ("skip-layers", (recipe,), usual)
+    asked = ("--domain", "code", "-k", "4", "--tries", "9", "--conversations", "2", "--seed", "7", "--out", "f.json")
+    assert run("skip-layers", "r.yaml", "seed=1", *asked) == 0
+    given = {"domain": "code", "draft_tokens": 4, "tries": 9, "conversations": 2, "seed": 7, "out": Path("f.json")}
+    assert calls.pop() == ("skip-layers", (recipe,), given)
+    assert run("skip-layers", "r.yaml", "--tries", "0") == 2
 
 
 def examples() -> list[str]:

@@ -4,12 +4,14 @@ from ..drafts import AnyDraft
 from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle import EagleDraft
 from ..drafts.medusa import MedusaDraft
+from ..drafts.skipped import SkippedDraft
 from ..drafts.small import SmallDraft
 from ..models import CausalModel
 from .base import Ask, Draft, Drafter, Proposer, Trace
 from .dflash import DFlashDrafter
 from .dynamic import DynamicProposer
 from .eagle import Eagle3Drafter, EagleDrafter
+from .elsewhere import ElsewhereDrafter, lent, place_of
 from .medusa import MedusaDrafter
 from .merged import MergedProposer
 from .shape import TreeShape
@@ -33,8 +35,15 @@ __all__ = [
 
 
 def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
-    """What reads a trained draft."""
-    if isinstance(draft, SmallDraft):
+    """What reads a trained draft, wherever it lies."""
+    here, there = place_of(target), place_of(draft)
+    if here == there:
+        return _drafter(draft, target)
+    return ElsewhereDrafter(_drafter(draft, lent(target, there)), here.device, there.device)
+
+
+def _drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
+    if isinstance(draft, SmallDraft | SkippedDraft):
         return SmallDrafter(draft)
     if isinstance(draft, MedusaDraft):
         return MedusaDrafter(draft)

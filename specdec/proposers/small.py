@@ -1,4 +1,4 @@
-"""Reading an independent small model as a draft.
+"""Reading a whole model as a draft: an independent small one, or the target without some layers.
 
 Shapes: B active slots, K drafted tokens, F nodes read at once, H hidden size, V vocabulary, T known tokens.
 """
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache
+from ..drafts.skipped import SkippedDraft
 from ..drafts.small import SmallDraft
 from ..fitting import probe_pass
 from ..models import States
@@ -24,7 +25,7 @@ class SmallDrafter:
     nested = True
     levels: int | None = None
 
-    def __init__(self, draft: SmallDraft) -> None:
+    def __init__(self, draft: SmallDraft | SkippedDraft) -> None:
         self._lm = draft.lm
         self.width = draft.vocab_size
         self.waits = probe_pass(draft.lm).waits

@@ -136,6 +136,7 @@ SAMPLED = [
     ("small", "token"),
     ("small", "block"),
     ("small", "match"),
+    ("skipped", "token"),
     ("eagle3-reduced", "token"),
     ("eagle3-reduced", "block"),
     ("eagle", "block"),

@@ -143,7 +143,7 @@ def test_one_trace_serves_every_draft_length() -> None:
     [
         *(
             (name, rule)
-            for name in ("small", "eagle3-reduced", "dflash")
+            for name in ("small", "skipped", "eagle3-reduced", "dflash")
             for rule in ("token", "block", "onehot", "match")
         ),
         ("small-tree", "onehot"),

@@ -86,7 +86,7 @@ def same(one: list[Generation], other: list[Generation]) -> bool:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("name", ["plain", *TRAINING_FREE, *TRAINED])
+@pytest.mark.parametrize("name", ["plain", "small-elsewhere", "eagle3-elsewhere", *TRAINING_FREE, *TRAINED])
 def test_few_sizes_change_no_round(name: str, batch_size: int, request: pytest.FixtureRequest) -> None:
     requests = asked(GREEDY)
     expected = answers(name, requests, "greedy", batch_size)

@@ -1,11 +1,13 @@
 """Ways of drafting for the decoder's tests, by name."""
 
+import copy
 import functools
 from collections.abc import Callable
 
 from stand_ins import near_copy, random_eagle3, target, taught_dflash, taught_eagle, taught_medusa
 
 from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts.skipped import SkippedDraft, SkippedLayers
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import (
     DynamicProposer,
@@ -22,10 +24,12 @@ from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.proposers.suffix import SuffixProposer
 from draftforge.specdec.tree import Drawn
 
-CHAINS = ("small", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup", "jacobi")
+CHAINS = (
+    "small", "skipped", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup", "jacobi",
+)  # fmt: skip
 TREES = (
-    "small-tree", "small-dynamic", "small-merged", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic", "medusa-tree",
-    "dflash-tree", "dflash-dynamic", "suffix", "lookahead",
+    "small-tree", "small-dynamic", "small-merged", "skipped-tree", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic",
+    "medusa-tree", "dflash-tree", "dflash-dynamic", "suffix", "lookahead",
 )  # fmt: skip
 TRAINING_FREE: dict[str, Callable[[], Proposer]] = {
     "lookup": PromptLookup,
@@ -41,6 +45,7 @@ DRAWN_TREES = (
     "small-sampled",
     "eagle3-sampled",
     "small-distinct",
+    "skipped-sampled",
     "eagle-distinct",
     "medusa-distinct",
     "dflash-distinct",
@@ -81,12 +86,15 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
     family, _, kind = name.partition("-")
     drafts: dict[str, Callable[[], AnyDraft]] = {
         "small": lambda: near_copy(model, noise),
+        "skipped": lambda: SkippedDraft(model, SkippedLayers(attention=(2,), mlp=(0, 2))),
         "eagle": lambda: taught("eagle"),
         "eagle3": lambda: random_eagle3(model, draft_vocab=40 if kind == "reduced" else None),
         "medusa": lambda: taught("medusa"),
         "dflash": lambda: taught("dflash", 40 if kind == "reduced" else None),
     }
     draft = drafts[family]()
+    if kind == "elsewhere":  # another precision stands in for another device
+        return make_proposer(copy.deepcopy(draft).double(), model)
     if kind in ("", "reduced"):
         return make_proposer(draft, model)
     drafter = make_drafter(draft, model)
