@@ -7,6 +7,7 @@ from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
 from ..models import CausalModel
 from .base import Ask, Draft, Drafter, Proposer, Trace
+from .cascade import CascadeProposer, SmallHelper
 from .dflash import DFlashDrafter
 from .dynamic import DynamicProposer
 from .eagle import Eagle3Drafter, EagleDrafter
@@ -19,11 +20,13 @@ from .trees import DynamicTree, Tree
 
 __all__ = [
     "Ask",
+    "CascadeProposer",
     "Draft",
     "Drafter",
     "DynamicProposer",
     "MergedProposer",
     "Proposer",
+    "SmallHelper",
     "StaticProposer",
     "Trace",
     "TreeShape",

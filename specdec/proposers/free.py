@@ -4,9 +4,13 @@ from collections.abc import Callable
 
 from ..models import CausalModel
 from .base import Proposer
+from .cascade import Helper
 from .lookup import PromptLookup
 
 LOOKUP = "lookup"
 
 TRAINING_FREE: dict[str, Callable[[CausalModel], Proposer]] = {LOOKUP: lambda target: PromptLookup()}
 """Makes a proposer of that name for a target."""
+
+HELPERS: dict[str, Callable[[], Helper]] = {LOOKUP: PromptLookup}
+"""Makes a helper of that name for a small draft (cascade.py)."""

@@ -16,10 +16,14 @@ from draftforge.specdec.proposers import (
     make_drafter,
     make_proposer,
 )
+from draftforge.specdec.proposers.cascade import CascadeProposer, SmallHelper
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.tree import Drawn
 
-CHAINS = ("small", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup")
+CHAINS = (
+    "small", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup", "cascade",
+    "cascade-small",
+)  # fmt: skip
 TREES = (
     "small-tree", "small-dynamic", "small-merged", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic", "medusa-tree",
     "dflash-tree", "dflash-dynamic",
@@ -65,6 +69,9 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
     """A fresh proposer; drafts agree with the target now and then."""
     if name == "lookup":
         return PromptLookup()
+    if name.startswith("cascade"):
+        helper = PromptLookup() if name == "cascade" else SmallHelper(near_copy(model, 2 * noise, seed=7), most=2)
+        return CascadeProposer(near_copy(model, noise), helper)
     family, _, kind = name.partition("-")
     drafts: dict[str, Callable[[], AnyDraft]] = {
         "small": lambda: near_copy(model, noise),

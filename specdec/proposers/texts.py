@@ -1,0 +1,98 @@
+"""A causal LM that reads texts whose ends may be taken back, on a cache of its own.
+
+Shapes: B active slots, N tokens read at once, R rows of logits a slot, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..cache import KVCache
+from ..models import CausalModel
+from .rows import fill_rows, gather_rows
+
+
+class Texts:
+    """One text a slot: a part that is settled, and what stands past it for now.
+
+    Keys stay as far as a text stays the same, so a token is read again only where the tokens before it have changed.
+    The cache's lengths say how many of a text's first tokens have their keys there.
+    """
+
+    def __init__(self, lm: CausalModel) -> None:
+        self._lm = lm
+        self._ids: list[list[int]] = []
+        self._settled: list[int] = []
+
+    def reserve(self, slots: int, tokens: int) -> None:
+        """Room for so many texts of so many tokens; a longer one makes all be read again, into a larger cache."""
+        self._cache = KVCache(slots, max(tokens, 1), self._lm.device)
+        self._ids, self._settled = [[] for _ in range(slots)], [0] * slots
+
+    def begin(self, slots: Sequence[int], rows: Sequence[list[int]]) -> None:
+        """Fresh texts, settled and read at once. One may be empty."""
+        for slot, row in zip(slots, rows):
+            self._ids[slot], self._settled[slot], self._cache.lengths[slot] = list(row), len(row), 0
+        self._fit()
+        slots = [slot for slot in slots if self._ids[slot]]
+        if slots:
+            filled = [self._ids[slot] for slot in slots]
+            step = self._cache.prefill(slots, [len(row) for row in filled])
+            self._lm.states(fill_rows(filled, self._lm.device), step)
+
+    def extend(self, slot: int, tokens: Sequence[int]) -> None:
+        """The settled part goes on with these; what stood past it is gone, but for what equals them."""
+        self.look_ahead(slot, tokens)
+        self._settled[slot] += len(tokens)
+
+    def look_ahead(self, slot: int, tokens: Sequence[int]) -> None:
+        """These stand past the settled part from now on."""
+        ids, place = self._ids[slot], self._settled[slot]
+        for token in tokens:
+            if place == len(ids) or ids[place] != token:
+                break
+            place += 1
+        ids[place:] = tokens[place - self._settled[slot] :]
+        self._cache.lengths[slot] = min(self._cache.lengths[slot], place)
+
+    def shorten(self, slot: int, tokens: int) -> None:
+        """Forget all but the last so many tokens; they are read again, as a text of their own."""
+        gone = max(len(self._ids[slot]) - tokens, 0)
+        if gone:
+            del self._ids[slot][:gone]
+            self._settled[slot], self._cache.lengths[slot] = max(self._settled[slot] - gone, 0), 0
+
+    def move(self, source: int, destination: int) -> None:
+        self._cache.move(source, destination)
+        self._ids[destination], self._settled[destination] = self._ids[source], self._settled[source]
+        self._ids[source] = []
+
+    def length(self, slot: int) -> int:
+        """Tokens of a slot's text, with what stands past its settled part."""
+        return len(self._ids[slot])
+
+    def logits(self, tails: Sequence[int]) -> Tensor:
+        """Logits [B, R, V] of what follows each of the last `tails[b]` tokens of slot b, R the most of them.
+
+        Reads what was not read yet, in one pass. Instead of padding, a shorter row reads tokens again that stand before
+        its new ones. Rows past a slot's tail mean nothing.
+        """
+        self._fit()
+        texts, read = self._ids[: len(tails)], self._cache.lengths
+        width = max(1, *(len(ids) - min(read[slot], len(ids) - tails[slot]) for slot, ids in enumerate(texts)))
+        starts = [max(len(ids) - width, 0) for ids in texts]
+        read[: len(tails)] = starts
+        step = self._cache.extend(len(tails), width)
+        ids_BN = fill_rows([[*ids[start:], 0][:width] for ids, start in zip(texts, starts)], self._lm.device)
+        hidden_BNH = self._lm.states(ids_BN, step).hidden_BTH
+        read[: len(tails)] = [len(ids) for ids in texts]
+        first = [len(ids) - start - tail for ids, start, tail in zip(texts, starts, tails)]
+        first_B1 = torch.tensor(first, device=self._lm.device)[:, None]
+        index_BR = (first_B1 + torch.arange(max(tails), device=self._lm.device)).clamp(max=width - 1)
+        return self._lm.logits(gather_rows(hidden_BNH, index_BR))
+
+    def _fit(self) -> None:
+        longest = max(map(len, self._ids))
+        if longest > self._cache.capacity:
+            self._cache = KVCache(len(self._ids), max(longest, 2 * self._cache.capacity), self._lm.device)
