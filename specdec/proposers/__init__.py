@@ -1,16 +1,19 @@
 """Ways of drafting behind one protocol (`base.Proposer`)."""
 
+from ...errors import InputError
 from ..drafts import AnyDraft
 from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle import EagleDraft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
+from ..foreign import ForeignDraft
 from ..models import CausalModel
 from .base import Ask, Draft, Drafter, Proposer, Trace
 from .cascade import CascadeProposer, SmallHelper
 from .dflash import DFlashDrafter
 from .dynamic import DynamicProposer
 from .eagle import Eagle3Drafter, EagleDrafter
+from .foreign import ForeignProposer
 from .medusa import MedusaDrafter
 from .merged import MergedProposer
 from .shape import TreeShape
@@ -24,6 +27,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "DynamicProposer",
+    "ForeignProposer",
     "MergedProposer",
     "Proposer",
     "SmallHelper",
@@ -48,8 +52,12 @@ def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
     return Eagle3Drafter(draft, target)
 
 
-def make_proposer(draft: AnyDraft, target: CausalModel, tree: Tree | None = None) -> Proposer:
+def make_proposer(draft: AnyDraft | ForeignDraft, target: CausalModel, tree: Tree | None = None) -> Proposer:
     """The proposer of a trained draft: of chains, or of trees."""
+    if isinstance(draft, ForeignDraft):
+        if tree is not None:
+            raise InputError("tree: a draft with another tokenizer than the target's drafts chains only")
+        return ForeignProposer(draft)
     drafter = make_drafter(draft, target)
     if tree is None:
         return StaticProposer(drafter)

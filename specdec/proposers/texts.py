@@ -72,6 +72,10 @@ class Texts:
         """Tokens of a slot's text, with what stands past its settled part."""
         return len(self._ids[slot])
 
+    def last(self, slot: int, tokens: int) -> list[int]:
+        """The last tokens of a slot's text, at most so many."""
+        return self._ids[slot][-tokens:]
+
     def logits(self, tails: Sequence[int]) -> Tensor:
         """Logits [B, R, V] of what follows each of the last `tails[b]` tokens of slot b, R the most of them.
 
