@@ -15,6 +15,7 @@ from ..registry.models import champion
 from ..registry.resolve import resolve_models_uri
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.drafts.small import SmallDraft
+from ..specdec.foreign import ForeignDraft
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.cascade import CascadeProposer, SmallHelper
 from ..specdec.proposers.free import HELPERS, TRAINING_FREE
@@ -22,7 +23,7 @@ from ..specdec.proposers.trees import MeasuredTree
 from ..specdec.rules import RULES
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
-from .scoring import Scorer, draft_for
+from .scoring import Scorer, any_draft_for, draft_for
 from .stages import capture_stage, checkpoints_of, mix_stage, trained
 from .workspace import Workspace
 
@@ -113,9 +114,11 @@ def _proposer(
         if tree_name is not None:
             raise InputError(f"--tree {tree_name}: --draft {draft} drafts no trees")
         return (None if draft == NO_DRAFT else TRAINING_FREE[draft](target)), K
-    loaded = draft_for(target, find_draft(space, draft))
+    loaded = any_draft_for(target, find_draft(space, draft))
     if tree_name is None:
         return make_proposer(loaded, target), K
+    if isinstance(loaded, ForeignDraft):
+        raise InputError(f"--tree {tree_name}: a draft with another tokenizer than the target's drafts chains only")
     tree = trees[tree_name]
     if isinstance(tree, MeasuredTree):
         scorer = Scorer(space, capture_stage(space, mix_stage(space)), SELECTION_SPLIT)

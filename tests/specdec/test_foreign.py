@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from byte_level import SPECIAL, byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from other_ids import under_other_ids
 from stand_ins import llama
-from tokenizers import Tokenizer
 from trained import PROMPTS, Trained
 from transformers import PreTrainedTokenizerFast
 
@@ -57,31 +56,10 @@ def other() -> ForeignDraft:
     return ForeignDraft.of(SmallDraft(llama(layers=1, seed=3, vocab=310)), theirs(), known(), 290)
 
 
-def shuffled(model: CausalModel, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> ForeignDraft:
+def shuffled(model: CausalModel, tokenizer: PreTrainedTokenizerFast) -> ForeignDraft:
     """The model itself under other ids."""
-    size = len(tokenizer)
-    new_of = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
-    draft = copy.deepcopy(model.model)
-    with torch.no_grad():
-        for table in (draft.get_input_embeddings().weight, draft.get_output_embeddings().weight):
-            table[new_of] = table[:size].clone()
-    raw = tokenizer.backend_tokenizer.to_str()
-    again = _with_ids(raw, {old: int(new) for old, new in enumerate(new_of)})
-    own = PreTrainedTokenizerFast(
-        tokenizer_object=again, unk_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
-    )
-    draft.generation_config.eos_token_id = own.eos_token_id
+    draft, own = under_other_ids(model.model, tokenizer)
     return ForeignDraft.of(SmallDraft(draft), own, tokenizer, model.vocab_size)
-
-
-def _with_ids(raw: str, new_of: dict[int, int]) -> Tokenizer:
-    fields = json.loads(raw)
-    vocabulary = fields["model"]["vocab"]
-    fields["model"]["vocab"] = {text: new_of[token] for text, token in vocabulary.items()}
-    for added in fields["added_tokens"]:
-        added["id"] = new_of[added["id"]]
-    tokenizer: Tokenizer = Tokenizer.from_str(json.dumps(fields))
-    return tokenizer
 
 
 def run(
