@@ -87,6 +87,16 @@ def test_it_does_not_matter_how_many_ids_come_at_once(
     assert at_once.tail == one_by_one.tail and at_once.following(said) == one_by_one.following(said)
 
 
+def test_a_long_text_that_is_cut_before_words_is_spelled_as_a_whole() -> None:
+    """With one token that it begins with, and no space too many."""
+    text = " ".join([*TEXT[:2], *TEXT[:2], *TEXT[:2]]) * 3
+    ids, own = spelling("bytes").encode(text), spelling("sentencepiece")
+    for start in (1, 40, 200):
+        respelled = Respelled(spelling("bytes"), own, ids[:start])
+        settled = [*respelled.settled, *respelled.extend(ids[start:])]
+        assert [*settled, *respelled.tail] == own.opening(text) and len(settled) > len(respelled.tail)
+
+
 @settings(max_examples=60)
 @given(start=texts, more=st.lists(texts, max_size=6))
 def test_byte_level_tokenizers_read_the_very_text(start: str, more: list[str]) -> None:
