@@ -316,6 +316,10 @@ def generate(
     tree: Annotated[
         str | None, typer.Option("--tree", help="Name in the recipe's score.trees; default: chains.")
     ] = None,
+    helped_by: Annotated[
+        str | None,
+        typer.Option("--helped-by", help="Drafts for a small draft: lookup, or a smaller draft's name or folder."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
@@ -335,6 +339,7 @@ def generate(
         rule=rule,
         draft_tokens=draft_tokens,
         tree=tree,
+        helped_by=helped_by,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,

@@ -24,7 +24,9 @@ from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
 from ..recipe import Recipe
 from ..specdec.drafts import AnyDraft
-from ..specdec.formats import check_context, check_fits, load_draft, meta_file, read_draft
+from ..specdec.drafts.small import SmallDraft
+from ..specdec.foreign import ForeignDraft
+from ..specdec.formats import check_context, check_fits, detect, load_draft, meta_file, read_draft, read_meta
 from ..specdec.formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET
 from ..specdec.formats.skipped import is_skip_file, read_skipped
 from ..specdec.loading import load_tokenizer
@@ -86,22 +88,33 @@ class Scorer:
     def load(self, folder: Path) -> AnyDraft:
         """A stored draft, once it is seen to fit the target and what is scored."""
         draft = draft_for(self._space.target, folder, self.settings.draft_device)
+        self._check_context(draft, folder)
+        return draft
+
+    def load_any(self, folder: Path) -> AnyDraft | ForeignDraft:
+        """The same, of whatever tokenizer it is. A foreign one reads the ends of texts that are too long for it."""
+        draft = any_draft_for(self._space.target, folder, self.settings.draft_device)
+        if not isinstance(draft, ForeignDraft):
+            self._check_context(draft, folder)
+        return draft
+
+    def _check_context(self, draft: AnyDraft, folder: Path) -> None:
         longest = max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0)
         check_context(draft, longest, folder)
-        return draft
 
     def proposer(self, draft: AnyDraft) -> Proposer:
         """The proposer of its chains."""
         return make_proposer(draft, self._space.target)
 
-    def draftings(self, draft: AnyDraft | None) -> list[Drafting]:
-        """The ways of drafting that the recipe scores (None: prompt lookup, which drafts chains only)."""
-        if draft is None:
-            return [self.chains(None)]
+    def draftings(self, draft: AnyDraft | ForeignDraft | None) -> list[Drafting]:
+        """The ways of drafting that the recipe scores (None: prompt lookup, which drafts chains only, as foreign drafts
+        do)."""
+        if draft is None or isinstance(draft, ForeignDraft):
+            return [self.chains(draft)]
         trees = (self.tree_of(draft, name, tree) for name, tree in self.settings.trees.items())
         return [self.chains(draft), *trees]
 
-    def chains(self, draft: AnyDraft | None) -> Drafting:
+    def chains(self, draft: AnyDraft | ForeignDraft | None) -> Drafting:
         """Chains of every K of the recipe (None: prompt lookup's)."""
         make = PromptLookup if draft is None else partial(make_proposer, draft, self._space.target)
         return Drafting(make, tuple(self.settings.draft_tokens))
@@ -124,13 +137,15 @@ class Scorer:
         score = score_draft(self._space.target, draftings, self.samples, self.settings, identity, self.traces)
         return score.counts, score.consistency.lossless
 
-    def perplexity(self, draft: AnyDraft) -> float | None:
-        """Of the recorded answers under the draft; shown to people, used for nothing."""
+    def perplexity(self, draft: AnyDraft | ForeignDraft) -> float | None:
+        """Of the recorded answers under the draft; shown to people, used for nothing. A foreign one has none."""
+        if isinstance(draft, ForeignDraft):
+            return None
         chosen = spread(self.samples, self.settings.decode_conversations or 1)
         samples = [sample for sample in self.samples if sample.conversation in chosen]
         return perplexity(self.proposer(draft), samples, self.traces)
 
-    def costs(self, draft: AnyDraft | None, draftings: Sequence[Drafting]) -> CostTable:
+    def costs(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[Drafting]) -> CostTable:
         """Times of this shape (None: prompt lookup) on this machine, measured once."""
         settings, target = self.settings, self._space.target
         key = cost_key(target, LOOKUP if draft is None else draft, draftings, settings)
@@ -183,6 +198,20 @@ def draft_for(target: Target, place: Path, device: str | None = None) -> AnyDraf
                 raise InputError(f"{place}: its {TOKENIZER_FILE} is not the target's: drafts with another tokenizer")
     check_fits(draft, target, place)
     return draft
+
+
+def any_draft_for(target: Target, place: Path, device: str | None = None) -> AnyDraft | ForeignDraft:
+    """As `draft_for`; but a model folder whose own tokenizer is not the target's is taken as a foreign draft."""
+    ours = meta_file(place).is_file() and read_meta(place).tokenizer_digest == target.tokenizer_digest
+    if ours or not (place / TOKENIZER_FILE).is_file() or detect(place) != "hf":
+        return draft_for(target, place, device)
+    theirs = load_tokenizer(place, str(place), trust_remote_code=False)
+    if tokenizer_digest(theirs) == target.tokenizer_digest:
+        return draft_for(target, place, device)
+    small = read_draft(place).to(*_draft_place(target, device)).eval()
+    assert isinstance(small, SmallDraft)
+    say(f"{place}: has another tokenizer than the target's; what it drafts goes over as text")
+    return ForeignDraft.of(small, theirs, target.tokenizer, target.vocab_size)
 
 
 def _draft_place(target: Target, device: str | None) -> Place:
@@ -239,7 +268,7 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
         notes_file, counts_file = (part.with_name(f"{part.name}.{kind}") for kind in ("json", "parquet"))
         known = _stored(counts_file, notes_file)
         if known is None or name not in shapes or settings.trees_vary:
-            draft = None if folder is None else scorer.load(folder)
+            draft = None if folder is None else scorer.load_any(folder)
             draftings = scorer.draftings(draft)
             fixed = {one.tree: one.fixed for one in draftings if one.fixed is not None}
             shapes[name] = scorer.costs(draft, draftings), fixed

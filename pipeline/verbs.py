@@ -170,13 +170,14 @@ def generate(
     rule: str | None,
     draft_tokens: int | None,
     tree: str | None,
+    helped_by: str | None,
     max_new_tokens: int,
     temperature: float,
     seed: int,
 ) -> None:
     """Answer a prompt and show what the draft was worth."""
     space = Workspace(recipe)
-    spoken = talk.speak(space, prompt, draft, rule, draft_tokens, tree, max_new_tokens, temperature, seed)
+    spoken = talk.speak(space, prompt, draft, rule, draft_tokens, tree, helped_by, max_new_tokens, temperature, seed)
     talk.show(space.target, spoken)
 
 

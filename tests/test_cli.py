@@ -72,6 +72,7 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
         "rule": "block",
         "draft_tokens": 3,
         "tree": None,
+        "helped_by": None,
         "max_new_tokens": 9,
         "temperature": 0.8,
         "seed": 4,

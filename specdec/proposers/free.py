@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from ..models import CausalModel
 from .base import Proposer
+from .cascade import Helper
 from .jacobi import JacobiProposer
 from .lookahead import LookaheadProposer
 from .lookup import PromptLookup
@@ -18,3 +19,6 @@ TRAINING_FREE: dict[str, Callable[[CausalModel], Proposer]] = {
     "jacobi": lambda target: JacobiProposer(),
 }
 """Makes a proposer of that name for a target."""
+
+HELPERS: dict[str, Callable[[], Helper]] = {LOOKUP: PromptLookup}
+"""Makes a helper of that name for a small draft (cascade.py)."""

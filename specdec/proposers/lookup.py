@@ -3,7 +3,8 @@
 Shapes: B active slots, K drafted tokens, T round starts.
 """
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import MutableMapping, Sequence
 from typing import Literal
 
 import torch
@@ -62,6 +63,10 @@ class PromptLookup:
         copied = Texts.of(copies, self._device)
         return Draft.of_chains(copied.ids_BT, copied.counts_B, self.drawn)
 
+    def guess(self, drafted: Sequence[list[int]], counts: Sequence[int], choose: object) -> list[list[int]]:
+        """As a cascade's helper (cascade.py): copies what follows the texts with what was drafted after them."""
+        return [text.copy_after(row, count) for text, row, count in zip(self._texts, drafted, counts)]
+
     def observe(self, new: Texts, states: States) -> None:
         for text, emitted in zip(self._texts, new.rows):
             text.extend(emitted)
@@ -101,7 +106,8 @@ class _Text:
     def __init__(self, ngrams: range, first: bool) -> None:
         self._ngrams, self._first = ngrams, first
         self._ids: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position that followed the occurrence to copy from
+        # n-gram -> position that followed the occurrence to copy from
+        self._after: MutableMapping[tuple[int, ...], int] = {}
 
     def extend(self, ids: Sequence[int]) -> None:
         for token in ids:
@@ -123,6 +129,16 @@ class _Text:
             return self._ids[source : source + count]
         period = len(self._ids) - source
         return [self._ids[source + place % period] for place in range(count)]
+
+    def copy_after(self, ahead: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens, were the text to go on with `ahead`."""
+        known, length = self._after, len(self._ids)
+        self._after = ChainMap({}, known)
+        self.extend(ahead)
+        found = self.copy(count)
+        self._after = known
+        del self._ids[length:]
+        return found
 
     def _suffixes(self) -> list[tuple[int, ...]]:
         """The n-grams that the text ends with, longest first."""

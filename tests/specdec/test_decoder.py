@@ -137,6 +137,8 @@ SAMPLED = [
     ("small", "block"),
     ("small", "match"),
     ("skipped", "token"),
+    ("cascade-small", "token"),
+    ("cascade-small", "block"),
     ("eagle3-reduced", "token"),
     ("eagle3-reduced", "block"),
     ("eagle", "block"),
@@ -164,6 +166,7 @@ EVERY_PROCESSOR = SamplingSettings(temperature=0.9, top_k=6, top_p=0.95, min_p=0
     [
         ("small", "token"),
         ("small", "block"),
+        ("cascade-small", "block"),
         ("small-tree", "onehot"),
         ("small-merged", "multiround"),
         ("small-distinct", "traversal"),

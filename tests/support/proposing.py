@@ -18,6 +18,7 @@ from draftforge.specdec.proposers import (
     make_drafter,
     make_proposer,
 )
+from draftforge.specdec.proposers.cascade import CascadeProposer, SmallHelper
 from draftforge.specdec.proposers.jacobi import JacobiProposer
 from draftforge.specdec.proposers.lookahead import LookaheadProposer
 from draftforge.specdec.proposers.lookup import PromptLookup
@@ -26,6 +27,7 @@ from draftforge.specdec.tree import Drawn
 
 CHAINS = (
     "small", "skipped", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup", "jacobi",
+    "cascade", "cascade-small",
 )  # fmt: skip
 TREES = (
     "small-tree", "small-dynamic", "small-merged", "skipped-tree", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic",
@@ -37,6 +39,8 @@ TRAINING_FREE: dict[str, Callable[[], Proposer]] = {
     "suffix": lambda: SuffixProposer(nodes=9),
     "lookahead": lambda: LookaheadProposer(window=4, guesses=2),
 }
+WAITING = (*TRAINING_FREE, "cascade", "cascade-small", "small-elsewhere", "eagle3-elsewhere")
+"""What reads tokens on the host, or waits for a device."""
 DECODED = ("small-merged", "jacobi", "lookahead")
 """What no recorded answer tells the rounds of."""
 COPIES = ("lookup", "suffix")
@@ -83,6 +87,9 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
     """A fresh proposer; drafts agree with the target now and then."""
     if name in TRAINING_FREE:
         return TRAINING_FREE[name]()
+    if name.startswith("cascade"):
+        helper = PromptLookup() if name == "cascade" else SmallHelper(near_copy(model, 2 * noise, seed=7), most=2)
+        return CascadeProposer(near_copy(model, noise), helper)
     family, _, kind = name.partition("-")
     drafts: dict[str, Callable[[], AnyDraft]] = {
         "small": lambda: near_copy(model, noise),
