@@ -166,8 +166,10 @@ class _Decoder:
         drafted_B, judged_B = tree.candidate_BN.sum(1), verdict.length_B + tree.goes_on(verdict.path_BD)
         read = torch.cat([torch.stack([verdict.length_B, verdict.token_B, drafted_B, judged_B], 1), along_BD], 1)
         emitted: list[list[int]] = []
-        for slot, (accepted, token, drafted, judged, *along) in zip(self.slots, read.tolist()):
+        rows, now = read.tolist(), time.perf_counter()
+        for slot, (accepted, token, drafted, judged, *along) in zip(self.slots, rows):
             known = slot.generation.tokens
+            slot.generation.arrivals.append(now)
             tokens, slot.stopped = until_stop(known, [*along[:accepted], token], slot.request, self.decode)
             known.extend(tokens)
             if self.proposer is not None:
@@ -238,8 +240,9 @@ class _Decoder:
         seen_BV = None if self.seen_SV is None else self.seen_SV[[slot.index for slot in fresh]]
         p_BV = process_rows(logits_BV, [slot.request.sampling for slot in fresh], seen_BV)
         tokens_B = categorical(p_BV, self._uniforms(fresh, Purpose.FINAL, 1)[:, 0])
-        first = [[token] for token in tokens_B.tolist()]
+        first, now = [[token] for token in tokens_B.tolist()], time.perf_counter()
         for slot, tokens in zip(fresh, first):
+            slot.generation.arrivals.append(now)
             slot.generation.tokens, slot.stopped = until_stop((), tokens, slot.request, self.decode)
         self._see(fresh, first)
         if self.on_logits is not None:
@@ -266,6 +269,7 @@ class _Decoder:
     def _close(slot: _Slot) -> Finished:
         generation = slot.generation
         generation.finish = "stop" if slot.stopped else "length"
+        generation.begun = slot.started
         generation.seconds = time.perf_counter() - slot.started
         return slot.number, generation
 

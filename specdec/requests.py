@@ -77,6 +77,10 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     finish: Literal["stop", "length"] = "length"
     seconds: float = 0.0
+    begun: float = 0.0
+    """When its turn came and its prompt was about to be read, by `time.perf_counter`."""
+    arrivals: list[float] = field(default_factory=list)
+    """By that clock, when its first token was known, and then those of each round."""
 
 
 @dataclass(frozen=True)
