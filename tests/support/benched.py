@@ -26,6 +26,4 @@ def answer(
 
 def run(setting: Setting, answers: Sequence[TimedAnswer], seconds: float, repeat: int = 0) -> RunRecord:
     memory = Memory(weights=0 if setting.plain else 5_000_000, state=1_000_000, peak=None)
-    return RunRecord(
-        setting=setting, repeat=repeat, seconds=seconds, answers=list(answers), parts=PARTS, memory=memory
-    )
+    return RunRecord(setting=setting, repeat=repeat, seconds=seconds, answers=list(answers), parts=PARTS, memory=memory)
