@@ -99,7 +99,8 @@ class Spread(_Record):
 
     @property
     def estimate(self) -> Estimate:
-        return Estimate(self.value, self.low, self.high)
+        """As tables show it: one repeat has no spread."""
+        return Estimate(self.value) if self.low == self.high else Estimate(self.value, self.low, self.high)
 
 
 class Interval(_Record):

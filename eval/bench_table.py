@@ -99,4 +99,4 @@ def _rate(rate: Spread) -> str:
 
 
 def _megabytes(size: int | None) -> str:
-    return "-" if size is None else f"{size / 1e6:.1f}"
+    return "-" if size is None else f"{size / 1e6:.2f}"
