@@ -153,6 +153,12 @@ def median(values: Iterable[float]) -> float:
     return statistics.median(known) if known else math.nan
 
 
+def mean(values: Sequence[float]) -> float:
+    """NaN of nothing. Where another process takes turns with a run, every kind of round loses the same share of its
+    time; a median sees that of long rounds alone."""
+    return statistics.fmean(values) if values else math.nan
+
+
 def over(above: float, below: float) -> float:
     """A ratio; NaN where nothing was measured."""
     return above / below if below > 0 else math.nan

@@ -61,7 +61,7 @@ class Setting(_Record):
 
 
 class RoundParts(_Record):
-    """Where the time of a round goes: medians by a timer that waits for the device, in a short run of its own."""
+    """Where the time of a round goes: means by a timer that waits for the device, in a short run of its own."""
 
     draft_seconds: Number
     verify_seconds: Number
@@ -150,7 +150,7 @@ class BenchRow(_Record):
     inter_token_p95: Number
     first_token_share: Number
     round_seconds: Number
-    """Of this setting, in all domains."""
+    """Of this setting, in all domains: the mean of its fullest rounds, the median of that over repeats."""
     break_even_tau: Number
     """The time of a round over that of a step of plain decoding, at this batch size."""
     slots: Number

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pyarrow as pa
 
 from ..specdec.walk import count_rounds
-from .arrivals import Timeline, median, over, percentiles
+from .arrivals import Timeline, mean, median, over, percentiles
 from .bench_records import EVERY, BenchPrompt, BenchRow, Interval, LengthRow, RoundParts, RunRecord, Setting, Spread
 from .counts import CountRow, context_bucket, to_table
 from .figures import Bootstrap, alphas, tau
@@ -42,7 +42,7 @@ class _Timed:
     def __init__(self, run: RunRecord) -> None:
         self.run = run
         self.line = Timeline(run.answers, run.seconds)
-        self.step = median(self.line.round_seconds())
+        self.step = mean(self.line.round_seconds())
         self.tokens = {one.prompt: one.tokens for one in run.answers}
         self.digests = {one.prompt: one.digest for one in run.answers}
 

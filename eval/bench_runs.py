@@ -25,7 +25,7 @@ from ..specdec.proposers.base import Proposer
 from ..specdec.requests import Generation, Request, RoundTimer, Run
 from ..specdec.sampling import SamplingSettings
 from ..storage import read_json, write_json
-from .arrivals import TimedAnswer, median
+from .arrivals import TimedAnswer, mean
 from .bench_records import BenchPrompt, Failure, Memory, RoundParts, RunRecord, Setting
 
 _WARM_TOKENS = 32
@@ -134,9 +134,9 @@ def warm_up(work: Work, way: Way, batch_size: int) -> RoundParts:
     fullest = max((one.batch for one in rounds), default=0)
     full = [one for one in rounds if one.batch == fullest]
     return RoundParts(
-        draft_seconds=median([one.draft for one in full]),
-        verify_seconds=median([one.verify for one in full]),
-        rest_seconds=median([one.rest for one in full]),
+        draft_seconds=mean([one.draft for one in full]),
+        verify_seconds=mean([one.verify for one in full]),
+        rest_seconds=mean([one.rest for one in full]),
     )
 
 

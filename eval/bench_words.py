@@ -129,10 +129,10 @@ def _least_accepted(ways: Sequence[_Way]) -> Iterator[str]:
         setting = way.rows[0].setting
         firsts = [row for row in way.rows if row.domain != EVERY and row.setting == setting and row.alphas]
         known = sorted((row.alphas[0].value, row.domain) for row in firsts if not math.isnan(row.alphas[0].value))
-        if known and known[0][0] < known[-1][0] and setting.method not in said:
+        least, most = (f"{value:.0%}" for value, _ in (known[0], known[-1])) if known else ("", "")
+        if least != most and setting.method not in said:
             said.add(setting.method)
-            (least, low), (most, high) = known[0], known[-1]
-            ends = f"least in {low} ({least:.0%}), most in {high} ({most:.0%})"
+            ends = f"least in {known[0][1]} ({least}), most in {known[-1][1]} ({most})"
             yield f"{way.name}: first drafted tokens are accepted {ends}."
 
 

@@ -10,6 +10,7 @@ of recorded answers. Temperature 0. What was decoded is kept beside OUT, and the
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from draftforge import storage
 from draftforge.errors import InputError
-from draftforge.eval.arrivals import Timeline, median
+from draftforge.eval.arrivals import Timeline, mean, median
 from draftforge.eval.bench_records import EVERY, BenchPrompt, BenchRow, Report, RoundParts
 from draftforge.eval.bench_runs import Way, Work, run_once
 from draftforge.eval.figures import Bootstrap
@@ -48,17 +49,24 @@ def at_context(
     """Milliseconds of a plain token and of each way's round, by turns, after a prompt of `context` tokens."""
     text = [token for prompt in prompts for token in prompt.ids]
     text *= -(-context // len(text))
-    seconds: dict[str, list[float]] = {way.setting.way: [] for way in ways}
+    seconds: dict[str, list[float]] = {way.setting.way: [] for way in ways}  # means, one a repeat
+    counts: Counter[str] = Counter()
     for repeat in range(repeats + 1):
         for way in ways:
             tokens = 1 + rounds * (way.setting.levels + 1)
             prompt = BenchPrompt("context", "context", text[:context])
             found = run_once(Work(target, [prompt], tokens, GREEDY, frozenset()), way, 1, repeat, _UNKNOWN)
             if repeat:  # the first turn warms up
-                seconds[way.setting.way] += Timeline(found.answers, found.seconds).round_seconds()
-    plain = median(seconds[ways[0].setting.way])
+                timed = Timeline(found.answers, found.seconds).round_seconds()
+                seconds[way.setting.way].append(mean(timed))
+                counts[way.setting.way] += len(timed)
+    plain = seconds[ways[0].setting.way]
     return {
-        name: {"milliseconds": 1e3 * median(found), "over_plain": median(found) / plain, "rounds": len(found)}
+        name: {
+            "milliseconds": 1e3 * median(found),
+            "over_plain": median(one / beside for one, beside in zip(found, plain)),
+            "rounds": counts[name],
+        }
         for name, found in seconds.items()
     }
 

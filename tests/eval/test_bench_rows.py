@@ -98,13 +98,21 @@ def test_lengths() -> None:
     lengths = ((1, "1 to 16 tokens"), (16, "1 to 16 tokens"), (17, "17 to 64 tokens"), (2000, "1025 tokens and more"))
     assert all(length_range(tokens) == name for tokens, name in lengths)
     long = [answer(0, 0.0, [float(t) for t in range(1, 21)]), answer(1, 20.0, [21.0, 22.0, 23.0])]
-    short = [answer(0, 0.0, [1.0, *(1.0 + t for t in range(1, 11))], [(2, 1, 2, 2)] * 9 + [NONE]), runs()[1].answers[1]]
-    short[1] = answer(1, 11.0, [12.0, 13.5, 15.0], [NONE, NONE])
+    quick = answer(0, 0.0, [float(t) for t in range(1, 12)], [(2, 1, 2, 2)] * 9 + [NONE])
+    short = [quick, answer(1, 11.0, [12.0, 13.5, 15.0], [NONE, NONE])]
     row = rows_of([run(PLAIN, long, 23.0), run(SMALL, short, 15.0)])["small", EVERY]
     assert [(some.lengths, some.prompts) for some in row.lengths] == [("1 to 16 tokens", 1), ("17 to 64 tokens", 1)]
     assert row.lengths[0].speedup.value == pytest.approx(3 / 4)
     assert row.lengths[0].first_token_share == pytest.approx(1 / 4)
     assert row.lengths[1].speedup.value == pytest.approx(20 / 11)
+
+
+def test_a_drawn_answer_counts_as_long_as_plain_decoding_s() -> None:
+    """Above temperature 0 two methods' answers to a prompt differ in length; the range must be the same for both."""
+    plain = [answer(0, 0.0, [float(t) for t in range(1, 21)]), answer(1, 20.0, [21.0, 22.0, 23.0])]
+    small = [answer(0, 0.0, [1.0, 2.0], [NONE]), answer(1, 2.0, [3.0, 4.0], [NONE])]
+    row = rows_of([run(PLAIN, plain, 23.0), run(SMALL, small, 4.0)], greedy=False)["small", EVERY]
+    assert [(some.lengths, some.prompts) for some in row.lengths] == [("1 to 16 tokens", 1), ("17 to 64 tokens", 1)]
 
 
 def test_answers_without_a_round() -> None:

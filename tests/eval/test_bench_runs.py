@@ -194,6 +194,6 @@ def test_memory_counts_what_drafting_adds(work: Work, target: CausalModel) -> No
     assert draft_bytes(None, target) == (0, 0)
     head = stand_ins.random_eagle3(target)
     borrowed = tensors([head.lm_head])
-    head.lm_head.weight = target.model.get_output_embeddings().weight  # type: ignore[assignment]
+    head.lm_head.weight = target.model.get_output_embeddings().weight
     eagle = Way(Setting(method="eagle3", levels=3, batch_size=1), lambda: make_proposer(head, target))
     assert memory_of(target, eagle, work, 1)[0] == tensors([head]) - borrowed

@@ -5,7 +5,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from benched import PARTS, PLAIN
+from benched import PARTS
 from hypothesis import given
 from hypothesis import strategies as st
 
