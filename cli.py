@@ -292,15 +292,13 @@ def bench(
         list[str] | None,
         typer.Option(
             "--draft",
-            help="Name in the recipe, draft folder, champion, or a method without training such as lookup; may be given "
-            "again. Default: the recipe's drafts (their last checkpoints) and lookup.",
+            help="Name in the recipe, draft folder, champion, or a method without training such as lookup; may be "
+            "given again. Default: the recipe's drafts (their last checkpoints) and lookup.",
         ),
     ] = None,
     tree: Annotated[
         list[str] | None,
-        typer.Option(
-            "--tree", help="Of the recipe's score.trees; may be given again. Default: all, beside the chains."
-        ),
+        typer.Option("--tree", help="Of the recipe's score.trees; may be given again. Default: all."),
     ] = None,
     draft_tokens: Annotated[str, typer.Option("--draft-tokens", "-k", help="K of the chains.")] = "2,4,8",
     batch_size: Annotated[str, typer.Option("--batch-size", "-b", help="Requests answered at once.")] = "1,4,16",

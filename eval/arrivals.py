@@ -12,10 +12,11 @@ target's time from requests' turns to their first tokens; while it lasts every s
 
 import math
 import statistics
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -76,16 +77,25 @@ class Timeline:
     def __init__(self, answers: Sequence[TimedAnswer], seconds: float) -> None:
         self.answers, self.seconds = answers, seconds
         self._prompts = _united((answer.begun, answer.arrivals[0]) for answer in answers)
+        self._starts = [start for start, _ in self._prompts]
+        self._read = [0.0, *accumulate(end - start for start, end in self._prompts)]
 
     @property
     def prompt_seconds(self) -> float:
         """Time in which the target read prompts."""
-        return sum(end - start for start, end in self._prompts)
+        return self._read[-1]
+
+    def _prompt_seconds_until(self, moment: float) -> float:
+        place = bisect_right(self._starts, moment)
+        if not place:
+            return 0.0
+        start, end = self._prompts[place - 1]
+        return self._read[place - 1] + min(end, moment) - start
 
     def decoding_seconds(self, answer: TimedAnswer) -> float:
         """From an answer's first token to its last, without the prompts of others that were read meanwhile."""
         first, last = answer.arrivals[0], answer.arrivals[-1]
-        read = sum(max(0.0, min(end, last) - max(start, first)) for start, end in self._prompts)
+        read = self._prompt_seconds_until(last) - self._prompt_seconds_until(first)
         return max(last - first - read, 0.0)
 
     def rate(self, prompts: frozenset[int] | None = None) -> float:
@@ -97,11 +107,14 @@ class Timeline:
 
     def decoding_rate(self, prompts: frozenset[int] | None = None) -> float:
         """The same of the tokens after the first ones, the time in which the target read prompts left out."""
-        spent = {id(one): self.decoding_seconds(one) for one in self.answers}
         chosen = self._of(prompts)
-        held, all_held = sum(spent[id(one)] for one in chosen), sum(spent.values())
+        held, all_held = sum(self._decoding[id(one)] for one in chosen), sum(self._decoding.values())
         tokens = sum(one.tokens - 1 for one in chosen)
         return over(tokens, held) * over(all_held, self.seconds - self.prompt_seconds)
+
+    @cached_property
+    def _decoding(self) -> dict[int, float]:
+        return {id(one): self.decoding_seconds(one) for one in self.answers}
 
     @property
     def slots(self) -> float:

@@ -24,7 +24,7 @@ from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
 from ..specdec.requests import Generation, Request, RoundTimer, Run
 from ..specdec.sampling import SamplingSettings
-from ..storage import read_json, write_json
+from ..storage import read_json, write_bytes
 from .arrivals import TimedAnswer, mean
 from .bench_records import BenchPrompt, Failure, Memory, RoundParts, RunRecord, Setting
 
@@ -84,7 +84,7 @@ class RunFolder:
         return found if (found.setting, found.repeat) == (setting, repeat) else None
 
     def write(self, record: RunRecord) -> None:
-        write_json(self._path(record.setting, record.repeat), record.model_dump(mode="json"))
+        write_bytes(self._path(record.setting, record.repeat), record.model_dump_json().encode())
 
     def _path(self, setting: Setting, repeat: int) -> Path:
         digest = fingerprint.short(fingerprint.of_json([setting.model_dump(mode="json"), repeat]))

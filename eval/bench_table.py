@@ -8,6 +8,11 @@ from .bench_records import EVERY, BenchRow, Failure, Spread, Surroundings
 from .bench_words import verdict
 from .table import UNKNOWN, interval, milliseconds, number, positions, show_cells
 
+_SETTING = ("batch", "method", "K")
+_SPEEDS = ("tokens/s", "decoding tokens/s", "speed-up", "decoding speed-up")
+_WAITS = ("first token ms", "inter-token ms")
+_ROUNDS = ("rounds", "round ms", "draft ms", "verify ms", "break-even tau")
+_MEMORY = ("draft MB", "caches MB", "peak MB")
 _STYLES = {"gains": "green", "loses": "red"}
 
 
@@ -32,10 +37,7 @@ def show_bench(rows: Sequence[BenchRow], failures: Sequence[Failure], about: Sur
 
 def speed_cells(rows: Sequence[BenchRow], failures: Sequence[Failure]) -> list[list[str]]:
     """Header and rows as text; what did not run is a line with its reason."""
-    cells = [
-        ["batch", "method", "K", "domain", "tau", "alpha", "tokens/s", "decoding tokens/s", "speed-up"]
-        + ["decoding speed-up", ""]
-    ]
+    cells = [[*_SETTING, "domain", "tau", "alpha", *_SPEEDS, ""]]
     for row in rows:
         plain = row.setting.plain
         cells.append(
@@ -61,10 +63,7 @@ def speed_cells(rows: Sequence[BenchRow], failures: Sequence[Failure]) -> list[l
 
 def waiting_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
     """Header and rows as text, one a setting."""
-    cells = [
-        ["batch", "method", "K", "first token ms", "inter-token ms", "rounds", "round ms", "draft ms", "verify ms"]
-        + ["break-even tau", "draft MB", "caches MB", "peak MB", "equal"]
-    ]
+    cells = [[*_SETTING, *_WAITS, *_ROUNDS, *_MEMORY, "equal"]]
     for row in rows:
         plain, memory = row.setting.plain, row.memory
         cells.append(
