@@ -12,7 +12,7 @@ from .bench_records import EVERY, BenchRow
 
 WIDTH, HEIGHT = 300, 220  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 34, 40  # inside it
-COLUMNS, LEGEND_LINE, MARGIN = 3, 18, 14
+COLUMNS, LEGEND_LINE, MARGIN, WHISKER_GAP = 3, 18, 14, 4
 INK, GREY, LINE, PAPER = "#1f2328", "#59636e", "#d0d7de", "#ffffff"
 COLOURS = ("#3b78b8", "#d9822b", "#2f855a", "#b83280", "#6b46c1", "#975a16", "#0e7490", "#c53030")
 DASHES = ("none", "6 3", "2 3")  # once every colour is taken
@@ -79,7 +79,9 @@ def _ticks(top: float) -> list[float]:
 def _lines(rows: Sequence[BenchRow], ways: Sequence[str], scale: _Scale) -> Iterator[str]:
     for place, way in enumerate(ways):
         some = sorted((row for row in rows if row.setting.way == way), key=lambda row: row.setting.batch_size)
-        points = [(scale.x(row.setting.batch_size), row.speedup) for row in some if not math.isnan(row.speedup.value)]
+        aside = WHISKER_GAP * (place - (len(ways) - 1) / 2)  # whiskers beside each other, not on each other
+        known = [row for row in some if not math.isnan(row.speedup.value)]
+        points = [(scale.x(row.setting.batch_size) + aside, row.speedup) for row in known]
         if not points:
             continue
         path = "L".join(f"{x:.1f} {scale.y(speedup.value):.1f}" for x, speedup in points)

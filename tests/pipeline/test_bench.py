@@ -193,6 +193,13 @@ def test_names(recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Pa
     assert ran(report) == ["plain", f"{one} K=2", f"{two} K=2", "lookup (given) K=2", "lookup K=2"]
 
 
+@pytest.mark.slow
+def test_the_champion_where_there_is_none(recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path) -> None:
+    report = bench(Workspace(recipe), asked(drafts=["champion", "lookup"]), tmp_path / "out")
+    assert ran(report) == ["plain", "lookup K=2"]
+    assert [one.method for one in report.failures] == ["champion"] and "no champion" in report.failures[0].reason
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
