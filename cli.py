@@ -346,6 +346,74 @@ def generate(
     )
 
 
+@app.command(rich_help_panel=USE)
+def bench(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--prompts", metavar="FILE", help="Prompts, JSON lines with domain and turns, or any shape that mixes read."
+        ),
+    ] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            help="Name in the recipe, draft folder, champion, or a method without training such as lookup; may be "
+            "given again. Default: the recipe's drafts (their last checkpoints) and lookup.",
+        ),
+    ] = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option("--tree", help="Of the recipe's score.trees; may be given again. Default: all."),
+    ] = None,
+    draft_tokens: Annotated[str, typer.Option("--draft-tokens", "-k", help="K of the chains.")] = "2,4,8",
+    batch_size: Annotated[str, typer.Option("--batch-size", "-b", help="Requests answered at once.")] = "1,4,16",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Longest answer.")] = 256,
+    max_prompts: Annotated[
+        int | None, typer.Option("--max-prompts", help="Only so many, spread over the domains; default: all.")
+    ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")] = 0.0,
+    rule: Annotated[
+        str | None, typer.Option("--rule", help="Accept rule above temperature 0; default: the recipe's.")
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="Turns of all methods; medians of them count.")] = 3,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="For the report; default: one in the work folder.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run again what a benchmark before this one left.")] = False,
+) -> None:
+    """Measure every way of drafting on your own prompts: speed, waiting, memory, and where speculation loses.
+
+    Plain decoding runs first in every repeat, and what a repeat took is compared with it. Time to first token: from
+    when a request has a slot. Inter-token latency: the time between two arrivals of an answer, divided evenly among
+    the tokens of the second one (tokens of one round come together). A killed benchmark goes on with the same command.
+
+    Example: draftforge bench configs/demo.yaml --prompts prompts.jsonl --draft small --draft lookup -k 2,4 -b 1,8
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.bench(
+        loaded,
+        prompts=list(prompts or []),
+        drafts=list(draft or []),
+        trees=list(tree or []),
+        draft_tokens=draft_tokens,
+        batch_sizes=batch_size,
+        max_new_tokens=max_new_tokens,
+        max_prompts=max_prompts,
+        temperature=temperature,
+        rule=rule,
+        repeats=repeats,
+        seed=seed,
+        out=out,
+        fresh=fresh,
+    )
+
+
 @app.command(rich_help_panel=LOOK)
 def doctor(
     workdir: Annotated[Path, typer.Option("--workdir", help="Where runs will be written.")] = Path("runs"),

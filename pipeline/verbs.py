@@ -21,9 +21,11 @@ from ..specdec.formats.skipped import is_skip_file
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import target_fingerprint
 from ..train.metrics import NoSink
+from . import bench as benchmark
 from . import distill as flow
 from . import retrain as again
 from . import skipping, talk
+from .bench_settings import BenchSettings, numbers_of
 from .exporting import export_draft, verifier_of
 from .promotion import promote_stage
 from .scoring import Scorer, score_foreign, score_stage
@@ -179,6 +181,39 @@ def generate(
     space = Workspace(recipe)
     spoken = talk.speak(space, prompt, draft, rule, draft_tokens, tree, helped_by, max_new_tokens, temperature, seed)
     talk.show(space.target, spoken)
+
+
+def bench(
+    recipe: Recipe,
+    prompts: list[Path],
+    drafts: list[str],
+    trees: list[str],
+    draft_tokens: str,
+    batch_sizes: str,
+    max_new_tokens: int,
+    max_prompts: int | None,
+    temperature: float,
+    rule: str | None,
+    repeats: int,
+    seed: int,
+    out: Path | None,
+    fresh: bool,
+) -> None:
+    """Every way of drafting on the user's own prompts, and where it loses."""
+    settings = BenchSettings(
+        prompts,
+        drafts,
+        trees,
+        numbers_of("--draft-tokens", draft_tokens),
+        numbers_of("--batch-size", batch_sizes),
+        max_new_tokens,
+        max_prompts,
+        temperature,
+        rule,
+        repeats,
+        seed,
+    )
+    benchmark.bench(Workspace(recipe), settings, out, fresh)
 
 
 def _check_name(recipe: Recipe, draft: str | None) -> None:

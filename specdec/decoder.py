@@ -16,6 +16,7 @@ their graphs: what stands past the active slots is free and says nothing.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -100,7 +101,7 @@ class _Decoder:
         self.draft_tokens, self.decode, self.timer = run.draft_tokens, run.decode, run.timer
         self.listener = proposer if isinstance(proposer, HearsRows) else None
         self.aux_layers = proposer.aux_layers if proposer is not None else ()
-        self.waiting = iter(enumerate(requests))
+        self.waiting, self.barriers = deque(enumerate(requests)), run.barriers
         self.slots: list[_Slot] = []
         self.batch_size = min(run.batch_size, max(len(requests), 1))
         longest = max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=1) + 1
@@ -230,14 +231,18 @@ class _Decoder:
             return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)
         rule = self.rule.name if tree.depth else "onehot"  # with nothing drafted that is a draw from p
         accept_BN = self.state.uniforms(slots, Purpose.ACCEPT, tree.tokens_BN.shape[1])
-        finals = [self.state.uniforms(slots, Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].finals(tree.depth))]
+        finals = [
+            self.state.uniforms(slots, Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].finals(tree.depth))
+        ]
         return verify_batch(rule, p_BMV, draft.q_BNV, tree, accept_BN, torch.cat(finals, 1))
 
     def _emit(self, read_BX: Tensor) -> list[list[int]]:
         """Append each slot's accepted tokens and the target's own, up to a stop; record the round."""
         emitted: list[list[int]] = []
-        for slot, (accepted, drafted, reached, *along) in zip(self.slots, read_BX.tolist()):
+        rows, now = read_BX.tolist(), time.perf_counter()
+        for slot, (accepted, drafted, reached, *along) in zip(self.slots, rows):
             known = slot.generation.tokens
+            slot.generation.arrivals.append(now)
             tokens, slot.stopped = until_stop(known, along[: accepted + 1], slot.request, self.decode)
             known.extend(tokens)
             if self.proposer is not None:
@@ -271,9 +276,10 @@ class _Decoder:
         while len(self.slots) < self.batch_size:
             fresh: list[_Slot] = []
             for index in range(len(self.slots), self.batch_size):
-                number, request = next(self.waiting, (-1, None))
-                if request is None:
+                held_back = self.waiting and self.waiting[0][0] in self.barriers and (self.slots or fresh)
+                if held_back or not self.waiting:
                     break
+                number, request = self.waiting.popleft()
                 fresh.append(_Slot(index, number, request, Generation(), time.perf_counter()))
             if not fresh:
                 return
@@ -295,7 +301,9 @@ class _Decoder:
         p_RV = process_rows(logits_RV, sampling + sampling[:1] * padding, self.state.seen_by(slots_R))
         tokens_R = categorical(p_RV, self.state.uniforms(slots_R, Purpose.FINAL, 1)[:, 0])
         self.state.begin(slots_R, tokens_R)
-        for slot, token in zip(fresh, tokens_R.tolist()):
+        first, now = tokens_R.tolist(), time.perf_counter()
+        for slot, token in zip(fresh, first):
+            slot.generation.arrivals.append(now)
             slot.generation.tokens, slot.stopped = until_stop((), [token], slot.request, self.decode)
         if self.proposer is None:
             return
@@ -318,6 +326,7 @@ class _Decoder:
     def _close(slot: _Slot) -> Finished:
         generation = slot.generation
         generation.finish = "stop" if slot.stopped else "length"
+        generation.begun = slot.started
         generation.seconds = time.perf_counter() - slot.started
         return slot.number, generation
 

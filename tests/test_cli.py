@@ -17,7 +17,7 @@ from draftforge import __version__, cli
 from draftforge.errors import InputError, LockedError, TrainingDivergedError
 
 STAGES = ["distill", "mix", "capture", "train", "score"]
-VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "skip-layers", "export", "generate", "doctor"]
+VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "skip-layers", "export", "generate", "bench", "doctor"]
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
@@ -99,6 +99,43 @@ def test_skipping_layers(calls: Calls) -> None:
     given = {"domain": "code", "draft_tokens": 4, "tries": 9, "conversations": 2, "seed": 7, "out": Path("f.json")}
     assert calls.pop() == ("skip-layers", (recipe,), given)
     assert run("skip-layers", "r.yaml", "--tries", "0") == 2
+
+
+def test_benchmarks(calls: Calls) -> None:
+    assert run("bench", "r.yaml", "seed=1", "--prompts", "a.jsonl", "--prompts", "b.jsonl") == 0
+    options: dict[str, Any] = {
+        "prompts": [Path("a.jsonl"), Path("b.jsonl")],
+        "drafts": [],
+        "trees": [],
+        "draft_tokens": "2,4,8",
+        "batch_sizes": "1,4,16",
+        "max_new_tokens": 256,
+        "max_prompts": None,
+        "temperature": 0.0,
+        "rule": None,
+        "repeats": 3,
+        "seed": 0,
+        "out": None,
+        "fresh": False,
+    }
+    assert calls.pop() == ("bench", (("recipe", "r.yaml", ["seed=1"]),), options)
+    given = "--draft small --draft ./x --tree wide -k 3 -b 1,64 -n 9 --max-prompts 5 -t 0.5 --rule block --repeats 2"
+    assert run("bench", "r.yaml", "--prompts", "a.jsonl", *given.split(), "--seed", "4", "--out", "o", "--fresh") == 0
+    assert calls.pop()[2] == options | {
+        "prompts": [Path("a.jsonl")],
+        "drafts": ["small", "./x"],
+        "trees": ["wide"],
+        "draft_tokens": "3",
+        "batch_sizes": "1,64",
+        "max_new_tokens": 9,
+        "max_prompts": 5,
+        "temperature": 0.5,
+        "rule": "block",
+        "repeats": 2,
+        "seed": 4,
+        "out": Path("o"),
+        "fresh": True,
+    }
 
 
 def examples() -> list[str]:

@@ -1,7 +1,7 @@
 """A draft on another device than the target, or in another precision. All that crosses, crosses here.
 
-To the draft: texts, the nodes to read, and the target's states where it reads them. Back: logits over the vocabulary, and
-traces. What a head borrows of the target, its embeddings or its head, is copied to the draft's place once a target,
+To the draft: texts, the nodes to read, and the target's states where it reads them. Back: logits over the vocabulary,
+and traces. What a head borrows of the target, its embeddings or its head, is copied to the draft's place once a target,
 when it is first read.
 
 Shapes: B active slots, F nodes read at once, V vocabulary.

@@ -16,6 +16,7 @@ from .base import Ask, Draft, Texts, Trace
 
 _NOTHING = DraftTree.of((), (), "deterministic")
 
+
 class LookaheadProposer:
     """Two branches in one pass of the target. One verifies: up to `guesses` n-grams of the pool that begin with the
     text's last token, as one tree. The other looks ahead: a window of riders that the target evaluates and may never

@@ -144,7 +144,9 @@ def test_nothing_of_the_targets_place_is_read_there(name: str, monkeypatch: pyte
         assert read.device == META and read.shape == (2, 2, model.vocab_size)
         drafter.expand(torch.tensor([[5], [8]]), torch.tensor([[1], [0]]), 1)
         most = max(map(len, tokens))
-        drafter.observe(Texts.of(tokens), model.states(torch.ones(2, most, dtype=torch.long), aux_layers=drafter.aux_layers))
+        drafter.observe(
+            Texts.of(tokens), model.states(torch.ones(2, most, dtype=torch.long), aux_layers=drafter.aux_layers)
+        )
     drafter.move(1, 0)
     along = model.states(torch.tensor([ids[0]]), aux_layers=drafter.aux_layers) if drafter.reads_states else None
     for setting in (GREEDY, WARM):

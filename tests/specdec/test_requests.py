@@ -113,3 +113,15 @@ def test_refusals() -> None:
         run(model, proposer_named("small-distinct", model), [Request([1], warm, 0, 4)], rule="multiround")
     with pytest.raises(InputError, match="use onehot"):
         run(model, proposer_named("small-dynamic", model), [Request([1], warm, 0, 4)], rule="traversal")
+
+
+def test_a_barrier_holds_requests_back_until_all_before_it_are_answered() -> None:
+    model, ends = target(), [0, 2, 5, 7]
+    requests = [Request(ids, GREEDY, 0, 4 + 5 * (n % 3)) for n, ids in enumerate(prompts(7))]
+    free = dict(generate(model, None, requests, batch_size=3))
+    held = dict(generate(model, None, requests, batch_size=3, barriers=frozenset(ends)))
+    assert {n: one.tokens for n, one in held.items()} == {n: one.tokens for n, one in free.items()}
+    parts = [[held[n] for n in range(start, end)] for start, end in zip(ends, ends[1:])]
+    for before, after in zip(parts, parts[1:]):
+        assert max(one.arrivals[-1] for one in before) <= min(one.begun for one in after)
+    assert max(one.arrivals[0] for one in parts[1]) <= min(one.arrivals[-1] for one in parts[1])  # side by side
