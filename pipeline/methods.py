@@ -44,7 +44,7 @@ class Method:
     place: str
     """Where the draft lies; "" where there is none."""
     digest: str
-    """Of its files."""
+    """Of its files, and of where it runs."""
     ways: list[Way]
 
 
@@ -72,14 +72,15 @@ class MethodFinder:
         def ways() -> tuple[str, list[Way]]:
             draft = any_draft_for(self._target, place, self._score.draft_device)
             found = self._chains(name, partial(make_proposer, draft, self._target))
+            digest = _digest(place, self._score.draft_device)
             if isinstance(draft, ForeignDraft):  # it drafts no trees, and reads the ends of texts that are too long
-                return _digest(place), found
+                return digest, found
             check_context(draft, self._longest, place)
             for tree, asked in trees.items():
                 drafting = self._tried(name, tree, partial(tree_of, draft, tree, asked)) if tree_of else None
                 if drafting is not None:
                     found += self._way(name, Plan(drafting.depths[0], tree), drafting.make)
-            return _digest(place), found
+            return digest, found
 
         self._add(name, str(place), ways)
 
@@ -166,6 +167,8 @@ def _trees(known: dict[str, TreeSettings], wanted: Sequence[str]) -> dict[str, T
     return {name: tree for name, tree in known.items() if name in wanted or not wanted}
 
 
-def _digest(place: Path) -> str:
+def _digest(place: Path, device: str | None) -> str:
+    """Of a draft's files, and of where it runs if that is not with the target."""
     files = sorted(place.iterdir()) if place.is_dir() else [place]
-    return fingerprint.of_json({path.name: fingerprint.of_file(path) for path in files if path.is_file()})
+    digests = {path.name: fingerprint.of_file(path) for path in files if path.is_file()}
+    return fingerprint.of_json(digests if device is None else [digests, device])
