@@ -25,9 +25,10 @@ from .cache import KVCache
 from .fitting import fitting_capacity, probe_pass
 from .models import CausalModel
 from .passes import Replays, Shapes
-from .plain_state import TOKENS, Listen, Number, SettingRows, SlotState, draw, rows_by_setting, send
+from .plain_state import TOKENS, Listen, Number, SettingRows, SlotState, draw, rows_by_setting
 from .requests import Request, check_requests
 from .sampling import Purpose, uniforms
+from .transfer import send
 
 Columns = dict[str, Tensor]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .requests import Request
 from .sampling import SamplingSettings, categorical, penalised, probabilities
+from .transfer import send
 
 Listen = Callable[[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
 """(logits_RV, tokens_R, seeds_R, emitted_R) -> what is kept of each token, [R, ...] under a name of its own.
@@ -119,11 +120,6 @@ class SlotState:
         state = [self.numbers_SX, self._stops_SK, *self._kept.values()]
         for part in state if self._seen_SV is None else [*state, self._seen_SV]:
             part[to_R] = part[from_R]
-
-
-def send(values: Tensor, device: torch.device) -> Tensor:
-    """Put a CPU tensor on the device without waiting for what the device does."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def rows_by_setting(sampling: Sequence[SamplingSettings], device: torch.device) -> SettingRows:

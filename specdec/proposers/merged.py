@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import InputError
 from ..models import States
 from ..sampling import SamplingSettings
+from ..texts import Texts
 from ..tree import Drawn, TreeBatch
 from .base import Ask, Draft, Proposer, Trace
 
@@ -47,7 +48,7 @@ class MergedProposer:
         for proposer in self._proposers:
             proposer.move(source, destination)
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, texts: Texts, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         raise InputError("merged drafts: cannot be replayed, decode them")
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:

@@ -1,20 +1,20 @@
 """Reading an independent small model as a draft.
 
-Shapes: B active slots, K drafted tokens, F nodes read at once, H hidden size, V vocabulary, T known tokens.
+Shapes: B active slots, K drafted tokens, F nodes read at once, H hidden size, R round starts of recorded texts.
 """
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..cache import KVCache
 from ..drafts.small import SmallDraft
 from ..models import States
 from ..sampling import SamplingSettings
+from ..texts import Texts
 from .base import UNRANKED, Trace
 from .branches import Branches
-from .rows import fill_rows, last_of, trace_from_logits
+from .rows import fill_rows, last_of, trace_level
 
 
 class SmallDrafter:
@@ -64,15 +64,8 @@ class SmallDrafter:
         self._cache.move(source, destination)
         self._pending[destination] = self._pending[source]
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, texts: Texts, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """One teacher-forced pass: given the true prefix, every depth sees the same context as decoding would."""
-        hidden_TH = self._lm.states(torch.tensor([ids[:-1]], device=self._lm.device)).hidden_BTH[0, start - 1 :]
-        logits_TV = self._lm.logits(hidden_TH)
-        rank_T, q_T = trace_from_logits(logits_TV, ids, start, sampling)
-        return Trace(_diagonals(rank_T, count, UNRANKED), _diagonals(q_T, count, 0))
-
-
-def _diagonals(x_T: Tensor, count: int, filler: int) -> Tensor:
-    """[T] per position -> [T, K] per round start and level: column j of row r is position r + j, or the filler."""
-    padded = torch.cat([x_T, x_T.new_full((count - 1,), filler)])
-    return padded.unfold(0, count, 1)
+        hidden_RH = texts.pick(self._lm.states(texts.ids_BT).hidden_BTH, -1)
+        rank_R, q_R = trace_level(texts, 0, hidden_RH, self._lm.logits, self.width, sampling)
+        return Trace(texts.ahead(rank_R, count, UNRANKED), texts.ahead(q_R, count, 0.0))

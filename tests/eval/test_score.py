@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from draftforge.data.store import Sample
 from draftforge.errors import InputError
-from draftforge.eval import score
+from draftforge.eval import score, traces
 from draftforge.eval.counts import COUNTS_SCHEMA, values, where
 from draftforge.eval.figures import Bootstrap, tau
 from draftforge.eval.plans import Drafting, rules_for
@@ -182,30 +182,37 @@ def test_passes_of_the_target_are_shared_by_checkpoints(
     target: Target, samples: list[Sample], chains: Drafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SETTINGS.model_copy(update={"decode_conversations": 0})
-    calls: list[int] = []
+    answers: list[int] = []
 
     def counted(*args: Any) -> TargetTrace:
-        calls.append(1)
+        answers.append(len(args[1]))
         return trace_target(*args)
 
-    monkeypatch.setattr(score, "trace_target", counted)
-    traces = score.TraceCache(target, settings.trace_bytes)
-    sampled = samples[9:]
-    first, second = (score.score_draft(target, [chains], sampled, settings, ME, traces) for _ in range(2))
-    assert len(calls) == 3 and first.counts.equals(second.counts)
-    nothing = score.TraceCache(target, 0)
-    for _ in range(2):
-        score.score_draft(target, [chains], sampled, settings, ME, nothing)
-    assert len(calls) == 3 + 6
+    monkeypatch.setattr(traces, "trace_target", counted)
+
+    def passes(remembered: int, tokens: int) -> list[int]:
+        """Answers of each pass that scoring two checkpoints takes."""
+        answers.clear()
+        cache = traces.TraceCache(target, remembered, tokens)
+        first, second = (score.score_draft(target, [chains], samples[9:], settings, ME, cache) for _ in range(2))
+        assert first.counts.equals(second.counts)
+        return answers.copy()
+
+    assert passes(settings.trace_bytes, 0) == [3]
+    assert passes(settings.trace_bytes, 1) == [1, 1, 1]
+    assert passes(0, 0) == [3, 3]
+    recorded = [traces.Recorded(one.prompt_ids, one.answer_ids, 24) for one in samples[9:]]
+    sizes = [trace_target(target, [one], WARM).nbytes for one in recorded]
+    assert len(passes(sum(sizes), 1)) == 3 and len(passes(sum(sizes) - 1, 1)) == 4
 
 
 def test_a_false_replay_is_an_error_in_float32(
     target: Target, samples: list[Sample], chains: Drafting, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def wrong(*args: Any) -> list[Any]:
-        return [("greedy", 1, RoundCounts(1, 2, 1, 1, (1,), (1,)))]
+    def wrong(_: Any, traced: TargetTrace, *args: Any) -> list[Any]:
+        return [[("greedy", 1, RoundCounts(1, 2, 1, 1, (1,), (1,)))] for _ in traced.answers]
 
-    monkeypatch.setattr(score, "replay_sample", wrong)
+    monkeypatch.setattr(traces, "replay", wrong)
     settings, chains = ScoreSettings(draft_tokens=[1], decode_conversations=3), replace(chains, depths=(1,))
     with pytest.raises(score.ReplayMismatchError, match=r"differ on 3 of 3 answers; first: c\d+/0/t0, K=1: decoded"):
         score.score_draft(target, [chains], samples[:9], settings, ME)
