@@ -66,8 +66,8 @@ class Texts:
         return torch.where(inside_RK, padded.unfold(0, count, 1)[: len(x_R)], filler)
 
     def places(self, offset: int) -> Tensor:
-        """The same places as `pick` takes, as indexes [B, M] into rows; any place where a text has fewer than M. M is at
-        least 1."""
+        """The same places as `pick` takes, as indexes [B, M] into rows: any place where a text has fewer than M, which
+        is at least 1."""
         most = max(1, *(text.rounds for text in self.texts))
         first_B = torch.tensor([text.start + offset for text in self.texts])
         places_BM = (first_B[:, None] + torch.arange(most)).clamp(max=self.ids_BT.shape[1] - 1)

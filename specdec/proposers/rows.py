@@ -15,7 +15,7 @@ from ..sampling import SamplingSettings, penalised, probabilities
 from ..texts import Texts
 from .base import UNRANKED, Trace
 
-MOST_PAIRS = 1 << 24
+MOST_PAIRS = 1 << 22
 """Pairs of query and key of the texts that are traced at once: attention off packed rows holds a score for each."""
 _MOST_LOGITS = 1 << 25
 Head = Callable[[Tensor], Tensor]
