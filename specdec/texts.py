@@ -83,11 +83,10 @@ class Texts:
         return [slice(start, start + step) for start in range(0, len(self.texts), step)]
 
     def first_places(self, vocab_size: int) -> Tensor:
-        """int32 [B, V]: where each token stands first in each text; T where it does not."""
+        """int32 [B, V]: where each token stands first in each row, padding included, which is behind all that
+        is known; T where it does not."""
         device, (batch, longest) = self.ids_BT.device, self.ids_BT.shape
-        lengths_B = send(torch.tensor([len(text.ids) for text in self.texts]), device)
-        at_T = torch.arange(longest, dtype=torch.int32, device=device)
-        at_BT = torch.where(at_T < lengths_B[:, None], at_T, longest).to(torch.int32)
+        at_BT = torch.arange(longest, dtype=torch.int32, device=device).expand(batch, -1)
         first_BV = torch.full((batch, vocab_size), longest, dtype=torch.int32, device=device)
         return first_BV.scatter_reduce_(1, self.ids_BT, at_BT, "amin")
 
@@ -96,6 +95,6 @@ class Texts:
         seen_NV: Tensor = first_BV[self.text_R[rows]] < (self.known_R[rows] + ahead)[:, None]
         return seen_NV
 
-    def documents(self, some: slice = slice(None)) -> Documents:
+    def documents(self, some: slice) -> Documents:
         """Of some texts."""
         return Documents.rows(self.ids_BT[some])

@@ -15,6 +15,7 @@ from draftforge.errors import InputError
 from draftforge.eval import score, traces
 from draftforge.eval.counts import COUNTS_SCHEMA, values, where
 from draftforge.eval.figures import Bootstrap, tau
+from draftforge.eval.perplexity import perplexity
 from draftforge.eval.plans import Drafting, rules_for
 from draftforge.eval.select import serving
 from draftforge.eval.settings import RuleName, ScoreSettings
@@ -267,3 +268,35 @@ def test_training_samples_and_empty_splits_are_refused(target: Target, samples: 
         score.score_draft(target, [chains], [], SETTINGS, ME)
     with pytest.raises(InputError, match="c0/0/t0: split train"):
         score.score_draft(target, [chains], [replace(samples[0], split="train")], SETTINGS, ME)
+
+
+def test_answers_in_one_pass_are_worth_what_each_is_alone(target: Target, samples: list[Sample]) -> None:
+    """Scores, perplexity and measured trees, of samples of both settings by turns."""
+    mixed = [sample for pair in zip(samples[:3], samples[9:]) for sample in pair]
+    for name, way in {"chains": None, "wide": TREES["wide"]}.items():
+        make = partial(make_proposer, stand_ins.taught_medusa(target, steps=20), target, way)
+        drafting = Drafting(make, (1, 3), "" if way is None else name, way)
+        packed, single = (
+            (
+                score.score_draft(target, [drafting], mixed, SETTINGS, ME, cache).counts.to_pylist(),
+                perplexity(drafting.proposer, mixed, cache),
+            )
+            for cache in (traces.TraceCache(target, 0), traces.TraceCache(target, 0, 1))
+        )
+        assert packed[1] == pytest.approx(single[1]) and packed[1] is not None
+        for one, other in zip(packed[0], single[0], strict=True):
+            for column, value in one.items():
+                exact = one["setting"] == "t0" or isinstance(value, str | int)
+                assert value == (other[column] if exact else pytest.approx(other[column], abs=1e-4)), column
+
+
+def test_packs_are_of_one_setting_and_within_their_tokens(target: Target, samples: list[Sample]) -> None:
+    mixed = [*samples[9:], *samples[:9]]
+    for tokens in (1, 60, 10_000):
+        packs = traces.TraceCache(target, 0, tokens).packs(mixed)
+        assert sorted(index for pack in packs for index in pack) == list(range(len(mixed)))
+        for pack in packs:
+            lengths = [len(mixed[index].prompt_ids) + len(mixed[index].answer_ids) for index in pack]
+            assert len({mixed[index].sampling for index in pack}) == 1
+            assert len(pack) == 1 or len(pack) * max(lengths) <= tokens
+    assert len(packs) == 2
