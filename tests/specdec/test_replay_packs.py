@@ -67,7 +67,9 @@ def check_alike(together: Sequence[Counted], alone: Sequence[Counted], exact: bo
 
 
 @pytest.mark.parametrize(
-    ("setting", "pieces"), [(GREEDY, False), (DRY, False), (WARM, True)], ids=["bare", "penalised", "warm in pieces"]
+    ("setting", "pieces"),
+    [(GREEDY, False), (DRY, True), (WARM, True)],
+    ids=["bare", "penalised in pieces", "warm in pieces"],
 )
 @pytest.mark.parametrize("name", [*CHAINS, *TOGETHER])
 def test_answers_replayed_together_count_as_each_alone(
