@@ -19,12 +19,12 @@ from ..progress import say
 from ..specdec.drafts.skipped import SkippedDraft, SkippedLayers
 from ..specdec.models import CausalModel
 from ..specdec.proposers import make_proposer
-from ..specdec.replay import replay_sample
+from ..specdec.replay import replay
 from ..storage import read_json, write_json
 from .costs import CostTable
 from .plans import Plan, rules_for
-from .score import TraceCache
 from .settings import ScoreSettings
+from .traces import TraceCache
 
 Sublayer = tuple[str, int]
 """A field of SkippedLayers, and a layer."""
@@ -96,7 +96,7 @@ class SkipScorer:
         """`samples`: those of each domain. `times`: by K; these are the K that are compared."""
         self._target, self._samples, self._times = target, samples, times
         self._settings, self._tried = settings, tried
-        self._traces = TraceCache(target, settings.trace_bytes)
+        self._traces = TraceCache(target, settings.trace_bytes, settings.replay_tokens)
 
     def worth(self, skipped: SkippedLayers, domains: Sequence[str]) -> Worth:
         """Expected speed-up of a set over some domains together; of equal K the smaller one."""
@@ -123,20 +123,12 @@ class SkipScorer:
         """Tokens and rounds of all answers together, each under the rule that decides at its sampling setting."""
         proposer = make_proposer(SkippedDraft(self._target, skipped), self._target)
         depths, totals = sorted(self._times), dict.fromkeys(self._times, (0.0, 0.0))
-        for sample in samples:
-            counted = replay_sample(
-                proposer,
-                self._traces.of(sample, proposer),
-                sample.prompt_ids,
-                sample.answer_ids,
-                sample.sampling,
-                rules_for(sample.sampling, proposer, self._settings)[:1],
-                depths,
-                sample.max_new_tokens,
-            )
-            for one in counted:
-                tokens, rounds = totals[one.draft_tokens]
-                totals[one.draft_tokens] = tokens + one.counts.tokens, rounds + one.counts.rounds
+        for traced in self._traces.along(samples, proposer):
+            rules = rules_for(traced.sampling, proposer, self._settings)[:1]
+            for counted in replay(proposer, traced, rules, depths):
+                for one in counted:
+                    tokens, rounds = totals[one.draft_tokens]
+                    totals[one.draft_tokens] = tokens + one.counts.tokens, rounds + one.counts.rounds
         return totals
 
 

@@ -17,10 +17,11 @@ from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
 from ..eval.measured import measured_tree
 from ..eval.perplexity import perplexity
 from ..eval.plans import Drafting
-from ..eval.score import Identity, TraceCache, score_draft, spread
+from ..eval.score import Identity, score_draft, spread
 from ..eval.select import PLAIN, Checkpoint, Row, by_plan, domain_rows, leaderboard, plain_row
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
+from ..eval.traces import TraceCache
 from ..progress import say
 from ..recipe import Recipe
 from ..specdec.drafts import AnyDraft
@@ -83,7 +84,7 @@ class Scorer:
         self._data = Capture.open(captured.folder, verify=False)
         self.settings: ScoreSettings = space.recipe.score
         self.samples: list[Sample] = self._data.samples(split)  # type: ignore[arg-type]
-        self.traces = TraceCache(space.target, self.settings.trace_bytes)
+        self.traces = TraceCache(space.target, self.settings.trace_bytes, self.settings.replay_tokens)
 
     def load(self, folder: Path) -> AnyDraft:
         """A stored draft, once it is seen to fit the target and what is scored."""
@@ -254,7 +255,8 @@ def _name_of(place: Path) -> str:
 def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], drafts: dict[str, str]) -> Scored:
     """Score each draft folder, prompt lookup beside them, and show it. `drafts`: digests of what is scored."""
     settings = space.recipe.score
-    inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude={"costs", "batch_size"})]
+    neutral = {"costs", "batch_size", "replay_tokens"}
+    inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude=neutral)]
     found = fingerprint.of_json(["score", inputs])
     stage = Stage(space.folder("score", found), found)
     scorer = Scorer(space, captured, SELECTION_SPLIT)

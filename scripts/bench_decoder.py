@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftforge import storage
+from draftforge.data.packing import buckets
 from draftforge.errors import InputError
 from draftforge.eval.arrivals import Timeline, mean, median
 from draftforge.eval.bench_records import EVERY, BenchPrompt, BenchRow, Report, RoundParts
@@ -34,12 +35,14 @@ from draftforge.progress import track
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.proposers.free import TRAINING_FREE
-from draftforge.specdec.replay import replay_sample, trace_target
+from draftforge.specdec.recorded import Recorded, trace_target
+from draftforge.specdec.replay import replay
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 GREEDY = SamplingSettings()
+_PASS_TOKENS = 16384  # of recorded answers that are replayed together
 _UNKNOWN = RoundParts(draft_seconds=float("nan"), verify_seconds=float("nan"), rest_seconds=float("nan"))
 
 
@@ -139,19 +142,20 @@ def replays(
 ) -> dict[str, float]:
     """Recorded answer tokens that replay scores a second, the target's own pass over them included."""
     requests = Work(target, prompts, max_new_tokens, GREEDY, target.stop_ids).requests()
-    answers = {index: one.tokens for index, one in generate(target, None, requests, batch_size=batch_size)}
+    found = dict(generate(target, None, requests, batch_size=batch_size))
+    answers = [Recorded(prompt.ids, found[index].tokens, max_new_tokens) for index, prompt in enumerate(prompts)]
+    packs = buckets([len(one.text.ids) for one in answers], _PASS_TOKENS)
     rates: dict[str, float] = {}
     for way in ways:
-        if way.make is None:
+        proposer, start, tokens = None if way.make is None else way.make(), 0.0, 0
+        if proposer is None or not proposer.replayable:
             continue
-        proposer, start, tokens = way.make(), 0.0, 0
-        for place, prompt in enumerate([prompts[0], *track(prompts, f"replay {way.setting.way}", unit="answers")]):
-            answer = answers[max(place - 1, 0)]
-            traced = trace_target(target, prompt.ids, answer, GREEDY, proposer.aux_layers, proposer.reads_states)
-            replay_sample(
-                proposer, traced, prompt.ids, answer, GREEDY, ["greedy"], [way.setting.levels], max_new_tokens
-            )
-            start, tokens = (time.perf_counter(), 0) if place == 0 else (start, tokens + len(answer))
+        for place, pack in enumerate([packs[0], *track(packs, f"replay {way.setting.way}", unit="passes")]):
+            some = [answers[index] for index in pack]
+            traced = trace_target(target, some, GREEDY, proposer.aux_layers, proposer.reads_states)
+            replay(proposer, traced, ["greedy"], [way.setting.levels])
+            said = sum(len(one.answer_ids) for one in some)
+            start, tokens = (time.perf_counter(), 0) if place == 0 else (start, tokens + said)
         rates[way.setting.way] = tokens / (time.perf_counter() - start)
     return rates
 

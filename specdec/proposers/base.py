@@ -1,7 +1,7 @@
 """What every way of drafting promises to the decoder, and every draft to its proposer.
 
 Shapes: B active slots (always slots 0..B-1), N drafted nodes, F nodes read at once, K drafted tokens of a chain,
-V vocabulary, T known tokens.
+V vocabulary, R round starts of recorded texts.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models import States
+from ..packs import Pack
 from ..passes import send
 from ..sampling import SamplingSettings
 from ..tree import ROOT, Drawn, TreeBatch
@@ -105,18 +106,18 @@ class Draft(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a draft would have said along a recorded answer.
+    """What a draft would have said along recorded texts.
 
-    Row r is a round that starts with `start + r` tokens known, one for each that the answer goes on from; column j its
-    (j+1)-th level, given that all drafted tokens above it equal the answer.
+    Row r is the r-th round start of the texts, text by text; column j its (j+1)-th level, given that all drafted tokens
+    above it equal the text.
     """
 
-    rank_TK: Tensor
+    rank_RK: Tensor
     """Tokens that the draft puts before the answer's: 0 where that is its most likely one. UNRANKED where nothing is
     drafted, the answer has ended, or the draft cannot say that token."""
-    q_TK: Tensor
+    q_RK: Tensor
     """The draft's probability, after the sampling processors, of the answer's token; 0 where it is UNRANKED."""
-    offered_T: Tensor | None = None  # tokens on offer at each start, where that may be fewer than K
+    offered_R: Tensor | None = None  # tokens on offer at each start, where that may be fewer than K
 
 
 class Reader(Protocol):
@@ -140,10 +141,10 @@ class Reader(Protocol):
     def move(self, source: int, destination: int) -> None:
         """Slot `source` continues as slot `destination`."""
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        """The trace of rounds that start with start..len(ids)-1 known tokens, `count` drafted tokens deep.
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        """The trace of all rounds that may start along the texts, `count` drafted tokens deep.
 
-        `states`: the target's states of ids[:-1] as [1, T-1, ...]; None for one without `reads_states`.
+        `states`: the target's, [B, T, ...], of the texts' rows; None for one without `reads_states`.
         """
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...errors import InputError
 from ..drafts.small import SmallDraft
 from ..models import States
+from ..packs import Pack
 from ..sampling import SamplingSettings, categorical
 from ..tree import Drawn
 from .base import Ask, Draft, Texts, Trace
@@ -153,9 +154,9 @@ class CascadeProposer:
     def shape(self, levels: int) -> TreeShape:
         return self._alone.shape(levels)
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """The draft's alone: its chains are the same."""
-        return self._alone.trace(ids, start, count, sampling, states)
+        return self._alone.trace(pack, count, sampling, states)
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
         self._texts.begin(slots_R.tolist(), known.rows)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..drafts import AnyDraft
 from ..drafts.skipped import SkippedDraft
 from ..models import CausalModel, States
+from ..packs import Pack
 from ..passes import running
 from ..sampling import SamplingSettings
 from .base import Drafter, Texts, Trace
@@ -71,12 +72,12 @@ class ElsewhereDrafter:
         with running(self._there):
             self._drafter.move(source, destination)
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         with running(self._there):
             sent = None if states is None else self._sent(states)
-            trace = self._drafter.trace(ids, start, count, sampling, sent)
-        offered_T = None if trace.offered_T is None else trace.offered_T.to(self._here)
-        return Trace(trace.rank_TK.to(self._here), trace.q_TK.to(self._here), offered_T)
+            trace = self._drafter.trace(Pack(pack.texts, self._there), count, sampling, sent)
+        offered_R = None if trace.offered_R is None else trace.offered_R.to(self._here)
+        return Trace(trace.rank_RK.to(self._here), trace.q_RK.to(self._here), offered_R)
 
     def _told(self, texts: Texts) -> Texts:
         return Texts(texts.ids_BT.to(self._there), texts.counts_B.to(self._there), texts.known)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...errors import InputError
 from ..foreign import ForeignDraft
 from ..models import States
+from ..packs import Pack
 from ..sampling import SamplingSettings
 from ..spelling import Respelled
 from ..tree import Drawn
@@ -53,7 +54,7 @@ class ForeignProposer:
     def shape(self, levels: int) -> None:
         return None
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         raise InputError("foreign draft: it has no probabilities of the target's tokens; draft along the answer")
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..models import States
+from ..packs import Pack
 from ..sampling import SamplingSettings
 from ..tree import Drawn
 from .base import Ask, Draft, Texts, Trace
@@ -64,5 +65,5 @@ class JacobiProposer:
     def move(self, source: int, destination: int) -> None:
         self._guesses[destination] = self._guesses[source]
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         raise InputError("jacobi: its guesses depend on the rounds before, decode it")

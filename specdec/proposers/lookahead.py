@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..models import States
+from ..packs import Pack
 from ..sampling import SamplingSettings
 from ..tree import ROOT, DraftTree, Drawn, TreeBatch
 from .base import Ask, Draft, Texts, Trace
@@ -89,7 +90,7 @@ class LookaheadProposer:
     def move(self, source: int, destination: int) -> None:
         self._searches[destination] = self._searches[source]
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         raise InputError("lookahead: what it guesses depends on the rounds before, decode it")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..models import States
+from ..packs import Pack
 from ..sampling import SamplingSettings
 from ..tree import ROOT, DraftTree, Drawn, TreeBatch
 from .base import Ask, Draft, Texts, Trace
@@ -86,7 +87,7 @@ class SuffixProposer:
         self._finish(destination)
         self._texts[destination], self._texts[source] = self._texts[source], None
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         raise InputError("suffix: no trace fits its trees; draft along the answer")
 
     def _finish(self, slot: int) -> None:

@@ -24,6 +24,7 @@ from draftforge.specdec import cache
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts import AnyDraft
 from draftforge.specdec.models import CausalModel, States
+from draftforge.specdec.packs import Pack, Text
 from draftforge.specdec.proposers import (
     DynamicProposer,
     Proposer,
@@ -34,7 +35,8 @@ from draftforge.specdec.proposers import (
 )
 from draftforge.specdec.proposers.base import Drafter, Texts, Trace
 from draftforge.specdec.proposers.elsewhere import ElsewhereDrafter, Place, lent, place_of
-from draftforge.specdec.replay import replay_sample, trace_target
+from draftforge.specdec.recorded import Recorded, trace_target
+from draftforge.specdec.replay import replay
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.tree import ROOT
 from draftforge.specdec.walk import count_rounds
@@ -108,8 +110,9 @@ def test_greedy_answers_are_the_targets_and_counted_alike(name: str, way: str) -
     for index, answer in dict(generate(model, proposer, requests, draft_tokens=3, batch_size=3)).items():
         assert answer.tokens == plain[index].tokens
         ids = requests[index].prompt_ids
-        traced = trace_target(model, ids, answer.tokens, GREEDY, proposer.aux_layers, proposer.reads_states)
-        (replayed,) = replay_sample(proposer, traced, ids, answer.tokens, GREEDY, ["greedy"], [3], 16)
+        recorded = [Recorded(ids, answer.tokens, 16)]
+        traced = trace_target(model, recorded, GREEDY, proposer.aux_layers, proposer.reads_states)
+        ((replayed,),) = replay(proposer, traced, ["greedy"], [3])
         assert replayed.counts == count_rounds(answer.rounds, 3)
     assert {"begin", "open", "expand", "observe"} <= set(watched.calls)
 
@@ -148,10 +151,10 @@ def test_nothing_of_the_targets_place_is_read_there(name: str, monkeypatch: pyte
             Texts.of(tokens), model.states(torch.ones(2, most, dtype=torch.long), aux_layers=drafter.aux_layers)
         )
     drafter.move(1, 0)
-    along = model.states(torch.tensor([ids[0]]), aux_layers=drafter.aux_layers) if drafter.reads_states else None
+    along = model.states(torch.tensor([[*ids[0], 2]]), aux_layers=drafter.aux_layers) if drafter.reads_states else None
     for setting in (GREEDY, WARM):
-        trace = drafter.trace([*ids[0], 2], 3, 2, setting, along)
-        assert trace.rank_TK.device == trace.q_TK.device == META
+        trace = drafter.trace(Pack([Text([*ids[0], 2], 3)], CPU), 2, setting, along)
+        assert trace.rank_RK.device == trace.q_RK.device == META
 
 
 class Stub:
@@ -175,8 +178,9 @@ class Stub:
 
     observe = lambda self, new, states: self.begin(new.ids_BT, new, states)  # noqa: E731
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         assert states is not None
+        self.seen += [pack.ids_BT.device]
         self.begin(META_ROW, Texts(META_ROW, META_ROW), states)
         return Trace(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1))
 
@@ -191,9 +195,9 @@ def test_what_crosses_in_which_direction() -> None:
     drafter.observe(one, states)
     assert drafter.open(1, chain=True).device == META
     assert drafter.expand(torch.zeros(1, 1), torch.zeros(1, 1), 0).device == META
-    trace = drafter.trace([1, 2], 1, 1, GREEDY, states)
+    trace = drafter.trace(Pack([Text([1, 2], 1)], CPU), 1, GREEDY, states)
     assert {x.device for x in trace if x is not None} == {META}
-    assert stub.seen == [META] * 14
+    assert stub.seen == [META] * 15
     stub.reads_states, drafter.reads_states, stub.seen = False, False, []
     drafter.begin(slots_R, one, states)
     assert stub.seen == [META, META, CPU, CPU]

@@ -23,7 +23,8 @@ from draftforge.specdec.foreign import ForeignDraft
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import Ask, Draft, ForeignProposer, make_proposer
 from draftforge.specdec.proposers.trees import StaticTree
-from draftforge.specdec.replay import replay_sample, trace_target
+from draftforge.specdec.recorded import Recorded, trace_target
+from draftforge.specdec.replay import replay
 from draftforge.specdec.requests import Generation, Request
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.walk import count_rounds
@@ -172,10 +173,8 @@ def test_replay_equals_decoding_count_by_count(rule: str, trained_drafts: Traine
     draft = ForeignDraft.of(trained_drafts.draft("small"), model.tokenizer, model.tokenizer, model.vocab_size)
     for request in trained_requests(model.tokenizer):
         (answer,) = run(model, draft, [request], rule, draft_tokens=3)
-        traced = trace_target(model, request.prompt_ids, answer.tokens, GREEDY)
-        (counted,) = replay_sample(
-            ForeignProposer(draft), traced, request.prompt_ids, answer.tokens, GREEDY, [rule], [3], 60
-        )
+        traced = trace_target(model, [Recorded(request.prompt_ids, answer.tokens, 60)], GREEDY)
+        ((counted,),) = replay(ForeignProposer(draft), traced, [rule], [3])
         assert counted.counts == count_rounds(answer.rounds, 3)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from draftforge.errors import InputError
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import CausalModel, States
+from draftforge.specdec.packs import Pack, Text
 from draftforge.specdec.proposers import Ask
 from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.proposers.jacobi import JacobiProposer
@@ -111,4 +112,4 @@ def test_guesses_are_what_the_target_said_after_those_not_accepted() -> None:
 def test_no_recorded_answer_tells_its_rounds() -> None:
     assert not JacobiProposer().replayable
     with pytest.raises(InputError, match="jacobi: its guesses depend on the rounds before, decode it"):
-        JacobiProposer().trace([1, 2], 1, 2, GREEDY, None)
+        JacobiProposer().trace(Pack([Text([1, 2], 1)], torch.device("cpu")), 2, GREEDY, None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from draftforge.errors import InputError
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import CausalModel, States
+from draftforge.specdec.packs import Pack, Text
 from draftforge.specdec.proposers import Ask, Draft
 from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.proposers.lookahead import LookaheadProposer, NgramPool
@@ -192,7 +193,7 @@ def test_slots_are_apart_and_movable() -> None:
 def test_refusals() -> None:
     assert not LookaheadProposer().replayable
     with pytest.raises(InputError, match="lookahead: what it guesses depends on the rounds before, decode it"):
-        LookaheadProposer().trace([1, 2], 1, 2, GREEDY, None)
+        LookaheadProposer().trace(Pack([Text([1, 2], 1)], torch.device("cpu")), 2, GREEDY, None)
     with pytest.raises(InputError, match="lookahead: window 0: must be at least 1"):
         LookaheadProposer(window=0)
     with pytest.raises(InputError, match="lookahead: guesses 0: must be at least 1"):
