@@ -171,11 +171,11 @@ def test_drafts_do_not_depend_on_the_batch(which: str, monkeypatch: pytest.Monke
 def test_replay_equals_decoding_count_by_count(rule: str, trained_drafts: Trained) -> None:
     model = trained_drafts.target()
     draft = ForeignDraft.of(trained_drafts.draft("small"), model.tokenizer, model.tokenizer, model.vocab_size)
-    for request in trained_requests(model.tokenizer):
-        (answer,) = run(model, draft, [request], rule, draft_tokens=3)
-        traced = trace_target(model, [Recorded(request.prompt_ids, answer.tokens, 60)], GREEDY)
-        ((counted,),) = replay(ForeignProposer(draft), traced, [rule], [3])
-        assert counted.counts == count_rounds(answer.rounds, 3)
+    requests = trained_requests(model.tokenizer)
+    answers = run(model, draft, requests, rule, draft_tokens=3)
+    recorded = [Recorded(request.prompt_ids, answer.tokens, 60) for request, answer in zip(requests, answers)]
+    replayed = replay(ForeignProposer(draft), trace_target(model, recorded, GREEDY), [rule], [3])
+    assert [counted.counts for (counted,) in replayed] == [count_rounds(answer.rounds, 3) for answer in answers]
 
 
 def test_above_temperature_zero_drafts_are_judged_as_chosen(trained_drafts: Trained) -> None:

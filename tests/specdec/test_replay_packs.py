@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from proposing import CHAINS, proposer_named
+from proposing import CHAINS, COPIES, DECODED, WAITING, proposer_named
 from stand_ins import VOCAB, prompts, target
 from torch import Tensor
 
@@ -33,6 +33,7 @@ TOGETHER = (
     "dflash-tree",
     "eagle-dynamic",
     "small-sampled",
+    "suffix",
 )
 
 
@@ -71,7 +72,7 @@ def check_alike(together: Sequence[Counted], alone: Sequence[Counted], exact: bo
     [(GREEDY, False), (DRY, True), (WARM, True)],
     ids=["bare", "penalised in pieces", "warm in pieces"],
 )
-@pytest.mark.parametrize("name", [*CHAINS, *TOGETHER])
+@pytest.mark.parametrize("name", [name for name in (*CHAINS, *TOGETHER) if name not in DECODED])
 def test_answers_replayed_together_count_as_each_alone(
     name: str, setting: SamplingSettings, pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,12 +93,12 @@ def test_answers_replayed_together_count_as_each_alone(
         check_alike(counted, alone, exact=setting.greedy)
         assert [one[:2] for one in counted] == [(rule, K) for rule in rules for K in KS]
         accepted += sum(one.counts.accepted for one in counted)
-    assert accepted > 0 or name == "lookup"
+    assert accepted > 0 or name in (*COPIES, "skipped")  # a random target says little without its layers
 
 
 def test_answers_without_a_round() -> None:
     model = target()
-    for name in ("small", "eagle", "medusa", "dflash", "lookup", "small-dynamic"):
+    for name in ("small", "eagle", "medusa", "dflash", "lookup", "suffix", "small-dynamic"):
         proposer = proposer_named(name, model)
         traced = traced_by(model, proposer, GREEDY, [Recorded([3, 4], [5], 8), Recorded([1], [2], 1)])
         for (counted,) in replay(proposer, traced, ["greedy"], [2]):
@@ -118,7 +119,7 @@ def drafted(drafter: Drafter, states: States | None, ids: list[int], known: int,
 
 
 @pytest.mark.parametrize("setting", [GREEDY, DRY, WARM], ids=["bare", "penalised", "warm"])
-@pytest.mark.parametrize("name", [name for name in CHAINS if name != "lookup"])
+@pytest.mark.parametrize("name", [name for name in CHAINS if name not in WAITING])
 @torch.inference_mode()
 def test_a_trace_is_what_drafting_says_at_every_place(name: str, setting: SamplingSettings) -> None:
     """Ranks and probabilities of the answers' tokens, from the drafter's own steps along them."""
