@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cache import KVCache
+from ..cache import KVCache, reads_lengths
 from ..models import CausalModel
 from ..passes import running, send
 from .base import Texts
@@ -94,6 +94,8 @@ class TextReader:
         self._fit()
         texts, read = self._ids[: len(tails)], self._read
         width = max(1, *(len(ids) - min(read[slot], len(ids) - tails[slot]) for slot, ids in enumerate(texts)))
+        if reads_lengths(self._lm.device):  # its kernel is compiled for every width
+            width = min(1 << (width - 1).bit_length(), self._cache.capacity)
         starts = [max(len(ids) - width, 0) for ids in texts]
         first = [len(ids) - start - tail for ids, start, tail in zip(texts, starts, tails)]
         rows = Texts.of([[*ids[start:], 0][:width] for ids, start in zip(texts, starts)], self._lm.device)

@@ -102,7 +102,8 @@ def test_the_file_is_a_draft(recipe: Recipe, searched: Path, capsys: pytest.Capt
     verbs.score(recipe, str(searched))
     told = capsys.readouterr()
     assert searched.name in told.out and "nothing says which tokenizer" not in told.err
-    options: dict[str, Any] = {"rule": None, "draft_tokens": 2, "tree": None, "max_new_tokens": 12, "seed": 0}
+    options: dict[str, Any] = {"rule": None, "draft_tokens": 2, "tree": None, "helped_by": None, "seed": 0}
+    options["max_new_tokens"] = 12
     for temperature in (0.0, 0.8):
         answers = []
         for draft in ("none", str(searched)):

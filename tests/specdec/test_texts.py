@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draftforge.specdec.cache import Step
 from draftforge.specdec.models import CausalModel, States
+from draftforge.specdec.proposers import texts as texts_of_draft
 from draftforge.specdec.proposers.texts import TextReader
 
 tokens = st.lists(st.integers(0, 3), max_size=5)
@@ -35,12 +36,21 @@ def agree(texts: TextReader, known: list[list[int]], tails: list[int]) -> None:
     start=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=3, max_size=3),
     steps=st.lists(st.lists(st.tuples(st.booleans(), tokens), min_size=3, max_size=3), max_size=4),
     room=st.sampled_from([2, 40]),
+    few_widths=st.booleans(),
     data=st.data(),
 )
 def test_logits_are_those_of_the_texts_as_they_stand(
-    start: list[list[int]], steps: list[list[tuple[bool, list[int]]]], room: int, data: st.DataObject
+    start: list[list[int]], steps: list[list[tuple[bool, list[int]]]], room: int, few_widths: bool, data: st.DataObject
 ) -> None:
     """However often ends were replaced, whichever slot grew, and where the first room was too small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts_of_draft, "reads_lengths", lambda device: few_widths)
+        check_texts(start, steps, room, data)
+
+
+def check_texts(
+    start: list[list[int]], steps: list[list[tuple[bool, list[int]]]], room: int, data: st.DataObject
+) -> None:
     texts, settled = TextReader(MODEL), [list(row) for row in start]
     texts.reserve(3, room)
     texts.begin([0, 1, 2], start)
@@ -54,7 +64,10 @@ def test_logits_are_those_of_the_texts_as_they_stand(
         agree(texts, known, [data.draw(st.integers(1, len(ids))) for ids in known])
 
 
-def test_only_what_changed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("few_widths", "widths"), [(False, [6, 3, 1, 2]), (True, [6, 4, 1, 2])])
+def test_only_what_changed_is_read_again(few_widths: bool, widths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or little more, where a pass of few widths is cheaper."""
+    monkeypatch.setattr(texts_of_draft, "reads_lengths", lambda device: few_widths)
     texts, read = TextReader(MODEL), list[int]()
     states = MODEL.states
 
@@ -72,7 +85,7 @@ def test_only_what_changed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> Non
         texts.look_ahead(0, [5])
         texts.logits([1, 1])
         texts.logits([2, 1])
-    assert read == [6, 3, 1, 2]
+    assert read == widths
 
 
 def test_what_is_replaced_by_as_many_others_is_read_again() -> None:
@@ -100,12 +113,14 @@ def test_slots_move_are_refilled_and_shortened() -> None:
     agree(texts, [[6, 4, 8], rows[1], [9, 9, 1]], [1, 1, 1])
 
 
-def test_an_empty_text_is_idle() -> None:
+@pytest.mark.parametrize("tails", [[0, 1], [1, 1]])
+def test_an_empty_text_is_idle(tails: list[int]) -> None:
+    """As a slot is that is free, whatever is asked of it."""
     texts = TextReader(MODEL)
     texts.reserve(2, 8)
     texts.begin([0, 1], [[], [4, 5]])
     with torch.no_grad():
-        after = texts.logits([0, 1])[1]
+        after = texts.logits(tails)[1]
     torch.testing.assert_close(after, fresh(MODEL, [4, 5], 1), atol=1e-4, rtol=1e-4)
     texts.extend(0, [7])
     agree(texts, [[7], [4, 5]], [1, 1])
