@@ -43,6 +43,13 @@ Overrides = Annotated[
 ]
 DraftName = Annotated[str | None, typer.Option("--draft", help="Only this draft of the recipe; default: all.")]
 
+DraftDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-device", help="Where the draft runs, such as cpu; default: score.draft_device, the target's."
+    ),
+]
+
 
 @app.callback(invoke_without_command=True)
 def _options(
@@ -60,6 +67,11 @@ def _load(path: Path, overrides: list[str] | None) -> "Recipe":
     from .recipe import load_recipe
 
     return load_recipe(path, overrides or [])
+
+
+def _on(draft_device: str | None) -> list[str]:
+    """The override that an option stands for."""
+    return [] if draft_device is None else [f"score.draft_device={draft_device}"]
 
 
 @app.command(rich_help_panel=STAGES)
@@ -122,10 +134,13 @@ def train(recipe: RecipeFile, overrides: Overrides = None, draft: DraftName = No
 def score(
     recipe: RecipeFile,
     overrides: Overrides = None,
+    draft_device: DraftDevice = None,
     draft: Annotated[
         str | None,
         typer.Option(
-            "--draft", help="Only this draft of the recipe, or a draft folder or .gguf of anybody's; default: all."
+            "--draft",
+            help="Only this draft of the recipe, a draft folder or .gguf of anybody's, or a file of skip-layers; "
+            "default: all.",
         ),
     ] = None,
 ) -> None:
@@ -135,7 +150,7 @@ def score(
 
     A draft that was made elsewhere, as it is: draftforge score configs/demo.yaml --draft ./their-eagle3
     """
-    loaded = _load(recipe, overrides)
+    loaded = _load(recipe, [*(overrides or []), *_on(draft_device)])
     from .pipeline import verbs
 
     verbs.score(loaded, draft)
@@ -203,6 +218,49 @@ def retrain(recipe: RecipeFile, overrides: Overrides = None) -> None:
     verbs.retrain(loaded)
 
 
+@app.command("skip-layers", rich_help_panel=USE)
+def skip_layers(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    domain: Annotated[
+        str | None, typer.Option("--domain", help="Only this domain; default: all together, then each.")
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option("--draft-tokens", "-k", min=1, max=64, help="Tokens a round; default: the best of the recipe's."),
+    ] = None,
+    tries: Annotated[int, typer.Option("--tries", min=1, help="Sets of layers to try, in each domain.")] = 200,
+    conversations: Annotated[
+        int, typer.Option("--conversations", min=1, help="Conversations of each domain that a set is tried on.")
+    ] = 16,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the search.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="File to write, for --draft; default: skip-layers.json in the workdir."
+        ),
+    ] = None,
+) -> None:
+    """Find layers of the target that a draft can skip: the target itself, without them, then drafts. No training.
+
+    Example: draftforge skip-layers configs/demo.yaml --domain support --tries 300 --out support.json
+
+    Then: draftforge score configs/demo.yaml --draft support.json
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.skip_layers(
+        loaded,
+        domain=domain,
+        draft_tokens=draft_tokens,
+        tries=tries,
+        conversations=conversations,
+        seed=seed,
+        out=out,
+    )
+
+
 @app.command(rich_help_panel=USE)
 def export(
     recipe: RecipeFile,
@@ -241,7 +299,11 @@ def generate(
     overrides: Overrides = None,
     draft: Annotated[
         str | None,
-        typer.Option("--draft", help="Name in the recipe, draft folder, lookup or none; default: the chosen one."),
+        typer.Option(
+            "--draft",
+            help="Name in the recipe, draft folder, skip-layers' file, lookup, suffix, lookahead, jacobi, none; "
+            "default: the chosen.",
+        ),
     ] = None,
     rule: Annotated[
         str | None,
@@ -254,15 +316,20 @@ def generate(
     tree: Annotated[
         str | None, typer.Option("--tree", help="Name in the recipe's score.trees; default: chains.")
     ] = None,
+    helped_by: Annotated[
+        str | None,
+        typer.Option("--helped-by", help="Drafts for a small draft: lookup, or a smaller draft's name or folder."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
+    draft_device: DraftDevice = None,
 ) -> None:
     """Answer a prompt with the draft's help: accepted drafted tokens in colour, then tau and speed.
 
     Example: draftforge generate configs/demo.yaml "Where is my order?" -n 64
     """
-    loaded = _load(recipe, overrides)
+    loaded = _load(recipe, [*(overrides or []), *_on(draft_device)])
     from .pipeline import verbs
 
     verbs.generate(
@@ -272,9 +339,78 @@ def generate(
         rule=rule,
         draft_tokens=draft_tokens,
         tree=tree,
+        helped_by=helped_by,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
+    )
+
+
+@app.command(rich_help_panel=USE)
+def bench(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--prompts", metavar="FILE", help="Prompts, JSON lines with domain and turns, or any shape that mixes read."
+        ),
+    ] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            help="Name in the recipe, draft folder, champion, or a method without training such as lookup; may be "
+            "given again. Default: the recipe's drafts (their last checkpoints) and lookup.",
+        ),
+    ] = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option("--tree", help="Of the recipe's score.trees; may be given again. Default: all."),
+    ] = None,
+    draft_tokens: Annotated[str, typer.Option("--draft-tokens", "-k", help="K of the chains.")] = "2,4,8",
+    batch_size: Annotated[str, typer.Option("--batch-size", "-b", help="Requests answered at once.")] = "1,4,16",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Longest answer.")] = 256,
+    max_prompts: Annotated[
+        int | None, typer.Option("--max-prompts", help="Only so many, spread over the domains; default: all.")
+    ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")] = 0.0,
+    rule: Annotated[
+        str | None, typer.Option("--rule", help="Accept rule above temperature 0; default: the recipe's.")
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="Turns of all methods; medians of them count.")] = 3,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="For the report; default: one in the work folder.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run again what a benchmark before this one left.")] = False,
+) -> None:
+    """Measure every way of drafting on your own prompts: speed, waiting, memory, and where speculation loses.
+
+    Plain decoding runs first in every repeat, and what a repeat took is compared with it. Time to first token: from
+    when a request has a slot. Inter-token latency: the time between two arrivals of an answer, divided evenly among
+    the tokens of the second one (tokens of one round come together). A killed benchmark goes on with the same command.
+
+    Example: draftforge bench configs/demo.yaml --prompts prompts.jsonl --draft small --draft lookup -k 2,4 -b 1,8
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.bench(
+        loaded,
+        prompts=list(prompts or []),
+        drafts=list(draft or []),
+        trees=list(tree or []),
+        draft_tokens=draft_tokens,
+        batch_sizes=batch_size,
+        max_new_tokens=max_new_tokens,
+        max_prompts=max_prompts,
+        temperature=temperature,
+        rule=rule,
+        repeats=repeats,
+        seed=seed,
+        out=out,
+        fresh=fresh,
     )
 
 

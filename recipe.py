@@ -20,6 +20,7 @@ from .data.settings import MixSettings
 from .errors import MissingFileError, RecipeError
 from .eval.settings import ScoreSettings
 from .registry.settings import GateSettings, RegistrySettings, redacted
+from .specdec.proposers.free import TRAINING_FREE
 from .specdec.settings import TargetSettings
 from .train.settings import DraftSettings
 
@@ -50,7 +51,7 @@ _PLAIN = [
 
 
 _NAME = r"^[a-z0-9][a-z0-9._-]*$"
-_BASELINES = ("lookup", "none", "plain")  # what tables and `--draft` call decoding without a trained draft
+_BASELINES = (*TRAINING_FREE, "none", "plain")  # what tables and `--draft` call decoding without a trained draft
 
 
 class RetrainSettings(BaseModel):

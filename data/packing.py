@@ -1,4 +1,4 @@
-"""Samples side by side in rows of equal length, with little padding."""
+"""Samples side by side in rows of equal length, with little padding: several in a row, or one."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -23,6 +23,17 @@ def pack(lengths: Sequence[int], row_tokens: int = 0) -> tuple[list[list[int]], 
         if total >= (1 - MOST_PADDING) * len(rows) * tokens:
             return rows, tokens
         count = len(rows) - max(1, len(rows) // _SHARE)
+
+
+def buckets(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Sample indexes, longest first, in groups of about one length: filled up to their longest, with one sample a row,
+    each group is at most `tokens` tokens, or one sample."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > tokens:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
 
 
 def _rows(lengths: Sequence[int], count: int, tokens: int) -> tuple[list[list[int]], int]:

@@ -173,6 +173,13 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         advance((size - done) / _MEGABYTE)
 
 
+def first_line(path: Path) -> Any:
+    """The first line of a file, decoded; None of an empty one. Text that is not JSON is {"prompt": text}."""
+    for _, decode in _file_lines(path, prompts=True):
+        return decode()
+    return None
+
+
 def _plain_prompt(line: bytes, where: str) -> dict[str, str]:
     return {"prompt": _utf8(line, where).rstrip("\r\n")}
 

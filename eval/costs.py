@@ -142,7 +142,7 @@ def cost_key(
         software=f"torch {torch.__version__}",
         dtype=str(target.dtype).removeprefix("torch."),
         target=module_signature(target.model),
-        draft={"class": draft} if isinstance(draft, str) else module_signature(draft),
+        draft={"class": draft} if isinstance(draft, str) else module_signature(draft) | _elsewhere(draft, target),
         sampling="greedy" if sampling.greedy else "sampled",
         plans=plans,
     )
@@ -229,6 +229,12 @@ def module_signature(module: nn.Module) -> dict[str, Any]:
         "parameters": sum(math.prod(shape) for _, shape, _ in tensors),
         "tensors": fingerprint.of_json(sorted(tensors)),
     }
+
+
+def _elsewhere(draft: nn.Module, target: CausalModel) -> dict[str, str]:
+    """The draft's own hardware, where that is not the target's."""
+    devices = {parameter.device for parameter in draft.parameters()} - {target.device}
+    return {"hardware": hardware_name(devices.pop())} if devices else {}
 
 
 def _speed_fields(config: Any) -> dict[str, Any]:

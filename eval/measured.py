@@ -7,11 +7,12 @@ import torch
 from ..data.store import Sample
 from ..errors import InputError
 from ..specdec.models import CausalModel
+from ..specdec.packs import Pack
 from ..specdec.proposers.base import Proposer, Trace
 from ..specdec.proposers.shape import TreeShape
 from ..specdec.proposers.trees import MeasuredTree, StaticTree
 from ..specdec.replay import rank_accuracies
-from .score import TraceCache
+from .traces import TraceCache
 
 
 @torch.inference_mode()
@@ -19,13 +20,9 @@ def measured_tree(target: CausalModel, proposer: Proposer, samples: Sequence[Sam
     """The tree of one draft, by what it gets right along recorded answers: those that it was trained on, so that the
     answers which pick a draft do not also shape it. Raises InputError where there are none."""
 
-    passes = TraceCache(target, 0)
-
-    def traces() -> Iterator[Trace]:
-        for sample in samples:
-            ids, known = sample.prompt_ids + sample.answer_ids, len(sample.prompt_ids) + 1
-            if len(ids) > known:
-                yield proposer.trace(ids, known, tree.levels, sample.sampling, passes.of(sample, proposer).states)
+    def traces() -> Iterator[tuple[Pack, Trace]]:
+        for traced in TraceCache(target, 0).along(samples, proposer):
+            yield traced.pack, proposer.trace(traced.pack, tree.levels, traced.sampling, traced.states)
 
     shape = TreeShape.of_accuracies(rank_accuracies(traces(), tree.ranks), tree.nodes)
     if not shape.choices:

@@ -11,9 +11,10 @@ from ..specdec.proposers import make_proposer
 from ..specdec.targets import Target
 from .figures import acceptance, tau
 from .plans import Drafting
-from .score import Identity, TraceCache, score_draft, spread
+from .score import Identity, score_draft, spread
 from .select import serving
 from .settings import ScoreSettings
+from .traces import TraceCache
 
 _DRAFTED = 3
 """Tokens of the shortest answer of which one is drafted: neither the first nor the last is. Others give no figures."""
@@ -51,7 +52,7 @@ class SampledScore:
         target = self._load_target()
         draft = load_draft(folder, target.device, target.dtype).draft
         chains = Drafting(partial(make_proposer, draft, target), (self._draft_tokens,))
-        identity, traces = Identity("training", step), TraceCache(target, 0)
+        identity, traces = Identity("training", step), TraceCache(target, 0, self._settings.replay_tokens)
         counts = score_draft(target, [chains], self._samples, self._settings, identity, traces).counts
         deciding = serving(counts, self._settings)
         found = tau(deciding, self._settings.bootstrap)

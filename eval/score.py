@@ -16,14 +16,13 @@ from ..data.store import Sample
 from ..errors import InputError, ReplayMismatchError
 from ..progress import Advance, bar, say
 from ..specdec.decoder import Generation, Request, generate
-from ..specdec.models import CausalModel
-from ..specdec.proposers.base import Proposer
-from ..specdec.replay import TargetTrace, replay_sample, replayable, trace_target
+from ..specdec.replay import Counted
 from ..specdec.targets import Target
 from ..specdec.walk import RoundCounts, count_rounds
 from .counts import CountRow, context_bucket, to_table
 from .plans import Drafting, Plan, rules_for
 from .settings import ScoreSettings
+from .traces import TraceCache, exact_rules, replay_samples
 
 
 class Identity(NamedTuple):
@@ -65,25 +64,6 @@ class Score:
     consistency: Consistency
 
 
-class TraceCache:
-    """Remembers the target's passes over recorded answers, for the next checkpoint, up to a budget of bytes."""
-
-    def __init__(self, target: CausalModel, budget_bytes: int) -> None:
-        self._target, self._left = target, budget_bytes
-        self._known: dict[tuple[str, tuple[int, ...], bool], TargetTrace] = {}
-
-    def of(self, sample: Sample, proposer: Proposer) -> TargetTrace:
-        """The target's states along the answer, as far as the proposer reads them."""
-        key = sample.id, proposer.aux_layers, proposer.reads_states
-        traced = self._known.get(key)
-        if traced is None:
-            traced = trace_target(self._target, sample.prompt_ids, sample.answer_ids, sample.sampling, *key[1:])
-            if traced.nbytes <= self._left:
-                self._left -= traced.nbytes
-                self._known[key] = traced
-        return traced
-
-
 def score_draft(
     target: Target,
     draftings: Sequence[Drafting],
@@ -98,14 +78,14 @@ def score_draft(
     samples. Raises ReplayMismatchError in float32.
     """
     samples = _scored(samples, settings)
-    traces = traces or TraceCache(target, settings.trace_bytes)
+    traces = traces or TraceCache(target, settings.trace_bytes, settings.replay_tokens)
     title = f"score {identity.name} step {identity.step}"
     works = [_Work.of(drafting, samples, settings) for drafting in draftings]
     replayed: list[_Answer] = []
     decoded: list[_Answer] = []
     with bar(title, sum(work.answers for work in works), "answers") as advance:
         for work in works:
-            replayed += _replay(work, traces, advance)
+            replayed += _replay(work, traces, settings, advance)
             decoded += _decode(target, work, settings, advance)
     consistency = _compare(target, replayed, decoded, settings)
     _judge(target, consistency, settings, title)
@@ -146,7 +126,7 @@ class _Work:
     """What is replayed and what is decoded of one way of drafting."""
 
     drafting: Drafting
-    replayed: list[tuple[Sample, list[str]]]
+    replayed: list[Sample]
     decoded: list[_Decoding]
 
     @classmethod
@@ -154,14 +134,13 @@ class _Work:
         """Replay all that can be, and decode a part of it at the settings' depths; decode all of the rest."""
         proposer, chosen = drafting.proposer, spread(samples, settings.decode_conversations)
         some = [depth for depth in settings.decode_draft_tokens if depth in drafting.depths] or drafting.depths[-1:]
-        replayed: list[tuple[Sample, list[str]]] = []
+        replayed: list[Sample] = []
         groups: dict[str, tuple[list[Sample], Sequence[int]]] = {}
         for sample in samples:
-            rules = rules_for(sample.sampling, proposer, settings)
-            exact = [rule for rule in rules if replayable(proposer, rule, sample.sampling)]
+            exact = exact_rules(sample.sampling, proposer, settings)
             if exact:
-                replayed.append((sample, exact))
-            for rule in rules:
+                replayed.append(sample)
+            for rule in rules_for(sample.sampling, proposer, settings):
                 if rule not in exact or sample.conversation in chosen:
                     depths = some if rule in exact else drafting.depths
                     groups.setdefault(rule, ([], depths))[0].append(sample)
@@ -184,22 +163,16 @@ def _scored(samples: Sequence[Sample], settings: ScoreSettings) -> list[Sample]:
     return list(samples)
 
 
-def _replay(work: _Work, traces: TraceCache, advance: Advance) -> list[_Answer]:
-    drafting, answers = work.drafting, list[_Answer]()
-    for sample, rules in work.replayed:
-        counted = replay_sample(
-            drafting.proposer,
-            traces.of(sample, drafting.proposer),
-            sample.prompt_ids,
-            sample.answer_ids,
-            sample.sampling,
-            rules,
-            drafting.depths,
-            sample.max_new_tokens,
-        )
-        answers += [_Answer(sample, rule, Plan(depth, drafting.tree), counts) for rule, depth, counts in counted]
+def _replay(work: _Work, traces: TraceCache, settings: ScoreSettings, advance: Advance) -> list[_Answer]:
+    drafting, samples, done = work.drafting, work.replayed, dict[int, list[Counted]]()
+    for index, counted in replay_samples(drafting.proposer, traces, samples, drafting.depths, settings):
+        done[index] = counted
         advance(note="replay")
-    return answers
+    return [
+        _Answer(sample, rule, Plan(depth, drafting.tree), counts)
+        for index, sample in enumerate(samples)
+        for rule, depth, counts in done[index]
+    ]
 
 
 def _decode(target: Target, work: _Work, settings: ScoreSettings, advance: Advance) -> list[_Answer]:

@@ -71,6 +71,12 @@ class ScoreSettings(BaseModel):
     """The same for bfloat16 and float16, whose logits near 30 lie 0.1 apart."""
     mismatch_limit: int = Field(default=0, ge=0)
     """float32: conversations whose replayed and decoded counts may differ before the score is refused."""
+    draft_device: str | None = None
+    """Where drafts run, such as cpu or cuda:1; absent: with the target. Their precision is the target's; between a
+    GPU and a CPU it is bfloat16 on the one and float32 on the other."""
+    replay_tokens: int = Field(default=0, ge=0)
+    """Tokens of recorded answers, prompts and padding included, that go through the target and the draft in one pass of
+    replay; 0: 16,384 on a GPU, 2,048 on a CPU. Less takes less memory; counts are the same."""
     trace_bytes: int = Field(default=1 << 30, ge=0)
     """Memory for the target's states along the answers, kept from one checkpoint to the next (device memory)."""
     seed: int = Field(default=0, ge=0)

@@ -2,15 +2,31 @@
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..specdec.drafts.skipped import SkippedLayers
 from .figures import Estimate
 from .select import DomainRow, Row
 
-NUMERIC = frozenset({"step", "K", "tau", "draft ms", "verify ms", "expected speed-up", "perplexity", "conversations"})
+_SCORES = ("step", "K", "tau", "draft ms", "verify ms", "expected speed-up", "perplexity", "conversations")
+_SKIPS = ("kept", "sets tried")
+_SPEEDS = ("batch", "tokens/s", "decoding tokens/s", "speed-up", "decoding speed-up")
+_WAITS = (
+    "first token ms",
+    "inter-token ms",
+    "rounds",
+    "round ms",
+    "break-even tau",
+    "draft MB",
+    "caches MB",
+    "peak MB",
+)
+NUMERIC = frozenset([*_SCORES, *_SKIPS, *_SPEEDS, *_WAITS, "equal"])
 UNKNOWN = "n/a"
 
 
@@ -18,13 +34,57 @@ def show_leaderboard(rows: Sequence[Row], confidence: float, title: str, console
     """Print checkpoints and baselines, the chosen one marked."""
     styles = ["bold green" if row.chosen else "dim" if row.baseline else "" for row in rows]
     note = f"tau: tokens per round, pooled; intervals: {confidence:.0%}, by conversation cluster; times at batch 1"
-    _show(title, leaderboard_cells(rows), styles, note, console)
+    show_cells(title, leaderboard_cells(rows), styles, note, console)
 
 
 def show_domains(rows: Sequence[DomainRow], confidence: float, title: str, console: Console | None = None) -> None:
     """Print drafts per domain and sampling setting."""
     styles = ["dim" if row.baseline else "" for row in rows]
-    _show(title, domain_cells(rows), styles, f"intervals: {confidence:.0%}, by conversation cluster", console)
+    show_cells(title, domain_cells(rows), styles, f"intervals: {confidence:.0%}, by conversation cluster", console)
+
+
+class SkipRow(NamedTuple):
+    """The best set of sublayers to skip in some domain."""
+
+    domain: str
+    skipped: SkippedLayers
+    layers: int
+    """Of the target."""
+    K: int
+    tau: float
+    speedup: float
+    tries: int
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able, the set itself aside."""
+        return {name: value for name, value in self._asdict().items() if name != "skipped"} | {"kept": self.kept}
+
+    @property
+    def kept(self) -> float:
+        """Share of the sublayers that the draft runs."""
+        return self.skipped.kept_share(self.layers)
+
+
+def show_skips(rows: Sequence[SkipRow], console: Console | None = None) -> None:
+    """Print which sublayers are skipped in which domain."""
+    note = "tau and speed-up on the answers that chose the set; `draftforge score --draft FILE` scores the whole split"
+    show_cells("Layers to skip, by expected speed-up", skip_cells(rows), [""] * len(rows), note, console)
+
+
+def skip_cells(rows: Sequence[SkipRow]) -> list[list[str]]:
+    """Header and rows as text."""
+    cells = [["domain", "attention skipped", "MLP skipped", "kept", "K", "tau", "expected speed-up", "sets tried"]]
+    for row in rows:
+        sets = (ranges(row.skipped.attention), ranges(row.skipped.mlp))
+        figures = (f"{row.kept:.0%}", str(row.K), number(row.tau), f"{row.speedup:.2f}x", str(row.tries))
+        cells.append([row.domain, *sets, *figures])
+    return cells
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers, neighbours as ranges, such as "3-5 8"; none: "-"."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "-"
 
 
 def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
@@ -110,9 +170,10 @@ def number(value: float) -> str:
     return UNKNOWN if math.isnan(value) else f"{value:.2f}"
 
 
-def _show(
-    title: str, cells: Sequence[Sequence[str]], styles: Sequence[str], note: str, console: Console | None
+def show_cells(
+    title: str, cells: Sequence[Sequence[str]], styles: Sequence[str], note: str, console: Console | None = None
 ) -> None:
+    """Print a header and rows: a table on a terminal, else plain columns."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.print(f"{title}\n{plain_text(cells)}\n{note}", soft_wrap=True, markup=False, highlight=False)

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from .. import fingerprint
 from ..data.store import Sample
 from ..errors import FormatError, InputError
-from ..eval.plans import rules_for
 from ..eval.score import spread
+from ..eval.traces import replay_samples
 from ..specdec.formats import Format, Verifier, convert_draft
-from ..specdec.replay import Counted, replay_sample, replayable
+from ..specdec.replay import Counted
 from ..storage import new_folder
 from .scoring import Scorer
 from .workspace import Workspace
@@ -76,19 +76,5 @@ def same_counts(scorer: Scorer, one: Path, other: Path) -> bool:
 def _counts(scorer: Scorer, folder: Path, samples: Sequence[Sample]) -> list[list[Counted]]:
     """What each sample's answer is worth to the draft's chains, under every rule that a replay can tell."""
     proposer, settings = scorer.proposer(scorer.load(folder)), scorer.settings
-    counts = []
-    for sample in samples:
-        rules = rules_for(sample.sampling, proposer, settings)
-        counts.append(
-            replay_sample(
-                proposer,
-                scorer.traces.of(sample, proposer),
-                sample.prompt_ids,
-                sample.answer_ids,
-                sample.sampling,
-                [rule for rule in rules if replayable(proposer, rule, sample.sampling)],
-                settings.draft_tokens,
-                sample.max_new_tokens,
-            )
-        )
-    return counts
+    counted = dict(replay_samples(proposer, scorer.traces, samples, settings.draft_tokens, settings))
+    return [counted[index] for index in range(len(samples))]

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
+import torch
 
 from .. import fingerprint, storage
 from ..data.store import Capture, Sample
@@ -16,21 +17,27 @@ from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
 from ..eval.measured import measured_tree
 from ..eval.perplexity import perplexity
 from ..eval.plans import Drafting
-from ..eval.score import Identity, TraceCache, score_draft, spread
+from ..eval.score import Identity, score_draft, spread
 from ..eval.select import PLAIN, Checkpoint, Row, by_plan, domain_rows, leaderboard, plain_row
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
+from ..eval.traces import TraceCache
 from ..progress import say
 from ..recipe import Recipe
 from ..specdec.drafts import AnyDraft
-from ..specdec.formats import check_context, check_fits, load_draft, meta_file, read_draft
+from ..specdec.drafts.small import SmallDraft
+from ..specdec.foreign import ForeignDraft
+from ..specdec.formats import check_context, check_fits, detect, load_draft, meta_file, read_draft, read_meta
 from ..specdec.formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET
+from ..specdec.formats.skipped import is_skip_file, read_skipped
 from ..specdec.loading import load_tokenizer
 from ..specdec.proposers import Proposer, make_proposer
+from ..specdec.proposers.elsewhere import Place, place_of
 from ..specdec.proposers.free import LOOKUP
 from ..specdec.proposers.lookup import PromptLookup
 from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
 from ..specdec.targets import Target, tokenizer_digest
+from ..specdec.targets import place as target_place
 from ..train.families import family_of
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
@@ -77,27 +84,38 @@ class Scorer:
         self._data = Capture.open(captured.folder, verify=False)
         self.settings: ScoreSettings = space.recipe.score
         self.samples: list[Sample] = self._data.samples(split)  # type: ignore[arg-type]
-        self.traces = TraceCache(space.target, self.settings.trace_bytes)
+        self.traces = TraceCache(space.target, self.settings.trace_bytes, self.settings.replay_tokens)
 
     def load(self, folder: Path) -> AnyDraft:
         """A stored draft, once it is seen to fit the target and what is scored."""
-        draft = draft_for(self._space.target, folder)
+        draft = draft_for(self._space.target, folder, self.settings.draft_device)
+        self._check_context(draft, folder)
+        return draft
+
+    def load_any(self, folder: Path) -> AnyDraft | ForeignDraft:
+        """The same, of whatever tokenizer it is. A foreign one reads the ends of texts that are too long for it."""
+        draft = any_draft_for(self._space.target, folder, self.settings.draft_device)
+        if not isinstance(draft, ForeignDraft):
+            self._check_context(draft, folder)
+        return draft
+
+    def _check_context(self, draft: AnyDraft, folder: Path) -> None:
         longest = max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0)
         check_context(draft, longest, folder)
-        return draft
 
     def proposer(self, draft: AnyDraft) -> Proposer:
         """The proposer of its chains."""
         return make_proposer(draft, self._space.target)
 
-    def draftings(self, draft: AnyDraft | None) -> list[Drafting]:
-        """The ways of drafting that the recipe scores (None: prompt lookup, which drafts chains only)."""
-        if draft is None:
-            return [self.chains(None)]
+    def draftings(self, draft: AnyDraft | ForeignDraft | None) -> list[Drafting]:
+        """The ways of drafting that the recipe scores (None: prompt lookup, which drafts chains only, as foreign drafts
+        do)."""
+        if draft is None or isinstance(draft, ForeignDraft):
+            return [self.chains(draft)]
         trees = (self.tree_of(draft, name, tree) for name, tree in self.settings.trees.items())
         return [self.chains(draft), *trees]
 
-    def chains(self, draft: AnyDraft | None) -> Drafting:
+    def chains(self, draft: AnyDraft | ForeignDraft | None) -> Drafting:
         """Chains of every K of the recipe (None: prompt lookup's)."""
         make = PromptLookup if draft is None else partial(make_proposer, draft, self._space.target)
         return Drafting(make, tuple(self.settings.draft_tokens))
@@ -120,13 +138,15 @@ class Scorer:
         score = score_draft(self._space.target, draftings, self.samples, self.settings, identity, self.traces)
         return score.counts, score.consistency.lossless
 
-    def perplexity(self, draft: AnyDraft) -> float | None:
-        """Of the recorded answers under the draft; shown to people, used for nothing."""
+    def perplexity(self, draft: AnyDraft | ForeignDraft) -> float | None:
+        """Of the recorded answers under the draft; shown to people, used for nothing. A foreign one has none."""
+        if isinstance(draft, ForeignDraft):
+            return None
         chosen = spread(self.samples, self.settings.decode_conversations or 1)
         samples = [sample for sample in self.samples if sample.conversation in chosen]
         return perplexity(self.proposer(draft), samples, self.traces)
 
-    def costs(self, draft: AnyDraft | None, draftings: Sequence[Drafting]) -> CostTable:
+    def costs(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[Drafting]) -> CostTable:
         """Times of this shape (None: prompt lookup) on this machine, measured once."""
         settings, target = self.settings, self._space.target
         key = cost_key(target, LOOKUP if draft is None else draft, draftings, settings)
@@ -150,10 +170,20 @@ def check_targets(recipe: Recipe, names: Collection[str]) -> None:
             )
 
 
-def draft_for(target: Target, place: Path) -> AnyDraft:
-    """A draft in any layout, on the target's device and in its precision, once it is seen to fit the target."""
+def draft_for(target: Target, place: Path, device: str | None = None) -> AnyDraft:
+    """A draft in any layout, on its device (None: the target's, in its precision), once it is seen to fit the target.
+
+    Raises InputError, FormatError or StaleInputError where it does not.
+    """
+    there = _draft_place(target, device)
+    if is_skip_file(place):
+        if there != place_of(target):
+            raise InputError(
+                f"score.draft_device {device}: {place} drafts with the target's own layers, which stay there"
+            )
+        return read_skipped(place, target)
     if meta_file(place).is_file():
-        draft, meta = load_draft(place, target.device, target.dtype)
+        draft, meta = load_draft(place, *there)
         if meta.tokenizer_digest != target.tokenizer_digest:
             raise InputError(f"{place}: drafts with another tokenizer than the target's")
         if ORIGINAL_TARGET in meta.extra and meta.target_fingerprint != target.fingerprint:
@@ -162,13 +192,39 @@ def draft_for(target: Target, place: Path) -> AnyDraft:
                 f"for no other; set target.model={place / OWN_TARGET}"
             )
     else:
-        draft = read_draft(place, target.num_layers).to(device=target.device, dtype=target.dtype).eval()
+        draft = read_draft(place, target.num_layers).to(*there).eval()
         if (place / TOKENIZER_FILE).is_file():
             digest = tokenizer_digest(load_tokenizer(place, str(place), trust_remote_code=False))
             if digest != target.tokenizer_digest:
                 raise InputError(f"{place}: its {TOKENIZER_FILE} is not the target's: drafts with another tokenizer")
     check_fits(draft, target, place)
     return draft
+
+
+def any_draft_for(target: Target, place: Path, device: str | None = None) -> AnyDraft | ForeignDraft:
+    """As `draft_for`; but a model folder whose own tokenizer is not the target's is taken as a foreign draft."""
+    ours = meta_file(place).is_file() and read_meta(place).tokenizer_digest == target.tokenizer_digest
+    if ours or not (place / TOKENIZER_FILE).is_file() or detect(place) != "hf":
+        return draft_for(target, place, device)
+    theirs = load_tokenizer(place, str(place), trust_remote_code=False)
+    if tokenizer_digest(theirs) == target.tokenizer_digest:
+        return draft_for(target, place, device)
+    small = read_draft(place).to(*_draft_place(target, device)).eval()
+    assert isinstance(small, SmallDraft)
+    say(f"{place}: has another tokenizer than the target's; what it drafts goes over as text")
+    return ForeignDraft.of(small, theirs, target.tokenizer, target.vocab_size)
+
+
+def _draft_place(target: Target, device: str | None) -> Place:
+    """A device that the recipe names, and the precision there: between a GPU and a CPU, the usual one of each."""
+    here = place_of(target)
+    if device is None:
+        return here
+    found, usual = target_place(device, "auto", "score.draft_device")
+    found = torch.empty(0, device=found).device  # with its number: cuda alone is the current one
+    if found == here.device:
+        return here
+    return Place(found, usual if "cpu" in (found.type, here.device.type) else here.dtype)
 
 
 def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> Scored:
@@ -181,9 +237,9 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
 def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
     """Score a draft of anybody's making, as it is, on the selection split, and show it. Nothing is registered.
 
-    `place`: a folder in any layout, or a .gguf file.
+    `place`: a folder in any layout, a .gguf file, or a .json file of skipped layers.
     """
-    if not meta_file(place).is_file() and not (place / TOKENIZER_FILE).is_file():
+    if not (meta_file(place).is_file() or (place / TOKENIZER_FILE).is_file() or is_skip_file(place)):
         say(f"{place}: nothing says which tokenizer it was trained with; only sizes are checked")
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     digests = {path.name: fingerprint.of_file(path) for path in files if path.is_file()}
@@ -199,7 +255,8 @@ def _name_of(place: Path) -> str:
 def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], drafts: dict[str, str]) -> Scored:
     """Score each draft folder, prompt lookup beside them, and show it. `drafts`: digests of what is scored."""
     settings = space.recipe.score
-    inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude={"costs", "batch_size"})]
+    neutral = {"costs", "batch_size", "replay_tokens"}
+    inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude=neutral)]
     found = fingerprint.of_json(["score", inputs])
     stage = Stage(space.folder("score", found), found)
     scorer = Scorer(space, captured, SELECTION_SPLIT)
@@ -213,7 +270,7 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
         notes_file, counts_file = (part.with_name(f"{part.name}.{kind}") for kind in ("json", "parquet"))
         known = _stored(counts_file, notes_file)
         if known is None or name not in shapes or settings.trees_vary:
-            draft = None if folder is None else scorer.load(folder)
+            draft = None if folder is None else scorer.load_any(folder)
             draftings = scorer.draftings(draft)
             fixed = {one.tree: one.fixed for one in draftings if one.fixed is not None}
             shapes[name] = scorer.costs(draft, draftings), fixed

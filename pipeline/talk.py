@@ -14,13 +14,16 @@ from ..eval.settings import SELECTION_SPLIT
 from ..registry.models import champion
 from ..registry.resolve import resolve_models_uri
 from ..specdec.decoder import Generation, Request, generate
+from ..specdec.drafts.small import SmallDraft
+from ..specdec.foreign import ForeignDraft
 from ..specdec.proposers import Proposer, make_proposer
-from ..specdec.proposers.free import TRAINING_FREE
+from ..specdec.proposers.cascade import CascadeProposer, SmallHelper
+from ..specdec.proposers.free import HELPERS, TRAINING_FREE
 from ..specdec.proposers.trees import MeasuredTree
 from ..specdec.rules import RULES
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
-from .scoring import Scorer, draft_for
+from .scoring import Scorer, any_draft_for, draft_for
 from .stages import capture_stage, checkpoints_of, mix_stage, trained
 from .workspace import Workspace
 
@@ -38,7 +41,7 @@ class Spoken:
     plan: Plan
 
 
-def find_draft(space: Workspace, name: str | None) -> Path:
+def find_draft(space: Workspace, name: str | None, option: str = "--draft") -> Path:
     """The folder of a draft: a checkpoint folder, the last checkpoint of a draft of the recipe, or the champion."""
     if name is None:
         now = champion(space.tracking, space.target_fingerprint)
@@ -51,10 +54,10 @@ def find_draft(space: Workspace, name: str | None) -> Path:
         if name and Path(name).exists():
             return Path(name)
         known = ", ".join(space.recipe.drafts)
-        raise InputError(f"--draft {name}: must be a draft folder or one of the recipe's drafts ({known})")
+        raise InputError(f"{option} {name}: must be a draft folder or one of the recipe's drafts ({known})")
     found = checkpoints_of(trained(space, name, capture_stage(space, mix_stage(space))))
     if not found:
-        raise InputError(f"--draft {name}: has no checkpoint yet; run `draftforge train`")
+        raise InputError(f"{option} {name}: has no checkpoint yet; run `draftforge train`")
     return found[max(found)]
 
 
@@ -65,6 +68,7 @@ def speak(
     rule: str | None,
     draft_tokens: int | None,
     tree: str | None,
+    helped_by: str | None,
     max_new_tokens: int,
     temperature: float,
     seed: int,
@@ -73,13 +77,16 @@ def speak(
     _check_prompt(prompt)
     target, sampling = space.target, SamplingSettings(temperature=temperature)
     ids = render(target.tokenizer, [Message(role="user", content=prompt)], None, {})
-    proposer, levels = _proposer(space, target, draft, tree)
+    proposer, levels = _proposer(space, target, draft, tree, helped_by)
     settings = space.recipe.score
     K = draft_tokens or levels
     rule = rule or ("greedy" if proposer is None else rules_for(sampling, proposer, settings)[0])
     request = Request(ids, sampling, seed, max_new_tokens, target.stop_ids)
     ((_, generation),) = generate(target, proposer, [request], rule=rule, draft_tokens=K)
-    return Spoken(generation, draft or "champion", rule, Plan(K if proposer is not None else 0, tree or ""))
+    name = draft or "champion"
+    if isinstance(proposer, CascadeProposer):
+        name += f" helped by {helped_by} ({proposer.passes} of its passes instead of {proposer.passes_alone})"
+    return Spoken(generation, name, rule, Plan(K if proposer is not None else 0, tree or ""))
 
 
 def _check_prompt(prompt: str) -> None:
@@ -92,25 +99,47 @@ def _check_prompt(prompt: str) -> None:
 
 
 def _proposer(
-    space: Workspace, target: Target, draft: str | None, tree_name: str | None
+    space: Workspace, target: Target, draft: str | None, tree_name: str | None, helped_by: str | None
 ) -> tuple[Proposer | None, int]:
     """What drafts, and how many levels it drafts unless told otherwise."""
     trees, K = space.recipe.score.trees, max(space.recipe.score.draft_tokens)
     if tree_name is not None and tree_name not in trees:
         known = f"one of the recipe's score.trees ({', '.join(trees)})" if trees else "in score.trees, which is empty"
         raise InputError(f"--tree {tree_name}: must be {known}")
+    if helped_by is not None:
+        if tree_name is not None:
+            raise InputError(f"--helped-by {helped_by}: helps to draft chains, not --tree {tree_name}")
+        return _cascade(space, target, draft, helped_by), K
     if draft == NO_DRAFT or draft in TRAINING_FREE:
         if tree_name is not None:
             raise InputError(f"--tree {tree_name}: --draft {draft} drafts no trees")
         return (None if draft == NO_DRAFT else TRAINING_FREE[draft](target)), K
-    loaded = draft_for(target, find_draft(space, draft))
+    loaded = any_draft_for(target, find_draft(space, draft), space.recipe.score.draft_device)
     if tree_name is None:
         return make_proposer(loaded, target), K
+    if isinstance(loaded, ForeignDraft):
+        raise InputError(f"--tree {tree_name}: a draft with another tokenizer than the target's drafts chains only")
     tree = trees[tree_name]
     if isinstance(tree, MeasuredTree):
         scorer = Scorer(space, capture_stage(space, mix_stage(space)), SELECTION_SPLIT)
         return scorer.tree_of(loaded, tree_name, tree).proposer, tree.levels
     return make_proposer(loaded, target, tree), tree.levels
+
+
+def _cascade(space: Workspace, target: Target, draft: str | None, helped_by: str) -> CascadeProposer:
+    """A small draft with something smaller that drafts for it."""
+    if draft == NO_DRAFT or draft in TRAINING_FREE:
+        raise InputError(f"--helped-by {helped_by}: helps a small draft, not --draft {draft}")
+    device = space.recipe.score.draft_device
+    small = draft_for(target, find_draft(space, draft), device)
+    if not isinstance(small, SmallDraft):
+        raise InputError(f"--helped-by {helped_by}: helps a small draft, not one of family {small.family}")
+    if helped_by in HELPERS:
+        return CascadeProposer(small, HELPERS[helped_by]())
+    helper = draft_for(target, find_draft(space, helped_by, "--helped-by"), device)
+    if not isinstance(helper, SmallDraft):
+        raise InputError(f"--helped-by {helped_by}: must be a small draft or {', '.join(HELPERS)}, not {helper.family}")
+    return CascadeProposer(small, SmallHelper(helper))
 
 
 def show(target: Target, spoken: Spoken) -> None:

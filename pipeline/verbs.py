@@ -17,12 +17,15 @@ from ..registry.connect import DATABASE_NAME, open_tracking
 from ..registry.settings import RegistrySettings
 from ..registry.tracking import find_run, start_run
 from ..specdec.formats import check_family, known_format, needs_verifier, read_meta
+from ..specdec.formats.skipped import is_skip_file
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import target_fingerprint
 from ..train.metrics import NoSink
+from . import bench as benchmark
 from . import distill as flow
 from . import retrain as again
-from . import talk
+from . import skipping, talk
+from .bench_settings import BenchSettings, numbers_of
 from .exporting import export_draft, verifier_of
 from .promotion import promote_stage
 from .scoring import Scorer, score_foreign, score_stage
@@ -82,6 +85,21 @@ def score(recipe: Recipe, draft: str | None) -> None:
             score_stage(space, captured, stages)
 
 
+def skip_layers(
+    recipe: Recipe,
+    domain: str | None,
+    draft_tokens: int | None,
+    tries: int,
+    conversations: int,
+    seed: int,
+    out: Path | None,
+) -> None:
+    """The layers of the target that a draft can do without."""
+    space = Workspace(recipe)
+    with space.alone():
+        skipping.skip_layers(space, domain, draft_tokens, tries, conversations, seed, out)
+
+
 def promote(recipe: Recipe) -> None:
     """Register the chosen draft and let it meet the champion."""
     space = Workspace(recipe)
@@ -135,6 +153,8 @@ def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, tar
     chosen = None if layout is None else known_format(layout)
     space = Workspace(recipe)
     folder = talk.find_draft(space, draft)
+    if is_skip_file(folder):
+        raise InputError(f"--draft {folder}: names layers of the target; it has no weights to export")
     verifier = None
     if chosen is not None:
         check_family(chosen, read_meta(folder).family)
@@ -152,14 +172,48 @@ def generate(
     rule: str | None,
     draft_tokens: int | None,
     tree: str | None,
+    helped_by: str | None,
     max_new_tokens: int,
     temperature: float,
     seed: int,
 ) -> None:
     """Answer a prompt and show what the draft was worth."""
     space = Workspace(recipe)
-    spoken = talk.speak(space, prompt, draft, rule, draft_tokens, tree, max_new_tokens, temperature, seed)
+    spoken = talk.speak(space, prompt, draft, rule, draft_tokens, tree, helped_by, max_new_tokens, temperature, seed)
     talk.show(space.target, spoken)
+
+
+def bench(
+    recipe: Recipe,
+    prompts: list[Path],
+    drafts: list[str],
+    trees: list[str],
+    draft_tokens: str,
+    batch_sizes: str,
+    max_new_tokens: int,
+    max_prompts: int | None,
+    temperature: float,
+    rule: str | None,
+    repeats: int,
+    seed: int,
+    out: Path | None,
+    fresh: bool,
+) -> None:
+    """Every way of drafting on the user's own prompts, and where it loses."""
+    settings = BenchSettings(
+        prompts,
+        drafts,
+        trees,
+        numbers_of("--draft-tokens", draft_tokens),
+        numbers_of("--batch-size", batch_sizes),
+        max_new_tokens,
+        max_prompts,
+        temperature,
+        rule,
+        repeats,
+        seed,
+    )
+    benchmark.bench(Workspace(recipe), settings, out, fresh)
 
 
 def _check_name(recipe: Recipe, draft: str | None) -> None:

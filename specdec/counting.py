@@ -22,8 +22,9 @@ import torch
 
 from ..errors import InputError
 from .models import CausalModel
+from .packs import Pack, Text
 from .proposers.base import Proposer
-from .replay import trace_target
+from .recorded import Recorded, trace_target
 from .sampling import SamplingSettings
 
 Counting = Literal["draftforge", "llamacpp", "transformers", "vllm"]
@@ -99,8 +100,10 @@ def matched_runs(
         raise InputError(f"known {known}: a draft that reads the target's states drafts after its first token")
     ids, greedy = prompt_ids + text_ids, SamplingSettings()
     with torch.inference_mode():
-        traced = trace_target(target, prompt_ids, text_ids, greedy, proposer.aux_layers, proposer.reads_states)
-        trace = proposer.trace(ids, len(prompt_ids) + known, K, greedy, traced.states)
-    right = (trace.rank_TK == 0).long().cumprod(1).sum(1).tolist()
-    offered = [K] * len(right) if trace.offered_T is None else trace.offered_T.tolist()
+        recorded = [Recorded(prompt_ids, text_ids, len(text_ids))]
+        traced = trace_target(target, recorded, greedy, proposer.aux_layers, proposer.reads_states)
+        pack = Pack([Text(ids, len(prompt_ids) + known)], target.device)
+        trace = proposer.trace(pack, K, greedy, traced.states)
+    right = (trace.rank_RK == 0).long().cumprod(1).sum(1).tolist()
+    offered = [K] * len(right) if trace.offered_R is None else trace.offered_R.tolist()
     return Runs([0] * known + right, [0] * known + offered)

@@ -16,6 +16,7 @@ their graphs: what stands past the active slots is free and says nothing.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from .cache import KVCache
 from .fitting import takes_graphs
 from .models import States
 from .passes import Replays, Shapes, read_back, running, send
-from .proposers.base import Ask, Draft, Texts
+from .proposers.base import Ask, Draft, HearsRows, Texts
 from .proposers.rows import pick_states, process_rows
 from .requests import Generation, Request, Round, Run, until_stop
 from .round_state import RoundState
@@ -88,6 +89,7 @@ class _Judged(NamedTuple):
     read_BX: Tensor  # what the host reads: accepted, drafted and reached counts, then the tokens
     new: Texts
     states: States  # from which each of them was emitted
+    best_BM: Tensor | None  # for a proposer that hears it: the likeliest token after each row
 
 
 class _Decoder:
@@ -97,8 +99,9 @@ class _Decoder:
         target, proposer, requests = run.target, run.proposer, run.requests
         self.target, self.proposer, self.rule = target, proposer, RULES[run.rule]
         self.draft_tokens, self.decode, self.timer = run.draft_tokens, run.decode, run.timer
+        self.listener = proposer if isinstance(proposer, HearsRows) else None
         self.aux_layers = proposer.aux_layers if proposer is not None else ()
-        self.waiting = iter(enumerate(requests))
+        self.waiting, self.barriers = deque(enumerate(requests)), run.barriers
         self.slots: list[_Slot] = []
         self.batch_size = min(run.batch_size, max(len(requests), 1))
         longest = max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=1) + 1
@@ -131,11 +134,13 @@ class _Decoder:
         draft = self._draft(rows, sampling)
         mark()
         nodes = draft.tree.tokens_BN.shape[1]
-        shape = (rows, nodes, draft.chain)
+        shape = (rows, nodes, draft.tree.depth, draft.chain)
         states, logits_BMV = self.replays.run(("target", *shape), self._target_pass, draft)
         mark()
         judged = self._replayed(("judge", *shape), sampling, self._judge, draft, logits_BMV, states)
         read = read_back(judged.read_BX)
+        if self.listener is not None and judged.best_BM is not None:
+            self.listener.hear(judged.best_BM)
         if self.proposer is not None and not self.proposer.waits:  # beside the host, which waits for the verdict only
             mark()
             self.replays.run(("observe", *shape), self.proposer.observe, judged.new, judged.states)
@@ -195,7 +200,9 @@ class _Decoder:
     def _judge(self, sampling: list[SamplingSettings], draft: Draft, logits_BMV: Tensor, states: States) -> _Judged:
         """The rule's verdict for every slot, and the slots as it leaves them."""
         tree = draft.tree
-        verdict = self._verify(sampling, draft, logits_BMV)
+        p_BMV = self._processed(sampling, tree, logits_BMV)
+        best_BM = p_BMV.argmax(-1) if self.listener is not None and tree.depth else None
+        verdict = self._verify(sampling, draft, p_BMV)
         along_BD = tree.tokens_BN.gather(1, verdict.path_BD.clamp(min=0))
         ids_BE = F.pad(along_BD, (0, 1)).scatter(1, verdict.length_B[:, None], verdict.token_B[:, None])
         new = Texts(ids_BE, (verdict.length_B + 1) * self.state.live(len(ids_BE)))
@@ -208,28 +215,34 @@ class _Decoder:
             self.cache.keep_path(path_BE, new.counts_B)
             states = pick_states(states, path_BE.clamp(min=0))
         self.state.advance(new)
-        return _Judged(read_BX, new, states)
+        return _Judged(read_BX, new, states, best_BM)
 
-    def _verify(self, sampling: list[SamplingSettings], draft: Draft, logits_BMV: Tensor) -> BatchVerdict:
-        rows, tree = len(sampling), draft.tree
-        seen_BMV = _seen_along(tree, self.state.seen(rows))
+    def _processed(self, sampling: list[SamplingSettings], tree: TreeBatch, logits_BMV: Tensor) -> Tensor:
+        """The target's p after every row; where all take the likeliest token, logits will do."""
+        seen_BMV = _seen_along(tree, self.state.seen(len(sampling)))
+        if seen_BMV is None and all(setting.greedy for setting in sampling):
+            return logits_BMV
+        return process_rows(logits_BMV, sampling, seen_BMV)
+
+    def _verify(self, sampling: list[SamplingSettings], draft: Draft, p_BMV: Tensor) -> BatchVerdict:
+        slots, tree = slice(len(sampling)), draft.tree
         if all(setting.greedy for setting in sampling):
-            p_BMV = logits_BMV if seen_BMV is None else process_rows(logits_BMV, sampling, seen_BMV)
-            no_numbers = logits_BMV.new_empty(rows, 0)
+            no_numbers = p_BMV.new_empty(len(sampling), 0)
             return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)
         rule = self.rule.name if tree.depth else "onehot"  # with nothing drafted that is a draw from p
-        accept_BN = self.state.uniforms(slice(rows), Purpose.ACCEPT, tree.tokens_BN.shape[1])
+        accept_BN = self.state.uniforms(slots, Purpose.ACCEPT, tree.tokens_BN.shape[1])
         finals = [
-            self.state.uniforms(slice(rows), Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].finals(tree.depth))
+            self.state.uniforms(slots, Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].finals(tree.depth))
         ]
-        p_BMV = process_rows(logits_BMV, sampling, seen_BMV)
         return verify_batch(rule, p_BMV, draft.q_BNV, tree, accept_BN, torch.cat(finals, 1))
 
     def _emit(self, read_BX: Tensor) -> list[list[int]]:
         """Append each slot's accepted tokens and the target's own, up to a stop; record the round."""
         emitted: list[list[int]] = []
-        for slot, (accepted, drafted, reached, *along) in zip(self.slots, read_BX.tolist()):
+        rows, now = read_BX.tolist(), time.perf_counter()
+        for slot, (accepted, drafted, reached, *along) in zip(self.slots, rows):
             known = slot.generation.tokens
+            slot.generation.arrivals.append(now)
             tokens, slot.stopped = until_stop(known, along[: accepted + 1], slot.request, self.decode)
             known.extend(tokens)
             if self.proposer is not None:
@@ -263,9 +276,10 @@ class _Decoder:
         while len(self.slots) < self.batch_size:
             fresh: list[_Slot] = []
             for index in range(len(self.slots), self.batch_size):
-                number, request = next(self.waiting, (-1, None))
-                if request is None:
+                held_back = self.waiting and self.waiting[0][0] in self.barriers and (self.slots or fresh)
+                if held_back or not self.waiting:
                     break
+                number, request = self.waiting.popleft()
                 fresh.append(_Slot(index, number, request, Generation(), time.perf_counter()))
             if not fresh:
                 return
@@ -287,7 +301,9 @@ class _Decoder:
         p_RV = process_rows(logits_RV, sampling + sampling[:1] * padding, self.state.seen_by(slots_R))
         tokens_R = categorical(p_RV, self.state.uniforms(slots_R, Purpose.FINAL, 1)[:, 0])
         self.state.begin(slots_R, tokens_R)
-        for slot, token in zip(fresh, tokens_R.tolist()):
+        first, now = tokens_R.tolist(), time.perf_counter()
+        for slot, token in zip(fresh, first):
+            slot.generation.arrivals.append(now)
             slot.generation.tokens, slot.stopped = until_stop((), [token], slot.request, self.decode)
         if self.proposer is None:
             return
@@ -310,6 +326,7 @@ class _Decoder:
     def _close(slot: _Slot) -> Finished:
         generation = slot.generation
         generation.finish = "stop" if slot.stopped else "length"
+        generation.begun = slot.started
         generation.seconds = time.perf_counter() - slot.started
         return slot.number, generation
 

@@ -8,7 +8,7 @@ import torch
 from ..errors import InputError
 from .cache import KVCache, reads_lengths
 from .models import CausalModel
-from .passes import Watch
+from .passes import Watch, running
 
 _WORKING = 48  # bytes that one row of the vocabulary takes a token while it is sampled and listened to
 
@@ -30,12 +30,11 @@ def probe_pass(target: CausalModel) -> Probe:
 _probed: WeakKeyDictionary[CausalModel, Probe] = WeakKeyDictionary()
 
 
-@torch.inference_mode()
 def _probe(target: CausalModel) -> Probe:
     cache, watch = KVCache(1, 1, target.device), Watch()
     one = torch.ones(1, dtype=torch.long, device=target.device)
     ids_BT, step = one[None], cache.prefill(one - 1, one)
-    with watch:
+    with running(target.device), watch:
         target.logits(target.states(ids_BT, step).hidden_BTH)
     return Probe(cache.nbytes, bool(watch.waiting or watch.bringing))
 

@@ -59,6 +59,17 @@ class CausalModel:
     def dtype(self) -> torch.dtype:
         return self._head.weight.dtype  # type: ignore[return-value]
 
+    @property
+    def stack(self) -> nn.Module:
+        """The decoder: embeddings, `layers` and the final norm."""
+        return self._decoder
+
+    def with_stack(self, stack: nn.Module) -> "CausalModel":
+        """The same model, its weights shared, with another stack of as many layers. Nothing is checked again."""
+        other = CausalModel.__new__(CausalModel)
+        other.__dict__.update(self.__dict__, _decoder=stack)
+        return other
+
     def states(
         self,
         ids_BT: Tensor,

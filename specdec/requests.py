@@ -112,6 +112,10 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     finish: Literal["stop", "length"] = "length"
     seconds: float = 0.0
+    begun: float = 0.0
+    """When its turn came and its prompt was about to be read, by `time.perf_counter`."""
+    arrivals: list[float] = field(default_factory=list)
+    """By that clock, when its first token was known, and then those of each round."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ class Run:
     """Turns token ids into text, for requests with stop strings."""
     timer: RoundTimer | None = None
     """Takes the seconds of every round."""
+    barriers: frozenset[int] = frozenset()
+    """Places of requests that are begun only when all before them are answered."""
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:

@@ -91,8 +91,11 @@ def locate(settings: TargetSettings) -> Source:
     return Source(_snapshot(settings.model, settings.revision, "target.model"), settings.gguf_file)
 
 
-def place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """Resolve `auto`: this process's CUDA device in bfloat16 where there is one, else the CPU in float32."""
+def place(device: str, dtype: str, field: str = "target.device") -> tuple[torch.device, torch.dtype]:
+    """Resolve `auto`: this process's CUDA device in bfloat16 where there is one, else the CPU in float32.
+
+    `field`: whose device it is, for errors.
+    """
     if device == "auto":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
@@ -100,9 +103,9 @@ def place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     try:
         found = torch.device(device)
     except RuntimeError:
-        raise InputError(f"target.device: {device}: must be auto, cpu or a device of torch such as cuda:0") from None
+        raise InputError(f"{field}: {device}: must be auto, cpu or a device of torch such as cuda:0") from None
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"target.device: {device}: there are {torch.cuda.device_count()} CUDA devices here")
+        raise InputError(f"{field}: {device}: there are {torch.cuda.device_count()} CUDA devices here")
     return found, getattr(torch, dtype)
 
 

@@ -17,7 +17,7 @@ from draftforge import __version__, cli
 from draftforge.errors import InputError, LockedError, TrainingDivergedError
 
 STAGES = ["distill", "mix", "capture", "train", "score"]
-VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "export", "generate", "doctor"]
+VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "skip-layers", "export", "generate", "bench", "doctor"]
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
@@ -33,7 +33,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         return verb
 
-    verbs = SimpleNamespace(**{name: record(name) for name in VERBS})
+    verbs = SimpleNamespace(**{name.replace("-", "_"): record(name) for name in VERBS})
     monkeypatch.setattr(draftforge.pipeline, "verbs", verbs, raising=False)
     monkeypatch.setattr("draftforge.pipeline.doctor.doctor", record("doctor"))
     monkeypatch.setattr(cli, "_load", lambda path, overrides: ("recipe", str(path), list(overrides or [])))
@@ -72,6 +72,7 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
         "rule": "block",
         "draft_tokens": 3,
         "tree": None,
+        "helped_by": None,
         "max_new_tokens": 9,
         "temperature": 0.8,
         "seed": 4,
@@ -80,9 +81,61 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(read=lambda: "from a pipe"))
     assert run("generate", "r.yaml", "-") == 0
     assert calls.pop()[1] == (recipe, "from a pipe")
+    for verb, *asked in (("score",), ("generate", "Hello you")):
+        assert run(verb, "r.yaml", *asked, "seed=1", "--draft-device", "cuda:1") == 0
+        assert calls.pop()[1][0] == ("recipe", "r.yaml", ["seed=1", "score.draft_device=cuda:1"])
     assert run("fetch", "out", "--target", "owner/model", "--workdir", "w") == 0
     options = {"target": "owner/model", "model": "draftforge", "tracking_uri": None, "alias": "champion"}
     assert calls.pop() == ("fetch", (Path("out"),), {**options, "workdir": Path("w")})
+
+
+def test_skipping_layers(calls: Calls) -> None:
+    recipe: tuple[str, str, list[str]] = ("recipe", "r.yaml", ["seed=1"])
+    usual = {"domain": None, "draft_tokens": None, "tries": 200, "conversations": 16, "seed": 0, "out": None}
+    assert run("skip-layers", "r.yaml", "seed=1") == 0
+    assert calls.pop() == ("skip-layers", (recipe,), usual)
+    asked = ("--domain", "code", "-k", "4", "--tries", "9", "--conversations", "2", "--seed", "7", "--out", "f.json")
+    assert run("skip-layers", "r.yaml", "seed=1", *asked) == 0
+    given = {"domain": "code", "draft_tokens": 4, "tries": 9, "conversations": 2, "seed": 7, "out": Path("f.json")}
+    assert calls.pop() == ("skip-layers", (recipe,), given)
+    assert run("skip-layers", "r.yaml", "--tries", "0") == 2
+
+
+def test_benchmarks(calls: Calls) -> None:
+    assert run("bench", "r.yaml", "seed=1", "--prompts", "a.jsonl", "--prompts", "b.jsonl") == 0
+    options: dict[str, Any] = {
+        "prompts": [Path("a.jsonl"), Path("b.jsonl")],
+        "drafts": [],
+        "trees": [],
+        "draft_tokens": "2,4,8",
+        "batch_sizes": "1,4,16",
+        "max_new_tokens": 256,
+        "max_prompts": None,
+        "temperature": 0.0,
+        "rule": None,
+        "repeats": 3,
+        "seed": 0,
+        "out": None,
+        "fresh": False,
+    }
+    assert calls.pop() == ("bench", (("recipe", "r.yaml", ["seed=1"]),), options)
+    given = "--draft small --draft ./x --tree wide -k 3 -b 1,64 -n 9 --max-prompts 5 -t 0.5 --rule block --repeats 2"
+    assert run("bench", "r.yaml", "--prompts", "a.jsonl", *given.split(), "--seed", "4", "--out", "o", "--fresh") == 0
+    assert calls.pop()[2] == options | {
+        "prompts": [Path("a.jsonl")],
+        "drafts": ["small", "./x"],
+        "trees": ["wide"],
+        "draft_tokens": "3",
+        "batch_sizes": "1,64",
+        "max_new_tokens": 9,
+        "max_prompts": 5,
+        "temperature": 0.5,
+        "rule": "block",
+        "repeats": 2,
+        "seed": 4,
+        "out": Path("o"),
+        "fresh": True,
+    }
 
 
 def examples() -> list[str]:

@@ -231,6 +231,7 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
         ),
         ("drafts.Small={family: small, layers: 2}", "demo.yaml: drafts.Small"),
         ("drafts.lookup={family: small, layers: 2}", "lookup: is the name of a baseline; give the draft another"),
+        ("drafts.suffix={family: small, layers: 2}", "suffix: is the name of a baseline; give the draft another"),
         ("mix.sources=[]", "mix.sources: must have at least 1 item"),
         ("target.model=", "target.model = None: must be text"),
         ("score.draft_tokens=[0]", "score.draft_tokens: K = 0: every K must be at least 1 and at most 64"),

@@ -1,9 +1,10 @@
-"""The modules of trained drafts, a file a family."""
+"""The modules of drafts, a file a family."""
 
 from .dflash import DFlashDraft
 from .eagle import EagleDraft
 from .eagle3 import Eagle3Draft
 from .medusa import MedusaDraft
+from .skipped import SkippedDraft
 from .small import SmallDraft
 
-AnyDraft = SmallDraft | MedusaDraft | EagleDraft | Eagle3Draft | DFlashDraft
+AnyDraft = SmallDraft | MedusaDraft | EagleDraft | Eagle3Draft | DFlashDraft | SkippedDraft

@@ -7,6 +7,7 @@ from ..drafts import AnyDraft
 from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.medusa import MedusaDraft
+from ..drafts.skipped import SkippedDraft
 from ..drafts.small import SmallDraft
 from ..models import CausalModel
 
@@ -14,7 +15,7 @@ from ..models import CausalModel
 def check_fits(draft: AnyDraft, target: CausalModel, where: str | Path) -> None:
     """Raise InputError, its line beginning with `where`, for the first field in which draft and target differ."""
     _equal(where, "vocab_size", draft.vocab_size, target.vocab_size)
-    if isinstance(draft, SmallDraft):
+    if isinstance(draft, SmallDraft | SkippedDraft):
         return
     if not isinstance(draft, Eagle3Draft | DFlashDraft):
         _equal(where, "hidden_size", draft.config.hidden_size, target.hidden_size)
@@ -32,7 +33,7 @@ def check_fits(draft: AnyDraft, target: CausalModel, where: str | Path) -> None:
 def check_context(draft: AnyDraft, longest: int, where: str | Path) -> None:
     """Refuse a draft that was made for shorter texts than the `longest` of these, in tokens. Medusa heads never are."""
     known = None
-    if isinstance(draft, SmallDraft):
+    if isinstance(draft, SmallDraft | SkippedDraft):
         known = draft.lm.max_positions
     elif not isinstance(draft, MedusaDraft):
         known = draft.config.max_position_embeddings

@@ -1,15 +1,21 @@
 """Ways of drafting behind one protocol (`base.Proposer`)."""
 
+from ...errors import InputError
 from ..drafts import AnyDraft
 from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle import EagleDraft
 from ..drafts.medusa import MedusaDraft
+from ..drafts.skipped import SkippedDraft
 from ..drafts.small import SmallDraft
+from ..foreign import ForeignDraft
 from ..models import CausalModel
 from .base import Ask, Draft, Drafter, Proposer, Trace
+from .cascade import CascadeProposer, SmallHelper
 from .dflash import DFlashDrafter
 from .dynamic import DynamicProposer
 from .eagle import Eagle3Drafter, EagleDrafter
+from .elsewhere import ElsewhereDrafter, lent, place_of
+from .foreign import ForeignProposer
 from .medusa import MedusaDrafter
 from .merged import MergedProposer
 from .shape import TreeShape
@@ -19,11 +25,14 @@ from .trees import DynamicTree, Tree
 
 __all__ = [
     "Ask",
+    "CascadeProposer",
     "Draft",
     "Drafter",
     "DynamicProposer",
+    "ForeignProposer",
     "MergedProposer",
     "Proposer",
+    "SmallHelper",
     "StaticProposer",
     "Trace",
     "TreeShape",
@@ -33,8 +42,15 @@ __all__ = [
 
 
 def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
-    """What reads a trained draft."""
-    if isinstance(draft, SmallDraft):
+    """What reads a trained draft, wherever it lies."""
+    here, there = place_of(target), place_of(draft)
+    if here == there:
+        return _drafter(draft, target)
+    return ElsewhereDrafter(_drafter(draft, lent(target, there)), here.device, there.device)
+
+
+def _drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
+    if isinstance(draft, SmallDraft | SkippedDraft):
         return SmallDrafter(draft)
     if isinstance(draft, MedusaDraft):
         return MedusaDrafter(draft)
@@ -45,8 +61,12 @@ def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
     return Eagle3Drafter(draft, target)
 
 
-def make_proposer(draft: AnyDraft, target: CausalModel, tree: Tree | None = None) -> Proposer:
+def make_proposer(draft: AnyDraft | ForeignDraft, target: CausalModel, tree: Tree | None = None) -> Proposer:
     """The proposer of a trained draft: of chains, or of trees."""
+    if isinstance(draft, ForeignDraft):
+        if tree is not None:
+            raise InputError("tree: a draft with another tokenizer than the target's drafts chains only")
+        return ForeignProposer(draft)
     drafter = make_drafter(draft, target)
     if tree is None:
         return StaticProposer(drafter)

@@ -1,17 +1,18 @@
 """What every way of drafting promises to the decoder, and every draft to its proposer.
 
 Shapes: B active slots (always slots 0..B-1), N drafted nodes, F nodes read at once, K drafted tokens of a chain,
-V vocabulary, T known tokens.
+V vocabulary, R round starts of recorded texts.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..models import States
+from ..packs import Pack
 from ..passes import send
 from ..sampling import SamplingSettings
 from ..tree import ROOT, Drawn, TreeBatch
@@ -87,9 +88,9 @@ class Draft(NamedTuple):
         return cls(TreeBatch.chains(tokens_BK, counts_B, drawn), q_BKV, chain=True)
 
     def padded(self, nodes: int, levels: int) -> "Draft":
-        """With so many nodes and levels; those that are missing are no candidates."""
+        """With so many nodes and at least so many levels; those that are missing are no candidates."""
         missing, tree = nodes - self.tree.tokens_BN.shape[1], self.tree
-        if not missing and tree.depth == levels:
+        if not missing and tree.depth >= levels:
             return self
         more_N = torch.arange(nodes - missing, nodes, device=tree.tokens_BN.device) - 1 if self.chain else None
         parents_BN = F.pad(tree.parents_BN, (0, missing), value=ROOT)
@@ -99,24 +100,24 @@ class Draft(NamedTuple):
             tokens_BN=F.pad(tree.tokens_BN, (0, missing)),
             parents_BN=parents_BN,
             candidate_BN=F.pad(tree.candidate_BN, (0, missing)),
-            depth=levels,
+            depth=max(levels, tree.depth),  # riders may stand deeper
         )
         return Draft(tree, None if self.q_BNV is None else F.pad(self.q_BNV, (0, 0, 0, missing)), self.chain)
 
 
 class Trace(NamedTuple):
-    """What a draft would have said along a recorded answer.
+    """What a draft would have said along recorded texts.
 
-    Row r is a round that starts with `start + r` tokens known, one for each that the answer goes on from; column j its
-    (j+1)-th level, given that all drafted tokens above it equal the answer.
+    Row r is the r-th round start of the texts, text by text; column j its (j+1)-th level, given that all drafted tokens
+    above it equal the text.
     """
 
-    rank_TK: Tensor
+    rank_RK: Tensor
     """Tokens that the draft puts before the answer's: 0 where that is its most likely one. UNRANKED where nothing is
     drafted, the answer has ended, or the draft cannot say that token."""
-    q_TK: Tensor
+    q_RK: Tensor
     """The draft's probability, after the sampling processors, of the answer's token; 0 where it is UNRANKED."""
-    offered_T: Tensor | None = None  # tokens on offer at each start, where that may be fewer than K
+    offered_R: Tensor | None = None  # tokens on offer at each start, where that may be fewer than K
 
 
 class Reader(Protocol):
@@ -140,10 +141,10 @@ class Reader(Protocol):
     def move(self, source: int, destination: int) -> None:
         """Slot `source` continues as slot `destination`."""
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        """The trace of rounds that start with start..len(ids)-1 known tokens, `count` drafted tokens deep.
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        """The trace of all rounds that may start along the texts, `count` drafted tokens deep.
 
-        `states`: the target's states of ids[:-1] as [1, T-1, ...]; None for one without `reads_states`.
+        `states`: the target's, [B, T, ...], of the texts' rows; None for one without `reads_states`.
         """
 
 
@@ -208,3 +209,14 @@ class Proposer(Reader, Protocol):
 
     def propose(self, ask: Ask) -> Draft:
         """Draft a tree for each slot. Called before every `observe`, but where no slot may emit more than one token."""
+
+
+@runtime_checkable
+class HearsRows(Proposer, Protocol):
+    """A proposer that learns from all nodes of a round, accepted or not."""
+
+    def hear(self, best_BM: Tensor) -> None:
+        """The target's likeliest token, penalties applied, after each row of the round: 0 the root, i + 1 node i.
+
+        Called after `propose` and before `observe`, unless nothing was drafted. Another round overwrites it.
+        """

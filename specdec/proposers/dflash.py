@@ -1,7 +1,7 @@
 """Reading a DFlash draft: all levels of a tree come out of one pass, whatever stands above each.
 
-Shapes: B active slots, F nodes read at once, K drafted tokens, W = K + 1 tokens of a block, T round starts,
-A features, H hidden size, V vocabulary.
+Shapes: B active slots, F nodes read at once, K drafted tokens, W = K + 1 tokens of a block, R round starts
+of recorded texts, A features, H hidden size, V vocabulary.
 
 As in vLLM and llama.cpp a block has as many masks as the run drafts levels, also where an answer has fewer tokens
 left; as in llama.cpp it has no more than it was trained with.
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache
-from ..documents import Documents, Sight
+from ..documents import Sight
 from ..drafts.dflash import DFlashDraft
 from ..models import CausalModel, States
+from ..packs import Pack
 from ..sampling import SamplingSettings
-from .base import UNRANKED, Texts, Trace
-from .rows import over_vocabulary, trace_from_logits
+from .base import Texts, Trace
+from .rows import MOST_PAIRS, over_vocabulary, trace_levels
 
 
 class DFlashDrafter:
@@ -65,23 +66,21 @@ class DFlashDrafter:
         self._cache.move(source, destination)
         self._last_S[destination] = self._last_S[source]
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """A block at every round start. Those that run past the answer's end draft there too, and are not looked at."""
         if states is None:
             raise ValueError("DFlash needs the target's states; ask for proposer.reads_states")
-        rows, masks = len(ids) - start, self._masks(count)
-        read_1TA = self._read(states)
-        known_T = torch.tensor(ids[start - 1 : -1], device=read_1TA.device)
-        text = Documents.rows(torch.tensor([ids[:-1]], device=read_1TA.device))
-        anchors = Sight(text, torch.arange(start - 1, len(ids) - 1, device=read_1TA.device)[None])
-        states_TWH = self._draft(self._blocks(known_T, masks)[None], read_1TA, anchors)[0]
-        rank_TK = torch.full((rows, count), UNRANKED, device=read_1TA.device)
-        q_TK = torch.zeros(rows, count, device=read_1TA.device)
-        for k in range(masks):
-            inside = max(rows - k, 0)
-            logits_TV = self._logits(states_TWH[:inside, k + 1])
-            rank_TK[:inside, k], q_TK[:inside, k] = trace_from_logits(logits_TV, ids, start + k, sampling)
-        return Trace(rank_TK, q_TK, offered_T=torch.full((rows,), masks))
+        masks, read_BTA, at_BM = self._masks(count), self._read(states), pack.places(-1)
+        blocks_NWH = self._blocks(pack.ids_BT.gather(1, at_BM).flatten(), masks)
+        blocks_BMWH = blocks_NWH.view(*at_BM.shape, *blocks_NWH.shape[1:])
+        tokens = at_BM.shape[1] * (1 + masks)
+        parts = [
+            self._draft(blocks_BMWH[some], read_BTA[some], Sight(pack.documents(some), at_BM[some]))
+            for some in pack.groups(tokens * (tokens + read_BTA.shape[1]), MOST_PAIRS)
+        ]
+        states_RWH = pack.unplaced(torch.cat(parts))
+        levels = ((states_RWH[:, 1 + mask], self._logits) for mask in range(masks))
+        return trace_levels(pack, count, levels, self._draft.vocab_size, sampling)
 
     def _masks(self, levels: int) -> int:
         return min(levels, self._draft.config.block_size - 1)

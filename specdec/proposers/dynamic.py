@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..models import States
+from ..packs import Pack
 from ..sampling import SamplingSettings
 from ..tree import Drawn, TreeBatch
 from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
@@ -31,7 +32,7 @@ class DynamicProposer(FollowsDrafter):
         super().__init__(drafter)
         self._top_k, self._nodes = min(top_k, drafter.width), nodes
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         raise InputError("dynamic tree: no trace fits it; draft along the answer")
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:

@@ -7,19 +7,19 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache import KVCache, Step
-from ..documents import Documents, Sight
+from ..documents import Sight
 from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..models import CausalModel, States
+from ..packs import Pack
 from ..sampling import SamplingSettings
 from ..tree import ROOT
-from .base import UNRANKED, Texts, Trace
+from .base import Texts, Trace
 from .branches import Branches
-from .rows import gather_rows, last_of, over_vocabulary, trace_from_logits
+from .rows import MOST_PAIRS, gather_rows, last_of, over_vocabulary, trace_levels
 
 D = TypeVar("D", bound=EagleDraft | Eagle3Draft)
 
@@ -84,22 +84,17 @@ class FeatureDrafter(ABC, Generic[D]):
         self._cache.move(source, destination)
         self._state_SH[destination] = self._state_SH[source]
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """The training-time test over the answer: step k of the pair before each round start."""
         if states is None:
             raise ValueError("EAGLE heads need the target's states; ask for proposer.reads_states")
-        rows, device = len(ids) - start, states.hidden_BTH.device
-        ids_1T = torch.tensor([ids], device=device)
-        embeds_1TH = self._embed(ids_1T)
-        ranks, qs = [], []
-        read_1TA = _pad_one(self._read(states), len(ids))
-        starts = Sight(Documents.rows(ids_1T), torch.arange(start - 2, len(ids) - 2, device=device)[None])
-        for k, state in enumerate(self._draft(embeds_1TH, read_1TA, starts, count)):
-            inside = max(rows - k, 0)
-            rank_T, q_T = trace_from_logits(self._logits(state[0, :inside]), ids, start + k, sampling)
-            ranks.append(F.pad(rank_T, (0, rows - inside), value=UNRANKED))
-            qs.append(F.pad(q_T, (0, rows - inside)))
-        return Trace(torch.stack(ranks, 1), torch.stack(qs, 1))
+        embeds_BTH, read_BTA, at_BM = self._embed(pack.ids_BT), self._read(states), pack.places(-2)
+        parts = [
+            self._draft(embeds_BTH[some], read_BTA[some], Sight(pack.documents(some), at_BM[some]), count)
+            for some in pack.groups(at_BM.shape[1] * embeds_BTH.shape[1], MOST_PAIRS)
+        ]
+        levels = ((pack.unplaced(torch.cat(level)), self._logits) for level in zip(*parts))
+        return trace_levels(pack, count, levels, self._draft.vocab_size, sampling)
 
     def _read_pairs(self, after: Texts, states: States, step: Step) -> Tensor:
         """Feed pairs (state, token after it); each row's last state [B, H], from which the next tree starts."""
@@ -145,9 +140,3 @@ class Eagle3Drafter(FeatureDrafter[Eagle3Draft]):
         """-inf outside the draft's vocabulary, nothing renormalised."""
         logits = self._draft.logits(state)
         return over_vocabulary(logits, self._draft.draft_ids, self._draft.vocab_size) if self._reduced else logits
-
-
-def _pad_one(x_BTA: Tensor, tokens: int) -> Tensor:
-    """Repeat the last position until there are `tokens` of them (the last token has no state yet)."""
-    missing = tokens - x_BTA.shape[1]
-    return torch.cat([x_BTA, x_BTA[:, -1:].expand(-1, missing, -1)], dim=1)

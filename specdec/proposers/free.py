@@ -4,9 +4,21 @@ from collections.abc import Callable
 
 from ..models import CausalModel
 from .base import Proposer
+from .cascade import Helper
+from .jacobi import JacobiProposer
+from .lookahead import LookaheadProposer
 from .lookup import PromptLookup
+from .suffix import SuffixProposer
 
 LOOKUP = "lookup"
 
-TRAINING_FREE: dict[str, Callable[[CausalModel], Proposer]] = {LOOKUP: lambda target: PromptLookup()}
+TRAINING_FREE: dict[str, Callable[[CausalModel], Proposer]] = {
+    LOOKUP: lambda target: PromptLookup(),
+    "suffix": lambda target: SuffixProposer(),
+    "lookahead": lambda target: LookaheadProposer(),
+    "jacobi": lambda target: JacobiProposer(),
+}
 """Makes a proposer of that name for a target."""
+
+HELPERS: dict[str, Callable[[], Helper]] = {LOOKUP: PromptLookup}
+"""Makes a helper of that name for a small draft (cascade.py)."""

@@ -1,9 +1,10 @@
 """Prompt lookup: drafts what followed an earlier time that the text ended like this. Training-free and deterministic.
 
-Shapes: B active slots, K drafted tokens, T round starts.
+Shapes: B active slots, K drafted tokens, T round starts of one text, R of all.
 """
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import MutableMapping, Sequence
 from typing import Literal
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..models import States
+from ..packs import Pack
+from ..passes import send
 from ..sampling import SamplingSettings
 from ..tree import Drawn
 from .base import UNRANKED, Ask, Draft, Texts, Trace
@@ -62,6 +65,10 @@ class PromptLookup:
         copied = Texts.of(copies, self._device)
         return Draft.of_chains(copied.ids_BT, copied.counts_B, self.drawn)
 
+    def guess(self, drafted: Sequence[list[int]], counts: Sequence[int], choose: object) -> list[list[int]]:
+        """As a cascade's helper (cascade.py): copies what follows the texts with what was drafted after them."""
+        return [text.copy_after(row, count) for text, row, count in zip(self._texts, drafted, counts)]
+
     def observe(self, new: Texts, states: States) -> None:
         for text, emitted in zip(self._texts, new.rows):
             text.extend(emitted)
@@ -69,19 +76,27 @@ class PromptLookup:
     def move(self, source: int, destination: int) -> None:
         self._texts[destination] = self._texts[source]
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        """One walk over the text. Where all earlier drafted tokens equal the text's, a copy that goes on with itself
-        copies the text, so every depth compares two places of `ids`."""
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        """One walk over each text."""
+        hits, offers = zip(*(self._trace(*text, count) for text in pack.texts))
+        hit_RK, offered_R = (send(torch.cat(part), pack.ids_BT.device) for part in (hits, offers))
+        return Trace(torch.where(hit_RK, 0, UNRANKED), hit_RK.float(), offered_R)
+
+    def _trace(self, ids: list[int], start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Which drafted tokens equal the text's, [T, K], and how many there are, [T].
+
+        Where all earlier drafted tokens equal the text's, a copy that goes on with itself copies the text, so every
+        depth compares two places of `ids`.
+        """
         source_T1 = torch.tensor(self._sources(ids, start), dtype=torch.long)[:, None]
-        known_T1, depth_K = torch.arange(start, len(ids))[:, None], torch.arange(count)
+        known_T1, depth_K = torch.arange(start, max(start, len(ids)))[:, None], torch.arange(count)
         answer_TK = known_T1 + depth_K
         offered_TK = (source_T1 >= 0).expand_as(answer_TK)
         if self._first:
             offered_TK = offered_TK & (source_T1 + depth_K < known_T1)
         text = torch.tensor([*ids, *[0] * count])
         hit_TK = (text[source_T1.clamp(min=0) + depth_K] == text[answer_TK]) & (answer_TK < len(ids)) & offered_TK
-        rank_TK = torch.where(hit_TK, 0, UNRANKED)
-        return Trace(rank_TK, hit_TK.float(), offered_T=offered_TK.sum(1))
+        return hit_TK, offered_TK.sum(1)
 
     def _sources(self, ids: list[int], start: int) -> list[int]:
         """Where each round that starts with start..len(ids)-1 known tokens copies from; -1: nowhere."""
@@ -101,7 +116,8 @@ class _Text:
     def __init__(self, ngrams: range, first: bool) -> None:
         self._ngrams, self._first = ngrams, first
         self._ids: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position that followed the occurrence to copy from
+        # n-gram -> position that followed the occurrence to copy from
+        self._after: MutableMapping[tuple[int, ...], int] = {}
 
     def extend(self, ids: Sequence[int]) -> None:
         for token in ids:
@@ -123,6 +139,16 @@ class _Text:
             return self._ids[source : source + count]
         period = len(self._ids) - source
         return [self._ids[source + place % period] for place in range(count)]
+
+    def copy_after(self, ahead: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens, were the text to go on with `ahead`."""
+        known, length = self._after, len(self._ids)
+        self._after = ChainMap({}, known)
+        self.extend(ahead)
+        found = self.copy(count)
+        self._after = known
+        del self._ids[length:]
+        return found
 
     def _suffixes(self) -> list[tuple[int, ...]]:
         """The n-grams that the text ends with, longest first."""

@@ -1,16 +1,18 @@
 """Reading Medusa heads: each level of a tree is one head's, whatever stands above it.
 
-Shapes: B active slots, F nodes read at once, K drafted tokens, T round starts, H hidden size, V vocabulary.
+Shapes: B active slots, F nodes read at once, R round starts of recorded texts, H hidden size, V vocabulary.
 """
 
-import torch
+from functools import partial
+
 from torch import Tensor
 
 from ..drafts.medusa import MedusaDraft
 from ..models import States
+from ..packs import Pack
 from ..sampling import SamplingSettings
-from .base import UNRANKED, Texts, Trace
-from .rows import last_of, trace_from_logits
+from .base import Texts, Trace
+from .rows import last_of, trace_levels
 
 
 class MedusaDrafter:
@@ -47,19 +49,13 @@ class MedusaDrafter:
     def move(self, source: int, destination: int) -> None:
         self._state_SH[destination] = self._state_SH[source]
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        """Head j at every round start: the answer's token j + 1 places on, or nothing where there is no such head."""
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        """Head j at every round start, which drafts the token j + 1 places on."""
         if states is None:
             raise ValueError("Medusa heads need the target's states; ask for proposer.reads_states")
-        rows = len(ids) - start
-        hidden_TH = states.hidden_BTH[0, start - 2 : start - 2 + rows].to(self._weight.dtype)
-        rank_TK = torch.full((rows, count), UNRANKED, device=hidden_TH.device)
-        q_TK = torch.zeros(rows, count, device=hidden_TH.device)
-        for j in range(min(count, self._heads)):
-            inside = max(rows - j, 0)
-            logits_TV = self._draft.logits(hidden_TH[:inside], j)
-            rank_TK[:inside, j], q_TK[:inside, j] = trace_from_logits(logits_TV, ids, start + j, sampling)
-        return Trace(rank_TK, q_TK, offered_T=torch.full((rows,), min(count, self._heads)))
+        hidden_RH = pack.pick(states.hidden_BTH, -2).to(self._weight.dtype)
+        levels = ((hidden_RH, partial(self._draft.logits, head=head)) for head in range(min(count, self._heads)))
+        return trace_levels(pack, count, levels, self.width, sampling)
 
     def _last(self, states: States, counts_B: Tensor) -> Tensor:
         return last_of(states.hidden_BTH, counts_B).to(self._weight.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..models import States
+from ..packs import Pack
 from ..sampling import SamplingSettings
 from ..tree import Drawn, TreeBatch
 from .base import Ask, Draft, Proposer, Texts, Trace
@@ -48,7 +49,7 @@ class MergedProposer:
         for proposer in self._proposers:
             proposer.move(source, destination)
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         raise InputError("merged drafts: cannot be replayed, decode them")
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:

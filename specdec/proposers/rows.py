@@ -1,17 +1,25 @@
 """Work on rows of tokens and logits that every way of drafting needs.
 
-Shapes: B slots, F nodes a slot, N tokens, R ranks, T positions, H hidden size, V vocabulary.
+Shapes: B slots, F nodes a slot, N tokens, R ranks of tokens or round starts of recorded texts, H hidden size,
+V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..models import States
-from ..sampling import SamplingSettings, penalised, probabilities, seen_before
-from .base import UNRANKED
+from ..packs import Pack
+from ..sampling import SamplingSettings, penalised, probabilities
+from .base import UNRANKED, Trace
+
+MOST_PAIRS = 1 << 22
+"""Pairs of query and key of the texts that are traced at once: attention off packed rows holds a score for each."""
+_MOST_LOGITS = 1 << 25
+Head = Callable[[Tensor], Tensor]
 
 
 def over_vocabulary(logits: Tensor, ids_R: Tensor, size: int) -> Tensor:
@@ -92,24 +100,50 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best.values, torch.where(above, tokens, lowest.gather(-1, nth))
 
 
-def trace_from_logits(
-    logits_TV: Tensor, ids: Sequence[int], first: int, sampling: SamplingSettings
-) -> tuple[Tensor, Tensor]:
-    """Per row: the rank of ids[first + row] among the draft's tokens, as `likeliest` orders them, and its processed
-    probability.
+def trace_levels(
+    pack: Pack, count: int, levels: Iterable[tuple[Tensor, Head]], vocab_size: int, sampling: SamplingSettings
+) -> Trace:
+    """The trace of a draft that says level j of every round, from the j-th of `levels`: its states [R, H] and the head
+    that reads them. There may be fewer of these than `count`."""
+    columns = [trace_level(pack, j, *level, vocab_size, sampling) for j, level in enumerate(levels)]
+    rank_RK, q_RK = (torch.stack(column, 1) for column in zip(*columns))
+    missing = count - len(columns)
+    if not missing:
+        return Trace(rank_RK, q_RK)
+    offered_R = torch.full((pack.rounds,), len(columns), device=rank_RK.device)
+    return Trace(F.pad(rank_RK, (0, missing), value=UNRANKED), F.pad(q_RK, (0, missing)), offered_R)
 
-    `logits_TV`: of drafts that know ids[: first + row].
+
+def trace_level(
+    pack: Pack, ahead: int, state_RH: Tensor, head: Head, vocab_size: int, sampling: SamplingSettings
+) -> tuple[Tensor, Tensor]:
+    """Rank and probability [R] of the token that follows the known ones and `ahead` more, which are the draft's.
+
+    `head`: states to logits [N, V], which are made of a few round starts at a time.
     """
-    rows, vocab = logits_TV.shape
-    answer_T1 = torch.tensor(ids[first : first + rows], dtype=torch.long, device=logits_TV.device)[:, None]
-    seen_TV = None
-    if sampling.repetition_penalty != 1.0:
-        seen_TV = seen_before(ids, first, rows, vocab, logits_TV.device)
-    scores_TV = penalised(logits_TV, sampling, seen_TV)
-    answer_score_T1 = scores_TV.gather(-1, answer_T1)
-    lower_TV = torch.arange(vocab, device=logits_TV.device) < answer_T1
-    before_TV = (scores_TV > answer_score_T1) | ((scores_TV == answer_score_T1) & lower_TV)
-    rank_T = torch.where(answer_score_T1[:, 0].isfinite(), before_TV.sum(-1, dtype=torch.int32), UNRANKED)
+    answer_R, inside_R = pack.next_tokens(ahead)
+    first_BV = None if sampling.repetition_penalty == 1.0 else pack.first_places(vocab_size)
+    step = max(1, _MOST_LOGITS // vocab_size)
+    found: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, max(pack.rounds, 1), step):
+        rows = slice(start, start + step)
+        seen_NV = None if first_BV is None else pack.seen(first_BV, rows, ahead)
+        found.append(trace_from_logits(head(state_RH[rows]), answer_R[rows], sampling, seen_NV))
+    rank_R, q_R = (torch.cat(part) for part in zip(*found))
+    return torch.where(inside_R, rank_R, UNRANKED), torch.where(inside_R, q_R, 0.0)
+
+
+def trace_from_logits(
+    logits_NV: Tensor, answer_N: Tensor, sampling: SamplingSettings, seen_NV: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Per row: the rank of the answer's token among the draft's, as `likeliest` orders them, and its processed
+    probability."""
+    answer_N1 = answer_N[:, None]
+    scores_NV = penalised(logits_NV, sampling, seen_NV)
+    answer_score_N1 = scores_NV.gather(-1, answer_N1)
+    lower_NV = torch.arange(logits_NV.shape[-1], device=logits_NV.device) < answer_N1
+    before_NV = (scores_NV > answer_score_N1) | ((scores_NV == answer_score_N1) & lower_NV)
+    rank_N = torch.where(answer_score_N1[:, 0].isfinite(), before_NV.sum(-1, dtype=torch.int32), UNRANKED)
     if sampling.greedy:
-        return rank_T, (rank_T == 0).float()
-    return rank_T, probabilities(logits_TV, sampling, seen_TV).gather(-1, answer_T1)[:, 0]
+        return rank_N, (rank_N == 0).float()
+    return rank_N, probabilities(logits_NV, sampling, seen_NV).gather(-1, answer_N1)[:, 0]

@@ -1,19 +1,21 @@
-"""Reading an independent small model as a draft.
+"""Reading a whole model as a draft: an independent small one, or the target without some layers.
 
-Shapes: B active slots, K drafted tokens, F nodes read at once, H hidden size, V vocabulary, T known tokens.
+Shapes: B active slots, K drafted tokens, F nodes read at once, H hidden size, R round starts of recorded texts.
 """
 
 import torch
 from torch import Tensor
 
 from ..cache import KVCache
+from ..drafts.skipped import SkippedDraft
 from ..drafts.small import SmallDraft
 from ..fitting import probe_pass
 from ..models import States
+from ..packs import Pack
 from ..sampling import SamplingSettings
 from .base import UNRANKED, Texts, Trace
 from .branches import Branches
-from .rows import last_of, trace_from_logits
+from .rows import last_of, trace_level
 
 
 class SmallDrafter:
@@ -24,7 +26,7 @@ class SmallDrafter:
     nested = True
     levels: int | None = None
 
-    def __init__(self, draft: SmallDraft) -> None:
+    def __init__(self, draft: SmallDraft | SkippedDraft) -> None:
         self._lm = draft.lm
         self.width = draft.vocab_size
         self.waits = probe_pass(draft.lm).waits
@@ -59,15 +61,8 @@ class SmallDrafter:
         self._cache.move(source, destination)
         self._unread_SN[destination], self._unread_S[destination] = self._unread_SN[source], self._unread_S[source]
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """One teacher-forced pass: given the true prefix, every depth sees the same context as decoding would."""
-        hidden_TH = self._lm.states(torch.tensor([ids[:-1]], device=self._lm.device)).hidden_BTH[0, start - 1 :]
-        logits_TV = self._lm.logits(hidden_TH)
-        rank_T, q_T = trace_from_logits(logits_TV, ids, start, sampling)
-        return Trace(_diagonals(rank_T, count, UNRANKED), _diagonals(q_T, count, 0))
-
-
-def _diagonals(x_T: Tensor, count: int, filler: int) -> Tensor:
-    """[T] per position -> [T, K] per round start and level: column j of row r is position r + j, or the filler."""
-    padded = torch.cat([x_T, x_T.new_full((count - 1,), filler)])
-    return padded.unfold(0, count, 1)
+        hidden_RH = pack.pick(self._lm.states(pack.ids_BT).hidden_BTH, -1)
+        rank_R, q_R = trace_level(pack, 0, hidden_RH, self._lm.logits, self.width, sampling)
+        return Trace(pack.ahead(rank_R, count, UNRANKED), pack.ahead(q_R, count, 0.0))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..models import States
+from ..packs import Pack
 from ..sampling import SamplingSettings, categorical
 from ..tree import Drawn, TreeBatch
 from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
@@ -35,9 +36,9 @@ class StaticProposer(FollowsDrafter):
         self.drawn: Drawn = drawn
         self.chain = shape is None
 
-    def trace(self, ids: list[int], start: int, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         levels = count if self._shape is None else self._shape.cut(count).depth
-        return self._drafter.trace(ids, start, levels, sampling, states)
+        return self._drafter.trace(pack, levels, sampling, states)
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
         self._drafter.reserve(slots, tokens, self.most_nodes(levels), self.shape(levels).depth)

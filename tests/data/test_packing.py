@@ -2,12 +2,13 @@
 
 import random
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftforge.data.packing import pack
+from draftforge.data.packing import buckets, pack
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=40), st.integers(0, 500))
@@ -47,3 +48,15 @@ def test_many_short_samples_are_packed_in_no_time() -> None:
     rows, tokens = pack(lengths)
     assert time.process_time() - begun < 5.0  # by trying each row in turn: 18
     assert sum(lengths) >= 0.95 * len(rows) * tokens
+
+
+@given(st.lists(st.integers(1, 90), max_size=40), st.integers(1, 400))
+def test_buckets_hold_samples_of_about_one_length(lengths: list[int], tokens: int) -> None:
+    groups = buckets(lengths, tokens)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    ordered = [lengths[index] for group in groups for index in group]
+    assert ordered == sorted(lengths, reverse=True)
+    for group, following in pairwise(groups):
+        longest = lengths[group[0]]
+        assert len(group) == 1 or len(group) * longest <= tokens
+        assert (len(group) + 1) * longest > tokens and following  # no room for the next

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from draftforge.data.store import Sample
 from draftforge.errors import InputError
-from draftforge.eval import score
+from draftforge.eval import score, traces
 from draftforge.eval.counts import COUNTS_SCHEMA, values, where
 from draftforge.eval.figures import Bootstrap, tau
+from draftforge.eval.perplexity import perplexity
 from draftforge.eval.plans import Drafting, rules_for
 from draftforge.eval.select import serving
 from draftforge.eval.settings import RuleName, ScoreSettings
@@ -22,7 +23,7 @@ from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.proposers.trees import DynamicTree, StaticTree, Tree
-from draftforge.specdec.replay import TargetTrace, trace_target
+from draftforge.specdec.recorded import TargetTrace, trace_target
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 from draftforge.specdec.walk import RoundCounts
@@ -182,30 +183,37 @@ def test_passes_of_the_target_are_shared_by_checkpoints(
     target: Target, samples: list[Sample], chains: Drafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SETTINGS.model_copy(update={"decode_conversations": 0})
-    calls: list[int] = []
+    answers: list[int] = []
 
     def counted(*args: Any) -> TargetTrace:
-        calls.append(1)
+        answers.append(len(args[1]))
         return trace_target(*args)
 
-    monkeypatch.setattr(score, "trace_target", counted)
-    traces = score.TraceCache(target, settings.trace_bytes)
-    sampled = samples[9:]
-    first, second = (score.score_draft(target, [chains], sampled, settings, ME, traces) for _ in range(2))
-    assert len(calls) == 3 and first.counts.equals(second.counts)
-    nothing = score.TraceCache(target, 0)
-    for _ in range(2):
-        score.score_draft(target, [chains], sampled, settings, ME, nothing)
-    assert len(calls) == 3 + 6
+    monkeypatch.setattr(traces, "trace_target", counted)
+
+    def passes(remembered: int, tokens: int) -> list[int]:
+        """Answers of each pass that scoring two checkpoints takes."""
+        answers.clear()
+        cache = traces.TraceCache(target, remembered, tokens)
+        first, second = (score.score_draft(target, [chains], samples[9:], settings, ME, cache) for _ in range(2))
+        assert first.counts.equals(second.counts)
+        return answers.copy()
+
+    assert passes(settings.trace_bytes, 0) == [3]
+    assert passes(settings.trace_bytes, 1) == [1, 1, 1]
+    assert passes(0, 0) == [3, 3]
+    recorded = [traces.Recorded(one.prompt_ids, one.answer_ids, 24) for one in samples[9:]]
+    sizes = [trace_target(target, [one], WARM).nbytes for one in recorded]
+    assert len(passes(sum(sizes), 1)) == 3 and len(passes(sum(sizes) - 1, 1)) == 4
 
 
 def test_a_false_replay_is_an_error_in_float32(
     target: Target, samples: list[Sample], chains: Drafting, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def wrong(*args: Any) -> list[Any]:
-        return [("greedy", 1, RoundCounts(1, 2, 1, 1, (1,), (1,)))]
+    def wrong(_: Any, traced: TargetTrace, *args: Any) -> list[Any]:
+        return [[("greedy", 1, RoundCounts(1, 2, 1, 1, (1,), (1,)))] for _ in traced.answers]
 
-    monkeypatch.setattr(score, "replay_sample", wrong)
+    monkeypatch.setattr(traces, "replay", wrong)
     settings, chains = ScoreSettings(draft_tokens=[1], decode_conversations=3), replace(chains, depths=(1,))
     with pytest.raises(score.ReplayMismatchError, match=r"differ on 3 of 3 answers; first: c\d+/0/t0, K=1: decoded"):
         score.score_draft(target, [chains], samples[:9], settings, ME)
@@ -260,3 +268,35 @@ def test_training_samples_and_empty_splits_are_refused(target: Target, samples: 
         score.score_draft(target, [chains], [], SETTINGS, ME)
     with pytest.raises(InputError, match="c0/0/t0: split train"):
         score.score_draft(target, [chains], [replace(samples[0], split="train")], SETTINGS, ME)
+
+
+def test_answers_in_one_pass_are_worth_what_each_is_alone(target: Target, samples: list[Sample]) -> None:
+    """Scores, perplexity and measured trees, of samples of both settings by turns."""
+    mixed = [sample for pair in zip(samples[:3], samples[9:]) for sample in pair]
+    for name, way in {"chains": None, "wide": TREES["wide"]}.items():
+        make = partial(make_proposer, stand_ins.taught_medusa(target, steps=20), target, way)
+        drafting = Drafting(make, (1, 3), "" if way is None else name, way)
+        packed, single = (
+            (
+                score.score_draft(target, [drafting], mixed, SETTINGS, ME, cache).counts.to_pylist(),
+                perplexity(drafting.proposer, mixed, cache),
+            )
+            for cache in (traces.TraceCache(target, 0), traces.TraceCache(target, 0, 1))
+        )
+        assert packed[1] == pytest.approx(single[1]) and packed[1] is not None
+        for one, other in zip(packed[0], single[0], strict=True):
+            for column, value in one.items():
+                exact = one["setting"] == "t0" or isinstance(value, str | int)
+                assert value == (other[column] if exact else pytest.approx(other[column], abs=1e-4)), column
+
+
+def test_packs_are_of_one_setting_and_within_their_tokens(target: Target, samples: list[Sample]) -> None:
+    mixed = [*samples[9:], *samples[:9]]
+    for tokens in (1, 60, 10_000):
+        packs = traces.TraceCache(target, 0, tokens).packs(mixed)
+        assert sorted(index for pack in packs for index in pack) == list(range(len(mixed)))
+        for pack in packs:
+            lengths = [len(mixed[index].prompt_ids) + len(mixed[index].answer_ids) for index in pack]
+            assert len({mixed[index].sampling for index in pack}) == 1
+            assert len(pack) == 1 or len(pack) * max(lengths) <= tokens
+    assert len(packs) == 2

@@ -309,6 +309,10 @@ def test_a_start_of_another_shape_is_refused_by_name(trained: Trained, fails: Fa
         (["hi", "--draft", "smal"], r"--draft smal: must be a draft folder or one of .*\(small\)"),
         (["hi", "--draft", "none", "--rule", "gredy"], "rule 'gredy': must be one of greedy, token, block, onehot"),
         (["hi", "--draft", "lookup", "--rule", "block", "-t", "1"], "rule: 'block': reads the draft's probabilities"),
+        (
+            ["hi", "--helped-by", "lookup", "--draft", "none"],
+            "--helped-by lookup: helps a small draft, not --draft none",
+        ),
         (["hi", "--draft", "none", "-k", "0"], "--draft-tokens.*greater than or equal to 1"),
         (["hi", "--draft", "none", "-t", "inf"], "--temperature"),
         (["hi", "--draft", "none", "--seed", "9" * 30], "--seed"),

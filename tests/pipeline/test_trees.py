@@ -79,7 +79,7 @@ def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path])
     folder = tmp_draft(space)
 
     def said(tree: str | None, temperature: float = 0.0, draft: str = folder, rule: str | None = None) -> Spoken:
-        return talk.speak(space, "hi there", draft, rule, None, tree, 12, temperature, 7)
+        return talk.speak(space, "hi there", draft, rule, None, tree, None, 12, temperature, 7)
 
     plain = said(None, draft="none").generation.tokens
     for tree in TREES:

@@ -17,9 +17,11 @@ from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts import dflash
 from draftforge.specdec.drafts.dflash import DFlashDraft
+from draftforge.specdec.driving import drive
 from draftforge.specdec.proposers import DynamicProposer, StaticProposer, TreeShape, make_drafter, make_proposer
 from draftforge.specdec.proposers.base import Texts
-from draftforge.specdec.replay import drive, replay_sample, trace_target
+from draftforge.specdec.recorded import Recorded, trace_target
+from draftforge.specdec.replay import replay
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.walk import count_rounds
 
@@ -120,14 +122,13 @@ def test_every_number_of_levels_is_replayed_as_it_is_decoded() -> None:
     shorter: list[int] = []
     for ids in prompts(8):
         ((_, answer),) = generate(model, None, [Request(ids, GREEDY, 0, 28)])
-        traced = trace_target(model, ids, answer.tokens, GREEDY, proposer.aux_layers, proposer.reads_states)
-        counted = replay_sample(proposer, traced, ids, answer.tokens, GREEDY, ["greedy"], [1, 2, 3, 7], 28)
-        for _, K, counts in counted:
+        traced = trace_target(model, [Recorded(ids, answer.tokens, 28)], GREEDY, proposer.aux_layers)
+        for _, K, counts in replay(proposer, traced, ["greedy"], [1, 2, 3, 7])[0]:
             ((_, decoded),) = generate(model, proposer, [Request(ids, GREEDY, 0, 28)], draft_tokens=K)
             assert counts == count_rounds(decoded.rounds, K)
-        known = [*ids, *answer.tokens]
         for K, found in ((3, longest), (1, shorter)):
-            found += proposer.trace(known, len(ids) + 1, K, GREEDY, traced.states).rank_TK[:, 0].tolist()
+            with torch.inference_mode():
+                found += proposer.trace(traced.pack, K, GREEDY, traced.states).rank_RK[:, 0].tolist()
     assert longest != shorter
 
 
@@ -144,10 +145,9 @@ def test_trees_have_blocks_as_long_as_they_are_deep(levels: int) -> None:
         for ids in prompts(4):
             request = Request(ids, GREEDY, 0, 20)
             ((_, decoded),) = generate(model, proposer, [request], draft_tokens=levels)
-            traced = trace_target(model, ids, decoded.tokens, GREEDY, proposer.aux_layers, True)
-            given = (proposer, traced, ids, decoded.tokens, GREEDY)
-            (counted,) = replay_sample(*given, ["greedy"], [levels], 20)
-            assert counted.counts == count_rounds(decoded.rounds, levels) == drive(*given, levels, 20)
+            traced = trace_target(model, [Recorded(ids, decoded.tokens, 20)], GREEDY, proposer.aux_layers)
+            ((counted,),) = replay(proposer, traced, ["greedy"], [levels])
+            assert counted.counts == count_rounds(decoded.rounds, levels) == drive(proposer, traced, levels)[0]
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from draftforge.errors import InputError
 from draftforge.specdec.models import States
+from draftforge.specdec.packs import Pack, Text
 from draftforge.specdec.proposers import Ask
 from draftforge.specdec.proposers.base import UNRANKED, Texts
 from draftforge.specdec.proposers.lookup import PromptLookup
@@ -71,18 +72,21 @@ def test_trace_tells_what_each_round_would_have_drafted(
     ids: list[int], start: int, count: int, ngram: list[int], occurrence: Occurrence
 ) -> None:
     start = min(start, len(ids))
-    trace = PromptLookup(ngram[1], ngram[0], occurrence).trace(ids, start, count, GREEDY, STATES)
-    assert trace.rank_TK.shape == trace.q_TK.shape == (len(ids) - start, count)
-    hit_TK = trace.rank_TK == 0
-    assert torch.equal(trace.q_TK, hit_TK.float()) and bool((trace.rank_TK[~hit_TK] == UNRANKED).all())
-    assert trace.offered_T is not None
+    other = Text(ids[::-1], 1)
+    pack = Pack([other, Text(ids, start), other], torch.device("cpu"))
+    trace = PromptLookup(ngram[1], ngram[0], occurrence).trace(pack, count, GREEDY, STATES)
+    own = slice(other.rounds, other.rounds + len(ids) - start)
+    assert trace.rank_RK.shape == trace.q_RK.shape == (pack.rounds, count)
+    hit_TK = trace.rank_RK[own] == 0
+    assert torch.equal(trace.q_RK[own], hit_TK.float()) and bool((trace.rank_RK[own][~hit_TK] == UNRANKED).all())
+    assert trace.offered_R is not None
     for row, known in enumerate(range(start, len(ids))):
         draft = rescan(ids[:known], count, ngram[0], ngram[1], occurrence)
         answer = ids[known : known + count]
         agrees = 0
         while agrees < min(len(draft), len(answer)) and draft[agrees] == answer[agrees]:
             agrees += 1
-        assert int(trace.offered_T[row]) == len(draft)
+        assert int(trace.offered_R[own][row]) == len(draft)
         assert hit_TK[row, :agrees].all()
         assert not hit_TK[row, agrees : agrees + 1].any()
         assert not hit_TK[row, len(answer) :].any()

@@ -19,7 +19,8 @@ from draftforge.specdec.decoder import Generation, Request, generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Proposer, StaticProposer, TreeShape, make_drafter, make_proposer
-from draftforge.specdec.replay import replay_sample, trace_target
+from draftforge.specdec.recorded import Recorded, TargetTrace, trace_target
+from draftforge.specdec.replay import replay
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.walk import (
     RoundCounts,
@@ -28,7 +29,6 @@ from draftforge.specdec.walk import (
     survival_chosen,
     survival_match,
     survival_token,
-    windows,
 )
 
 WARM = SamplingSettings(temperature=1.0)
@@ -98,33 +98,31 @@ def error(estimate: Estimate) -> float:
     return (estimate.high - estimate.low) / (2 * 1.96)
 
 
+def traced_answers() -> TargetTrace:
+    return trace_target(models()[0], [Recorded(PROMPT, answer, LENGTH) for answer in plain_answers()], WARM)
+
+
 def position_average(case: Case) -> float:
     """1 + the mean over all positions of what a round that starts there accepts."""
-    accepted: list[float] = []
-    proposer = proposer_for(case)
-    for answer in plain_answers():
-        p_TK = windows(trace_target(models()[0], PROMPT, answer, WARM).p_N, K)
-        trace = proposer.trace([*PROMPT, *answer], len(PROMPT) + 1, K, WARM, None)
-        if case.tree or case.rule == "onehot":
-            shape = proposer.shape(K)
-            assert shape is not None
-            survival_TK = survival_chosen(shape.follow(trace.rank_TK.numpy())[0], K)
-        elif case.rule == "match":
-            survival_TK = survival_match(trace.q_TK.numpy())
-        else:
-            survival_TK = {"token": survival_token, "block": survival_block}[case.rule](p_TK, trace.q_TK.numpy())
-        accepted += survival_TK.sum(1).tolist()
-    return 1 + float(np.mean(accepted))
+    proposer, traced = proposer_for(case), traced_answers()
+    trace = proposer.trace(traced.pack, K, WARM, None)
+    if case.tree or case.rule == "onehot":
+        shape = proposer.shape(K)
+        assert shape is not None
+        survival_RK = survival_chosen(shape.follow(trace.rank_RK.numpy())[0], K)
+    elif case.rule == "match":
+        survival_RK = survival_match(trace.q_RK.numpy())
+    else:
+        assert traced.p_R is not None
+        p_RK = traced.pack.ahead(traced.p_R, K, 1.0).numpy()
+        survival_RK = {"token": survival_token, "block": survival_block}[case.rule](p_RK, trace.q_RK.numpy())
+    return 1 + float(survival_RK.sum(1).mean())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{'tree' if case.tree else 'chain'}")
 def test_replay_covers_what_the_decoder_counts_and_the_average_over_positions_does_not(case: Case) -> None:
     proposer = proposer_for(case)
-    replayed_counts: list[RoundCounts] = []
-    for answer in plain_answers():
-        traced = trace_target(models()[0], PROMPT, answer, WARM)
-        (counted,) = replay_sample(proposer, traced, PROMPT, answer, WARM, [case.rule], [K], LENGTH)
-        replayed_counts.append(counted.counts)
+    replayed_counts = [counted.counts for (counted,) in replay(proposer, traced_answers(), [case.rule], [K])]
     replayed = estimated(replayed_counts, case.rule)
     answers = answers_of(proposer_for(case), case.rule, first_seed=10_000)
     decoded = estimated([count_rounds(answer.rounds, K) for answer in answers], case.rule)

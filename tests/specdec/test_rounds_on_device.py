@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from proposing import CHAINS, DRAWN_TREES, TREES, proposer_named, takes
+from proposing import CHAINS, DRAWN_TREES, TREES, WAITING, proposer_named, takes
 from stand_ins import target
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from draftforge.specdec.sampling import SamplingSettings
 GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=0.9, top_k=12, top_p=0.95)
 PENALISED = SamplingSettings(temperature=0.7, repetition_penalty=1.2)
-TRAINED = [name for name in (*CHAINS, *TREES) if name != "lookup"]
+TRAINED = [name for name in (*CHAINS, *TREES) if name not in WAITING]
 PROMPTS = [[5, 9, 2], [17, 3, 8, 8, 1, 40], [33], [4, 12, 12, 50]]
 
 
@@ -86,7 +86,7 @@ def same(one: list[Generation], other: list[Generation]) -> bool:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("name", ["plain", "lookup", *TRAINED])
+@pytest.mark.parametrize("name", ["plain", *WAITING, *TRAINED])
 def test_few_sizes_change_no_round(name: str, batch_size: int, request: pytest.FixtureRequest) -> None:
     requests = asked(GREEDY)
     expected = answers(name, requests, "greedy", batch_size)
@@ -94,7 +94,7 @@ def test_few_sizes_change_no_round(name: str, batch_size: int, request: pytest.F
     assert same(answers(name, requests, "greedy", batch_size), expected)
 
 
-@pytest.mark.parametrize("name", ["lookup", "eagle3", "small-tree"])
+@pytest.mark.parametrize("name", ["lookup", "lookahead", "cascade-small", "eagle3", "small-tree"])
 def test_the_kernel_changes_no_round(name: str, request: pytest.FixtureRequest) -> None:
     requests = asked(GREEDY, tokens=6)
     expected = answers(name, requests, "greedy", 3)

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from draftforge.specdec.packs import Pack, Text
 from draftforge.specdec.proposers.base import UNRANKED
-from draftforge.specdec.proposers.rows import likeliest, trace_from_logits
+from draftforge.specdec.proposers.rows import likeliest, trace_from_logits, trace_level
 from draftforge.specdec.sampling import SamplingSettings, penalised
 
 GREEDY = SamplingSettings()
@@ -39,7 +40,7 @@ def test_ties_of_half_precision(vocab: int, count: int) -> None:
 def test_a_row_without_numbers_ranks_nothing() -> None:
     """A diverged draft must not look right: NaN is above no logit and below none."""
     logits_TV = torch.tensor([[float("nan")] * 4, [float("nan"), 1.0, 2.0, 0.0]])
-    rank_T, _ = trace_from_logits(logits_TV, [1, 2], 0, GREEDY)
+    rank_T, _ = trace_from_logits(logits_TV, torch.tensor([1, 2]), GREEDY)
     assert rank_T.tolist() == [UNRANKED, 0]
 
 
@@ -49,7 +50,7 @@ def test_ranks_are_places_among_the_penalised_logits(setting: SamplingSettings) 
     logits_TV = torch.randn(30, 17, generator=draw).mul(2).round()
     logits_TV[:, 5] = float("-inf")
     ids = torch.randint(0, 17, (32,), generator=draw).tolist()
-    rank_T, q_T = trace_from_logits(logits_TV, ids, 2, setting)
+    rank_T, q_T = trace_level(Pack([Text(ids, 2)], logits_TV.device), 0, logits_TV, lambda row: row, 17, setting)
     for row, token in enumerate(ids[2:]):
         seen_V = torch.zeros(17, dtype=torch.bool)
         seen_V[ids[: 2 + row]] = True

@@ -17,7 +17,6 @@ from draftforge.specdec.walk import (
     survival_match,
     survival_token,
     walk_expected,
-    windows,
 )
 
 V = 3
@@ -129,12 +128,12 @@ def flat(counts: RoundCounts) -> list[float]:
 
 def replayed(answer: tuple[int, ...], target: Model, draft: Model, law: Law, K: int, limit: int) -> RoundCounts:
     n = len(answer)
-    p_TK = windows([target(answer[:i])[answer[i]] for i in range(n)], K)
-    q_TK = np.zeros((max(n - 1, 0), K))
+    p_TK, q_TK = np.ones((max(n - 1, 0), K)), np.zeros((max(n - 1, 0), K))
     run_T = np.zeros(max(n - 1, 0), dtype=int)
     for r, j in itertools.product(range(n - 1), range(K)):
         if 1 + r + j < n:
             row = draft(answer[: 1 + r + j])
+            p_TK[r, j] = target(answer[: 1 + r + j])[answer[1 + r + j]]
             q_TK[r, j] = row[answer[1 + r + j]]
             run_T[r] += run_T[r] == j and int(row.argmax()) == answer[1 + r + j]
     if law is law_onehot:
@@ -143,7 +142,8 @@ def replayed(answer: tuple[int, ...], target: Model, draft: Model, law: Law, K: 
         w = survival_match(q_TK)
     else:
         w = (survival_token if law is law_token else survival_block)(p_TK, q_TK)
-    return walk_expected(w, K, n, limit)
+    (counts,) = walk_expected(w, K, [n], [limit])
+    return counts
 
 
 @pytest.mark.parametrize("law", [law_token, law_block, law_onehot, law_match])
@@ -164,7 +164,8 @@ def test_expected_counts_equal_the_decoders_law_answer_by_answer(law: Law, K: in
 def walk_certain(
     run_T: list[int], K: int, n_answer: int, max_new_tokens: int, offered_T: list[int] | None = None
 ) -> RoundCounts:
-    return walk_expected(survival_chosen(run_T, K), K, n_answer, max_new_tokens, offered_T)
+    (counts,) = walk_expected(survival_chosen(run_T, K), K, [n_answer], [max_new_tokens], offered_T)
+    return counts
 
 
 def test_a_greedy_walk_by_hand() -> None:
@@ -188,7 +189,7 @@ def test_a_proposer_may_offer_fewer_tokens() -> None:
 @pytest.mark.parametrize("n_answer", [0, 1])
 def test_an_answer_without_rounds(n_answer: int) -> None:
     nothing = RoundCounts(0.0, 0.0, 0.0, 0.0, (0.0, 0.0), (0.0, 0.0))
-    assert walk_expected(np.zeros((0, 2)), 2, n_answer, 8) == nothing
+    assert walk_expected(np.zeros((0, 2)), 2, [n_answer], [8]) == [nothing]
 
 
 @st.composite
@@ -254,10 +255,26 @@ def test_a_probability_rounded_to_zero_stays_a_number() -> None:
     assert survival_block(p, q).tolist() == [[1.0, 0.0]]
 
 
+@given(st.lists(runs(), min_size=1, max_size=6), st.integers(0, 5), st.integers(0, 1 << 32))
+def test_answers_walked_together_count_as_each_alone(
+    cases: list[tuple[list[int], int, int, int]], K: int, seed: int
+) -> None:
+    """Of other lengths, limits, trees and offers, whatever their order; none lends another its mass."""
+    draw = np.random.default_rng(seed)
+    lengths, limits = [case[2] for case in cases], [case[3] for case in cases]
+    ends = np.cumsum([0, *(length - 1 for length in lengths)])
+    w_RK = np.minimum.accumulate(draw.random((ends[-1], K)), axis=1)
+    offered_R, nodes_R = draw.integers(0, K + 1, ends[-1]), draw.integers(0, 9, ends[-1])
+    together = walk_expected(w_RK, K, lengths, limits, offered_R, nodes_R)
+    for start, end, length, limit, counts in zip(ends[:-1], ends[1:], lengths, limits, together, strict=True):
+        own = slice(start, end)
+        assert [counts] == walk_expected(w_RK[own], K, [length], [limit], offered_R[own], nodes_R[own])
+
+
 def test_bad_shapes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"w_TK has 1 rows: n_answer - 1 = 4"):
+    with pytest.raises(ValueError, match="w_RK has 1 rows: one for each of 4 round starts"):
         walk_certain([1], 2, 5, 8)
     with pytest.raises(ValueError, match=r"at least K = 3 columns"):
-        walk_expected(np.zeros((4, 2)), 3, 5, 8)
-    with pytest.raises(ValueError, match="max_new_tokens = 4"):
+        walk_expected(np.zeros((4, 2)), 3, [5], [8])
+    with pytest.raises(ValueError, match="an answer of 5 tokens: must be between 0 and max_new_tokens = 4"):
         walk_certain([1, 1, 1, 1], 2, 5, 4)

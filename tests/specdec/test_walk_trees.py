@@ -74,9 +74,11 @@ def replayed(answer: Way, draft: Model, shape: TreeShape, K: int, limit: int) ->
             place = 1 + r + j
             rank_TK[r, j] = np.argsort(-draft(answer[:place]), kind="stable").tolist().index(answer[place])
     run_T, judged_T = shape.cut(K).follow(rank_TK)
-    levels_T = drafted_levels(K, n, limit, None)
+    levels_T = drafted_levels(K, [n], [limit], None)
     nodes_T = shape.cut(K).sizes[np.minimum(levels_T, shape.cut(K).depth)]
-    return walk_expected(survival_chosen(run_T, K), K, n, limit, np.minimum(judged_T, levels_T), nodes_T)
+    judged_T = np.minimum(judged_T, levels_T)
+    (counts,) = walk_expected(survival_chosen(run_T, K), K, [n], [limit], judged_T, nodes_T)
+    return counts
 
 
 SHAPES = {

@@ -1,11 +1,13 @@
 """Ways of drafting for the decoder's tests, by name."""
 
+import copy
 import functools
 from collections.abc import Callable
 
 from stand_ins import near_copy, random_eagle3, target, taught_dflash, taught_eagle, taught_medusa
 
 from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts.skipped import SkippedDraft, SkippedLayers
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import (
     DynamicProposer,
@@ -16,18 +18,38 @@ from draftforge.specdec.proposers import (
     make_drafter,
     make_proposer,
 )
+from draftforge.specdec.proposers.cascade import CascadeProposer, SmallHelper
+from draftforge.specdec.proposers.jacobi import JacobiProposer
+from draftforge.specdec.proposers.lookahead import LookaheadProposer
 from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.suffix import SuffixProposer
 from draftforge.specdec.tree import Drawn
 
-CHAINS = ("small", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup")
-TREES = (
-    "small-tree", "small-dynamic", "small-merged", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic", "medusa-tree",
-    "dflash-tree", "dflash-dynamic",
+CHAINS = (
+    "small", "skipped", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup", "jacobi",
+    "cascade", "cascade-small",
 )  # fmt: skip
+TREES = (
+    "small-tree", "small-dynamic", "small-merged", "skipped-tree", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic",
+    "medusa-tree", "dflash-tree", "dflash-dynamic", "suffix", "lookahead",
+)  # fmt: skip
+TRAINING_FREE: dict[str, Callable[[], Proposer]] = {
+    "lookup": PromptLookup,
+    "jacobi": JacobiProposer,
+    "suffix": lambda: SuffixProposer(nodes=9),
+    "lookahead": lambda: LookaheadProposer(window=4, guesses=2),
+}
+WAITING = (*TRAINING_FREE, "cascade", "cascade-small", "small-elsewhere", "eagle3-elsewhere")
+"""What reads tokens on the host, or waits for a device."""
+DECODED = ("small-merged", "jacobi", "lookahead")
+"""What no recorded answer tells the rounds of."""
+COPIES = ("lookup", "suffix")
+"""What drafts nothing but what was said before, which need not come again."""
 DRAWN_TREES = (
     "small-sampled",
     "eagle3-sampled",
     "small-distinct",
+    "skipped-sampled",
     "eagle-distinct",
     "medusa-distinct",
     "dflash-distinct",
@@ -39,7 +61,7 @@ def takes(rule: str, name: str) -> bool:
     """Whether the rule may judge above temperature 0 what that proposer drafts; `greedy`: at temperature 0."""
     kind = name.partition("-")[2]
     drawn: dict[str, Drawn] = {"tree": "deterministic", "dynamic": "deterministic", "distinct": "without_replacement"}
-    draws = drawn.get(kind, "iid") if name != "lookup" else "deterministic"
+    draws = "deterministic" if name in TRAINING_FREE else drawn.get(kind, "iid")
     match rule:
         case "greedy" | "match" | "onehot" | "typical":  # onehot has the likeliest tokens drafted instead
             return True
@@ -63,17 +85,23 @@ def taught(family: str, draft_vocab: int | None = None) -> AnyDraft:
 
 def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Proposer:
     """A fresh proposer; drafts agree with the target now and then."""
-    if name == "lookup":
-        return PromptLookup()
+    if name in TRAINING_FREE:
+        return TRAINING_FREE[name]()
+    if name.startswith("cascade"):
+        helper = PromptLookup() if name == "cascade" else SmallHelper(near_copy(model, 2 * noise, seed=7), most=2)
+        return CascadeProposer(near_copy(model, noise), helper)
     family, _, kind = name.partition("-")
     drafts: dict[str, Callable[[], AnyDraft]] = {
         "small": lambda: near_copy(model, noise),
+        "skipped": lambda: SkippedDraft(model, SkippedLayers(attention=(2,), mlp=(0, 2))),
         "eagle": lambda: taught("eagle"),
         "eagle3": lambda: random_eagle3(model, draft_vocab=40 if kind == "reduced" else None),
         "medusa": lambda: taught("medusa"),
         "dflash": lambda: taught("dflash", 40 if kind == "reduced" else None),
     }
     draft = drafts[family]()
+    if kind == "elsewhere":  # another precision stands in for another device
+        return make_proposer(copy.deepcopy(draft).double(), model)
     if kind in ("", "reduced"):
         return make_proposer(draft, model)
     drafter = make_drafter(draft, model)

@@ -1,0 +1,180 @@
+"""From the records of runs to the figures of a benchmark: a row for each setting and domain.
+
+A repeat is compared with plain decoding of the same repeat, which ran a moment before on the same machine; figures are
+medians over repeats, with the least and the most beside them.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+import pyarrow as pa
+
+from ..specdec.walk import count_rounds
+from .arrivals import Timeline, mean, median, over, percentiles
+from .bench_records import EVERY, BenchPrompt, BenchRow, Interval, LengthRow, RoundParts, RunRecord, Setting, Spread
+from .counts import CountRow, context_bucket, to_table
+from .figures import Bootstrap, alphas, tau
+
+LENGTHS = (16, 64, 256, 1024)
+"""Where ranges of answer lengths end."""
+
+
+def bench_rows(
+    runs: Sequence[RunRecord], prompts: Sequence[BenchPrompt], bootstrap: Bootstrap, greedy: bool
+) -> list[BenchRow]:
+    """Rows of all settings that have a run with plain decoding beside it: all domains together, then each."""
+    timed = {(run.setting, run.repeat): _Timed(run) for run in runs}
+    plain = {(s.batch_size, repeat): one for (s, repeat), one in timed.items() if s.plain}
+    rows: list[BenchRow] = []
+    for setting in dict.fromkeys(setting for setting, _ in timed):
+        pairs = [
+            (one, plain[setting.batch_size, repeat])
+            for (found, repeat), one in sorted(timed.items(), key=lambda item: item[0][1])
+            if found == setting and (setting.batch_size, repeat) in plain
+        ]
+        if pairs:
+            rows += _Figures(setting, pairs, prompts, bootstrap, greedy).rows()
+    return rows
+
+
+class _Timed:
+    def __init__(self, run: RunRecord) -> None:
+        self.run = run
+        self.line = Timeline(run.answers, run.seconds)
+        self.step = mean(self.line.round_seconds())
+        self.tokens = {one.prompt: one.tokens for one in run.answers}
+        self.digests = {one.prompt: one.digest for one in run.answers}
+
+
+Pair = tuple[_Timed, _Timed]
+"""A run, and plain decoding of the same repeat."""
+
+
+class _Figures:
+    """Of one setting."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        pairs: Sequence[Pair],
+        prompts: Sequence[BenchPrompt],
+        bootstrap: Bootstrap,
+        greedy: bool,
+    ) -> None:
+        self._setting, self._pairs, self._prompts = setting, pairs, prompts
+        self._bootstrap, self._greedy = bootstrap, greedy
+        self._counts = self._table()
+
+    def rows(self) -> list[BenchRow]:
+        domains = sorted({prompt.domain for prompt in self._prompts})
+        return [self._row(EVERY), *(self._row(domain) for domain in domains if len(domains) > 1)]
+
+    def _row(self, domain: str) -> BenchRow:
+        chosen = frozenset(i for i, one in enumerate(self._prompts) if domain in (EVERY, one.domain))
+        runs = [one.run for one, _ in self._pairs]
+        answers = [answer for run in runs for answer in run.answers if answer.prompt in chosen]
+        first = [answer for answer in runs[0].answers if answer.prompt in chosen]
+        table = self._counts.filter(pa.array([domain in (EVERY, name) for name in self._counts["domain"].to_pylist()]))
+        gaps = percentiles([gap for answer in answers for gap in answer.token_gaps])
+        waits = percentiles([answer.first_token_seconds for answer in answers])
+        return BenchRow(
+            setting=self._setting,
+            domain=domain,
+            prompts=len(chosen),
+            tokens=sum(answer.tokens for answer in first),
+            rounds=sum(len(answer.arrivals) - 1 for answer in first),
+            tau=Interval.of(tau(table, self._bootstrap)),
+            alphas=[Interval.of(alpha) for alpha in alphas(table, self._bootstrap)],
+            tokens_per_second=_spread(one.line.rate(chosen) for one, _ in self._pairs),
+            decoding_tokens_per_second=_spread(one.line.decoding_rate(chosen) for one, _ in self._pairs),
+            speedup=self._speedup(chosen, Timeline.rate),
+            decoding_speedup=self._speedup(chosen, Timeline.decoding_rate),
+            first_token_p50=waits[0],
+            first_token_p95=waits[1],
+            inter_token_p50=gaps[0],
+            inter_token_p95=gaps[1],
+            first_token_share=self._first_token_share(chosen),
+            round_seconds=median([one.step for one, _ in self._pairs]),
+            break_even_tau=median([over(one.step, plain.step) for one, plain in self._pairs]),
+            slots=median([one.line.slots for one, _ in self._pairs]),
+            parts=_parts([run.parts for run in runs]),
+            memory=runs[-1].memory,
+            equal_answers=self._equal(chosen),
+            lengths=self._lengths(chosen),
+        )
+
+    def _table(self) -> pa.Table:
+        """Counts of the first repeat: the others draw the same numbers."""
+        setting, rows = self._setting, list[CountRow]()
+        for answer in self._pairs[0][0].run.answers:
+            prompt = self._prompts[answer.prompt]
+            rounds = answer.rounds or [(0, 0, 1, 0)] * (answer.tokens - 1)
+            rows.append(
+                CountRow(
+                    draft=setting.method,
+                    step=0,
+                    conversation=prompt.name,
+                    turn=0,
+                    cluster=prompt.name,
+                    domain=prompt.domain,
+                    split="",
+                    context_bucket=context_bucket(len(prompt.ids)),
+                    setting="",
+                    rule=setting.rule,
+                    draft_tokens=setting.levels,
+                    tree=setting.tree,
+                    method="decode",
+                    counts=count_rounds(rounds, setting.levels),
+                )
+            )
+        return to_table(rows)
+
+    def _speedup(self, chosen: frozenset[int], rate: Callable[[Timeline, frozenset[int]], float]) -> Spread:
+        return _spread(over(rate(one.line, chosen), rate(plain.line, chosen)) for one, plain in self._pairs)
+
+    def _first_token_share(self, chosen: frozenset[int]) -> float:
+        answers = [answer for one, _ in self._pairs for answer in one.run.answers if answer.prompt in chosen]
+        return over(sum(answer.first_token_seconds for answer in answers), sum(answer.seconds for answer in answers))
+
+    def _equal(self, chosen: frozenset[int]) -> float:
+        one, plain = self._pairs[0]
+        if not self._greedy or not chosen:
+            return math.nan
+        return sum(one.digests[i] == plain.digests[i] for i in chosen) / len(chosen)
+
+    def _lengths(self, chosen: frozenset[int]) -> list[LengthRow]:
+        """By the length of plain decoding's answer."""
+        found: dict[str, set[int]] = {}
+        for prompt in sorted(chosen, key=lambda i: self._pairs[0][1].tokens[i]):
+            found.setdefault(length_range(self._pairs[0][1].tokens[prompt]), set()).add(prompt)
+        return [
+            LengthRow(
+                lengths=name,
+                prompts=len(some),
+                speedup=self._speedup(frozenset(some), Timeline.rate),
+                first_token_share=self._first_token_share(frozenset(some)),
+            )
+            for name, some in found.items()
+        ]
+
+
+def length_range(tokens: int) -> str:
+    """Such as "17 to 64 tokens"."""
+    start = 1
+    for end in LENGTHS:
+        if tokens <= end:
+            return f"{start} to {end} tokens"
+        start = end + 1
+    return f"{start} tokens and more"
+
+
+def _spread(values: Iterable[float]) -> Spread:
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return Spread(value=math.nan, low=math.nan, high=math.nan)
+    return Spread(value=statistics.median(known), low=min(known), high=max(known))
+
+
+def _parts(found: Sequence[RoundParts]) -> RoundParts:
+    return RoundParts(**{name: median([getattr(one, name) for one in found]) for name in RoundParts.model_fields})

@@ -1,0 +1,275 @@
+"""Our decoder beside transformers' own, on prompts of your own: plain, with drafts, in batches, and by replay.
+
+    python scripts/bench_decoder.py TARGET OUT.json --draft small=FOLDER --draft eagle3=FOLDER --draft lookup \
+        --prompts gsm8k.jsonl --prompts mt_bench.jsonl --max-prompts 64
+
+Five tables: milliseconds of a plain token and of a round at one context length; tau by domain and what it comes to;
+tokens a second at each batch size; transformers' `generate` and its assisted generation with the `small` drafts; replay
+of recorded answers. Temperature 0. What was decoded is kept beside OUT, and the same command goes on from there.
+"""
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftforge import storage
+from draftforge.data.packing import buckets
+from draftforge.errors import InputError
+from draftforge.eval.arrivals import Timeline, mean, median
+from draftforge.eval.bench_records import EVERY, BenchPrompt, BenchRow, Report, RoundParts
+from draftforge.eval.bench_runs import Way, Work, run_once
+from draftforge.eval.figures import Bootstrap
+from draftforge.eval.settings import ScoreSettings
+from draftforge.eval.table import show_cells
+from draftforge.pipeline.bench import bench_fingerprint, bench_prompts, claim, longest_text, measure, surroundings
+from draftforge.pipeline.bench_settings import BenchSettings
+from draftforge.pipeline.methods import MethodFinder
+from draftforge.pipeline.scoring import draft_for
+from draftforge.progress import track
+from draftforge.specdec.decoder import generate
+from draftforge.specdec.drafts.small import SmallDraft
+from draftforge.specdec.proposers.free import TRAINING_FREE
+from draftforge.specdec.recorded import Recorded, trace_target
+from draftforge.specdec.replay import replay
+from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.targets import Target
+
+GREEDY = SamplingSettings()
+_PASS_TOKENS = 16384  # of recorded answers that are replayed together
+_UNKNOWN = RoundParts(draft_seconds=float("nan"), verify_seconds=float("nan"), rest_seconds=float("nan"))
+
+
+def at_context(
+    target: Target, ways: Sequence[Way], prompts: Sequence[BenchPrompt], context: int, rounds: int, repeats: int
+) -> dict[str, Any]:
+    """Milliseconds of a plain token and of each way's round, by turns, after a prompt of `context` tokens."""
+    text = [token for prompt in prompts for token in prompt.ids]
+    text *= -(-context // len(text))
+    seconds: dict[str, list[float]] = {way.setting.way: [] for way in ways}  # means, one a repeat
+    counts: Counter[str] = Counter()
+    for repeat in range(repeats + 1):
+        for way in ways:
+            tokens = 1 + rounds * (way.setting.levels + 1)
+            prompt = BenchPrompt("context", "context", text[:context])
+            found = run_once(Work(target, [prompt], tokens, GREEDY, frozenset()), way, 1, repeat, _UNKNOWN)
+            if repeat:  # the first turn warms up
+                timed = Timeline(found.answers, found.seconds).round_seconds()
+                seconds[way.setting.way].append(mean(timed))
+                counts[way.setting.way] += len(timed)
+    plain = seconds[ways[0].setting.way]
+    return {
+        name: {
+            "milliseconds": 1e3 * median(found),
+            "over_plain": median(one / beside for one, beside in zip(found, plain)),
+            "rounds": counts[name],
+        }
+        for name, found in seconds.items()
+    }
+
+
+def by_domain(rows: Sequence[BenchRow], steps: dict[str, Any]) -> list[dict[str, Any]]:
+    """tau at batch 1, and the speed-up that it makes of the times at one context length; beside it the measured one."""
+    return [
+        {
+            "draft": row.setting.way,
+            "domain": row.domain,
+            "tau": row.tau.value,
+            "tau_over_cost": row.tau.value / steps[row.setting.way]["over_plain"],
+            "speedup": row.speedup.value,
+            "decoding_speedup": row.decoding_speedup.value,
+        }
+        for row in rows
+        if row.setting.batch_size == 1 and not row.setting.plain and row.rounds
+    ]
+
+
+class Library:
+    """transformers' own copy of the target and its `generate`, greedy, one prompt at a time."""
+
+    def __init__(self, target: Target, folder: Path) -> None:
+        self._target = target
+        self._model = self.load(folder)
+
+    def load(self, folder: Path) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=self._target.dtype)
+        return model.to(self._target.device).eval()
+
+    def assistant(self, folder: Path, K: int) -> Any:
+        """A draft that drafts K tokens a round whatever its confidence: settings are read from the assistant's own."""
+        model = self.load(folder)
+        settings = model.generation_config
+        settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = K, "constant"
+        settings.assistant_confidence_threshold = 0.0
+        return model
+
+    def time(
+        self, name: str, prompts: Sequence[BenchPrompt], max_new_tokens: int, repeats: int, assistant: Any = None
+    ) -> dict[str, Any]:
+        """Tokens a second, prompts read within it: the median of the repeats."""
+        rates, tokens = [], 0
+        self._answer(prompts[0], min(max_new_tokens, 8), assistant)
+        for _ in range(repeats):
+            start, tokens = time.perf_counter(), 0
+            for prompt in track(prompts, f"transformers {name}", unit="prompts"):
+                tokens += self._answer(prompt, max_new_tokens, assistant)
+            rates.append(tokens / (time.perf_counter() - start))
+        return {"tokens": tokens, "tokens_per_second": median(rates), "low": min(rates), "high": max(rates)}
+
+    @torch.inference_mode()
+    def _answer(self, prompt: BenchPrompt, max_new_tokens: int, assistant: Any) -> int:
+        ids = torch.tensor([prompt.ids], device=self._target.device)
+        output = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=sorted(self._target.stop_ids) or None,
+            assistant_model=assistant,
+        )
+        return len(output[0].tolist()) - len(prompt.ids)  # `tolist` waits for the device
+
+
+def replays(
+    target: Target, ways: Sequence[Way], prompts: Sequence[BenchPrompt], max_new_tokens: int, batch_size: int
+) -> dict[str, float]:
+    """Recorded answer tokens that replay scores a second, the target's own pass over them included."""
+    requests = Work(target, prompts, max_new_tokens, GREEDY, target.stop_ids).requests()
+    found = dict(generate(target, None, requests, batch_size=batch_size))
+    answers = [Recorded(prompt.ids, found[index].tokens, max_new_tokens) for index, prompt in enumerate(prompts)]
+    packs = buckets([len(one.text.ids) for one in answers], _PASS_TOKENS)
+    rates: dict[str, float] = {}
+    for way in ways:
+        proposer, start, tokens = None if way.make is None else way.make(), 0.0, 0
+        if proposer is None or not proposer.replayable:
+            continue
+        for place, pack in enumerate([packs[0], *track(packs, f"replay {way.setting.way}", unit="passes")]):
+            some = [answers[index] for index in pack]
+            traced = trace_target(target, some, GREEDY, proposer.aux_layers, proposer.reads_states)
+            replay(proposer, traced, ["greedy"], [way.setting.levels])
+            said = sum(len(one.answer_ids) for one in some)
+            start, tokens = (time.perf_counter(), 0) if place == 0 else (start, tokens + said)
+        rates[way.setting.way] = tokens / (time.perf_counter() - start)
+    return rates
+
+
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    target = Target.load(TargetSettings(model=asked.target, device=asked.device, dtype=asked.dtype))
+    settings = BenchSettings(
+        prompts=asked.prompts,
+        draft_tokens=[asked.draft_tokens],
+        batch_sizes=[1, asked.batch_size],
+        max_new_tokens=asked.max_new_tokens,
+        max_prompts=asked.max_prompts,
+        repeats=asked.repeats,
+    )
+    prompts, left_out = bench_prompts(target, settings)
+    finder = MethodFinder(target, settings, ScoreSettings(), longest_text(prompts, settings))
+    for name, folder in asked.draft:
+        if folder is None:
+            finder.add_free(name)
+        else:
+            finder.add_draft(name, lambda folder=folder: folder, {})  # type: ignore[misc]
+    about = surroundings(target, settings, prompts, left_out, finder.methods, Bootstrap())
+    kept = asked.out.with_suffix(".runs")
+    claim(kept, bench_fingerprint(about, settings, prompts, finder.methods), asked.fresh)
+    report = measure(target, settings, prompts, finder, about, kept, Bootstrap())
+    ran = {row.setting.way for row in report.rows}
+    ways = [way for method in finder.methods for way in method.ways if way.setting.way in ran]
+    steps = at_context(target, ways, prompts, asked.context, asked.rounds, asked.repeats)
+    library = Library(target, Path(asked.target))
+    generated = {"generate": library.time("generate", prompts, asked.max_new_tokens, asked.repeats)}
+    for name, folder in asked.draft:
+        if folder is not None and name in about.drafts and isinstance(draft_for(target, folder), SmallDraft):
+            assistant = library.assistant(folder, asked.draft_tokens)
+            how = f"assisted by {name}"
+            generated[how] = library.time(how, prompts, asked.max_new_tokens, asked.repeats, assistant)
+    return {
+        "surroundings": about.model_dump(mode="json"),
+        "context_tokens": asked.context,
+        "steps": steps,
+        "domains": by_domain(report.rows, steps),
+        "transformers": generated,
+        "replay_tokens_per_second": replays(target, ways, prompts, asked.max_new_tokens, asked.batch_size),
+        "bench": report.model_dump(mode="json", exclude={"surroundings"}),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """The tables."""
+    report = Report.model_validate({"surroundings": found["surroundings"], **found["bench"]})
+    steps = [[name, f"{one['milliseconds']:.2f}", f"{one['over_plain']:.2f}"] for name, one in found["steps"].items()]
+    _show(f"Step or round, after {found['context_tokens']} tokens, batch 1", ["", "ms", "over plain"], steps)
+    names = ("tau", "tau_over_cost", "speedup", "decoding_speedup")
+    domains = [[one["draft"], one["domain"], *(f"{one[name]:.2f}" for name in names)] for one in found["domains"]]
+    _show("By domain, batch 1", ["draft", "domain", "tau", "tau x plain / round", "speed-up", "decoding"], domains)
+    whole = [row for row in report.rows if row.domain == EVERY]
+    rates = [
+        [row.setting.way, str(row.setting.batch_size), f"{row.tokens_per_second.value:,.1f}", _token_ms(row)]
+        for row in whole
+    ]
+    _show("Ours", ["draft", "batch", "tokens/s", "ms a token"], rates)
+    theirs = [
+        [name, f"{one['tokens_per_second']:,.1f}", f"{one['low']:,.1f} to {one['high']:,.1f}"]
+        for name, one in found["transformers"].items()
+    ]
+    _show("transformers, batch 1", ["", "tokens/s", "repeats"], theirs)
+    decoded = {(row.setting.way, row.setting.batch_size): row.tokens_per_second.value for row in whole}
+    sizes = sorted({row.setting.batch_size for row in whole})
+    replayed = [
+        [name, f"{rate:,.0f}", *(f"{rate / decoded[name, size]:.1f}x" for size in sizes)]
+        for name, rate in found["replay_tokens_per_second"].items()
+    ]
+    _show("Replay", ["draft", "tokens/s", *(f"over decoding at batch {size}" for size in sizes)], replayed)
+    print("\n".join(report.words))
+
+
+def _token_ms(row: BenchRow) -> str:
+    return f"{1e3 / row.tokens_per_second.value:.3f}"
+
+
+def _show(title: str, header: list[str], rows: list[list[str]]) -> None:
+    show_cells(title, [header, *rows], [""] * len(rows), "")
+
+
+def _draft(text: str) -> tuple[str, Path | None]:
+    name, equals, folder = text.partition("=")
+    if not equals and name not in TRAINING_FREE:
+        raise argparse.ArgumentTypeError(f"{text}: must be NAME=FOLDER or one of {', '.join(TRAINING_FREE)}")
+    return name, Path(folder) if equals else None
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="model folder")
+    parser.add_argument("out", type=Path, help="JSON file to write")
+    parser.add_argument("--draft", type=_draft, action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--prompts", type=Path, action="append", required=True)
+    parser.add_argument("--max-prompts", type=int)
+    parser.add_argument("--draft-tokens", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=64, help="of the batched runs")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--context", type=int, default=256, help="prompt tokens before the timed rounds")
+    parser.add_argument("--rounds", type=int, default=32, help="timed rounds a repeat")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--fresh", action="store_true", help="run again what a call before this one left")
+    asked = parser.parse_args(args)
+    if not asked.draft:
+        raise InputError("--draft: give at least one")
+    found = benchmark(asked)
+    storage.write_json(asked.out, found)
+    show(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target guesses n-grams ahead, and drafts those that fit.
+
+Shapes: B active slots, N nodes of a tree, M = N + 1 rows of the target, W columns of the window, K levels of it, which
+make n-grams of K + 1 tokens.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...errors import InputError
+from ..models import States
+from ..packs import Pack
+from ..sampling import SamplingSettings
+from ..tree import ROOT, DraftTree, Drawn, TreeBatch
+from .base import Ask, Draft, Texts, Trace
+
+_NOTHING = DraftTree.of((), (), "deterministic")
+
+
+class LookaheadProposer:
+    """Two branches in one pass of the target. One verifies: up to `guesses` n-grams of the pool that begin with the
+    text's last token, as one tree. The other looks ahead: a window of riders that the target evaluates and may never
+    accept, `window` columns of K levels, where K is the number of tokens to draft.
+
+    Column j of level 0 stands for the (j+1)-th token to come, and each level below for the next one. Level 0 is read as
+    one text; what stands below it sees level 0 up to its own column, and its own column:
+
+        last - a0 - a1 - a2      c1 stands four tokens after the last one of the text and sees that one, a0, a1, b1
+               |    |    |       and itself. Lines lead to a token's parent: its left neighbour on level 0, and the
+               b0   b1   b2      one above it on all others. What the target says after c0, c1 and c2 completes an
+               |    |    |       n-gram in each column.
+               c0   c1   c2
+
+    Those n-grams go to the pool, and what completed them is the last level of the next round, in which the first one
+    is gone. So the window moves by one token in every round, also where more are accepted: its n-grams are the
+    target's wherever they stand, and columns that were moved in from the right would start from nothing.
+
+    At first the window holds the prompt's last tokens in their order. The pool also takes the n-grams of the text, and
+    keeps the `guesses` latest of each first token.
+    """
+
+    replayable = False  # what is guessed depends on where earlier rounds started
+    nested = False
+    drawn: Drawn = "deterministic"
+    chain = False
+    aux_layers: tuple[int, ...] = ()
+    reads_states = False
+    waits = True
+
+    def __init__(self, window: int = 15, guesses: int = 15) -> None:
+        for name, value in (("window", window), ("guesses", guesses)):
+            if value < 1:
+                raise InputError(f"lookahead: {name} {value}: must be at least 1")
+        self._columns, self._guesses = window, guesses
+
+    def reserve(self, slots: int, tokens: int, levels: int) -> None:
+        self._levels = levels
+        self._searches: list[_Search | None] = [None] * slots
+        self._best_BM: Tensor | None = None  # what the target said in this round
+
+    def most_nodes(self, levels: int) -> int:
+        return (self._guesses + self._columns) * levels
+
+    def shape(self, levels: int) -> None:
+        return None
+
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        self._device = slots_R.device
+        for slot, row in zip(slots_R.tolist(), known.rows):
+            self._searches[slot] = _Search(row, self._columns, self._levels, self._guesses)
+
+    def propose(self, ask: Ask) -> Draft:
+        limits = ask.limits_B.tolist()
+        trees = [_NOTHING if search is None else search.tree(limit) for search, limit in zip(self._searches, limits)]
+        return Draft(TreeBatch.of(trees, self._device), None, chain=False)
+
+    def hear(self, best_BM: Tensor) -> None:
+        self._best_BM = best_BM  # read later, when the round has waited for the device anyway
+
+    def observe(self, new: Texts, states: States) -> None:
+        emitted_B = new.rows
+        rows = [[]] * len(emitted_B) if self._best_BM is None else self._best_BM.tolist()
+        self._best_BM = None
+        for search, emitted, row in zip(self._searches, emitted_B, rows):
+            if search is not None:
+                search.hear(row[1:])
+                search.read(emitted)
+
+    def move(self, source: int, destination: int) -> None:
+        self._searches[destination] = self._searches[source]
+
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        raise InputError("lookahead: what it guesses depends on the rounds before, decode it")
+
+
+class NgramPool:
+    """The latest n-grams of each first token, at most so many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._rest: dict[int, dict[tuple[int, ...], None]] = {}  # by first token, in the order of their coming
+
+    def add(self, ngram: Sequence[int]) -> None:
+        rest = self._rest.setdefault(ngram[0], {})
+        rest.pop(tuple(ngram[1:]), None)
+        rest[tuple(ngram[1:])] = None
+        if len(rest) > self._most:
+            del rest[next(iter(rest))]
+
+    def after(self, token: int) -> list[tuple[int, ...]]:
+        """How its n-grams go on, the latest first."""
+        return list(reversed(self._rest.get(token, {})))
+
+
+class _Search:
+    """Window and pool of one slot."""
+
+    def __init__(self, ids: Sequence[int], columns: int, levels: int, guesses: int) -> None:
+        start = ids[-(columns + levels) :]
+        self._window_KW = [[start[(level + place) % len(start)] for place in range(columns)] for level in range(levels)]
+        self._pool, self._tokens = NgramPool(guesses), levels + 1  # of an n-gram
+        self._tail: list[int] = []  # the last tokens of the text, as many as begin an n-gram
+        self.read(ids)
+        self._ends = slice(0)  # the nodes of the window's last level, in this round
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """The text goes on with these: its own n-grams are as good as any."""
+        text = [*self._tail, *tokens]
+        for place in range(len(text) - self._tokens + 1):
+            self._pool.add(text[place : place + self._tokens])
+        self._last, self._tail = text[-1], text[len(text) - self._tokens + 1 :]
+
+    def tree(self, limit: int) -> DraftTree:
+        """The n-grams that begin with the last token, cut to so many more, as one tree; then the window."""
+        if limit <= 0:
+            self._ends = slice(0)
+            return _NOTHING
+        drafted = _merged([rest[:limit] for rest in self._pool.after(self._last)])
+        parents_R, position_R = _window(len(self._window_KW), len(self._window_KW[0]), len(drafted))
+        riders_R = [token for tokens_W in self._window_KW for token in tokens_W]
+        nodes = len(drafted) + len(riders_R)
+        self._ends = slice(nodes - len(self._window_KW[0]), nodes)
+        return DraftTree(
+            (*drafted.tokens_N, *riders_R),
+            (*drafted.parents_N, *parents_R),
+            (*drafted.position_N, *position_R),
+            (*drafted.candidate_N, *[False] * len(riders_R)),
+            "deterministic",
+        )
+
+    def hear(self, best_N: Sequence[int]) -> None:
+        """What the target says after each node: complete the n-grams, and go on by one level."""
+        new_W = list(best_N[self._ends])
+        if new_W:
+            for ngram in zip(*self._window_KW, new_W):
+                self._pool.add(ngram)
+            self._window_KW = [*self._window_KW[1:], new_W]
+
+
+def _merged(ways: Sequence[Sequence[int]]) -> DraftTree:
+    """The ways as one tree, in which equal beginnings are one."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    known: dict[tuple[int, int], int] = {}
+    for way in ways:
+        node = ROOT
+        for token in way:
+            below = known.setdefault((node, token), len(tokens))
+            if below == len(tokens):
+                tokens.append(token)
+                parents.append(node)
+            node = below
+    return DraftTree.of(tokens, parents, "deterministic")
+
+
+def _window(levels: int, columns: int, first: int) -> tuple[list[int], list[int]]:
+    """Parents and positions of the window's tokens, level by level, the first of which is node `first`."""
+    top = [ROOT, *range(first, first + columns - 1)]
+    above = range(first, first + (levels - 1) * columns)
+    return [*top, *above], [level + column for level in range(levels) for column in range(columns)]

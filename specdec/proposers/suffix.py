@@ -1,0 +1,193 @@
+"""Drafts by how often things were said: in the request's own text, and in earlier answers of the run.
+
+After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). Training-free and deterministic.
+
+Shapes: B active slots, N drafted nodes.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ..models import States
+from ..packs import Pack
+from ..sampling import SamplingSettings
+from ..tree import ROOT, DraftTree, Drawn, TreeBatch
+from .base import Ask, Draft, Texts, Trace
+from .suffixes import Once, Place, SuffixTrie, following, times
+
+
+class SuffixProposer:
+    """A tree of what followed earlier occurrences of the text's end, the likeliest nodes first.
+
+    Where the last m tokens were said before and x followed c of n times, x is given the probability c / (n + 1/m): the
+    longer the match, the surer. What is missing to 1 goes to what followed the last m - 1 tokens, and so on down to
+    one token. A node's score is the product of the probabilities on the way to it; drafted are the `nodes` best, as far
+    as their score is at least `min_score`. Matches are at most `max_match` tokens long.
+
+    `memory`: that many tokens of the run's finished answers are drafted from as well, the latest ones; where both match
+    equally far, the request's own text goes first. What is drafted then depends on which answers were finished before,
+    so that recorded answers do not tell the rounds, and above temperature 0 a request's answer is no longer the same
+    in every batch (its distribution is). 0: every request is drafted for as if it were alone.
+    """
+
+    nested = False
+    drawn: Drawn = "deterministic"
+    chain = False
+    aux_layers: tuple[int, ...] = ()
+    reads_states = False
+    waits = True
+
+    def __init__(self, nodes: int = 16, min_score: float = 0.1, max_match: int = 16, memory: int = 0) -> None:
+        for name, value, least in (("nodes", nodes, 1), ("max_match", max_match, 1), ("memory", memory, 0)):
+            if value < least:
+                raise InputError(f"suffix: {name} {value}: must be at least {least}")
+        if not 0.0 < min_score < 1.0:
+            raise InputError(f"suffix: min_score {min_score}: must be above 0 and below 1")
+        self._nodes, self._min_score, self._max_match = nodes, min_score, max_match
+        self._kept_tokens = memory
+        self.replayable = memory == 0
+        self._device = torch.device("cpu")
+
+    def reserve(self, slots: int, tokens: int, levels: int) -> None:
+        self._depth = self._max_match + levels
+        self._texts: list[_Text | None] = [None] * slots
+        self._memory = _Memory(self._kept_tokens, self._depth)
+
+    def most_nodes(self, levels: int) -> int:
+        return self._nodes if levels > 0 else 0
+
+    def shape(self, levels: int) -> None:
+        return None
+
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        self._device = slots_R.device
+        for slot, row in zip(slots_R.tolist(), known.rows):
+            self._finish(slot)
+            self._texts[slot] = _Text(row, self._depth)
+
+    def propose(self, ask: Ask) -> Draft:
+        trees = [self._tree(text, limit) for text, limit in zip(self._texts, ask.limits_B.tolist())]
+        return Draft(TreeBatch.of(trees, self._device), None, chain=False)
+
+    def observe(self, new: Texts, states: States) -> None:
+        rows = new.rows
+        for text, emitted in zip(self._texts, rows):
+            if text is not None:
+                text.trie.extend(emitted)
+        for slot in range(len(rows), len(self._texts)):  # no longer active
+            self._finish(slot)
+
+    def move(self, source: int, destination: int) -> None:
+        self._finish(destination)
+        self._texts[destination], self._texts[source] = self._texts[source], None
+
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        raise InputError("suffix: no trace fits its trees; draft along the answer")
+
+    def _finish(self, slot: int) -> None:
+        """The slot's request is done: remember the answer."""
+        text, self._texts[slot] = self._texts[slot], None
+        if text is not None:
+            self._memory.add(text.answer)
+
+    def _tree(self, text: "_Text | None", limit: int) -> DraftTree:
+        """Best first. Scores only fall on the way down, so whoever is next has its parent in the tree."""
+        if text is None or limit <= 0:
+            return DraftTree.of((), (), self.drawn)
+        tokens: list[int] = []
+        parents: list[int] = []
+        queue = self._first_level(text)
+        heapq.heapify(queue)
+        offered = len(queue)
+        while queue and len(tokens) < self._nodes:
+            best = heapq.heappop(queue)
+            node, way = len(tokens), (*best.way, best.token)
+            tokens.append(best.token)
+            parents.append(best.parent)
+            if len(way) == limit:
+                continue
+            follows = following(best.place) or text.goes_on(best.place, way)
+            total = sum(times(place) for _, place in follows) + 1 / best.match
+            for token, place in follows:
+                score = best.score * times(place) / total
+                if score >= self._min_score:
+                    offered += 1
+                    heapq.heappush(queue, _Offer(-score, offered, token, node, way, place, best.match + 1))
+        return DraftTree.of(tokens, parents, self.drawn)
+
+    def _first_level(self, text: "_Text") -> list["_Offer"]:
+        """What followed the text's end before, by ever shorter matches, each with what the longer ones leave to it."""
+        end = text.ids[-self._max_match :]
+        found = [*text.trie.contexts(end), *self._memory.trie.contexts(end)]
+        offers: dict[int, _Offer] = {}
+        left = 1.0
+        for match, context in sorted(found, key=lambda one: -one[0]):  # stable: its own text first
+            follows = following(context)
+            total = sum(times(place) for _, place in follows) + 1 / match
+            for token, place in follows:
+                score = left * times(place) / total
+                if score >= self._min_score and token not in offers:
+                    offers[token] = _Offer(-score, len(offers), token, ROOT, (), place, match + 1)
+            left *= 1 / match / total
+            if left < self._min_score:
+                break
+        return list(offers.values())
+
+
+class _Offer(NamedTuple):
+    """A node that may be drafted; the first of a sorted list is the best, and of equals the earliest."""
+
+    negative_score: float
+    number: int
+    token: int
+    parent: int
+    way: tuple[int, ...]  # the tokens above it
+    place: Place
+    match: int  # tokens that were said before, up to this one
+
+    @property
+    def score(self) -> float:
+        return -self.negative_score
+
+
+class _Text:
+    """The known tokens of one slot: prompt and answer."""
+
+    def __init__(self, ids: Sequence[int], depth: int) -> None:
+        self.trie = SuffixTrie(depth)
+        self.ids = self.trie.start()
+        self._prompt_tokens = len(ids) - 1
+        self.trie.extend(ids)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.ids[self._prompt_tokens :]
+
+    def goes_on(self, place: Place, way: Sequence[int]) -> list[tuple[int, Place]]:
+        """What follows at the end of all that is known: the drafted way itself, so a loop is drafted as a loop."""
+        if isinstance(place, Once) and place.text is self.ids:
+            return [(way[place.at - len(self.ids)], Once(self.ids, place.at + 1))]
+        return []
+
+
+class _Memory:
+    """The latest finished answers, as many as fit in so many tokens."""
+
+    def __init__(self, tokens: int, depth: int) -> None:
+        self.trie = SuffixTrie(depth)
+        self._answers: deque[list[int]] = deque()
+        self._tokens = tokens
+
+    def add(self, answer: Sequence[int]) -> None:
+        if self._tokens == 0:
+            return
+        self._answers.append(self.trie.start())
+        self.trie.extend(answer[-self._tokens :])
+        while sum(map(len, self._answers)) > self._tokens:
+            self.trie.remove(self._answers.popleft())

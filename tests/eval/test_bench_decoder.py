@@ -1,0 +1,58 @@
+"""The decoder's benchmark script runs anywhere, at small settings."""
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trained import Trained
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.fixture
+def target(trained_drafts: Trained, tmp_path: Path) -> Path:
+    """The trained target, which goes on with what it is told."""
+    folder = tmp_path / "target"
+    shutil.copytree(trained_drafts.target_folder, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.mark.slow
+def test_ours_and_theirs(
+    trained_drafts: Trained, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"domain": domain, "turns": [f"Order {i}: {name} bought"]}
+        for i, (domain, name) in enumerate([("new", "Maria"), ("new", "Ivan"), ("old", "Greta"), ("old", "Henry")])
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    main: Any = runpy.run_path(str(ROOT / "scripts" / "bench_decoder.py"))["main"]
+    drafts = [f"{name}={trained_drafts.draft_folders[name]}" for name in ("small", "eagle3")]
+    given = [str(target), str(tmp_path / "out.json"), "--prompts", str(tmp_path / "prompts.jsonl")]
+    given += [word for draft in (*drafts, "lookup", f"bad={tmp_path}") for word in ("--draft", draft)]
+    given += ["--draft-tokens", "3", "--batch-size", "4", "--max-new-tokens", "24", "--context", "40"]
+    main([*given, "--rounds", "6", "--repeats", "2", "--device", "cpu"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    ways = ["small K=3", "eagle3 K=3", "lookup K=3"]
+    assert list(found["steps"]) == ["plain", *ways]
+    assert found["steps"]["plain"]["over_plain"] == 1.0
+    assert all(step["milliseconds"] > 0 and step["rounds"] >= 3 for step in found["steps"].values())
+    small = [row for row in found["domains"] if row["draft"] == "small K=3"]
+    assert [row["domain"] for row in small] == ["(all)", "new", "old"]
+    assert all(row["tau"] > 1.5 for row in small)
+    assert small[0]["tau_over_cost"] == pytest.approx(small[0]["tau"] / found["steps"]["small K=3"]["over_plain"])
+    theirs = found["transformers"]
+    assert list(theirs) == ["generate", "assisted by small"]
+    assert theirs["generate"]["tokens"] == theirs["assisted by small"]["tokens"] <= 4 * 24
+    ours = {row["setting"]["method"]: row["tokens"] for row in found["bench"]["rows"] if row["domain"] == "(all)"}
+    assert set(ours.values()) == {theirs["generate"]["tokens"]}
+    assert list(found["replay_tokens_per_second"]) == ways
+    assert [one["method"] for one in found["bench"]["failures"]] == ["bad"]
+    shown = capsys.readouterr().out
+    titles = ("after 40 tokens", "By domain", "Ours", "transformers, batch 1", "over decoding at batch 4")
+    assert all(title in shown for title in titles)

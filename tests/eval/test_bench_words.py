@@ -1,0 +1,180 @@
+"""Sentences of a benchmark say what its figures say, no more and no less."""
+
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from benched import PARTS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftforge.eval.bench_picture import picture
+from draftforge.eval.bench_records import EVERY, BenchRow, Failure, Interval, LengthRow, Memory, Setting, Spread
+from draftforge.eval.bench_table import speed_cells, waiting_cells
+from draftforge.eval.bench_words import verdict, words
+
+NO_SPREAD = Spread(value=1.0, low=1.0, high=1.0)
+
+
+def spread(low: float, value: float | None = None, high: float | None = None) -> Spread:
+    value = low if value is None else value
+    return Spread(value=value, low=low, high=value if high is None else high)
+
+
+def row(
+    batch_size: int = 1,
+    speedup: Spread = NO_SPREAD,
+    domain: str = EVERY,
+    method: str = "small",
+    tau: float = 2.0,
+    break_even: float = 1.5,
+    alpha: float = 0.5,
+    equal: float = 1.0,
+    slots: float | None = None,
+    share: float = 0.25,
+    lengths: tuple[LengthRow, ...] = (),
+) -> BenchRow:
+    drafted = method != "plain"
+    setting = Setting(method=method, levels=4 if drafted else 0, batch_size=batch_size)
+    return BenchRow(
+        setting=setting, domain=domain, prompts=20, tokens=100, rounds=50,
+        tau=Interval(value=tau, low=tau, high=tau),
+        alphas=[Interval(value=alpha, low=alpha, high=alpha)] if drafted else [],
+        tokens_per_second=NO_SPREAD, decoding_tokens_per_second=NO_SPREAD, speedup=speedup, decoding_speedup=speedup,
+        first_token_p50=0.1, first_token_p95=0.2, inter_token_p50=0.01, inter_token_p95=0.02, first_token_share=share,
+        round_seconds=0.03, break_even_tau=break_even, slots=batch_size if slots is None else slots, parts=PARTS,
+        memory=Memory(weights=0, state=0, peak=None), equal_answers=equal, lengths=list(lengths),
+    )  # fmt: skip
+
+
+def said(*rows: BenchRow, repeats: int = 3, half: bool = False) -> str:
+    return "\n".join(words(rows, repeats, half))
+
+
+@pytest.mark.parametrize(
+    ("low", "value", "high", "kind"),
+    [
+        (1.01, 1.2, 1.3, "gains"),
+        (0.8, 0.9, 0.99, "loses"),
+        (0.9, 1.2, 1.3, "no clear difference"),
+        (0.8, 0.9, 1.0, "no clear difference"),
+        (1.0, 1.1, 1.2, "no clear difference"),
+        (math.nan, math.nan, math.nan, "not measured"),
+    ],
+)
+def test_a_verdict_needs_every_repeat(low: float, value: float, high: float, kind: str) -> None:
+    assert verdict(Spread(value=value, low=low, high=high)) == kind
+
+
+def test_batch_sizes_at_which_it_loses_are_named_with_what_a_round_costs() -> None:
+    text = said(
+        row(1, spread(1.4, 1.5, 1.6), break_even=1.25),
+        row(4, spread(0.95, 1.01, 1.05), break_even=2.0),
+        row(16, spread(0.84, 0.86, 0.88), break_even=2.5),
+    )
+    assert "At batch 1 the fastest is small K=4, 1.50x, repeats 1.40 to 1.60 over plain decoding." in text
+    assert "At batch 4 nothing is clearly faster than plain decoding: the best is small K=4, 1.01x" in text
+    assert "At batch 16 speculation loses, whatever drafts: the best is small K=4, 0.86x" in text
+    assert (
+        "small K=4: loses at batch 16 (0.86x, repeats 0.84 to 0.88; tau 2.00, a round pays from 2.50); "
+        "no clear difference at batch 4 (1.01x, repeats 0.95 to 1.05; tau 2.00, a round pays from 2.00); "
+        "gains at batch 1 (1.50x, repeats 1.40 to 1.60; tau 2.00, a round pays from 1.25)."
+    ) in text
+
+
+def test_domains_that_lose_though_the_whole_does_not() -> None:
+    whole = row(speedup=spread(1.2))
+    few = row(speedup=spread(0.9), domain="math", tau=1.4, alpha=0.3)
+    waits = row(speedup=spread(0.8), domain="short", tau=1.8, alpha=0.6, share=0.7)
+    fine = row(speedup=spread(1.5), domain="code", alpha=0.9)
+    text = said(whole, few, waits, fine)
+    assert "loses in math (0.90x; tau 1.40, a round pays from 1.50): 30% of first drafted tokens are accepted" in text
+    assert "loses in short (0.80x; tau 1.80, a round pays from 1.50): 70% of the time there passes before" in text
+    assert "loses in code" not in text
+    assert "small K=4: first drafted tokens are accepted least in math (30%), most in code (90%)." in text
+    assert "loses in math" not in said(row(speedup=spread(0.9)), few)  # that is said of the whole
+
+
+def test_short_answers() -> None:
+    short = LengthRow(lengths="1 to 16 tokens", prompts=5, speedup=spread(0.97), first_token_share=0.62)
+    worse = LengthRow(lengths="17 to 64 tokens", prompts=5, speedup=spread(1.1), first_token_share=0.3)
+    long = LengthRow(lengths="65 to 256 tokens", prompts=10, speedup=spread(1.6), first_token_share=0.05)
+    text = said(row(speedup=spread(1.4), lengths=(short, worse, long)))
+    assert "loses on answers of 1 to 16 tokens (0.97x; on all 1.40x): 62% of their time passes before the first" in text
+    assert "does worse on answers of 17 to 64 tokens" in text and "65 to 256" not in text
+    noisy = worse.model_copy(update={"speedup": spread(1.0, 1.1, 1.5)})
+    assert "17 to 64" not in said(row(speedup=spread(1.3, 1.4, 1.5), lengths=(noisy, long)))
+
+
+def test_answers_that_differ_are_counted() -> None:
+    differs = row(equal=0.9)
+    assert "90% of 20 answers equal plain decoding's; in float32 all should" in said(differs)
+    assert "90% of 20 answers equal plain decoding's; in half precision" in said(differs, half=True)
+    assert "equal" not in said(row(equal=1.0)) + said(row(equal=math.nan))
+
+
+def test_batches_that_are_never_full_and_single_repeats_are_admitted() -> None:
+    text = said(row(16, method="plain", slots=5.0), repeats=1)
+    assert "At batch 16 only 5.0 slots were in use on average: 20 prompts are too few" in text
+    assert "One repeat" in text
+    assert said(row(16, method="plain", slots=9.0)) == ""
+
+
+FIGURES = st.one_of(st.just(math.nan), st.floats(0.01, 20))
+SPREADS = st.one_of(
+    st.just(Spread(value=math.nan, low=math.nan, high=math.nan)),
+    st.lists(st.floats(0.05, 5), min_size=3, max_size=3).map(lambda x: spread(*sorted(x))),
+)
+
+
+@given(st.dictionaries(st.integers(1, 64), st.tuples(SPREADS, FIGURES, FIGURES, FIGURES), min_size=1))
+def test_every_batch_size_gets_one_verdict_and_nothing_unknown_is_shown(
+    measured: dict[int, tuple[Spread, float, float, float]],
+) -> None:
+    rows = [
+        row(size, speedup, tau=tau, break_even=needed, alpha=min(alpha, 1.0))
+        for size, (speedup, tau, needed, alpha) in sorted(measured.items())
+    ]
+    text = said(*rows, *(row.model_copy(update={"domain": "math"}) for row in rows))
+    assert "nan" not in text
+    clauses = dict.fromkeys(measured, 0)
+    line = next(line for line in text.splitlines() if line.startswith("small K=4: "))
+    for kind, sizes in re.findall(r"(loses|no clear difference|gains|not measured) at batch (.*?)(?=\); |\)\.$)", line):
+        for size in re.findall(r"(?:^|\), )(\d+) \(", sizes):
+            clauses[int(size)] += 1
+            assert verdict(measured[int(size)][0]) == kind
+    assert set(clauses.values()) == {1}
+    ET.fromstring(picture(rows))
+
+
+def test_the_picture_has_a_panel_a_domain_and_a_line_a_method() -> None:
+    rows = [
+        row(size, spread(low, low + 0.1, low + 0.2), domain, method)
+        for method, low in (("plain", 0.9), ("small", 1.2), ("a<b>", 0.5))
+        for size in (1, 16)
+        for domain in (EVERY, "code", "math", "rag")
+    ]
+    root = ET.fromstring(picture(rows))
+    space = "{http://www.w3.org/2000/svg}"
+    panels = root.findall(f"{space}g")
+    assert len(panels) == 4
+    for panel in panels:
+        assert len(panel.findall(f"{space}circle")) == 4  # two methods at two batch sizes; plain has no line
+        heights = [float(circle.attrib["cy"]) for circle in panel.findall(f"{space}circle")]
+        assert max(heights[:2]) < min(heights[2:])  # 1.3x stands above 0.6x
+    titles = [text.text for text in root.iter(f"{space}text")]
+    assert "all domains: speed-up over plain decoding" in titles and "a<b> K=4" in titles
+
+
+def test_cells() -> None:
+    rows = [row(4, method="plain"), row(4, spread(0.8, 0.85, 0.9)), row(4, spread(2.0), "math", equal=math.nan)]
+    failure = Failure(method="eagle3", plan="-", batch_size=None, reason="vocab_size 5: must be 9, the target's")
+    header, plain, loses, _, failed = speed_cells(rows, [failure])
+    assert dict(zip(header, plain))["speed-up"] == "-"
+    cells = dict(zip(header, loses))
+    assert (cells["batch"], cells["K"], cells["speed-up"], cells[""]) == ("4", "4", "0.85x [0.80, 0.90]", "loses")
+    assert (failed[1], failed[-1]) == ("eagle3", "not run: vocab_size 5: must be 9, the target's")
+    header, *shown = waiting_cells(rows)
+    assert [dict(zip(header, line))["equal"] for line in shown] == ["-", "100%", "n/a"]
+    assert dict(zip(header, shown[1]))["first token ms"] == "100.0 / 200.0"

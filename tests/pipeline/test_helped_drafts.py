@@ -1,0 +1,74 @@
+"""`generate --helped-by`: a small draft with something smaller that drafts for it."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import heads
+import pytest
+
+from draftforge.errors import InputError
+from draftforge.pipeline import talk
+from draftforge.pipeline.talk import Spoken
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import load_recipe
+from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
+from draftforge.specdec.formats import write_draft
+
+Say = Callable[..., Spoken]
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path]) -> Workspace:
+    folder = tmp_path_factory.mktemp("helped")
+    trees = {"grown": {"kind": "static", "widths": [2, 1]}}
+    return Workspace(load_recipe(recipe_in(folder, score={"draft_tokens": [4], "trees": trees})))
+
+
+@pytest.fixture(scope="module")
+def say(space: Workspace, tiny_target_folder: Path) -> Say:
+    """The target is a draft of its own."""
+
+    def speak(
+        helped_by: str | None, temperature: float = 0.0, draft: object = tiny_target_folder, **options: object
+    ) -> Spoken:
+        asked = {"rule": None, "draft_tokens": None, "tree": None, "max_new_tokens": 17, "seed": 7, **options}
+        return talk.speak(
+            space,
+            "hi there",
+            str(draft),
+            helped_by=helped_by,
+            temperature=temperature,
+            **asked,  # type: ignore[arg-type]
+        )
+
+    return speak
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rounds_are_those_of_the_draft_alone(say: Say, temperature: float, tiny_target_folder: Path) -> None:
+    alone = say(None, temperature).generation
+    assert alone.tokens == say(None, temperature, draft="none").generation.tokens or temperature
+    saved: list[int] = []
+    for helper in ("lookup", str(tiny_target_folder)):
+        helped = say(helper, temperature)
+        assert (helped.generation.tokens, helped.generation.rounds) == (alone.tokens, alone.rounds)
+        passes = re.fullmatch(rf".* helped by {helper} \((\d+) of its passes instead of (\d+)\)", helped.draft)
+        assert passes is not None
+        saved.append(int(passes[2]) - int(passes[1]))
+    assert saved[0] >= 0 and saved[1] > 0
+
+
+def test_what_cannot_be_helped_or_help_is_refused(say: Say, space: Workspace, tmp_path: Path) -> None:
+    sizes = {**heads.LAYER, "hidden_size": space.target.hidden_size, "vocab_size": space.target.vocab_size}
+    write_draft(EagleDraft(EagleConfig(**sizes), False), tmp_path, "vllm")
+    with pytest.raises(InputError, match="--helped-by lookup: helps a small draft, not one of family eagle"):
+        say("lookup", draft=tmp_path)
+    with pytest.raises(InputError, match=f"--helped-by {tmp_path}: must be a small draft or lookup, not eagle"):
+        say(str(tmp_path))
+    with pytest.raises(InputError, match="--helped-by lookup: helps a small draft, not --draft none"):
+        say("lookup", draft="none")
+    with pytest.raises(InputError, match="--helped-by lookup: helps to draft chains, not --tree grown"):
+        say("lookup", tree="grown")
+    with pytest.raises(InputError, match="--helped-by nobody: must be a draft folder or one of the recipe's drafts"):
+        say("nobody")

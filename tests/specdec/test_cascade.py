@@ -1,0 +1,201 @@
+"""A cascade against its draft alone: whatever the helper guesses, node by node the same chain, in fewer passes."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stand_ins import VOCAB, llama, near_copy, prompts, target
+from torch import Tensor
+
+from draftforge.errors import InputError
+from draftforge.specdec import decoder
+from draftforge.specdec.decoder import generate
+from draftforge.specdec.drafts.small import SmallDraft
+from draftforge.specdec.models import States
+from draftforge.specdec.proposers import Ask, Draft, Proposer, make_proposer
+from draftforge.specdec.proposers.base import Texts
+from draftforge.specdec.proposers.cascade import CascadeProposer, Choice, Helper, SmallHelper
+from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.requests import Request
+from draftforge.specdec.sampling import SamplingSettings
+
+GREEDY = SamplingSettings()
+WARM = SamplingSettings(temperature=0.8, top_p=0.95)
+HOT = SamplingSettings(temperature=1.2, top_k=20, repetition_penalty=1.3)
+MODEL = target()
+DRAFT = near_copy(MODEL)
+STATES = States(torch.zeros(1, 1, 1), None)
+
+
+class Guesses:
+    """A helper that says what it is told to: the next of the given tokens, over and over."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens, self._at = tokens, 0
+
+    def reserve(self, slots: int, tokens: int, levels: int) -> None: ...
+
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None: ...
+
+    def observe(self, new: Texts, states: States) -> None: ...
+
+    def move(self, source: int, destination: int) -> None: ...
+
+    def guess(self, drafted: Sequence[list[int]], counts: Sequence[int], choose: Choice) -> list[list[int]]:
+        return [[self._next() for _ in range(count)] for count in counts]
+
+    def _next(self) -> int:
+        self._at += 1
+        return self._tokens[self._at % len(self._tokens)]
+
+
+HELPERS: dict[str, Callable[[], Helper]] = {
+    "lookup": PromptLookup,
+    "smaller": lambda: SmallHelper(near_copy(MODEL, 0.1, seed=7), most=2),
+    "itself": lambda: SmallHelper(DRAFT, most=5),
+    "stubborn": lambda: Guesses([7, 7, 3, 60]),
+}
+
+
+def drafts_of(
+    proposer: Proposer, requests: list[Request], monkeypatch: pytest.MonkeyPatch, rule: str, K: int, batch_size: int
+) -> tuple[dict[int, list[int]], list[tuple[list[int], Tensor | None]]]:
+    """Answers, and every slot's candidates with their q in every round."""
+    seen: list[tuple[list[int], Tensor | None]] = []
+    original = decoder._Decoder._draft
+
+    def listening(self: decoder._Decoder, rows: int, sampling: list[SamplingSettings]) -> Draft:
+        draft = original(self, rows, sampling)
+        for slot, known in enumerate(draft.tree.candidate_BN):
+            q_NV = None if draft.q_BNV is None else draft.q_BNV[slot, known]
+            seen.append((draft.tree.tokens_BN[slot, known].tolist(), q_NV))
+        return draft
+
+    monkeypatch.setattr(decoder._Decoder, "_draft", listening)
+    answers = dict(generate(MODEL, proposer, requests, rule=rule, draft_tokens=K, batch_size=batch_size))
+    monkeypatch.setattr(decoder._Decoder, "_draft", original)
+    return {number: answer.tokens for number, answer in answers.items()}, seen
+
+
+@pytest.mark.parametrize("helper", HELPERS)
+@pytest.mark.parametrize(
+    ("sampling", "rule"),
+    [
+        ([GREEDY], "greedy"),
+        ([WARM], "token"),
+        ([HOT, WARM, GREEDY], "block"),
+        ([HOT], "match"),
+        ([HOT, WARM], "onehot"),
+    ],
+)
+def test_the_chain_is_the_drafts_own_node_by_node(
+    helper: str, sampling: list[SamplingSettings], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With refills, slots that move, limits that differ and stops."""
+    stops, K = frozenset({5, 17}), 5
+    asked = [Request(ids, sampling[n % len(sampling)], n, 20 - 3 * (n % 4), stops) for n, ids in enumerate(prompts(7))]
+    alone = make_proposer(DRAFT, MODEL)
+    answers, chains = drafts_of(alone, asked, monkeypatch, rule, K, batch_size=3)
+    cascade = CascadeProposer(DRAFT, HELPERS[helper]())
+    ours, helped = drafts_of(cascade, asked, monkeypatch, rule, K, batch_size=3)
+    assert ours == answers
+    assert [tokens for tokens, _ in helped] == [tokens for tokens, _ in chains]
+    for (_, q_NV), (_, alone_NV) in zip(helped, chains):
+        assert (q_NV is None) == (alone_NV is None)
+        if q_NV is not None and alone_NV is not None:
+            torch.testing.assert_close(q_NV, alone_NV, atol=1e-5, rtol=1e-4)
+    assert cascade.passes <= cascade.passes_alone
+    if helper in ("smaller", "itself"):
+        assert cascade.passes < (1.0 if helper == "smaller" else 0.5) * cascade.passes_alone
+
+
+@settings(max_examples=40)
+@given(
+    numbers=st.lists(st.floats(0, 1, exclude_max=True), min_size=8, max_size=8),
+    guesses=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=7),
+    limits=st.lists(st.integers(0, 4), min_size=2, max_size=2).filter(any),
+    sampling=st.lists(st.sampled_from([GREEDY, WARM, HOT]), min_size=2, max_size=2),
+)
+def test_no_guess_moves_a_draw(
+    numbers: list[float], guesses: list[int], limits: list[int], sampling: list[SamplingSettings]
+) -> None:
+    """For any numbers: so the drafted tokens have the law that they have when the draft drafts alone."""
+    u_BN = torch.tensor(numbers, dtype=torch.float64).view(2, 4)
+    seen_BV = torch.arange(VOCAB).expand(2, -1) % 5 == 0
+    ask = Ask(torch.tensor(limits), max(limits), sampling, lambda count: u_BN[:, :count], seen_BV)
+    said = []
+    for proposer in (make_proposer(DRAFT, MODEL), CascadeProposer(DRAFT, Guesses(guesses))):
+        proposer.reserve(2, 20, 4)
+        with torch.no_grad():
+            proposer.begin(torch.tensor([0, 1]), Texts.of([[3, 1, 4], [1, 5]]), STATES)
+            draft = proposer.propose(ask)
+        known_BN = draft.tree.candidate_BN
+        assert draft.q_BNV is not None
+        said.append((known_BN, draft.tree.tokens_BN[known_BN], draft.q_BNV[known_BN]))
+    (known, tokens, q), (known_too, tokens_too, q_too) = said
+    assert torch.equal(known, known_too) and torch.equal(tokens, tokens_too)
+    torch.testing.assert_close(q, q_too, atol=1e-5, rtol=1e-4)
+
+
+def passes(helper: Helper, K: int, count: int = 1) -> tuple[int, int]:
+    """Passes of one round for a batch, with and without the helper; slot b asks for K - b."""
+    cascade = CascadeProposer(DRAFT, helper)
+    cascade.reserve(count, 30, K)
+    with torch.no_grad():
+        cascade.begin(torch.arange(count), Texts.of([[3, 1, 4 + slot] for slot in range(count)]), STATES)
+        cascade.propose(Ask(K - torch.arange(count), K, [GREEDY] * count, None, None))
+    return cascade.passes, cascade.passes_alone
+
+
+def test_passes_saved_are_counted() -> None:
+    """A helper that is always right leaves one pass; `most` bounds what it may guess; one that is wrong costs none."""
+    (chain,) = chains([[3, 1, 4]], 6)
+    assert passes(SmallHelper(DRAFT, most=9), 6) == (1, 6)
+    assert passes(SmallHelper(DRAFT, most=2), 6) == (2, 6)
+    assert passes(SmallHelper(DRAFT, most=1), 6) == (3, 6)
+    assert passes(SmallHelper(DRAFT, most=2), 6, count=3) == (2, 6)
+    wrong = next(token for token in range(VOCAB) if token not in chain)
+    assert passes(Guesses([wrong]), 6) == (6, 6)
+    assert passes(SmallHelper(DRAFT), 1) == (1, 1)
+
+
+def chains(rows: list[list[int]], K: int) -> list[list[int]]:
+    """What the draft says greedily after texts."""
+    with torch.no_grad():
+        for _ in range(K):
+            rows = [
+                [*row, int(DRAFT.lm.logits(DRAFT.lm.states(torch.tensor([row])).hidden_BTH[0, -1]).argmax())]
+                for row in rows
+            ]
+    return [row[-K:] for row in rows]
+
+
+def test_a_helper_that_draws_does_so_with_the_drafts_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same model draws the same tokens, so that not one guess is wrong above temperature 0 either."""
+    cascade = CascadeProposer(DRAFT, SmallHelper(DRAFT, most=3))
+    asked = [Request(ids, HOT, n, 17) for n, ids in enumerate(prompts(3))]
+    drafts_of(cascade, asked, monkeypatch, "token", K=4, batch_size=1)
+    assert cascade.passes_alone > 3 * cascade.passes / 1.5
+
+
+def test_lookup_guesses_from_what_was_just_drafted() -> None:
+    lookup = PromptLookup()
+    lookup.reserve(2, 40, 4)
+    lookup.begin(torch.tensor([0, 1]), Texts.of([[1, 2, 3, 9, 8], [4, 5, 6]]), STATES)
+    assert lookup.guess([[2, 3], [7, 7]], [2, 3], None) == [[9, 8], [7, 7, 7]]
+    assert lookup.guess([[], [4]], [3, 1], None) == [[], [5]]  # what it was shown before is forgotten
+    lookup.observe(Texts.of([[2], [6]]), STATES)
+    assert lookup.guess([[3], []], [1, 2], None) == [[9], [6, 6]]
+    first = PromptLookup(occurrence="first")
+    first.reserve(1, 40, 4)
+    first.begin(torch.tensor([0]), Texts.of([[1, 2, 3]]), STATES)
+    assert first.guess([[1, 2]], [5], None) == [[3, 1, 2]]
+
+
+def test_refusals_name_value_and_rule() -> None:
+    with pytest.raises(InputError, match=f"helper: vocab_size 40: must be {VOCAB}, the draft's"):
+        CascadeProposer(DRAFT, SmallHelper(SmallDraft(llama(vocab=40))))
+    with pytest.raises(InputError, match="helper: 0 guesses: must be at least 1"):
+        SmallHelper(DRAFT, most=0)

@@ -1,0 +1,43 @@
+"""SmolLM2-135M-Instruct itself, with itself as a draft: helped by prompt lookup, and under a tokenizer of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from draftforge.data.conversation import Message, render
+from draftforge.specdec.decoder import Request, generate
+from draftforge.specdec.drafts.small import SmallDraft
+from draftforge.specdec.foreign import ForeignDraft
+from draftforge.specdec.proposers import CascadeProposer, ForeignProposer, Proposer
+from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.targets import Target
+
+pytestmark = pytest.mark.real
+QUESTIONS = ("Repeat this line twice: the order ships on Monday from Köln.", "Translate to Japanese: good morning 🙂")
+
+
+def test_greedy_output_is_byte_equal_and_nearly_all_drafts_are_right(real_target: Path) -> None:
+    target = Target.load(TargetSettings(model=str(real_target), device="cpu"))
+    tokenizer, itself = target.tokenizer, SmallDraft(target.model)
+    requests = [
+        Request(
+            render(tokenizer, [Message(role="user", content=question)], None, {}),
+            SamplingSettings(),
+            0,
+            20,
+            target.stop_ids,
+        )
+        for question in QUESTIONS
+    ]
+    plain = dict(generate(target, None, requests, batch_size=2))
+    cascade = CascadeProposer(itself, PromptLookup())
+    by_text = ForeignProposer(ForeignDraft.of(itself, tokenizer, tokenizer, target.vocab_size))
+    proposers: dict[str, Proposer] = {"cascade": cascade, "by text": by_text}
+    for name, proposer in proposers.items():
+        answers = dict(generate(target, proposer, requests, draft_tokens=4, batch_size=2))
+        assert {n: one.tokens for n, one in answers.items()} == {n: one.tokens for n, one in plain.items()}
+        rounds = [one for answer in answers.values() for one in answer.rounds]
+        assert sum(one.emitted for one in rounds) / len(rounds) > 3.0, name
+    assert cascade.passes < cascade.passes_alone
