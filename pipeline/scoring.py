@@ -30,6 +30,7 @@ from ..specdec.foreign import ForeignDraft
 from ..specdec.formats import check_context, check_fits, detect, load_draft, meta_file, read_draft, read_meta
 from ..specdec.formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET
 from ..specdec.formats.skipped import is_skip_file, read_skipped
+from ..specdec.fused import can_fuse, fuse
 from ..specdec.loading import load_tokenizer
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.elsewhere import Place, place_of
@@ -198,6 +199,8 @@ def draft_for(target: Target, place: Path, device: str | None = None) -> AnyDraf
             if digest != target.tokenizer_digest:
                 raise InputError(f"{place}: its {TOKENIZER_FILE} is not the target's: drafts with another tokenizer")
     check_fits(draft, target, place)
+    if isinstance(draft, SmallDraft) and can_fuse(there.device):
+        fuse(draft.model)
     return draft
 
 

@@ -1,5 +1,7 @@
 """Per-request settings: stop strings, repetition penalties, and what is refused."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -121,7 +123,7 @@ def test_a_barrier_holds_requests_back_until_all_before_it_are_answered() -> Non
     free = dict(generate(model, None, requests, batch_size=3))
     held = dict(generate(model, None, requests, batch_size=3, barriers=frozenset(ends)))
     assert {n: one.tokens for n, one in held.items()} == {n: one.tokens for n, one in free.items()}
-    parts = [[held[n] for n in range(start, end)] for start, end in zip(ends, ends[1:])]
-    for before, after in zip(parts, parts[1:]):
+    parts = [[held[n] for n in range(start, end)] for start, end in itertools.pairwise(ends)]
+    for before, after in itertools.pairwise(parts):
         assert max(one.arrivals[-1] for one in before) <= min(one.begun for one in after)
     assert max(one.arrivals[0] for one in parts[1]) <= min(one.arrivals[-1] for one in parts[1])  # side by side
