@@ -81,8 +81,12 @@ def main(
         runs[name] = _speed(trained[name].folder)
     scored = score_stage(space, captured, trained)
     curves = {name: _curve(scored, name, trained[name].folder, space) for name in trained}
+    rules = _by_rule(scored, trained, space)
     _show(runs, curves, scored)
-    found = {"hardware": _hardware(), "runs": runs, "curves": curves, "rows": [row.record() for row in scored.rows]}
+    for name, tau_by_rule in rules.items():
+        print(f"{name:28} {'  '.join(f'{which} {value:.3f}' for which, value in tau_by_rule.items())}")
+    found: dict[str, Any] = {"hardware": _hardware(), "runs": runs, "curves": curves, "tau_by_rule": rules}
+    found["rows"] = [row.record() for row in scored.rows]
     (out / "results.json").write_text(json.dumps(found, indent=1))
 
 
@@ -115,10 +119,12 @@ def _speed(folder: Path) -> dict[str, float]:
 
 
 def _curve(scored: Scored, name: str, folder: Path, space: Workspace) -> list[dict[str, Any]]:
-    """tau at the longest chain by checkpoint, in all and by domain, against the seconds that training took so far."""
+    """tau at the first sampling setting and the longest chain by checkpoint, in all and by domain, against the seconds that
+    training took so far."""
     lines = MetricLog(folder / METRICS_FILE).read()
-    longest = max(space.recipe.score.draft_tokens)
-    table = serving(counts.where(scored.counts, draft=name, draft_tokens=longest, tree=""), space.recipe.score)
+    settings = space.recipe.score
+    longest, first = max(settings.draft_tokens), settings.sampling[0].key
+    table = serving(counts.where(scored.counts, draft=name, draft_tokens=longest, tree="", setting=first), settings)
     found = []
     for step in sorted({row.step for row in scored.rows if row.draft == name}):
         mine = counts.where(table, step=step)
@@ -129,6 +135,19 @@ def _curve(scored: Scored, name: str, folder: Path, space: Workspace) -> list[di
         found.append(
             {"step": step, "seconds": seconds, "tau": tau(mine, space.recipe.score.bootstrap)._asdict(), **domains}
         )
+    return found
+
+
+def _by_rule(scored: Scored, trained: dict[str, Stage], space: Workspace) -> dict[str, dict[str, float]]:
+    """tau of each draft's last checkpoint at the longest chain, by sampling setting and accept rule."""
+    longest, found = max(space.recipe.score.draft_tokens), dict[str, dict[str, float]]()
+    for name in trained:
+        step = max(row.step for row in scored.rows if row.draft == name)
+        table = counts.where(scored.counts, draft=name, step=step, draft_tokens=longest, tree="", method="replay")
+        found[name] = {
+            f"{setting} {rule}": tau(part, space.recipe.score.bootstrap).value
+            for (setting, rule), part in counts.groups(table, "setting", "rule")
+        }
     return found
 
 
