@@ -119,8 +119,8 @@ def _speed(folder: Path) -> dict[str, float]:
 
 
 def _curve(scored: Scored, name: str, folder: Path, space: Workspace) -> list[dict[str, Any]]:
-    """tau at the first sampling setting and the longest chain by checkpoint, in all and by domain, against the seconds that
-    training took so far."""
+    """tau by checkpoint at the first sampling setting and the longest chain, in all and by domain, against the seconds
+    that training took so far."""
     lines = MetricLog(folder / METRICS_FILE).read()
     settings = space.recipe.score
     longest, first = max(settings.draft_tokens), settings.sampling[0].key
