@@ -88,7 +88,7 @@ class LookaheadProposer:
                 search.read(emitted)
 
     def move(self, source: int, destination: int) -> None:
-        self._searches[destination] = self._searches[source]
+        self._searches[destination], self._searches[source] = self._searches[source], None
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         raise InputError("lookahead: what it guesses depends on the rounds before, decode it")
@@ -129,7 +129,7 @@ class _Search:
         text = [*self._tail, *tokens]
         for place in range(len(text) - self._tokens + 1):
             self._pool.add(text[place : place + self._tokens])
-        self._last, self._tail = text[-1], text[len(text) - self._tokens + 1 :]
+        self._last, self._tail = text[-1], text[max(len(text) - self._tokens + 1, 0) :]
 
     def tree(self, limit: int) -> DraftTree:
         """The n-grams that begin with the last token, cut to so many more, as one tree; then the window."""

@@ -190,6 +190,28 @@ def test_slots_are_apart_and_movable() -> None:
     assert drafted(1, 1) == [[], [3]]
 
 
+def test_rows_that_a_round_covers_for_nobody_leave_moved_windows_alone() -> None:
+    """Where rounds are of few sizes, the slot that another one was moved out of is asked for nothing."""
+    proposer = LookaheadProposer(window=1, guesses=1)
+    proposer.reserve(2, 30, 1)
+    proposer.begin(torch.tensor([0, 1]), Texts.of([[1, 2, 1], [3, 4, 5]]), STATES)
+    proposer.move(1, 0)
+    proposer.propose(Ask(torch.tensor([1, 0]), 1, [GREEDY] * 2, None, None))
+    proposer.hear(torch.tensor([[6, 7], [0, 0]]))
+    proposer.observe(Texts.of([[4]]), STATES)
+    tree = proposer.propose(Ask(torch.tensor([1]), 1, [GREEDY], None, None)).tree
+    assert tree.tokens_BN.tolist() == [[7, 7]]  # what followed 4 in the window, and the window as it goes on
+
+
+def test_a_text_shorter_than_an_ngram_begins_one() -> None:
+    proposer = LookaheadProposer(window=1, guesses=1)
+    proposer.reserve(1, 30, 3)
+    proposer.begin(torch.tensor([0]), Texts.of([[7, 8]]), STATES)
+    proposer.observe(Texts.of([[9, 1, 7]]), STATES)
+    tree = proposer.propose(Ask(torch.tensor([3]), 3, [GREEDY], None, None)).tree
+    assert tree.tokens_BN[tree.candidate_BN].tolist() == [8, 9, 1]
+
+
 def test_refusals() -> None:
     assert not LookaheadProposer().replayable
     with pytest.raises(InputError, match="lookahead: what it guesses depends on the rounds before, decode it"):
