@@ -21,7 +21,7 @@ from ..data.conversation import render
 from ..data.prompt_files import asked_of, read_prompts
 from ..errors import InputError, OwnershipError
 from ..eval.bench_picture import picture
-from ..eval.bench_records import BenchPrompt, Report, RunRecord, Surroundings
+from ..eval.bench_records import BenchPrompt, Failure, Report, RunRecord, Surroundings
 from ..eval.bench_rows import bench_rows
 from ..eval.bench_runs import RunFolder, Work, run_all
 from ..eval.bench_table import show_bench
@@ -43,10 +43,13 @@ def bench(space: Workspace, settings: BenchSettings, out: Path | None = None, fr
     """Run what is not on disk yet, write the report, and show it. Raises InputError where no method can run."""
     prompts, left_out = bench_prompts(space.target, settings)
     finder = find_methods(space, settings, longest_text(prompts, settings))
+    if len(finder.methods) == 1:
+        raise _nothing_runs(finder.failures)
     about = surroundings(space.target, settings, prompts, left_out, finder.methods, space.recipe.score.bootstrap)
     found = bench_fingerprint(about, settings, prompts, finder.methods)
     folder = space.folder("bench", found) if out is None else out
-    with storage.lock(folder.parent / f".{folder.name}.lock", what="another benchmark"):
+    place = folder.resolve()  # the lock of "." belongs beside it, not in it
+    with storage.lock(place.parent / f".{place.name}.lock", what="another benchmark"):
         claim(folder, found, fresh)
         report = measure(space.target, settings, prompts, finder, about, folder, space.recipe.score.bootstrap)
     show_bench(report.rows, report.failures, about)
@@ -146,15 +149,11 @@ def measure(
     """The report, written to the folder. Raises InputError where nothing but plain decoding can run."""
     work = Work(target, prompts, settings.max_new_tokens, settings.sampling, target.stop_ids, settings.seed)
     ways = [way for method in finder.methods for way in method.ways]
-    failures = list(finder.failures)
-    records: list[RunRecord] = []
-    if len(ways) > 1:
-        sizes = sorted(set(settings.batch_sizes))
-        records, failed = run_all(work, ways, sizes, settings.repeats, RunFolder(folder / RUNS))
-        failures += failed
+    sizes = sorted(set(settings.batch_sizes))
+    records, failed = run_all(work, ways, sizes, settings.repeats, RunFolder(folder / RUNS))
+    failures = [*finder.failures, *failed]
     if all(record.setting.plain for record in records):
-        why = "; ".join(f"{one.method}: {one.reason}" for one in failures)
-        raise InputError(f"bench: no method can run: {why}")
+        raise _nothing_runs(failures)
     rows = bench_rows(records, prompts, bootstrap, settings.sampling.greedy)
     said = words(rows, settings.repeats, target.dtype != torch.float32)
     report = Report(surroundings=about, rows=rows, failures=failures, words=said)
@@ -162,3 +161,8 @@ def measure(
     storage.write_bytes(folder / PICTURE_FILE, picture(rows).encode())
     storage.write_bytes(folder / WORDS_FILE, "".join(f"{line}\n" for line in said).encode())
     return report
+
+
+def _nothing_runs(failures: Sequence[Failure]) -> InputError:
+    why = "; ".join(f"{one.method}: {one.reason}" for one in failures)
+    return InputError(f"bench: no method can run: {why}")

@@ -106,7 +106,16 @@ def place(device: str, dtype: str, field: str = "target.device") -> tuple[torch.
         raise InputError(f"{field}: {device}: must be auto, cpu or a device of torch such as cuda:0") from None
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise InputError(f"{field}: {device}: there are {torch.cuda.device_count()} CUDA devices here")
+    if found.type not in ("cpu", "cuda") and not _computes(found):
+        raise InputError(f"{field}: {device}: torch computes nothing there; must be auto, cpu or such as cuda:0")
     return found, getattr(torch, dtype)
+
+
+def _computes(device: torch.device) -> bool:
+    try:
+        return bool(torch.ones(1, device=device).item())
+    except (RuntimeError, AssertionError, ImportError):  # torch's ways of saying so
+        return False
 
 
 def target_fingerprint(settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> str:

@@ -122,6 +122,16 @@ def test_a_rule_that_does_not_take_a_method(
     assert all(row.equal_answers != row.equal_answers for row in report.rows)  # not known: answers are drawn
     with pytest.raises(InputError, match="no method can run: lookup: rule: 'token'"):
         bench(space, asked(temperature=0.7, rule="token"), tmp_path / "none")
+    bench(space, asked(temperature=0.7), tmp_path / "none")  # nothing was begun there
+
+
+def test_the_folder_where_one_is(
+    recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    bench(Workspace(recipe), asked(), Path())
+    assert Path("bench.json").is_file()
 
 
 @pytest.fixture

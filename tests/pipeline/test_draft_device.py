@@ -15,6 +15,7 @@ from draftforge.pipeline import scoring
 from draftforge.pipeline.scoring import draft_for
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
+from draftforge.specdec import targets
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.skipped import SkippedLayers
 from draftforge.specdec.formats import write_draft
@@ -76,7 +77,15 @@ def test_drafts_lie_where_they_are_told_to(
     assert asked[2:] == ["cuda:0"] and len(seen) > 3  # replayed, decoded and timed
 
 
-def test_what_cannot_be_is_refused(space: Workspace, head: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["meta", "mps", "xpu", "hpu"])
+def test_devices_without_numbers_are_refused(space: Workspace, head: Path, device: str) -> None:
+    with pytest.raises(InputError, match=rf"score\.draft_device: {device}: torch computes nothing there"):
+        draft_for(space.target, head, device)
+
+
+def test_what_cannot_be_is_refused(
+    space: Workspace, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = space.target
     assert place_of(draft_for(target, head, "cpu")) == place_of(target) == place_of(draft_for(target, head))
     with pytest.raises(InputError, match=r"score\.draft_device: gpu9: must be auto, cpu or a device of torch"):
@@ -86,6 +95,7 @@ def test_what_cannot_be_is_refused(space: Workspace, head: Path, tmp_path: Path)
     skips = tmp_path / "skips.json"
     write_skipped(skips, SkipFile(target_fingerprint=target.fingerprint, skipped=SkippedLayers(mlp=(1,))))
     draft_for(target, skips, "cpu")
+    monkeypatch.setattr(targets, "_computes", lambda device: True)
     with pytest.raises(
         InputError, match=r"score\.draft_device meta: .*skips\.json drafts with the target's own layers"
     ):
@@ -106,5 +116,6 @@ def test_the_precision_there(
     here: tuple[str, torch.dtype], device: str, there: tuple[str, torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meta stands for a GPU."""
+    monkeypatch.setattr(targets, "_computes", lambda device: True)
     monkeypatch.setattr(scoring, "place_of", lambda target: Place(torch.device(here[0]), here[1]))
     assert scoring._draft_place(None, device) == Place(torch.device(there[0]), there[1])  # type: ignore[arg-type]
