@@ -21,7 +21,7 @@ from ..data.conversation import render
 from ..data.prompt_files import asked_of, read_prompts
 from ..errors import InputError, OwnershipError
 from ..eval.bench_picture import picture
-from ..eval.bench_records import BenchPrompt, Failure, Report, RunRecord, Surroundings
+from ..eval.bench_records import BenchPrompt, Failure, Report, Surroundings
 from ..eval.bench_rows import bench_rows
 from ..eval.bench_runs import RunFolder, Work, run_all
 from ..eval.bench_table import show_bench
