@@ -16,6 +16,7 @@ from ..registry.resolve import resolve_models_uri
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.drafts.small import SmallDraft
 from ..specdec.foreign import ForeignDraft
+from ..specdec.formats import check_context
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.cascade import CascadeProposer, SmallHelper
 from ..specdec.proposers.free import HELPERS, TRAINING_FREE
@@ -77,7 +78,7 @@ def speak(
     _check_prompt(prompt)
     target, sampling = space.target, SamplingSettings(temperature=temperature)
     ids = render(target.tokenizer, [Message(role="user", content=prompt)], None, {})
-    proposer, levels = _proposer(space, target, draft, tree, helped_by)
+    proposer, levels = _proposer(space, target, draft, tree, helped_by, len(ids) + max_new_tokens)
     settings = space.recipe.score
     K = draft_tokens or levels
     rule = rule or ("greedy" if proposer is None else rules_for(sampling, proposer, settings)[0])
@@ -99,9 +100,9 @@ def _check_prompt(prompt: str) -> None:
 
 
 def _proposer(
-    space: Workspace, target: Target, draft: str | None, tree_name: str | None, helped_by: str | None
+    space: Workspace, target: Target, draft: str | None, tree_name: str | None, helped_by: str | None, longest: int
 ) -> tuple[Proposer | None, int]:
-    """What drafts, and how many levels it drafts unless told otherwise."""
+    """What drafts, and how many levels it drafts unless told otherwise. `longest`: tokens that the text may have."""
     trees, K = space.recipe.score.trees, max(space.recipe.score.draft_tokens)
     if tree_name is not None and tree_name not in trees:
         known = f"one of the recipe's score.trees ({', '.join(trees)})" if trees else "in score.trees, which is empty"
@@ -109,12 +110,15 @@ def _proposer(
     if helped_by is not None:
         if tree_name is not None:
             raise InputError(f"--helped-by {helped_by}: helps to draft chains, not --tree {tree_name}")
-        return _cascade(space, target, draft, helped_by), K
+        return _cascade(space, target, draft, helped_by, longest), K
     if draft == NO_DRAFT or draft in TRAINING_FREE:
         if tree_name is not None:
             raise InputError(f"--tree {tree_name}: --draft {draft} drafts no trees")
         return (None if draft == NO_DRAFT else TRAINING_FREE[draft](target)), K
-    loaded = any_draft_for(target, find_draft(space, draft), space.recipe.score.draft_device)
+    place = find_draft(space, draft)
+    loaded = any_draft_for(target, place, space.recipe.score.draft_device)
+    if not isinstance(loaded, ForeignDraft):
+        check_context(loaded, longest, place)
     if tree_name is None:
         return make_proposer(loaded, target), K
     if isinstance(loaded, ForeignDraft):
@@ -126,19 +130,22 @@ def _proposer(
     return make_proposer(loaded, target, tree), tree.levels
 
 
-def _cascade(space: Workspace, target: Target, draft: str | None, helped_by: str) -> CascadeProposer:
+def _cascade(space: Workspace, target: Target, draft: str | None, helped_by: str, longest: int) -> CascadeProposer:
     """A small draft with something smaller that drafts for it."""
     if draft == NO_DRAFT or draft in TRAINING_FREE:
         raise InputError(f"--helped-by {helped_by}: helps a small draft, not --draft {draft}")
-    device = space.recipe.score.draft_device
-    small = draft_for(target, find_draft(space, draft), device)
+    device, place = space.recipe.score.draft_device, find_draft(space, draft)
+    small = draft_for(target, place, device)
     if not isinstance(small, SmallDraft):
         raise InputError(f"--helped-by {helped_by}: helps a small draft, not one of family {small.family}")
+    check_context(small, longest, place)
     if helped_by in HELPERS:
         return CascadeProposer(small, HELPERS[helped_by]())
-    helper = draft_for(target, find_draft(space, helped_by, "--helped-by"), device)
+    place = find_draft(space, helped_by, "--helped-by")
+    helper = draft_for(target, place, device)
     if not isinstance(helper, SmallDraft):
         raise InputError(f"--helped-by {helped_by}: must be a small draft or {', '.join(HELPERS)}, not {helper.family}")
+    check_context(helper, longest, place)
     return CascadeProposer(small, SmallHelper(helper))
 
 

@@ -1,6 +1,8 @@
 """`generate --helped-by`: a small draft with something smaller that drafts for it."""
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,3 +74,15 @@ def test_what_cannot_be_helped_or_help_is_refused(say: Say, space: Workspace, tm
         say("lookup", tree="grown")
     with pytest.raises(InputError, match="--helped-by nobody: must be a draft folder or one of the recipe's drafts"):
         say("nobody")
+
+
+def test_drafts_that_were_made_for_shorter_texts_are_refused(
+    say: Say, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(tiny_target_folder, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
+    for words in (lambda: say(None, draft=short), lambda: say("lookup", draft=short), lambda: say(str(short))):
+        with pytest.raises(InputError, match=f"{short}: max_position_embeddings 20: must hold the longest text here"):
+            words()
