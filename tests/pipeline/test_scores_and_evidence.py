@@ -47,7 +47,7 @@ class MadeUpScorer:
         self.settings = args[0].recipe.score
         self.samples = [SimpleNamespace(cluster=f"c{n}", conversation=f"c{n}") for n in range(40)]
 
-    def load(self, folder: Path) -> None:
+    def load_any(self, folder: Path) -> None:
         return None
 
     def draftings(self, draft: Any) -> list[Any]:
