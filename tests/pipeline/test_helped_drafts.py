@@ -83,6 +83,7 @@ def test_drafts_that_were_made_for_shorter_texts_are_refused(
     shutil.copytree(tiny_target_folder, short)
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
-    for words in (lambda: say(None, draft=short), lambda: say("lookup", draft=short), lambda: say(str(short))):
+    asks = ((None, short), ("lookup", short), (str(short), tiny_target_folder))
+    for helped_by, draft in asks:
         with pytest.raises(InputError, match=f"{short}: max_position_embeddings 20: must hold the longest text here"):
-            words()
+            say(helped_by, draft=draft)
