@@ -27,7 +27,7 @@ from ..specdec.targets import Target
 from .bench_settings import BenchSettings
 from .scoring import Scorer, any_draft_for
 from .stages import capture_stage, mix_stage
-from .talk import NO_DRAFT, find_draft
+from .talk import NO_DRAFT, check_tree, find_draft
 from .workspace import Workspace
 
 CHAMPION = "champion"
@@ -159,11 +159,7 @@ def _check_name(name: str, drafts: Collection[str]) -> None:
 
 def _trees(known: dict[str, TreeSettings], wanted: Sequence[str]) -> dict[str, TreeSettings]:
     for name in wanted:
-        if name not in known:
-            listed = (
-                f"one of the recipe's score.trees ({', '.join(known)})" if known else "in score.trees, which is empty"
-            )
-            raise InputError(f"--tree {name}: must be {listed}")
+        check_tree(name, known)
     return {name: tree for name, tree in known.items() if name in wanted or not wanted}
 
 

@@ -1,6 +1,6 @@
 """`draftforge generate`: one answer with the draft's help, and what the help was worth."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,14 +99,20 @@ def _check_prompt(prompt: str) -> None:
         raise InputError(f"PROMPT {prompt[:40]!a}: is not valid Unicode") from None
 
 
+def check_tree(name: str, trees: Collection[str]) -> None:
+    """Refuse a tree that the recipe does not have."""
+    if name not in trees:
+        known = f"one of the recipe's score.trees ({', '.join(trees)})" if trees else "in score.trees, which is empty"
+        raise InputError(f"--tree {name}: must be {known}")
+
+
 def _proposer(
     space: Workspace, target: Target, draft: str | None, tree_name: str | None, helped_by: str | None, longest: int
 ) -> tuple[Proposer | None, int]:
     """What drafts, and how many levels it drafts unless told otherwise. `longest`: tokens that the text may have."""
     trees, K = space.recipe.score.trees, max(space.recipe.score.draft_tokens)
-    if tree_name is not None and tree_name not in trees:
-        known = f"one of the recipe's score.trees ({', '.join(trees)})" if trees else "in score.trees, which is empty"
-        raise InputError(f"--tree {tree_name}: must be {known}")
+    if tree_name is not None:
+        check_tree(tree_name, trees)
     if helped_by is not None:
         if tree_name is not None:
             raise InputError(f"--helped-by {helped_by}: helps to draft chains, not --tree {tree_name}")

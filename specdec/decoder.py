@@ -103,6 +103,7 @@ class _Decoder:
         self.aux_layers = proposer.aux_layers if proposer is not None else ()
         self.waiting, self.barriers = deque(enumerate(requests)), run.barriers
         self.slots: list[_Slot] = []
+        self.nothing: dict[int, Draft] = {}
         self.batch_size = min(run.batch_size, max(len(requests), 1))
         longest = max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=1) + 1
         # Rows near their end are padded up to the largest tree of the batch.
@@ -170,8 +171,7 @@ class _Decoder:
     def _draft(self, rows: int, sampling: list[SamplingSettings]) -> Draft:
         levels = min(self.draft_tokens, max(slot.remaining for slot in self.slots) - 1)
         if self.proposer is None or levels <= 0:
-            empty_B0 = torch.zeros(rows, 0, dtype=torch.long, device=self.target.device)
-            return Draft.of_chains(empty_B0, torch.zeros_like(self.state.last_S[:rows]), "deterministic")
+            return self._nothing(rows)
         if not self.shapes.fixed:
             return self._propose(sampling, levels)
         levels = self.draft_tokens  # whatever is left: a graph has one shape
@@ -179,6 +179,14 @@ class _Decoder:
             return self._replayed(("draft", rows), sampling, partial(self._propose, levels=levels))
         draft = self._propose(sampling, levels)
         return draft.padded(self.nodes, levels) if draft.tree.tokens_BN.shape[1] else draft
+
+    def _nothing(self, rows: int) -> Draft:
+        """No node in any slot; made once, so that plain decoding launches nothing for it."""
+        if rows not in self.nothing:
+            empty_B0 = torch.zeros(rows, 0, dtype=torch.long, device=self.target.device)
+            counts_B = torch.zeros_like(self.state.last_S[:rows])
+            self.nothing[rows] = Draft.of_chains(empty_B0, counts_B, "deterministic")
+        return self.nothing[rows]
 
     def _propose(self, sampling: list[SamplingSettings], levels: int) -> Draft:
         assert self.proposer is not None
