@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from draftforge.pipeline import verbs
+from draftforge.pipeline.scoring import Scored
+
 WORDS = ("order", "password", "capital", "sum", "city", "settings", "function", "country", "number", "Monday")
 
 
@@ -79,3 +82,17 @@ def recipe_in(tiny_target_folder: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[Scored]:
+    """What the score verb has come to."""
+    seen: list[Scored] = []
+    inner = verbs.score_foreign
+
+    def spy(*args: object) -> Scored:
+        seen.append(inner(*args))  # type: ignore[arg-type]
+        return seen[-1]
+
+    monkeypatch.setattr(verbs, "score_foreign", spy)
+    return seen

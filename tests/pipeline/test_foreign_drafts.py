@@ -34,20 +34,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Pa
     return recipe
 
 
-@pytest.fixture
-def scored(monkeypatch: pytest.MonkeyPatch) -> list[Scored]:
-    """What the score verb has come to."""
-    seen: list[Scored] = []
-    inner = verbs.score_foreign
-
-    def spy(*args: object) -> Scored:
-        seen.append(inner(*args))  # type: ignore[arg-type]
-        return seen[-1]
-
-    monkeypatch.setattr(verbs, "score_foreign", spy)
-    return seen
-
-
 def last_checkpoint(recipe: Recipe) -> Path:
     (folder,) = Workspace(recipe).root.glob("train-eagle3-*/checkpoints/step-000004")
     return folder

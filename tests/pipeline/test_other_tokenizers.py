@@ -54,21 +54,13 @@ def test_it_is_generated_with(recipe: Recipe, theirs: Path, capsys: pytest.Captu
         said(theirs, helped_by="lookup")
 
 
-def test_it_is_scored_with(recipe: Recipe, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_scored_with(recipe: Recipe, theirs: Path, scored: list[Scored]) -> None:
     """Replayed and decoded, which must agree; and no trees."""
-    seen: list[Scored] = []
-    inner = verbs.score_foreign
-
-    def spy(*args: object) -> Scored:
-        seen.append(inner(*args))  # type: ignore[arg-type]
-        return seen[-1]
-
-    monkeypatch.setattr(verbs, "score_foreign", spy)
     verbs.score(recipe, str(theirs))
-    rows = [row for row in seen[-1].counts.to_pylist() if row["draft"] == theirs.name]
+    rows = [row for row in scored[-1].counts.to_pylist() if row["draft"] == theirs.name]
     assert {row["tree"] for row in rows} == {""} and {row["method"] for row in rows} == {"replay", "decode"}
     assert sum(row["accepted"] for row in rows) > 0
-    (row,) = [row for row in seen[-1].rows if not row.baseline]
+    (row,) = [row for row in scored[-1].rows if not row.baseline]
     assert row.tau.value > 1.0 and row.speedup.value > 0
 
 
