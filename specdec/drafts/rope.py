@@ -14,6 +14,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from ..cache import runs_triton
+
 
 class _Scaling(BaseModel):
     """Fields bear the names of config.json's `rope_scaling`. One that is not here is not what we compute."""
@@ -157,6 +159,16 @@ class Rope:
         """Halves layout, as in transformers' Llama."""
         (cos, sin), (low, high) = waves, x_BHND.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+    def both(self, query_BQND: Tensor, key_BGND: Tensor, waves: Waves) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the same tokens; where nothing learns, one kernel on a GPU turns them where they lie."""
+        learns = query_BQND.requires_grad or key_BGND.requires_grad
+        if learns or not runs_triton(query_BQND.device):
+            return self(query_BQND, waves), self(key_BGND, waves)
+        from ..pointwise import rotate  # needs Triton
+
+        rotate(query_BQND, key_BGND, waves.cos[:, 0], waves.sin[:, 0])
+        return query_BQND, key_BGND
 
     def _on(self, device: torch.device) -> Tensor:
         if device not in self._frequency_F:
