@@ -65,8 +65,12 @@ class KVCache:
         Rows shorter than `tokens` are padded on the right: causality hides the padding from real tokens. `skip`: so
         many tokens that stand past a slot's length already are part of its past.
         """
-        past_B = self.lengths_S[:batch] + skip
-        positions_BN = past_B[:, None] + torch.arange(tokens, device=self.device)
+        past_B = self.lengths_S[:batch]
+        if skip:
+            past_B = past_B + skip
+        positions_BN = past_B[:, None]
+        if tokens > 1:
+            positions_BN = positions_BN + torch.arange(tokens, device=self.device)
         rows = torch.arange(batch, device=self.device)
         if reads_lengths(self.device):
             return Step(self, rows, positions_BN, positions_BN, past_B=past_B)

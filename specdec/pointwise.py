@@ -1,6 +1,7 @@
 """Small Triton kernels that read slices of a wider product where they lie: rotary embeddings and gated activations.
 
-Shapes: B rows, N tokens, Q query heads, G key-value heads, D head size, F = D / 2 rotated pairs, I inner size.
+Shapes: B rows, N tokens, Q query heads, G key-value heads, D head size, F = D / 2 rotated pairs, I inner size, R rows
+of a product.
 
 Inside, numbers are float32 and are rounded once. None of them has a gradient.
 """
@@ -15,30 +16,37 @@ _INNER = 1024  # a program's columns of a gated product
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate query [B, Q, N, D] and key [B, G, N, D] where they lie, halves layout (Su et al. 2021, arXiv 2104.09864).
 
-    cos, sin [B or 1, N, F], or [B or 1, N, D] with a factor for either half. The last dimension of all is contiguous.
+    cos, sin [B or 1, N, D], a factor for either half. The last dimension of all is contiguous.
     """
-    batch, heads, new, size = query.shape
-    half, groups = size // 2, key.shape[1]
+    batch, _, new, _ = query.shape
     _rotate[(batch * new,)](
         query,
         key,
         cos,
         sin,
-        *query.stride()[:3],
-        *key.stride()[:3],
         cos.stride(0) if cos.shape[0] > 1 else 0,
         cos.stride(1),
         sin.stride(0) if sin.shape[0] > 1 else 0,
         sin.stride(1),
-        new,
-        heads,
-        groups,
-        HALF=half,
-        SECOND=cos.shape[-1] - half,
-        HEADS=triton.next_power_of_2(max(heads, groups)),
-        PAIRS=triton.next_power_of_2(half),
-        num_warps=2,
+        **_heads(query, key),
     )
+
+
+def rotate_at(query: Tensor, key: Tensor, positions_BN: Tensor, frequency_F: Tensor, stretch: float) -> None:
+    """The same by position: pair f turns by position * frequency, and what is turned is stretched."""
+    batch, _, new, _ = query.shape
+    _rotate_at[(batch * new,)](
+        query, key, positions_BN, frequency_F, stretch, *positions_BN.stride(), **_heads(query, key)
+    )
+
+
+def _heads(query: Tensor, key: Tensor) -> dict[str, int]:
+    """What both kernels read of the shapes."""
+    names = ("query_slot", "query_head", "query_new"), ("key_slot", "key_head", "key_new")
+    strides = {name: step for one, x in zip(names, (query, key)) for name, step in zip(one, x.stride())}
+    (_, heads, new, size), groups = query.shape, key.shape[1]
+    blocks = {"HEADS": triton.next_power_of_2(max(heads, groups)), "PAIRS": triton.next_power_of_2(size // 2)}
+    return {**strides, "new": new, "heads": heads, "groups": groups, "HALF": size // 2, **blocks, "num_warps": 2}
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -58,51 +66,82 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _turn(at, real, cos_low, sin_low, cos_high, sin_high, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    low = tl.load(at, mask=real, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=real, other=0.0).to(tl.float32)
+    tl.store(at, (low * cos_low - high * sin_low).to(at.dtype.element_ty), mask=real)
+    tl.store(at + HALF, (high * cos_high + low * sin_high).to(at.dtype.element_ty), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _rotate(  # type: ignore[no-untyped-def]
     query,
     key,
     cos,
     sin,
+    cos_slot,
+    cos_new,
+    sin_slot,
+    sin_new,
     query_slot,
     query_head,
     query_new,
     key_slot,
     key_head,
     key_new,
-    cos_slot,
-    cos_new,
-    sin_slot,
-    sin_new,
     new,
     heads,
     groups,
     HALF: tl.constexpr,
-    SECOND: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
     slot, n = (tl.program_id(0) // new).to(tl.int64), tl.program_id(0) % new
-    head, pair = tl.arange(0, HEADS), tl.arange(0, PAIRS)
+    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
     turned = pair < HALF
     cos_at, sin_at = cos + slot * cos_slot + n * cos_new + pair, sin + slot * sin_slot + n * sin_new + pair
-    cos_low = tl.load(cos_at, mask=turned, other=0.0).to(tl.float32)[None, :]
-    sin_low = tl.load(sin_at, mask=turned, other=0.0).to(tl.float32)[None, :]
-    cos_high = tl.load(cos_at + SECOND, mask=turned, other=0.0).to(tl.float32)[None, :]
-    sin_high = tl.load(sin_at + SECOND, mask=turned, other=0.0).to(tl.float32)[None, :]
+    cos_low = tl.load(cos_at, mask=turned, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin_at, mask=turned, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos_at + HALF, mask=turned, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin_at + HALF, mask=turned, other=0.0).to(tl.float32)
+    at = query + slot * query_slot + head * query_head + n * query_new + pair
+    _turn(at, (head < heads) & turned, cos_low, sin_low, cos_high, sin_high, HALF)
+    at = key + slot * key_slot + head * key_head + n * key_new + pair
+    _turn(at, (head < groups) & turned, cos_low, sin_low, cos_high, sin_high, HALF)
 
-    at = query + slot * query_slot + head[:, None] * query_head + n * query_new + pair[None, :]
-    real = (head < heads)[:, None] & turned[None, :]
-    low = tl.load(at, mask=real, other=0.0).to(tl.float32)
-    high = tl.load(at + HALF, mask=real, other=0.0).to(tl.float32)
-    tl.store(at, (low * cos_low - high * sin_low).to(query.dtype.element_ty), mask=real)
-    tl.store(at + HALF, (high * cos_high + low * sin_high).to(query.dtype.element_ty), mask=real)
 
-    at = key + slot * key_slot + head[:, None] * key_head + n * key_new + pair[None, :]
-    real = (head < groups)[:, None] & turned[None, :]
-    low = tl.load(at, mask=real, other=0.0).to(tl.float32)
-    high = tl.load(at + HALF, mask=real, other=0.0).to(tl.float32)
-    tl.store(at, (low * cos_low - high * sin_low).to(key.dtype.element_ty), mask=real)
-    tl.store(at + HALF, (high * cos_high + low * sin_high).to(key.dtype.element_ty), mask=real)
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _rotate_at(  # type: ignore[no-untyped-def]
+    query,
+    key,
+    positions,
+    frequency,
+    stretch,
+    position_slot,
+    position_new,
+    query_slot,
+    query_head,
+    query_new,
+    key_slot,
+    key_head,
+    key_new,
+    new,
+    heads,
+    groups,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    slot, n = (tl.program_id(0) // new).to(tl.int64), tl.program_id(0) % new
+    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
+    turned = pair < HALF
+    position = tl.load(positions + slot * position_slot + n * position_new).to(tl.float32)
+    angle = position * tl.load(frequency + pair, mask=turned, other=0.0)
+    cos, sin = tl.cos(angle) * stretch, tl.sin(angle) * stretch
+    at = query + slot * query_slot + head * query_head + n * query_new + pair
+    _turn(at, (head < heads) & turned, cos, sin, cos, sin, HALF)
+    at = key + slot * key_slot + head * key_head + n * key_new + pair
+    _turn(at, (head < groups) & turned, cos, sin, cos, sin, HALF)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

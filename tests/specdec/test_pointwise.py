@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from draftforge.specdec.drafts import rope
-from draftforge.specdec.drafts.rope import Rope
+from draftforge.specdec.drafts.rope import LinearRope, Rope, RopeScaling, YarnRope
 from draftforge.specdec.pointwise import gated_silu, rotate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,13 +37,17 @@ def test_heads_turn_where_they_lie(heads: int, groups: int, size: int, rows: int
     assert torch.equal(rest, kept)
 
 
-def test_a_draft_turns_both_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    turning = Rope(10000.0, 16, None)
+@pytest.mark.parametrize(
+    "scaling", [None, LinearRope(factor=2.5), YarnRope(factor=4, original_max_position_embeddings=64)]
+)
+def test_a_draft_turns_both_alike(scaling: RopeScaling | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    turning = Rope(10000.0, 16, scaling)
     waves = turning.waves(torch.tensor([[0, 7, 8], [3, 4, 900]], device=DEVICE), torch.float32)
     query, key = draw(2, 4, 3, 16), draw(2, 2, 3, 16)
     expected = turning(query, waves), turning(key, waves)
     monkeypatch.setattr(rope, "runs_triton", lambda device: True)
-    torch.testing.assert_close(turning.both(query.clone(), key.clone(), waves), expected)
+    found = turning.both(query.clone(), key.clone(), waves)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     learned = query.clone().requires_grad_()
     torch.autograd.backward(turning.both(learned, key, waves)[0].sum())
     assert learned.grad is not None
