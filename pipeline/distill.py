@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from .. import fingerprint
 from ..progress import say
-from ..registry.gate import Decision
 from ..registry.lineage import Version
+from ..registry.records import Decision
 from ..registry.settings import redacted
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.metrics import NoSink

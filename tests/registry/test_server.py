@@ -16,9 +16,10 @@ import pytest
 from draftforge.errors import RegistryError
 from draftforge.registry.champions import history, rollback
 from draftforge.registry.connect import Tracking, open_tracking
-from draftforge.registry.gate import Decision, promote
 from draftforge.registry.lineage import Version, holdout_overlap
 from draftforge.registry.models import CHAMPION, aliases, fetch, targets
+from draftforge.registry.promoting import promote
+from draftforge.registry.records import Decision
 from draftforge.registry.resolve import resolve_models_uri
 from draftforge.registry.settings import RegistrySettings
 from draftforge.registry.tracking import start_run
@@ -86,10 +87,10 @@ def test_the_flow_through_a_server(
     assert one.source.startswith("mlflow-artifacts:")
     assert holdout_overlap(tracking, two, ["a", "x"]) == 1
     for version, compared in ((one, None), (two, one.reference)):
-        decision = Decision(promote=True, reasons=["better"], numbers={}, compared=compared)
+        decision = Decision(promote=True, reasons=["better"], compared=compared)
         assert promote(tracking, decision, version).promote
     with pytest.raises(RegistryError, match="lost a race"):
-        promote(tracking, Decision(promote=True, reasons=["x"], numbers={}, compared=None), one)
+        promote(tracking, Decision(promote=True, reasons=["x"], compared=None), one)
     assert fetch(tracking, TARGET, tmp_path / "out") == two
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"word": "two"}
     assert (tmp_path / "out" / "nested" / "chat_template.jinja").is_file()
