@@ -88,7 +88,7 @@ def _register(
         git_commit=git_commit(),
     )
     trained_on = {sample.cluster for sample in Capture.open(captured.folder, verify=False).samples("train")}
-    return register_version(space.tracking, run_id, exported, lineage, trained_on)
+    return register_version(space.tracking, run_id, exported, lineage, trained_on, space.target_settings)
 
 
 def _told(version: Version, decision: Decision) -> Decision:

@@ -17,6 +17,7 @@ from .. import storage
 from ..errors import InputError, OwnershipError, RegistryError
 from ..fingerprint import of_bytes, short
 from ..progress import say
+from ..specdec.settings import TargetSettings
 from .artifacts import download_verified, file_digests, stored_files
 from .connect import Tracking, mlflow_errors
 from .lineage import CLUSTERS_NAME, CONTENT_TAG, LINEAGE_TAG, Lineage, Version, as_version, clusters_file, get_version
@@ -50,11 +51,16 @@ def aliases_lock(tracking: Tracking, name: str) -> Iterator[None]:
 
 
 def register_version(
-    tracking: Tracking, run_id: str, folder: Path, lineage: Lineage, train_clusters: Iterable[str]
+    tracking: Tracking,
+    run_id: str,
+    folder: Path,
+    lineage: Lineage,
+    train_clusters: Iterable[str],
+    target: TargetSettings | None = None,
 ) -> Version:
     """Upload a draft folder into the run, register it under its target and call it `candidate`.
 
-    The same draft (same files) is registered once; again, the version that exists comes back, unless files of its own
+    `target`: where the target lies, for those who load the version as an MLflow model. The same draft (same files) is registered once; again, the version that exists comes back, unless files of its own
     are gone from the store: then they are uploaded again, as a new version.
     """
     clusters = clusters_file(train_clusters)
@@ -69,7 +75,7 @@ def register_version(
             if known:
                 say(f"{known[-1].reference}: its files are gone from the registry: the draft is registered again")
             to = f"drafts/{short(lineage.content)}" + (f"-{len(known) + 1}" if known else "")  # apart from remains
-            version = _upload(tracking, run_id, folder, to, name, lineage, clusters)
+            version = _upload(tracking, run_id, folder, to, lineage, clusters, target)
         if aliases(tracking, name).get(CHAMPION) != version.number:
             tracking.client.set_registered_model_alias(name, CANDIDATE, str(version.number))
     return version
@@ -103,13 +109,23 @@ def missing_file(tracking: Tracking, version: Version) -> str | None:
 
 
 def _upload(
-    tracking: Tracking, run_id: str, folder: Path, to: str, name: str, lineage: Lineage, clusters: bytes
+    tracking: Tracking,
+    run_id: str,
+    folder: Path,
+    to: str,
+    lineage: Lineage,
+    clusters: bytes,
+    target: TargetSettings | None,
 ) -> Version:
     """Files first, the version last: a version that exists is complete."""
-    client = tracking.client
-    record = lineage.model_dump_json(indent=2)
-    client.log_artifacts(run_id, str(folder), to)
-    client.log_text(run_id, record, f"{lineage.folder}/lineage.json")
+    from .wrapping import wrap  # with MLflow's pyfunc, which takes seconds to import
+
+    client, name = tracking.client, model_name(tracking, lineage.target_fingerprint)
+    with tempfile.TemporaryDirectory() as beside:
+        lineage = lineage.model_copy(update={"beside": wrap(Path(beside), lineage, target)})
+        client.log_artifacts(run_id, str(folder), to)
+        client.log_artifacts(run_id, beside, to)
+    client.log_text(run_id, lineage.model_dump_json(indent=2), f"{lineage.folder}/lineage.json")
     with tempfile.TemporaryDirectory() as beside:
         path = Path(beside) / CLUSTERS_NAME
         path.write_bytes(clusters)
@@ -187,7 +203,7 @@ def fetch(tracking: Tracking, target_fingerprint: str, out: Path, alias: str = C
         listed = "targets with a champion: " + ", ".join(known) if known else "no target has a champion"
         raise RegistryError(f"target {short(target_fingerprint)}: has no {alias} in the registry; {listed}")
     with storage.new_folder(out) as folder:
-        download_verified(tracking, version.source, version.lineage.files, folder)
+        download_verified(tracking, version.source, version.lineage.files, folder, version.lineage.beside)
     return version
 
 

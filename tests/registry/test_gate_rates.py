@@ -19,7 +19,7 @@ from draftforge.registry.records import DomainFigures, Evidence, Figures, Interv
 from draftforge.registry.settings import GateSettings
 
 SIMULATED, ROUNDS, TAU = 300, 40.0, 2.0
-BOOTSTRAP = Bootstrap(samples=200)
+BOOTSTRAP = Bootstrap(samples=500)
 NOISE = 0.12
 """Standard deviation of one conversation's difference between two drafts, as a share of tau."""
 
@@ -102,7 +102,7 @@ def test_a_better_draft_is_promoted() -> None:
 
 
 def test_the_named_number_of_conversations_gives_the_named_power() -> None:
-    """In closed form: with n' conversations the lower end passes with probability POWER, were the gain what it seems."""
+    """In closed form: with that many the lower end passes with probability POWER, were the gain what it seems."""
     normal, value, floor, confidence, n = NormalDist(), 0.01, -0.02, 0.95, 40
     z = normal.inv_cdf(0.975)
     error = 0.03
