@@ -195,15 +195,26 @@ def targets(tracking: Tracking) -> list[TargetEntry]:
 def fetch(tracking: Tracking, target_fingerprint: str, out: Path, alias: str = CHAMPION) -> Version:
     """Download the champion of exactly this target into `out`: all files, each verified, or nothing."""
     out = out.absolute()
+    refuse_occupied(out)
+    version = require(tracking, target_fingerprint, alias)
+    with storage.new_folder(out) as folder:
+        download_verified(tracking, version.source, version.lineage.files, folder, version.lineage.beside)
+    return version
+
+
+def refuse_occupied(out: Path) -> None:
+    """Raise OwnershipError where something is that a fetch would overwrite."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OwnershipError(f"{out}: exists and is not empty; name a new folder")
+
+
+def require(tracking: Tracking, target_fingerprint: str, alias: str) -> Version:
+    """The version that an alias of this target names. RegistryError, naming targets that have one, where none is."""
     version = by_alias(tracking, target_fingerprint, alias)
     if version is None:
         known = [f"{entry.target_name} ({short(entry.fingerprint)})" for entry in targets(tracking) if entry.champion]
         listed = "targets with a champion: " + ", ".join(known) if known else "no target has a champion"
         raise RegistryError(f"target {short(target_fingerprint)}: has no {alias} in the registry; {listed}")
-    with storage.new_folder(out) as folder:
-        download_verified(tracking, version.source, version.lineage.files, folder, version.lineage.beside)
     return version
 
 

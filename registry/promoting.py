@@ -97,6 +97,15 @@ def decisions(tracking: Tracking, version: Version) -> list[StoredDecision]:
         return [_stored(name, (Path(folder) / name).read_bytes()) for name in mine]
 
 
+def last_decision(tracking: Tracking, version: Version) -> StoredDecision | None:
+    """The newest decision about a version; None where there is none, or none that can be read."""
+    try:
+        found = decisions(tracking, version)
+    except RegistryError:
+        return None
+    return found[-1] if found else None
+
+
 def _stored(name: str, data: bytes) -> StoredDecision:
     try:
         found = json.loads(data)
