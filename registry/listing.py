@@ -1,4 +1,4 @@
-"""Which draft serves which target, both ways: by target with its versions and aliases, and by draft with its targets."""
+"""Which draft serves which target, both ways: each target with its versions, each draft with its targets."""
 
 from datetime import UTC, datetime
 from typing import Any

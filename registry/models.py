@@ -60,7 +60,9 @@ def register_version(
 ) -> Version:
     """Upload a draft folder into the run, register it under its target and call it `candidate`.
 
-    `target`: where the target lies, for those who load the version as an MLflow model. The same draft (same files) is registered once; again, the version that exists comes back, unless files of its own
+    `target`: where the target lies, for those who load the version as an MLflow model.
+
+    The same draft (same files) is registered once; again, the version that exists comes back, unless files of its own
     are gone from the store: then they are uploaded again, as a new version.
     """
     clusters = clusters_file(train_clusters)
