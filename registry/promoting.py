@@ -12,8 +12,9 @@ from .artifacts import download
 from .champions import ROLLED_BACK_TAG, move_champion, set_previous
 from .connect import Tracking, mlflow_errors
 from .lineage import Version
-from .models import CHAMPION, aliases, aliases_lock, same_content
+from .models import CHAMPION, aliases, same_content
 from .records import FORMAT, Decision, StoredDecision
+from .turns import moving
 
 DECISION_TAG = "draftforge.decision"
 COMPARED_TAG = "draftforge.compared"
@@ -30,7 +31,7 @@ def promote(tracking: Tracking, decision: Decision, version: Version) -> Decisio
     RegistryError if the champion is no longer the one that was compared: measure again. Doing it twice changes nothing.
     A draft that was rolled back is not promoted again.
     """
-    with aliases_lock(tracking, version.name):
+    with moving(tracking, version.name):
         number = aliases(tracking, version.name).get(CHAMPION)
         if number == version.number:
             return decision.model_copy(update={"promote": True, "reasons": [ALREADY]})
