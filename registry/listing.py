@@ -8,9 +8,10 @@ from pydantic import BaseModel, ConfigDict
 
 from ..errors import RegistryError
 from ..fingerprint import short
+from ..progress import say
 from .champions import ROLLED_BACK_TAG, history
 from .connect import Tracking, mlflow_errors
-from .lineage import LINEAGE_TAG, as_version
+from .lineage import LINEAGE_TAG, Version, as_version
 from .models import CANDIDATE, CHAMPION, PREVIOUS, targets
 from .promoting import DECISION_TAG, REASONS_TAG, SPEEDUP_TAG, TAU_TAG, decisions
 from .records import StoredDecision
@@ -155,8 +156,17 @@ def _listed(
         decision=tags.get(DECISION_TAG, ""),
         reasons=tags.get(REASONS_TAG, ""),
         rolled_back=tags.get(ROLLED_BACK_TAG),
-        decisions=decisions(tracking, version) if with_decisions else None,
+        decisions=_decisions(tracking, version) if with_decisions else None,
     )
+
+
+def _decisions(tracking: Tracking, version: Version) -> list[StoredDecision]:
+    """What an older draftforge wrote is said to be there and left out: its gist is in the tags."""
+    try:
+        return decisions(tracking, version)
+    except RegistryError as error:
+        say(f"{version.reference}: its decisions cannot be listed: {error}")
+        return []
 
 
 def _run_name(tracking: Tracking, run_id: str) -> str:

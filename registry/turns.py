@@ -54,8 +54,12 @@ def _take(tracking: Tracking, name: str, mine: str) -> None:
     while True:
         _wait_until_free(tracking, name, until)
         started = time.monotonic()
-        with mlflow_errors(tracking.uri):
-            tracking.client.set_registered_model_tag(name, TURN_TAG, mine)
+        try:
+            with mlflow_errors(tracking.uri):
+                tracking.client.set_registered_model_tag(name, TURN_TAG, mine)
+        except TrackingError:  # two that make a new tag at once: the database takes one of them
+            if _claimed(tracking, name) in ("", mine):
+                raise
         time.sleep(max(_SETTLE_SECONDS, 3 * (time.monotonic() - started)))
         if _claimed(tracking, name) == mine:
             return

@@ -166,7 +166,10 @@ def test_a_program_that_is_not_there() -> None:
 def test_what_takes_too_long_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     mark = tmp_path / "late"
     child = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
-    script = f"import subprocess, sys, time; print('begun', flush=True); subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    script = (
+        f"import subprocess, sys, time; print('begun', flush=True); "
+        f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    )
     started = time.monotonic()
     ended = run_command(PromotionSettings(command=[sys.executable, "-c", script], timeout_seconds=1), {})
     assert ended.problem == "not done after 1 s (promotion.timeout_seconds)" and ended.output == "begun\n"

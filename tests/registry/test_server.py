@@ -168,7 +168,7 @@ def test_a_password_is_never_shown(postgres_uri: str, tmp_path: Path, monkeypatc
     ("store", "words"),
     [
         ("", "must name the database"),
-        ("postgresql://u:p@h/d", r"must begin with postgresql\+psycopg"),
+        ("postgresql://u:p@h/d", "must begin with postgresql+psycopg"),
         ("x", "sqlite:///"),
     ],
 )
@@ -176,4 +176,4 @@ def test_the_script_refuses_what_it_cannot_serve(store: str, words: str, tmp_pat
     env = os.environ | {"MLFLOW_BACKEND_STORE_URI": store, "PYTHON": sys.executable}
     ended = subprocess.run([str(SCRIPT), str(tmp_path)], env=env, capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0 and ended.stdout == ""
-    assert len(ended.stderr.splitlines()) == 1 and words.replace("\\", "") in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1 and words in ended.stderr
