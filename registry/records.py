@@ -5,13 +5,13 @@ Unknown numbers are NaN here and null in JSON.
 
 import math
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from .settings import GateSettings
 
-FORMAT = 2
+FORMAT: Final = 2
 """Of stored decisions. Raised when a field changes its meaning; 1 held its numbers as free JSON."""
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 

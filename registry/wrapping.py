@@ -45,7 +45,7 @@ def wrap(folder: Path, lineage: Lineage, target: TargetSettings | None) -> dict[
     config = {"recorded_target": recorded, "target": None}  # only keys that are here can be set at loading
     # The same draft gives the same file: no time, and an identity made of its content.
     model = Model(utc_time_created="1970-01-01 00:00:00", model_uuid=lineage.content[:32], signature=signature(lineage))
-    add_to_model(
+    add_to_model(  # type: ignore[no-untyped-call]
         model,
         loader_module="mlflow.pyfunc.model",
         model_config=config,
@@ -69,4 +69,5 @@ def signature(lineage: Lineage) -> ModelSignature:
         param("draft_tokens", DataType.long, lineage.draft_tokens or 4),
         param("seed", DataType.long, 0),
     ]
-    return ModelSignature(inputs=Schema([ColSpec(AnyType())]), params=ParamSchema(params))
+    anything = AnyType()  # type: ignore[no-untyped-call]
+    return ModelSignature(inputs=Schema([ColSpec(anything)]), params=ParamSchema(params))

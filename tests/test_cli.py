@@ -96,8 +96,8 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("registry") == 0
     assert calls.pop() == ("registry", (None,), {**store, **listed})
     assert run("registry", "r.yaml", "seed=1", "--json", "--decisions", "--target", "ab") == 0
-    asked = {"target": "ab", "decisions": True, "as_json": True}
-    assert calls.pop() == ("registry", (("recipe", "r.yaml", ["seed=1"]),), {**store, **listed, **asked})
+    in_full = {"target": "ab", "decisions": True, "as_json": True}
+    assert calls.pop() == ("registry", (("recipe", "r.yaml", ["seed=1"]),), {**store, **listed, **in_full})
 
 
 def test_skipping_layers(calls: Calls) -> None:

@@ -131,8 +131,8 @@ def test_fetch_without_a_recipe(
     assert "as sglang, read back equal" in capsys.readouterr().err
     assert code("fetch", tmp_path / "d", "--target", target, "--format", "gguf") == 0
     assert (tmp_path / "d" / "draft.gguf").is_file()
-    named = ["--format", "speculators", "--target-id", "owner/model"]
-    assert code("fetch", tmp_path / "e", "--target", target, *named) == 0
+    by_id = ["--format", "speculators", "--target-id", "owner/model"]
+    assert code("fetch", tmp_path / "e", "--target", target, *by_id) == 0
     config = json.loads((tmp_path / "e" / "config.json").read_text())
     assert config["speculators_config"]["verifier"] == {
         "name_or_path": "owner/model",

@@ -80,11 +80,18 @@ def pair(
 
 
 def lineage_of(target_fingerprint: str) -> Lineage:
-    digests = dict.fromkeys(
-        ("mix_fingerprint", "capture_fingerprint", "counts_digest", "recipe_fingerprint", "tokenizer_digest"), "1" * 64
-    )
+    digest = "1" * 64
     return Lineage(
-        target_fingerprint=target_fingerprint, target_name="t", family="small", step=1, draft_tokens=3, **digests
+        target_fingerprint=target_fingerprint,
+        target_name="t",
+        tokenizer_digest=digest,
+        mix_fingerprint=digest,
+        capture_fingerprint=digest,
+        counts_digest=digest,
+        recipe_fingerprint=digest,
+        family="small",
+        step=1,
+        draft_tokens=3,
     )
 
 

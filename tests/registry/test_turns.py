@@ -52,7 +52,8 @@ def test_many_hosts_move_one_after_the_other(tracking: Tracking, model: str) -> 
 def test_a_turn_that_was_overwritten_is_taken_again(
     tracking: Tracking, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, slept = time.sleep, []
+    real = time.sleep
+    slept: list[float] = []
 
     def sleep(seconds: float) -> None:
         if not slept:  # another host claims while this one waits for its own claim to settle
