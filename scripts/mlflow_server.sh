@@ -31,6 +31,8 @@ if [[ $store == postgresql* ]] && ! "$python" -c 'import psycopg' 2>/dev/null; t
 fi
 # One worker over SQLite, which has one writer.
 workers=${MLFLOW_WORKERS:-$([[ $store == sqlite* ]] && echo 1 || echo 2)}
+# MLflow's queue of server-side jobs (evaluations and such) is eight processes more, none of which a registry needs.
+export MLFLOW_SERVER_ENABLE_JOB_EXECUTION=${MLFLOW_SERVER_ENABLE_JOB_EXECUTION:-false}
 export MLFLOW_DISABLE_TELEMETRY=${MLFLOW_DISABLE_TELEMETRY:-true}
 exec "$python" -m mlflow server --artifacts-destination "$artifacts" --serve-artifacts \
 	--host "$host" --port "$port" --workers "$workers"

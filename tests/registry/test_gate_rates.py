@@ -18,8 +18,8 @@ from draftforge.registry.power import POWER, more_conversations
 from draftforge.registry.records import DomainFigures, Evidence, Figures, Interval
 from draftforge.registry.settings import GateSettings
 
-SIMULATED, ROUNDS, TAU = 300, 40.0, 2.0
-BOOTSTRAP = Bootstrap(samples=500)
+SIMULATED, ROUNDS, TAU = 200, 40.0, 2.0
+BOOTSTRAP = Bootstrap(samples=400)
 NOISE = 0.12
 """Standard deviation of one conversation's difference between two drafts, as a share of tau."""
 
