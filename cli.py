@@ -43,6 +43,14 @@ Overrides = Annotated[
 ]
 DraftName = Annotated[str | None, typer.Option("--draft", help="Only this draft of the recipe; default: all.")]
 
+ModelName = Annotated[str, typer.Option("--model", help="First part of the registered model's name.")]
+TrackingUri = Annotated[
+    str | None,
+    typer.Option("--tracking-uri", help="MLflow store; default: MLFLOW_TRACKING_URI, else runs/mlflow.db."),
+]
+StoreFolder = Annotated[
+    Path, typer.Option("--workdir", help="Work folder that holds the default store, as in the recipe.")
+]
 DraftDevice = Annotated[
     str | None,
     typer.Option(
@@ -185,25 +193,71 @@ def fetch(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist.")],
     target: Annotated[
         str,
-        typer.Option("--target", help="Model folder, .gguf file, hub id, or the target's 64 hex digit fingerprint."),
+        typer.Option(
+            "--target", help="Model folder, .gguf file, hub id, or the first hex digits of the target's fingerprint."
+        ),
     ],
-    model: Annotated[str, typer.Option("--model", help="First part of the registered model's name.")] = "draftforge",
-    tracking_uri: Annotated[
+    layout: Annotated[
         str | None,
-        typer.Option("--tracking-uri", help="MLflow store; default: MLFLOW_TRACKING_URI, else runs/mlflow.db."),
+        typer.Option("--format", help="hf, vllm, sglang, speculators, medusa or gguf; default: as it is stored, vllm."),
     ] = None,
-    workdir: Annotated[
-        Path, typer.Option("--workdir", help="Work folder that holds the default store, as in the recipe.")
-    ] = Path("runs"),
+    target_id: Annotated[
+        str | None, typer.Option("--target-id", help="The target's hub id, for formats that name it.")
+    ] = None,
+    model: ModelName = "draftforge",
+    tracking_uri: TrackingUri = None,
+    workdir: StoreFolder = Path("runs"),
     alias: Annotated[str, typer.Option("--alias", help="champion, candidate or previous.")] = "champion",
 ) -> None:
-    """Copy the champion of exactly this target out of the registry.
+    """Copy the champion of exactly this target out of the registry, in the layout of a serving engine. No recipe.
 
-    Example: draftforge fetch served-draft --target .cache/smollm2-135m-instruct --workdir runs/demo
+    Example: draftforge fetch served-draft --target .cache/smollm2-135m-instruct --workdir runs/demo --format vllm
     """
     from .pipeline import verbs
 
-    verbs.fetch(out, target=target, model=model, tracking_uri=tracking_uri, workdir=workdir, alias=alias)
+    verbs.fetch(
+        out,
+        target=target,
+        model=model,
+        tracking_uri=tracking_uri,
+        workdir=workdir,
+        alias=alias,
+        layout=layout,
+        target_id=target_id,
+    )
+
+
+@app.command(rich_help_panel=REGISTRY)
+def registry(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Whose registry; default: the store that options name.")
+    ] = None,
+    overrides: Overrides = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Only targets whose fingerprint begins with these hex digits.")
+    ] = None,
+    decisions: Annotated[bool, typer.Option("--decisions", help="Also every decision of the gate, in full.")] = False,
+    model: ModelName = "draftforge",
+    tracking_uri: TrackingUri = None,
+    workdir: StoreFolder = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List which draft serves which target, with aliases, figures, runs and decisions; and what each draft serves.
+
+    Example: draftforge registry --workdir runs/demo --decisions
+    """
+    loaded = None if recipe is None else _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.registry(
+        loaded,
+        model=model,
+        tracking_uri=tracking_uri,
+        workdir=workdir,
+        target=target,
+        decisions=decisions,
+        as_json=as_json,
+    )
 
 
 @app.command(rich_help_panel=REGISTRY)

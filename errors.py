@@ -83,6 +83,12 @@ class LostFilesError(RegistryError):
     """A registered version's files are gone from the store, or are not those that were recorded."""
 
 
+class HookError(DraftforgeError, RuntimeError):
+    """The operator's command after a promotion or rollback failed. What it followed stands."""
+
+    exit_code = 6
+
+
 class DiskFullError(DraftforgeError, OSError):
     """Not enough free space for what is about to be written."""
 

@@ -67,6 +67,19 @@ class RetrainSettings(BaseModel):
     """How long to wait for another retraining of the same work folder to end; 0: give up at once."""
 
 
+class PromotionSettings(BaseModel):
+    """What follows a promotion or a rollback."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    command: list[Annotated[str, Field(min_length=1)]] = []
+    """A program and its arguments, run without a shell once the alias has moved; empty: none. Its environment says what
+    happened: DRAFTFORGE_EVENT (promote, rollback), _VERSION, _URI, _TARGET, _DRAFT (a folder), _DECISION (a JSON
+    file)."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long it may take before it is killed and counts as failed."""
+
+
 class Recipe(BaseModel):
     """Everything that `draftforge distill` needs to know."""
 
@@ -93,6 +106,8 @@ class Recipe(BaseModel):
     """Where runs and versions are kept."""
     gate: GateSettings = GateSettings()
     """What a candidate must show to become the champion."""
+    promotion: PromotionSettings = PromotionSettings()
+    """What follows a promotion or a rollback."""
     retrain: RetrainSettings = RetrainSettings()
     """What happens when the target changes."""
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from .. import fingerprint
 from ..progress import say
-from ..registry.gate import Decision
 from ..registry.lineage import Version
+from ..registry.records import Decision
 from ..registry.settings import redacted
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.metrics import NoSink
+from .hooks import after_promotion
 from .promotion import promote_stage
 from .scoring import Scored, check_targets, score_stage
 from .stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
@@ -43,6 +44,7 @@ def distill(space: Workspace, parent: str | None = None) -> Outcome | None:
         identity = run_fingerprint(space, mix)
         with start_run(tracking, space.recipe.name, identity, run_id=find_run(tracking, identity)) as run:
             outcome = _tracked(space, run, mix, parent)
+        after_promotion(space, outcome.version, outcome.decision)
     seconds = time.monotonic() - started
     say(f"distilled in {seconds:.0f} s; to look at it: mlflow ui --backend-store-uri {redacted(tracking.uri)}")
     return outcome

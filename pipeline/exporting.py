@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from .. import fingerprint
@@ -12,7 +13,7 @@ from ..data.store import Sample
 from ..errors import FormatError, InputError
 from ..eval.score import spread
 from ..eval.traces import replay_samples
-from ..specdec.formats import Format, Verifier, convert_draft
+from ..specdec.formats import Format, Verifier, convert_draft, read_draft
 from ..specdec.replay import Counted
 from ..storage import new_folder
 from .scoring import Scorer
@@ -47,6 +48,25 @@ def export_draft(
                 shutil.copyfile(path, beside / path.name)
         if not same_counts(scorer, folder, beside):
             raise FormatError(f"{out}: the exported draft does not score as the checkpoint {folder} does")
+
+
+def rewrite_draft(
+    folder: Path, out: Path, layout: Format, verifier: Verifier | None, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Write a draft in another format where no answers are at hand to score it on. `out` must not exist or be empty.
+
+    What was written is read again and must hold the same weights, to the bit. Raises FormatError otherwise, and leaves
+    nothing behind.
+    """
+    with new_folder(out) as beside:
+        convert_draft(folder, beside, layout, verifier, tokenizer)
+        if not _same_weights(folder, beside):
+            raise FormatError(f"{out}: the {layout} draft does not read back as the one that is stored")
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    first, second = (read_draft(place).state_dict() for place in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def verifier_of(space: Workspace, target_id: str | None) -> Verifier:

@@ -17,9 +17,11 @@ from ..eval.select import Row, at_plan, domain_rows, leaderboard, plain_row, ser
 from ..eval.settings import HOLDOUT_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
-from ..registry.gate import Decision, DomainFigures, Evidence, Figures, Interval, decide, promote
+from ..registry.gate import decide
 from ..registry.lineage import Lineage, Version, git_commit, holdout_overlap
 from ..registry.models import champion, register_version
+from ..registry.promoting import ALREADY, promote
+from ..registry.records import Decision, DomainFigures, Evidence, Figures, Interval
 from ..registry.resolve import resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.proposers.free import LOOKUP
@@ -51,7 +53,7 @@ def promote_stage(
     version = _register(space, run_id, mix, captured, scored, scorer, parent)
     now = champion(space.tracking, space.target_fingerprint)
     if now is not None and now.reference == version.reference:
-        decision = Decision(promote=True, reasons=["is the champion already"], numbers={}, compared=None)
+        decision = Decision(promote=True, reasons=[ALREADY])
         return version, _told(version, decision)
     decision = decide(_evidence(space, scorer, version, now), space.recipe.gate)
     return version, _told(version, promote(space.tracking, decision, version))
@@ -86,7 +88,7 @@ def _register(
         git_commit=git_commit(),
     )
     trained_on = {sample.cluster for sample in Capture.open(captured.folder, verify=False).samples("train")}
-    return register_version(space.tracking, run_id, exported, lineage, trained_on)
+    return register_version(space.tracking, run_id, exported, lineage, trained_on, space.target_settings)
 
 
 def _told(version: Version, decision: Decision) -> Decision:
@@ -114,13 +116,12 @@ def _evidence(space: Workspace, scorer: Scorer, version: Version, now: Version |
     if rival is None:
         return evidence.model_copy(update={"compared": now.reference, "champion_lost": lost})
     difference = speedup_difference([candidate.table, rival.table], candidate.row, rival.row, settings)
-    one, two = serving(candidate.table, settings), serving(rival.table, settings)
     return evidence.model_copy(
         update={
             "compared": now.reference,
             "champion": _figures(rival.row),
             "difference": _interval(difference),
-            "domains": _by_domain(one, two, settings),
+            "domains": _by_domain(candidate, rival, settings),
         }
     )
 
@@ -165,14 +166,17 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
     return _Measured(row, at_plan(table, row.plan), lossless)
 
 
-def _by_domain(one: pa.Table, two: pa.Table, settings: ScoreSettings) -> dict[str, DomainFigures]:
+def _by_domain(candidate: _Measured, rival: _Measured, settings: ScoreSettings) -> dict[str, DomainFigures]:
+    """Both drafts' expected speed-ups on each domain alone: its tokens a round, at the times of the whole."""
+    one, two = serving(candidate.table, settings), serving(rival.table, settings)
+    mine, theirs = (draft.row.speedup.value / draft.row.tau.value for draft in (candidate, rival))
     found: dict[str, DomainFigures] = {}
     for domain in sorted(counts.values(one, "domain")):
-        mine, theirs = counts.where(one, domain=domain), counts.where(two, domain=domain)
+        here, there = counts.where(one, domain=domain), counts.where(two, domain=domain)
         found[domain] = DomainFigures(
-            conversations=len(counts.values(mine, "conversation")),
-            champion_tau=tau(theirs, settings.bootstrap).value,
-            difference=_interval(tau_difference(mine, theirs, settings.bootstrap)),
+            conversations=len(counts.values(here, "conversation")),
+            champion_speedup=tau(there, settings.bootstrap).value * theirs,
+            difference=_interval(tau_difference(here, there, settings.bootstrap, mine, theirs)),
         )
     return found
 

@@ -1,25 +1,17 @@
 """What the command line's verbs do. A verb runs the stages that it needs and that are not on disk yet."""
 
-import os
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from .. import fingerprint
 from ..data.recorded import save_answers
 from ..data.store import Capture
 from ..errors import InputError, MissingFileError
 from ..eval.settings import HOLDOUT_SPLIT
 from ..progress import say
 from ..recipe import Recipe
-from ..registry import champions, models
-from ..registry.connect import DATABASE_NAME, open_tracking
-from ..registry.settings import RegistrySettings
+from ..registry import champions
 from ..registry.tracking import find_run, start_run
 from ..specdec.formats import check_family, known_format, needs_verifier, read_meta
 from ..specdec.formats.skipped import is_skip_file
-from ..specdec.settings import TargetSettings
-from ..specdec.targets import target_fingerprint
 from ..train.metrics import NoSink
 from . import bench as benchmark
 from . import distill as flow
@@ -27,8 +19,11 @@ from . import retrain as again
 from . import skipping, talk
 from .bench_settings import BenchSettings, numbers_of
 from .exporting import export_draft, verifier_of
+from .fetching import fetch as fetch
+from .hooks import after_promotion, after_rollback
 from .promotion import promote_stage
 from .scoring import Scorer, score_foreign, score_stage
+from .showing import registry as registry
 from .stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
 
@@ -116,7 +111,8 @@ def _promote(space: Workspace) -> None:
     scored = score_stage(space, captured, stages)
     identity = flow.run_fingerprint(space, conversations)
     with start_run(space.tracking, space.recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
-        promote_stage(space, run.id, conversations, captured, scored)
+        version, decision = promote_stage(space, run.id, conversations, captured, scored)
+    after_promotion(space, version, decision)
 
 
 def rollback(recipe: Recipe) -> None:
@@ -124,23 +120,7 @@ def rollback(recipe: Recipe) -> None:
     space = Workspace(recipe)
     version = champions.rollback(space.tracking, space.target_fingerprint, "asked for on the command line")
     say(f"{version.reference}: champion again")
-
-
-def fetch(out: Path, target: str, model: str, tracking_uri: str | None, workdir: Path, alias: str) -> None:
-    """A registered draft of exactly this target, copied to `out`."""
-    try:
-        settings = RegistrySettings(model=model, tracking_uri=tracking_uri)
-    except ValidationError as error:
-        raise InputError(f"--model {model}: {error.errors()[0]['msg']}") from None
-    home = workdir.resolve()
-    if not (tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (home / DATABASE_NAME).is_file()):
-        raise MissingFileError(
-            f"--workdir {workdir}: holds no {DATABASE_NAME}; name the recipe's work folder or a store"
-        )
-    tracking = open_tracking(settings, home)
-    found = target if fingerprint.is_fingerprint(target) else target_fingerprint(TargetSettings(model=target))
-    version = models.fetch(tracking, found, out, alias)
-    say(f"{version.reference}: {alias} of target {fingerprint.short(found)}, in {out}")
+    after_rollback(space, version)
 
 
 def retrain(recipe: Recipe) -> None:

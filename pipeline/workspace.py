@@ -8,6 +8,7 @@ mix-<12 hex>/  capture-<12 hex>/  train-<draft>-<12 hex>/  score-<12 hex>/   one
 skip-<12 hex>/        what sets of skipped layers were worth on some answers; skip-layers*.json: the best ones
 costs/                measured times, shared by all checkpoints of a shape
 models/               what came from the registry
+hooks/                what the operator's command was told after promotions and rollbacks
 mlflow.db, artifacts/ the registry, unless the recipe or the environment names a server
 """
 

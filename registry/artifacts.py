@@ -3,7 +3,7 @@
 No pickle travels: a file that is one by name or by its first bytes is refused, and nothing here ever loads one.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
@@ -84,9 +84,14 @@ def download(tracking: Tracking, uri: str, files: Mapping[str, int], into: Path)
         raise RegistryError(f"{uri}/{found[0]}: is a pickle; it is not kept")
 
 
-def download_verified(tracking: Tracking, uri: str, digests: Mapping[str, str], into: Path) -> None:
-    """Download exactly the files of `digests` (name -> SHA-256) and check each. LostFilesError otherwise."""
-    stored = stored_files(tracking, uri)
+def download_verified(
+    tracking: Tracking, uri: str, digests: Mapping[str, str], into: Path, beside: Collection[str] = ()
+) -> None:
+    """Download exactly the files of `digests` (name -> SHA-256) and check each. LostFilesError otherwise.
+
+    `beside`: names of files that may lie there too, and stay there.
+    """
+    stored = {name: size for name, size in stored_files(tracking, uri).items() if name not in beside}
     if odd := _odd_name(stored, digests):
         raise LostFilesError(f"{uri}/{odd}")
     download(tracking, uri, stored, into)

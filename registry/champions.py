@@ -1,7 +1,7 @@
 """Moving the alias `champion`, forward and back, with a history of every move in a tag of the registered model.
 
-A move re-reads the alias before and after. On one host a lock closes the race; between hosts a window of milliseconds
-remains between the second read and the write, and the third read reports it: MLflow has no compare-and-set.
+Movers take turns (`turns.py`), and a move re-reads the alias before and after: what somebody else moved meanwhile, by
+hand in MLflow's own pages say, is reported as a lost race.
 """
 
 import json
@@ -11,7 +11,8 @@ from typing import Any
 from ..errors import RegistryError
 from .connect import Tracking, mlflow_errors
 from .lineage import Version, get_version
-from .models import CANDIDATE, CHAMPION, PREVIOUS, aliases, aliases_lock, model_name
+from .models import CANDIDATE, CHAMPION, PREVIOUS, aliases, model_name
+from .turns import moving
 
 HISTORY_TAG = "draftforge.history"
 ROLLED_BACK_TAG = "draftforge.rolled_back"
@@ -36,7 +37,7 @@ def rollback(tracking: Tracking, target_fingerprint: str, why: str = "") -> Vers
     that no later retraining promotes it again.
     """
     name = model_name(tracking, target_fingerprint)
-    with aliases_lock(tracking, name):
+    with moving(tracking, name):
         known = aliases(tracking, name)
         current, previous = known.get(CHAMPION), known.get(PREVIOUS)
         if current is None:

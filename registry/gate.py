@@ -1,80 +1,18 @@
-"""The gate: may this candidate become the champion? A pure decision in words and numbers, and the act that follows."""
+"""The gate: may this candidate become the champion? A pure decision in words and numbers.
 
-import json
+Overall the candidate must be faster, and the lower end of its gain may not lie below minus the margin. Every domain
+with enough conversations must be non-inferior in the same sense. Asking it of all of them needs no correction for
+their number: the gate passes only where each test passes, so a candidate that is worse by the margin in any domain
+gets through with at most the error of that domain's own test, (1 - confidence) / 2 (an intersection-union test:
+Berger, Technometrics 24(4), 1982). What more domains cost is power, and the decision says how many conversations
+are missing.
+"""
+
 import math
-from datetime import UTC, datetime
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from ..errors import RegistryError
-from .champions import ROLLED_BACK_TAG, move_champion, set_previous
-from .connect import Tracking, mlflow_errors
-from .lineage import Version
-from .models import CHAMPION, aliases, aliases_lock, same_content
+from .power import more_conversations
+from .records import Decision, DomainFigures, DomainVerdict, Evidence, Figures, Interval, Numbers
 from .settings import GateSettings
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Interval(_Record):
-    """A difference, candidate minus champion on the same conversations, and its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-class Figures(_Record):
-    """One draft on the holdout."""
-
-    tau: float
-    """Tokens per round, pooled."""
-    speedup: float
-    """Expected speed-up over plain decoding at the recipe's load; 1 is no gain."""
-
-
-class DomainFigures(_Record):
-    """One domain (or sampling setting) of the holdout."""
-
-    conversations: int = Field(ge=0)
-    champion_tau: float
-    difference: Interval
-
-
-class Evidence(_Record):
-    """What was measured. Without a champion, `champion` and `difference` are None."""
-
-    candidate: Figures
-    conversations: int = Field(ge=0)
-    confidence: float
-    """Coverage of the intervals below."""
-    lossless: bool | None
-    """Greedy speculative output equals plain greedy output in the self-test; None: it compared nothing."""
-    export_reads_back: bool
-    holdout_overlap: int = Field(ge=0)
-    """Holdout clusters that the candidate or an ancestor was trained on."""
-    compared: str | None = None
-    """The champion that was measured beside the candidate, `name/number`."""
-    champion_lost: str | None = None
-    """What is wrong with that champion's files: it can serve nobody, and nothing was compared."""
-    champion: Figures | None = None
-    difference: Interval | None = None
-    """Of the expected speed-ups, paired by conversation."""
-    domains: dict[str, DomainFigures] = {}
-
-
-class Decision(_Record):
-    """The verdict, why, and every number that it rests on."""
-
-    promote: bool
-    reasons: list[str]
-    numbers: dict[str, Any]
-    compared: str | None
-    champion_lost: bool = False
-    """The champion's files are gone: no rollback should return to it."""
 
 
 def decide(evidence: Evidence, settings: GateSettings) -> Decision:
@@ -86,11 +24,11 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
     supporting = [f"expected speed-up over plain decoding is {evidence.candidate.speedup:.2f}"]
     if evidence.lossless is None:
         supporting.append("no self-test: nothing was decoded at T = 0 (score.sampling, score.decode_conversations)")
-    gain: Interval | None = None
     if not evidence.candidate.speedup >= settings.min_speedup:
         against.append(
             f"expected speed-up {evidence.candidate.speedup:.2f} is below {settings.min_speedup:g} (gate.min_speedup)"
         )
+    numbers = Numbers(evidence=evidence, settings=settings)
     lost = []
     if evidence.compared is None:
         supporting.append("first champion for this target: there is none to compare with")
@@ -102,18 +40,10 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
     elif evidence.champion is None or evidence.difference is None:
         against.append(f"champion {evidence.compared} was not measured on the holdout")
     else:
-        gain = relative_gain(evidence.champion, evidence.difference)
-        against += _against_champion(evidence, evidence.champion, gain, settings)
-        against += _against_domains(evidence, settings)
-        supporting.append(
-            f"faster than champion {evidence.compared} ({evidence.champion.speedup:.2f}) by {_percent(gain.value)} "
-            f"[{_percent(gain.low)}, {_percent(gain.high)}]"
-        )
-    numbers = {
-        "evidence": json.loads(evidence.model_dump_json()),  # NaN becomes null
-        "settings": settings.model_dump(),
-        "gain": None if gain is None else json.loads(gain.model_dump_json()),
-    }
+        numbers = _numbers(evidence, evidence.champion, evidence.difference, settings)
+        against += _against_champion(numbers, evidence, evidence.champion, settings)
+        against += _against_domains(numbers, evidence, settings)
+        supporting += _for_the_candidate(numbers, evidence, evidence.champion)
     return Decision(
         promote=not against,
         reasons=[*(against or supporting), *lost],
@@ -123,11 +53,26 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
     )
 
 
-def relative_gain(champion: Figures, difference: Interval) -> Interval:
-    """The difference in expected speed-up as a share of the champion's."""
-    if not champion.speedup > 0:
-        return Interval(value=float("nan"), low=float("nan"), high=float("nan"))
-    return Interval(**{name: bound / champion.speedup for name, bound in difference.model_dump().items()})
+def _numbers(evidence: Evidence, champion: Figures, difference: Interval, settings: GateSettings) -> Numbers:
+    """The comparison as shares of the champion's speed, overall and by domain, and what is missing."""
+    gain = difference.over(champion.speedup)
+    floor, missing = -settings.non_inferiority_margin, max(settings.min_conversations - evidence.conversations, 0)
+    if not gain.low >= floor:
+        narrow = more_conversations(gain.value, gain.low, floor, evidence.conversations, evidence.confidence)
+        missing = max(missing, narrow or 0)
+    domains = {name: _verdict(one, evidence, settings) for name, one in sorted(evidence.domains.items())}
+    return Numbers(evidence=evidence, settings=settings, gain=gain, domains=domains, more_conversations=missing or None)
+
+
+def _verdict(domain: DomainFigures, evidence: Evidence, settings: GateSettings) -> DomainVerdict:
+    gain, floor = domain.difference.over(domain.champion_speedup), -settings.domain_margin
+    judged = domain.conversations >= settings.min_domain_conversations
+    passes = gain.low >= floor if judged else not gain.high < floor
+    missing = 0 if judged else settings.min_domain_conversations - domain.conversations
+    if not gain.low >= floor:
+        narrow = more_conversations(gain.value, gain.low, floor, domain.conversations, evidence.confidence)
+        missing = 0 if narrow is None else max(missing, narrow)
+    return DomainVerdict(gain=gain, judged=judged, passes=passes, more_conversations=missing or None)
 
 
 def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:
@@ -139,10 +84,10 @@ def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:
         against.append("the export was not read back equal")
     if evidence.holdout_overlap:
         against.append(f"{evidence.holdout_overlap} holdout clusters were trained on by the candidate or an ancestor")
-    if evidence.conversations < settings.min_conversations:
+    if missing := max(settings.min_conversations - evidence.conversations, 0):
         against.append(
-            f"{evidence.conversations} holdout conversations, at least {settings.min_conversations} are needed "
-            "(gate.min_conversations)"
+            f"{evidence.conversations} holdout conversations, at least {settings.min_conversations} are needed: "
+            f"{missing} more (gate.min_conversations)"
         )
     comparing = evidence.compared is not None and evidence.champion_lost is None
     if comparing and not evidence.confidence >= settings.confidence:
@@ -150,8 +95,9 @@ def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:
     return against
 
 
-def _against_champion(evidence: Evidence, champion: Figures, gain: Interval, settings: GateSettings) -> list[str]:
-    against = []
+def _against_champion(numbers: Numbers, evidence: Evidence, champion: Figures, settings: GateSettings) -> list[str]:
+    gain, against = numbers.gain, []
+    assert gain is not None
     if not gain.value > 0:
         against.append(
             f"not faster: expected speed-up {evidence.candidate.speedup:.2f}, "
@@ -165,79 +111,51 @@ def _against_champion(evidence: Evidence, champion: Figures, gain: Interval, set
     elif not gain.low >= -settings.non_inferiority_margin:
         against.append(
             f"may be slower than champion {evidence.compared}: the gain's interval reaches {_percent(gain.low)}, "
-            f"allowed is {_percent(-settings.non_inferiority_margin)} (gate.non_inferiority_margin)"
+            f"allowed is {_percent(-settings.non_inferiority_margin)} (gate.non_inferiority_margin); "
+            f"{_told_by(numbers.more_conversations)}"
         )
     return against
 
 
-def _against_domains(evidence: Evidence, settings: GateSettings) -> list[str]:
-    """Domains that are shown to lose: the whole interval lies below the margin."""
+def _against_domains(numbers: Numbers, evidence: Evidence, settings: GateSettings) -> list[str]:
     against = []
-    for name, domain in sorted(evidence.domains.items()):
-        floor = -settings.domain_margin * domain.champion_tau
-        if domain.conversations >= settings.min_domain_conversations and domain.difference.high < floor:
-            against.append(
-                f"{name} gets worse: tau {domain.difference.value:+.2f} "
-                f"[{domain.difference.low:+.2f}, {domain.difference.high:+.2f}] on {domain.conversations} "
-                f"conversations, allowed is {floor:+.2f} (gate.domain_margin)"
-            )
+    for name, verdict in numbers.domains.items():
+        if verdict.passes:
+            continue
+        count, allowed = evidence.domains[name].conversations, _percent(-settings.domain_margin)
+        if math.isnan(verdict.gain.low):
+            against.append(f"{name} may get worse: too few conversations for an interval ({count}; gate.domain_margin)")
+            continue
+        shown = verdict.gain.high < -settings.domain_margin
+        against.append(
+            f"{name} {'gets' if shown else 'may get'} worse: {_spelled(verdict.gain)} on {count} conversations, "
+            f"allowed is {allowed} (gate.domain_margin)"
+            + ("" if shown else f"; {_told_by(verdict.more_conversations)}")
+        )
     return against
+
+
+def _for_the_candidate(numbers: Numbers, evidence: Evidence, champion: Figures) -> list[str]:
+    assert numbers.gain is not None
+    unjudged = [
+        f"{name} ({evidence.domains[name].conversations})" for name, one in numbers.domains.items() if not one.judged
+    ]
+    said = [f"too small to judge alone: {', '.join(unjudged)} (gate.min_domain_conversations)"] if unjudged else []
+    return [
+        *said,
+        f"faster than champion {evidence.compared} ({champion.speedup:.2f}) by {_spelled(numbers.gain)}",
+    ]
+
+
+def _told_by(more: int | None) -> str:
+    if more is None:
+        return "more conversations would not change that, if the gain is what it seems"
+    return f"about {more:,} more holdout conversations would tell"
+
+
+def _spelled(gain: Interval) -> str:
+    return f"{_percent(gain.value)} [{_percent(gain.low)}, {_percent(gain.high)}]"
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:+.1f} %"
-
-
-def promote(tracking: Tracking, decision: Decision, version: Version) -> Decision:
-    """Record the decision and, if it says so, make the version champion. Returns the decision as it was carried out.
-
-    RegistryError if the champion is no longer the one that was compared: measure again. Doing it twice changes nothing.
-    A draft that was rolled back is not promoted again.
-    """
-    with aliases_lock(tracking, version.name):
-        number = aliases(tracking, version.name).get(CHAMPION)
-        if number == version.number:
-            return decision.model_copy(update={"promote": True, "reasons": ["is the champion already"]})
-        if left := _rolled_back(tracking, version):
-            number_left, why = left
-            reason = f"version {number_left} was rolled back ({why}); delete its tag {ROLLED_BACK_TAG} to allow it"
-            decision = decision.model_copy(update={"promote": False, "reasons": [reason, *decision.reasons]})
-        found = None if number is None else f"{version.name}/{number}"
-        if decision.promote and decision.compared != found:
-            raise RegistryError(
-                f"{version.name}: lost a race: the decision compared {decision.compared or 'no champion'}, "
-                f"the champion is now {found or 'unset'}; compare with that one again"
-            )
-        _record(tracking, decision, version)
-        if decision.promote:
-            if number is not None and not decision.champion_lost:
-                set_previous(tracking, version.name, number)
-            move_champion(tracking, version.name, number, version.number, "promote", decision.reasons[-1])
-    return decision
-
-
-def _rolled_back(tracking: Tracking, version: Version) -> tuple[int, str] | None:
-    """The version by which this draft was rolled back, and why: itself, or an earlier one with the same files."""
-    for one in same_content(tracking, version.name, version.lineage.content):
-        with mlflow_errors(tracking.uri):
-            tags = tracking.client.get_model_version(one.name, str(one.number)).tags or {}
-        if ROLLED_BACK_TAG in tags:
-            return one.number, str(tags[ROLLED_BACK_TAG])
-    return None
-
-
-def _record(tracking: Tracking, decision: Decision, version: Version) -> None:
-    """The full decision as an artifact of the version's run, the gist as tags of the version."""
-    now = datetime.now(UTC)
-    path = f"decisions/{version.name}-v{version.number}-{now:%Y%m%dT%H%M%S}.json"
-    tags = {
-        "draftforge.decision": "promote" if decision.promote else "refuse",
-        "draftforge.compared": decision.compared or "none",
-        "draftforge.reasons": "; ".join(decision.reasons)[:2000],
-        "draftforge.decision_record": path,
-    }
-    record = {"version": version.reference, "at": now.isoformat(timespec="seconds"), **decision.model_dump()}
-    with mlflow_errors(tracking.uri):
-        tracking.client.log_text(version.run_id, json.dumps(record, indent=2, ensure_ascii=False), path)
-        for key, value in tags.items():
-            tracking.client.set_model_version_tag(version.name, str(version.number), key, value)

@@ -53,6 +53,8 @@ class Lineage(BaseModel):
     git_commit: str | None = None
     files: dict[str, str] = {}
     """SHA-256 of each file of the draft folder; filled in when the draft is registered."""
+    beside: dict[str, str] = {}
+    """SHA-256 of the files that the registry put beside them, for MLflow alone: no part of the draft."""
     clusters_digest: str | None = None
     """SHA-256 of the list of training clusters; filled in when the draft is registered."""
 

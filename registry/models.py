@@ -17,6 +17,7 @@ from .. import storage
 from ..errors import InputError, OwnershipError, RegistryError
 from ..fingerprint import of_bytes, short
 from ..progress import say
+from ..specdec.settings import TargetSettings
 from .artifacts import download_verified, file_digests, stored_files
 from .connect import Tracking, mlflow_errors
 from .lineage import CLUSTERS_NAME, CONTENT_TAG, LINEAGE_TAG, Lineage, Version, as_version, clusters_file, get_version
@@ -50,9 +51,16 @@ def aliases_lock(tracking: Tracking, name: str) -> Iterator[None]:
 
 
 def register_version(
-    tracking: Tracking, run_id: str, folder: Path, lineage: Lineage, train_clusters: Iterable[str]
+    tracking: Tracking,
+    run_id: str,
+    folder: Path,
+    lineage: Lineage,
+    train_clusters: Iterable[str],
+    target: TargetSettings | None = None,
 ) -> Version:
     """Upload a draft folder into the run, register it under its target and call it `candidate`.
+
+    `target`: where the target lies, for those who load the version as an MLflow model.
 
     The same draft (same files) is registered once; again, the version that exists comes back, unless files of its own
     are gone from the store: then they are uploaded again, as a new version.
@@ -69,7 +77,7 @@ def register_version(
             if known:
                 say(f"{known[-1].reference}: its files are gone from the registry: the draft is registered again")
             to = f"drafts/{short(lineage.content)}" + (f"-{len(known) + 1}" if known else "")  # apart from remains
-            version = _upload(tracking, run_id, folder, to, name, lineage, clusters)
+            version = _upload(tracking, run_id, folder, to, lineage, clusters, target)
         if aliases(tracking, name).get(CHAMPION) != version.number:
             tracking.client.set_registered_model_alias(name, CANDIDATE, str(version.number))
     return version
@@ -103,13 +111,23 @@ def missing_file(tracking: Tracking, version: Version) -> str | None:
 
 
 def _upload(
-    tracking: Tracking, run_id: str, folder: Path, to: str, name: str, lineage: Lineage, clusters: bytes
+    tracking: Tracking,
+    run_id: str,
+    folder: Path,
+    to: str,
+    lineage: Lineage,
+    clusters: bytes,
+    target: TargetSettings | None,
 ) -> Version:
     """Files first, the version last: a version that exists is complete."""
-    client = tracking.client
-    record = lineage.model_dump_json(indent=2)
-    client.log_artifacts(run_id, str(folder), to)
-    client.log_text(run_id, record, f"{lineage.folder}/lineage.json")
+    from .wrapping import wrap  # with MLflow's pyfunc, which takes seconds to import
+
+    client, name = tracking.client, model_name(tracking, lineage.target_fingerprint)
+    with tempfile.TemporaryDirectory() as beside:
+        lineage = lineage.model_copy(update={"beside": wrap(Path(beside), lineage, target)})
+        client.log_artifacts(run_id, str(folder), to)
+        client.log_artifacts(run_id, beside, to)
+    client.log_text(run_id, lineage.model_dump_json(indent=2), f"{lineage.folder}/lineage.json")
     with tempfile.TemporaryDirectory() as beside:
         path = Path(beside) / CLUSTERS_NAME
         path.write_bytes(clusters)
@@ -179,15 +197,26 @@ def targets(tracking: Tracking) -> list[TargetEntry]:
 def fetch(tracking: Tracking, target_fingerprint: str, out: Path, alias: str = CHAMPION) -> Version:
     """Download the champion of exactly this target into `out`: all files, each verified, or nothing."""
     out = out.absolute()
+    refuse_occupied(out)
+    version = require(tracking, target_fingerprint, alias)
+    with storage.new_folder(out) as folder:
+        download_verified(tracking, version.source, version.lineage.files, folder, version.lineage.beside)
+    return version
+
+
+def refuse_occupied(out: Path) -> None:
+    """Raise OwnershipError where something is that a fetch would overwrite."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OwnershipError(f"{out}: exists and is not empty; name a new folder")
+
+
+def require(tracking: Tracking, target_fingerprint: str, alias: str) -> Version:
+    """The version that an alias of this target names. RegistryError, naming targets that have one, where none is."""
     version = by_alias(tracking, target_fingerprint, alias)
     if version is None:
         known = [f"{entry.target_name} ({short(entry.fingerprint)})" for entry in targets(tracking) if entry.champion]
         listed = "targets with a champion: " + ", ".join(known) if known else "no target has a champion"
         raise RegistryError(f"target {short(target_fingerprint)}: has no {alias} in the registry; {listed}")
-    with storage.new_folder(out) as folder:
-        download_verified(tracking, version.source, version.lineage.files, folder)
     return version
 
 

@@ -39,15 +39,16 @@ def resolve_models_uri(tracking: Tracking, uri: str, folder: Path, afresh: bool 
         source = tracking.client.get_model_version_download_uri(name, number)
     identity = short(of_json([redacted(tracking.uri), source, record.creation_timestamp]))
     place = storage.inside(folder, f"{name}-{number}-{identity}")
-    digests = as_version(record).lineage.files if LINEAGE_TAG in (record.tags or {}) else None
+    lineage = as_version(record).lineage if LINEAGE_TAG in (record.tags or {}) else None
+    digests = None if lineage is None else lineage.files
     if place.is_dir() and not afresh:
         damage = None if digests is None else difference(place, digests)
         if damage is None:
             return place
         say(f"{place}/{damage}; downloading it again")
     with storage.new_folder(place) as beside:
-        if digests is not None:
-            download_verified(tracking, source, digests, beside)
+        if lineage is not None:
+            download_verified(tracking, source, lineage.files, beside, lineage.beside)
         else:
             _download_foreign(tracking, source, beside)
     return place

@@ -34,12 +34,14 @@ class GateSettings(BaseModel):
     min_speedup: float = Field(default=0.0, ge=0)
     """Least expected speed-up over plain decoding; 0 asks for none (on a slow CPU speculation may lose)."""
     non_inferiority_margin: float = Field(default=0.02, ge=0, lt=1)
-    """The candidate must be faster, and the lower end of its relative gain may not lie below minus this."""
+    """The candidate must be faster, and the lower end of its relative gain may not lie below minus this. 0: it must be
+    shown to be faster."""
     domain_margin: float = Field(default=0.05, ge=0, lt=1)
-    """No domain may be shown (whole interval) to lose more than this share of the champion's tau."""
+    """The same for each domain: the lower end of its relative gain may not lie below minus this."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """Least coverage of the intervals that the evidence carries."""
     min_conversations: int = Field(default=20, ge=1)
     """Least number of holdout conversations behind the comparison."""
-    min_domain_conversations: int = Field(default=5, ge=1)
-    """Domains with fewer conversations are reported and not judged."""
+    min_domain_conversations: int = Field(default=20, ge=1)
+    """Domains with fewer conversations are too small to be asked for non-inferiority: they are reported, and refuse
+    only where the whole interval lies below the margin."""

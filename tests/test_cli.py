@@ -17,7 +17,8 @@ from draftforge import __version__, cli
 from draftforge.errors import InputError, LockedError, TrainingDivergedError
 
 STAGES = ["distill", "mix", "capture", "train", "score"]
-VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "skip-layers", "export", "generate", "bench", "doctor"]
+REGISTRY = ["promote", "rollback", "fetch", "registry", "retrain"]
+VERBS = [*STAGES, *REGISTRY, "skip-layers", "export", "generate", "bench", "doctor"]
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
@@ -85,8 +86,18 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(verb, "r.yaml", *asked, "seed=1", "--draft-device", "cuda:1") == 0
         assert calls.pop()[1][0] == ("recipe", "r.yaml", ["seed=1", "score.draft_device=cuda:1"])
     assert run("fetch", "out", "--target", "owner/model", "--workdir", "w") == 0
-    options = {"target": "owner/model", "model": "draftforge", "tracking_uri": None, "alias": "champion"}
+    store = {"model": "draftforge", "tracking_uri": None}
+    options = {"target": "owner/model", **store, "alias": "champion", "layout": None, "target_id": None}
     assert calls.pop() == ("fetch", (Path("out"),), {**options, "workdir": Path("w")})
+    assert run("fetch", "out", "--target", "abc", "--format", "gguf", "--target-id", "a/b", "--alias", "previous") == 0
+    given = {"target": "abc", "layout": "gguf", "target_id": "a/b", "alias": "previous", "workdir": Path("runs")}
+    assert calls.pop() == ("fetch", (Path("out"),), {**store, **given})
+    listed = {"target": None, "decisions": False, "as_json": False, "workdir": Path("runs")}
+    assert run("registry") == 0
+    assert calls.pop() == ("registry", (None,), {**store, **listed})
+    assert run("registry", "r.yaml", "seed=1", "--json", "--decisions", "--target", "ab") == 0
+    in_full = {"target": "ab", "decisions": True, "as_json": True}
+    assert calls.pop() == ("registry", (("recipe", "r.yaml", ["seed=1"]),), {**store, **listed, **in_full})
 
 
 def test_skipping_layers(calls: Calls) -> None:

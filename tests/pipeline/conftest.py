@@ -74,7 +74,7 @@ def recipe_in(tiny_target_folder: Path) -> Callable[..., Path]:
                 "bootstrap_samples": 50,
                 "costs": {"prompts": 2, "rounds": 6, "warmup_rounds": 0},
             },
-            "gate": {"min_conversations": 2, "min_domain_conversations": 1},
+            "gate": {"min_conversations": 2},
         }
         recipe.update(sections)
         path = folder / "tiny.yaml"

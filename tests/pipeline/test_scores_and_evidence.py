@@ -17,6 +17,8 @@ from draftforge.pipeline import promotion, scoring
 from draftforge.pipeline.stages import Stage
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
+from draftforge.registry.gate import decide
+from draftforge.registry.settings import GateSettings
 from draftforge.specdec.walk import RoundCounts
 
 WriteRecipe = Callable[..., Path]
@@ -93,6 +95,53 @@ def test_the_gate_hears_of_the_conversations_that_were_scored(
     assert evidence.conversations == 3
     said = capsys.readouterr().out
     assert "On the holdout" in said and "lookup" in said  # what the decision rests on is shown beside the baseline
+
+
+def uneven(name: str, gain: float, noise: float) -> pa.Table:
+    """Forty conversations in two domains; `gain`: in tokens a round, unevenly by `noise`, which is 0 on the whole."""
+    rows = []
+    for n in range(40):
+        accepted = 50.0 + 100 * gain + 100 * noise * (1 if n % 4 < 2 else -1) + n % 5
+        counts = RoundCounts(100.0, 100.0 + accepted, 100.0, accepted, (100.0,), (accepted,))
+        at = ("code" if n % 2 else "chat", "holdout", "128", "t0", "greedy", 1, "", "replay")
+        rows.append(CountRow(name, 4, f"c{n}", 0, f"c{n}", *at, counts))  # type: ignore[arg-type]
+    return to_table(rows)
+
+
+@pytest.mark.parametrize(
+    ("gain", "noise", "promoted", "words"),
+    [
+        (0.0, 0.0, False, "not faster: expected speed-up"),  # the champion's own counts
+        (0.0, 0.05, False, "not faster"),
+        (-0.15, 0.05, False, "chat gets worse: -9.9 %"),
+        (0.15, 0.05, True, "faster than champion m/1"),
+        (0.01, 0.5, False, "more holdout conversations would tell"),
+    ],
+)
+def test_the_gate_knows_an_equal_a_worse_and_a_better_draft(
+    write_recipe: WriteRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+    gain: float,
+    noise: float,
+    promoted: bool,
+    words: str,
+) -> None:
+    """From counts to the decision, the way a promotion goes."""
+    space = Workspace(load_recipe(write_recipe()))
+    tables = {"candidate": uneven("candidate", gain, noise), "champion": uneven("champion", 0.0, 0.0)}
+
+    def measured(space: Any, scorer: Any, version: Any, name: str) -> promotion._Measured:
+        (row,) = leaderboard([tables[name]], {(name, 4): costs_of()}, space.recipe.score)
+        return promotion._Measured(row, tables[name], True)
+
+    monkeypatch.setattr(promotion, "_measure", measured)
+    monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
+    monkeypatch.setattr(promotion, "_show", lambda *args: None)
+    monkeypatch.setattr(Workspace, "tracking", None)
+    evidence = promotion._evidence(space, MadeUpScorer(space), None, SimpleNamespace(reference="m/1"))  # type: ignore[arg-type]
+    assert evidence.domains.keys() == {"chat", "code"} and evidence.domains["chat"].conversations == 20
+    decision = decide(evidence, GateSettings())
+    assert decision.promote is promoted and any(words in reason for reason in decision.reasons), decision.reasons
 
 
 def test_a_champion_is_measured_as_the_registry_has_it(

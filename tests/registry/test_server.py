@@ -1,24 +1,25 @@
-"""The same flow through a real MLflow server: the REST answers differ from the database's in types and addresses."""
+"""The same flow through real MLflow servers, on SQLite and on PostgreSQL: REST answers differ from the database's."""
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import mlflow
 import pytest
+from mlflow_server import SCRIPT, mlflow_server
+from postgres import PASSWORD, postgres
 
-from draftforge.errors import RegistryError
+from draftforge.errors import RegistryError, TrackingError
 from draftforge.registry.champions import history, rollback
 from draftforge.registry.connect import Tracking, open_tracking
-from draftforge.registry.gate import Decision, promote
 from draftforge.registry.lineage import Version, holdout_overlap
-from draftforge.registry.models import CHAMPION, aliases, fetch, targets
+from draftforge.registry.listing import listing
+from draftforge.registry.models import CANDIDATE, CHAMPION, PREVIOUS, aliases, fetch, targets
+from draftforge.registry.promoting import decisions, promote
+from draftforge.registry.records import Decision
 from draftforge.registry.resolve import resolve_models_uri
 from draftforge.registry.settings import RegistrySettings
 from draftforge.registry.tracking import start_run
@@ -28,46 +29,36 @@ Register = Callable[..., Version]
 TARGET = "a" * 64
 
 
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+@pytest.fixture(scope="session")
+def postgres_uri() -> Iterator[str]:
+    """A database on a PostgreSQL server."""
+    with postgres() as uri:
+        yield uri
 
 
-@pytest.fixture(scope="module")
-def server(shared_tracking: Tracking, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An MLflow server over the session's database, that keeps artifacts itself."""
-    folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ["--backend-store-uri", shared_tracking.uri, "--artifacts-destination", str(folder / "artifacts")]
-    options += ["--port", str(port), "--workers", "1"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", *options], stdout=log, stderr=log, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 120
-        while not _answers(url):
-            assert process.poll() is None and time.monotonic() < until, (folder / "log").read_text()[-2000:]
-            time.sleep(0.3)
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def server(
+    request: pytest.FixtureRequest, shared_tracking: Tracking, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """An MLflow server over the session's database or PostgreSQL, that keeps artifacts itself."""
+    store = shared_tracking.uri if request.param == "sqlite" else request.getfixturevalue("postgres_uri")
+    with mlflow_server(store, tmp_path_factory.mktemp("server")) as url:
         yield url
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @pytest.fixture
-def tracking(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracking:
-    """The server as the pipeline opens it; `register` uses it too."""
+def tracking(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Tracking:
+    """The server as the pipeline opens it, under a prefix of the test's own; `register` uses it too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
-    settings = RegistrySettings(model="served", experiment="served", connect_seconds=30)
+    prefix = "".join(letter for letter in request.node.originalname if letter.isalnum())
+    settings = RegistrySettings(model=prefix, experiment="served", connect_seconds=30)
     return open_tracking(settings, tmp_path)
+
+
+def crown(tracking: Tracking, version: Version, compared: Version | None) -> None:
+    reference = None if compared is None else compared.reference
+    assert promote(tracking, Decision(promote=True, reasons=["better"], compared=reference), version).promote
 
 
 def test_the_flow_through_a_server(
@@ -85,11 +76,17 @@ def test_the_flow_through_a_server(
     assert register("one") == one and (one.number, two.number) == (1, 2)
     assert one.source.startswith("mlflow-artifacts:")
     assert holdout_overlap(tracking, two, ["a", "x"]) == 1
-    for version, compared in ((one, None), (two, one.reference)):
-        decision = Decision(promote=True, reasons=["better"], numbers={}, compared=compared)
-        assert promote(tracking, decision, version).promote
+    crown(tracking, one, None)
+    crown(tracking, two, one)
     with pytest.raises(RegistryError, match="lost a race"):
-        promote(tracking, Decision(promote=True, reasons=["x"], numbers={}, compared=None), one)
+        promote(tracking, Decision(promote=True, reasons=["x"]), one)
+    (decision,) = decisions(tracking, two)
+    assert decision.reasons == ["better"] and decision.compared == one.reference
+    (listed,) = listing(tracking).targets
+    assert [(alias, version.reference) for alias, version in listed.named()] == [
+        (CHAMPION, two.reference),
+        (PREVIOUS, one.reference),
+    ]
     assert fetch(tracking, TARGET, tmp_path / "out") == two
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"word": "two"}
     assert (tmp_path / "out" / "nested" / "chat_template.jinja").is_file()
@@ -99,3 +96,82 @@ def test_the_flow_through_a_server(
     with pytest.raises(RegistryError, match="has no champion in the registry; targets with a champion: target-aa"):
         fetch(tracking, "b" * 64, tmp_path / "none")
     assert capfd.readouterr() == ("", "")
+
+
+RACER = """
+import sys, pathlib
+from draftforge.errors import RegistryError
+from draftforge.registry.connect import open_tracking
+from draftforge.registry.lineage import get_version
+from draftforge.registry.promoting import promote
+from draftforge.registry.records import Decision
+from draftforge.registry.settings import RegistrySettings
+tracking = open_tracking(RegistrySettings(experiment="served", connect_seconds=30), pathlib.Path("."))
+version = get_version(tracking, sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    promote(tracking, Decision(promote=True, reasons=["better"], compared=sys.argv[2]), version)
+    print("won")
+except RegistryError as error:
+    print(error)
+"""
+
+
+def test_two_processes_that_race_have_one_winner(
+    tracking: Tracking, register: Register, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """With a lock in common, as on one host, and without, as on two."""
+    one_host = "sqlite" in request.node.name
+    champion, *rivals = (register(word) for word in ("one", "two", "three"))
+    crown(tracking, champion, None)
+    racers = []
+    for rival in rivals:
+        home = tmp_path / ("cache" if one_host else f"host-{rival.number}")
+        env = os.environ | {"XDG_CACHE_HOME": str(home)}
+        command = [sys.executable, "-c", RACER, rival.reference, champion.reference]
+        racers.append(subprocess.Popen(command, env=env, stdin=-1, stdout=-1, text=True))
+    for racer in racers:
+        assert racer.stdout is not None and racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    said = [racer.communicate(timeout=200)[0].strip() for racer in racers]
+    assert said.count("won") == 1 and sum("lost a race" in line for line in said) == 1, said
+    winner = rivals[said.index("won")]
+    left = {CANDIDATE: 3} if winner.number == 2 else {}
+    assert aliases(tracking, champion.name) == {CHAMPION: winner.number, PREVIOUS: 1, **left}
+    assert [event["to"] for event in history(tracking, champion.name)] == [1, winner.number]
+
+
+def test_a_version_is_an_mlflow_model_there_too(tracking: Tracking, register: Register, tmp_path: Path) -> None:
+    crown(tracking, version := register("one"), None)
+    info = mlflow.models.get_model_info(f"models:/{version.name}@champion")
+    assert info.signature is not None and "python_function" in info.flavors
+    assert {param.name for param in info.signature.params} >= {"max_new_tokens", "temperature"}
+
+
+def test_a_password_is_never_shown(postgres_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tracking = open_tracking(RegistrySettings(tracking_uri=postgres_uri), tmp_path)  # the database, with no server
+    assert PASSWORD not in repr(tracking)
+    wrong = postgres_uri.replace(PASSWORD, "wr0ng")
+    with pytest.raises(TrackingError, match="password authentication failed") as raised:
+        open_tracking(RegistrySettings(tracking_uri=wrong), tmp_path)
+    assert "wr0ng" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("store", "words"),
+    [
+        ("", "must name the database"),
+        ("postgresql://u:p@h/d", "must begin with postgresql+psycopg"),
+        ("x", "sqlite:///"),
+    ],
+)
+def test_the_script_refuses_what_it_cannot_serve(store: str, words: str, tmp_path: Path) -> None:
+    env = os.environ | {"MLFLOW_BACKEND_STORE_URI": store, "PYTHON": sys.executable}
+    ended = subprocess.run([str(SCRIPT), str(tmp_path)], env=env, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0 and ended.stdout == ""
+    assert len(ended.stderr.splitlines()) == 1 and words in ended.stderr

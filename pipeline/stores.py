@@ -1,0 +1,36 @@
+"""The registry of verbs that need no recipe, or only its `registry` section. Looking at one never makes one."""
+
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ..errors import InputError, MissingFileError
+from ..recipe import Recipe
+from ..registry.connect import DATABASE_NAME, Tracking, open_tracking
+from ..registry.settings import RegistrySettings
+
+
+def open_store(model: str, tracking_uri: str | None, workdir: Path) -> Tracking:
+    """The store at `tracking_uri`, else the environment's, else the one in a work folder.
+
+    Raises InputError for an unfit `model` (first part of registered names), MissingFileError where there is none.
+    """
+    try:
+        settings = RegistrySettings(model=model, tracking_uri=tracking_uri)
+    except ValidationError as error:
+        raise InputError(f"--model {model}: {error.errors()[0]['msg']}") from None
+    return _open(settings, workdir, f"--workdir {workdir}")
+
+
+def store_of(recipe: Recipe) -> Tracking:
+    """The recipe's store."""
+    return _open(recipe.registry, recipe.workdir, f"workdir {recipe.workdir}")
+
+
+def _open(settings: RegistrySettings, workdir: Path, where: str) -> Tracking:
+    home = workdir.resolve()
+    named = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not (named or (home / DATABASE_NAME).is_file()):
+        raise MissingFileError(f"{where}: holds no {DATABASE_NAME}; name the recipe's work folder or a store")
+    return open_tracking(settings, home)

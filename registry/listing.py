@@ -1,0 +1,204 @@
+"""Which draft serves which target, both ways: each target with its versions, each draft with its targets."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from mlflow.entities.model_registry import ModelVersion
+from pydantic import BaseModel, ConfigDict
+
+from ..errors import RegistryError
+from ..fingerprint import short
+from ..progress import say
+from .champions import ROLLED_BACK_TAG, history
+from .connect import Tracking, mlflow_errors
+from .lineage import LINEAGE_TAG, Version, as_version
+from .models import CANDIDATE, CHAMPION, PREVIOUS, targets
+from .promoting import DECISION_TAG, REASONS_TAG, SPEEDUP_TAG, TAU_TAG, decisions
+from .records import StoredDecision
+
+_ORDER = (CHAMPION, CANDIDATE, PREVIOUS)
+
+
+class _Listed(BaseModel):
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="null")
+
+
+class ListedVersion(_Listed):
+    """One registered version."""
+
+    reference: str
+    """`name/number`."""
+    aliases: list[str]
+    draft: str
+    """12 hex digits of its files' digest: the same draft has the same wherever it is registered."""
+    family: str
+    step: int
+    plan: str
+    """K or the tree's name that it was chosen at."""
+    tau: float | None
+    """On the holdout, when it last met the gate; None: it never did."""
+    speedup: float | None
+    registered: datetime
+    run: str
+    """MLflow's id."""
+    run_name: str
+    recipe: str
+    """12 hex digits of the recipe's fingerprint."""
+    parent: str | None
+    """The version that its training started from."""
+    decision: str
+    """promote, refuse, or empty: none was taken."""
+    reasons: str
+    rolled_back: str | None
+    """Why it was rolled back."""
+    decisions: list[StoredDecision] | None = None
+    """In full, where they were asked for."""
+
+
+class ListedTarget(_Listed):
+    """One target, newest version first."""
+
+    name: str
+    """Of its registered model."""
+    fingerprint: str
+    target: str
+    versions: list[ListedVersion]
+    moves: list[dict[str, Any]]
+    """Of the champion, oldest first."""
+
+    def named(self) -> list[tuple[str, ListedVersion]]:
+        """Alias and version, the champion first."""
+        return [(alias, one) for alias in _ORDER for one in self.versions if alias in one.aliases]
+
+
+class ServedTarget(_Listed):
+    """Where a draft is registered."""
+
+    target: str
+    fingerprint: str
+    reference: str
+    aliases: list[str]
+
+
+class ListedDraft(_Listed):
+    """One draft, with every target that it is registered for."""
+
+    draft: str
+    family: str
+    step: int
+    run: str
+    run_name: str
+    recipe: str
+    serves: list[ServedTarget]
+
+
+class Listing(_Listed):
+    """The registry as a whole."""
+
+    targets: list[ListedTarget]
+    drafts: list[ListedDraft]
+
+
+def listing(tracking: Tracking, target: str = "", with_decisions: bool = False) -> Listing:
+    """Every target of the registry, or those whose fingerprint begins with `target`."""
+    names: dict[str, str] = {}  # of runs
+    found = [
+        ListedTarget(
+            name=entry.name,
+            fingerprint=entry.fingerprint,
+            target=entry.target_name,
+            versions=_versions(tracking, entry.name, names, with_decisions),
+            moves=history(tracking, entry.name),
+        )
+        for entry in targets(tracking)
+        if entry.fingerprint.startswith(target)
+    ]
+    return Listing(targets=found, drafts=_by_draft(found))
+
+
+def _versions(tracking: Tracking, name: str, runs: dict[str, str], with_decisions: bool) -> list[ListedVersion]:
+    with mlflow_errors(tracking.uri):
+        named = tracking.client.get_registered_model(name).aliases
+        records: list[ModelVersion] = []
+        token: str | None = None
+        while True:
+            page = tracking.client.search_model_versions(f"name = '{name}'", max_results=200, page_token=token)
+            records += page
+            token = page.token
+            if not token:
+                break
+    ours = [record for record in records if LINEAGE_TAG in (record.tags or {})]
+    ours.sort(key=lambda record: -int(record.version))
+    return [_listed(tracking, record, named, runs, with_decisions) for record in ours]
+
+
+def _listed(
+    tracking: Tracking, record: ModelVersion, named: dict[str, Any], runs: dict[str, str], with_decisions: bool
+) -> ListedVersion:
+    version, tags = as_version(record), record.tags or {}
+    lineage = version.lineage
+    if version.run_id not in runs:
+        runs[version.run_id] = _run_name(tracking, version.run_id)
+    return ListedVersion(
+        reference=version.reference,
+        aliases=sorted(alias for alias, number in named.items() if int(number) == version.number),
+        draft=short(lineage.content),
+        family=lineage.family,
+        step=lineage.step,
+        plan=lineage.tree_name or (f"K={lineage.draft_tokens}" if lineage.draft_tokens else ""),
+        tau=_number(tags.get(TAU_TAG)),
+        speedup=_number(tags.get(SPEEDUP_TAG)),
+        registered=datetime.fromtimestamp(int(record.creation_timestamp) / 1000, UTC),
+        run=version.run_id,
+        run_name=runs[version.run_id],
+        recipe=short(lineage.recipe_fingerprint),
+        parent=lineage.parent,
+        decision=tags.get(DECISION_TAG, ""),
+        reasons=tags.get(REASONS_TAG, ""),
+        rolled_back=tags.get(ROLLED_BACK_TAG),
+        decisions=_decisions(tracking, version) if with_decisions else None,
+    )
+
+
+def _decisions(tracking: Tracking, version: Version) -> list[StoredDecision]:
+    """What an older draftforge wrote is said to be there and left out: its gist is in the tags."""
+    try:
+        return decisions(tracking, version)
+    except RegistryError as error:
+        say(f"{version.reference}: its decisions cannot be listed: {error}")
+        return []
+
+
+def _run_name(tracking: Tracking, run_id: str) -> str:
+    """Empty for a run that was deleted: its versions outlive it."""
+    try:
+        with mlflow_errors(tracking.uri):
+            return str(tracking.client.get_run(run_id).info.run_name or "")
+    except RegistryError:
+        return ""
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text or "nan")
+    except ValueError:
+        return None  # edited by hand
+    return value if value == value else None
+
+
+def _by_draft(found: list[ListedTarget]) -> list[ListedDraft]:
+    drafts: dict[str, ListedDraft] = {}
+    for entry in found:
+        for version in entry.versions:
+            here = ServedTarget(
+                target=entry.target,
+                fingerprint=entry.fingerprint,
+                reference=version.reference,
+                aliases=version.aliases,
+            )
+            known = drafts.get(version.draft)
+            drafts[version.draft] = ListedDraft(
+                **{key: getattr(version, key) for key in ("draft", "family", "step", "run", "run_name", "recipe")},
+                serves=[*(known.serves if known else []), here],
+            )
+    return sorted(drafts.values(), key=lambda one: (one.run_name, one.family, one.step, one.draft))

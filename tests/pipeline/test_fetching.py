@@ -1,0 +1,210 @@
+"""Fetching in every layout that a family has, by folder and by fingerprint, with no recipe at hand."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from trained import DRAFTS, Trained
+from transformers import AutoTokenizer
+
+from draftforge.cli import main
+from draftforge.errors import FormatError
+from draftforge.pipeline import exporting
+from draftforge.pipeline.exporting import rewrite_draft
+from draftforge.registry.connect import Tracking, open_tracking
+from draftforge.registry.lineage import Lineage, Version
+from draftforge.registry.models import register_version
+from draftforge.registry.promoting import promote
+from draftforge.registry.records import Decision, Evidence, Figures, Numbers
+from draftforge.registry.settings import RegistrySettings
+from draftforge.registry.tracking import start_run
+from draftforge.specdec.formats import Format, Verifier, read_draft, read_meta
+from draftforge.specdec.formats.layouts import FAMILIES
+from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.targets import target_fingerprint
+
+VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])
+Code = Callable[..., int]
+
+
+PAIRS = [
+    (name, layout)
+    for name in DRAFTS
+    for layout, families in FAMILIES.items()
+    if name.removesuffix("-reduced") in families and (name, layout) != ("dflash-reduced", "sglang")
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), PAIRS)
+def test_every_family_reads_back_from_every_layout(
+    trained_drafts: Trained, tmp_path: Path, name: str, layout: Format
+) -> None:
+    folder = trained_drafts.draft_folders[name]
+    tokenizer = AutoTokenizer.from_pretrained(trained_drafts.target_folder)
+    rewrite_draft(folder, tmp_path / "out", layout, VERIFIER, tokenizer)
+    written = read_draft(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, written[key]) for key, value in read_draft(folder).state_dict().items())
+
+
+def test_a_draft_that_does_not_read_back_is_not_left(
+    trained_drafts: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = exporting.convert_draft
+
+    def spoil(source: Path, folder: Path, *options: object) -> None:
+        inner(trained_drafts.draft_folders["eagle3"], folder, *options)  # type: ignore[arg-type]
+        other = read_draft(folder)
+        next(iter(other.parameters())).data.add_(1e-3)
+        shutil.copytree(folder, tmp_path / "kept")
+        monkeypatch.setattr(exporting, "read_draft", lambda place: other if place == folder else read_draft(place))
+
+    monkeypatch.setattr(exporting, "convert_draft", spoil)
+    with pytest.raises(FormatError, match="does not read back"):
+        rewrite_draft(trained_drafts.draft_folders["eagle3"], tmp_path / "out", "sglang", None, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.fixture
+def code() -> Code:
+    """The exit code of a command line."""
+
+    def run(*arguments: object) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        return int(ended.value.code or 0)
+
+    return run
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracking:
+    """A registry that the environment names."""
+    tracking = open_tracking(RegistrySettings(), tmp_path / "home")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.uri)
+    return tracking
+
+
+def serve(store: Tracking, trained_drafts: Trained, name: str, parent: str | None = None) -> Version:
+    """Register a trained draft for its target and make it champion."""
+    folder = trained_drafts.draft_folders[name]
+    meta, digest = read_meta(folder), "1" * 64
+    lineage = Lineage(
+        target_fingerprint=target_fingerprint(TargetSettings(model=str(trained_drafts.target_folder))),
+        target_name="tiny",
+        tokenizer_digest=meta.tokenizer_digest,
+        mix_fingerprint=digest,
+        capture_fingerprint=digest,
+        counts_digest=digest,
+        recipe_fingerprint=digest,
+        family=meta.family,
+        step=meta.step,
+        draft_tokens=3,
+        parent=parent,
+    )
+    with start_run(store, f"train {name}") as run:
+        version = register_version(store, run.id, folder, lineage, ["c"])
+    evidence = Evidence(
+        candidate=Figures(tau=2.5, speedup=1.75),
+        conversations=30,
+        confidence=0.95,
+        lossless=True,
+        export_reads_back=True,
+        holdout_overlap=0,
+    )
+    numbers = Numbers(evidence=evidence)
+    assert promote(store, Decision(promote=True, reasons=["better"], numbers=numbers, compared=parent), version).promote
+    return version
+
+
+def test_fetch_without_a_recipe(
+    store: Tracking, trained_drafts: Trained, tmp_path: Path, code: Code, capsys: pytest.CaptureFixture[str]
+) -> None:
+    version = serve(store, trained_drafts, "eagle3")
+    target, digest = trained_drafts.target_folder, version.lineage.target_fingerprint
+    for name, named, layout in (("a", target, "vllm"), ("b", digest[:6], "sglang"), ("c", digest, None)):
+        out = tmp_path / name
+        assert code("fetch", out, "--target", named, *(["--format", layout] if layout else [])) == 0
+        assert read_meta(out).family == "eagle3" and read_draft(out).family == "eagle3"
+    assert "as sglang, read back equal" in capsys.readouterr().err
+    assert code("fetch", tmp_path / "d", "--target", target, "--format", "gguf") == 0
+    assert (tmp_path / "d" / "draft.gguf").is_file()
+    by_id = ["--format", "speculators", "--target-id", "owner/model"]
+    assert code("fetch", tmp_path / "e", "--target", target, *by_id) == 0
+    config = json.loads((tmp_path / "e" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "owner/model",
+        "architectures": ["LlamaForCausalLM"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--target", "ffffff"], "is the beginning of no target here: tiny ("),
+        (["--target", "DIGITS", "--format", "gguf"], "name the target's model with --target"),
+        (["--target", "DIGITS", "--format", "hf"], "format hf: takes no eagle3 draft"),
+        (["--target", "DIGITS", "--format", "onnx"], "format onnx: must be one of"),
+        (["--target", "FOLDER", "--format", "speculators"], "must be the target's hub id"),
+        (["--target", "DIGITS", "--format", "speculators", "--target-id", "a/b"], "the format names its architecture"),
+        (["--target", "FOLDER", "--format", "sglang", "--alias", "previous"], "has no previous in the registry"),
+    ],
+)
+def test_what_cannot_be_fetched_is_said(
+    store: Tracking,
+    trained_drafts: Trained,
+    tmp_path: Path,
+    code: Code,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    words: str,
+) -> None:
+    version = serve(store, trained_drafts, "eagle3")
+    known = {"DIGITS": version.lineage.target_fingerprint[:8], "FOLDER": str(trained_drafts.target_folder)}
+    assert code("fetch", tmp_path / "out", *(known.get(option, option) for option in options)) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_listing_goes_both_ways(
+    store: Tracking, trained_drafts: Trained, tmp_path: Path, code: Code, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = serve(store, trained_drafts, "eagle3")
+    two = serve(store, trained_drafts, "small", parent=one.reference)
+    capsys.readouterr()
+    assert code("registry", "--json", "--decisions") == 0
+    found = json.loads(capsys.readouterr().out)
+    (target,) = found["targets"]
+    assert target["fingerprint"] == one.lineage.target_fingerprint and target["target"] == "tiny"
+    newest, oldest = target["versions"]
+    assert (newest["reference"], newest["aliases"], newest["parent"]) == (two.reference, ["champion"], one.reference)
+    assert (oldest["aliases"], oldest["family"], oldest["plan"]) == (["previous"], "eagle3", "K=3")
+    assert (newest["tau"], newest["speedup"], newest["decision"], newest["reasons"]) == (2.5, 1.75, "promote", "better")
+    assert newest["run_name"] == "train small" and newest["run"] == two.run_id
+    assert newest["decisions"][0]["numbers"]["evidence"]["conversations"] == 30
+    assert [move["to"] for move in target["moves"]] == [1, 2]
+    by_family = {draft["family"]: draft for draft in found["drafts"]}
+    (serves,) = by_family["small"]["serves"]
+    assert serves == {
+        "target": "tiny",
+        "fingerprint": one.lineage.target_fingerprint,
+        "reference": two.reference,
+        "aliases": ["champion"],
+    }
+    assert code("registry", "--decisions") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "By target" in said and "By draft" in said and "1.75x" in said and f"{two.reference} promoted" in said
+    assert code("registry", "--target", "0" * 12) == 0
+    assert "no target has a draft here (--target 000000000000)" in capsys.readouterr().out
+    assert code("registry", "--target", "xyz") == 2
+    assert "hex digits" in capsys.readouterr().err
+
+
+def test_looking_makes_no_registry(
+    tmp_path: Path, code: Code, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert code("registry", "--workdir", tmp_path / "none") == 2
+    assert "holds no mlflow.db" in capsys.readouterr().err and not (tmp_path / "none").exists()

@@ -1,0 +1,191 @@
+"""The operator's command: what it is told, when it runs, and what its failure does and does not do."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftforge.cli import main
+from draftforge.errors import HookError
+from draftforge.pipeline import hooks
+from draftforge.pipeline.hooks import HOOK_TAG, after_promotion, after_rollback, run_command
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import PromotionSettings, load_recipe
+from draftforge.registry import champions
+from draftforge.registry.lineage import Lineage, Version
+from draftforge.registry.models import CHAMPION, aliases, register_version
+from draftforge.registry.promoting import ALREADY, promote
+from draftforge.registry.records import Decision
+from draftforge.registry.tracking import start_run
+from draftforge.storage import read_object
+
+WriteRecipe = Callable[..., Path]
+TOLD = ("EVENT", "VERSION", "URI", "TARGET", "DECISION", "DRAFT")
+SCRIPT = """\
+import json, os, pathlib, sys
+names = sys.argv[2].split(",")
+told = {name: os.environ["DRAFTFORGE_" + name] for name in names} | {"argv": sys.argv[3:]}
+told["uri"] = os.environ["MLFLOW_TRACKING_URI"]
+told["config"] = (pathlib.Path(told["DRAFT"]) / "config.json").read_text()
+with open(sys.argv[1], "a") as log:
+    log.write(json.dumps(told) + "\\n")
+"""
+Open = Callable[[list[str]], Workspace]
+
+
+@pytest.fixture
+def opened(write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """The workspace of a recipe with this command."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def open_with(command: list[str]) -> Workspace:
+        return Workspace(load_recipe(write_recipe(promotion={"command": command, "timeout_seconds": 30})))
+
+    return open_with
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log.jsonl"
+
+
+def noting(tmp_path: Path, log: Path) -> list[str]:
+    """A command that writes down what it is told."""
+    script = tmp_path / "deploy.py"
+    script.write_text(SCRIPT)
+    return [sys.executable, str(script), str(log), ",".join(TOLD), "a b; $(touch x)"]
+
+
+def lines(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def crowned(space: Workspace, folder: Path, word: str) -> tuple[Version, Decision]:
+    """A draft that has just become champion."""
+    draft = folder / word
+    draft.mkdir(exist_ok=True)
+    (draft / "config.json").write_text(word)
+    digest = "1" * 64
+    lineage = Lineage(
+        target_fingerprint=space.target_fingerprint,
+        target_name="tiny",
+        tokenizer_digest=digest,
+        mix_fingerprint=digest,
+        capture_fingerprint=digest,
+        counts_digest=digest,
+        recipe_fingerprint=digest,
+        family="small",
+        step=1,
+    )
+    with start_run(space.tracking, word) as run:
+        version = register_version(space.tracking, run.id, draft, lineage, ["c"])
+    now = aliases(space.tracking, version.name).get(CHAMPION)
+    compared = f"{version.name}/{now}" if now else None
+    return version, promote(space.tracking, Decision(promote=True, reasons=["better"], compared=compared), version)
+
+
+def tag(space: Workspace, version: Version) -> str:
+    return str(space.tracking.client.get_model_version(version.name, str(version.number)).tags.get(HOOK_TAG, ""))
+
+
+def test_the_command_is_told_what_happened(opened: Open, tmp_path: Path, log: Path) -> None:
+    space = opened(noting(tmp_path, log))
+    one, decision = crowned(space, tmp_path, "one")
+    after_promotion(space, one, decision)
+    (told,) = lines(log)
+    assert (told["EVENT"], told["VERSION"], told["URI"]) == ("promote", one.reference, one.uri)
+    assert told["TARGET"] == space.target_fingerprint and told["config"] == "one" and told["uri"] == space.tracking.uri
+    assert told["argv"] == ["a b; $(touch x)"]  # one argument: no shell has seen it
+    record = read_object(Path(told["DECISION"]))
+    assert record["decision"]["reasons"] == ["better"] and record["move"]["to"] == 1 and record["event"] == "promote"
+    assert tag(space, one).endswith(": done")
+
+    after_promotion(space, one, Decision(promote=True, reasons=[ALREADY]))
+    after_promotion(space, one, Decision(promote=False, reasons=["slower"]))
+    assert len(lines(log)) == 1
+
+    two, decision = crowned(space, tmp_path, "two")
+    after_promotion(space, two, decision)
+    back = champions.rollback(space.tracking, space.target_fingerprint)
+    after_rollback(space, back)
+    assert [(one["EVENT"], one["VERSION"]) for one in lines(log)[1:]] == [
+        ("promote", two.reference),
+        ("rollback", one.reference),
+    ]
+    assert tag(space, back).startswith("rollback") and "done" in tag(space, back)
+
+
+def test_a_failure_undoes_nothing_and_is_caught_up(opened: Open, tmp_path: Path, log: Path) -> None:
+    failing = [sys.executable, "-c", "print('no //user:secret@host today'); raise SystemExit(3)"]
+    space = opened(failing)
+    one, decision = crowned(space, tmp_path, "one")
+    with pytest.raises(HookError, match=rf"exit code 3: no //\*\*\*@host today \({one.reference} stays champion\)"):
+        after_promotion(space, one, decision)
+    assert aliases(space.tracking, one.name)[CHAMPION] == 1 and "exit code 3" in tag(space, one)
+    (kept,) = space.tracking.client.list_artifacts(one.run_id, "hooks")
+    path = space.tracking.client.download_artifacts(one.run_id, kept.path, str(tmp_path))
+    assert "secret" not in Path(path).read_text() and "today" in Path(path).read_text()
+
+    mended = space.with_recipe(
+        space.recipe.model_copy(update={"promotion": PromotionSettings(command=noting(tmp_path, log))})
+    )
+    after_promotion(mended, one, Decision(promote=True, reasons=[ALREADY]))
+    assert len(lines(log)) == 1 and tag(space, one).endswith(": done")
+
+
+def test_without_a_command_nothing_runs(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = opened([])
+    monkeypatch.setattr(hooks, "run_command", lambda *args: pytest.fail("ran"))
+    monkeypatch.setattr(Workspace, "tracking", None)
+    after_promotion(space, None, Decision(promote=True, reasons=[]))  # type: ignore[arg-type]
+    after_rollback(space, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("command", "problem", "output"),
+    [
+        (["-c", "print('hello')"], "", "hello\n"),
+        (["-c", "import os; os.write(2, b'\\xff!'); os.kill(os.getpid(), 9)"], "killed by SIGKILL", "\ufffd!"),
+        (["-c", "raise SystemExit(7)"], "exit code 7", ""),
+    ],
+)
+def test_ends_of_commands(command: list[str], problem: str, output: str) -> None:
+    settings = PromotionSettings(command=[sys.executable, *command])
+    assert run_command(settings, {}) == (output, problem)
+
+
+def test_a_program_that_is_not_there() -> None:
+    ended = run_command(PromotionSettings(command=["./no-such-program"]), {})
+    assert ended.problem.startswith("cannot be started") and "no-such-program" in ended.problem
+
+
+def test_what_takes_too_long_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    mark = tmp_path / "late"
+    child = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
+    script = (
+        f"import subprocess, sys, time; print('begun', flush=True); "
+        f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    )
+    started = time.monotonic()
+    ended = run_command(PromotionSettings(command=[sys.executable, "-c", script], timeout_seconds=1), {})
+    assert ended.problem == "not done after 1 s (promotion.timeout_seconds)" and ended.output == "begun\n"
+    assert time.monotonic() - started < 20
+    time.sleep(max(0.0, 4.5 - (time.monotonic() - started)))
+    assert not mark.exists()
+
+
+def test_the_rollback_verb_exits_with_the_hooks_code(
+    opened: Open, tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = opened([sys.executable, "-c", "raise SystemExit(1)"])
+    for word in ("one", "two"):
+        version, _ = crowned(space, tmp_path, word)
+    with pytest.raises(SystemExit) as ended:
+        main(["rollback", str(tmp_path / "tiny.yaml")])
+    assert ended.value.code == 6 and aliases(space.tracking, version.name) == {CHAMPION: 1}
+    said = capsys.readouterr().err
+    assert "champion again" in said and "exit code 1: it said nothing" in said

@@ -1,0 +1,201 @@
+"""Promotion with its records and its races."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftforge import storage
+from draftforge.errors import LockedError, RegistryError
+from draftforge.registry.champions import ROLLED_BACK_TAG, history, rollback
+from draftforge.registry.connect import Tracking
+from draftforge.registry.lineage import Version
+from draftforge.registry.models import CANDIDATE, CHAMPION, PREVIOUS, aliases
+from draftforge.registry.promoting import SPEEDUP_TAG, TAU_TAG, decisions, promote
+from draftforge.registry.records import Decision, Evidence, Figures, Numbers
+
+Register = Callable[..., Version]
+TARGET = "a" * 64
+
+
+def verdict(compared: str | None, yes: bool = True) -> Decision:
+    return Decision(promote=yes, reasons=["because"], compared=compared)
+
+
+def crown(tracking: Tracking, version: Version) -> None:
+    number = aliases(tracking, version.name).get(CHAMPION)
+    assert promote(tracking, verdict(f"{version.name}/{number}" if number else None), version).promote
+
+
+def test_no_rollback_returns_to_a_champion_whose_files_are_gone(tracking: Tracking, register: Register) -> None:
+    one, two, three = register("one"), register("two"), register("three")
+    crown(tracking, one)
+    crown(tracking, two)
+    lost = Decision(promote=True, reasons=["x"], compared=two.reference, champion_lost=True)
+    assert promote(tracking, lost, three).promote
+    assert aliases(tracking, one.name) == {CHAMPION: 3, PREVIOUS: 1}
+    assert rollback(tracking, TARGET).number == 1
+
+
+def test_promotion_moves_aliases_and_leaves_a_record(tracking: Tracking, register: Register, tmp_path: Path) -> None:
+    one = register("one")
+    crown(tracking, one)
+    two = register("two")
+    assert aliases(tracking, one.name) == {CHAMPION: 1, CANDIDATE: 2}
+    crown(tracking, two)
+    assert aliases(tracking, one.name) == {CHAMPION: 2, PREVIOUS: 1}
+    tags = tracking.client.get_model_version(two.name, "2").tags
+    assert tags["draftforge.decision"] == "promote" and tags["draftforge.compared"] == one.reference
+    path = tracking.client.download_artifacts(two.run_id, tags["draftforge.decision_record"], str(tmp_path))
+    record = json.loads(Path(path).read_text())
+    assert record["version"] == two.reference and record["compared"] == one.reference
+    assert record["format"] == 2 and record["numbers"]["more_conversations"] is None
+    assert [(event["event"], event["from"], event["to"]) for event in history(tracking, one.name)] == [
+        ("promote", None, 1),
+        ("promote", 1, 2),
+    ]
+
+
+def test_decisions_are_read_back_in_order(tracking: Tracking, register: Register) -> None:
+    one = register("one")
+    figures = Figures(tau=2.125, speedup=1.5)
+    evidence = Evidence(
+        candidate=figures, conversations=9, confidence=0.95, lossless=None, export_reads_back=True, holdout_overlap=0
+    )
+    asked = [
+        Decision(promote=False, reasons=["too few"], numbers=Numbers(evidence=evidence)),
+        Decision(promote=True, reasons=["first"], numbers=Numbers(evidence=evidence)),
+    ]
+    for decision in asked:
+        promote(tracking, decision, one)
+    two = register("two")
+    assert decisions(tracking, two) == []
+    found = decisions(tracking, one)
+    assert [(one.promote, one.reasons, one.numbers) for one in found] == [
+        (one.promote, one.reasons, one.numbers) for one in asked
+    ]
+    assert {record.version for record in found} == {one.reference} and found[0].at < found[1].at
+    tags = tracking.client.get_model_version(one.name, "1").tags
+    assert (tags[TAU_TAG], tags[SPEEDUP_TAG]) == ("2.1250", "1.5000")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"version": "m/1", "promote": true}', "is a decision of format 1; this draftforge reads format 2"),
+        ('{"format": 2, "version": "m/1"}', "promote: Field required"),
+        ("[]", "format None"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_record_of_another_format_is_said(tracking: Tracking, register: Register, text: str, words: str) -> None:
+    one = register("one")
+    tracking.client.log_text(one.run_id, text, f"decisions/{one.name}-v1-20250101T000000.json")
+    with pytest.raises(RegistryError, match=words):
+        decisions(tracking, one)
+
+
+def test_promoting_twice_changes_nothing(tracking: Tracking, register: Register) -> None:
+    one = register("one")
+    crown(tracking, one)
+    before = history(tracking, one.name)
+    assert promote(tracking, verdict("someone/9"), one).reasons == ["is the champion already"]
+    assert history(tracking, one.name) == before and aliases(tracking, one.name) == {CHAMPION: 1}
+
+
+def test_refusal_is_recorded_and_moves_nothing(tracking: Tracking, register: Register) -> None:
+    one = register("one")
+    assert not promote(tracking, verdict(None, yes=False), one).promote
+    assert aliases(tracking, one.name) == {CANDIDATE: 1}
+    assert tracking.client.get_model_version(one.name, "1").tags["draftforge.decision"] == "refuse"
+
+
+def test_champion_that_changed_since_the_comparison(tracking: Tracking, register: Register) -> None:
+    one, two, three = register("one"), register("two"), register("three")
+    crown(tracking, one)
+    crown(tracking, two)
+    with pytest.raises(RegistryError, match=f"lost a race: the decision compared {one.reference}, .* {two.reference}"):
+        promote(tracking, verdict(one.reference), three)
+    with pytest.raises(RegistryError, match="compared no champion"):
+        promote(tracking, verdict(None), three)
+    assert aliases(tracking, one.name)[CHAMPION] == 2
+
+
+class OtherHost:
+    """A client beside which another host moves `champion` at the worst moment."""
+
+    def __init__(self, tracking: Tracking, steals: Version, when: str) -> None:
+        self._client, self._steals, self._when = tracking.client, steals, when
+
+    def set_registered_model_alias(self, name: str, alias: str, version: str) -> None:
+        self._client.set_registered_model_alias(name, alias, version)
+        if alias == self._when:
+            self._client.set_registered_model_alias(name, CHAMPION, str(self._steals.number))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+@pytest.mark.parametrize("when", [PREVIOUS, CHAMPION])
+def test_race_with_another_host_is_reported(tracking: Tracking, register: Register, when: str) -> None:
+    one, two, three = register("one"), register("two"), register("three")
+    crown(tracking, one)
+    raced = Tracking(**{**vars(tracking), "client": OtherHost(tracking, three, when)})
+    with pytest.raises(RegistryError, match=r"lost a race: champion was version \d and is now version 3"):
+        promote(raced, verdict(one.reference), two)
+    assert aliases(tracking, one.name)[CHAMPION] == 3
+
+
+def test_race_on_this_host_has_one_winner(tracking: Tracking, register: Register) -> None:
+    one, two, three = register("one"), register("two"), register("three")
+    crown(tracking, one)
+    outcomes: list[str] = []
+
+    def attempt(version: Version) -> None:
+        try:
+            promote(tracking, verdict(one.reference), version)
+            outcomes.append("won")
+        except RegistryError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=attempt, args=(version,)) for version in (two, three)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count("won") == 1 and sum("lost a race" in outcome for outcome in outcomes) == 1
+    assert aliases(tracking, one.name)[PREVIOUS] == 1
+
+
+def test_held_lock_is_named(tracking: Tracking, register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = register("one")
+    real = storage.lock
+    monkeypatch.setattr(storage, "lock", lambda path, timeout_seconds, what: real(path, 0.1, what))
+    with real(tracking.lock_folder / f"{one.name}.lock"), pytest.raises(LockedError, match="another promotion"):
+        promote(tracking, verdict(None), one)
+
+
+def test_what_was_rolled_back_stays_so(tracking: Tracking, register: Register) -> None:
+    one, two = register("one"), register("two")
+    crown(tracking, one)
+    crown(tracking, two)
+    rollback(tracking, TARGET, "users complained")
+    outcome = promote(tracking, verdict(one.reference), two)
+    assert not outcome.promote and outcome.reasons[0].startswith("version 2 was rolled back (users complained)")
+    tracking.client.delete_model_version_tag(two.name, "2", ROLLED_BACK_TAG)
+    assert promote(tracking, verdict(one.reference), two).promote
+
+
+def test_what_was_rolled_back_stays_so_when_it_is_registered_again(tracking: Tracking, register: Register) -> None:
+    one, two = register("one"), register("two")
+    crown(tracking, one)
+    crown(tracking, two)
+    rollback(tracking, TARGET, "users complained")
+    shutil.rmtree(two.source.removeprefix("file://"))
+    again = register("two")
+    outcome = promote(tracking, verdict(one.reference), again)
+    assert again.number == 3 and not outcome.promote and outcome.reasons[0].startswith("version 2 was rolled back")

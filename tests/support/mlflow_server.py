@@ -1,0 +1,45 @@
+"""A real MLflow server for tests, started as an operator starts one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from postgres import free_port
+
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "mlflow_server.sh"
+
+
+@contextmanager
+def mlflow_server(store: str, folder: Path) -> Iterator[str]:
+    """The address of a server over this database, that keeps its artifacts in `folder`."""
+    port = free_port()
+    env = os.environ | {"MLFLOW_BACKEND_STORE_URI": store, "PYTHON": sys.executable, "MLFLOW_WORKERS": "1"}
+    env.pop("MLFLOW_TRACKING_URI", None)
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(SCRIPT), str(folder / "artifacts"), str(port)], stdout=log, stderr=log, env=env, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 150
+        while not _answers(url):
+            assert process.poll() is None and time.monotonic() < until, (folder / "log").read_text()[-2000:]
+            time.sleep(0.3)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
