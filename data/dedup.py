@@ -102,7 +102,7 @@ def place(members: Iterable[Member], known: Iterable[Known], threshold: float) -
     union = _Union(len(nodes))
     union.join_equal([member.group for member in nodes])
     union.join_equal([item.cluster for item in known])
-    index = _Index(threshold, len(nodes))
+    index = Index(threshold, len(nodes))
     for node, item in enumerate(known):
         index.add(node, item.member.signature)
     copy_of: dict[int, str] = {}
@@ -143,7 +143,7 @@ def _placements(
     return placed
 
 
-class _Index:
+class Index:
     """Finds similar signatures: candidates from datasketch's index, decided by the whole signature.
 
     Equal signatures share one row, so that a frequent text does not fill a bucket.

@@ -3,8 +3,9 @@
 Every error names the place (`file:line`) and the rule, and quotes no text of the conversation.
 """
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, get_args
@@ -15,7 +16,7 @@ from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling import SamplingSettings
 from .conversation import ROLES, Message
-from .settings import LABEL, DatasetSource, FileSource, Shape, TargetSource
+from .settings import LABEL, DatasetSource, DomainRule, DomainSettings, FileSource, Shape, TargetSource
 
 _ID_DIGITS = 24
 _SAMPLING_FIELDS = tuple(SamplingSettings.model_fields)
@@ -52,6 +53,16 @@ class Record:
     group: str | None = None
     source: int = 0
     """Which of the recipe's sources it came from."""
+    started: float | None = None
+    """When the request came, in unix seconds."""
+    ended: float | None = None
+    """When its answer was complete, in unix seconds."""
+    replica: str | None = None
+    """Which server answered."""
+    prompt_tokens: int | None = None
+    """Tokens of the prompt, as the log counts them."""
+    answer_tokens: int | None = None
+    """Tokens of the answer, as the log counts them."""
 
     @cached_property
     def id(self) -> str:
@@ -72,9 +83,17 @@ class Record:
 
 
 def parse(
-    line: Any, shape: Shape, source: FileSource | DatasetSource | TargetSource, where: str, index: int = 0
+    line: Any,
+    shape: Shape,
+    source: FileSource | DatasetSource | TargetSource,
+    where: str,
+    index: int = 0,
+    domains: DomainSettings | None = None,
 ) -> Record:
-    """Check one decoded line against its shape. Raises InputError starting with `where`."""
+    """Check one decoded line against its shape. Raises InputError starting with `where`.
+
+    With `domains.clusters`, a record that nothing names has an empty domain.
+    """
     if not isinstance(line, dict):
         raise InputError(f"{where}: is a JSON {_json_type(line)}; must be an object")
     request = line.get("request")
@@ -87,7 +106,7 @@ def parse(
     if not any(message.role == "user" for message in messages):
         raise InputError(f"{where}: has no user message; the target has nothing to answer")
     record = Record(
-        domain=_domain(source, lookup, where),
+        domain=_domain(source, lookup, where, messages, domains or DomainSettings()),
         messages=messages,
         tools=_tools(lookup, where),
         template_args={**source.template_args, **_template_args(lookup, where)},
@@ -181,15 +200,37 @@ def _items(lookup: Lookup, name: str, where: str) -> list[Any]:
     return items
 
 
-def _domain(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str) -> str:
+def _domain(
+    source: FileSource | DatasetSource | TargetSource,
+    lookup: Lookup,
+    where: str,
+    messages: Sequence[Message],
+    domains: DomainSettings,
+) -> str:
+    for rule in domains.rules:
+        if re.search(rule.match, _searched(rule, lookup, messages)):
+            return rule.domain
     if source.domain is not None:
         return source.domain
     domain = lookup(source.domain_field)
+    if domain is None and domains.clusters is not None:
+        return ""
     if domain is None:
-        raise InputError(f"{where}: has no {source.domain_field}, and its source sets no domain; one of them must")
+        hint = ", or a rule of mix.domains" if domains.rules else ""
+        raise InputError(
+            f"{where}: has no {source.domain_field}, and its source sets no domain; one of them{hint} must"
+        )
     if not isinstance(domain, str) or not re.fullmatch(LABEL, domain):
         raise InputError(f"{where}: {source.domain_field} {_quoted(domain)}; must be a label that matches {LABEL}")
     return domain
+
+
+def _searched(rule: DomainRule, lookup: Lookup, messages: Sequence[Message]) -> str:
+    if rule.field is not None:
+        value = lookup(rule.field)
+        return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+    roles = ("system", "user") if rule.role is None else (rule.role,)
+    return "\n".join(message.content for message in messages if message.role in roles)
 
 
 def _group(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str) -> str | None:

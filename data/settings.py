@@ -1,13 +1,15 @@
 """The recipe's `mix` section."""
 
-from typing import Annotated, Literal, get_args
+import re
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from ..specdec.sampling import SamplingSettings
 from .redact import Kind
 
 Shape = Literal["messages", "sharegpt", "turns", "prompts"]
+Key = Literal["domain", "sampling", "tools", "system", "turns", "prompt", "answer"]
 LABEL = r"^[\w.-]{1,64}$"
 Label = Annotated[str, Field(pattern=LABEL)]
 
@@ -97,15 +99,61 @@ class SamplingChoice(SamplingSettings):
         return SamplingSettings.model_validate(self.model_dump(include=set(SamplingSettings.model_fields)))
 
 
+class DomainRule(_Section):
+    """Names the domain of conversations that a pattern is found in."""
+
+    match: str
+    """Regular expression, searched in what the system and the user say."""
+    domain: Label
+    """Domain of the conversations that match."""
+    role: Literal["system", "user"] | None = None
+    """Search only what this role says."""
+    field: str | None = None
+    """Search this field of the line (or of its `request`) instead, such as `model`."""
+
+    @field_validator("match")
+    @classmethod
+    def _check_pattern(cls, match: str) -> str:
+        try:
+            re.compile(match)
+        except re.error as error:
+            raise ValueError(f"not a regular expression ({error})") from None
+        return match
+
+    @model_validator(mode="after")
+    def _check_place(self) -> "DomainRule":
+        if self.role and self.field:
+            raise ValueError(f"role {self.role} and field {self.field} are set; only one of them can be searched")
+        return self
+
+
+class DomainSettings(_Section):
+    """Where domains come from, beside a source's `domain` and a line's `domain_field`."""
+
+    rules: list[DomainRule] = []
+    """The first that matches names the domain, whatever source and line say."""
+    clusters: int | None = Field(None, ge=2, le=256)
+    """Conversations that nothing names fall into so many domains c00, c01, … by the words of their user turns."""
+
+
 class MixSettings(_Section):
     """Which conversations the target answers, and which of them train, select and judge a draft."""
 
     sources: list[Source] = Field(min_length=1)
     """Where conversations come from."""
-    domain_weights: dict[Label, float] | None = None
-    """Target shares of the mix by domain, reached by leaving conversations out; absent: all are kept."""
+    domains: DomainSettings = DomainSettings()
+    """How conversations come to their domains, where sources and lines name none or too many."""
+    limit: int | None = Field(None, ge=1)
+    """At most so many conversations, with the shares of the whole; absent: as many as the shares allow."""
+    weights: dict[Key, dict[str, float]] = {}
+    """Shares of the mix by label, such as `domain: {code: 2, chat: 1}`, reached by leaving conversations out; what is
+    not named keeps the log's shares. `draftforge inspect-mix` shows the labels."""
+    half_life_days: float | None = Field(None, gt=0)
+    """A conversation's weight halves each so many days before the newest; absent: age does not count."""
     near_threshold: float = Field(0.8, gt=0.3, le=1)
     """Similarity (Jaccard, word triples of the user turns) from which two conversations count as near-copies."""
+    contamination: list[str] = []
+    """Evaluation sets, files as in `sources`: what is near them is kept out of train."""
     redact: list[Kind] = list(get_args(Kind))
     """What is replaced by a placeholder such as <email> before anything is stored."""
     sampling: list[SamplingChoice] = []
@@ -121,6 +169,17 @@ class MixSettings(_Section):
     ancestors: list[str] = []
     """Earlier mix folders: what they placed in train or selection never enters this holdout."""
 
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _labels_are_text(cls, weights: Any) -> Any:
+        """YAML reads the label of one turn as a number."""
+        if not isinstance(weights, dict):
+            return weights
+        return {
+            key: {str(label): share for label, share in shares.items()} if isinstance(shares, dict) else shares
+            for key, shares in weights.items()
+        }
+
     @model_validator(mode="after")
     def _check_shares(self) -> "MixSettings":
         if self.selection_share + self.holdout_share >= 1:
@@ -134,9 +193,8 @@ class MixSettings(_Section):
         weighted = sum(source.weight is not None for source in self.sources)
         if weighted not in (0, len(self.sources)):
             raise ValueError(f"{weighted} of {len(self.sources)} sources have a weight; give it to all or to none")
-        if weighted and self.domain_weights:
-            raise ValueError("sources have a weight and domain_weights is set; only one of them can rule the shares")
-        for domain, weight in (self.domain_weights or {}).items():
-            if not weight > 0:
-                raise ValueError(f"domain_weights.{domain} is {weight}; must be above 0")
+        for key, shares in self.weights.items():
+            for label, share in shares.items():
+                if not share > 0:
+                    raise ValueError(f"weights.{key}.{label} is {share}; must be above 0")
         return self

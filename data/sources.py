@@ -14,7 +14,7 @@ from typing import IO, Any
 from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError, RecipeError
 from .records import DEFAULT_COLUMNS, Record, parse
-from .settings import DatasetSource, FileSource, MixSettings, Source, TargetSource
+from .settings import DatasetSource, DomainSettings, FileSource, MixSettings, Source, TargetSource
 
 SamplePrompts = Callable[[int, int, int], list[str]]
 """`sample_prompts(count, seed, max_tokens)`: user prompts that the target makes up."""
@@ -35,14 +35,22 @@ class SourceCounts:
 class _Reading:
     """Turns decoded lines of one source into records, counting them and those that break a rule."""
 
-    def __init__(self, source: FileSource | DatasetSource, shape: Any, index: int, counts: SourceCounts) -> None:
+    def __init__(
+        self,
+        source: FileSource | DatasetSource,
+        shape: Any,
+        index: int,
+        counts: SourceCounts,
+        domains: DomainSettings | None,
+    ) -> None:
         self._source, self._shape, self._index, self._counts = source, shape, index, counts
+        self._domains = domains
 
     def records(self, lines: Iterable[tuple[str, Callable[[], Any]]]) -> Iterator[Record]:
         for where, decode in lines:
             self._counts.read += 1
             try:
-                yield parse(decode(), self._shape, self._source, where, self._index)
+                yield parse(decode(), self._shape, self._source, where, self._index, self._domains)
             except InputError:
                 if not self._source.skip_invalid:
                     raise
@@ -50,7 +58,11 @@ class _Reading:
 
 
 def read(
-    source: Source, base_dir: Path, index: int, sample_prompts: SamplePrompts | None = None
+    source: Source,
+    base_dir: Path,
+    index: int,
+    sample_prompts: SamplePrompts | None = None,
+    domains: DomainSettings | None = None,
 ) -> tuple[list[Record], SourceCounts]:
     """The records of one source, at most `limit` of them, and how many lines were read, skipped and taken.
 
@@ -62,9 +74,11 @@ def read(
         found = _from_target(source, index, counts, sample_prompts)
     elif isinstance(source, FileSource):
         path = base_dir / source.path
-        found = _Reading(source, source.kind, index, counts).records(_file_lines(path, source.kind == "prompts"))
+        found = _Reading(source, source.kind, index, counts, domains).records(
+            _file_lines(path, source.kind == "prompts")
+        )
     else:
-        found = _Reading(source, source.shape, index, counts).records(_dataset_rows(source, base_dir))
+        found = _Reading(source, source.shape, index, counts, domains).records(_dataset_rows(source, base_dir))
     records = list(found) if source.limit is None else smallest(found, source.limit)
     counts.taken = len(records)
     if not records:
@@ -100,12 +114,14 @@ def name_of(source: Source) -> str:
 
 
 def input_digests(settings: MixSettings, base_dir: Path) -> dict[str, str]:
-    """Digest of each source and ancestor by its place in the recipe: what a mix depends on beside its settings.
+    """What a mix depends on beside its settings: a digest of each source, evaluation set and ancestor, by its place.
 
     Files and local datasets are hashed. A hub dataset counts by name and revision, prompts of the target by their
     settings: the caller adds the target's fingerprint. Raises MissingFileError.
     """
     digests = {f"sources[{i}]": _input_digest(source, base_dir) for i, source in enumerate(settings.sources)}
+    for i, name in enumerate(settings.contamination):
+        digests[f"contamination[{i}]"] = fingerprint.of_file(require_file(base_dir / name))
     for i, name in enumerate(settings.ancestors):
         digests[f"ancestors[{i}]"] = fingerprint.of_file(require_file(base_dir / name / "manifest.json"))
     return digests
