@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from draftforge.data.mix import CONVERSATIONS, LOG, MEMBERS, build_mix, load_manifest, load_members, load_mix
@@ -196,6 +197,37 @@ def test_tools_and_template_arguments_survive_the_round_trip(tmp_path: Path) -> 
     assert all(c.tools == [{"type": "function", "function": {"name": "clock", "description": "ask <ip>"}}] for c in mix)
     assert all(c.template_args == {"day": "é"} for c in mix)
     assert [c.id for c in mix] == sorted({c.id for c in mix})
+
+
+def test_nothing_found_is_stored_anywhere(tmp_path: Path) -> None:
+    """System prompts, tools, their calls and answers, template arguments: no file holds the address."""
+    mail = "joe.secret@acme.org"
+    function = {"name": "send", "arguments": json.dumps({"to": mail})}
+    messages = [
+        {"role": "system", "content": f"You write for {mail}."},
+        {"role": "user", "content": "unusual words", "name": mail},
+        {"role": "assistant", "content": f"to {mail}", "tool_calls": [{"id": mail, "function": function}]},
+        {"role": "tool", "content": f"sent to {mail}", "tool_call_id": mail},
+    ]
+    more = {"tools": [{"function": {"name": "send", "description": mail}}], "chat_template_kwargs": {"who": [mail]}}
+    lines = [
+        {"messages": [{**messages[0]}, {**messages[1], "content": line(i)["turns"][0]}, *messages[2:]]}
+        for i in range(60)
+    ]
+    (tmp_path / "log.jsonl").write_text(
+        "".join(json.dumps({**one, **more, "domain": "d", "group": mail}) + "\n" for one in lines)
+    )
+    settings = MixSettings.model_validate({"sources": [{"kind": "messages", "path": "log.jsonl"}], "ancestors": []})
+    with pytest.raises(InputError):  # one group is one cluster, so one split
+        build_mix(settings, tmp_path, tmp_path / "mix")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl"]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps({**one, **more, "domain": "d"}) + "\n" for one in lines))
+    build_mix(settings, tmp_path, tmp_path / "mix")
+    mix = load_mix(tmp_path / "mix")
+    assert mail not in repr(mix) and repr(mix).count("<email>") == 9 * len(mix)
+    assert load_manifest(tmp_path / "mix")["redacted"]["email"] == 9 * 60
+    for path in (tmp_path / "mix").glob("*.parquet"):
+        assert mail not in repr(pq.read_table(path).to_pylist())
 
 
 def test_unicode_prompts_count_as_input_errors_not_crashes(tmp_path: Path) -> None:
