@@ -15,6 +15,8 @@ from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling import SamplingSettings
 from .conversation import ROLES, Message
+from .logs.entry import Timing
+from .logs.when import seconds
 from .settings import LABEL, DatasetSource, FileSource, Shape, TargetSource
 
 _ID_DIGITS = 24
@@ -52,6 +54,14 @@ class Record:
     group: str | None = None
     source: int = 0
     """Which of the recipe's sources it came from."""
+    started: float | None = None
+    """Unix seconds at which it was asked; like the four below no part of `id` and `key`."""
+    ended: float | None = None
+    replica: str | None = None
+    """Which copy of the engine answered."""
+    prompt_tokens: int | None = None
+    """As the log counted them, with the logged target's tokenizer; so the answer's."""
+    answer_tokens: int | None = None
 
     @cached_property
     def id(self) -> str:
@@ -72,9 +82,17 @@ class Record:
 
 
 def parse(
-    line: Any, shape: Shape, source: FileSource | DatasetSource | TargetSource, where: str, index: int = 0
+    line: Any,
+    shape: Shape,
+    source: FileSource | DatasetSource | TargetSource,
+    where: str,
+    index: int = 0,
+    timing: Timing | None = None,
 ) -> Record:
-    """Check one decoded line against its shape. Raises InputError starting with `where`."""
+    """Check one decoded line against its shape. Raises InputError starting with `where`.
+
+    `timing`: when and where it ran, if a reader found that out; else the line's own fields of these names tell.
+    """
     if not isinstance(line, dict):
         raise InputError(f"{where}: is a JSON {_json_type(line)}; must be an object")
     request = line.get("request")
@@ -95,12 +113,37 @@ def parse(
         max_new_tokens=_max_new_tokens(lookup, where),
         group=_group(source, lookup, where),
         source=index,
+        **(timing or timing_of(line, where))._asdict(),
     )
     try:
         record.key  # noqa: B018  computed here, so that text that no file can hold is met with its line number
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply for JSON") from None
     except (UnicodeEncodeError, ValueError):
         raise InputError(f"{where}: holds text that is not valid Unicode, or a number that is not finite") from None
     return record
+
+
+def timing_of(line: Mapping[str, Any], where: str) -> Timing:
+    """The line's fields `started`, `ended`, `replica`, `prompt_tokens` and `answer_tokens`. Raises InputError."""
+    times = {name: seconds(line.get(name)) for name in ("started", "ended")}
+    for name, time in times.items():
+        if time is None and line.get(name) is not None:
+            raise InputError(f"{where}: {name} is no time; must be unix seconds or a date in ISO 8601")
+    counts = {name: line.get(name) for name in ("prompt_tokens", "answer_tokens")}
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+            raise InputError(f"{where}: {name} {_quoted(count)}; must be a whole number of at least 0")
+    replica = line.get("replica")
+    if replica is not None and not isinstance(replica, str | int):
+        raise InputError(f"{where}: replica is a JSON {_json_type(replica)}; must be text or a number")
+    return Timing(
+        started=times["started"],
+        ended=times["ended"],
+        replica=None if replica is None else str(replica),
+        prompt_tokens=counts["prompt_tokens"],
+        answer_tokens=counts["answer_tokens"],
+    )
 
 
 def _messages(lookup: Lookup, where: str) -> list[Message]:

@@ -8,6 +8,7 @@ from ..specdec.sampling import SamplingSettings
 from .redact import Kind
 
 Shape = Literal["messages", "sharegpt", "turns", "prompts"]
+LogKind = Literal["openai", "vllm", "sglang", "litellm", "langfuse"]
 LABEL = r"^[\w.-]{1,64}$"
 Label = Annotated[str, Field(pattern=LABEL)]
 
@@ -34,14 +35,25 @@ class _Source(_Section):
 
 
 class FileSource(_Source):
-    """A local file, plain or .gz, read line by line."""
+    """Local files, plain or packed (.gz, .bz2, .xz, .zst), read one line, JSON value or row at a time."""
 
-    kind: Shape
-    """`messages` (OpenAI style), `sharegpt`, `turns` (user turns only): JSONL; `prompts`: text lines, or JSONL."""
+    kind: Literal[Shape, LogKind]
+    """`messages` (OpenAI style), `sharegpt`, `turns` (user turns only): JSON, one value a line or in an array;
+    `prompts`: text lines, or JSON; `openai`, `vllm`, `sglang`, `litellm`, `langfuse`: what that tool logs."""
     path: str
-    """The file, relative to the recipe."""
+    """A file, a folder (all files in it and below) or a pattern such as `logs/*.jsonl.gz`, relative to the recipe."""
+    replica_field: str = "replica"
+    """Field of a line that names the engine's copy that answered; a line without it: as the tool's log tells."""
+    year: int | None = Field(default=None, ge=1970, le=9999)
+    """Year of the first line of a `vllm` log, whose lines name none; absent: its conversations have no date."""
     skip_invalid: bool = False
     """Count lines that break a rule and go on, instead of stopping at the first."""
+
+    @model_validator(mode="after")
+    def _check_year(self) -> "FileSource":
+        if self.year is not None and self.kind != "vllm":
+            raise ValueError(f"year {self.year} is set for kind {self.kind}; only the lines of vllm name no year")
+        return self
 
 
 class DatasetSource(_Source):
