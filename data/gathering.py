@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import progress
 from ..specdec.sampling import SamplingSettings
 from .conversation import SPLITS, Split
 from .dedup import SIGNATURE_LENGTH, Member, group_key, signature
+from .in_flight import Traffic
 from .records import Record
 from .redact import Redactor
 from .settings import MixSettings
-from .sources import SamplePrompts, SourceCounts, read
+from .sources import SamplePrompts, SourceCounts, read_records
 from .split import weighted_choice
 from .spool import Spool
 from .strata import LogTable
@@ -37,6 +37,7 @@ class Gathered:
         self._number_at_row = array("Q")
         self._bound: dict[str, Split] = {}
         self.log = LogTable()
+        self.traffic = Traffic()
         self.sources: list[SourceCounts] = []
 
     @property
@@ -101,10 +102,10 @@ def gather(settings: MixSettings, base_dir: Path, sample_prompts: SamplePrompts 
     """Read every source of a mix."""
     gathered = Gathered(settings, spool)
     for index, source in enumerate(settings.sources):
-        records, counts = read(source, base_dir, index, sample_prompts, settings.domains)
-        for record in progress.track(records, "redacting", unit="conversations"):
-            gathered.add(record)
+        counts = SourceCounts()
         gathered.sources.append(counts)
+        for record in read_records(source, base_dir, index, counts, sample_prompts, gathered.traffic):
+            gathered.add(record)
     return gathered
 
 

@@ -30,6 +30,8 @@ from .contamination import holdout_report, near_any, read_evaluation_sets
 from .conversation import SPLITS, Conversation, Split
 from .dedup import SIGNATURE_LENGTH, Known, Member, Placement, place
 from .gathering import Gathered, gather, sampling_of, strictest
+from .in_flight import Level, in_flight_report
+from .redact import Redactor
 from .settings import MixSettings
 from .sources import SamplePrompts, input_digests, name_of
 from .split import require_every_split, split_of
@@ -170,7 +172,7 @@ class _Mix:
         barred = {id for id in near if splits[id] == "train"}
         self._numbers = sorted(range(len(ids)), key=ids.__getitem__)
         able = [n for n in self._numbers if placed[ids[n]].copy_of is None and ids[n] not in barred]
-        kept_N = self._chosen(able, [ids[n] for n in able])
+        kept_N = self._chosen(able, [ids[n] for n in able], self._latest(placed))
         self.kept = [n for n, kept in zip(able, kept_N.tolist()) if kept]
         members = list(gathered.members())
         self.placements = {ids[n]: Known(members[n], placed[ids[n]].cluster, splits[ids[n]]) for n in self.kept}
@@ -199,14 +201,26 @@ class _Mix:
             found[one.name] = near_any(distinct, one.signatures, self._settings.near_threshold, title)
         return found
 
-    def _chosen(self, numbers: Sequence[int], ids: Sequence[str]) -> NDArray[np.bool_]:
+    def _latest(self, placed: Mapping[str, Placement]) -> NDArray[np.float64]:
+        """When each content was last asked, near-copies counted as what they are copies of; nan: not known."""
+        gathered = self._gathered
+        latest = np.full(len(gathered.ids), np.nan)
+        np.fmax.at(latest, gathered.number_at_row, np.array(gathered.log.started))
+        number_of = {id: number for number, id in enumerate(gathered.ids)}
+        for id, number in number_of.items():
+            original = placed[id].copy_of
+            if original is not None:
+                latest[number_of[original]] = np.fmax(latest[number_of[original]], latest[number])
+        return latest
+
+    def _chosen(self, numbers: Sequence[int], ids: Sequence[str], latest: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Which contents stay when the mix has its size and its shares."""
         settings, log = self._settings, self._gathered.log
         rows = self._gathered.rows[numbers]
         columns: dict[str, Column] = {key: log.column(key, rows) for key in (SOURCE, *KEYS)}
         weight_N = np.ones(len(ids))
         if settings.half_life_days is not None:
-            started_N = np.array(log.started)[rows]
+            started_N = latest[numbers]
             weight_N = half_lives(started_N, settings.half_life_days)
             timeless = int(np.isnan(started_N).sum())
             if timeless:
@@ -287,8 +301,33 @@ class _Mix:
             "clusters": {split: len(held[split]) for split in SPLITS},
             "contamination": {**self._report, "near_conversations": self._near_sets_told},
             "system_characters": dict(sorted(log.system_characters.items())),
+            "in_flight": _in_flight_told(self._gathered, self._settings),
             "without_time": int(np.isnan(np.array(log.started)).sum()),
         }
+
+
+def _in_flight_told(gathered: Gathered, settings: MixSettings) -> dict[str, Any] | None:
+    """Requests that ran at once, and the load that they propose; None: the log does not tell when any ended."""
+    found = in_flight_report(gathered.traffic)
+    if found.pooled is None:
+        return None
+    redactor = Redactor(settings.redact)  # replicas go by addresses
+
+    def told(level: Level) -> dict[str, Any]:
+        return {
+            "p50": level.p50,
+            "p95": level.p95,
+            "most": level.most,
+            "mean": level.mean,
+            "busy_seconds": level.busy_seconds,
+        }
+
+    replicas = {
+        name if redactor.text(name) == name else f"{redactor.text(name)} {number}": told(level)
+        for number, (name, level) in enumerate(found.replicas.items(), start=1)
+    }
+    counts = {name: getattr(found, name) for name in ("requests", "untimed", "zero_length", "skewed")}
+    return {**counts, "replicas": replicas, "all": told(found.pooled), "load": found.yaml()}
 
 
 def _sources_told(settings: MixSettings, digests: Mapping[str, str], gathered: Gathered) -> list[dict[str, Any]]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ..errors import InputError
 from .conversation import Conversation, Message, turns
+from .files import first_line
 from .records import DEFAULT_COLUMNS, Record
 from .settings import FileSource, Shape
-from .sources import first_line, read
+from .sources import read
 
 
 def read_prompts(paths: Sequence[Path], most: int | None = None) -> list[Record]:

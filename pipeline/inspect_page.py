@@ -25,7 +25,7 @@ _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem 
 table{border-collapse:collapse;margin:.4rem 0}
 td,th{padding:.15rem .7rem;border-bottom:1px solid #d0d7de;text-align:right}
 td:first-child,th:first-child{text-align:left}caption{text-align:left;font-weight:600;padding:.8rem 0 .2rem}
-p.note{color:#59636e;margin:.1rem 0 1.2rem}figure{margin:1rem 0}svg{max-width:100%;height:auto}"""
+p.note{color:#59636e;margin:.1rem 0 1.2rem;white-space:pre-line}figure{margin:1rem 0}svg{max-width:100%;height:auto}"""
 
 
 def check_place(out: Path) -> None:

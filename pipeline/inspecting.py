@@ -15,6 +15,7 @@ from .stages import mix_stage
 from .workspace import Workspace
 
 _MOST_ROWS = 12
+_NOT_TIMED = {"untimed": "without times", "zero_length": "of no length", "skewed": "ended before they started"}
 Cells = list[list[str]]
 
 
@@ -54,6 +55,7 @@ def tables_of(found: Profile) -> list[Table]:
         *(_shares(one, found) for one in shares if len(one.labels) > 1 or one.key != DAY),
         _distances(found.shares),
         _lengths(found),
+        *_in_flight(found),
         *_redacted(found),
         _contamination(found),
         *_clusters(found),
@@ -138,6 +140,19 @@ def _lengths(found: Profile) -> Table:
             cells.append([f"{name}, {side}", *(UNKNOWN if math.isnan(value) else f"{value:,.0f}" for value in values)])
     note = f"counted by the log for {found.counted:.0%} of its records, else estimated: four characters a token"
     return Table("Lengths", cells, note)
+
+
+def _in_flight(found: Profile) -> list[Table]:
+    told = found.manifest["in_flight"]
+    if told is None:
+        return []
+    cells = [["replica", "p50", "p95", "most", "mean", "busy seconds"]]
+    for name, level in [*told["replicas"].items(), ("all", told["all"])]:
+        numbers = [str(level["p50"]), str(level["p95"]), str(level["most"]), f"{level['mean']:.1f}"]
+        cells.append([name, *numbers, f"{level['busy_seconds']:,.0f}"])
+    left = ", ".join(f"{told[name]} {words}" for name, words in _NOT_TIMED.items() if told[name])
+    note = f"while any is, over {told['requests']} requests" + (f"; not counted: {left}" if left else "")
+    return [Table("Requests in flight", cells, f"{note}\nto score drafts at this load:\n{told['load'].rstrip()}")]
 
 
 def _redacted(found: Profile) -> list[Table]:

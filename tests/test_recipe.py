@@ -285,8 +285,11 @@ def number_fields(nodes: list[recipe.Schema], at: Any, root: recipe.Schema) -> I
     for node in nodes:
         known = node.get("properties", {})
         const = {name: field["const"] for name, field in known.items() if "const" in field}
-        if not isinstance(at, list | float) and all(
-            name in (at or {}) and at[name] == value for name, value in const.items()
+        choices = {name: field["enum"] for name, field in known.items() if "enum" in field}
+        if (
+            not isinstance(at, list | float)
+            and all(name in (at or {}) and at[name] == value for name, value in const.items())
+            and all(at[name] in values for name, values in choices.items() if name in (at or {}))
         ):
             names += [name for name in known if name not in names]
     for name in names:

@@ -12,7 +12,7 @@ from draftforge.data import clusters
 from draftforge.data.clusters import assign, fit
 from draftforge.data.mix import build_mix, load_log, load_manifest, load_mix
 from draftforge.data.records import parse
-from draftforge.data.settings import DomainSettings, FileSource, MixSettings
+from draftforge.data.settings import MixSettings
 from draftforge.errors import InputError
 
 TOPICS = {
@@ -70,9 +70,9 @@ def test_a_rule_reads_what_it_names(rule: dict[str, str], domain: str) -> None:
         "model": "shop-7b",
         "metadata": {"team": "b"},
     }
-    source = FileSource(kind="messages", path="x", domain="own", limit=None, weight=None)
-    domains = DomainSettings.model_validate({"rules": [{**rule, "domain": "found"}]})
-    assert parse({"request": request}, "messages", source, "x:1", 0, domains).domain == domain
+    sources = [{"kind": "messages", "path": "x", "domain": "own"}]
+    settings = MixSettings.model_validate({"sources": sources, "domains": {"rules": [{**rule, "domain": "found"}]}})
+    assert parse({"request": request}, "messages", settings.sources[0], "x:1").domain == domain
 
 
 def test_the_first_rule_that_matches_wins_and_what_none_matches_needs_a_name(tmp_path: Path) -> None:
@@ -159,6 +159,31 @@ def test_weights_change_what_they_name(tmp_path: Path) -> None:
     )
     assert Counter(c.domain for c in mix) == {"a": 30, "b": 30}
     assert Counter(len(c.messages) for c in mix)[1] == pytest.approx(30, abs=2)
+
+
+def test_recent_traffic_weighs_more(tmp_path: Path) -> None:
+    """Five days at a half-life of one: what is kept of each day halves; a later copy makes a conversation recent."""
+    day = 86400
+    lines = [line(i, domain="a", started=(10 + i % 5) * day) for i in range(2000)]
+    stale = {**lines[0], "started": 1}
+    near = {"messages": [{"role": "user", "content": lines[1]["messages"][0]["content"] + " now"}], "domain": "a"}
+    folder = build(tmp_path, [*lines, stale, {**near, "started": 14 * day}], half_life_days=1, limit=400)
+    log = load_log(folder).to_pylist()
+    kept = Counter(row["day"] for row in log if row["fate"] in ("train", "selection", "holdout"))
+    days = [f"1970-01-{number:02d}" for number in (11, 12, 13, 14, 15)]
+    shares = [kept[day] / 400 for day in days]
+    expected = [2**i / 31 for i in range(5)]
+    assert shares == pytest.approx(expected, abs=0.075) and sum(shares) == 1
+    assert shares == sorted(shares)
+    alone = load_log(build(tmp_path, lines, "alone", half_life_days=1)).to_pylist()
+    sizes = Counter(row["day"] for row in alone if row["fate"] in ("train", "selection", "holdout"))
+    assert sizes.total() == pytest.approx(400 * (1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16), abs=1)
+
+
+def test_a_log_without_times_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = build(tmp_path, [line(i, domain="a") for i in range(90)], half_life_days=1)
+    assert len(load_mix(folder)) == 90 and load_manifest(folder)["without_time"] == 90
+    assert "mix.half_life_days: 90 of 90 conversations have no time; they weigh 1" in capsys.readouterr().err
 
 
 def test_an_evaluation_set_stays_out_of_train(tmp_path: Path) -> None:
