@@ -39,6 +39,8 @@ class _Rule(NamedTuple):
     """What is replaced: the group `value`, or the whole match."""
     accepted: Callable[[str], int] = len
     """How many characters of it are; 0: none."""
+    needs: tuple[str, ...] = ()
+    """One of these stands in every text with a match, small letters for any: looking for them is much faster."""
 
 
 def _card(text: str) -> int:
@@ -83,7 +85,7 @@ _KEY_KNOWN = _pattern(
     | gh[pousr]_\w{20,} | github_pat_\w{20,} | glpat-[\w-]{16,} | hf_\w{16,} | npm_\w{20,} | pypi-[\w-]{16,}
     | xox[abeoprs]-[\w-]{10,} | (?:AKIA|ASIA)[0-9A-Z]{16} | AIza[\w-]{30,}
     | eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*           # signed web tokens
-    | (?=\w*[a-z])(?=\w*[A-Z])(?=(?:[A-Za-z_]*\d){3})[A-Za-z0-9_]{32,}
+    | (?=\w{32})(?=\w*[a-z])(?=\w*[A-Z])(?=(?:[A-Za-z_]*\d){3})[A-Za-z0-9_]{32,}
     )(?![\w-])"""
 )
 _KEY_NAMED = _pattern(
@@ -93,19 +95,16 @@ _KEY_NAMED = _pattern(
     (?P<value>(?=[^\s"'<>()]{0,64}\d)[\w+/=.~!@#$%^&*-]{6,})""",
     re.IGNORECASE,
 )
-_KEY_SERVICES = [
-    pattern
-    for service in (
-        DiscordBotTokenDetector,
-        MailchimpDetector,
-        SendGridDetector,
-        SlackDetector,
-        SquareOAuthDetector,
-        TelegramBotTokenDetector,
-        TwilioKeyDetector,
-    )
-    for pattern in service.denylist
-]
+_SERVICES = (
+    (DiscordBotTokenDetector, "."),
+    (MailchimpDetector, "-us"),
+    (SendGridDetector, "sg."),
+    (SlackDetector, "xox", "hooks.slack"),
+    (SquareOAuthDetector, "sq0csp"),
+    (TelegramBotTokenDetector, ":"),
+    (TwilioKeyDetector, "ac", "sk"),
+)
+"""Detectors of services' tokens, and what stands in each token."""
 _URL_LOGIN = _pattern(r"://(?P<value>[^\s/@<>:]{1,100}:[^\s/@<>]{1,200})@")
 _EMAIL = _pattern(r"(?<![\w.+-])(?P<value>(?:[\w.+-]|(?<=\w)'(?=\w))+@[\w-]+(?:\.[\w-]+)+)")
 _CARD = _pattern(r"(?<![\w.-])(?P<value>[2-6]\d{3}(?:[ -]?\d){9,15})(?![\w-])")
@@ -136,19 +135,20 @@ _PHONE = _pattern(
     | 0[1-9]\d{1,3}[ /-]\d{3,8}(?:[ -]\d{1,4}){0,2}
     )(?![\w-])"""
 )
+_DIGITS = tuple("0123456789")
 _RULES = (
-    _Rule("key", _KEY_BLOCK),
-    _Rule("key", _URL_LOGIN),
-    *(_Rule("key", pattern) for pattern in _KEY_SERVICES),
-    _Rule("key", _KEY_NAMED),
+    _Rule("key", _KEY_BLOCK, needs=("-----",)),
+    _Rule("key", _URL_LOGIN, needs=("://",)),
+    *(_Rule("key", pattern, needs=tuple(needs)) for service, *needs in _SERVICES for pattern in service.denylist),
+    _Rule("key", _KEY_NAMED, needs=("bearer", "authorization", "key", "secret", "token", "passw", "pwd")),
     _Rule("key", _KEY_KNOWN),
-    _Rule("email", _EMAIL),
-    _Rule("iban", _IBAN, _iban),
-    _Rule("card", _CARD, _card),
-    _Rule("ip", _IP, _ip),
-    _Rule("host", _URL_HOST),
-    _Rule("host", _HOST),
-    _Rule("phone", _PHONE, _phone),
+    _Rule("email", _EMAIL, needs=("@",)),
+    _Rule("iban", _IBAN, _iban, _DIGITS),
+    _Rule("card", _CARD, _card, _DIGITS),
+    _Rule("ip", _IP, _ip, (".", ":")),
+    _Rule("host", _URL_HOST, needs=("://",)),
+    _Rule("host", _HOST, needs=(".",)),
+    _Rule("phone", _PHONE, _phone, _DIGITS),
 )
 
 
@@ -161,7 +161,10 @@ class Redactor:
 
     def text(self, text: str) -> str:
         """The text with placeholders."""
+        small = text.lower()
         for rule in self._rules:
+            if rule.needs and not any(part in small for part in rule.needs):
+                continue
             text = rule.pattern.sub(partial(self._replaced, rule), text)
         return text
 

@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from draftforge.data import redact
 from draftforge.data.redact import Kind, Redactor
 
 LINES = Path(__file__).parent / "texts" / "redaction.txt"
@@ -44,6 +45,14 @@ def test_precision_is_whole_and_recall_high(kind: Kind, outcomes: list[tuple[str
     given, asked = (sum(found(pair[place])[mark] for pair in outcomes) for place in (2, 1))
     assert right == given, [(wanted, got) for _, wanted, got in outcomes if found(got)[mark] > found(wanted)[mark]]
     assert right / asked >= 0.9
+
+
+def test_rules_that_are_passed_over_would_find_nothing(
+    outcomes: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redact, "_RULES", [rule._replace(needs=()) for rule in redact._RULES])
+    thorough = Redactor(KINDS)
+    assert [thorough.text(line) for line, _, _ in outcomes] == [got for _, _, got in outcomes]
 
 
 def test_lines_without_anything_pass_unchanged(outcomes: list[tuple[str, str, str]]) -> None:
