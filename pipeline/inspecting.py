@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import storage
 from ..data.conversation import SPLITS
 from ..data.profile import DISTINCT, JOINT, LOG, MIX, QUANTILES, SIDES, Profile, Shares, profile
 from ..data.strata import DAY, NONE
@@ -35,7 +36,7 @@ def inspect_mix(space: Workspace, out: Path | None) -> None:
     if not space.first_rank:
         return
     found = profile(folder)
-    tables = tables_of(found)
+    tables = tables_of(found, context_of(space.recipe.target.model))
     for title, cells, note in tables:
         show_cells(title, cells, [""] * (len(cells) - 1), note, numeric=cells[0][1:])
     if out is None:
@@ -47,11 +48,22 @@ def inspect_mix(space: Workspace, out: Path | None) -> None:
     say(f"{out}: written")
 
 
-def tables_of(found: Profile) -> list[Table]:
-    """Everything that a profile says."""
+def context_of(model: str) -> int | None:
+    """Positions of a target that lies in a local folder, by its config alone; None: not known without loading it."""
+    config = Path(model) / "config.json"
+    if not config.is_file():
+        return None
+    told = storage.read_object(config)
+    inner = told.get("text_config")
+    most = (inner if isinstance(inner, dict) else told).get("max_position_embeddings")
+    return most if isinstance(most, int) else None
+
+
+def tables_of(found: Profile, context: int | None = None) -> list[Table]:
+    """Everything that a profile says; `context`: positions of the target."""
     shares = [one for one in found.shares if one.key != JOINT]
     return [
-        _fates(found),
+        _fates(found, context),
         *(_shares(one, found) for one in shares if len(one.labels) > 1 or one.key != DAY),
         _distances(found.shares),
         _lengths(found),
@@ -62,7 +74,7 @@ def tables_of(found: Profile) -> list[Table]:
     ]
 
 
-def _fates(found: Profile) -> Table:
+def _fates(found: Profile, context: int | None) -> Table:
     manifest = found.manifest
     sources = manifest["sources"]
     read, skipped = (sum(source[name] for source in sources) for name in ("read", "skipped"))
@@ -78,6 +90,9 @@ def _fates(found: Profile) -> Table:
     }
     rows += [[names.get(name, "near an evaluation set"), str(count)] for name, count in manifest["left_out"].items()]
     rows += [[f"mix: {split}", str(found.sizes[split])] for split in SPLITS]
+    if context is not None:
+        long = int((found.tokens["prompt"][MIX] >= context).sum())
+        rows.append([f"of the mix, prompts of {context} tokens or more", str(long)])
     clusters = ", ".join(f"{count} in {split}" for split, count in manifest["clusters"].items())
     return Table("What became of the log", [["conversations", "count"], *rows], f"clusters of near ones: {clusters}")
 
