@@ -105,7 +105,8 @@ def allotted(mass_S: Floats, total: int, start: float) -> Ints:
 def exponential_keys(ids: Sequence[str], weight_N: Floats, salt: str) -> Floats:
     """Keys whose order is a draw without replacement, each time in proportion to the weights."""
     waiting_N = -np.log1p(-np.array([unit("share", salt, id) for id in ids]))
-    return np.divide(waiting_N, weight_N, out=np.full(len(ids), np.inf), where=weight_N > 0)
+    key_N: Floats = np.divide(waiting_N, weight_N, out=np.full(len(ids), np.inf), where=weight_N > 0)
+    return key_N
 
 
 def keep(ids: Sequence[str], weight_N: Floats, nested: Sequence[Column], total: int, salt: str) -> NDArray[np.bool_]:

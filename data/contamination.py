@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import progress
-from .dedup import Index, Known, Member, Signature, signature
+from .dedup import Index, Known, Member, Signature, sharing_a_band, signature
 from .gathering import redacted
 from .prompt_files import source_of
 from .redact import Redactor
@@ -32,13 +32,16 @@ def read_evaluation_sets(settings: MixSettings, base_dir: Path) -> list[Evaluati
 
 def near_any(members: Iterable[Member], signatures: Sequence[Signature], threshold: float, title: str) -> set[str]:
     """Ids of the members that are at least as similar as the threshold to some signature."""
-    if not signatures:
-        return set()
+    members = list(members)
+    meets = sharing_a_band([*signatures, *(member.signature for member in members)], threshold)
     index = Index(threshold, len(signatures))
     for place, one in enumerate(signatures):
-        index.add(place, one)
-    tracked = progress.track(members, title, unit="conversations")
-    return {member.id for member in tracked if index.similar(member.signature)}
+        if meets[place]:
+            index.add(place, one)
+    some = [member for member, may in zip(members, meets[len(signatures) :]) if may]
+    return {
+        member.id for member in progress.track(some, title, unit="conversations") if index.similar(member.signature)
+    }
 
 
 def holdout_report(

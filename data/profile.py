@@ -125,7 +125,7 @@ def chi_square_p(found: Counts, of: Counts) -> float:
 
 def _sides(table: pa.Table) -> dict[str, NDArray[np.bool_]]:
     fate = np.array(table.column("fate").to_pylist())
-    splits = {split: fate == split for split in SPLITS}
+    splits: dict[str, NDArray[np.bool_]] = {split: fate == split for split in SPLITS}
     copies = (fate == "exact_copies") | (fate == "near_copies")
     return {LOG: np.ones(len(fate), dtype=np.bool_), DISTINCT: ~copies, MIX: ~np.isin(fate, LEFT_OUT), **splits}
 

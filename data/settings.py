@@ -52,12 +52,12 @@ class DomainSettings(_Section):
 
     rules: list[DomainRule] = []
     """The first that matches names the domain, whatever source and line say."""
-    clusters: int | None = Field(None, ge=2, le=256)
+    clusters: Annotated[int | None, Field(ge=2, le=256)] = None
     """Conversations that nothing names fall into so many domains c00, c01, … by the words of their user turns."""
 
 
 class _Source(_Section):
-    _domains: DomainSettings = PrivateAttr(default_factory=DomainSettings)
+    _domains: DomainSettings = PrivateAttr(default=DomainSettings())
 
     domain: Label | None = None
     """Domain of every conversation of this source; absent: each line's own `domain_field` says it."""

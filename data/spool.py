@@ -26,7 +26,7 @@ class Spool:
         """A small spool stays in memory; a larger one lies on the file system of `beside`."""
         beside.mkdir(parents=True, exist_ok=True)
         self._place = beside
-        self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=beside)  # noqa: SIM115  closed by __exit__
+        self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(beside))  # noqa: SIM115  closed by __exit__
         self._ends = array("Q", [0])
 
     def __enter__(self) -> "Spool":

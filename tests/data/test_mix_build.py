@@ -203,7 +203,7 @@ def test_nothing_found_is_stored_anywhere(tmp_path: Path) -> None:
     """System prompts, tools, their calls and answers, template arguments: no file holds the address."""
     mail = "joe.secret@acme.org"
     function = {"name": "send", "arguments": json.dumps({"to": mail})}
-    messages = [
+    messages: list[Line] = [
         {"role": "system", "content": f"You write for {mail}."},
         {"role": "user", "content": "unusual words", "name": mail},
         {"role": "assistant", "content": f"to {mail}", "tool_calls": [{"id": mail, "function": function}]},

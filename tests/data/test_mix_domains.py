@@ -77,8 +77,7 @@ def test_a_rule_reads_what_it_names(rule: dict[str, str], domain: str) -> None:
 
 def test_the_first_rule_that_matches_wins_and_what_none_matches_needs_a_name(tmp_path: Path) -> None:
     rules = [{"match": "flour|oven", "domain": "kitchen"}, {"match": "oven|flight|hotel|beach", "domain": "travel"}]
-    settings = {"domains": {"rules": rules}}
-    folder = build(tmp_path, [line(i, domain="rest") for i in range(90)], **settings)
+    folder = build(tmp_path, [line(i, domain="rest") for i in range(90)], domains={"rules": rules})
     for conversation in load_mix(folder):
         words = set(conversation.messages[-1].content.split())
         wanted = (
@@ -86,7 +85,7 @@ def test_the_first_rule_that_matches_wins_and_what_none_matches_needs_a_name(tmp
         )
         assert conversation.domain == wanted
     with pytest.raises(InputError, match=r"log\.jsonl:2: has no domain, and .* or a rule of mix\.domains must"):
-        build(tmp_path, [line(i) for i in range(90)], "other", **settings)
+        build(tmp_path, [line(i) for i in range(90)], "other", domains={"rules": rules})
 
 
 def test_clusters_find_topics_and_a_later_mix_keeps_their_names(tmp_path: Path) -> None:
@@ -178,6 +177,16 @@ def test_recent_traffic_weighs_more(tmp_path: Path) -> None:
     alone = load_log(build(tmp_path, lines, "alone", half_life_days=1)).to_pylist()
     sizes = Counter(row["day"] for row in alone if row["fate"] in ("train", "selection", "holdout"))
     assert sizes.total() == pytest.approx(400 * (1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16), abs=1)
+
+
+def test_a_conversation_is_as_recent_as_its_latest_copy(tmp_path: Path) -> None:
+    old = [line(i, domain="a", started=1000.0) for i in range(120)]
+    asked = [item["messages"][0]["content"] for item in old]
+    again = [{**item, "started": 9000.0} for item in old[:30]]
+    near = [{**item, "messages": [{"role": "user", "content": text.upper() + "!"}]} for item, text in zip(old, asked)]
+    recent = [{**item, "started": 9000.0} for item in near[30:60]]
+    mix = load_mix(build(tmp_path, [*old, *again, *recent], half_life_days=0.001))
+    assert {c.messages[0].content.lower().rstrip("!") for c in mix} == set(asked[:60])
 
 
 def test_a_log_without_times_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
