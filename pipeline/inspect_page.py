@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from .inspecting import Table
-
 _MOST_BARS = 14
 _COLOURS = {LOG: "#59636e", MIX: "#3b78b8", SPLITS[2]: "#d9822b"}
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#1f2328}
@@ -26,6 +24,17 @@ table{border-collapse:collapse;margin:.4rem 0}
 td,th{padding:.15rem .7rem;border-bottom:1px solid #d0d7de;text-align:right}
 td:first-child,th:first-child{text-align:left}caption{text-align:left;font-weight:600;padding:.8rem 0 .2rem}
 p.note{color:#59636e;margin:.1rem 0 1.2rem;white-space:pre-line}figure{margin:1rem 0}svg{max-width:100%;height:auto}"""
+
+
+Cells = list[list[str]]
+
+
+class Table(NamedTuple):
+    """A table as text: a header and rows."""
+
+    title: str
+    cells: Cells
+    note: str
 
 
 def check_place(out: Path) -> None:
@@ -37,7 +46,7 @@ def check_place(out: Path) -> None:
         raise InputError(f"--out {out}: exists; give a new folder, or a file that ends in .html")
 
 
-def write_page(out: Path, name: str, tables: Sequence["Table"], found: Profile) -> None:
+def write_page(out: Path, name: str, tables: Sequence[Table], found: Profile) -> None:
     """One HTML file with pictures and tables."""
     title = f"The mix of {escape(name)}"
     parts = [f"<h1>{title}</h1>"]
@@ -135,7 +144,7 @@ def _svg(figure: "Figure") -> str:
     return whole[whole.index("<svg") :]
 
 
-def _html(table: "Table") -> str:
+def _html(table: Table) -> str:
     title, (header, *rows), note = table
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)

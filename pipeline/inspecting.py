@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from .. import storage
 from ..data.conversation import SPLITS
@@ -11,21 +10,12 @@ from ..data.profile import DISTINCT, JOINT, LOG, MIX, QUANTILES, SIDES, Profile,
 from ..data.strata import DAY, NONE
 from ..eval.table import UNKNOWN, show_cells
 from ..progress import say
-from .inspect_page import check_place, write_page, write_pictures
+from .inspect_page import Table, check_place, write_page, write_pictures
 from .stages import mix_stage
 from .workspace import Workspace
 
 _MOST_ROWS = 12
 _NOT_TIMED = {"untimed": "without times", "zero_length": "of no length", "skewed": "ended before they started"}
-Cells = list[list[str]]
-
-
-class Table(NamedTuple):
-    """A table as text: a header and rows."""
-
-    title: str
-    cells: Cells
-    note: str
 
 
 def inspect_mix(space: Workspace, out: Path | None) -> None:
