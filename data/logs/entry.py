@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 Reason = Literal[
     "other log line",
+    "joined with another line",
     "no chat request",
     "health check",
     "failed request",

@@ -44,7 +44,7 @@ class Sglang:
         elif event == "Finish":
             yield _finished(obj, out, where, when, server, self._has_requests)
         else:
-            yield Entry(where, left_out="other log line")
+            yield Entry(where, left_out="joined with another line" if event else "other log line")
 
     def finish(self) -> Iterator[Entry]:
         yield from ()
