@@ -23,6 +23,10 @@ Reason = Literal[
 """Why a line of a log gives no conversation. Counted, and no error."""
 
 
+MOST_TOKENS = (1 << 31) - 1
+"""No count of tokens is larger: what is, is no count."""
+
+
 class Timing(NamedTuple):
     """When, where and how long a request ran; None: the log does not tell."""
 
