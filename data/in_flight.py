@@ -9,9 +9,8 @@ Shapes: R requests of one replica, 2R events.
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,21 +22,6 @@ UNNAMED = "unnamed"
 _NOT_COUNTED = -1
 _LEAST_SHARE, _MOST_SIZES = 0.05, 5
 _ROUNDING = 1e-9
-
-
-class Timed(Protocol):
-    """What a record tells of when and where it ran."""
-
-    @property
-    def started(self) -> float | None: ...
-    @property
-    def ended(self) -> float | None: ...
-    @property
-    def replica(self) -> str | None: ...
-    @property
-    def prompt_tokens(self) -> int | None: ...
-    @property
-    def answer_tokens(self) -> int | None: ...
 
 
 class Traffic:
@@ -133,9 +117,8 @@ class InFlight:
         return proposed_load(self.pooled, self.prompt_tokens, self.answer_tokens, engine)
 
 
-def in_flight_report(requests: Traffic | Iterable[Timed]) -> InFlight:
+def in_flight_report(traffic: Traffic) -> InFlight:
     """Levels of each replica and of all, and median tokens. Requests of no length and of two clocks are left out."""
-    traffic = requests if isinstance(requests, Traffic) else _gathered(requests)
     start_R, end_R = np.frombuffer(traffic.started), np.frombuffer(traffic.ended)
     replica_R = np.frombuffer(traffic.replica, dtype=np.int32)
     length_R = end_R - start_R
@@ -213,13 +196,6 @@ def proposed_load(level: Level, prompt_tokens: float | None, answer_tokens: floa
         context = max(1, round(prompt_tokens)) + answer // 2
         lines += [f"    context_tokens: {max(2, context)}", f"    answer_tokens: {answer}"]
     return "\n".join(lines) + "\n"
-
-
-def _gathered(requests: Iterable[Timed]) -> Traffic:
-    traffic = Traffic()
-    for request in requests:
-        traffic.add(request.started, request.ended, request.replica, request.prompt_tokens, request.answer_tokens)
-    return traffic
 
 
 def _median(counts: "array[int]") -> float | None:

@@ -16,7 +16,7 @@ from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling import SamplingSettings
 from .conversation import ROLES, Message
-from .logs.entry import Timing
+from .logs.entry import MOST_TOKENS, Timing
 from .logs.when import seconds
 from .settings import LABEL, DatasetSource, DomainRule, FileSource, Shape, TargetSource
 
@@ -134,8 +134,10 @@ def timing_of(line: Mapping[str, Any], where: str) -> Timing:
             raise InputError(f"{where}: {name} is no time; must be unix seconds or a date in ISO 8601")
     counts = {name: line.get(name) for name in ("prompt_tokens", "answer_tokens")}
     for name, count in counts.items():
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
-            raise InputError(f"{where}: {name} {_quoted(count)}; must be a whole number of at least 0")
+        if count is None:
+            continue
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_TOKENS:
+            raise InputError(f"{where}: {name} {_quoted(count)}; must be a whole number from 0 to {MOST_TOKENS}")
     replica = line.get("replica")
     if replica is not None and not isinstance(replica, str | int):
         raise InputError(f"{where}: replica is a JSON {_json_type(replica)}; must be text or a number")

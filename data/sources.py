@@ -23,6 +23,7 @@ from .settings import DatasetSource, FileSource, MixSettings, Shape, Source, Tar
 SamplePrompts = Callable[[int, int, int], list[str]]
 """`sample_prompts(count, seed, max_tokens)`: user prompts that the target makes up."""
 _ROWS_PER_UPDATE = 256
+_JOINED: Reason = "joined with another line"
 _IDLE = ("no chat request", "health check")  # what no decoding engine was busy with
 
 
@@ -36,6 +37,12 @@ class SourceCounts:
     taken: int = 0
     left_out: dict[Reason, int] = field(default_factory=dict)
     """Lines of a tool's log that hold no conversation, by the reason."""
+
+    def leave_out(self, reason: Reason, count: int = 1) -> None:
+        """Count lines without a conversation."""
+        self.left_out[reason] = self.left_out.get(reason, 0) + count
+        if not self.left_out[reason]:
+            del self.left_out[reason]
 
 
 def read(
@@ -71,17 +78,6 @@ def read_records(
         yield record
     if not counts.taken:
         raise InputError(f"mix.sources[{index}]: {name_of(source)}: holds no conversation; at least one is needed")
-
-
-def traffic_of(sources: Sequence[Source], base_dir: Path) -> Traffic:
-    """When each request in the files of some sources ran; what else they hold is passed over. Raises as
-    `read_records` does."""
-    traffic = Traffic()
-    for index, source in enumerate(sources):
-        if isinstance(source, FileSource):
-            for _ in _from_files(source, base_dir, index, SourceCounts(), traffic):
-                pass
-    return traffic
 
 
 def smallest(records: Iterable[Record], limit: int) -> list[Record]:
@@ -149,7 +145,8 @@ def _from_files(
         return _from_items(source, source.kind, files.prompt_lines(paths, title), index, counts, traffic)
     if source.kind == "messages" or source.kind == "sharegpt" or source.kind == "turns":
         return _from_items(source, source.kind, files.objects(paths, title), index, counts, traffic)
-    return _from_log(source, FORMATS[source.kind], paths, index, counts, traffic)
+    entries = _entries(source, FORMATS[source.kind], paths, counts)
+    return _from_log(source, entries, index, counts, traffic)
 
 
 def _from_items(
@@ -163,60 +160,65 @@ def _from_items(
     """Records of decoded values in one of our own shapes, counting them and those that break a rule."""
     for item in items:
         counts.read += 1
-        try:
+        with _skipping(source, counts):
             record = parse(item.decode(), shape, source, item.where, index)
-        except InputError:
-            if not source.skip_invalid:
-                raise
-            counts.skipped += 1
-            continue
-        timing = Timing(record.started, record.ended, record.replica, record.prompt_tokens, record.answer_tokens)
-        if traffic is not None and timing != Timing():
-            traffic.add(*timing)
-        yield record
+            timing = Timing(record.started, record.ended, record.replica, record.prompt_tokens, record.answer_tokens)
+            if traffic is not None and timing != Timing():
+                traffic.add(*timing)
+            yield record
 
 
 def _from_log(
     source: FileSource,
-    form: Format,
-    paths: Sequence[Path],
+    entries: Iterable[Entry],
     index: int,
     counts: SourceCounts,
     traffic: Traffic | None,
 ) -> Iterator[Record]:
-    """Records of a tool's log, counting its values, those that break a rule and those that hold no conversation."""
-    servers = _servers(paths)
-    reader = form.reader(source)
-
-    def entries() -> Iterator[Callable[[], Iterable[Entry]]]:
-        for item in form.items(paths, f"reading {source.path}"):
-            counts.read += 1
-            yield lambda item=item: reader.feed(item.decode(), item.where, servers[item.path])  # type: ignore[misc]
-        yield reader.finish
-
-    for some in entries():
-        try:
-            for entry in some():
-                timing = _timing(entry, source)
-                if traffic is not None and entry.in_flight and entry.left_out not in _IDLE and entry.timing != Timing():
-                    traffic.add(*timing)
-                if entry.left_out is not None:
-                    counts.left_out[entry.left_out] = counts.left_out.get(entry.left_out, 0) + 1
-                    continue
-                if not entry.dated:
-                    timing = timing._replace(started=None, ended=None)
-                elif not entry.in_flight:
-                    timing = timing._replace(ended=None)
-                yield parse(entry.line, "messages", source, entry.where, index, timing)
-        except InputError:
-            if not source.skip_invalid:
-                raise
-            counts.skipped += 1
+    """Records of a tool's log, counting those that break a rule and what holds no conversation."""
+    for entry in entries:
+        named = entry.line.get(source.replica_field)
+        timing = entry.timing if named is None else entry.timing._replace(replica=str(named))
+        if traffic is not None and entry.in_flight and entry.left_out not in _IDLE and timing != Timing():
+            traffic.add(*timing)
+        if entry.left_out is not None:
+            counts.leave_out(entry.left_out)
+            continue
+        if not entry.dated:
+            timing = timing._replace(started=None, ended=None)
+        elif not entry.in_flight:
+            timing = timing._replace(ended=None)
+        with _skipping(source, counts):
+            yield parse(entry.line, "messages", source, entry.where, index, timing)
 
 
-def _timing(entry: Entry, source: FileSource) -> Timing:
-    named = entry.line.get(source.replica_field)
-    return entry.timing if named is None else entry.timing._replace(replica=str(named))
+def _entries(source: FileSource, form: Format, paths: Sequence[Path], counts: SourceCounts) -> Iterator[Entry]:
+    """What the reader of a tool's log makes of its lines: read = entries + skipped + joined."""
+    servers, reader = _servers(paths), form.reader(source)
+    for item in form.items(paths, f"reading {source.path}"):
+        counts.read += 1
+        given = 0
+        with _skipping(source, counts):
+            for entry in reader.feed(item.decode(), item.where, servers[item.path]):
+                counts.read += given > 0  # a page of several requests
+                given += 1
+                yield entry
+            if not given:
+                counts.leave_out(_JOINED)
+    for entry in reader.finish():
+        counts.leave_out(_JOINED, -1)
+        yield entry
+
+
+@contextmanager
+def _skipping(source: FileSource | DatasetSource, counts: SourceCounts) -> Iterator[None]:
+    """Count what breaks a rule and go on, where the source says so."""
+    try:
+        yield
+    except InputError:
+        if not source.skip_invalid:
+            raise
+        counts.skipped += 1
 
 
 def _servers(paths: Sequence[Path]) -> dict[Path, str]:

@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .entry import Reason
+from .entry import MOST_TOKENS, Reason
+from .when import number
 
 _SSE_DONE = "[DONE]"
 _COUNTS = (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
@@ -85,14 +86,8 @@ def usage_of(response: Any) -> tuple[int | None, int | None]:
 
 def count(values: Any, name: str) -> int | None:
     """A field that is a whole number of at least 0; None of anything else."""
-    value = values.get(name) if isinstance(values, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return int(number) if number >= 0 and number.is_integer() else None
+    found = number(values.get(name)) if isinstance(values, Mapping) else None
+    return int(found) if found is not None and 0 <= found <= MOST_TOKENS and found.is_integer() else None
 
 
 def labels(*sources: Any) -> dict[str, Any]:
@@ -127,7 +122,8 @@ def _merged(chunks: Iterable[Any]) -> dict[str, Any]:
                 continue
             if isinstance(delta.get("content"), str):
                 texts.append(delta["content"])
-            for part in delta.get("tool_calls") or []:
+            parts = delta.get("tool_calls")
+            for part in parts if isinstance(parts, list) else []:
                 _extend(calls, part)
     return {"content": "".join(texts), "tool_calls": [calls[index] for index in sorted(calls)]}
 
@@ -140,4 +136,5 @@ def _extend(calls: dict[int, dict[str, Any]], part: Any) -> None:
     call = calls.setdefault(index, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
     call["id"] = part.get("id") or call["id"]
     for name in ("name", "arguments"):
-        call["function"][name] += part["function"].get(name) or ""
+        piece = part["function"].get(name)
+        call["function"][name] += piece if isinstance(piece, str) else ""

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 Reason = Literal[
     "other log line",
+    "joined with another line",
     "no chat request",
     "health check",
     "failed request",
@@ -20,6 +21,10 @@ Reason = Literal[
     "logged twice",
 ]
 """Why a line of a log gives no conversation. Counted, and no error."""
+
+
+MOST_TOKENS = (1 << 31) - 1
+"""No count of tokens is larger: what is, is no count."""
 
 
 class Timing(NamedTuple):

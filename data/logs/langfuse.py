@@ -3,14 +3,13 @@
 Exports write `start_time`, pages and the API `startTime`; structured fields are objects or their JSON text.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import InputError
 from .chat import answer_of, body_of, count, decoded, labels, refusal, with_answer
 from .entry import Entry, Reason, Timing
-from .when import seconds
+from .when import number, seconds
 
 _GENERATION = "GENERATION"
 _ANSWER_FIELDS = {"role", "content", "tool_calls"}
@@ -81,14 +80,9 @@ def _parameters(given: Any) -> dict[str, Any]:
     """Model parameters, numbers among them that were written as text made numbers; an endless limit is none."""
     found = dict(given) if isinstance(given, dict) else {}
     for name in (*_NUMBERS, *_LIMITS):
-        if name not in found:
-            continue
-        try:
-            number = float(found.pop(name))
-        except (TypeError, ValueError):
-            continue
-        if math.isfinite(number):
-            found[name] = int(number) if name == "top_k" or name in _LIMITS else number
+        told = number(found.pop(name, None))
+        if told is not None:
+            found[name] = int(told) if name == "top_k" or name in _LIMITS else told
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import InputError
 from .chat import answer_of, body_of, decoded, labels, refusal, usage_of, with_answer
 from .entry import Entry, Reason, Timing
-from .when import seconds
+from .when import number, seconds
 
 _REQUESTS, _RESPONSES = ("request", "request_body", "body"), ("response", "response_body")
 _STARTED = ("started", "start_time", "startTime", "timestamp", "time")
@@ -104,14 +104,10 @@ def _failed(value: Mapping[str, Any], response: Any) -> bool:
 def _timing(value: Mapping[str, Any], response: Any) -> Timing:
     started = next((seconds(value[name]) for name in _STARTED if seconds(value.get(name)) is not None), None)
     ended = next((seconds(value[name]) for name in _ENDED if seconds(value.get(name)) is not None), None)
-    took = next((value[name] * scale for name, scale in _DURATIONS if _is_number(value.get(name))), None)
+    took = next((told * scale for name, scale in _DURATIONS if (told := number(value.get(name))) is not None), None)
     if started is None and ended is None and isinstance(response, dict):
         started = seconds(response.get("created"))
     if took is not None and (started is None) != (ended is None):
         started, ended = (ended - took, ended) if started is None else (started, started + took)
     prompt_tokens, answer_tokens = usage_of(response)
     return Timing(started, ended, None, prompt_tokens, answer_tokens)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -19,7 +19,7 @@ from .chat import body_of, count, refusal, with_answer
 from .entry import Entry, Reason, Timing
 from .literals import arguments, fields, is_cut, literal
 from .rendered import is_chat, unrender
-from .when import seconds
+from .when import number, seconds
 
 _TEXT = re.compile(
     r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] )?(Receive OpenAI|Receive|Finish): (obj=.*)", re.DOTALL
@@ -44,7 +44,7 @@ class Sglang:
         elif event == "Finish":
             yield _finished(obj, out, where, when, server, self._has_requests)
         else:
-            yield Entry(where, left_out="other log line")
+            yield Entry(where, left_out="joined with another line" if event else "other log line")
 
     def finish(self) -> Iterator[Entry]:
         yield from ()
@@ -57,9 +57,10 @@ def _event(value: str, where: str) -> tuple[str | None, float | None, Any, Any]:
             line = json.loads(value)
         except (ValueError, RecursionError):
             raise InputError(f"{where}: not valid JSON") from None
-        if not isinstance(line, dict) or line.get("event") not in _EVENTS:
+        event = line.get("event") if isinstance(line, dict) else None
+        if not isinstance(event, str) or event not in _EVENTS:
             return None, None, None, None
-        return _EVENTS[line["event"]], seconds(line.get("timestamp")), line.get("obj"), line.get("out")
+        return _EVENTS[event], seconds(line.get("timestamp")), line.get("obj"), line.get("out")
     found = _TEXT.search(value)
     if not found:
         return None, None, None, None
@@ -132,10 +133,10 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
 def _timing(obj: Mapping[str, Any], out: Any, when: float | None, replica: str) -> Timing:
     told = out.get("meta_info") if isinstance(out, Mapping) else None
     info: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
-    took = info.get("e2e_latency")
+    took = number(info.get("e2e_latency"))
     started = seconds(info.get("request_received_ts")) or seconds(obj.get("received_time"))
     ended = when
-    if isinstance(took, int | float):
+    if took is not None:
         # The time of the line has whole seconds in text form: the length is taken as it was measured.
         started = started if started is not None else (None if when is None else when - took)
         ended = None if started is None else started + took

@@ -19,7 +19,6 @@ from draftforge.data.in_flight import (
     level_of,
     proposed_load,
 )
-from draftforge.data.records import Record
 from draftforge.errors import InputError
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=25)
@@ -82,11 +81,6 @@ def test_replicas_are_counted_apart_and_pooled_by_their_busy_time() -> None:
 def test_medians_are_of_all_that_count_tokens() -> None:
     report = in_flight_report(traffic_of((0, 1, "a", 10, 1), (0, None, "a", 30, 2), (2, 3, "a", 20, None), (4, 5)))
     assert (report.prompt_tokens, report.answer_tokens) == (20, 1.5)
-
-
-def test_records_are_requests_too() -> None:
-    record = Record("d", (), started=1.0, ended=3.0, replica="a", prompt_tokens=5, answer_tokens=7)
-    assert in_flight_report([record]) == in_flight_report(traffic_of((1.0, 3.0, "a", 5, 7)))
 
 
 def test_nothing_timed_proposes_nothing() -> None:

@@ -48,6 +48,7 @@ def test_vllm_text_log() -> None:
     assert (read.records[1].started, read.records[1].ended) == (NEW_YEARS_EVE, NEW_YEARS_EVE + 15)
     assert read.counts.left_out == {
         "other log line": 2,
+        "joined with another line": 7,
         "raw prompt": 1,
         "no chat request": 1,
         "no text logged": 1,
@@ -98,7 +99,7 @@ def test_vllm_requests_that_never_end_do_not_pile_up(tmp_path: Path, monkeypatch
     read = read_log(write_lines(tmp_path / "v.log", *lines, generated("chatcmpl-4"), generated("chatcmpl-0")), "vllm")
     # The first three were given up to make room: the answer to number 0 comes too late.
     assert [talk[0][1] for talk in read.talks] == ["0", "1", "2", "4", "3"]
-    assert read.counts.left_out == {"answer without its request": 1}
+    assert read.counts.left_out == {"answer without its request": 1, "joined with another line": 1}
 
 
 def test_sglang_text_log() -> None:
@@ -110,7 +111,8 @@ def test_sglang_text_log() -> None:
     assert (first.prompt_tokens, first.answer_tokens) == (31, 5)
     assert read.times[:2] == [(1795860000.5, 3.25, "sglang"), (1795860003.5, 1.5, "sglang")]
     assert read.counts.left_out == {
-        "other log line": 3,
+        "other log line": 2,
+        "joined with another line": 1,
         "health check": 1,
         "text cut by the log": 1,
         "no text logged": 1,
@@ -128,7 +130,7 @@ def test_sglang_json_log_takes_the_request_as_the_client_sent_it() -> None:
     assert record.started == 1795860000.1 and record.ended is None
     assert read.times == [(1795860000.15, 2.0, "sglang")]  # of the finished line: one request, counted once
     assert read.counts.left_out == {
-        "other log line": 1,
+        "joined with another line": 1,
         "logged twice": 1,
         "text cut by the log": 1,
         "raw prompt": 1,

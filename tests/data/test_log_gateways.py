@@ -94,7 +94,7 @@ def test_langfuse_answers_of_its_api() -> None:
     (record,) = read.records
     assert record.sampling == SamplingSettings(temperature=0.7) and record.group == "tr1"
     assert (record.started, record.ended, record.prompt_tokens) == (1795860000.25, 1795860002.75, 38)
-    assert read.counts.read == 1 and read.counts.left_out == {"no chat request": 1}
+    assert read.counts.read == 2 and read.counts.left_out == {"no chat request": 1}
 
 
 @pytest.mark.parametrize(

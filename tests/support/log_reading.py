@@ -34,7 +34,10 @@ def read_log(path: Path, kind: Any, **source: Any) -> Read:
     """Read a file, a folder or a pattern."""
     counts, traffic = SourceCounts(), Traffic()
     settings = FileSource(kind=kind, path=str(path), **{"domain": "d", **source})
-    return Read(list(read_records(settings, Path(), 0, counts, None, traffic)), counts, traffic)
+    records = list(read_records(settings, Path(), 0, counts, traffic=traffic))
+    if settings.limit is None:
+        assert counts.read == counts.taken + counts.skipped + sum(counts.left_out.values())
+    return Read(records, counts, traffic)
 
 
 def write_lines(path: Path, *lines: str) -> Path:
