@@ -300,7 +300,11 @@ class _Mix:
             "conversations": {split: dict(sorted(counts[split].items())) for split in SPLITS},
             "clusters": {split: len(held[split]) for split in SPLITS},
             "contamination": {**self._report, "near_conversations": self._near_sets_told},
-            "system_characters": dict(sorted(log.system_characters.items())),
+            "system_characters": {
+                name: log.system_characters[name]
+                for name in log.column("system").lumped(_SYSTEM_STRATA).names
+                if name in log.system_characters
+            },
             "in_flight": _in_flight_told(self._gathered, self._settings),
             "without_time": int(np.isnan(np.array(log.started)).sum()),
         }

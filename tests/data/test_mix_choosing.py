@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftforge.data.choosing import Margin, allotted, exponential_keys, half_lives, keep, largest_size, raked
+from draftforge.data.conversation import Message
+from draftforge.data.records import Record
+from draftforge.data.sources import smallest
 from draftforge.data.strata import Column
 from draftforge.errors import InputError
 
@@ -144,3 +147,15 @@ def test_who_else_is_there_hardly_changes_who_stays() -> None:
     rest = [i for i in range(200) if i != out]
     again = keep([ids[i] for i in rest], np.ones(199), [column(["a"] * 199)], 50, "salt")
     assert again.tolist() == kept[rest].tolist()
+
+
+def test_a_source_s_limit_is_an_even_sample() -> None:
+    """Hashes of the whole content choose, so every label's expected share is the log's."""
+    records = [
+        Record(domain="ab"[i % 4 == 0], messages=(Message(role="user", content=f"text {i}"),), source=0)
+        for i in range(4000)
+    ]
+    some = smallest(records, 1000)
+    share = sum(record.domain == "b" for record in some) / 1000
+    assert len(some) == 1000 and abs(share - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 1000)
+    assert smallest(records[::-1], 1000) == some
