@@ -7,7 +7,7 @@
     manifest.json           counts, what was left out and redacted, digests of sources and files
 
 The same settings, sources and ancestors give the same bytes. Texts wait on disk: memory holds about two kilobytes of
-a conversation besides the index of near-copies.
+a conversation, and seven more of each that resembles another.
 """
 
 import json

@@ -18,6 +18,7 @@ from draftforge.errors import InputError, LockedError, TrainingDivergedError
 
 STAGES = ["distill", "mix", "capture", "train", "score"]
 VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "skip-layers", "export", "generate", "bench", "doctor"]
+VERBS += ["inspect-mix"]
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
