@@ -108,6 +108,25 @@ def mix(recipe: RecipeFile, overrides: Overrides = None) -> None:
     verbs.mix(loaded)
 
 
+@app.command("inspect-mix", rich_help_panel=LOOK)
+def inspect_mix(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="PLACE", help="Also write a page (FILE.html), or pictures into a new folder."),
+    ] = None,
+) -> None:
+    """Compare the mix with the log it comes from: shares, lengths, copies, redactions, contamination.
+
+    Example: draftforge inspect-mix configs/demo.yaml --out mix.html
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.inspect_mix(loaded, out)
+
+
 @app.command(rich_help_panel=STAGES)
 def capture(
     recipe: RecipeFile,

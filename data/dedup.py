@@ -102,11 +102,14 @@ def place(members: Iterable[Member], known: Iterable[Known], threshold: float) -
     union = _Union(len(nodes))
     union.join_equal([member.group for member in nodes])
     union.join_equal([item.cluster for item in known])
-    index = _Index(threshold, len(nodes))
+    meets = sharing_a_band([node.signature for node in nodes], threshold)
+    index = Index(threshold, int(meets.sum()))
     for node, item in enumerate(known):
-        index.add(node, item.member.signature)
+        if meets[node]:
+            index.add(node, item.member.signature)
     copy_of: dict[int, str] = {}
-    for node in progress.track(range(len(known), len(nodes)), "near-copies", unit="conversations"):
+    some = [node for node in range(len(known), len(nodes)) if meets[node]]
+    for node in progress.track(some, "near-copies", unit="conversations"):
         similar = index.similar(nodes[node].signature)
         for other in similar:
             union.join(node, other)
@@ -143,7 +146,27 @@ def _placements(
     return placed
 
 
-class _Index:
+def sharing_a_band(signatures: Sequence[Signature], threshold: float) -> NDArray[np.bool_]:
+    """Which of M signatures may be similar to another: those alike in some band, by a hash of it.
+
+    Most conversations are like no other; an index, which takes kilobytes of each, need not hold them.
+    """
+    shared_M = np.zeros(len(signatures), dtype=np.bool_)
+    if not signatures:
+        return shared_M
+    entries_MN = np.stack(signatures)
+    bands, rows = _bands(threshold)
+    for band in range(bands):
+        part_MR = entries_MN[:, band * rows : (band + 1) * rows].astype(np.uint64)
+        hash_M = (part_MR * _FACTORS[:rows]).sum(axis=1, dtype=np.uint64)  # wraps at 2^64
+        order_M = np.argsort(hash_M)
+        same = np.diff(hash_M[order_M]) == 0
+        shared_M[order_M[1:][same]] = True
+        shared_M[order_M[:-1][same]] = True
+    return shared_M
+
+
+class Index:
     """Finds similar signatures: candidates from datasketch's index, decided by the whole signature.
 
     Equal signatures share one row, so that a frequent text does not fill a bucket.

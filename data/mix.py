@@ -2,34 +2,47 @@
 
     conversations.parquet   what the target is asked, nested values as JSON text
     members.parquet         signatures and placements of these and of every ancestor's conversations; no text
+    log.parquet             labels of every record that was read, and what became of it; no text
+    clusters.parquet        centres of the domains that clustering named, where it named any
     manifest.json           counts, what was left out and redacted, digests of sources and files
 
-The same settings, sources and ancestors give the same bytes.
+The same settings, sources and ancestors give the same bytes. Texts wait on disk: memory holds about two kilobytes of
+a conversation, and seven more of each that resembles another.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from .. import fingerprint, progress, storage
-from ..errors import CorruptDataError, InputError, MissingFileError
+from ..errors import CorruptDataError, MissingFileError
+from . import clusters
+from .choosing import Margin, half_lives, keep, largest_size, raked
+from .contamination import holdout_report, near_any, read_evaluation_sets
 from .conversation import SPLITS, Conversation, Split
-from .dedup import SIGNATURE_LENGTH, Known, Member, Placement, group_key, place, signature
-from .records import Record
+from .dedup import SIGNATURE_LENGTH, Known, Member, Placement, place
+from .gathering import Gathered, gather, sampling_of, strictest
+from .in_flight import Level, in_flight_report
 from .redact import Redactor
 from .settings import MixSettings
-from .sources import SamplePrompts, SourceCounts, input_digests, name_of, read
-from .split import keep_shares, require_every_split, split_of, weighted_choice
+from .sources import SamplePrompts, input_digests, name_of
+from .split import require_every_split, split_of
+from .spool import Spool
+from .strata import KEYS, SOURCE, Column
 
-FORMAT = 1
-CONVERSATIONS, MEMBERS, MANIFEST = "conversations.parquet", "members.parquet", "manifest.json"
+FORMAT = 2
+CONVERSATIONS, MEMBERS, LOG, MANIFEST = "conversations.parquet", "members.parquet", "log.parquet", "manifest.json"
+LEFT_OUT = ("exact_copies", "near_copies", "contaminated", "over_share")
+FATES = (*SPLITS, *LEFT_OUT)
+"""What becomes of a record."""
 _CONVERSATION_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -53,17 +66,8 @@ _MEMBER_SCHEMA = pa.schema(
     ]
 )
 _NESTED = ("messages", "tools", "template_args", "sampling")
-
-
-@dataclass
-class _Account:
-    """What the manifest tells of how the mix came about."""
-
-    sources: list[SourceCounts]
-    redacted: Mapping[str, int]
-    exact_copies: int = 0
-    near_copies: int = 0
-    over_share: int = 0
+_ROWS_AT_ONCE = 4096
+_SYSTEM_STRATA = 64  # system prompts that keep their own shares; the rarer ones share one
 
 
 def build_mix(
@@ -80,38 +84,39 @@ def build_mix(
     digests = input_digests(settings, base_dir)
     earlier = [*(base_dir / name for name in settings.ancestors), *ancestors]
     known = load_members(earlier)
-    records, bound, account = _collect(settings, base_dir, sample_prompts)
-    members = {record.id: _member(record) for record in progress.track(records, "signatures", unit="conversations")}
-    placed = place(members.values(), known, settings.near_threshold)
-    distinct = [record for record in records if placed[record.id].copy_of is None]
-    chosen = _balanced(distinct, settings)
-    account.near_copies = len(records) - len(distinct)
-    account.over_share = len(distinct) - len(chosen)
-    splits = _bound_clusters(bound, placed)
-    conversations = [_conversation(record, placed[record.id], splits, settings) for record in chosen]
-    require_every_split([c.split for c in conversations], [c.cluster for c in conversations], settings)
-    placements = {c.id: Known(members[c.id], c.cluster, c.split) for c in conversations}
-    with storage.new_folder(folder) as new:
-        _write_table(new / CONVERSATIONS, (_row(c) for c in conversations), _CONVERSATION_SCHEMA)
-        _write_table(new / MEMBERS, _member_rows(placements, known), _MEMBER_SCHEMA)
-        manifest = {
-            "format": FORMAT,
-            "settings": settings.model_dump(mode="json"),
-            "settings_fingerprint": fingerprint.of_json(settings.model_dump(mode="json")),
-            "ancestors": sorted(storage.read_json(path / MANIFEST)["files"][CONVERSATIONS] for path in earlier),
-            **_told(account, settings, digests, conversations),
-            "files": {name: fingerprint.of_file(new / name) for name in (CONVERSATIONS, MEMBERS)},
-        }
-        storage.write_json(new / MANIFEST, manifest)
+    with Spool(folder.parent) as spool:
+        gathered = gather(settings, base_dir, sample_prompts, spool)
+        found = _name_clusters(gathered, settings, earlier)
+        mix = _Mix(settings, base_dir, gathered, known)
+        with storage.new_folder(folder) as new:
+            mix.write(new)
+            if found is not None:
+                clusters.write(found, new)
+            manifest = {
+                "format": FORMAT,
+                "settings": settings.model_dump(mode="json"),
+                "settings_fingerprint": fingerprint.of_json(settings.model_dump(mode="json")),
+                "ancestors": sorted(storage.read_json(path / MANIFEST)["files"][CONVERSATIONS] for path in earlier),
+                "sources": _sources_told(settings, digests, gathered),
+                **mix.told(),
+                "domain_clusters": None if found is None else found.told(),
+                "files": {path.name: fingerprint.of_file(path) for path in sorted(new.iterdir())},
+            }
+            storage.write_json(new / MANIFEST, manifest)
 
 
 def load_mix(folder: Path) -> list[Conversation]:
     """The conversations of a mix, in the order of their ids, after a check of the file's digest."""
-    rows = _read_table(folder, CONVERSATIONS)
+    rows = _read_table(folder, CONVERSATIONS).to_pylist()
     for row in rows:
         for name in _NESTED:
             row[name] = None if row[name] is None else json.loads(row[name])
     return [Conversation.model_validate(row) for row in rows]
+
+
+def load_log(folder: Path) -> pa.Table:
+    """Labels and fates of every record that the mix was made of, after a check of the file's digest."""
+    return _read_table(folder, LOG)
 
 
 def load_manifest(folder: Path) -> dict[str, Any]:
@@ -131,127 +136,209 @@ def load_manifest(folder: Path) -> dict[str, Any]:
 def load_members(folders: Iterable[Path]) -> list[Known]:
     """Placements that earlier mixes hold, their own and those they carry on; each conversation once a placement."""
     known: dict[tuple[str, str, str], Known] = {}
-    for row in (row for folder in folders for row in _read_table(folder, MEMBERS)):
+    for row in (row for folder in folders for row in _read_table(folder, MEMBERS).to_pylist()):
         member = Member(row["id"], row["group"], np.frombuffer(row["signature"], dtype="<u4").astype(np.uint32))
         known[row["id"], row["cluster"], row["split"]] = Known(member, row["cluster"], row["split"])
     return list(known.values())
 
 
-def _collect(
-    settings: MixSettings, base_dir: Path, sample_prompts: SamplePrompts | None
-) -> tuple[list[Record], dict[str, Split], _Account]:
-    """Redacted records of all sources, each content once, in the order of their ids; and the splits that sources name
-    for some of them."""
-    redactor = Redactor(settings.redact)
-    account = _Account([], redactor.counts)
-    found: list[Record] = []
-    for index, source in enumerate(settings.sources):
-        records, counts = read(source, base_dir, index, sample_prompts)
-        account.sources.append(counts)
-        found += records
-    redacted = [_redacted(record, redactor) for record in progress.track(found, "redacting", unit="conversations")]
-    once: dict[str, Record] = {}
-    for record in sorted(redacted, key=lambda record: (record.id, record.key, record.source)):
-        once.setdefault(record.id, record)
-    account.exact_copies = len(redacted) - len(once)
-    named = [(record.id, settings.sources[record.source].only) for record in redacted]
-    return list(once.values()), _strictest((name, split) for name, split in named if split is not None), account
-
-
-def _strictest(named: Iterable[tuple[str, Split]]) -> dict[str, Split]:
-    """One split a name. Holdout before selection before train: what one source judges on, no other may train on."""
-    found: dict[str, Split] = {}
-    for name, split in named:
-        found[name] = max(split, found.get(name, split), key=SPLITS.index)
+def _name_clusters(gathered: Gathered, settings: MixSettings, earlier: Sequence[Path]) -> clusters.Clusters | None:
+    """Give every record that nothing names the domain of its cluster."""
+    count, domains = settings.domains.clusters, gathered.log.column("domain")
+    if count is None or "" not in domains.names:
+        return None
+    nameless_rows = np.flatnonzero(domains.codes_N == domains.names.index(""))
+    numbers = sorted(set(gathered.number_at_row[nameless_rows].tolist()), key=gathered.ids.__getitem__)
+    found = clusters.read_first(earlier, count)
+    if found is None:  # ids are hashes: the first of them are an even sample
+        found = clusters.fit([gathered.record(n).user_text for n in numbers[: clusters.MOST_FITTED]], count)
+    texts = (gathered.record(n).user_text for n in progress.track(numbers, "clusters", unit="conversations"))
+    name_of_number = dict(zip(numbers, clusters.assign(found, texts)))
+    for row in nameless_rows.tolist():
+        gathered.log.rename(row, name_of_number[int(gathered.number_at_row[row])])
     return found
 
 
-def _bound_clusters(bound: Mapping[str, Split], placed: Mapping[str, Placement]) -> dict[str, Split]:
-    """The splits of clusters that hold a conversation whose split its source names."""
-    return _strictest((placed[name].cluster, split) for name, split in bound.items())
+class _Mix:
+    """What becomes of every record, and the files that say so."""
 
+    def __init__(self, settings: MixSettings, base_dir: Path, gathered: Gathered, known: Sequence[Known]) -> None:
+        self._settings, self._gathered, self._known = settings, gathered, known
+        ids = gathered.ids
+        placed = place(gathered.members(), known, settings.near_threshold)
+        splits = self._splits(placed)
+        near_sets = self._near_sets(base_dir, placed)
+        near = set().union(*near_sets.values())
+        barred = {id for id in near if splits[id] == "train"}
+        self._numbers = sorted(range(len(ids)), key=ids.__getitem__)
+        able = [n for n in self._numbers if placed[ids[n]].copy_of is None and ids[n] not in barred]
+        kept_N = self._chosen(able, [ids[n] for n in able], self._latest(placed))
+        self.kept = [n for n, kept in zip(able, kept_N.tolist()) if kept]
+        members = list(gathered.members())
+        self.placements = {ids[n]: Known(members[n], placed[ids[n]].cluster, splits[ids[n]]) for n in self.kept}
+        stay = self.placements.values()
+        require_every_split([item.split for item in stay], [item.cluster for item in stay], settings)
+        self._fates = self._fates_of(placed, barred)
+        self._near_sets_told = {name: len(found) for name, found in near_sets.items()}
+        self._report = holdout_report(self.placements, known, near_sets, settings.near_threshold)
 
-def _redacted(record: Record, redactor: Redactor) -> Record:
-    messages = tuple(
-        message.model_copy(
-            update={
-                "content": redactor.text(message.content),
-                "name": redactor.value(message.name),
-                "tool_calls": redactor.value(message.tool_calls),
-            }
+    def _splits(self, placed: Mapping[str, Placement]) -> dict[str, Split]:
+        bound: dict[str, Split] = {}
+        for id, split in self._gathered.bound.items():
+            cluster = placed[id].cluster
+            bound[cluster] = strictest([split, bound.get(cluster, split)])
+        return {
+            id: item.split or bound.get(item.cluster) or split_of(item.cluster, self._settings)
+            for id, item in placed.items()
+        }
+
+    def _near_sets(self, base_dir: Path, placed: Mapping[str, Placement]) -> dict[str, set[str]]:
+        """Kept contents that are near each evaluation set."""
+        found: dict[str, set[str]] = {}
+        for one in read_evaluation_sets(self._settings, base_dir):
+            distinct = [member for member in self._gathered.members() if placed[member.id].copy_of is None]
+            title = f"near {one.name}"
+            found[one.name] = near_any(distinct, one.signatures, self._settings.near_threshold, title)
+        return found
+
+    def _latest(self, placed: Mapping[str, Placement]) -> NDArray[np.float64]:
+        """When each content was last asked, near-copies counted as what they are copies of; nan: not known."""
+        gathered = self._gathered
+        latest = np.full(len(gathered.ids), np.nan)
+        np.fmax.at(latest, gathered.number_at_row, np.array(gathered.log.started))
+        number_of = {id: number for number, id in enumerate(gathered.ids)}
+        for id, number in number_of.items():
+            original = placed[id].copy_of
+            if original is not None:
+                latest[number_of[original]] = np.fmax(latest[number_of[original]], latest[number])
+        return latest
+
+    def _chosen(self, numbers: Sequence[int], ids: Sequence[str], latest: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Which contents stay when the mix has its size and its shares."""
+        settings, log = self._settings, self._gathered.log
+        rows = self._gathered.rows[numbers]
+        columns: dict[str, Column] = {key: log.column(key, rows) for key in (SOURCE, *KEYS)}
+        weight_N = np.ones(len(ids))
+        if settings.half_life_days is not None:
+            started_N = latest[numbers]
+            weight_N = half_lives(started_N, settings.half_life_days)
+            timeless = int(np.isnan(started_N).sum())
+            if timeless:
+                progress.say(f"mix.half_life_days: {timeless} of {len(ids)} conversations have no time; they weigh 1")
+        by_source = {str(i): source.weight for i, source in enumerate(settings.sources) if source.weight is not None}
+        margins = [Margin("sources", columns[SOURCE], by_source)] if by_source else []
+        margins += [Margin(f"weights.{key}", columns[key], shares) for key, shares in settings.weights.items()]
+        if margins:
+            weight_N = raked(weight_N, margins)
+        first = [*([SOURCE] if by_source else []), *settings.weights]  # nested first: their shares are met best
+        rest = [key for key in KEYS if key not in first]
+        nested = [columns[key] for key in first]
+        nested += [columns[key].lumped(_SYSTEM_STRATA) if key == "system" else columns[key] for key in rest]
+        size = largest_size(weight_N)
+        return keep(ids, weight_N, nested, min(size, settings.limit or size), settings.salt)
+
+    def _fates_of(self, placed: Mapping[str, Placement], barred: set[str]) -> NDArray[np.int8]:
+        """The place in FATES of every row of the log."""
+        fate_of = {name: place for place, name in enumerate(FATES)}
+        fates = np.full(len(self._gathered.log), fate_of["exact_copies"], dtype=np.int8)
+        for id, row in zip(self._gathered.ids, self._gathered.rows.tolist()):
+            if id in self.placements:
+                fates[row] = fate_of[self.placements[id].split]
+            elif placed[id].copy_of is not None:
+                fates[row] = fate_of["near_copies"]
+            else:
+                fates[row] = fate_of["contaminated" if id in barred else "over_share"]
+        return fates
+
+    def write(self, folder: Path) -> None:
+        """The tables."""
+        tracked = progress.track(self.kept, "writing", unit="conversations")
+        _write_table(folder / CONVERSATIONS, (_row(self._conversation(n)) for n in tracked), _CONVERSATION_SCHEMA)
+        _write_table(folder / MEMBERS, _member_rows(self.placements, self._known), _MEMBER_SCHEMA)
+        log = self._gathered.log
+        columns = {name: log.column(name) for name in (*KEYS, SOURCE, "day")}
+        table = {
+            **{
+                name: pa.DictionaryArray.from_arrays(c.codes_N.astype(np.int32), c.names) for name, c in columns.items()
+            },
+            "prompt_tokens": np.array(log.prompt_tokens),
+            "answer_tokens": np.array(log.answer_tokens),
+            "counted": np.array(log.counted, dtype=np.bool_),
+            "fate": pa.DictionaryArray.from_arrays(self._fates, list(FATES)),
+        }
+        pq.write_table(pa.table(table), folder / LOG, compression="zstd")
+
+    def _conversation(self, number: int) -> Conversation:
+        record = self._gathered.record(number)
+        item = self.placements[record.id]
+        sampling, max_new_tokens = sampling_of(record, self._settings)
+        return Conversation(
+            id=record.id,
+            domain=record.domain or self._gathered.log.domain(int(self._gathered.rows[number])),
+            messages=list(record.messages),
+            tools=record.tools,
+            template_args=dict(record.template_args or {}),
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            cluster=item.cluster,
+            split=item.split,
         )
-        for message in record.messages
-    )
-    return replace(record, messages=messages, tools=redactor.value(record.tools))
+
+    def told(self) -> dict[str, Any]:
+        """Counts for the manifest."""
+        log = self._gathered.log
+        fates = Counter(FATES[fate] for fate in self._fates.tolist())
+        domains = log.column("domain", self._gathered.rows[self.kept])
+        counts: dict[Split, Counter[str]] = {split: Counter() for split in SPLITS}
+        held: dict[Split, set[str]] = {split: set() for split in SPLITS}
+        for item, code in zip(self.placements.values(), domains.codes_N.tolist()):
+            counts[item.split][domains.names[code]] += 1
+            held[item.split].add(item.cluster)
+        return {
+            "redacted": dict(sorted(self._gathered.redacted.items())),
+            "left_out": {name: fates[name] for name in LEFT_OUT},
+            "conversations": {split: dict(sorted(counts[split].items())) for split in SPLITS},
+            "clusters": {split: len(held[split]) for split in SPLITS},
+            "contamination": {**self._report, "near_conversations": self._near_sets_told},
+            "system_characters": {
+                name: log.system_characters[name]
+                for name in log.column("system").lumped(_SYSTEM_STRATA).names
+                if name in log.system_characters
+            },
+            "in_flight": _in_flight_told(self._gathered, self._settings),
+            "without_time": int(np.isnan(np.array(log.started)).sum()),
+        }
 
 
-def _member(record: Record) -> Member:
-    group = None if record.group is None else group_key(record.domain, record.group)
-    return Member(record.id, group, signature(record.user_text))
+def _in_flight_told(gathered: Gathered, settings: MixSettings) -> dict[str, Any] | None:
+    """Requests that ran at once, and the load that they propose; None: the log does not tell when any ended."""
+    found = in_flight_report(gathered.traffic)
+    if found.pooled is None:
+        return None
+    redactor = Redactor(settings.redact)  # replicas go by addresses
+
+    def told(level: Level) -> dict[str, Any]:
+        return {
+            "p50": level.p50,
+            "p95": level.p95,
+            "most": level.most,
+            "mean": level.mean,
+            "busy_seconds": level.busy_seconds,
+        }
+
+    replicas = {
+        name if redactor.text(name) == name else f"{redactor.text(name)} {number}": told(level)
+        for number, (name, level) in enumerate(found.replicas.items(), start=1)
+    }
+    counts = {name: getattr(found, name) for name in ("requests", "untimed", "zero_length", "skewed")}
+    return {**counts, "replicas": replicas, "all": told(found.pooled), "load": found.yaml()}
 
 
-def _balanced(records: Sequence[Record], settings: MixSettings) -> list[Record]:
-    """The records that stay when the mix has the shares that sources' or domains' weights ask for."""
-    by_source = {str(i): source.weight for i, source in enumerate(settings.sources) if source.weight is not None}
-    weights = by_source or settings.domain_weights
-    if not weights:
-        return list(records)
-    groups: dict[str, list[str]] = {group: [] for group in weights}
-    for record in records:
-        group = str(record.source) if by_source else record.domain
-        if group not in groups:
-            raise InputError(f"mix.domain_weights: domain {group!r} has no weight; weights name {', '.join(weights)}")
-        groups[group].append(record.id)
-    for group, ids in groups.items():
-        if not ids:
-            name = f"sources[{group}]" if by_source else f"domain_weights.{group}"
-            raise InputError(f"mix.{name}: weight {weights[group]}, but no conversation is left for it")
-    kept = keep_shares(groups, weights, settings.salt)
-    return [record for record in records if record.id in kept]
-
-
-def _conversation(
-    record: Record, placement: Placement, splits: Mapping[str, Split], settings: MixSettings
-) -> Conversation:
-    sampling = record.sampling if settings.logged_sampling else None
-    max_new_tokens = record.max_new_tokens if settings.logged_sampling else None
-    if settings.sampling:
-        weights = [choice.weight for choice in settings.sampling]
-        drawn = weighted_choice(settings.sampling, weights, "sampling", settings.salt, record.id)
-        sampling = sampling or drawn.settings
-        max_new_tokens = max_new_tokens or drawn.max_new_tokens
-    return Conversation(
-        id=record.id,
-        domain=record.domain,
-        messages=list(record.messages),
-        tools=record.tools,
-        template_args=dict(record.template_args or {}),
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        cluster=placement.cluster,
-        split=placement.split or splits.get(placement.cluster) or split_of(placement.cluster, settings),
-    )
-
-
-def _told(
-    account: _Account, settings: MixSettings, digests: Mapping[str, str], conversations: Sequence[Conversation]
-) -> dict[str, Any]:
-    counts: dict[Split, Counter[str]] = {split: Counter() for split in SPLITS}
-    clusters: dict[Split, set[str]] = {split: set() for split in SPLITS}
-    for conversation in conversations:
-        counts[conversation.split][conversation.domain] += 1
-        clusters[conversation.split].add(conversation.cluster)
-    sources = [
-        {"kind": source.kind, "name": name_of(source), "digest": digests[f"sources[{i}]"], **vars(account.sources[i])}
+def _sources_told(settings: MixSettings, digests: Mapping[str, str], gathered: Gathered) -> list[dict[str, Any]]:
+    return [
+        {"kind": source.kind, "name": name_of(source), "digest": digests[f"sources[{i}]"], **vars(gathered.sources[i])}
         for i, source in enumerate(settings.sources)
     ]
-    return {
-        "sources": sources,
-        "redacted": dict(sorted(account.redacted.items())),
-        "left_out": {name: getattr(account, name) for name in ("exact_copies", "near_copies", "over_share")},
-        "conversations": {split: dict(sorted(counts[split].items())) for split in SPLITS},
-        "clusters": {split: len(clusters[split]) for split in SPLITS},
-    }
 
 
 def _row(conversation: Conversation) -> dict[str, Any]:
@@ -262,7 +349,7 @@ def _row(conversation: Conversation) -> dict[str, Any]:
     return row
 
 
-def _member_rows(placements: Mapping[str, Known], known: Sequence[Known]) -> Iterable[dict[str, Any]]:
+def _member_rows(placements: Mapping[str, Known], known: Sequence[Known]) -> Iterator[dict[str, Any]]:
     """This mix's members and the inherited ones; a conversation in both stands once, as it is placed now."""
     rest = [item for item in known if item.member.id not in placements]
     for item in sorted([*placements.values(), *rest], key=lambda item: (item.member.id, item.cluster, item.split)):
@@ -270,14 +357,15 @@ def _member_rows(placements: Mapping[str, Known], known: Sequence[Known]) -> Ite
         yield {**item.member._asdict(), **placement, "signature": item.member.signature.astype("<u4").tobytes()}
 
 
-def _write_table(path: Path, rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> None:
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), path, compression="zstd")
+def _write_table(path: Path, rows: Iterator[Mapping[str, Any]], schema: pa.Schema) -> None:
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        while batch := list(islice(rows, _ROWS_AT_ONCE)):
+            writer.write_table(pa.Table.from_pylist(batch, schema=schema))
 
 
-def _read_table(folder: Path, name: str) -> list[dict[str, Any]]:
+def _read_table(folder: Path, name: str) -> pa.Table:
     recorded = load_manifest(folder)["files"].get(name)
     path = folder / name
     if fingerprint.of_file(path) != recorded:
         raise CorruptDataError(f"{path}: its content does not match the digest in {MANIFEST}; build the mix again")
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    return rows
+    return pq.read_table(path)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ..errors import InputError
 from .conversation import Conversation, Message, turns
+from .files import first_line
 from .records import DEFAULT_COLUMNS, Record
 from .settings import FileSource, Shape
-from .sources import first_line, read
+from .sources import read
 
 
 def read_prompts(paths: Sequence[Path], most: int | None = None) -> list[Record]:
@@ -23,7 +24,7 @@ def read_prompts(paths: Sequence[Path], most: int | None = None) -> list[Record]
         raise InputError(f"--max-prompts {most}: must be >= 1")
     found: dict[str, Record] = {}
     for path in paths:
-        for record in read(_source(path), Path(), 0)[0]:
+        for record in read(source_of(path), Path(), 0)[0]:
             found.setdefault(record.id, record)
     return _by_turns(found.values())[:most]
 
@@ -40,7 +41,8 @@ def asked_of(record: Record) -> list[Message]:
     return known[-1].messages
 
 
-def _source(path: Path) -> FileSource:
+def source_of(path: Path) -> FileSource:
+    """A file as a source: its first line tells its shape."""
     line = first_line(path)
     if line is None:
         raise InputError(f"{path}: is empty; must hold at least one prompt")

@@ -3,8 +3,9 @@
 Every error names the place (`file:line`) and the rule, and quotes no text of the conversation.
 """
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, get_args
@@ -15,7 +16,9 @@ from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling import SamplingSettings
 from .conversation import ROLES, Message
-from .settings import LABEL, DatasetSource, FileSource, Shape, TargetSource
+from .logs.entry import MOST_TOKENS, Timing
+from .logs.when import seconds
+from .settings import LABEL, DatasetSource, DomainRule, FileSource, Shape, TargetSource
 
 _ID_DIGITS = 24
 _SAMPLING_FIELDS = tuple(SamplingSettings.model_fields)
@@ -44,6 +47,7 @@ class Record:
     """A conversation before it has a cluster and a split."""
 
     domain: str
+    """Empty: nothing names it, and `mix.domains.clusters` will."""
     messages: tuple[Message, ...]
     tools: list[dict[str, Any]] | None = None
     template_args: Mapping[str, Any] | None = None
@@ -52,6 +56,14 @@ class Record:
     group: str | None = None
     source: int = 0
     """Which of the recipe's sources it came from."""
+    started: float | None = None
+    """Unix seconds at which it was asked; like the four below no part of `id` and `key`."""
+    ended: float | None = None
+    replica: str | None = None
+    """Which copy of the engine answered."""
+    prompt_tokens: int | None = None
+    """As the log counted them, with the logged target's tokenizer; so the answer's."""
+    answer_tokens: int | None = None
 
     @cached_property
     def id(self) -> str:
@@ -72,9 +84,17 @@ class Record:
 
 
 def parse(
-    line: Any, shape: Shape, source: FileSource | DatasetSource | TargetSource, where: str, index: int = 0
+    line: Any,
+    shape: Shape,
+    source: FileSource | DatasetSource | TargetSource,
+    where: str,
+    index: int = 0,
+    timing: Timing | None = None,
 ) -> Record:
-    """Check one decoded line against its shape. Raises InputError starting with `where`."""
+    """Check one decoded line against its shape. Raises InputError starting with `where`.
+
+    `timing`: when and where it ran, if a reader found that out; else the line's own fields of these names tell.
+    """
     if not isinstance(line, dict):
         raise InputError(f"{where}: is a JSON {_json_type(line)}; must be an object")
     request = line.get("request")
@@ -87,7 +107,7 @@ def parse(
     if not any(message.role == "user" for message in messages):
         raise InputError(f"{where}: has no user message; the target has nothing to answer")
     record = Record(
-        domain=_domain(source, lookup, where),
+        domain=_domain(source, lookup, where, messages),
         messages=messages,
         tools=_tools(lookup, where),
         template_args={**source.template_args, **_template_args(lookup, where)},
@@ -95,12 +115,39 @@ def parse(
         max_new_tokens=_max_new_tokens(lookup, where),
         group=_group(source, lookup, where),
         source=index,
+        **(timing or timing_of(line, where))._asdict(),
     )
     try:
         record.key  # noqa: B018  computed here, so that text that no file can hold is met with its line number
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply for JSON") from None
     except (UnicodeEncodeError, ValueError):
         raise InputError(f"{where}: holds text that is not valid Unicode, or a number that is not finite") from None
     return record
+
+
+def timing_of(line: Mapping[str, Any], where: str) -> Timing:
+    """The line's fields `started`, `ended`, `replica`, `prompt_tokens` and `answer_tokens`. Raises InputError."""
+    times = {name: seconds(line.get(name)) for name in ("started", "ended")}
+    for name, time in times.items():
+        if time is None and line.get(name) is not None:
+            raise InputError(f"{where}: {name} is no time; must be unix seconds or a date in ISO 8601")
+    counts = {name: line.get(name) for name in ("prompt_tokens", "answer_tokens")}
+    for name, count in counts.items():
+        if count is None:
+            continue
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_TOKENS:
+            raise InputError(f"{where}: {name} {_quoted(count)}; must be a whole number from 0 to {MOST_TOKENS}")
+    replica = line.get("replica")
+    if replica is not None and not isinstance(replica, str | int):
+        raise InputError(f"{where}: replica is a JSON {_json_type(replica)}; must be text or a number")
+    return Timing(
+        started=times["started"],
+        ended=times["ended"],
+        replica=None if replica is None else str(replica),
+        prompt_tokens=counts["prompt_tokens"],
+        answer_tokens=counts["answer_tokens"],
+    )
 
 
 def _messages(lookup: Lookup, where: str) -> list[Message]:
@@ -181,15 +228,33 @@ def _items(lookup: Lookup, name: str, where: str) -> list[Any]:
     return items
 
 
-def _domain(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str) -> str:
+def _domain(
+    source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str, messages: Sequence[Message]
+) -> str:
+    for rule in source.domains.rules:
+        if re.search(rule.match, _searched(rule, lookup, messages)):
+            return rule.domain
     if source.domain is not None:
         return source.domain
     domain = lookup(source.domain_field)
+    if domain is None and source.domains.clusters is not None:
+        return ""
     if domain is None:
-        raise InputError(f"{where}: has no {source.domain_field}, and its source sets no domain; one of them must")
+        hint = ", or a rule of mix.domains" if source.domains.rules else ""
+        raise InputError(
+            f"{where}: has no {source.domain_field}, and its source sets no domain; one of them{hint} must"
+        )
     if not isinstance(domain, str) or not re.fullmatch(LABEL, domain):
         raise InputError(f"{where}: {source.domain_field} {_quoted(domain)}; must be a label that matches {LABEL}")
     return domain
+
+
+def _searched(rule: DomainRule, lookup: Lookup, messages: Sequence[Message]) -> str:
+    if rule.field is not None:
+        value = lookup(rule.field)
+        return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+    roles = ("system", "user") if rule.role is None else (rule.role,)
+    return "\n".join(message.content for message in messages if message.role in roles)
 
 
 def _group(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str) -> str | None:

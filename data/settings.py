@@ -1,13 +1,16 @@
 """The recipe's `mix` section."""
 
-from typing import Annotated, Literal, get_args
+import re
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, field_validator, model_validator
 
 from ..specdec.sampling import SamplingSettings
 from .redact import Kind
 
 Shape = Literal["messages", "sharegpt", "turns", "prompts"]
+Key = Literal["domain", "sampling", "tools", "system", "turns", "prompt", "answer"]
+LogKind = Literal["openai", "vllm", "sglang", "litellm", "langfuse"]
 LABEL = r"^[\w.-]{1,64}$"
 Label = Annotated[str, Field(pattern=LABEL)]
 
@@ -16,7 +19,46 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+class DomainRule(_Section):
+    """Names the domain of conversations that a pattern is found in."""
+
+    match: str
+    """Regular expression, searched in what the system and the user say."""
+    domain: Label
+    """Domain of the conversations that match."""
+    role: Literal["system", "user"] | None = None
+    """Search only what this role says."""
+    field: str | None = None
+    """Search this field of the line (or of its `request`) instead, such as `model`."""
+
+    @field_validator("match")
+    @classmethod
+    def _check_pattern(cls, match: str) -> str:
+        try:
+            re.compile(match)
+        except re.error as error:
+            raise ValueError(f"not a regular expression ({error})") from None
+        return match
+
+    @model_validator(mode="after")
+    def _check_place(self) -> "DomainRule":
+        if self.role and self.field:
+            raise ValueError(f"role {self.role} and field {self.field} are set; only one of them can be searched")
+        return self
+
+
+class DomainSettings(_Section):
+    """Where domains come from, beside a source's `domain` and a line's `domain_field`."""
+
+    rules: list[DomainRule] = []
+    """The first that matches names the domain, whatever source and line say."""
+    clusters: Annotated[int | None, Field(ge=2, le=256)] = None
+    """Conversations that nothing names fall into so many domains c00, c01, … by the words of their user turns."""
+
+
 class _Source(_Section):
+    _domains: DomainSettings = PrivateAttr(default=DomainSettings())
+
     domain: Label | None = None
     """Domain of every conversation of this source; absent: each line's own `domain_field` says it."""
     domain_field: str = "domain"
@@ -32,16 +74,32 @@ class _Source(_Section):
     template_args: dict[str, JsonValue] = {}
     """Chat template arguments of its conversations, e.g. `enable_thinking: false`; a line's own ones win."""
 
+    @property
+    def domains(self) -> DomainSettings:
+        """What else names domains in the mix that it belongs to."""
+        return self._domains
+
 
 class FileSource(_Source):
-    """A local file, plain or .gz, read line by line."""
+    """Local files, plain or packed (.gz, .bz2, .xz, .zst), read one line, JSON value or row at a time."""
 
-    kind: Shape
-    """`messages` (OpenAI style), `sharegpt`, `turns` (user turns only): JSONL; `prompts`: text lines, or JSONL."""
+    kind: Literal[Shape, LogKind]
+    """`messages` (OpenAI style), `sharegpt`, `turns` (user turns only): JSON, one value a line or in an array;
+    `prompts`: text lines, or JSON; `openai`, `vllm`, `sglang`, `litellm`, `langfuse`: what that tool logs."""
     path: str
-    """The file, relative to the recipe."""
+    """A file, a folder (all files in it and below) or a pattern such as `logs/*.jsonl.gz`, relative to the recipe."""
+    replica_field: str = "replica"
+    """Field of a line that names the engine's copy that answered; a line without it: as the tool's log tells."""
+    year: int | None = Field(default=None, ge=1970, le=9999)
+    """Year of the first line of a `vllm` log, whose lines name none; absent: its conversations have no date."""
     skip_invalid: bool = False
     """Count lines that break a rule and go on, instead of stopping at the first."""
+
+    @model_validator(mode="after")
+    def _check_year(self) -> "FileSource":
+        if self.year is not None and self.kind != "vllm":
+            raise ValueError(f"year {self.year} is set for kind {self.kind}; only the lines of vllm name no year")
+        return self
 
 
 class DatasetSource(_Source):
@@ -102,10 +160,19 @@ class MixSettings(_Section):
 
     sources: list[Source] = Field(min_length=1)
     """Where conversations come from."""
-    domain_weights: dict[Label, float] | None = None
-    """Target shares of the mix by domain, reached by leaving conversations out; absent: all are kept."""
+    domains: DomainSettings = DomainSettings()
+    """How conversations come to their domains, where sources and lines name none or too many."""
+    limit: int | None = Field(None, ge=1)
+    """At most so many conversations, with the shares of the whole; absent: as many as the shares allow."""
+    weights: dict[Key, dict[str, float]] = {}
+    """Shares of the mix by label, such as `domain: {code: 2, chat: 1}`, reached by leaving conversations out; what is
+    not named keeps the log's shares. `draftforge inspect-mix` shows the labels."""
+    half_life_days: float | None = Field(None, gt=0)
+    """A conversation's weight halves each so many days before the newest; absent: age does not count."""
     near_threshold: float = Field(0.8, gt=0.3, le=1)
     """Similarity (Jaccard, word triples of the user turns) from which two conversations count as near-copies."""
+    contamination: list[str] = []
+    """Evaluation sets, files as in `sources`: what is near them is kept out of train."""
     redact: list[Kind] = list(get_args(Kind))
     """What is replaced by a placeholder such as <email> before anything is stored."""
     sampling: list[SamplingChoice] = []
@@ -121,6 +188,23 @@ class MixSettings(_Section):
     ancestors: list[str] = []
     """Earlier mix folders: what they placed in train or selection never enters this holdout."""
 
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _labels_are_text(cls, weights: Any) -> Any:
+        """YAML reads the label of one turn as a number."""
+        if not isinstance(weights, dict):
+            return weights
+        return {
+            key: {str(label): share for label, share in shares.items()} if isinstance(shares, dict) else shares
+            for key, shares in weights.items()
+        }
+
+    @model_validator(mode="after")
+    def _domains_of_sources(self) -> "MixSettings":
+        for source in self.sources:
+            source._domains = self.domains
+        return self
+
     @model_validator(mode="after")
     def _check_shares(self) -> "MixSettings":
         if self.selection_share + self.holdout_share >= 1:
@@ -134,9 +218,8 @@ class MixSettings(_Section):
         weighted = sum(source.weight is not None for source in self.sources)
         if weighted not in (0, len(self.sources)):
             raise ValueError(f"{weighted} of {len(self.sources)} sources have a weight; give it to all or to none")
-        if weighted and self.domain_weights:
-            raise ValueError("sources have a weight and domain_weights is set; only one of them can rule the shares")
-        for domain, weight in (self.domain_weights or {}).items():
-            if not weight > 0:
-                raise ValueError(f"domain_weights.{domain} is {weight}; must be above 0")
+        for key, shares in self.weights.items():
+            for label, share in shares.items():
+                if not share > 0:
+                    raise ValueError(f"weights.{key}.{label} is {share}; must be above 0")
         return self

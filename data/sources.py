@@ -1,26 +1,30 @@
 """Readers: files, Hugging Face datasets and the target's own prompts, one record at a time."""
 
-import gzip
 import heapq
 import itertools
-import json
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError, RecipeError
+from . import files
+from .in_flight import Traffic
+from .logs.entry import Entry, Reason, Timing
+from .logs.readers import FORMATS, Format
 from .records import DEFAULT_COLUMNS, Record, parse
-from .settings import DatasetSource, FileSource, MixSettings, Source, TargetSource
+from .settings import DatasetSource, FileSource, MixSettings, Shape, Source, TargetSource
 
 SamplePrompts = Callable[[int, int, int], list[str]]
 """`sample_prompts(count, seed, max_tokens)`: user prompts that the target makes up."""
-_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-_LINES_PER_UPDATE = 256
-_MEGABYTE = 1e6
+_ROWS_PER_UPDATE = 256
+_JOINED: Reason = "joined with another line"
+_IDLE = ("no chat request", "health check")  # what no decoding engine was busy with
 
 
 @dataclass
@@ -29,55 +33,63 @@ class SourceCounts:
 
     read: int = 0
     skipped: int = 0
+    """Lines that break a rule."""
     taken: int = 0
+    left_out: dict[Reason, int] = field(default_factory=dict)
+    """Lines of a tool's log that hold no conversation, by the reason."""
 
-
-class _Reading:
-    """Turns decoded lines of one source into records, counting them and those that break a rule."""
-
-    def __init__(self, source: FileSource | DatasetSource, shape: Any, index: int, counts: SourceCounts) -> None:
-        self._source, self._shape, self._index, self._counts = source, shape, index, counts
-
-    def records(self, lines: Iterable[tuple[str, Callable[[], Any]]]) -> Iterator[Record]:
-        for where, decode in lines:
-            self._counts.read += 1
-            try:
-                yield parse(decode(), self._shape, self._source, where, self._index)
-            except InputError:
-                if not self._source.skip_invalid:
-                    raise
-                self._counts.skipped += 1
+    def leave_out(self, reason: Reason, count: int = 1) -> None:
+        """Count lines without a conversation."""
+        self.left_out[reason] = self.left_out.get(reason, 0) + count
+        if not self.left_out[reason]:
+            del self.left_out[reason]
 
 
 def read(
     source: Source, base_dir: Path, index: int, sample_prompts: SamplePrompts | None = None
 ) -> tuple[list[Record], SourceCounts]:
-    """The records of one source, at most `limit` of them, and how many lines were read, skipped and taken.
-
-    Raises InputError naming file and line, MissingFileError, or RecipeError where prompts of the target are asked for
-    and there is no target.
-    """
+    """All that `read_records` yields, and how many lines were read, skipped, left out and taken."""
     counts = SourceCounts()
+    return list(read_records(source, base_dir, index, counts, sample_prompts)), counts
+
+
+def read_records(
+    source: Source,
+    base_dir: Path,
+    index: int,
+    counts: SourceCounts,
+    sample_prompts: SamplePrompts | None = None,
+    traffic: Traffic | None = None,
+) -> Iterator[Record]:
+    """The records of one source, at most `limit` of them; memory holds one, or the `limit` where there is one.
+
+    `counts` fills while they are read, and so does `traffic` with when each request of a log ran, also of those that
+    the limit leaves out. Raises InputError naming file and line, MissingFileError, or RecipeError where prompts of the
+    target are asked for and there is no target.
+    """
     if isinstance(source, TargetSource):
         found = _from_target(source, index, counts, sample_prompts)
-    elif isinstance(source, FileSource):
-        path = base_dir / source.path
-        found = _Reading(source, source.kind, index, counts).records(_file_lines(path, source.kind == "prompts"))
+    elif isinstance(source, DatasetSource):
+        found = _from_items(source, source.shape, _dataset_rows(source, base_dir), index, counts, traffic)
     else:
-        found = _Reading(source, source.shape, index, counts).records(_dataset_rows(source, base_dir))
-    records = list(found) if source.limit is None else smallest(found, source.limit)
-    counts.taken = len(records)
-    if not records:
+        found = _from_files(source, base_dir, index, counts, traffic)
+    for record in found if source.limit is None else smallest(found, source.limit):
+        counts.taken += 1
+        yield record
+    if not counts.taken:
         raise InputError(f"mix.sources[{index}]: {name_of(source)}: holds no conversation; at least one is needed")
-    return records, counts
 
 
 def smallest(records: Iterable[Record], limit: int) -> list[Record]:
-    """The `limit` distinct records with the smallest hashes: an even sample in bounded memory, free of order."""
+    """The `limit` distinct records with the smallest hashes: an even sample in bounded memory, free of order.
+
+    Of exact copies the latest stays.
+    """
     heap: list[tuple[int, str]] = []
     kept: dict[str, Record] = {}
     for record in records:
         if record.key in kept:
+            kept[record.key] = max(kept[record.key], record, key=lambda copy: copy.started or -math.inf)
             continue
         entry = (-int(record.key, 16), record.key)
         if len(heap) < limit:
@@ -100,20 +112,22 @@ def name_of(source: Source) -> str:
 
 
 def input_digests(settings: MixSettings, base_dir: Path) -> dict[str, str]:
-    """Digest of each source and ancestor by its place in the recipe: what a mix depends on beside its settings.
+    """What a mix depends on beside its settings: a digest of each source, evaluation set and ancestor, by its place.
 
     Files and local datasets are hashed. A hub dataset counts by name and revision, prompts of the target by their
     settings: the caller adds the target's fingerprint. Raises MissingFileError.
     """
     digests = {f"sources[{i}]": _input_digest(source, base_dir) for i, source in enumerate(settings.sources)}
+    for i, name in enumerate(settings.contamination):
+        digests[f"contamination[{i}]"] = fingerprint.of_file(files.require_file(base_dir / name))
     for i, name in enumerate(settings.ancestors):
-        digests[f"ancestors[{i}]"] = fingerprint.of_file(require_file(base_dir / name / "manifest.json"))
+        digests[f"ancestors[{i}]"] = fingerprint.of_file(files.require_file(base_dir / name / "manifest.json"))
     return digests
 
 
 def _input_digest(source: Source, base_dir: Path) -> str:
     if isinstance(source, FileSource):
-        return fingerprint.of_file(require_file(base_dir / source.path))
+        return files.digest(base_dir, source.path)
     if isinstance(source, DatasetSource):
         folder = base_dir / source.name
         if folder.is_dir():
@@ -123,13 +137,94 @@ def _input_digest(source: Source, base_dir: Path) -> str:
     return fingerprint.of_json([source.count, source.seed, source.max_tokens])
 
 
-def require_file(path: Path) -> Path:
-    """The path, if it is a file. Raises MissingFileError, or InputError for a folder."""
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder; must be a file")
-    if not path.is_file():
-        raise MissingFileError(f"{path}: no such file")
-    return path
+def _from_files(
+    source: FileSource, base_dir: Path, index: int, counts: SourceCounts, traffic: Traffic | None
+) -> Iterator[Record]:
+    paths, title = files.find(base_dir, source.path), f"reading {source.path}"
+    if source.kind == "prompts":
+        return _from_items(source, source.kind, files.prompt_lines(paths, title), index, counts, traffic)
+    if source.kind == "messages" or source.kind == "sharegpt" or source.kind == "turns":
+        return _from_items(source, source.kind, files.objects(paths, title), index, counts, traffic)
+    entries = _entries(source, FORMATS[source.kind], paths, counts)
+    return _from_log(source, entries, index, counts, traffic)
+
+
+def _from_items(
+    source: FileSource | DatasetSource,
+    shape: Shape,
+    items: Iterable[files.Item],
+    index: int,
+    counts: SourceCounts,
+    traffic: Traffic | None,
+) -> Iterator[Record]:
+    """Records of decoded values in one of our own shapes, counting them and those that break a rule."""
+    for item in items:
+        counts.read += 1
+        with _skipping(source, counts):
+            record = parse(item.decode(), shape, source, item.where, index)
+            timing = Timing(record.started, record.ended, record.replica, record.prompt_tokens, record.answer_tokens)
+            if traffic is not None and timing != Timing():
+                traffic.add(*timing)
+            yield record
+
+
+def _from_log(
+    source: FileSource,
+    entries: Iterable[Entry],
+    index: int,
+    counts: SourceCounts,
+    traffic: Traffic | None,
+) -> Iterator[Record]:
+    """Records of a tool's log, counting those that break a rule and what holds no conversation."""
+    for entry in entries:
+        named = entry.line.get(source.replica_field)
+        timing = entry.timing if named is None else entry.timing._replace(replica=str(named))
+        if traffic is not None and entry.in_flight and entry.left_out not in _IDLE and timing != Timing():
+            traffic.add(*timing)
+        if entry.left_out is not None:
+            counts.leave_out(entry.left_out)
+            continue
+        if not entry.dated:
+            timing = timing._replace(started=None, ended=None)
+        elif not entry.in_flight:
+            timing = timing._replace(ended=None)
+        with _skipping(source, counts):
+            yield parse(entry.line, "messages", source, entry.where, index, timing)
+
+
+def _entries(source: FileSource, form: Format, paths: Sequence[Path], counts: SourceCounts) -> Iterator[Entry]:
+    """What the reader of a tool's log makes of its lines: read = entries + skipped + joined."""
+    servers, reader = _servers(paths), form.reader(source)
+    for item in form.items(paths, f"reading {source.path}"):
+        counts.read += 1
+        given = 0
+        with _skipping(source, counts):
+            for entry in reader.feed(item.decode(), item.where, servers[item.path]):
+                counts.read += given > 0  # a page of several requests
+                given += 1
+                yield entry
+            if not given:
+                counts.leave_out(_JOINED)
+    for entry in reader.finish():
+        counts.leave_out(_JOINED, -1)
+        yield entry
+
+
+@contextmanager
+def _skipping(source: FileSource | DatasetSource, counts: SourceCounts) -> Iterator[None]:
+    """Count what breaks a rule and go on, where the source says so."""
+    try:
+        yield
+    except InputError:
+        if not source.skip_invalid:
+            raise
+        counts.skipped += 1
+
+
+def _servers(paths: Sequence[Path]) -> dict[Path, str]:
+    """Whose file each is: its place below the folder of all, without what rotation and packing put behind its name."""
+    root = os.path.commonpath([path.parent for path in paths])
+    return {path: re.sub(r"\.(log|jsonl?|txt|out)\b.*$", "", path.relative_to(root).as_posix()) for path in paths}
 
 
 def _from_target(
@@ -145,67 +240,7 @@ def _from_target(
             counts.skipped += 1
 
 
-def _file_lines(path: Path, prompts: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """(`file:line`, how to decode it) of each line that is not blank."""
-    unpacked = path.name.removesuffix(".gz")
-    decode = _plain_prompt if prompts and not unpacked.endswith(_JSON_SUFFIXES) else _json
-    for number, line in _raw_lines(path):
-        if line.strip():
-            where = f"{path}:{number}"
-            yield where, lambda line=line, where=where: decode(line, where)  # type: ignore[misc]
-
-
-def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    size = require_file(path).stat().st_size
-    number = 0
-    with path.open("rb") as raw, progress.bar(f"reading {path.name}", size / _MEGABYTE, "MB") as advance:
-        packed: IO[bytes] = gzip.open(raw) if path.name.endswith(".gz") else raw  # type: ignore[assignment]  # noqa: SIM115
-        done = 0
-        try:
-            for number, line in enumerate(packed, start=1):
-                yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if number % _LINES_PER_UPDATE == 0:
-                    position = raw.tell()
-                    advance((position - done) / _MEGABYTE)
-                    done = position
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise InputError(f"{path}:{number + 1}: not a complete gzip file ({error})") from None
-        advance((size - done) / _MEGABYTE)
-
-
-def first_line(path: Path) -> Any:
-    """The first line of a file, decoded; None of an empty one. Text that is not JSON is {"prompt": text}."""
-    for _, decode in _file_lines(path, prompts=True):
-        return decode()
-    return None
-
-
-def _plain_prompt(line: bytes, where: str) -> dict[str, str]:
-    return {"prompt": _utf8(line, where).rstrip("\r\n")}
-
-
-def _json(line: bytes, where: str) -> Any:
-    text = _utf8(line, where)
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise InputError(f"{where}: nested too deeply for JSON") from None
-    except ValueError as error:
-        reason = getattr(error, "msg", str(error))
-        column = getattr(error, "colno", None)
-        hint = "; a JSON array must be split into one object a line" if text.lstrip()[:1] == "[" else ""
-        spot = f" at column {column}" if column else ""
-        raise InputError(f"{where}: not valid JSON ({reason}{spot}); must be one object a line{hint}") from None
-
-
-def _utf8(line: bytes, where: str) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{where}: not valid UTF-8 (byte {error.start + 1} of the line)") from None
-
-
-def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]:
     with _dataset_errors(source):
         data = _open_dataset(source, base_dir)
     column = source.column or DEFAULT_COLUMNS[source.shape]
@@ -222,9 +257,9 @@ def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[tuple[str, 
             if row is None:
                 return
             line = {**_without_none(row), DEFAULT_COLUMNS[source.shape]: _without_none(row.get(column))}
-            yield f"{name_of(source)} row {number}", lambda line=line: line  # type: ignore[misc]
-            if number % _LINES_PER_UPDATE == 0:
-                advance(_LINES_PER_UPDATE)
+            yield files.Item(base_dir, f"{name_of(source)} row {number}", lambda line=line: line)  # type: ignore[misc]
+            if number % _ROWS_PER_UPDATE == 0:
+                advance(_ROWS_PER_UPDATE)
 
 
 def _open_dataset(source: DatasetSource, base_dir: Path) -> Any:

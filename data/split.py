@@ -1,11 +1,11 @@
-"""Choices by hash, never by position: the split, a conversation's sampling settings, and which ones a share keeps.
+"""Choices by hash, never by position: the split, and a conversation's sampling settings.
 
 The same salt and shares place a cluster where they placed it yesterday, whatever else the log holds today.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from ..errors import InputError
@@ -40,20 +40,6 @@ def weighted_choice(options: Sequence[T], weights: Sequence[float], *parts: str)
         if rest < 0:
             return option
     return options[-1]
-
-
-def keep_shares(groups: Mapping[str, Sequence[str]], weights: Mapping[str, float], salt: str) -> set[str]:
-    """The ids to keep so that the groups' sizes stand as their weights, the scarcest group kept whole.
-
-    Nothing is doubled. Within a group the ids with the smallest hashes stay, so that the choice is even, and nearly
-    the same when some ids come or go.
-    """
-    scale = min(len(ids) / weights[group] for group, ids in groups.items())
-    kept: set[str] = set()
-    for group, ids in groups.items():
-        count = max(1, min(len(ids), int(scale * weights[group] + 1e-9)))
-        kept.update(sorted(ids, key=lambda id: (unit("share", salt, id), id))[:count])
-    return kept
 
 
 def require_every_split(splits: Sequence[Split], clusters: Sequence[str], settings: MixSettings) -> None:

@@ -1,7 +1,7 @@
 """The final tables that a person reads. Records in, text out: colours and boxes on a terminal, else plain columns."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -131,13 +131,13 @@ def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
     return cells
 
 
-def plain_text(cells: Sequence[Sequence[str]]) -> str:
-    """Aligned columns without colours, for files and pipes."""
+def plain_text(cells: Sequence[Sequence[str]], numeric: Collection[str] = NUMERIC) -> str:
+    """Aligned columns without colours, for files and pipes; `numeric` names those that are aligned to the right."""
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = []
     for line in cells:
         padded = [
-            cell.rjust(width) if name in NUMERIC else cell.ljust(width)
+            cell.rjust(width) if name in numeric else cell.ljust(width)
             for cell, width, name in zip(line, widths, cells[0])
         ]
         lines.append("  ".join(padded).rstrip())
@@ -171,16 +171,21 @@ def number(value: float) -> str:
 
 
 def show_cells(
-    title: str, cells: Sequence[Sequence[str]], styles: Sequence[str], note: str, console: Console | None = None
+    title: str,
+    cells: Sequence[Sequence[str]],
+    styles: Sequence[str],
+    note: str,
+    console: Console | None = None,
+    numeric: Collection[str] = NUMERIC,
 ) -> None:
     """Print a header and rows: a table on a terminal, else plain columns."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        console.print(f"{title}\n{plain_text(cells)}\n{note}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"{title}\n{plain_text(cells, numeric)}\n{note}", soft_wrap=True, markup=False, highlight=False)
         return
     table = Table(title=title, caption=note, title_justify="left", caption_justify="left")
     for name in cells[0]:
-        table.add_column(name, justify="right" if name in NUMERIC else "left", no_wrap=name != "alpha")
+        table.add_column(name, justify="right" if name in numeric else "left", no_wrap=name != "alpha")
     for line, style in zip(cells[1:], styles):
         table.add_row(*(Text(cell) for cell in line), style=style)
     console.print(table)

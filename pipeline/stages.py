@@ -67,7 +67,9 @@ def mix_place(space: Workspace) -> Stage:
     """Where the recipe's mix lies, or will."""
     settings = space.recipe.mix
     inputs: list[Any] = [
-        settings.model_dump(mode="json", exclude={"sources": {"__all__": {"path", "name"}}, "ancestors": True}),
+        settings.model_dump(
+            mode="json", exclude={"sources": {"__all__": {"path", "name"}}, "ancestors": True, "contamination": True}
+        ),
         input_digests(settings, space.recipe.base_dir),
         sorted(fingerprint.of_file(space.recipe.base_dir / path / MIX_MANIFEST) for path in settings.ancestors),
         space.ancestors,

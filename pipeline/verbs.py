@@ -15,8 +15,8 @@ from ..specdec.formats.skipped import is_skip_file
 from ..train.metrics import NoSink
 from . import bench as benchmark
 from . import distill as flow
+from . import inspecting, skipping, talk
 from . import retrain as again
-from . import skipping, talk
 from .bench_settings import BenchSettings, numbers_of
 from .exporting import export_draft, verifier_of
 from .fetching import fetch as fetch
@@ -39,6 +39,13 @@ def mix(recipe: Recipe) -> None:
     with space.alone():
         stage = mix_stage(space)
     say(f"{stage.folder}")
+
+
+def inspect_mix(recipe: Recipe, out: Path | None) -> None:
+    """The mix beside its log."""
+    space = Workspace(recipe)
+    with space.alone():
+        inspecting.inspect_mix(space, out)
 
 
 def capture(recipe: Recipe, answers_to: Path | None = None) -> None:

@@ -256,7 +256,8 @@ EVERYTHING: dict[str, Any] = {
             {"kind": "dataset", "name": "owner/data"},
             {"kind": "target", "count": 1},
         ],
-        "domain_weights": {"code": 1.0},
+        "weights": {"domain": {"code": 1.0}},
+        "domains": {"clusters": 2},
         "sampling": [{"temperature": 1.0}],
     },
     "drafts": {
@@ -284,8 +285,11 @@ def number_fields(nodes: list[recipe.Schema], at: Any, root: recipe.Schema) -> I
     for node in nodes:
         known = node.get("properties", {})
         const = {name: field["const"] for name, field in known.items() if "const" in field}
-        if not isinstance(at, list | float) and all(
-            name in (at or {}) and at[name] == value for name, value in const.items()
+        choices = {name: field["enum"] for name, field in known.items() if "enum" in field}
+        if (
+            not isinstance(at, list | float)
+            and all(name in (at or {}) and at[name] == value for name, value in const.items())
+            and all(at[name] in values for name, values in choices.items() if name in (at or {}))
         ):
             names += [name for name in known if name not in names]
     for name in names:
@@ -301,7 +305,7 @@ def test_no_number_of_a_recipe_may_be_infinite_or_nan(tmp_path: Path, value: flo
     assert len(places) > 110
     assert places.keys() > {
         "mix.sources.0.template_args.deep.0.depth", "mix.sources.1.rows", "mix.sources.2.count", "mix.sampling.0.top_p",
-        "mix.domain_weights.code", "drafts.small.lora.alpha", "drafts.small.objective.tv", "drafts.eagle.aux_layers.2",
+        "mix.weights.domain.code", "drafts.small.lora.alpha", "drafts.small.objective.tv", "drafts.eagle.aux_layers.2",
         "drafts.eagle.step_weights","drafts.phased.step_weights.3",
         "drafts.phased.objective.0.until", "drafts.phased.objective.0.objective.tv.temperature",
         "drafts.phased.objective.1.objective.kl",

@@ -6,9 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
-from draftforge.data.mix import CONVERSATIONS, MEMBERS, build_mix, load_manifest, load_members, load_mix
+from draftforge.data.mix import CONVERSATIONS, LOG, MEMBERS, build_mix, load_manifest, load_members, load_mix
 from draftforge.data.settings import MixSettings
 from draftforge.errors import CorruptDataError, DraftforgeError, InputError, MissingFileError
 from draftforge.specdec.sampling import SamplingSettings
@@ -39,7 +40,7 @@ def splits(folder: Path) -> dict[str, str]:
 def test_same_input_same_bytes_and_order_changes_no_conversation(tmp_path: Path) -> None:
     lines = [line(i, "ab"[i % 2]) for i in range(60)]
     first, again = build(tmp_path, lines, "first"), build(tmp_path, lines, "again")
-    assert files(first) == files(again) and set(files(first)) == {CONVERSATIONS, MEMBERS, "manifest.json"}
+    assert files(first) == files(again) and set(files(first)) == {CONVERSATIONS, MEMBERS, LOG, "manifest.json"}
     shuffled = build(tmp_path, random.Random(0).sample(lines, 60), "shuffled")
     assert (first / CONVERSATIONS).read_bytes() == (shuffled / CONVERSATIONS).read_bytes()
 
@@ -55,7 +56,7 @@ def test_manifest_tells_what_became_of_every_line(tmp_path: Path) -> None:
     lines = [line(i, "ab"[i % 4 == 0]) for i in range(80)]
     edited = {**lines[5], "turns": [lines[5]["turns"][0].upper() + "!"]}
     secret = {"turns": ["mail joe@acme.org about the unusual offer of yesterday"], "domain": "a"}
-    folder = build(tmp_path, [*lines, lines[3], edited, secret], domain_weights={"a": 1, "b": 1})
+    folder = build(tmp_path, [*lines, lines[3], edited, secret], weights={"domain": {"a": 1, "b": 1}})
     manifest, mix = load_manifest(folder), load_mix(folder)
     left_out = manifest["left_out"]
     assert manifest["sources"][0]["read"] == 83 and manifest["redacted"]["email"] == 1
@@ -147,10 +148,14 @@ def test_ancestors_of_the_recipe_count_too(tmp_path: Path) -> None:
         ([line(0)], {}, "is empty: 1 conversations in 1 clusters"),
         (
             [line(i) for i in range(60)],
-            {"domain_weights": {"code": 1}},
-            "domain 'chat' has no weight; weights name code",
+            {"weights": {"domain": {"code": 1}}},
+            "mix.weights.domain: 'chat' has no weight; weights name code",
         ),
-        ([line(i) for i in range(60)], {"domain_weights": {"chat": 1, "x": 1}}, "domain_weights.x: weight 1.0, but no"),
+        (
+            [line(i) for i in range(60)],
+            {"weights": {"domain": {"chat": 1, "x": 1}}},
+            "mix.weights.domain.x: weight 1.0, but no",
+        ),
         ([{"turns": []}], {}, "log.jsonl:1: turns is empty"),
         ([line(i) for i in range(60)], {"ancestors": ["gone"]}, "gone"),
     ],
@@ -180,7 +185,7 @@ def test_damaged_and_missing_mixes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match=r"conversations\.parquet: no such file"):
         load_mix(folder)
     (folder / "manifest.json").write_text("{}")
-    with pytest.raises(CorruptDataError, match="is not a mix manifest of format 1"):
+    with pytest.raises(CorruptDataError, match="is not a mix manifest of format 2"):
         load_mix(folder)
     with pytest.raises(MissingFileError, match="no such mix folder"):
         load_mix(tmp_path / "gone")
@@ -192,6 +197,37 @@ def test_tools_and_template_arguments_survive_the_round_trip(tmp_path: Path) -> 
     assert all(c.tools == [{"type": "function", "function": {"name": "clock", "description": "ask <ip>"}}] for c in mix)
     assert all(c.template_args == {"day": "é"} for c in mix)
     assert [c.id for c in mix] == sorted({c.id for c in mix})
+
+
+def test_nothing_found_is_stored_anywhere(tmp_path: Path) -> None:
+    """System prompts, tools, their calls and answers, template arguments: no file holds the address."""
+    mail = "joe.secret@acme.org"
+    function = {"name": "send", "arguments": json.dumps({"to": mail})}
+    messages: list[Line] = [
+        {"role": "system", "content": f"You write for {mail}."},
+        {"role": "user", "content": "unusual words", "name": mail},
+        {"role": "assistant", "content": f"to {mail}", "tool_calls": [{"id": mail, "function": function}]},
+        {"role": "tool", "content": f"sent to {mail}", "tool_call_id": mail},
+    ]
+    more = {"tools": [{"function": {"name": "send", "description": mail}}], "chat_template_kwargs": {"who": [mail]}}
+    lines = [
+        {"messages": [{**messages[0]}, {**messages[1], "content": line(i)["turns"][0]}, *messages[2:]]}
+        for i in range(60)
+    ]
+    (tmp_path / "log.jsonl").write_text(
+        "".join(json.dumps({**one, **more, "domain": "d", "group": mail}) + "\n" for one in lines)
+    )
+    settings = MixSettings.model_validate({"sources": [{"kind": "messages", "path": "log.jsonl"}], "ancestors": []})
+    with pytest.raises(InputError):  # one group is one cluster, so one split
+        build_mix(settings, tmp_path, tmp_path / "mix")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl"]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps({**one, **more, "domain": "d"}) + "\n" for one in lines))
+    build_mix(settings, tmp_path, tmp_path / "mix")
+    mix = load_mix(tmp_path / "mix")
+    assert mail not in repr(mix) and repr(mix).count("<email>") == 9 * len(mix)
+    assert load_manifest(tmp_path / "mix")["redacted"]["email"] == 9 * 60
+    for path in (tmp_path / "mix").glob("*.parquet"):
+        assert mail not in repr(pq.read_table(path).to_pylist())
 
 
 def test_unicode_prompts_count_as_input_errors_not_crashes(tmp_path: Path) -> None:

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftforge.data.conversation import Split
-from draftforge.data.dedup import Known, Member, Placement, group_key, place, shingles, signature, similarity
+from draftforge.data.dedup import (
+    Known,
+    Member,
+    Placement,
+    group_key,
+    place,
+    sharing_a_band,
+    shingles,
+    signature,
+    similarity,
+)
 
 WORDS = [f"word{i}" for i in range(400)]
 
@@ -140,3 +150,17 @@ def test_without_ancestors_an_unrelated_record_moves_nothing() -> None:
     before = place([member(f"m{i}", text(i)) for i in range(10)], [], 0.8)
     after = place([member(f"m{i}", text(i)) for i in range(10)] + [member("a", text(99))], [], 0.8)
     assert {id: after[id] for id in before} == before
+
+
+def test_who_shares_no_band_has_no_similar_one() -> None:
+    """Whoever is left out of the index is similar to nobody; of unlike texts nearly all are left out."""
+    contents = [text(i) for i in range(200)]
+    contents += [near_copy(contents[i], i) for i in range(0, 200, 10)]
+    signatures = [signature(content) for content in contents]
+    meets = sharing_a_band(signatures, 0.8)
+    for i, one in enumerate(signatures):
+        similar = [j for j, other in enumerate(signatures) if j != i and similarity(one, other) >= 0.8]
+        assert meets[i] or not similar
+    assert meets[200:].all() and 40 <= meets.sum() < 60
+    assert not sharing_a_band([], 0.8).any() and not sharing_a_band(signatures[:1], 0.8).any()
+    assert sharing_a_band([signatures[0], signatures[0]], 0.8).all()

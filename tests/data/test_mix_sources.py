@@ -51,11 +51,12 @@ GOOD = b'{"turns": ["a"]}\n'
     "name, content, rule",
     [
         ("log.jsonl", GOOD + b'{"turns": [\n', ":2: not valid JSON (Expecting value at column"),
-        ("log.jsonl", b"[\n", ":1: not valid JSON"),
-        ("log.jsonl", b"[\n", "a JSON array must be split into one object a line"),
+        ("log.jsonl", b"[" + GOOD + b",", "log.jsonl: item 2: not valid JSON (parse error: premature EOF)"),
+        ("log.jsonl", b"[" + GOOD + b"]x", "log.jsonl: item 2: not valid JSON (lexical error"),
         ("log.jsonl", GOOD + b"\n\n3\n", ":4: is a JSON number; must be an object"),
         ("log.jsonl", GOOD + b"\xff\n", ":2: not valid UTF-8 (byte 1 of the line)"),
-        ("log.jsonl", b"[" * 100_000, ":1: nested too deeply"),
+        ("log.jsonl", b'{"a": ' * 100_000, ":1: nested too deeply"),
+        ("log.jsonl", b"[" * 100_000, "log.jsonl: item 1: nested too deeply"),
         ("log.jsonl", b"\n\n", "mix.sources[0]: log.jsonl: holds no conversation"),
         ("log.jsonl.gz", gzip.compress(GOOD, mtime=0)[:-9], "not a complete gzip file"),
         ("log.jsonl.gz", GOOD, ":1: not a complete gzip file"),
@@ -78,7 +79,7 @@ def test_an_error_quotes_nothing_of_the_line(tmp_path: Path) -> None:
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match=r"gone\.jsonl: no such file"):
         reading(tmp_path, kind="turns", path="gone.jsonl")
-    with pytest.raises(InputError, match="is a folder; must be a file"):
+    with pytest.raises(MissingFileError, match="the folder holds no file"):
         reading(tmp_path, kind="turns", path=".")
 
 

@@ -1,14 +1,11 @@
 """Choices by hash: shares are met, and neither order nor company moves anything."""
 
-import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from draftforge.data.settings import MixSettings
-from draftforge.data.split import keep_shares, require_every_split, split_of, unit, weighted_choice
+from draftforge.data.split import require_every_split, split_of, unit, weighted_choice
 from draftforge.errors import InputError
 
 
@@ -38,19 +35,6 @@ def test_weighted_choice_meets_its_weights() -> None:
     assert [drawn[c] / 500 for c in "abc"] == pytest.approx([1, 2, 5], rel=0.15)
 
 
-@given(st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(1, 60), st.floats(0.05, 5)), min_size=1))
-def test_shares_are_kept_without_doubling(groups: dict[str, tuple[int, float]]) -> None:
-    ids = {group: [f"{group}{i}" for i in range(count)] for group, (count, _) in groups.items()}
-    weights = {group: weight for group, (_, weight) in groups.items()}
-    kept = keep_shares(ids, weights, "salt")
-    sizes = {group: len(kept & set(ids[group])) for group in ids}
-    scale = min(len(ids[group]) / weights[group] for group in ids)
-    assert all(sizes[g] in (1, *range(int(scale * weights[g] - 1e-6), int(scale * weights[g] + 1e-6) + 1)) for g in ids)
-    assert any(sizes[group] == len(ids[group]) for group in ids)
-    shuffled = {group: random.Random(0).sample(ids[group], len(ids[group])) for group in reversed(list(ids))}
-    assert keep_shares(shuffled, weights, "salt") == kept
-
-
 def test_empty_split_says_how_to_mend_it() -> None:
     with pytest.raises(
         InputError, match=r"mix: selection is empty: 3 conversations in 2 clusters, selection_share 0.15"
@@ -63,18 +47,19 @@ def test_empty_split_says_how_to_mend_it() -> None:
     "changes, rule",
     [
         ({"selection_share": 0.5, "holdout_share": 0.5}, "selection_share 0.5 + holdout_share 0.5 must be below 1"),
-        ({"domain_weights": {"a": 0}}, "domain_weights.a is 0.0; must be above 0"),
-        ({"domain_weights": {"a b": 1}}, "should match pattern"),
+        ({"weights": {"domain": {"a": 0}}}, "weights.domain.a is 0.0; must be above 0"),
+        ({"weights": {"length": {"a": 1}}}, "weights.length"),
+        ({"domains": {"rules": [{"match": "(", "domain": "a"}]}}, "not a regular expression"),
+        (
+            {"domains": {"rules": [{"match": "a", "domain": "a", "role": "user", "field": "model"}]}},
+            "role user and field model are set; only one",
+        ),
         ({"sources": []}, "at least 1 item"),
         ({"sources": [{"kind": "jsonl", "path": "x"}]}, "does not match any of the expected tags"),
         ({"sources": [{"kind": "turns", "path": "x", "colum": "y"}]}, "Extra inputs are not permitted"),
         (
             {"sources": [{"kind": "turns", "path": "x", "weight": 1}, {"kind": "turns", "path": "y"}]},
             "1 of 2 sources have a weight; give it to all or to none",
-        ),
-        (
-            {"sources": [{"kind": "turns", "path": "x", "weight": 1}], "domain_weights": {"a": 1}},
-            "only one of them can rule the shares",
         ),
     ],
 )

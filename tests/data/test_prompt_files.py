@@ -60,7 +60,7 @@ def test_files_of_several_shapes_and_a_copy(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         ([], "is empty"),
-        (["[1, 2]"], "p.jsonl:1: is a JSON array; must be an object"),
+        (["[1, 2]"], "p.jsonl: item 1: is a JSON number; must be an object"),
         (["{"], "p.jsonl:1: not valid JSON"),
         ([{"domain": "d", "turns": ["x"]}, {"domain": "d"}], "p.jsonl:2: turns is missing"),
         ([{"domain": "d", "turns": ["x"]}, {"turns": ["y"]}], "p.jsonl:2: has no domain"),

@@ -1,0 +1,138 @@
+"""Domains by what users say: tf-idf vectors of words and k-means (scikit-learn), for conversations that nothing names.
+
+Fitted on an even sample of the log, in one thread, with a fixed seed: the same log gives the same domains. Another log
+gives others, unless the mix has an ancestor with as many clusters: then its centres are kept, and with them what each
+name means. How far the split into clusters is the data's own and not chance is told as the agreement (adjusted Rand
+index; 1: the same, 0: chance) of two fits, each on one half of the sample.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from .. import fingerprint
+from ..errors import InputError
+
+FILE = "clusters.parquet"
+MOST_FITTED = 20_000
+_MOST_TERMS, _SHOWN_TERMS, _BATCH = 4096, 8, 4096
+_SEED, _STARTS = 0, 4
+Floats = NDArray[np.float32]
+
+
+class Clusters(NamedTuple):
+    """C centres over T terms."""
+
+    terms: list[str]
+    idf_T: Floats
+    centres_CT: Floats
+    agreement: float | None
+    """Of two halves' fits; None: the centres are an ancestor's."""
+
+    @property
+    def names(self) -> list[str]:
+        """c00, c01, …"""
+        return [f"c{number:02d}" for number in range(len(self.centres_CT))]
+
+    def told(self) -> dict[str, Any]:
+        """What the manifest keeps."""
+        best = np.argsort(-self.centres_CT, axis=1, kind="stable")[:, :_SHOWN_TERMS]
+        return {
+            "terms": {name: [self.terms[t] for t in row] for name, row in zip(self.names, best.tolist())},
+            "centres": fingerprint.of_bytes(self.centres_CT.tobytes()),
+            "agreement_of_halves": self.agreement,
+            "kept_from_ancestor": self.agreement is None,
+        }
+
+
+def fit(texts: Sequence[str], count: int) -> Clusters:
+    """Find `count` clusters of texts. Raises InputError where the texts are too few or too alike."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.metrics import adjusted_rand_score
+
+    if len(texts) < 2 * count:
+        raise InputError(
+            f"mix.domains.clusters {count}: {len(texts)} conversations to name; must be at least {2 * count}"
+        )
+    words = TfidfVectorizer(
+        max_features=_MOST_TERMS,
+        min_df=2,
+        max_df=0.5,
+        sublinear_tf=True,
+        dtype=np.float32,
+        token_pattern=r"[^\W\d_]{2,}",
+    )
+    try:
+        vectors = words.fit_transform(texts)
+    except ValueError as error:
+        raise InputError(f"mix.domains.clusters {count}: the texts hold too few words in common ({error})") from None
+    halves = [_centres(vectors[half::2], count) for half in range(2)]
+    agreement = float(adjusted_rand_score(*(_nearest(vectors, centres) for centres in halves)))
+    centres = _centres(vectors, count)
+    sizes = np.bincount(_nearest(vectors, centres), minlength=count)
+    by_size = sorted(range(count), key=lambda c: (-sizes[c], centres[c].tobytes()))
+    return Clusters(words.get_feature_names_out().tolist(), words.idf_.astype(np.float32), centres[by_size], agreement)
+
+
+def assign(clusters: Clusters, texts: Iterable[str]) -> Iterator[str]:
+    """The cluster of each text."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    words = TfidfVectorizer(
+        vocabulary=clusters.terms, sublinear_tf=True, dtype=np.float32, token_pattern=r"[^\W\d_]{2,}"
+    )
+    words.idf_ = clusters.idf_T
+    names = clusters.names
+    for batch in _batches(texts):
+        yield from (names[c] for c in _nearest(words.transform(batch), clusters.centres_CT))
+
+
+def write(clusters: Clusters, folder: Path) -> None:
+    """Keep the clusters in a mix folder."""
+    columns = dict(zip(clusters.names, clusters.centres_CT))
+    table = pa.table({"term": clusters.terms, "idf": clusters.idf_T, **columns})
+    pq.write_table(table, folder / FILE, compression="zstd")
+
+
+def read_first(folders: Iterable[Path], count: int) -> Clusters | None:
+    """The clusters of the first folder that has as many."""
+    for folder in folders:
+        if not (folder / FILE).is_file():
+            continue
+        table = pq.read_table(folder / FILE)
+        if len(table.column_names) == count + 2:
+            centres = [table.column(name).to_numpy() for name in table.column_names[2:]]
+            return Clusters(table.column("term").to_pylist(), table.column("idf").to_numpy(), np.stack(centres), None)
+    return None
+
+
+def _centres(vectors: Any, count: int) -> Floats:
+    from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(1):  # threads add up in any order
+        centres: Floats = KMeans(count, n_init=_STARTS, random_state=_SEED).fit(vectors).cluster_centers_
+    return centres
+
+
+def _nearest(vectors: Any, centres_CT: Floats) -> NDArray[np.int64]:
+    """The nearest centre of each row; of several, the first."""
+    distance_NC = (centres_CT**2).sum(axis=1) - 2 * (vectors @ centres_CT.T)
+    found: NDArray[np.int64] = distance_NC.argmin(axis=1)
+    return found
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,67 @@
+"""Evaluation sets kept out of train, and a second look at the holdout: is anything in it near what drafts train on?"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import progress
+from .dedup import Index, Known, Member, Signature, sharing_a_band, signature
+from .gathering import redacted
+from .prompt_files import source_of
+from .redact import Redactor
+from .settings import MixSettings
+from .sources import read
+
+
+class EvaluationSet(NamedTuple):
+    """An evaluation set as similarity sees it."""
+
+    name: str
+    signatures: list[Signature]
+
+
+def read_evaluation_sets(settings: MixSettings, base_dir: Path) -> list[EvaluationSet]:
+    """The sets of `mix.contamination`, redacted as the mix is, so that equal texts stay equal."""
+    redactor = Redactor(settings.redact)
+    found: list[EvaluationSet] = []
+    for name in settings.contamination:
+        records, _ = read(source_of(base_dir / name), Path(), 0)
+        found.append(EvaluationSet(name, [signature(redacted(record, redactor).user_text) for record in records]))
+    return found
+
+
+def near_any(members: Iterable[Member], signatures: Sequence[Signature], threshold: float, title: str) -> set[str]:
+    """Ids of the members that are at least as similar as the threshold to some signature."""
+    members = list(members)
+    meets = sharing_a_band([*signatures, *(member.signature for member in members)], threshold)
+    index = Index(threshold, len(signatures))
+    for place, one in enumerate(signatures):
+        if meets[place]:
+            index.add(place, one)
+    some = [member for member, may in zip(members, meets[len(signatures) :]) if may]
+    return {
+        member.id for member in progress.track(some, title, unit="conversations") if index.similar(member.signature)
+    }
+
+
+def holdout_report(
+    placed: Mapping[str, Known], known: Sequence[Known], near_sets: Mapping[str, Collection[str]], threshold: float
+) -> dict[str, object]:
+    """Clusters of the holdout, and how many of them are near this mix's train, an ancestor's, or an evaluation set.
+
+    The first two are 0: near conversations share a cluster, a cluster has one split, and an ancestor's split wins.
+    """
+    holdout = {id: item for id, item in placed.items() if item.split == "holdout"}
+    members = [item.member for item in holdout.values()]
+    trained = [item.member.signature for item in placed.values() if item.split == "train"]
+    before = [item.member.signature for item in known if item.split == "train"]
+
+    def clusters(ids: Iterable[str]) -> int:
+        return len({holdout[id].cluster for id in ids if id in holdout})
+
+    return {
+        "holdout_clusters": clusters(holdout),
+        "near_train": clusters(near_any(members, trained, threshold, "holdout against train")),
+        "near_ancestors_train": clusters(near_any(members, before, threshold, "holdout against ancestors")),
+        "near_evaluation_sets": {name: clusters(ids) for name, ids in near_sets.items()},
+    }

@@ -1,0 +1,347 @@
+"""Files as people keep them: one, a folder of them or a pattern, plain or packed; lines, JSON values and table rows.
+
+Nothing is read whole: a line, a value of a JSON array or a row at a time is in memory.
+"""
+
+import bz2
+import csv
+import glob
+import gzip
+import io
+import itertools
+import json
+import lzma
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import ijson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .. import fingerprint, progress
+from ..errors import InputError, MissingFileError
+
+_PACKED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+_UNPACKING = (EOFError, OSError, zlib.error, lzma.LZMAError)
+_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_BOM = b"\xef\xbb\xbf"
+_ITEMS_PER_UPDATE = 256
+_MEGABYTE = 1e6
+_DEEPEST = 200  # of a JSON value: far below what Python's own JSON module can write again
+
+
+class Item(NamedTuple):
+    """One line, JSON value or row, not decoded yet."""
+
+    path: Path
+    where: str
+    """`file:line`, or `file: item N` of a JSON array."""
+    decode: Callable[[], Any]
+    """Raises InputError starting with `where`."""
+
+
+class _Open(NamedTuple):
+    """A file that is being read."""
+
+    path: Path
+    stream: IO[bytes]
+    tick: Callable[[], None]
+    """Moves the progress bar to where the file on disk is read to."""
+
+
+def find(base_dir: Path, name: str) -> list[Path]:
+    """The files that a source names, in the order of their names: one, all of a folder, or those of a pattern.
+
+    Files whose name starts with a dot are left out of folders. Raises MissingFileError.
+    """
+    path = base_dir / name
+    if path.is_dir():
+        found = [inner for inner in path.rglob("*") if inner.is_file() and not _hidden(inner.relative_to(path))]
+        if not found:
+            raise MissingFileError(f"{path}: the folder holds no file")
+        return sorted(found)
+    if not path.exists() and glob.has_magic(name):
+        found = [base_dir / match for match in glob.glob(name, root_dir=base_dir, recursive=True)]  # noqa: PTH207  absolute patterns too
+        found = sorted(match for match in found if match.is_file())
+        if not found:
+            raise MissingFileError(f"{path}: no file matches")
+        return found
+    return [require_file(path)]
+
+
+def digest(base_dir: Path, name: str) -> str:
+    """64 hex digits of what the files of a source hold, and of their names where there may be several."""
+    paths = find(base_dir, name)
+    if paths == [base_dir / name]:
+        return fingerprint.of_file(paths[0])
+    root = base_dir / name if (base_dir / name).is_dir() else Path(os.path.commonpath([path.parent for path in paths]))
+    return fingerprint.of_files(root, [path.relative_to(root).as_posix() for path in paths])
+
+
+def require_file(path: Path) -> Path:
+    """The path, if it is a file. Raises MissingFileError, or InputError for a folder."""
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; must be a file")
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such file")
+    return path
+
+
+def text_lines(paths: Sequence[Path], title: str) -> Iterator[Item]:
+    """Lines that are not blank, as text without their end."""
+    for file in _opened(paths, title):
+        for where, line in _lines(file):
+            yield Item(file.path, where, lambda line=line, where=where: _utf8(line, where).rstrip("\r\n"))  # type: ignore[misc]
+
+
+def prompt_lines(paths: Sequence[Path], title: str) -> Iterator[Item]:
+    """Prompts: JSON values where the file's name says JSON, else each line that is not blank as {"prompt": line}."""
+    for file in _opened(paths, title):
+        if _unpacked_name(file.path).endswith(_JSON_SUFFIXES):
+            yield from _json_values(file)
+            continue
+        for where, line in _lines(file):
+            yield _prompt_item(file.path, where, line)
+
+
+def objects(paths: Sequence[Path], title: str) -> Iterator[Item]:
+    """JSON values: one a line, the elements of an array, or a file's one value over many lines."""
+    for file in _opened(paths, title):
+        yield from _json_values(file)
+
+
+def table_rows(paths: Sequence[Path], title: str) -> Iterator[Item]:
+    """Rows of .csv and .parquet files, as objects; JSON values of all others."""
+    for file in _opened(paths, title):
+        name = _unpacked_name(file.path)
+        if name.endswith(".csv"):
+            yield from _csv_rows(file)
+        elif name.endswith(".parquet"):
+            yield from _parquet_rows(file)
+        else:
+            yield from _json_values(file)
+
+
+def first_line(path: Path) -> Any:
+    """The first value of a file, decoded; None of an empty one. Text that is not JSON is {"prompt": text}."""
+    return next((item.decode() for item in prompt_lines([path], f"reading {path.name}")), None)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _unpacked_name(path: Path) -> str:
+    return path.name.removesuffix(path.suffix) if path.suffix in _PACKED else path.name
+
+
+def _opened(paths: Sequence[Path], title: str) -> Iterator[_Open]:
+    """Each file in turn, under one progress bar."""
+    total = sum(require_file(path).stat().st_size for path in paths)
+    with progress.bar(title, total / _MEGABYTE, "MB") as advance:
+        for path in paths:
+            with path.open("rb") as raw:
+                yield _Open(path, _unpack(path, raw), _ticks(raw, advance))
+
+
+def _ticks(raw: IO[bytes], advance: progress.Advance) -> Callable[[], None]:
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        position = raw.tell()
+        advance((position - done) / _MEGABYTE)
+        done = position
+
+    return tick
+
+
+def _unpack(path: Path, raw: IO[bytes]) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    if path.suffix == ".bz2":
+        return bz2.BZ2File(raw)
+    if path.suffix == ".xz":
+        return lzma.LZMAFile(raw)
+    if path.suffix == ".zst":
+        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd"))
+    return raw
+
+
+@contextmanager
+def _unpacking(path: Path, where: Callable[[], str]) -> Iterator[None]:
+    """A packed file that is cut or damaged, as one line that names the place."""
+    try:
+        yield
+    except _UNPACKING as error:
+        if path.suffix not in _PACKED:
+            raise
+        raise InputError(f"{where()}: not a complete {_PACKED[path.suffix]} file ({error})") from None
+
+
+def _lines(file: _Open) -> Iterator[tuple[str, bytes]]:
+    number = 0
+    with _unpacking(file.path, lambda: f"{file.path}:{number + 1}"):
+        for number, line in enumerate(file.stream, start=1):
+            if number == 1:
+                line = line.removeprefix(_BOM)
+            if line.strip():
+                yield f"{file.path}:{number}", line
+            if number % _ITEMS_PER_UPDATE == 0:
+                file.tick()
+    file.tick()
+
+
+def _json_values(file: _Open) -> Iterator[Item]:
+    """One value a line, unless the file starts an array, or its name says .json and its first line is no value."""
+    with _unpacking(file.path, lambda: f"{file.path}:1"):
+        start = file.stream.peek(1)  # type: ignore[attr-defined]  # an array may be one line of any length
+    if start.removeprefix(_BOM).lstrip().startswith(b"["):
+        yield from _whole_values(file, file.stream.read(len(start)).removeprefix(_BOM))
+        return
+    lines = _lines(file)
+    first = next(lines, None)
+    if first is None:
+        return
+    where, line = first
+    if _unpacked_name(file.path).endswith(".json") and not _is_json(line):
+        yield from _whole_values(file, line)
+        return
+    yield _json_item(file.path, where, line)
+    for where, line in lines:
+        yield _json_item(file.path, where, line)
+
+
+def _prompt_item(path: Path, where: str, line: bytes) -> Item:
+    return Item(path, where, lambda: {"prompt": _utf8(line, where).rstrip("\r\n")})
+
+
+def _json_item(path: Path, where: str, line: bytes) -> Item:
+    return Item(path, where, lambda: _json(line, where))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _json(line: bytes, where: str) -> Any:
+    text = _utf8(line, where)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply for JSON") from None
+    except ValueError as error:
+        reason = getattr(error, "msg", str(error))
+        column = getattr(error, "colno", None)
+        spot = f" at column {column}" if column else ""
+        raise InputError(f"{where}: not valid JSON ({reason}{spot}); must be one object a line") from None
+
+
+def _utf8(line: bytes, where: str) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not valid UTF-8 (byte {error.start + 1} of the line)") from None
+
+
+class _After:
+    """A stream with bytes before it that were read already."""
+
+    def __init__(self, begun: bytes, stream: IO[bytes]) -> None:
+        self._begun, self._stream = begun, stream
+
+    def read(self, size: int = -1) -> bytes:
+        if size == 0:  # asked for the kind of what is read
+            return b""
+        begun, self._begun = self._begun, b""
+        return begun or self._stream.read(size)
+
+
+def _whole_values(file: _Open, begun: bytes) -> Iterator[Item]:
+    """Elements of an array, or values one after the other, wherever lines end. `begun` was read from the file."""
+    number = 0
+    with _unpacking(file.path, lambda: f"{file.path}: item {number + 1}"):
+        try:
+            for number, value in enumerate(_elements(_After(begun, file.stream)), start=1):
+                yield Item(file.path, f"{file.path}: item {number}", lambda value=value: value)  # type: ignore[misc]
+                if number % _ITEMS_PER_UPDATE == 0:
+                    file.tick()
+        except ijson.JSONError as error:  # its other lines quote the file
+            reason = str(error).splitlines()[0].strip()
+            raise InputError(f"{file.path}: item {number + 1}: not valid JSON ({reason})") from None
+        except RecursionError:
+            raise InputError(f"{file.path}: item {number + 1}: nested too deeply for JSON") from None
+    file.tick()
+
+
+def _elements(stream: _After) -> Iterator[Any]:
+    depth, array, builder = 0, False, ijson.ObjectBuilder()
+    for event, value in ijson.basic_parse(stream, use_float=True, multiple_values=True):
+        ends = event in ("end_map", "end_array")
+        depth -= ends
+        if depth == 0 and event in ("start_array", "end_array"):
+            array = event == "start_array"
+            depth += array
+            continue
+        builder.event(event, value)
+        depth += event in ("start_map", "start_array")
+        if depth > _DEEPEST:
+            raise RecursionError
+        if depth == array and event != "map_key":
+            yield builder.value
+            builder = ijson.ObjectBuilder()
+
+
+def _csv_rows(file: _Open) -> Iterator[Item]:
+    csv.field_size_limit(sys.maxsize)  # a conversation is one field
+    rows = csv.DictReader(io.TextIOWrapper(file.stream, encoding="utf-8-sig", newline=""), strict=True)
+    with _table_errors(file.path, f"{file.path}:1"):
+        rows.fieldnames  # noqa: B018  reads the header
+    for number in itertools.count(1):
+        where = f"{file.path}:{rows.line_num + 1}"
+        with _table_errors(file.path, where):
+            row = next(rows, None)
+        if row is None:
+            break
+        yield Item(file.path, where, lambda row=row, where=where: _checked_row(row, where))  # type: ignore[misc]
+        if number % _ITEMS_PER_UPDATE == 0:
+            file.tick()
+    file.tick()
+
+
+@contextmanager
+def _table_errors(path: Path, where: str) -> Iterator[None]:
+    try:
+        with _unpacking(path, lambda: where):
+            yield
+    except csv.Error as error:
+        raise InputError(f"{where}: not valid CSV ({error})") from None
+    except UnicodeDecodeError:  # text is decoded some lines ahead
+        raise InputError(f"{where}: not valid UTF-8, here or within the next 8 kB") from None
+
+
+def _checked_row(row: dict[Any, Any], where: str) -> dict[str, str]:
+    if None in row or None in row.values():
+        raise InputError(f"{where}: has not as many values as the header has names")
+    return row
+
+
+def _parquet_rows(file: _Open) -> Iterator[Item]:
+    number = 0
+    try:
+        for batch in pq.ParquetFile(file.stream).iter_batches(_ITEMS_PER_UPDATE):
+            for row in batch.to_pylist():
+                number += 1
+                yield Item(file.path, f"{file.path}: row {number}", lambda row=row: row)  # type: ignore[misc]
+            file.tick()
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{file.path}: row {number + 1}: not a complete Parquet file ({error})") from None

@@ -1,0 +1,140 @@
+"""What the logs of chat-completion servers and of proxies before them have in common: bodies, answers, usage."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .entry import MOST_TOKENS, Reason
+from .when import number
+
+_SSE_DONE = "[DONE]"
+_COUNTS = (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
+
+
+def decoded(value: Any) -> Any:
+    """The object or array that a text holds, where it holds one; everything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
+    """A request body with what clients nest in `extra_body` beside its other fields."""
+    extra = request.get("extra_body")
+    return {**(extra if isinstance(extra, dict) else {}), **request}
+
+
+def refusal(messages: Any) -> Reason | None:
+    """Why these messages hold no conversation in text; None: they do, or break a rule that `records` will name."""
+    if not isinstance(messages, list):
+        return None
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, list):
+            continue
+        if any(isinstance(part, dict) and part.get("type") != "text" for part in content):
+            return "message part that is not text"
+    return None
+
+
+def with_answer(messages: list[Any], answer: Mapping[str, Any] | None) -> list[Any]:
+    """The messages and the logged answer, which the target will give again."""
+    return messages if answer is None else [*messages, answer]
+
+
+def answer_of(response: Any) -> dict[str, Any] | None:
+    """The first choice's message of a chat-completions response, whole or streamed; None where it holds no text and
+    no tool call, as of an answer that was cut while it thought."""
+    if isinstance(response, str):
+        response = _events(response) or decoded(response)
+    if isinstance(response, list):
+        return _kept(_merged(response))
+    if not isinstance(response, dict) or not isinstance(response.get("choices"), list):
+        return None
+    for choice in response["choices"]:
+        if isinstance(choice, dict) and isinstance(choice.get("message"), dict) and not choice.get("index"):
+            return _kept(choice["message"])
+    return None
+
+
+def _kept(message: Mapping[str, Any]) -> dict[str, Any] | None:
+    content, calls = message.get("content"), message.get("tool_calls") or None
+    if not calls and not (content.strip() if isinstance(content, str) else content):
+        return None
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def usage_of(response: Any) -> tuple[int | None, int | None]:
+    """Prompt and answer tokens as a response's `usage` tells them."""
+    if isinstance(response, str):
+        response = _events(response) or decoded(response)
+    if isinstance(response, list):
+        told = [
+            chunk["usage"] for chunk in response if isinstance(chunk, dict) and isinstance(chunk.get("usage"), dict)
+        ]
+        usage = told[-1] if told else {}
+    else:
+        usage = response.get("usage") if isinstance(response, dict) else {}
+    prompt, answer = (
+        next((count(usage, name) for name in names if count(usage, name) is not None), None) for names in _COUNTS
+    )
+    return prompt, answer
+
+
+def count(values: Any, name: str) -> int | None:
+    """A field that is a whole number of at least 0; None of anything else."""
+    found = number(values.get(name)) if isinstance(values, Mapping) else None
+    return int(found) if found is not None and 0 <= found <= MOST_TOKENS and found.is_integer() else None
+
+
+def labels(*sources: Any) -> dict[str, Any]:
+    """The texts and whole numbers among the fields of some objects, later ones first: what a recipe may read a domain,
+    a group or a replica from."""
+    found: dict[str, Any] = {}
+    for source in sources:
+        if isinstance(source, Mapping):
+            found |= {
+                name: value
+                for name, value in source.items()
+                if isinstance(value, str | int) and not isinstance(value, bool)
+            }
+    return found
+
+
+def _events(text: str) -> list[Any]:
+    """The chunks of a stream that was logged as it went over the wire; empty if this is none."""
+    lines = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
+    return [decoded(line) for line in lines if line != _SSE_DONE]
+
+
+def _merged(chunks: Iterable[Any]) -> dict[str, Any]:
+    """The message that the chunks of the first choice make."""
+    texts: list[str] = []
+    calls: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        choices = chunk.get("choices") if isinstance(chunk, dict) else None
+        for choice in choices if isinstance(choices, list) else []:
+            delta = choice.get("delta") if isinstance(choice, dict) else None
+            if not isinstance(delta, dict) or choice.get("index"):
+                continue
+            if isinstance(delta.get("content"), str):
+                texts.append(delta["content"])
+            parts = delta.get("tool_calls")
+            for part in parts if isinstance(parts, list) else []:
+                _extend(calls, part)
+    return {"content": "".join(texts), "tool_calls": [calls[index] for index in sorted(calls)]}
+
+
+def _extend(calls: dict[int, dict[str, Any]], part: Any) -> None:
+    """Add a piece of a tool call: its id and name come once, its arguments in pieces."""
+    if not isinstance(part, dict) or not isinstance(part.get("function"), dict):
+        return
+    index = part["index"] if isinstance(part.get("index"), int) else 0
+    call = calls.setdefault(index, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
+    call["id"] = part.get("id") or call["id"]
+    for name in ("name", "arguments"):
+        piece = part["function"].get(name)
+        call["function"][name] += piece if isinstance(piece, str) else ""

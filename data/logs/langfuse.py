@@ -1,0 +1,96 @@
+"""Langfuse's observations: blob-storage exports (JSON, JSONL, CSV, Parquet), exports from its pages, API answers.
+
+Exports write `start_time`, pages and the API `startTime`; structured fields are objects or their JSON text.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...errors import InputError
+from .chat import answer_of, body_of, count, decoded, labels, refusal, with_answer
+from .entry import Entry, Reason, Timing
+from .when import number, seconds
+
+_GENERATION = "GENERATION"
+_ANSWER_FIELDS = {"role", "content", "tool_calls"}
+_PROMPT_COUNTS = ("input", "prompt_tokens", "promptTokens", "input_tokens", "inputTokens", "inputUsage")
+_ANSWER_COUNTS = ("output", "completion_tokens", "completionTokens", "output_tokens", "outputTokens", "outputUsage")
+_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+def entries(value: Any, where: str) -> Iterable[Entry]:
+    """The generation that one observation holds. Raises InputError."""
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: is not a JSON object")
+    if isinstance(value.get("data"), list) and "type" not in value:  # a page of the API's list of observations
+        for number, item in enumerate(value["data"]):
+            yield from entries(item, f"{where}: data[{number}]")
+        return
+    if value.get("type") != _GENERATION:
+        yield Entry(where, left_out="no chat request")
+        return
+    given = decoded(value.get("input"))
+    parameters = _parameters(decoded(_either(value, "model_parameters")))
+    request = {**parameters, **(given if isinstance(given, dict) else {"messages": given})}
+    line = labels(decoded(value.get("metadata")), value)
+    thread = _either(value, "session_id") or _either(value, "trace_id")
+    if thread:
+        line.setdefault("group", thread)
+    reason = _reason(value, request)
+    if reason is None:
+        line["request"] = body_of(request)
+        messages = request.get("messages")
+        line["messages"] = with_answer(messages, _answer(value.get("output"))) if isinstance(messages, list) else None
+    yield Entry(where, line, reason, _timing(value))
+
+
+def _either(value: Mapping[str, Any], name: str) -> Any:
+    """A field under its name in exports, or under that of the API."""
+    first, *rest = name.split("_")
+    return value.get(name, value.get(first + "".join(part.capitalize() for part in rest)))
+
+
+def _reason(value: Mapping[str, Any], request: Mapping[str, Any]) -> Reason | None:
+    if value.get("level") == "ERROR":
+        return "failed request"
+    messages = request.get("messages")
+    if messages in (None, "", [], {}):
+        return "raw prompt" if request.get("prompt") else "no text logged"
+    if isinstance(messages, str):
+        return "raw prompt"
+    if not request.get("tools") and decoded(_either(value, "tool_definitions")) not in (None, "", {}, []):
+        return "tools without their definitions"
+    return refusal(messages)
+
+
+def _answer(output: Any) -> dict[str, Any] | None:
+    """The answer: a text, a message, or a whole response. JSON that is no message is what the model wrote."""
+    said = decoded(output)
+    if isinstance(said, list) and len(said) == 1:
+        said = said[0]
+    if isinstance(said, dict) and "choices" in said:
+        return answer_of(said)
+    if isinstance(said, dict) and said.keys() & _ANSWER_FIELDS and said.get("role", "assistant") == "assistant":
+        return answer_of({"choices": [{"message": said}]})
+    return answer_of({"choices": [{"message": {"content": output if isinstance(output, str) else None}}]})
+
+
+def _parameters(given: Any) -> dict[str, Any]:
+    """Model parameters, numbers among them that were written as text made numbers; an endless limit is none."""
+    found = dict(given) if isinstance(given, dict) else {}
+    for name in (*_NUMBERS, *_LIMITS):
+        told = number(found.pop(name, None))
+        if told is not None:
+            found[name] = int(told) if name == "top_k" or name in _LIMITS else told
+    return found
+
+
+def _timing(value: Mapping[str, Any]) -> Timing:
+    usages = [decoded(_either(value, "usage_details")), decoded(value.get("usage")), value]
+    prompt_tokens, answer_tokens = (
+        next((told for usage in usages for name in names if (told := count(usage, name)) is not None), None)
+        for names in (_PROMPT_COUNTS, _ANSWER_COUNTS)
+    )
+    started, ended = seconds(_either(value, "start_time")), seconds(_either(value, "end_time"))
+    return Timing(started, ended, None, prompt_tokens, answer_tokens)

@@ -1,0 +1,113 @@
+"""Chat-completions requests and responses: as proxies pair them, batch files, bare request bodies.
+
+    {"request": {...}, "response": {...}, "started": ..., "ended": ...}
+    {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+    {"model": ..., "messages": [...], ...}
+
+A body may stand as an object, as its JSON text, or inside an HTTP envelope (`method`, `path`, `headers`, `body`); a
+response also as the chunks of a stream, in a list or as they went over the wire.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...errors import InputError
+from .chat import answer_of, body_of, decoded, labels, refusal, usage_of, with_answer
+from .entry import Entry, Reason, Timing
+from .when import number, seconds
+
+_REQUESTS, _RESPONSES = ("request", "request_body", "body"), ("response", "response_body")
+_STARTED = ("started", "start_time", "startTime", "timestamp", "time")
+_ENDED = ("ended", "end_time", "endTime")
+_DURATIONS = (("duration", 1.0), ("latency", 1.0), ("duration_ms", 1e-3), ("latency_ms", 1e-3))
+_PATHS = ("url", "path", "endpoint", "uri")
+_STATUSES = ("status", "status_code")
+_FAILED = 400
+
+
+def entries(value: Any, where: str) -> Iterable[Entry]:
+    """The request that one logged object tells of. Raises InputError."""
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: is not a JSON object")
+    envelope, body = _request(value)
+    response = _response(value)
+    timing = _timing(value, response)
+    reason = _reason(value, envelope, body, response)
+    if body is None or reason is not None:
+        yield Entry(where, labels(value), reason or "answer without its request", timing)
+        return
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        messages = with_answer(messages, answer_of(response))
+    own = {name: item for name, item in value.items() if name not in (*_REQUESTS, *_RESPONSES)} if envelope else {}
+    yield Entry(where, {**labels(own), "request": body, "messages": messages}, timing=timing)
+
+
+def _request(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
+    """What wraps the body (empty: nothing does), and the body; None where only an answer was logged."""
+    if "messages" in value:
+        return {}, body_of(value)
+    for name in _REQUESTS:
+        inner = decoded(value.get(name))
+        if not isinstance(inner, dict):
+            continue
+        if name == "body" or "messages" in inner:
+            return value, body_of(inner)
+        body = decoded(inner.get("body", inner))
+        return {**value, **inner}, body_of(body) if isinstance(body, dict) else {}
+    if any(name in value for name in _RESPONSES) or "choices" in value:
+        return value, None
+    return {}, body_of(value)
+
+
+def _response(value: Mapping[str, Any]) -> Any:
+    inner = next((decoded(value[name]) for name in _RESPONSES if value.get(name) is not None), None)
+    return decoded(inner["body"]) if isinstance(inner, dict) and "body" in inner else inner
+
+
+def _reason(
+    value: Mapping[str, Any], envelope: Mapping[str, Any], body: Mapping[str, Any] | None, response: Any
+) -> Reason | None:
+    if _failed(value, response):
+        return "failed request"
+    path = next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), "").partition("?")[0]
+    if path.endswith(("/health", "/ping", "/metrics")):
+        return "health check"
+    if body is None:
+        return None
+    if path.endswith("/completions") and not path.endswith("/chat/completions"):
+        return "raw prompt"
+    if path and not path.endswith("/chat/completions"):
+        return "no chat request"
+    if "messages" not in body:
+        if "prompt" in body:
+            return "raw prompt"
+        if "input" in body:
+            return "no chat request"
+    return refusal(body.get("messages"))
+
+
+def _failed(value: Mapping[str, Any], response: Any) -> bool:
+    wrapped = next((decoded(value[name]) for name in _RESPONSES if value.get(name) is not None), None)
+    for holder in (value, wrapped, response):
+        if not isinstance(holder, Mapping):
+            continue
+        if holder.get("error"):
+            return True
+        for name in _STATUSES:
+            status = holder.get(name)
+            if isinstance(status, int | str) and str(status).isdigit() and int(status) >= _FAILED:
+                return True
+    return False
+
+
+def _timing(value: Mapping[str, Any], response: Any) -> Timing:
+    started = next((seconds(value[name]) for name in _STARTED if seconds(value.get(name)) is not None), None)
+    ended = next((seconds(value[name]) for name in _ENDED if seconds(value.get(name)) is not None), None)
+    took = next((told * scale for name, scale in _DURATIONS if (told := number(value.get(name))) is not None), None)
+    if started is None and ended is None and isinstance(response, dict):
+        started = seconds(response.get("created"))
+    if took is not None and (started is None) != (ended is None):
+        started, ended = (ended - took, ended) if started is None else (started, started + took)
+    prompt_tokens, answer_tokens = usage_of(response)
+    return Timing(started, ended, None, prompt_tokens, answer_tokens)

@@ -1,0 +1,152 @@
+"""SGLang's request log, `--log-requests --log-requests-level 3`, in its text and its JSON form.
+
+    [2026-11-28 10:00:00] Receive OpenAI: obj={'model': '...', 'messages': [...], ...}
+    [2026-11-28 10:00:04] Finish: obj=GenerateReqInput(rid='...', text='...', ...), out={'text': '...', ...}
+    {"timestamp": "2026-11-28T10:00:04.1", "event": "request.finished", "rid": "...", "obj": {...}, "out": {...}}
+
+A finished request holds the rendered prompt and the answer; since the middle of 2026 the request itself is logged when
+it arrives, without the id that would join the two. Where a log has such requests, conversations are taken from them,
+and times and counts of tokens from the finished ones.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ...errors import InputError
+from .chat import body_of, count, refusal, with_answer
+from .entry import Entry, Reason, Timing
+from .literals import arguments, fields, is_cut, literal
+from .rendered import is_chat, unrender
+from .when import number, seconds
+
+_TEXT = re.compile(
+    r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] )?(Receive OpenAI|Receive|Finish): (obj=.*)", re.DOTALL
+)
+_HEALTH = "HEALTH_CHECK"
+_CUT_AT = 1024  # level 2 keeps so many characters of both ends, with dots between them
+_EVENTS = {"request.received.openai": "Receive OpenAI", "request.received": "Receive", "request.finished": "Finish"}
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+class Sglang:
+    """Takes requests as clients sent them, and of finished ones what those do not tell."""
+
+    def __init__(self) -> None:
+        self._has_requests = False
+
+    def feed(self, value: str, where: str, server: str) -> Iterable[Entry]:
+        event, when, obj, out = _event(value, where)
+        if event == "Receive OpenAI":
+            self._has_requests = True
+            yield _asked(obj, where, when)
+        elif event == "Finish":
+            yield _finished(obj, out, where, when, server, self._has_requests)
+        else:
+            yield Entry(where, left_out="joined with another line" if event else "other log line")
+
+    def finish(self) -> Iterator[Entry]:
+        yield from ()
+
+
+def _event(value: str, where: str) -> tuple[str | None, float | None, Any, Any]:
+    """Kind and time of a line, its `obj` and its `out`. Raises InputError."""
+    if value.lstrip().startswith("{"):
+        try:
+            line = json.loads(value)
+        except (ValueError, RecursionError):
+            raise InputError(f"{where}: not valid JSON") from None
+        event = line.get("event") if isinstance(line, dict) else None
+        if not isinstance(event, str) or event not in _EVENTS:
+            return None, None, None, None
+        return _EVENTS[event], seconds(line.get("timestamp")), line.get("obj"), line.get("out")
+    found = _TEXT.search(value)
+    if not found:
+        return None, None, None, None
+    told = fields(found[3])
+    if found[2] == "Finish":
+        obj = _values(arguments(told.get("obj", "")), ("rid", "text", "input_ids", "sampling_params", "received_time"))
+        return "Finish", seconds(found[1]), obj, _value(told.get("out"))
+    return found[2], seconds(found[1]), _value(told.get("obj")), None
+
+
+class _Cut(str):
+    """A text or list whose middle the log left out."""
+
+
+def _value(part: str | None) -> Any:
+    try:
+        return literal(part)
+    except ValueError:
+        return _Cut() if part and is_cut(part) else None
+
+
+def _values(parts: Mapping[str, str], names: Iterable[str]) -> dict[str, Any]:
+    return {name: _value(parts[name]) for name in names if name in parts}
+
+
+def _asked(obj: Any, where: str, when: float | None) -> Entry:
+    if isinstance(obj, _Cut) or (isinstance(obj, Mapping) and _shortened(obj.get("messages"))):
+        return Entry(where, left_out="text cut by the log")
+    if not isinstance(obj, Mapping):
+        raise InputError(f"{where}: obj is not an object; must be the request")
+    if "messages" not in obj:
+        return Entry(where, left_out="raw prompt" if "prompt" in obj else "no chat request")
+    reason = refusal(obj["messages"])
+    line = {} if reason else {"request": body_of(obj), "messages": obj["messages"]}
+    return Entry(where, line, reason, Timing(started=when), in_flight=False)  # the finished one counts
+
+
+def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, asked: bool) -> Entry:
+    if not isinstance(obj, Mapping):
+        raise InputError(f"{where}: obj is not an object; must be the request")
+    timing = _timing(obj, out, when, replica)
+    if str(obj.get("rid", "")).startswith(_HEALTH):
+        return Entry(where, left_out="health check")
+    text = obj.get("text")
+    reason: Reason | None = None
+    if isinstance(out, Mapping) and "embedding" in out:
+        reason = "no chat request"
+    elif asked:
+        reason = "logged twice"
+    elif isinstance(text, _Cut) or _shortened(text):
+        reason = "text cut by the log"
+    elif not isinstance(text, str):
+        reason = "no text logged"
+    rendered = unrender(text) if reason is None and isinstance(text, str) else None
+    if rendered is None:
+        return Entry(
+            where, {}, reason or ("prompt in an unread markup" if is_chat(str(text)) else "raw prompt"), timing
+        )
+    said = out.get("text") if isinstance(out, Mapping) else None
+    kept = isinstance(said, str) and said.strip() and not isinstance(said, _Cut)
+    params = obj.get("sampling_params")
+    line = {
+        **({name: params[name] for name in _SAMPLING if name in params} if isinstance(params, Mapping) else {}),
+        "messages": with_answer(rendered.messages, {"role": "assistant", "content": said} if kept else None),
+        "chat_template_kwargs": rendered.template_args,
+    }
+    return Entry(where, line, None, timing)
+
+
+def _timing(obj: Mapping[str, Any], out: Any, when: float | None, replica: str) -> Timing:
+    told = out.get("meta_info") if isinstance(out, Mapping) else None
+    info: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
+    took = number(info.get("e2e_latency"))
+    started = seconds(info.get("request_received_ts")) or seconds(obj.get("received_time"))
+    ended = when
+    if took is not None:
+        # The time of the line has whole seconds in text form: the length is taken as it was measured.
+        started = started if started is not None else (None if when is None else when - took)
+        ended = None if started is None else started + took
+    return Timing(started, ended, replica, count(info, "prompt_tokens"), count(info, "completion_tokens"))
+
+
+def _shortened(value: Any) -> bool:
+    """Whether some text has the length and the dots of one that was cut."""
+    if isinstance(value, str):
+        return len(value) == 2 * _CUT_AT + 3 and value[_CUT_AT:-_CUT_AT] == "..."
+    if isinstance(value, Mapping):
+        return any(_shortened(item) for item in value.values())
+    return isinstance(value, list) and any(_shortened(item) for item in value)

@@ -1,0 +1,101 @@
+"""Whatever stands in a line of a log, a reader gives requests, leaves it out or names its place; nothing else."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from log_reading import SAMPLES
+
+from draftforge.data.in_flight import Traffic, in_flight_report
+from draftforge.data.logs.readers import FORMATS
+from draftforge.data.settings import FileSource
+from draftforge.data.sources import SourceCounts, read_records
+from draftforge.errors import InputError
+
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    10**400,
+    1e308,
+    -1e308,
+    1.5,
+    "",
+    " ",
+    "text",
+    "{",
+    "[1]",
+    '{"a": 1}',
+    "NaN",
+    "9" * 400,
+]
+ODD += [[], {}, [None], [[]], [{}], {"role": "user"}, {"content": [None]}, {"choices": [None]}, {"function": None}]
+LINES = {
+    "openai": "openai.jsonl",
+    "litellm": "litellm.jsonl",
+    "langfuse": "langfuse.jsonl",
+    "sglang": "sglang.jsonl",
+    "vllm": "vllm_json.log",
+}
+
+
+def places(value: Any) -> Iterator[tuple[Any, ...]]:
+    """Every place of a JSON value, as keys."""
+    yield ()
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        for rest in places(inner):
+            yield key, *rest
+
+
+def changed(value: Any, place: tuple[Any, ...], odd: Any) -> Any:
+    if not place:
+        return odd
+    value = copy.copy(value)
+    value[place[0]] = changed(value[place[0]], place[1:], odd)
+    return value
+
+
+def survives(path: Path, kind: Any, lines: list[Any]) -> None:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    counts, traffic = SourceCounts(), Traffic()
+    source = FileSource(kind=kind, path=path.name, domain="d", skip_invalid=True)
+    try:
+        for record in read_records(source, path.parent, 0, counts, traffic=traffic):
+            assert record.messages and record.key
+    except InputError as error:
+        assert not counts.taken and "\n" not in str(error)
+    else:
+        assert counts.read == counts.taken + counts.skipped + sum(counts.left_out.values())
+    in_flight_report(traffic)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(data=st.data())
+def test_a_value_out_of_place(tmp_path: Path, kind: str, data: st.DataObject) -> None:
+    lines = [json.loads(line) for line in (SAMPLES / LINES[kind]).read_text().splitlines()]
+    row = data.draw(st.integers(0, len(lines) - 1))
+    place = data.draw(st.sampled_from(list(places(lines[row]))))
+    lines[row] = changed(lines[row], place, data.draw(st.sampled_from(ODD)))
+    survives(tmp_path / "log.jsonl", kind, lines)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(data=st.data())
+def test_a_text_line_with_a_piece_missing_or_put_in(tmp_path: Path, kind: str, data: st.DataObject) -> None:
+    lines = (SAMPLES / f"{kind}.log").read_text().splitlines()
+    row = data.draw(st.integers(0, len(lines) - 1))
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(lines[row]))] * 2)))
+    piece = data.draw(
+        st.sampled_from(["", "'", '"', "(", "]", "}", ",", " ... ", "\\", "00-00 99:99:99", "obj=", "=x"])
+    )
+    lines[row] = lines[row][:start] + piece + lines[row][end:]
+    survives(tmp_path / "log.log", kind, lines)

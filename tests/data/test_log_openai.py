@@ -1,0 +1,120 @@
+"""Chat-completions logs: the API reference's request, response and chunk objects, and the batch guide's two files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from log_reading import SAMPLES, read_log, write_lines
+
+from draftforge.errors import InputError
+from draftforge.specdec.sampling import SamplingSettings
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def test_sample_gives_conversations_settings_and_times() -> None:
+    read = read_log(SAMPLES / "openai.jsonl", "openai", domain=None)
+    assert read.talks == [
+        [("system", "Be brief."), ("user", "What time is it?"), ("assistant", "")],
+        [("user", "Capital of France?"), ("assistant", "Paris.")],
+        [("user", "Add 2 and 3."), ("assistant", "5"), ("user", "And 4?"), ("assistant", "9")],
+        [("user", "Call two tools."), ("assistant", "")],
+        [("user", "Name a prime.")],
+        [("user", "A body alone.")],
+    ]
+    assert [record.domain for record in read.records] == ["tools", "chat", "chat", "tools", "batch", "bare"]
+    assert [record.sampling for record in read.records] == [
+        SamplingSettings(temperature=0.7, top_p=0.9),
+        SamplingSettings(),
+        SamplingSettings(temperature=1.0, top_k=20),
+        None,
+        None,
+        SamplingSettings(temperature=0.2, min_p=0.05),
+    ]
+    first, streamed, enveloped, called = read.records[:4]
+    assert first.template_args == {"enable_thinking": False} and first.max_new_tokens == 64
+    assert first.tools is not None and first.tools[0]["function"]["name"] == "clock"
+    assert (first.started, first.ended, first.replica) == (1795860000.0, 1795860002.5, "gpu-0")
+    assert (first.prompt_tokens, first.answer_tokens) == (41, 12)
+    assert (streamed.started, streamed.ended, streamed.answer_tokens) == (1795860010.0, 1795860011.5, 3)
+    assert (enveloped.started, enveloped.ended) == (1795860020.0, 1795860021.0)
+    assert enveloped.template_args == {"enable_thinking": True}
+    assert called.messages[1].tool_calls == [
+        {"id": "a", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}},
+        {"id": "b", "type": "function", "function": {"name": "clock", "arguments": "{}"}},
+    ]
+
+
+def test_lines_without_a_conversation_are_counted_by_reason() -> None:
+    counts = read_log(SAMPLES / "openai.jsonl", "openai", domain=None).counts
+    assert counts.left_out == {
+        "answer without its request": 1,
+        "no chat request": 1,
+        "health check": 1,
+        "failed request": 1,
+        "message part that is not text": 1,
+        "raw prompt": 1,
+    }
+    assert counts.read == 12 and counts.taken == 6 and counts.skipped == 0
+
+
+def test_answers_that_hold_nothing_are_not_kept(tmp_path: Path) -> None:
+    answers: list[Any] = [
+        {"choices": []},
+        {"choices": [{"index": 0, "message": {"role": "assistant", "content": None, "reasoning_content": "hm"}}]},
+        "data: [DONE]\n\n",
+        "no JSON",
+        None,
+        {"choices": [{"index": 1, "message": {"content": "second"}}, {"index": 0, "message": {"content": "first"}}]},
+    ]
+    lines = [json.dumps({"request": {"messages": [USER]}, "response": answer}) for answer in answers]
+    talks = read_log(write_lines(tmp_path / "log.jsonl", *lines), "openai").talks
+    assert talks == [[("user", "Hi")]] * 5 + [[("user", "Hi"), ("assistant", "first")]]
+
+
+@pytest.mark.parametrize(
+    "line, rule",
+    [
+        ([1], "is a JSON number|is not a JSON object"),
+        ({}, "messages is missing"),
+        ({"request": {"messages": "my secret"}}, "messages is a JSON string"),
+        ({"request": {"messages": []}}, "messages is empty"),
+        ({"messages": [{"role": "function", "content": "my secret"}]}, r"messages\[0\]: unknown role 'function'"),
+        ({"messages": [USER], "temperature": "my secret"}, "temperature: input should be a valid number"),
+        ({"messages": [USER], "max_tokens": 0}, "max_tokens 0; must be"),
+        ({"request": {"messages": [USER]}, "response": {"choices": [{"message": {"content": 3}}]}}, "JSON number"),
+    ],
+)
+def test_lines_that_break_the_schema(tmp_path: Path, line: Any, rule: str) -> None:
+    path = write_lines(tmp_path / "log.jsonl", json.dumps({"messages": [USER]}), json.dumps(line))
+    with pytest.raises(InputError, match=rule) as caught:
+        read_log(path, "openai")
+    assert "log.jsonl" in str(caught.value) and "secret" not in str(caught.value) and "\n" not in str(caught.value)
+    counts = read_log(path, "openai", skip_invalid=True).counts
+    assert counts.taken == 1 and counts.skipped == 1
+
+
+@pytest.mark.parametrize(
+    "fields, started, ended",
+    [
+        ({"timestamp": 100, "latency": 2}, 100.0, 102.0),
+        ({"ended": 100.5, "duration_ms": 500}, 100.0, 100.5),
+        ({"time": "1970-01-01T00:01:40Z", "latency_ms": 1000}, 100.0, 101.0),
+        ({"start_time": 100, "end_time": 101, "duration": 9}, 100.0, 101.0),
+        ({"response": {"created": 100, "choices": []}}, 100.0, None),
+        ({"started": "yesterday"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_times(tmp_path: Path, fields: dict[str, Any], started: float | None, ended: float | None) -> None:
+    line = json.dumps({"request": {"messages": [USER]}, **fields})
+    (record,) = read_log(write_lines(tmp_path / "log.jsonl", line), "openai").records
+    assert (record.started, record.ended) == (started, ended)
+
+
+def test_replica_and_group_come_from_the_fields_that_the_source_names(tmp_path: Path) -> None:
+    line = json.dumps({"request": {"messages": [USER]}, "started": 1, "ended": 2, "pod": 7, "thread": "t"})
+    read = read_log(write_lines(tmp_path / "log.jsonl", line), "openai", replica_field="pod", group_field="thread")
+    assert read.records[0].replica == "7" and read.records[0].group == "t"
+    assert read.times == [(1.0, 1.0, "7")]

@@ -1,0 +1,101 @@
+"""`inspect-mix` through the command line: tables, a page, pictures, and no target."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from draftforge.cli import app
+from draftforge.errors import InputError
+from draftforge.pipeline.inspect_page import check_place
+
+LINES = [
+    {
+        "messages": [
+            {"role": "system", "content": f"you are bot number {i % 2}"},
+            {"role": "user", "content": f"topic{i} asks about thing{i * 7} and part{i * 3}, mail joe{i}@acme.org"},
+            {"role": "assistant", "content": "an answer " * (1 + i % 30)},
+        ],
+        "domain": "support" if i % 3 else "code",
+        "temperature": 0.7 if i % 2 else 0,
+        "started": 1_790_000_000 + 40_000 * (i // 3) + i % 3,
+        "ended": 1_790_000_000 + 40_000 * (i // 3) + 10,
+        "replica": f"10.0.0.{1 + i % 2}:8000",
+        "prompt_tokens": 20 + i,
+        "answer_tokens": 2 + i % 30,
+    }
+    for i in range(90)
+]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, write_recipe: Callable[..., Path]) -> Path:
+    """A made log with copies; its target has no weights, so nothing may load it."""
+    (tmp_path / "weightless").mkdir()
+    (tmp_path / "weightless" / "config.json").write_text('{"max_position_embeddings": 20}')
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*LINES, *LINES[:7]]))
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "nothing like this in the log"}) + "\n")
+    mix = {
+        "sources": [{"kind": "messages", "path": "log.jsonl"}],
+        "limit": 60,
+        "domains": {"rules": [{"match": "topic1", "domain": "ones"}]},
+        "contamination": [str(tmp_path / "eval.jsonl")],
+    }
+    return write_recipe(mix=mix, target={"model": str(tmp_path / "weightless")})
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["inspect-mix", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_tables_tell_of_the_log_and_the_mix(recipe: Path) -> None:
+    told = run(recipe)
+    for row in (
+        r"read\s+97",
+        r"exact copies\s+7",
+        r"over the mix's shares or limit\s+30",
+        r"the log, as compared below\s+97",
+        r"ones\s+\d+",
+        r"t0\.7\s+\d+",
+        r"email\s+97",
+        r"of them near this mix's train\s+0",
+        r"of them near \S*eval\.jsonl\s+0",
+        r"all together\s+0\.\d+ \(0\.\d+",
+        r"prompt, holdout\s+\d+",
+        r"answer, log\s+\d+",
+        r"counted by the log for 100% of its records",
+        r"of the mix, prompts of 20 tokens or more\s+60",
+        r"2026-09-2\d\s+\d+",
+        r"<ip>:8000 2\s+\d+\s+\d+",
+        r"all\s+\d+\s+\d+",
+        r"  load:\n    engine: vllm\n    batch_sizes: {",
+    ):
+        assert re.search(row, told), row
+    assert not any(secret in told for secret in ("joe", "bot number", "10.0.0"))
+    again = run(recipe)
+    assert "mix: done" in again or again.count("Lengths") == 1
+
+
+def test_a_page_needs_nothing_else_and_is_the_same_again(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, "--out", tmp_path / "a.html")
+    run(recipe, "--out", tmp_path / "b.html")
+    page = (tmp_path / "a.html").read_text()
+    assert page == (tmp_path / "b.html").read_text()
+    assert page.count("<svg") >= 7 and page.count("<table>") >= 10 and "By system" in page
+    assert not re.search(r'(src|href)="http', page) and "joe" not in page
+
+
+def test_pictures_come_in_a_new_folder(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, "--out", tmp_path / "pictures")
+    names = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert {"domain.png", "domain.svg", "lengths.svg", "system.png"} <= names
+    with pytest.raises(InputError, match=r"--out .*pictures: exists"):
+        check_place(tmp_path / "pictures")
+    (tmp_path / "c.html").mkdir()
+    with pytest.raises(InputError, match=r"c\.html: is a folder"):
+        check_place(tmp_path / "c.html")
