@@ -74,6 +74,24 @@ def test_answers_that_hold_nothing_are_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields, kept",
+    [
+        ({"status": 500}, False),
+        ({"status_code": "503"}, False),
+        ({"response": {"status": 429, "body": {}}}, False),
+        ({"response": {"status_code": 200, "body": {"error": {"message": "no"}}}}, False),
+        ({"error": "timeout"}, False),
+        ({"status": 200, "error": None}, True),
+        ({"status": "ok"}, True),
+    ],
+)
+def test_failed_requests(tmp_path: Path, fields: dict[str, Any], kept: bool) -> None:
+    line = json.dumps({"request": {"messages": [USER]}, **fields})
+    path = write_lines(tmp_path / "log.jsonl", json.dumps({"messages": [USER]}), line)
+    assert read_log(path, "openai").counts.left_out == ({} if kept else {"failed request": 1})
+
+
+@pytest.mark.parametrize(
     "line, rule",
     [
         ([1], "is a JSON number|is not a JSON object"),
