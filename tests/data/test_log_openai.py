@@ -67,10 +67,11 @@ def test_answers_that_hold_nothing_are_not_kept(tmp_path: Path) -> None:
         "no JSON",
         None,
         {"choices": [{"index": 1, "message": {"content": "second"}}, {"index": 0, "message": {"content": "first"}}]},
+        [{"choices": [{"index": i, "delta": {"content": text}}]} for i, text in ((1, "second"), (0, "fir"), (0, "st"))],
     ]
     lines = [json.dumps({"request": {"messages": [USER]}, "response": answer}) for answer in answers]
     talks = read_log(write_lines(tmp_path / "log.jsonl", *lines), "openai").talks
-    assert talks == [[("user", "Hi")]] * 5 + [[("user", "Hi"), ("assistant", "first")]]
+    assert talks == [[("user", "Hi")]] * 5 + [[("user", "Hi"), ("assistant", "first")]] * 2
 
 
 @pytest.mark.parametrize(
