@@ -107,7 +107,9 @@ def _timing(value: Mapping[str, Any], response: Any) -> Timing:
     took = next((told * scale for name, scale in _DURATIONS if (told := number(value.get(name))) is not None), None)
     if started is None and ended is None and isinstance(response, dict):
         started = seconds(response.get("created"))
-    if took is not None and (started is None) != (ended is None):
-        started, ended = (ended - took, ended) if started is None else (started, started + took)
+    if took is not None and started is not None and ended is None:
+        ended = started + took
+    elif took is not None and ended is not None and started is None:
+        started = ended - took
     prompt_tokens, answer_tokens = usage_of(response)
     return Timing(started, ended, None, prompt_tokens, answer_tokens)

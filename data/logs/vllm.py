@@ -28,7 +28,7 @@ _LINE = re.compile(
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?")
 _MONTH_DAY = re.compile(r"(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
-_MOST_WAITING = 10_000  # a log without outputs never tells that a request ended
+_MOST_WAITING = 4096  # a log without outputs never tells that a request ended
 _LEAP_YEAR = 2000
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
@@ -68,7 +68,7 @@ class Vllm:
         if kind in ("Received request", "Request"):
             yield from self._received(where, server, name, rest, when, dated)
         elif found[3] != "(streaming delta)":
-            yield from self._answered(where, server, name, rest, when)
+            yield from self._answered(where, server, name, rest, when, dated)
 
     def finish(self) -> Iterator[Entry]:
         for request in self._waiting.values():
@@ -87,14 +87,18 @@ class Vllm:
         if len(self._waiting) > _MOST_WAITING:
             yield _entry(self._waiting.pop(next(iter(self._waiting))), None, {})
 
-    def _answered(self, where: str, server: str, name: str, rest: str, when: float | None) -> Iterator[Entry]:
+    def _answered(
+        self, where: str, server: str, name: str, rest: str, when: float | None, dated: bool
+    ) -> Iterator[Entry]:
         # A completion's first prompt is logged as its id with a number behind it, its answer without one.
         names = (name, f"{name}-0", f"{name}_0")
         key = next(((server, known) for known in names if (server, known) in self._waiting), None)
         if key is None:
             yield Entry(where, left_out="answer without its request")
             return
-        yield _entry(self._waiting.pop(key), when, fields(rest))
+        request = self._waiting.pop(key)
+        # A date of an unknown year and one of a known year make no length.
+        yield _entry(request, when if dated == request.dated else None, fields(rest))
 
     def _when(self, before: str, stamp: Any) -> tuple[float | None, bool]:
         """Seconds of a line, and whether their year is known."""

@@ -65,7 +65,7 @@ def changed(value: Any, place: tuple[Any, ...], odd: Any) -> Any:
 def survives(path: Path, kind: Any, lines: list[Any]) -> None:
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     counts, traffic = SourceCounts(), Traffic()
-    source = FileSource(kind=kind, path=path.name, domain="d", skip_invalid=True)
+    source = FileSource(kind=kind, path=path.name, domain="d", skip_invalid=True, limit=None, weight=None)
     try:
         for record in read_records(source, path.parent, 0, counts, traffic=traffic):
             assert record.messages and record.key

@@ -81,6 +81,13 @@ def test_vllm_lines_behind_the_prefixes_of_containers(tmp_path: Path) -> None:
     assert read.records[0].ended == start + length
 
 
+def test_times_of_unlike_kinds_make_no_length(tmp_path: Path) -> None:
+    lines = (received("chatcmpl-1"), generated("chatcmpl-1", "2026-11-28T10:00:02Z INFO 11-28 10:00:02"))
+    read = read_log(write_lines(tmp_path / "pod.log", *lines), "vllm")
+    ((_, length, _),) = read.times
+    assert length != length and read.traffic.untimed == 1 and read.talks[0][1] == ("assistant", "Yes")
+
+
 def test_each_file_of_a_folder_is_a_vllm_replica_and_its_rotated_files_are_the_same_one(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     write_lines(tmp_path / "a" / "server.log.1", received("chatcmpl-1"), received("chatcmpl-2"))

@@ -67,10 +67,29 @@ def test_answers_that_hold_nothing_are_not_kept(tmp_path: Path) -> None:
         "no JSON",
         None,
         {"choices": [{"index": 1, "message": {"content": "second"}}, {"index": 0, "message": {"content": "first"}}]},
+        [{"choices": [{"index": i, "delta": {"content": text}}]} for i, text in ((1, "second"), (0, "fir"), (0, "st"))],
     ]
     lines = [json.dumps({"request": {"messages": [USER]}, "response": answer}) for answer in answers]
     talks = read_log(write_lines(tmp_path / "log.jsonl", *lines), "openai").talks
-    assert talks == [[("user", "Hi")]] * 5 + [[("user", "Hi"), ("assistant", "first")]]
+    assert talks == [[("user", "Hi")]] * 5 + [[("user", "Hi"), ("assistant", "first")]] * 2
+
+
+@pytest.mark.parametrize(
+    "fields, kept",
+    [
+        ({"status": 500}, False),
+        ({"status_code": "503"}, False),
+        ({"response": {"status": 429, "body": {}}}, False),
+        ({"response": {"status_code": 200, "body": {"error": {"message": "no"}}}}, False),
+        ({"error": "timeout"}, False),
+        ({"status": 200, "error": None}, True),
+        ({"status": "ok"}, True),
+    ],
+)
+def test_failed_requests(tmp_path: Path, fields: dict[str, Any], kept: bool) -> None:
+    line = json.dumps({"request": {"messages": [USER]}, **fields})
+    path = write_lines(tmp_path / "log.jsonl", json.dumps({"messages": [USER]}), line)
+    assert read_log(path, "openai").counts.left_out == ({} if kept else {"failed request": 1})
 
 
 @pytest.mark.parametrize(
