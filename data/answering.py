@@ -7,9 +7,9 @@ Shapes: B rows of a decoding step, V vocabulary, M tail draws.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,14 +25,23 @@ from .requests import Planned, Prompts, ShardPlan, tail_seed_of
 from .signals import emitted_logp, stored_signals
 from .store import Sample
 
-Advance = Callable[[int, int], None]
-"""(amount, tokens): new tokens, and budget that will not be spent; the amounts add up to the budgets."""
-
-
 Columns = dict[str, Tensor]
 
 _USUAL = 0.95  # share of the answers that all slots must have room for; longer ones wait for larger slots
 _HELD = 4  # times the slots, or a shard: finished answers that wait for others of their shards
+
+
+class Progress(Protocol):
+    """Who is told how the answers come, and decides whether more are begun."""
+
+    def may_open(self, shard: ShardPlan) -> bool:
+        """Whether the answers of another shard may be begun. Asked again whenever there is room for them."""
+
+    def emitted(self, tokens: int) -> None:
+        """So many answer tokens more are there."""
+
+    def ended(self, answer: Planned, sample: Sample | None) -> None:
+        """An answer is complete; None: it was left out."""
 
 
 class Skipped(NamedTuple):
@@ -81,14 +90,15 @@ def answer_shards(
     shards: Sequence[ShardPlan],
     prompts: Prompts,
     settings: CaptureSettings,
-    advance: Advance,
+    progress: Progress,
     recorded: RecordedAnswers | None = None,
 ) -> Iterator[tuple[ShardPlan, Answers]]:
     """Answer shards, about in their order; yields each once all of it is there. What is `recorded` is not drawn anew.
 
-    Raises InputError where the target's logits are not finite, or where `batch_size` answers do not fit a GPU.
+    Ends before the last shard where `progress` lets none be begun any more. Raises InputError where the target's logits
+    are not finite, or where `batch_size` answers do not fit a GPU.
     """
-    return _Stream(target, shards, prompts, settings, advance, recorded).run()
+    return _Stream(target, shards, prompts, settings, progress, recorded).run()
 
 
 class _Stream:
@@ -100,11 +110,11 @@ class _Stream:
         shards: Sequence[ShardPlan],
         prompts: Prompts,
         settings: CaptureSettings,
-        advance: Advance,
+        progress: Progress,
         recorded: RecordedAnswers | None,
     ) -> None:
         self._recorded = recorded
-        self._target, self._prompts, self._settings, self._advance = target, prompts, settings, advance
+        self._target, self._prompts, self._settings, self._progress = target, prompts, settings, progress
         self._unopened = deque(enumerate(shards))
         self._open: dict[str, _Open] = {}  # by the shard's name
         self._asked: dict[str, tuple[_Open, Planned, Request]] = {}  # by the answer's id
@@ -132,7 +142,7 @@ class _Stream:
             capacity,
             self._settings.max_new_tokens,
             self._listener,
-            lambda tokens: self._advance(tokens, tokens),
+            self._progress.emitted,
             wanted=wanted,
         )
 
@@ -140,6 +150,8 @@ class _Stream:
         """Answer all that is ready or becomes so and fits this decoder."""
         while True:
             while decoder.hungry and self._unopened and not (self._full and not decoder.idle):
+                if not self._progress.may_open(self._unopened[0][1]):
+                    break
                 self._open_next()
                 self._ask(decoder)
             self._ask(decoder)
@@ -169,12 +181,13 @@ class _Stream:
         request = self._request(shard, answer)
         if isinstance(request, Skipped):
             shard.skipped[answer.id] = request
-            self._advance(answer.max_new_tokens, 0)
+            self._progress.ended(answer, None)
             self._go_on(shard, answer)
         elif kept := self._recorded and self._recorded.find(answer, request.prompt_ids, request.max_new_tokens):
             shard.done[answer.id] = _sample(answer, request, kept)
             shard.recorded.append(shard.done[answer.id])
-            self._advance(answer.max_new_tokens, 0)
+            self._progress.emitted(len(kept.tokens))
+            self._progress.ended(answer, shard.done[answer.id])
             self._go_on(shard, answer)
         else:
             self._asked[answer.id] = (shard, answer, request)
@@ -224,7 +237,7 @@ class _Stream:
             columns = {"logp_n": columns["logp_n"]}
         shard.done[answer.id] = _sample(answer, request, answered)
         shard.columns[answer.id] = columns
-        self._advance(answer.max_new_tokens - len(answered.tokens), 0)
+        self._progress.ended(answer, shard.done[answer.id])
         self._go_on(shard, answer)
 
     def _completed(self) -> Iterator[tuple[ShardPlan, Answers]]:
