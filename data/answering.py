@@ -14,12 +14,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, StaleInputError
 from ..specdec.fitting import fitting_slots
 from ..specdec.plain import Answered, Asked, PlainDecoder
 from ..specdec.requests import Request
 from ..specdec.targets import Target
 from .capture_settings import CaptureSettings
+from .engines import Engine, EngineDecoder
 from .recorded import Recorded, RecordedAnswers, forced_signals
 from .requests import Planned, Prompts, ShardPlan, tail_seed_of
 from .signals import emitted_logp, stored_signals
@@ -44,6 +45,18 @@ class Progress(Protocol):
         """An answer is complete; None: it was left out."""
 
 
+class Decoder(Protocol):
+    """What the stream asks (see PlainDecoder)."""
+
+    @property
+    def hungry(self) -> bool: ...
+    @property
+    def idle(self) -> bool: ...
+    def fits(self, request: Request) -> bool: ...
+    def ask(self, asked: Sequence[Asked]) -> None: ...
+    def step(self) -> list[Answered]: ...
+
+
 class Skipped(NamedTuple):
     """An answer that was not drawn, and why."""
 
@@ -58,6 +71,8 @@ class Answers(NamedTuple):
     columns: Columns
     """The signals of all answer tokens in order; outside the train split `logp_n` alone."""
     skipped: list[Skipped]
+    logp_difference: float | None = None
+    """Mean distance (nats) of an engine's log-probs from the target's, where both are known."""
 
 
 @dataclass
@@ -68,7 +83,9 @@ class _Open:
     plan: ShardPlan
     done: dict[str, Sample] = field(default_factory=dict)
     recorded: list[Sample] = field(default_factory=list)
-    """Those of `done` whose columns are still to be made."""
+    """Those of `done` that were not drawn here: their columns are still to be made."""
+    claimed: dict[str, Tensor] = field(default_factory=dict)
+    """Of these, the log-probs that the engine gave to their tokens."""
     columns: dict[str, Columns] = field(default_factory=dict)
     skipped: dict[str, Skipped] = field(default_factory=dict)
 
@@ -82,7 +99,13 @@ class _Open:
         drawn = [id for id in ids if id in self.done]
         names = self.columns[drawn[0]] if drawn else ()
         columns = {name: torch.cat([self.columns[id][name] for id in drawn]) for name in names}
-        return Answers([self.done[id] for id in drawn], columns, [self.skipped[id] for id in ids if id in self.skipped])
+        skipped = [self.skipped[id] for id in ids if id in self.skipped]
+        return Answers([self.done[id] for id in drawn], columns, skipped, self.difference())
+
+    def difference(self) -> float | None:
+        """Mean over the tokens that both the engine and the target gave a log-prob."""
+        apart = [(self.columns[id]["logp_n"].float() - logp_n).abs() for id, logp_n in self.claimed.items()]
+        return float(torch.cat(apart).mean()) if apart else None
 
 
 def answer_shards(
@@ -92,13 +115,16 @@ def answer_shards(
     settings: CaptureSettings,
     progress: Progress,
     recorded: RecordedAnswers | None = None,
+    engine: Engine | None = None,
 ) -> Iterator[tuple[ShardPlan, Answers]]:
     """Answer shards, about in their order; yields each once all of it is there. What is `recorded` is not drawn anew.
+
+    `engine` answers in the target's stead.
 
     Ends before the last shard where `progress` lets none be begun any more. Raises InputError where the target's logits
     are not finite, or where `batch_size` answers do not fit a GPU.
     """
-    return _Stream(target, shards, prompts, settings, progress, recorded).run()
+    return _Stream(target, shards, prompts, settings, progress, recorded, engine).run()
 
 
 class _Stream:
@@ -112,8 +138,10 @@ class _Stream:
         settings: CaptureSettings,
         progress: Progress,
         recorded: RecordedAnswers | None,
+        engine: Engine | None,
     ) -> None:
-        self._recorded = recorded
+        self._recorded, self._engine = recorded, engine
+        self._forced = settings.engine is not None and settings.engine.signals == "target"
         self._target, self._prompts, self._settings, self._progress = target, prompts, settings, progress
         self._unopened = deque(enumerate(shards))
         self._open: dict[str, _Open] = {}  # by the shard's name
@@ -124,6 +152,9 @@ class _Stream:
         self._slots = min(settings.batch_size, max(1, sum(len(shard.answers) for shard in shards)))
 
     def run(self) -> Iterator[tuple[ShardPlan, Answers]]:
+        if self._engine is not None:
+            yield from self._drain(EngineDecoder(self._engine, self._slots, self._progress.emitted))
+            return
         longest = self._target.max_positions
         answers = [answer for _, shard in self._unopened for answer in shard.answers]
         known = [self._prompts.length(a) + a.max_new_tokens for a in answers if self._prompts.length(a) < longest]
@@ -146,7 +177,7 @@ class _Stream:
             wanted=wanted,
         )
 
-    def _drain(self, decoder: PlainDecoder) -> Iterator[tuple[ShardPlan, Answers]]:
+    def _drain(self, decoder: Decoder) -> Iterator[tuple[ShardPlan, Answers]]:
         """Answer all that is ready or becomes so and fits this decoder."""
         while True:
             while decoder.hungry and self._unopened and not (self._full and not decoder.idle):
@@ -217,7 +248,7 @@ class _Stream:
         ]
         return [self._target.tokenizer.decode(ids, skip_special_tokens=True) for ids in before]
 
-    def _ask(self, decoder: PlainDecoder) -> None:
+    def _ask(self, decoder: Decoder) -> None:
         """Ask what is ready and fits; the rest stays."""
         fitting = [asked for asked in self._ready if decoder.fits(asked.request)]
         if fitting:
@@ -236,7 +267,11 @@ class _Stream:
         else:
             columns = {"logp_n": columns["logp_n"]}
         shard.done[answer.id] = _sample(answer, request, answered)
-        shard.columns[answer.id] = columns
+        if self._forced:
+            shard.recorded.append(shard.done[answer.id])
+            shard.claimed[answer.id] = columns["logp_n"]
+        else:
+            shard.columns[answer.id] = columns
         self._progress.ended(answer, shard.done[answer.id])
         self._go_on(shard, answer)
 
@@ -248,7 +283,7 @@ class _Stream:
             yield shard.plan, shard.answers()
 
     def _add_columns(self, shard: _Open) -> None:
-        """Signals of the recorded answers, from one pass over them."""
+        """Signals of the answers that were not drawn here, from one pass over them."""
         columns = forced_signals(self._target, shard.recorded, self._settings)
         if "logp_n" in columns and not columns["logp_n"].isfinite().all():
             raise InputError(f"{shard.plan.name}: the target's logits of recorded answers are not finite")
@@ -256,6 +291,12 @@ class _Stream:
         parts = {name: torch.split(column, counts) for name, column in columns.items()}
         for place, sample in enumerate(shard.recorded):
             shard.columns[sample.id] = {name: part[place] for name, part in parts.items()}
+        difference, backend = shard.difference(), self._settings.engine
+        if difference is not None and backend is not None and difference > backend.tolerance:
+            raise StaleInputError(
+                f"capture.backend: {shard.plan.name}: the engine's log-probs are {difference:.3g} away from the "
+                f"target's on average, must be within {backend.tolerance:g}; it serves another model or quantisation"
+            )
 
 
 def _length(request: Request) -> int:

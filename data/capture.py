@@ -19,6 +19,7 @@ from .answering import Answers, answer_shards
 from .capture_folder import PART, claimed, finished_records, header_of, inputs_record, is_captured, manifest_of
 from .capture_settings import CaptureSettings
 from .conversation import Conversation
+from .engines import open_engine
 from .meter import Meter
 from .mix import load_mix
 from .parts import Part
@@ -103,18 +104,20 @@ def _answer_rest(
     left = _unfinished(plan.shards, records)
     if records and left:
         say(f"{plan.folder}: resuming; {len(records)} of {len(plan.shards)} shards are there")
-    answers_left = sum(len(shard.answers) for shard in left)
+    answers = [answer for shard in left for answer in shard.answers]
     # One shard is written beside the decoder, which goes on meanwhile; the next one waits for it.
     with (
-        bar("Capturing", answers_left, "answers", remaining=False) as tick,
+        open_engine(plan.target, answers, prompts, plan.settings) as engine,
+        bar("Capturing", len(answers), "answers", remaining=False) as tick,
         ThreadPoolExecutor(1) as writer,
     ):
         meter = Meter(plan.folder, left, records.values(), prompts, plan.settings, plan.settings.budget, tick)
         start, writing = time.monotonic(), list[tuple[ShardPlan, Future[Json]]]()
-        for shard, answers in answer_shards(plan.target, left, prompts, plan.settings, meter, recorded):
+        about = {} if engine is None else {"engine": engine.about}
+        for shard, found in answer_shards(plan.target, left, prompts, plan.settings, meter, recorded, engine):
             seconds, start = time.monotonic() - start, time.monotonic()
             _finish(writing, records, meter)
-            writing.append((shard, writer.submit(_write, plan.folder, shard, answers, seconds)))
+            writing.append((shard, writer.submit(_write, plan.folder, shard, found, seconds, about)))
         _finish(writing, records, meter)
     if meter.ended_by is not None:
         _say_what_is_left(plan, records, meter.ended_by)
@@ -147,10 +150,11 @@ def _say_what_is_left(plan: _Plan, records: dict[str, Json], ended_by: str) -> N
     say(f"{plan.folder}: ended by capture.budget.{limit}; {done} of {len(train)} train shards are answered")
 
 
-def _write(folder: Path, shard: ShardPlan, answers: Answers, seconds: float) -> Json:
+def _write(folder: Path, shard: ShardPlan, answers: Answers, seconds: float, about: Json) -> Json:
     """Write and record one shard. The record comes last: without it the shard does not count.
 
-    `seconds`: since the shard before it was complete, so that those of all shards add up to the run's.
+    `about`: the engine that answered. `seconds`: since the shard before it was complete, so that those of all shards
+    add up to the run's.
     """
     path = write_shard(folder, shard.name, answers.samples, answers.columns)
     record = {
@@ -163,7 +167,10 @@ def _write(folder: Path, shard: ShardPlan, answers: Answers, seconds: float) -> 
         "seconds": round(seconds, 3),
         "domains": _count_domains(answers),
         "skipped": [skipped._asdict() for skipped in answers.skipped],
+        **about,
     }
+    if answers.logp_difference is not None:
+        record["logp_difference"] = round(answers.logp_difference, 6)
     storage.write_json(folder / SHARDS / f"{shard.name}.json", record)
     return record
 

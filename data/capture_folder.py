@@ -36,7 +36,9 @@ def inputs_record(
         "mix": fingerprint.of_json([conversation.model_dump() for conversation in conversations]),
         "dtype": dtype.removeprefix("torch."),
         "settings": settings_record(settings, scored),
-    } | ({} if settings.answers is None else {"answers": answers_digest(settings.answers)})
+        **({} if settings.answers is None else {"answers": answers_digest(settings.answers)}),
+        **({"tail": "truncated"} if settings.engine is not None and settings.engine.signals == "engine" else {}),
+    }
 
 
 def header_of(target: Target, inputs: Json, shards: int, part: str | None) -> Json:

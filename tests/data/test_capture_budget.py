@@ -64,7 +64,7 @@ def test_a_token_budget_cuts_the_train_split_evenly_and_says_so(target: Target, 
     budget = scored + (all_tokens - scored) // 2
     cut = run(target, tmp_path / "capture", tokens=budget)
     for split in ("selection", "holdout"):
-        assert cut.samples(split) == whole.samples(split)  # type: ignore[arg-type]
+        assert cut.samples(split) == whole.samples(split)
     train = cut.samples("train")
     assert train == whole.samples("train")[: len(train)]
     assert budget - 3 * 8 <= cut.manifest["tokens"] <= budget + 3 * 8  # within the shard that was running
