@@ -79,6 +79,8 @@ def open_engine(
         return
     check_sampling(answer.sampling for answer in answers)
     longest = max((prompts.most(answer) + answer.max_new_tokens for answer in answers), default=1)
+    if backend.url is None and any(answer.waits_for for answer in answers):
+        longest *= 2  # an answer that is read again may take more tokens than it was given in
     longest = min(longest, target.max_positions)
     top_k = min(settings.top_k, target.vocab_size) if backend.signals == "engine" else 0
     wanted = Wanted(top_k, target.vocab_size, getattr(torch, settings.store_dtype))

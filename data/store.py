@@ -161,6 +161,11 @@ class Capture:
         """The tokenizer's special tokens."""
         return frozenset(self.manifest["special_ids"])
 
+    @property
+    def truncated(self) -> bool:
+        """Whether an engine gave the signals: the tails' mass is known, no draws from them are there."""
+        return self.manifest.get("tail") == "truncated"
+
     def check_target(self, target: Target) -> None:
         """Raise StaleInputError unless `target` is the one that answered."""
         if target.fingerprint != self.target_fingerprint:

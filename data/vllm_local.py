@@ -43,11 +43,14 @@ class LocalVllm:
         self.about: dict[str, Any] = {"name": "vllm", "version": str(vllm.__version__), "signals": backend.signals}
 
     def submit(self, asked: Asked) -> None:
-        """Ask it."""
+        """Ask it. Raises InputError where vLLM refuses."""
         self._asked[asked.name] = asked
         arguments = sampling_arguments(asked.request, self._wanted.top_k)
         prompt = {"prompt_token_ids": asked.request.prompt_ids}
-        self._engine.add_request(asked.name, prompt, self._sampling(**arguments))
+        try:
+            self._engine.add_request(asked.name, prompt, self._sampling(**arguments))
+        except ValueError as error:
+            raise InputError(f"capture.backend: vLLM refuses {asked.name}: {one_line(error)}") from None
 
     def collect(self) -> list[Answered]:
         """Step until an answer is there. Raises EngineError."""
