@@ -35,10 +35,10 @@ class VllmBackend(_Section):
     """How long a server may take for one answer."""
     retries: int = Field(default=6, ge=0)
     """How often a request is sent again after a lost connection, a timeout, a busy server or an unusable reply."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    """In this process: GPUs that share the target."""
-    gpu_memory_share: float = Field(default=0.5, gt=0, le=1)
-    """In this process: share of the GPU's memory that vLLM takes; the target here needs room too."""
+    tensor_parallel: int | None = Field(default=None, ge=1)
+    """In this process: GPUs that share the target; absent: one."""
+    gpu_memory_share: float | None = Field(default=None, gt=0, le=1)
+    """In this process: share of the GPU's memory that vLLM takes, as the target here needs room too; absent: half."""
 
     @field_validator("url")
     @classmethod
@@ -58,7 +58,7 @@ class VllmBackend(_Section):
             if self.url is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} is the server's; give its url, or leave it out")
         for name in ("tensor_parallel", "gpu_memory_share"):
-            if self.url is not None and name in self.model_fields_set:
+            if self.url is not None and getattr(self, name) is not None:
                 raise ValueError(f"{name} is of a vLLM in this process; a server at url has its own settings")
         return self
 

@@ -35,10 +35,10 @@ class LocalVllm:
             max_num_seqs=slots,
             max_logprobs=max(1, wanted.top_k),
             logprobs_mode="raw_logprobs",
-            tensor_parallel_size=backend.tensor_parallel,
+            tensor_parallel_size=backend.tensor_parallel or 1,
             generation_config="vllm",
             seed=0,
-            **({"gpu_memory_utilization": backend.gpu_memory_share} if on_gpu else {"enforce_eager": True}),
+            **({"gpu_memory_utilization": backend.gpu_memory_share or 0.5} if on_gpu else {"enforce_eager": True}),
         ).llm_engine
         self.about: dict[str, Any] = {"name": "vllm", "version": str(vllm.__version__), "signals": backend.signals}
 

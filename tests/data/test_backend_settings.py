@@ -19,6 +19,8 @@ def test_only_what_decides_the_content_is_part_of_the_identity() -> None:
     assert served.engine is not None and served.engine.url == "http://localhost:8000"
     local = CaptureSettings.model_validate({"backend": {"kind": "vllm", "gpu_memory_share": 0.3}})
     assert local.identity() == served.identity()
+    for settings in (plain, served, local):  # as resolved recipes show it
+        assert CaptureSettings.model_validate(settings.model_dump(mode="json")) == settings
 
 
 @pytest.mark.parametrize(

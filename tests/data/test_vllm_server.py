@@ -1,5 +1,9 @@
 """A capture from a vLLM server: the answers are the target's, whatever the server does wrong now and then."""
 
+import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -222,3 +226,60 @@ def test_sampling_that_vllm_does_otherwise_is_refused_by_name(
     with pytest.raises(InputError, match=said):
         run(mix=[MIX[0].model_copy(update={"sampling": sampling}), *MIX[1:]])
     assert not served.asked
+
+
+_CHILD = """
+import json, sys
+from pathlib import Path
+from draftforge.data.capture import capture_conversations
+from draftforge.data.capture_settings import CaptureSettings
+from draftforge.data.conversation import Conversation
+from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.targets import Target
+
+job = json.load(sys.stdin)
+capture_conversations(
+    Target.load(TargetSettings(model=job["target"])),
+    [Conversation.model_validate(one) for one in job["mix"]],
+    CaptureSettings.model_validate(job["settings"]),
+    [SamplingSettings.model_validate(one) for one in job["scored"]],
+    Path(job["folder"]),
+)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_process_ends_at_once_and_the_capture_goes_on(
+    run: Capturing, served: Served, ours: Capture, target: Target, tmp_path: Path, stop: signal.Signals
+) -> None:
+    """While requests are in flight: what hangs at the server must not keep the process."""
+    folder = tmp_path / "capture"
+    settings = SETTINGS.model_copy(update={"backend": VllmBackend(kind="vllm", url=served.url)})
+    job = {
+        "target": target.settings.model,
+        "mix": [one.model_dump() for one in MIX],
+        "settings": settings.model_dump(mode="json"),
+        "scored": [one.model_dump() for one in SCORED],
+        "folder": str(folder),
+    }
+    served.faults.extend([""] * 8 + ["hang"] * 100)
+    child = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(job).encode())
+    child.stdin.close()
+    for _ in range(300):
+        if list((folder / "shards").glob("*.json")) and served.now:
+            break
+        time.sleep(0.05)
+    assert child.poll() is None
+    started = time.monotonic()
+    child.send_signal(stop)
+    assert child.wait(timeout=60) != 0
+    assert time.monotonic() - started < 2.5
+    kept = len(list((folder / "shards").glob("*.json")))
+    served.faults.clear()
+    served.asked.clear()
+    check_samples(run(), ours)
+    assert kept >= 1 and len(served.asked) < sum(len(ours.samples(split)) for split in SPLITS)
