@@ -149,11 +149,12 @@ def test_a_server_that_is_gone_is_said(target: Target, tmp_path: Path, monkeypat
 
 
 def test_a_hanging_server_does_not_keep_an_interrupted_capture(run: Capturing, served: Served) -> None:
+    served.hang_seconds = 40.0
     served.faults.extend(["404"] + ["hang"] * 3)
     started = time.monotonic()
     with pytest.raises(InputError, match="status 404"):
         run()
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(
@@ -264,12 +265,13 @@ def test_a_stopped_process_ends_at_once_and_the_capture_goes_on(
         "scored": [one.model_dump() for one in SCORED],
         "folder": str(folder),
     }
+    served.hang_seconds = 40.0
     served.faults.extend([""] * 8 + ["hang"] * 100)
     child = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert child.stdin is not None
     child.stdin.write(json.dumps(job).encode())
     child.stdin.close()
-    for _ in range(300):
+    for _ in range(1200):
         if list((folder / "shards").glob("*.json")) and served.now:
             break
         time.sleep(0.05)
@@ -277,7 +279,7 @@ def test_a_stopped_process_ends_at_once_and_the_capture_goes_on(
     started = time.monotonic()
     child.send_signal(stop)
     assert child.wait(timeout=60) != 0
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 20
     kept = len(list((folder / "shards").glob("*.json")))
     served.faults.clear()
     served.asked.clear()

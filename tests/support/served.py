@@ -38,7 +38,7 @@ class Served:
     most_at_once: int = 0
     tokenizes: bool = True
     wrong_tokens: bool = False
-    seconds: float = 0.0
+    hang_seconds: float = 3.0
 
     def __post_init__(self) -> None:
         self.lock, self.now = threading.Lock(), 0
@@ -131,7 +131,6 @@ class _Handler(BaseHTTPRequestHandler):
             served.now += 1
             served.most_at_once = max(served.most_at_once, served.now)
         try:
-            time.sleep(served.seconds)
             self._faulty(fault, body)
         finally:
             served.now -= not probe
@@ -141,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(int(fault), {"error": {"message": "no luck"}})
             return
         if fault == "hang":
-            time.sleep(3.0)
+            time.sleep(self.served.hang_seconds)
         reply = self.served.complete(body)
         choice = reply["choices"][0]
         if fault == "short":
