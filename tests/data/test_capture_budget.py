@@ -125,6 +125,23 @@ def test_hours_count_those_of_earlier_runs(target: Target, whole: Capture, tmp_p
     assert meter.may_open(shards[0])  # selection is always answered
 
 
+@pytest.mark.parametrize(
+    ("earlier", "opened"),
+    [
+        ([{"samples": 2, "tokens": 8, "bytes": 100, "seconds": 1.0}], 2),  # 8, 8 + 3 * 4, then 8 + 6 * 4 of 30
+        ([], 2),  # 0, 3 * 8, then 6 * 8 of 30: nothing is known, so limits count
+        ([{"samples": 20, "tokens": 20, "bytes": 100, "seconds": 1.0}], 4),  # 20, 23, 26, 29, then 32 of 30
+    ],
+)
+def test_open_answers_count_with_the_mean_length_so_far(
+    target: Target, tmp_path: Path, earlier: list[dict[str, float]], opened: int
+) -> None:
+    settings = limited(tokens=30)
+    train = [shard for shard in plan_shards(MIX, settings, SCORED) if shard.split == "train"]
+    meter = Meter(tmp_path, train, earlier, Prompts(target, train, settings), settings, settings.budget)
+    assert [meter.may_open(shard) for shard in train[:5]] == [i < opened for i in range(5)]
+
+
 def test_a_budget_is_no_part_of_what_a_capture_is_made_from() -> None:
     assert limited(tokens=5).identity() == SETTINGS.identity()
     with pytest.raises(ValidationError, match="must name tokens, hours or gigabytes"):

@@ -43,6 +43,22 @@ def test_a_larger_budget_goes_on_in_the_same_folder_and_trains_anew(write_recipe
     assert len({training for _, training in found}) == 3
 
 
+def test_a_limit_that_was_passed_already_changes_nothing(write_recipe: Write, tmp_path: Path) -> None:
+    """The last shard went beyond the budget, and beyond a slightly larger one: the training goes on where it was."""
+    path = write_recipe()
+    smaller = [
+        "capture.shard_samples=4",
+        "capture.batch_size=2",
+        "drafts={small: {family: small, layers: 2, steps: 2}}",
+    ]
+    for limit in (300, 301):
+        recipe = load_recipe(path, [*smaller, f"capture.budget.tokens={limit}"])
+        verbs.train(recipe, None)
+        capture, _ = places(recipe)
+        assert json.loads((capture / "manifest.json").read_text())["budget"]["limits"] == {"tokens": limit}
+    assert len(list((tmp_path / "work").glob("train-small-*"))) == 1
+
+
 def test_parts_of_three_work_folders_are_the_capture_of_one(write_recipe: Write, tmp_path: Path) -> None:
     path = write_recipe()
     verbs.capture(load_recipe(path))
