@@ -49,7 +49,7 @@ def test_a_limit_that_was_passed_already_changes_nothing(write_recipe: Write, tm
     smaller = [
         "capture.shard_samples=4",
         "capture.batch_size=2",
-        "drafts={small: {family: small, layers: 2, steps: 2}}",
+        "drafts={small: {family: small, layers: 2, steps: 2, warmup_steps: 1, tokens_per_step: 256}}",
     ]
     for limit in (300, 301):
         recipe = load_recipe(path, [*smaller, f"capture.budget.tokens={limit}"])
