@@ -134,15 +134,25 @@ def capture(
     answers_to: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Also keep the answers alone there, for capture.answers.")
     ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(metavar="NUMBER/COUNT", help="Only this part of the answers, such as 2/5; see docs/capture.md."),
+    ] = None,
+    join: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="The folder of a part; given once for each, they are joined."),
+    ] = None,
 ) -> None:
     """Let the target answer the mix, and keep its answers and log-probabilities. Resumes where it was stopped.
 
     Example: draftforge capture configs/demo.yaml capture.batch_size=8
+
+    By two machines: --part 1/2 on one, --part 2/2 on the other, then --join FOLDER --join FOLDER on either.
     """
     loaded = _load(recipe, overrides)
     from .pipeline import verbs
 
-    verbs.capture(loaded, answers_to)
+    verbs.capture(loaded, answers_to, part, join or [])
 
 
 @app.command(rich_help_panel=STAGES)

@@ -75,6 +75,12 @@ class TrackingError(DraftforgeError, ConnectionError):
     exit_code = 3
 
 
+class EngineError(DraftforgeError, ConnectionError):
+    """A serving engine cannot be reached, or gives no usable answer."""
+
+    exit_code = 3
+
+
 class RegistryError(DraftforgeError, LookupError):
     """The model registry holds no such model, version or alias."""
 

@@ -25,26 +25,29 @@ def say(message: str) -> None:
 
 
 @contextmanager
-def bar(title: str, total: float | None, unit: str = "") -> Iterator[Advance]:
-    """Yield `advance(amount=1, note="")`. Shows done/total, elapsed and remaining time, and the latest note."""
+def bar(title: str, total: float | None, unit: str = "", remaining: bool = True) -> Iterator[Advance]:
+    """Yield `advance(amount=1, note="")`. Shows done/total, elapsed and remaining time, and the latest note.
+
+    `remaining` False: the notes say themselves what time is left.
+    """
     if os.environ.get("RANK", "0") != "0":
         yield lambda amount=1, note="": None
     elif console.is_terminal:
-        with _live(title, total, unit) as advance:
+        with _live(title, total, unit, remaining) as advance:
             yield advance
     else:
-        yield _PlainLines(title, total, unit)
+        yield _PlainLines(title, total, unit, remaining)
 
 
 @contextmanager
-def _live(title: str, total: float | None, unit: str) -> Iterator[Advance]:
+def _live(title: str, total: float | None, unit: str, remaining: bool) -> Iterator[Advance]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn(unit),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        *([TimeRemainingColumn()] if remaining else []),
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=console) as progress:
@@ -61,8 +64,8 @@ def _live(title: str, total: float | None, unit: str) -> Iterator[Advance]:
 class _PlainLines:
     """At most one line every PLAIN_EVERY_SECONDS, and one at the end."""
 
-    def __init__(self, title: str, total: float | None, unit: str) -> None:
-        self._title, self._total, self._unit = title, total, unit
+    def __init__(self, title: str, total: float | None, unit: str, remaining: bool) -> None:
+        self._title, self._total, self._unit, self._remaining = title, total, unit, remaining
         self._done = 0.0
         self._start = self._last = time.monotonic()
 
@@ -77,7 +80,7 @@ class _PlainLines:
     def _print(self, elapsed: float, note: str) -> None:
         of = f"/{self._total:.0f}" if self._total else ""
         remaining = ""
-        if self._total and self._done:
+        if self._remaining and self._total and self._done:
             remaining = f", {elapsed * (self._total / self._done - 1):.0f} s left"
         say(f"{self._title}: {self._done:.0f}{of} {self._unit} in {elapsed:.0f} s{remaining} {note}".rstrip())
 

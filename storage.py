@@ -110,12 +110,17 @@ def is_disk_full(error: BaseException) -> bool:
 
 def require_free_space(folder: Path, need_bytes: int) -> None:
     """Raise DiskFullError unless the file system of `folder` has `need_bytes` free."""
+    free = free_bytes(folder)
+    if free < need_bytes:
+        raise DiskFullError(f"{folder}: {free / 1e9:.2f} GB free, {need_bytes / 1e9:.2f} GB needed")
+
+
+def free_bytes(folder: Path) -> int:
+    """What the file system of a folder, which may not exist yet, has free."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
-    free = shutil.disk_usage(existing).free
-    if free < need_bytes:
-        raise DiskFullError(f"{folder}: {free / 1e9:.2f} GB free, {need_bytes / 1e9:.2f} GB needed")
+    return shutil.disk_usage(existing).free
 
 
 @contextmanager

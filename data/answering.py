@@ -7,32 +7,54 @@ Shapes: B rows of a decoding step, V vocabulary, M tail draws.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, StaleInputError
 from ..specdec.fitting import fitting_slots
 from ..specdec.plain import Answered, Asked, PlainDecoder
 from ..specdec.requests import Request
 from ..specdec.targets import Target
 from .capture_settings import CaptureSettings
+from .engines import Engine, EngineDecoder
 from .recorded import Recorded, RecordedAnswers, forced_signals
 from .requests import Planned, Prompts, ShardPlan, tail_seed_of
 from .signals import emitted_logp, stored_signals
 from .store import Sample
 
-Advance = Callable[[int, int], None]
-"""(amount, tokens): new tokens, and budget that will not be spent; the amounts add up to the budgets."""
-
-
 Columns = dict[str, Tensor]
 
 _USUAL = 0.95  # share of the answers that all slots must have room for; longer ones wait for larger slots
 _HELD = 4  # times the slots, or a shard: finished answers that wait for others of their shards
+
+
+class Progress(Protocol):
+    """Who is told how the answers come, and decides whether more are begun."""
+
+    def may_open(self, shard: ShardPlan) -> bool:
+        """Whether the answers of another shard may be begun. Asked again whenever there is room for them."""
+
+    def emitted(self, tokens: int) -> None:
+        """So many answer tokens more are there."""
+
+    def ended(self, answer: Planned, sample: Sample | None) -> None:
+        """An answer is complete; None: it was left out."""
+
+
+class Decoder(Protocol):
+    """What the stream asks (see PlainDecoder)."""
+
+    @property
+    def hungry(self) -> bool: ...
+    @property
+    def idle(self) -> bool: ...
+    def fits(self, request: Request) -> bool: ...
+    def ask(self, asked: Sequence[Asked]) -> None: ...
+    def step(self) -> list[Answered]: ...
 
 
 class Skipped(NamedTuple):
@@ -49,6 +71,8 @@ class Answers(NamedTuple):
     columns: Columns
     """The signals of all answer tokens in order; outside the train split `logp_n` alone."""
     skipped: list[Skipped]
+    logp_difference: float | None = None
+    """Mean distance (nats) of an engine's log-probs from the target's, where both are known."""
 
 
 @dataclass
@@ -59,7 +83,9 @@ class _Open:
     plan: ShardPlan
     done: dict[str, Sample] = field(default_factory=dict)
     recorded: list[Sample] = field(default_factory=list)
-    """Those of `done` whose columns are still to be made."""
+    """Those of `done` that were not drawn here: their columns are still to be made."""
+    claimed: dict[str, Tensor] = field(default_factory=dict)
+    """Of these, the log-probs that the engine gave to their tokens."""
     columns: dict[str, Columns] = field(default_factory=dict)
     skipped: dict[str, Skipped] = field(default_factory=dict)
 
@@ -73,7 +99,13 @@ class _Open:
         drawn = [id for id in ids if id in self.done]
         names = self.columns[drawn[0]] if drawn else ()
         columns = {name: torch.cat([self.columns[id][name] for id in drawn]) for name in names}
-        return Answers([self.done[id] for id in drawn], columns, [self.skipped[id] for id in ids if id in self.skipped])
+        skipped = [self.skipped[id] for id in ids if id in self.skipped]
+        return Answers([self.done[id] for id in drawn], columns, skipped, self.difference())
+
+    def difference(self) -> float | None:
+        """Mean over the tokens that both the engine and the target gave a log-prob."""
+        apart = [(self.columns[id]["logp_n"].float() - logp_n).abs() for id, logp_n in self.claimed.items()]
+        return float(torch.cat(apart).mean()) if apart else None
 
 
 def answer_shards(
@@ -81,14 +113,18 @@ def answer_shards(
     shards: Sequence[ShardPlan],
     prompts: Prompts,
     settings: CaptureSettings,
-    advance: Advance,
+    progress: Progress,
     recorded: RecordedAnswers | None = None,
+    engine: Engine | None = None,
 ) -> Iterator[tuple[ShardPlan, Answers]]:
     """Answer shards, about in their order; yields each once all of it is there. What is `recorded` is not drawn anew.
 
-    Raises InputError where the target's logits are not finite, or where `batch_size` answers do not fit a GPU.
+    `engine` answers in the target's stead.
+
+    Ends before the last shard where `progress` lets none be begun any more. Raises InputError where the target's logits
+    are not finite, or where `batch_size` answers do not fit a GPU.
     """
-    return _Stream(target, shards, prompts, settings, advance, recorded).run()
+    return _Stream(target, shards, prompts, settings, progress, recorded, engine).run()
 
 
 class _Stream:
@@ -100,11 +136,13 @@ class _Stream:
         shards: Sequence[ShardPlan],
         prompts: Prompts,
         settings: CaptureSettings,
-        advance: Advance,
+        progress: Progress,
         recorded: RecordedAnswers | None,
+        engine: Engine | None,
     ) -> None:
-        self._recorded = recorded
-        self._target, self._prompts, self._settings, self._advance = target, prompts, settings, advance
+        self._recorded, self._engine = recorded, engine
+        self._forced = settings.engine is not None and settings.engine.signals == "target"
+        self._target, self._prompts, self._settings, self._progress = target, prompts, settings, progress
         self._unopened = deque(enumerate(shards))
         self._open: dict[str, _Open] = {}  # by the shard's name
         self._asked: dict[str, tuple[_Open, Planned, Request]] = {}  # by the answer's id
@@ -114,6 +152,9 @@ class _Stream:
         self._slots = min(settings.batch_size, max(1, sum(len(shard.answers) for shard in shards)))
 
     def run(self) -> Iterator[tuple[ShardPlan, Answers]]:
+        if self._engine is not None:
+            yield from self._drain(EngineDecoder(self._engine, self._slots, self._progress.emitted))
+            return
         longest = self._target.max_positions
         answers = [answer for _, shard in self._unopened for answer in shard.answers]
         known = [self._prompts.length(a) + a.max_new_tokens for a in answers if self._prompts.length(a) < longest]
@@ -132,14 +173,16 @@ class _Stream:
             capacity,
             self._settings.max_new_tokens,
             self._listener,
-            lambda tokens: self._advance(tokens, tokens),
+            self._progress.emitted,
             wanted=wanted,
         )
 
-    def _drain(self, decoder: PlainDecoder) -> Iterator[tuple[ShardPlan, Answers]]:
+    def _drain(self, decoder: Decoder) -> Iterator[tuple[ShardPlan, Answers]]:
         """Answer all that is ready or becomes so and fits this decoder."""
         while True:
             while decoder.hungry and self._unopened and not (self._full and not decoder.idle):
+                if not self._progress.may_open(self._unopened[0][1]):
+                    break
                 self._open_next()
                 self._ask(decoder)
             self._ask(decoder)
@@ -169,12 +212,13 @@ class _Stream:
         request = self._request(shard, answer)
         if isinstance(request, Skipped):
             shard.skipped[answer.id] = request
-            self._advance(answer.max_new_tokens, 0)
+            self._progress.ended(answer, None)
             self._go_on(shard, answer)
         elif kept := self._recorded and self._recorded.find(answer, request.prompt_ids, request.max_new_tokens):
             shard.done[answer.id] = _sample(answer, request, kept)
             shard.recorded.append(shard.done[answer.id])
-            self._advance(answer.max_new_tokens, 0)
+            self._progress.emitted(len(kept.tokens))
+            self._progress.ended(answer, shard.done[answer.id])
             self._go_on(shard, answer)
         else:
             self._asked[answer.id] = (shard, answer, request)
@@ -204,7 +248,7 @@ class _Stream:
         ]
         return [self._target.tokenizer.decode(ids, skip_special_tokens=True) for ids in before]
 
-    def _ask(self, decoder: PlainDecoder) -> None:
+    def _ask(self, decoder: Decoder) -> None:
         """Ask what is ready and fits; the rest stays."""
         fitting = [asked for asked in self._ready if decoder.fits(asked.request)]
         if fitting:
@@ -223,8 +267,12 @@ class _Stream:
         else:
             columns = {"logp_n": columns["logp_n"]}
         shard.done[answer.id] = _sample(answer, request, answered)
-        shard.columns[answer.id] = columns
-        self._advance(answer.max_new_tokens - len(answered.tokens), 0)
+        if self._forced:
+            shard.recorded.append(shard.done[answer.id])
+            shard.claimed[answer.id] = columns["logp_n"]
+        else:
+            shard.columns[answer.id] = columns
+        self._progress.ended(answer, shard.done[answer.id])
         self._go_on(shard, answer)
 
     def _completed(self) -> Iterator[tuple[ShardPlan, Answers]]:
@@ -235,7 +283,7 @@ class _Stream:
             yield shard.plan, shard.answers()
 
     def _add_columns(self, shard: _Open) -> None:
-        """Signals of the recorded answers, from one pass over them."""
+        """Signals of the answers that were not drawn here, from one pass over them."""
         columns = forced_signals(self._target, shard.recorded, self._settings)
         if "logp_n" in columns and not columns["logp_n"].isfinite().all():
             raise InputError(f"{shard.plan.name}: the target's logits of recorded answers are not finite")
@@ -243,6 +291,12 @@ class _Stream:
         parts = {name: torch.split(column, counts) for name, column in columns.items()}
         for place, sample in enumerate(shard.recorded):
             shard.columns[sample.id] = {name: part[place] for name, part in parts.items()}
+        difference, backend = shard.difference(), self._settings.engine
+        if difference is not None and backend is not None and difference > backend.tolerance:
+            raise StaleInputError(
+                f"capture.backend: {shard.plan.name}: the engine's log-probs are {difference:.3g} away from the "
+                f"target's on average, must be within {backend.tolerance:g}; it serves another model or quantisation"
+            )
 
 
 def _length(request: Request) -> int:

@@ -3,9 +3,40 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..specdec.sampling import SamplingSettings
+from .backend_settings import Backend, TransformersBackend, VllmBackend
+
+
+class BudgetSettings(BaseModel):
+    """What a capture may cost. The first limit that is reached ends it: no further shard of the train split is begun,
+    those that are begun are finished. Selection and holdout are answered before, and always whole."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    tokens: int | None = Field(default=None, ge=1)
+    """Answer tokens, of all splits."""
+    hours: float | None = Field(default=None, gt=0)
+    """Time of answering; what earlier runs into the same folder took counts."""
+    gigabytes: float | None = Field(default=None, gt=0)
+    """Size of the shards, 10^9 bytes each."""
+
+    @model_validator(mode="after")
+    def _limits_something(self) -> "BudgetSettings":
+        if not self.limits:
+            raise ValueError("must name tokens, hours or gigabytes; leave budget out for no limit")
+        return self
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, by name."""
+        return {name: value for name, value in self if value is not None}
+
+    def share(self, parts: int) -> "BudgetSettings":
+        """What one of so many machines may spend: each may take the whole time."""
+        tokens = self.tokens and -(-self.tokens // parts)
+        return self.model_copy(update={"tokens": tokens, "gigabytes": self.gigabytes and self.gigabytes / parts})
 
 
 class CaptureSettings(BaseModel):
@@ -32,9 +63,25 @@ class CaptureSettings(BaseModel):
     A dialogue whose generated answers outgrow the context ends there; the manifest lists what was left out."""
     answers: Path | None = None
     """Answers that this target gave before (`draftforge capture --answers-to`): they are not drawn anew."""
+    backend: Backend = TransformersBackend()
+    """Which engine gives the answers."""
+    budget: BudgetSettings | None = None
+    """When to stop before all train conversations are answered; a larger one goes on from there."""
     seed: int = 0
     """Of the answers drawn at a temperature, and of the tail samples."""
 
+    @model_validator(mode="after")
+    def _recorded_answers_need_the_target(self) -> "CaptureSettings":
+        if self.answers is not None and self.engine is not None and self.engine.signals == "engine":
+            raise ValueError("answers (recorded ones) get their signals from the target; set backend.signals to target")
+        return self
+
+    @property
+    def engine(self) -> VllmBackend | None:
+        """The engine beside the target, if one answers."""
+        return self.backend if isinstance(self.backend, VllmBackend) else None
+
     def identity(self) -> dict[str, Any]:
-        """What decides the content: all but the batch size, and where recorded answers lie."""
-        return self.model_dump(mode="json", exclude={"batch_size", "answers"})
+        """What decides the content: all but the batch size, the budget, and where recorded answers and servers are."""
+        own = self.model_dump(mode="json", exclude={"batch_size", "answers", "backend", "budget"})
+        return own if self.engine is None else own | {"backend": self.engine.identity()}

@@ -1,6 +1,8 @@
 """From a mix to what the target is asked: one planned answer for each turn and sampling setting, dealt into shards.
 
-The plan follows from the mix and the settings alone, so that a resumed capture finds the same shards.
+The plan follows from the mix and the settings alone, so that a resumed capture, and every machine that takes a part of
+it, finds the same shards. Selection and holdout come first; train conversations follow in the order of a hash, so that
+however far a budget reaches, what was answered is an even sample.
 """
 
 from array import array
@@ -14,7 +16,12 @@ from ..progress import track
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
 from .capture_settings import CaptureSettings
-from .conversation import SPLITS, Conversation, Message, Split, Turn, render, require_chat_template, turns
+from .conversation import Conversation, Message, Split, Turn, render, require_chat_template, turns
+
+PLAN = 2
+"""Version of how answers are dealt into shards."""
+_ORDER: tuple[Split, ...] = ("selection", "holdout", "train")
+_RECORD_BYTES = 512
 
 
 class Planned(NamedTuple):
@@ -42,7 +49,7 @@ class ShardPlan(NamedTuple):
 def plan_shards(
     conversations: Sequence[Conversation], settings: CaptureSettings, scored: Sequence[SamplingSettings]
 ) -> list[ShardPlan]:
-    """Every answer of the mix, in its order, in shards of about `shard_samples`.
+    """Every answer of the mix, in shards of about `shard_samples`, in the order in which they are answered.
 
     Train conversations are answered once, at their own sampling setting; the others once per scored setting.
     """
@@ -51,19 +58,21 @@ def plan_shards(
     _check_distinct("conversation ids of the mix", [conversation.id for conversation in conversations])
     _check_distinct("scored sampling settings", [setting.key for setting in scored])
     shards: list[ShardPlan] = []
-    for split in SPLITS:
+    for split in _ORDER:
         current: list[Planned] = []
-        for conversation in conversations:
-            if conversation.split != split:
-                continue
+        own = [conversation for conversation in conversations if conversation.split == split]
+        if split == "train":
+            own.sort(key=lambda conversation: seed_of(settings.seed, f"{conversation.id}/order"))
+        before = len(shards)
+        for conversation in own:
             for sampling in [conversation.sampling or settings.sampling] if split == "train" else scored:
                 chain = _plan_turns(conversation, sampling, settings)
                 if current and len(current) + len(chain) > settings.shard_samples:
-                    shards.append(_shard(len(shards), split, current))
+                    shards.append(_shard(len(shards) - before, split, current))
                     current = []
                 current += chain
         if current:
-            shards.append(_shard(len(shards), split, current))
+            shards.append(_shard(len(shards) - before, split, current))
     return shards
 
 
@@ -103,6 +112,14 @@ def seed_of(seed: int, name: str) -> int:
 def tail_seed_of(seed: int, name: str) -> int:
     """The seed of an answer's tail draws."""
     return seed_of(seed, f"{name}/tail")
+
+
+def answer_bytes(split: Split, prompt: int, answer: int, settings: CaptureSettings) -> int:
+    """What an answer of so many tokens takes on disk."""
+    number = 4 if settings.store_dtype == "float32" else 2
+    draws = 0 if settings.engine is not None and settings.engine.signals == "engine" else settings.tail_samples
+    signals = 8 + (settings.top_k + draws) * (4 + number) if split == "train" else 4
+    return answer * (4 + signals) + prompt * 4 + _RECORD_BYTES
 
 
 class Prompts:

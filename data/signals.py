@@ -5,7 +5,8 @@ their log p, the log mass of the tail (everything else) and M iid draws from the
 
     E_p[f] ~ sum_topk p f + (1 - P_k) / M * sum_m f(s_m)
 
-is unbiased for every f, and exact where k covers the vocabulary.
+is unbiased for every f, and exact where k covers the vocabulary. An engine beside the target gives no draws (M = 0):
+then what lies beyond the top k is left out.
 
 Shapes: B rows, n tokens, V vocabulary, k top ids, M tail draws, N blocks of C vocabulary entries.
 """

@@ -161,6 +161,16 @@ class Capture:
         """The tokenizer's special tokens."""
         return frozenset(self.manifest["special_ids"])
 
+    @property
+    def digest(self) -> str:
+        """64 hex digits of what it holds and how it came about, whatever limits of a budget it was made under."""
+        return fingerprint.of_json({key: value for key, value in self.manifest.items() if key != "budget"})
+
+    @property
+    def truncated(self) -> bool:
+        """Whether an engine gave the signals: the tails' mass is known, no draws from them are there."""
+        return self.manifest.get("tail") == "truncated"
+
     def check_target(self, target: Target) -> None:
         """Raise StaleInputError unless `target` is the one that answered."""
         if target.fingerprint != self.target_fingerprint:

@@ -6,7 +6,7 @@ wait for the finished folder.
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from .. import fingerprint
+from .. import fingerprint, storage
 from ..data.capture import capture
+from ..data.capture_folder import content_digest, is_captured
 from ..data.mix import MANIFEST as MIX_MANIFEST
-from ..data.mix import build_mix
+from ..data.mix import build_mix, load_mix
+from ..data.parts import Part, join
 from ..data.recorded import answers_digest
 from ..data.self_prompts import prompts_of
 from ..data.settings import TargetSource
@@ -59,7 +61,7 @@ def mix_stage(space: Workspace) -> Stage:
         earlier = [space.folder("mix", ancestor) for ancestor in space.ancestors]
         build_mix(settings, space.recipe.base_dir, stage.folder, ask, earlier)
 
-    _once(space, stage.folder / MIX_MANIFEST, work, "mix")
+    _once(space, stage.folder, (stage.folder / MIX_MANIFEST).is_file, work, "mix")
     return stage
 
 
@@ -83,8 +85,36 @@ def _asks_target(space: Workspace) -> bool:
     return any(isinstance(source, TargetSource) for source in space.recipe.mix.sources)
 
 
-def capture_stage(space: Workspace, mix: Stage) -> Stage:
-    """The target's answers and signals."""
+def capture_stage(space: Workspace, mix: Stage, part: Part | None = None) -> Stage:
+    """The target's answers and signals. `part`: no more than that part of them, in a folder of its own.
+
+    A capture that a budget ended is known by its content from here on.
+    """
+    stage, recipe = capture_place(space, mix), space.recipe
+    if part is not None:
+        stage = Stage(stage.folder.with_name(stage.folder.name + part.suffix), stage.fingerprint)
+
+    def work() -> None:
+        for name, settings in space.drafts.items():  # hours before the training would find it out
+            _check_start(space, name, settings)
+        capture(space.target, mix.folder, recipe.capture, recipe.score.sampling, stage.folder, part)
+
+    _once(space, stage.folder, lambda: is_captured(stage.folder, recipe.capture.budget), work, "capture")
+    content = content_digest(storage.read_object(stage.folder / CAPTURE_MANIFEST))
+    return stage if content is None else Stage(stage.folder, fingerprint.of_json([stage.fingerprint, content]))
+
+
+def join_stage(space: Workspace, mix: Stage, parts: Sequence[Path]) -> Stage:
+    """The capture of the parts that several machines made."""
+    stage, recipe = capture_place(space, mix), space.recipe
+    dtype = place(recipe.target.device, recipe.target.dtype)[1]
+    conversations, scored = load_mix(mix.folder), recipe.score.sampling
+    join(parts, space.target_fingerprint, str(dtype), conversations, recipe.capture, scored, stage.folder)
+    return stage
+
+
+def capture_place(space: Workspace, mix: Stage) -> Stage:
+    """Where the recipe's capture lies, or will."""
     recipe = space.recipe
     inputs = [
         mix.fingerprint,
@@ -95,16 +125,7 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
     ]
     if recipe.capture.answers is not None:
         inputs.append(answers_digest(recipe.capture.answers))
-    stage = _stage(space, "capture", inputs)
-    scored = recipe.score.sampling
-
-    def work() -> None:
-        for name, settings in space.drafts.items():  # hours before the training would find it out
-            _check_start(space, name, settings)
-        capture(space.target, mix.folder, recipe.capture, scored, stage.folder)
-
-    _once(space, stage.folder / CAPTURE_MANIFEST, work, "capture")
-    return stage
+    return _stage(space, "capture", inputs)
 
 
 def prepare_drafts(space: Workspace, captured: Stage) -> None:
@@ -198,14 +219,14 @@ def _stage(space: Workspace, name: str, inputs: list[Any]) -> Stage:
     return Stage(space.folder(name, found), found)
 
 
-def _once(space: Workspace, done: Path, work: Callable[[], None], name: str) -> None:
-    """Run `work` on the first rank unless `done` exists; other ranks wait for it."""
-    if done.is_file():
-        say(f"{name}: done ({done.parent.name})")
+def _once(space: Workspace, folder: Path, done: Callable[[], bool], work: Callable[[], None], name: str) -> None:
+    """Run `work` on the first rank unless it is `done`; other ranks wait for it."""
+    if done():
+        say(f"{name}: done ({folder.name})")
         return
     if space.first_rank:
         started = time.monotonic()
         work()
-        say(f"{name}: {time.monotonic() - started:.0f} s ({done.parent.name})")
+        say(f"{name}: {time.monotonic() - started:.0f} s ({folder.name})")
         return
-    wait_until(done.is_file, name)
+    wait_until(done, name)

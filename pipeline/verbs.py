@@ -1,7 +1,9 @@
 """What the command line's verbs do. A verb runs the stages that it needs and that are not on disk yet."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from ..data.parts import Part, parse_part
 from ..data.recorded import save_answers
 from ..data.store import Capture
 from ..errors import InputError, MissingFileError
@@ -24,7 +26,7 @@ from .hooks import after_promotion, after_rollback
 from .promotion import promote_stage
 from .scoring import Scorer, score_foreign, score_stage
 from .showing import registry as registry
-from .stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
+from .stages import Stage, capture_stage, join_stage, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
 
 
@@ -48,18 +50,38 @@ def inspect_mix(recipe: Recipe, out: Path | None) -> None:
         inspecting.inspect_mix(space, out)
 
 
-def capture(recipe: Recipe, answers_to: Path | None = None) -> None:
-    """The answers, and the initial drafts that are made of the target. `answers_to`: where answers are kept alone."""
+def capture(
+    recipe: Recipe, answers_to: Path | None = None, part: str | None = None, parts: Sequence[Path] = ()
+) -> None:
+    """The answers, and the initial drafts that are made of the target. `answers_to`: where answers are kept alone.
+
+    `part`: such as 2/5, no more than that, in a folder of its own; `parts`: the folders of all parts, to be joined.
+    """
+    if part is not None:
+        if answers_to is not None or parts:
+            raise InputError(f"--part {part}: answers a part alone; leave out --answers-to and --join")
+        _capture_part(recipe, parse_part(part))
+        return
     if answers_to is not None and answers_to.exists():
         raise InputError(f"--answers-to {answers_to}: exists; give a new folder")
     space = Workspace(recipe)
     with space.alone():
-        captured = capture_stage(space, mix_stage(space))
+        conversations = mix_stage(space)
+        if parts and space.first_rank:
+            join_stage(space, conversations, parts)
+        captured = capture_stage(space, conversations)
         prepare_drafts(space, captured)
     say(f"{captured.folder}")
     if answers_to is not None:
         tokens = save_answers(Capture.open(captured.folder, verify=False), answers_to)
         say(f"{answers_to}: {tokens:,} answer tokens")
+
+
+def _capture_part(recipe: Recipe, part: Part) -> None:
+    space = Workspace(recipe)
+    with space.alone():
+        captured = capture_stage(space, mix_stage(space), part)
+    say(f"{captured.folder}")
 
 
 def train(recipe: Recipe, draft: str | None) -> None:

@@ -22,8 +22,8 @@ from draftforge.data.answering import answer_shards
 from draftforge.data.capture import capture_conversations
 from draftforge.data.capture_settings import CaptureSettings
 from draftforge.data.conversation import Conversation, Message, render
-from draftforge.data.requests import Prompts, plan_shards
-from draftforge.data.store import Capture
+from draftforge.data.requests import Planned, Prompts, ShardPlan, plan_shards
+from draftforge.data.store import Capture, Sample
 from draftforge.progress import say
 from draftforge.specdec.attention import NAME
 from draftforge.specdec.sampling import SamplingSettings
@@ -105,21 +105,30 @@ def profile_steps(target: Target, conversations: Sequence[Conversation], setting
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def count(amount: int, tokens: int) -> None:
-        if tokens == 0:
-            return
-        steps = next(counter)
-        if steps == PROFILED.start:
-            profiler.start()
-            marks.append(synchronized())
-        elif steps == PROFILED.stop:
-            marks.append(synchronized())
-            profiler.stop()
-            raise _DoneError
+    class Steps:
+        """Profiles the steps that are to be, and stops after them."""
 
-    counter = iter(range(1 << 30))
+        def __init__(self) -> None:
+            self._counter = iter(range(1 << 30))
+
+        def may_open(self, shard: ShardPlan) -> bool:
+            return True
+
+        def ended(self, answer: Planned, sample: Sample | None) -> None:
+            pass
+
+        def emitted(self, tokens: int) -> None:
+            step = next(self._counter)
+            if step == PROFILED.start:
+                profiler.start()
+                marks.append(synchronized())
+            elif step == PROFILED.stop:
+                marks.append(synchronized())
+                profiler.stop()
+                raise _DoneError
+
     with suppress(_DoneError):
-        for _ in answer_shards(target, shards, Prompts(target, shards, settings), settings, count):
+        for _ in answer_shards(target, shards, Prompts(target, shards, settings), settings, Steps()):
             pass
     if len(marks) < 2:
         say(f"--profile: fewer than {PROFILED.stop} steps; give more prompts or longer answers")

@@ -51,7 +51,11 @@ def run(*args: str) -> int:
 
 def test_stages_get_the_recipe_with_its_overrides(calls: Calls) -> None:
     assert run("capture", "r.yaml", "seed=1", "--answers-to", "kept") == 0
-    assert calls.pop() == ("capture", (("recipe", "r.yaml", ["seed=1"]), Path("kept")), {})
+    assert calls.pop() == ("capture", (("recipe", "r.yaml", ["seed=1"]), Path("kept"), None, []), {})
+    assert run("capture", "r.yaml", "--part", "2/5") == 0
+    assert calls.pop() == ("capture", (("recipe", "r.yaml", []), None, "2/5", []), {})
+    assert run("capture", "r.yaml", "--join", "a", "--join", "b") == 0
+    assert calls.pop() == ("capture", (("recipe", "r.yaml", []), None, None, [Path("a"), Path("b")]), {})
     for verb in ("distill", "mix", "promote", "rollback", "retrain"):
         assert run(verb, "r.yaml", "seed=1", "drafts.a.steps=-3") == 0
         assert calls.pop() == (verb, (("recipe", "r.yaml", ["seed=1", "drafts.a.steps=-3"]),), {})

@@ -18,7 +18,7 @@ def claim(folder: Path, settings: Settings, seed: int, capture: Capture) -> None
     ours = {
         "draft": settings.identity(),
         "seed": seed,
-        "capture": fingerprint.of_json(capture.manifest),
+        "capture": capture.digest,
         "init_from": start,
     }
     if not (folder / OWNER_FILE).is_file():

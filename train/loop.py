@@ -104,6 +104,8 @@ def train(
         torch.manual_seed(_seed("train", seed, ranks.rank))
         if restored is not None:
             checkpoints.restore_rng(restored.rng, ranks)
+        if family.needs_signals and capture.truncated:
+            say("the capture kept no draws from the tails: what lies beyond its top k is left out of the objective")
         if state.step:
             say(f"going on after step {state.step}")
         return run.loop()

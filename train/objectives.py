@@ -107,9 +107,12 @@ def weighted_loss(weights: Mapping[str, float], entries: Entries, logq_NJ: Tenso
 
 
 def stored_entries(signals: Signals) -> tuple[Entries, Tensor]:
-    """Entries of the stored signals, and their ids [N, J], J = k + M."""
+    """Entries of the stored signals, and their ids [N, J], J = k + M.
+
+    Where a capture kept no draws (M = 0), what lies beyond the top k is left out as a reduced vocabulary leaves it out.
+    """
     draws = signals.tail_ids_nM.shape[-1]
-    tail_weight_n1 = signals.tail_logmass_n.exp()[:, None] / draws
+    tail_weight_n1 = signals.tail_logmass_n.exp()[:, None] / max(1, draws)
     weight_NJ = torch.cat([signals.topk_logp_nk.exp(), tail_weight_n1.expand(-1, draws)], dim=-1)
     logp_NJ = torch.cat([signals.topk_logp_nk, signals.tail_logp_nM], dim=-1)
     ids_NJ = torch.cat([signals.topk_ids_nk, signals.tail_ids_nM], dim=-1).long()

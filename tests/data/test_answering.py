@@ -13,6 +13,7 @@ import draftforge.specdec.plain as plain
 from draftforge.data.answering import Answers, answer_shards
 from draftforge.data.capture_settings import CaptureSettings
 from draftforge.data.conversation import Conversation, Message
+from draftforge.data.meter import Meter
 from draftforge.data.requests import Prompts, ShardPlan, plan_shards, seed_of
 from draftforge.data.signals import Signals, teacher_signals
 from draftforge.data.store import Capture, Sample
@@ -58,7 +59,8 @@ def fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(target: Target, settings: CaptureSettings = SETTINGS) -> Iterator[tuple[ShardPlan, Answers]]:
     shards = plan_shards(MIX, settings, SCORED)
-    return answer_shards(target, shards, Prompts(target, shards, settings), settings, lambda amount, tokens: None)
+    prompts = Prompts(target, shards, settings)
+    return answer_shards(target, shards, prompts, settings, Meter(Path(), shards, [], prompts, settings, None))
 
 
 def reference(target: Target, samples: list[Sample]) -> list[tuple[list[int], Signals]]:

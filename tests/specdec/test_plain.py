@@ -87,6 +87,24 @@ def test_answers_are_those_of_generate(slots: int, fixed: bool, monkeypatch: pyt
     assert equal(stream(model, asked, slots, fixed), answers)
 
 
+def test_a_finished_row_is_replaced_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step runs with a free slot while a request waits, and none computes more than its answers need: a token less
+    than they have, as the first one comes with the prompt. An answer of that token alone is found out a step later."""
+    model, asked, slots = target(), requests(32), 4
+    rows: list[int] = []
+    decode = PlainDecoder._decode
+
+    def watched(self: PlainDecoder) -> None:
+        assert self._active == slots or not self.waiting
+        rows.append(self._active)
+        decode(self)
+
+    monkeypatch.setattr(PlainDecoder, "_decode", watched)
+    answers = stream(model, asked, slots)
+    assert sum(rows) == sum(max(1, len(answer.tokens) - 1) for answer in answers)
+    assert max(rows) == slots
+
+
 def test_answers_with_the_kernel_are_the_same(lengths_on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftforge.specdec.passes._FEWEST", 2)
     model, asked = target(), requests(6)

@@ -174,6 +174,21 @@ def test_stored_estimates_are_unbiased() -> None:
         assert abs(value - float(by_enumeration(name, p, logq.exp()[0]))) < 1e-5, name
 
 
+def test_without_tail_draws_the_top_k_stands_alone() -> None:
+    """As with a reduced vocabulary: the sums over the top k, p not renormalised."""
+    torch.manual_seed(0)
+    logp, logq = (torch.randn(2, V) * 2).log_softmax(-1), torch.randn(2, V).log_softmax(-1)
+    best, ids_2k = logp.topk(4)
+    none = torch.empty(2, 0)
+    tail = (1 - best.exp().sum(-1)).log()
+    entries, ids = stored_entries(Signals(logp[:, 0], ids_2k.int(), best, tail, none.int(), none))
+    assert torch.equal(ids, ids_2k)
+    q = logq.gather(-1, ids)
+    torch.testing.assert_close(OBJECTIVES["kl"](entries, q), (best.exp() * (best - q)).sum(-1))
+    torch.testing.assert_close(OBJECTIVES["tv"](entries, q), 1 - torch.minimum(best, q).exp().sum(-1))
+    torch.testing.assert_close(OBJECTIVES["ce"](entries, q), -q[:, 0])
+
+
 def test_an_empty_tail_weighs_nothing() -> None:
     certain = torch.full((1, 64), -torch.inf)
     certain[0, 3] = 0.0

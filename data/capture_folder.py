@@ -1,0 +1,180 @@
+"""What a capture's folder says of itself: header, shard records, manifest; and whose folder it is."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from .. import __version__, fingerprint, storage
+from ..errors import MissingFileError, OwnershipError, StaleInputError
+from ..specdec.sampling import SamplingSettings
+from ..specdec.targets import Target
+from .capture_settings import BudgetSettings, CaptureSettings
+from .conversation import Conversation
+from .recorded import answers_digest
+from .requests import PLAN, ShardPlan, settings_record
+from .store import FORMAT, HEADER, MANIFEST, check_shard, read_record
+
+Json = dict[str, Any]
+
+PART = "part"
+
+
+def inputs_record(
+    target_fingerprint: str,
+    dtype: str,
+    conversations: Sequence[Conversation],
+    settings: CaptureSettings,
+    scored: Sequence[SamplingSettings],
+) -> Json:
+    """The part of a header that says what a capture is made from; told without loading the target."""
+    return {
+        "format": FORMAT,
+        "plan": PLAN,
+        "target": target_fingerprint,
+        "mix": fingerprint.of_json([conversation.model_dump() for conversation in conversations]),
+        "dtype": dtype.removeprefix("torch."),
+        "settings": settings_record(settings, scored),
+        **({} if settings.answers is None else {"answers": answers_digest(settings.answers)}),
+        **({"tail": "truncated"} if settings.engine is not None and settings.engine.signals == "engine" else {}),
+    }
+
+
+def header_of(target: Target, inputs: Json, shards: int, part: str | None) -> Json:
+    """The whole header. `part`: such as 2/5, of a folder that holds no more than that."""
+    tokenizer = target.tokenizer
+    return {
+        **inputs,
+        "tokenizer": target.tokenizer_digest,
+        "template": fingerprint.of_json(tokenizer.chat_template),
+        "vocab_size": target.vocab_size,
+        "stop_ids": sorted(target.stop_ids),
+        "special_ids": sorted(set(tokenizer.all_special_ids)),
+        "shard_count": shards,
+    } | ({} if part is None else {PART: part})
+
+
+def claimed(folder: Path, header: Json) -> bool:
+    """Whether the folder was begun by a run like this one. Raises StaleInputError, OwnershipError for any other."""
+    if not folder.is_dir():
+        if folder.exists():
+            raise OwnershipError(f"{folder}: a file, must be a capture folder or not exist")
+        return False
+    if not (folder / HEADER).is_file():
+        foreign = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+        if foreign:
+            raise OwnershipError(f"{folder}: holds {foreign[0]} and no {HEADER}; not a capture, give another folder")
+        return False
+    differing = differences(storage.read_object(folder / HEADER), header)
+    if differing:
+        raise StaleInputError(
+            f"{folder}: captured with another {', '.join(differing)}; delete it or give another folder"
+        )
+    return True
+
+
+def differences(found: Json, header: Json) -> list[str]:
+    """What an earlier run, or another machine, had otherwise: `name (its value, now ours)`.
+
+    Tokenizer and template are part of the target, so a change of theirs is named instead of the target. Where `header`
+    lacks them, the target alone is compared.
+    """
+
+    def compare(name: str, old: Any, new: Any) -> list[str]:
+        return [] if old == new else [f"{name} ({_brief(old)}, now {_brief(new)})"]
+
+    parts = [key for key in ("tokenizer", "template") if key in header]
+    own = [line for key in parts for line in compare(key, found.get(key), header[key])]
+    own = own or compare("target", found.get("target"), header["target"])
+    keys = ("mix", "dtype", "format", "plan", "answers")
+    other = [line for key in keys for line in compare(key, found.get(key), header.get(key))]
+    old, new = found.get("settings", {}), header["settings"]
+    changed = [line for key in {**old, **new} for line in compare(f"setting {key}", old.get(key), new.get(key))]
+    return own + other + changed
+
+
+def _brief(value: Any) -> str:
+    return fingerprint.short(value) if isinstance(value, str) and len(value) == 64 else str(value)
+
+
+def finished_records(folder: Path, shards: Iterable[ShardPlan], content: bool) -> dict[str, Json]:
+    """Records of the shards that are done, each compared with its file. Raises CorruptDataError naming the file.
+
+    A shard whose file was deleted counts as not done.
+    """
+    records: dict[str, Json] = {}
+    for shard in shards:
+        with suppress(MissingFileError):
+            record = read_record(folder, shard.name)
+            check_shard(folder, record, content)
+            records[shard.name] = record
+    return records
+
+
+def is_captured(folder: Path, budget: BudgetSettings | None) -> bool:
+    """Whether a capture (or the part of one) is complete, or was ended by a limit that is no higher now."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return False
+    ended = storage.read_object(path).get("budget")
+    if not isinstance(ended, dict):
+        return True
+    limit = None if budget is None else budget.limits.get(ended["ended_by"])
+    return limit is not None and limit <= ended["limits"][ended["ended_by"]]
+
+
+def content_digest(manifest: Json) -> str | None:
+    """64 hex digits of what a budget left of a capture; None: it is whole, and its inputs say what it holds."""
+    if "budget" not in manifest:
+        return None
+    return fingerprint.of_json(sorted([record["name"], record["sha256"]] for record in manifest["shards"]))
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the content of an answer."""
+    return {"draftforge": __version__} | {name: version(name) for name in ("torch", "transformers", "tokenizers")}
+
+
+def manifest_of(
+    header: Json, shards: Sequence[ShardPlan], records: Mapping[str, Json], ended_by: str | None, limits: Json
+) -> Json:
+    """What is written last. `ended_by`: the limit of the budget that left out the shards without a record."""
+    done = [records[shard.name] for shard in shards if shard.name in records]
+    splits: dict[str, Json] = {}
+    for record in done:
+        split = splits.setdefault(record["split"], {"samples": 0, "tokens": 0, "domains": {}})
+        split["samples"] += record["samples"]
+        split["tokens"] += record["tokens"]
+        for name, counts in record["domains"].items():
+            domain = split["domains"].setdefault(name, dict.fromkeys(counts, 0))
+            split["domains"][name] = {key: domain[key] + count for key, count in counts.items()}
+    tokens, seconds = (sum(record[key] for record in done) for key in ("tokens", "seconds"))
+    engines = [record["engine"] for record in done if "engine" in record]
+    cut = {"budget": {"ended_by": ended_by, "limits": limits, "unanswered": _unanswered(shards, records)}}
+    return {
+        **header,
+        "complete": True,
+        "versions": versions(),
+        "splits": splits,
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
+        **({"engines": [engine for i, engine in enumerate(engines) if engine not in engines[:i]]} if engines else {}),
+        **({} if ended_by is None else cut),
+        "skipped": [skipped for record in done for skipped in record["skipped"]],
+        "shards": [
+            {key: value for key, value in record.items() if key not in ("domains", "skipped", "engine")}
+            for record in done
+        ],
+    }
+
+
+def _unanswered(shards: Iterable[ShardPlan], records: Mapping[str, Json]) -> dict[str, dict[str, int]]:
+    """Conversations without answers, by split and domain."""
+    left = {a.conversation.id: a.conversation for s in shards if s.name not in records for a in s.answers}
+    counts: dict[str, dict[str, int]] = {}
+    for conversation in left.values():
+        domains = counts.setdefault(conversation.split, {})
+        domains[conversation.domain] = domains.get(conversation.domain, 0) + 1
+    return counts

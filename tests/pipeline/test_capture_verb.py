@@ -1,0 +1,80 @@
+"""The verb `capture` under a budget, and by several machines."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftforge.data.conversation import SPLITS
+from draftforge.data.store import Capture
+from draftforge.errors import InputError, MissingFileError
+from draftforge.pipeline import verbs
+from draftforge.pipeline.stages import capture_stage, mix_stage, trained
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import Recipe, load_recipe
+
+Write = Callable[..., Path]
+
+
+def captured(work: Path) -> list[Path]:
+    return sorted(work.glob("capture-*"))
+
+
+def places(recipe: Recipe) -> tuple[Path, Path]:
+    """Folders of the capture and of the training."""
+    space = Workspace(recipe)
+    stage = capture_stage(space, mix_stage(space))
+    return stage.folder, trained(space, "small", stage).folder
+
+
+def test_a_larger_budget_goes_on_in_the_same_folder_and_trains_anew(write_recipe: Write, tmp_path: Path) -> None:
+    path = write_recipe()
+    smaller = ["capture.shard_samples=4", "capture.batch_size=2"]
+    budgets = [["capture.budget.tokens=300"], ["capture.budget.tokens=380"], []]
+    sizes, found = [], []
+    for overrides in budgets:
+        recipe = load_recipe(path, [*smaller, *overrides])
+        verbs.capture(recipe)
+        found.append(places(recipe))
+        sizes.append(len(Capture.open(found[-1][0]).samples("train")))
+    assert sizes == sorted(set(sizes))
+    assert len({folder for folder, _ in found}) == len(captured(tmp_path / "work")) == 1
+    assert len({training for _, training in found}) == 3
+
+
+def test_a_limit_that_was_passed_already_changes_nothing(write_recipe: Write, tmp_path: Path) -> None:
+    """The last shard went beyond the budget, and beyond a slightly larger one: the training goes on where it was."""
+    path = write_recipe()
+    smaller = [
+        "capture.shard_samples=4",
+        "capture.batch_size=2",
+        "drafts={small: {family: small, layers: 2, steps: 2, warmup_steps: 1, tokens_per_step: 256}}",
+    ]
+    for limit in (300, 301):
+        recipe = load_recipe(path, [*smaller, f"capture.budget.tokens={limit}"])
+        verbs.train(recipe, None)
+        capture, _ = places(recipe)
+        assert json.loads((capture / "manifest.json").read_text())["budget"]["limits"] == {"tokens": limit}
+    assert len(list((tmp_path / "work").glob("train-small-*"))) == 1
+
+
+def test_parts_of_three_work_folders_are_the_capture_of_one(write_recipe: Write, tmp_path: Path) -> None:
+    path = write_recipe()
+    verbs.capture(load_recipe(path))
+    (whole,) = captured(tmp_path / "work")
+    parts = []
+    for number in (1, 2, 3):
+        recipe = load_recipe(path, [f"workdir={tmp_path / f'machine-{number}'}"])
+        verbs.capture(recipe, part=f"{number}/3")
+        parts += captured(tmp_path / f"machine-{number}")
+    assert [part.name for part in parts] == [f"{whole.name}.part-{number}-of-3" for number in (1, 2, 3)]
+    home = load_recipe(path, [f"workdir={tmp_path / 'home'}"])
+    with pytest.raises(MissingFileError, match="--join: 1/3 missing"):
+        verbs.capture(home, parts=parts[1:])
+    verbs.capture(home, parts=parts)
+    joined, one = Capture.open(tmp_path / "home" / whole.name), Capture.open(whole)
+    assert all(joined.samples(split) == one.samples(split) for split in SPLITS)
+    assert json.loads((joined.folder / "header.json").read_text()) == json.loads((whole / "header.json").read_text())
+    with pytest.raises(InputError, match="--part 1/3: answers a part alone"):
+        verbs.capture(home, part="1/3", parts=parts)
