@@ -6,10 +6,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from counted import counts_of
 
 from draftforge.errors import InputError
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
-from draftforge.eval.counts import CountRow, Method, concat, to_table
+from draftforge.eval.counts import CountRow, concat, to_table
 from draftforge.eval.plans import Plan
 from draftforge.eval.select import Row, choose, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from draftforge.eval.settings import ScoreSettings
@@ -17,36 +18,6 @@ from draftforge.specdec.walk import RoundCounts
 
 SETTINGS = ScoreSettings(draft_tokens=[1, 2, 3], bootstrap_samples=200)
 DEPTHS = (1, 2, 3)
-
-
-def counts_of(
-    draft: str,
-    step: int,
-    taus: dict[int, float],
-    domain: str = "support",
-    setting: str = "t0",
-    rule: str = "greedy",
-    method: Method = "replay",
-    conversations: int = 10,
-    drafted: float | None = None,
-    tree: str = "",
-) -> pa.Table:
-    """Conversations whose pooled tau at each K is the given one; every other is better, every other worse."""
-    rows = []
-    for number in range(conversations):
-        for K, tau in taus.items():
-            tokens = 100 * (tau + (0.1 if number % 2 else -0.1))
-            accepted = tokens - 100
-            drafting = 100.0 if drafted is None or tree else drafted / K  # rounds that draft at all
-            counts = RoundCounts(
-                100.0, tokens, 100.0 * K if drafted is None else drafted, accepted, (drafting,) * K, (accepted / K,) * K
-            )
-            name = f"{domain}-{number}"
-            row = CountRow(
-                draft, step, name, 0, name, domain, "selection", "128", setting, rule, K, tree, method, counts
-            )
-            rows.append(row)
-    return to_table(rows)
 
 
 def costs_of(draft_ms: float, verify_ms: float = 31.0, plain_ms: float = 30.0) -> CostTable:
