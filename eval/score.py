@@ -20,9 +20,9 @@ from ..specdec.replay import Counted
 from ..specdec.targets import Target
 from ..specdec.walk import RoundCounts, count_rounds
 from .counts import CountRow, context_bucket, to_table
-from .plans import Drafting, Plan, rules_for
+from .plans import Drafting, Plan, exact_rules, rules_for
 from .settings import ScoreSettings
-from .traces import TraceCache, exact_rules, replay_samples
+from .traces import TraceCache, replay_samples
 
 
 class Identity(NamedTuple):

@@ -26,7 +26,7 @@ from .counts import concat, groups, values, where
 from .figures import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_difference
 from .gains import Gain
 from .load import Candidate, LoadFigures, LoadTimes, Losing, finite, load_figures
-from .plans import Plan
+from .plans import PLAINEST, Plan
 from .settings import ScoreSettings
 
 PLAIN = "plain"
@@ -78,6 +78,9 @@ class Row:
     """At the recipe's load, where it states one."""
     scored_share: float = 1.0
     """Of the answers' tokens; less than 1: dropped by a race."""
+    trained_for: str = ""
+    """The target that the draft was made for, where that is another than the one it was scored on, or another form of
+    it (quantised, with an adapter): 12 hex digits of its fingerprint."""
 
     @property
     def break_even_tau(self) -> float:
@@ -135,6 +138,8 @@ class DomainRow:
     """Tokens a second at the load; NaN where none is stated."""
     losing: Losing | None = None
     """Up to which batch size drafting pays in this domain."""
+    taus: tuple[tuple[str, Estimate], ...] = ()
+    """tau under every rule that was scored, the deciding one among them, by the rule's label."""
 
     def record(self) -> dict[str, Any]:
         """JSON-able."""
@@ -143,6 +148,7 @@ class DomainRow:
         for name in ("tau", "acceptance", "speedup", "goodput"):
             known[name] = finite(getattr(self, name)._asdict())
         known["loses_above"] = None if self.losing is None else self.losing.above
+        known["taus"] = {rule: finite(tau._asdict()) for rule, tau in self.taus}
         return known | {"alphas": [finite(alpha._asdict()) for alpha in self.alphas]}
 
 
@@ -231,10 +237,11 @@ def domain_rows(
 
     `costs`: of the rows' checkpoints, for what depends on the load.
     """
-    table = serving(concat(tables), settings)
+    everything = concat(tables)
+    table = serving(everything, settings)
     found: list[DomainRow] = []
     for row in rows:
-        mine = _of(table, row)
+        mine, all_rules = _of(table, row), _of(everything, row)
         times = (costs or {}).get((row.draft, row.step))
         for (domain, setting, rule), part in groups(mine, "domain", "setting", "rule"):
             pooled = tau(part, settings.bootstrap)
@@ -258,10 +265,20 @@ def domain_rows(
                     goodput=Estimate(math.nan)
                     if loaded is None
                     else gain.estimate(pooled).scaled(loaded.plain_goodput),
+                    taus=_taus(where(all_rules, domain=domain, setting=setting), settings),
                     losing=None if loaded is None else loaded.losing(row.plan, pooled.value, share),
                 )
             )
     return sorted(found, key=lambda one: (one.domain, one.setting, not one.baseline, one.draft, one.step))
+
+
+def _taus(table: pa.Table, settings: ScoreSettings) -> tuple[tuple[str, Estimate], ...]:
+    """tau by rule, replayed where it was."""
+    found = []
+    for (rule,), part in groups(table, "rule"):
+        method = "replay" if "replay" in values(part, "method") else "decode"
+        found.append((RULES[rule].label, tau(where(part, method=method), settings.bootstrap)))
+    return tuple(found)
 
 
 def speedup_difference(tables: Sequence[pa.Table], first: Row, second: Row, settings: ScoreSettings) -> Estimate:
@@ -275,12 +292,13 @@ def serving(table: pa.Table, settings: ScoreSettings) -> pa.Table:
     """The rows that decide: per draft, replayed where it was; per sampling setting, its serving rule.
 
     That rule is greedy at T = 0, else the first of the settings' other rules by which this way of drafting was scored;
-    where there is none (prompt lookup under `token`), the one that it was scored by. A lossy rule decides nothing.
+    where there is none (prompt lookup under `token`), the plainest that it was scored by. A lossy rule decides nothing.
     """
     kept = []
     for _, part in groups(table, "draft", "step", "setting", "tree"):
         rules = [rule for rule in values(part, "rule") if RULES[rule].lossless]
-        mine = where(part, rule=next((rule for rule in ("greedy", *settings.sampled_rules) if rule in rules), rules[0]))
+        wanted = ("greedy", *settings.sampled_rules, *PLAINEST)
+        mine = where(part, rule=next((rule for rule in wanted if rule in rules), rules[0]))
         kept.append(where(mine, method="replay" if "replay" in values(mine, "method") else "decode"))
     return concat(kept)
 

@@ -50,9 +50,10 @@ class ScoreSettings(BaseModel):
     sampling: list[SamplingSettings] = Field(default=[SamplingSettings()], min_length=1)
     """Sampling settings that are scored; the target answers selection and holdout once for each."""
     rules: list[RuleName] = Field(default=["greedy", "token"], min_length=1)
-    """Accept rules. greedy is the rule at temperature 0 and only there; the first other one is the serving engine's.
-    Each way of drafting is scored by those that take it: token and block chains, multiround, recursive and traversal
-    sampled trees. typical is lossy."""
+    """Accept rules. greedy is the rule at temperature 0 and only there; the first other one is the serving engine's,
+    unless `load` names an engine. Each way of drafting is scored by those that take it: token and block chains,
+    multiround, recursive and traversal sampled trees. typical is lossy. What is replayed is counted under every other
+    lossless rule too; what is not, and the check by decoding, under these."""
     draft_tokens: list[int] = Field(default=[1, 2, 3, 4], min_length=1)
     """Every K that is scored as a chain; the best one is picked with the checkpoint."""
     trees: dict[Annotated[str, Field(pattern=_TREE_NAME, max_length=32)], TreeSettings] = {}

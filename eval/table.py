@@ -153,7 +153,8 @@ def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
     """Header and rows as text."""
     loaded = any(row.losing is not None for row in rows)
     header = ["domain", "sampling", "rule", "draft", "step", "K", "tau", "alpha", "conversations", "expected speed-up"]
-    cells = [[*header, "goodput", "loses above"] if loaded else header]
+    ruled = any(len(row.taus) > 1 for row in rows)
+    cells = [[*header, *(["goodput", "loses above"] if loaded else []), *(["tau by rule"] if ruled else [])]]
     for row in rows:
         load = [rate(row.goodput), UNKNOWN if row.losing is None else row.losing.said] if loaded else []
         cells.append(
@@ -169,6 +170,7 @@ def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
                 str(row.conversations),
                 interval(row.speedup, "x"),
                 *load,
+                *([", ".join(f"{rule} {number(tau.value)}" for rule, tau in row.taus)] if ruled else []),
             ]
         )
     return cells
@@ -205,9 +207,10 @@ def positions(alphas: Sequence[Estimate]) -> str:
 
 def _standing(row: Row) -> str:
     """What became of it."""
-    if row.dropped:
-        return f"dropped at {row.scored_share:.0%}"
-    return "<- chosen" if row.chosen else "baseline" if row.baseline else ""
+    dropped = f"dropped at {row.scored_share:.0%}" if row.dropped else ""
+    what = dropped or ("<- chosen" if row.chosen else "baseline" if row.baseline else "")
+    other = f"made for target {row.trained_for}" if row.trained_for else ""
+    return ", ".join(filter(None, (what, other)))
 
 
 def rate(estimate: Estimate) -> str:

@@ -66,13 +66,16 @@ class Scores(Protocol):
     def perplexity(self, draft: AnyDraft | ForeignDraft) -> float | None:
         """Of the recorded answers under it."""
 
+    def made_for(self, folder: Path) -> str:
+        """The target that it was made for, where that is another one."""
+
 
 class Board:
     """All that takes part in one score; `times` and `trees` are filled as it goes."""
 
     def __init__(self, scorer: Scores, parts: Path, folders: Mapping[Checkpoint, Path | None]) -> None:
         """`folders`: of each checkpoint its draft; None: prompt lookup, which no race drops."""
-        self._scorer, self._parts, self._folders = scorer, parts, folders
+        self.scorer, self._parts, self._folders = scorer, parts, folders
         self.times: dict[Checkpoint, Times] = {}
         self.trees: dict[Checkpoint, dict[str, Tree]] = {}
 
@@ -101,8 +104,8 @@ class Board:
         self, entrants: Sequence[Checkpoint], race: RaceSettings
     ) -> tuple[dict[Checkpoint, list[pa.Table]], dict[Checkpoint, float]]:
         """Counts by block of each entrant, and the share of the answers' tokens that they are of."""
-        settings = self._scorer.settings
-        samples = scored_samples(self._scorer.samples, settings)
+        settings = self.scorer.settings
+        samples = scored_samples(self.scorer.samples, settings)
         sizes: dict[str, float] = {}
         for sample in samples:  # the first token of an answer costs no round
             sizes[sample.cluster] = sizes.get(sample.cluster, 0.0) + max(len(sample.answer_ids) - 1, 0)
@@ -132,7 +135,7 @@ class Board:
         arms: list[Arm] = []
         free: set[Checkpoint] = set()
         for one, table in tables.items():
-            deciding = serving(table, self._scorer.settings)
+            deciding = serving(table, self.scorer.settings)
             if counts.values(deciding, "method") != ["replay"]:
                 free.add(one)
                 continue
@@ -158,7 +161,7 @@ class Board:
             return known
         _, draftings = self._open(one)
         if known is None:
-            table, _ = self._scorer.counts(draftings, Identity(*one), samples, decoded=False)
+            table, _ = self.scorer.counts(draftings, Identity(*one), samples, decoded=False)
             counts.write(table, path)
             known = counts.read(path)
         return known
@@ -169,11 +172,11 @@ class Board:
         if known is not None:
             return known
         draft, draftings = self._open(one)
-        samples = scored_samples(self._scorer.samples, self._scorer.settings)
-        chosen = spread(samples, self._scorer.settings.decode_conversations)
+        samples = scored_samples(self.scorer.samples, self.scorer.settings)
+        chosen = spread(samples, self.scorer.settings.decode_conversations)
         some, lossless = [sample for sample in samples if sample.conversation in chosen], None
         if some:
-            again, lossless = self._scorer.counts(draftings, Identity(*one), some)
+            again, lossless = self.scorer.counts(draftings, Identity(*one), some)
             table = counts.concat([table, _only_decoded(again, table)])
         return self._keep(one, draft, table, lossless)
 
@@ -183,31 +186,31 @@ class Board:
         if known is None or not self._share_shape(one):
             draft, draftings = self._open(one)
             if known is None:
-                table, lossless = self._scorer.counts(draftings, Identity(*one))
+                table, lossless = self.scorer.counts(draftings, Identity(*one))
                 known = self._keep(one, draft, table, lossless)
         return known
 
     def _share_shape(self, one: Checkpoint) -> bool:
         """Whether times and trees are known already: checkpoints of one draft share them where trees do not vary."""
         other = next((known for known in self.times if known[0] == one[0]), None)
-        if one not in self.times and other is not None and not self._scorer.settings.trees_vary:
+        if one not in self.times and other is not None and not self.scorer.settings.trees_vary:
             self.times[one], self.trees[one] = self.times[other], self.trees[other]
         return one in self.times
 
     def _open(self, one: Checkpoint) -> tuple[AnyDraft | ForeignDraft | None, list[Drafting]]:
         """Load a draft, and its times where they are not known."""
         folder = self._folders[one]
-        draft = None if folder is None else self._scorer.load_any(folder)
-        draftings = self._scorer.draftings(draft)
+        draft = None if folder is None else self.scorer.load_any(folder)
+        draftings = self.scorer.draftings(draft)
         if not self._share_shape(one):
             self.trees[one] = {way.tree: way.fixed for way in draftings if way.fixed is not None}
-            self.times[one] = self._scorer.times(draft, draftings)
+            self.times[one] = self.scorer.times(draft, draftings)
         return draft, draftings
 
     def _keep(
         self, one: Checkpoint, draft: AnyDraft | ForeignDraft | None, table: pa.Table, lossless: bool | None
     ) -> Part:
-        perplexity = None if draft is None else self._scorer.perplexity(draft)
+        perplexity = None if draft is None else self.scorer.perplexity(draft)
         counts.write(table, self._file(one, "parquet"))
         storage.write_json(self._file(one, "json"), {"lossless": lossless, "perplexity": perplexity})
         # As it will be read next time: the digest is of what it makes.

@@ -1,7 +1,7 @@
 """Scores of every checkpoint, the times of every shape, and the draft that they choose."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -57,6 +57,8 @@ class Scored:
     """What the leaderboard is made of."""
 
     stage: Stage
+    target: str
+    """Fingerprint of the target that it was scored on."""
     counts: pa.Table
     times: dict[Checkpoint, Times]
     rows: list[Row]
@@ -112,6 +114,11 @@ class Scorer:
         if not isinstance(draft, ForeignDraft):
             self._check_context(draft, folder)
         return draft
+
+    def made_for(self, folder: Path) -> str:
+        """12 hex digits of the target that a draft was made for; empty where it is this one, or nothing says which."""
+        made_for = read_meta(folder).target_fingerprint if meta_file(folder).is_file() else None
+        return "" if made_for in (None, self._space.target.fingerprint) else fingerprint.short(str(made_for))
 
     def _check_context(self, draft: AnyDraft, folder: Path) -> None:
         longest = max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0)
@@ -322,9 +329,15 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     counts.write(table, stage.folder / COUNTS_FILE)
     perplexities = {one: part.perplexity for one, part in parts.items() if part.perplexity is not None}
     shares = {one: part.share for one, part in parts.items()}
-    rows = leaderboard(tables, board.times, settings, [LOOKUP], perplexities, shares)
+    made_for = {one: board.scorer.made_for(folder) for one, folder in folders.items()}
+    rows = [
+        replace(row, trained_for=made_for.get((row.draft, row.step), ""))
+        for row in leaderboard(tables, board.times, settings, [LOOKUP], perplexities, shares)
+    ]
     domains = domain_rows(tables, rows, settings, board.times)
-    scored = Scored(stage, table, board.times, rows, domains, advice(rows, domains, settings), folders, board.trees)
+    said = advice(rows, domains, settings)
+    target = space.target_fingerprint
+    scored = Scored(stage, target, table, board.times, rows, domains, said, folders, board.trees)
     fits = {times.fit.key.digest: times.fit for times in board.times.values() if isinstance(times, LoadTimes)}
     if fits:
         write_fits(scored.times_file, fits.values())
@@ -346,5 +359,12 @@ def _show(scored: Scored, settings: ScoreSettings) -> None:
     compared = {(row.draft, row.step) for row in scored.rows if row.baseline or row is chosen}
     shown = [row for row in scored.domains if (row.draft, row.step) in compared]
     show_domains(shown, settings.confidence, "By domain")
+    here = fingerprint.short(scored.target)
+    for row in scored.rows:
+        if row.trained_for:
+            say(
+                f"{row.draft} step {row.step}: was made for target {row.trained_for} and is scored on {here}, another "
+                "model or another form of it (quantised, an adapter): its figures are of this one"
+            )
     for line in scored.advice:
         say(line)

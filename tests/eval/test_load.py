@@ -124,6 +124,18 @@ def test_a_domain_has_a_speedup_of_its_own() -> None:
     assert not any("domain 'support' (t0) does not" in line for line in said)
 
 
+def test_tau_under_every_rule_stands_beside_the_deciding_one() -> None:
+    settings = settings_of(engine="vllm")
+    assert settings.load is not None
+    rules = {"token": 2.0, "block": 2.1, "onehot": 1.8}
+    tables = [counts_of("a", 10, {2: tau}, setting="t1", rule=rule) for rule, tau in rules.items()]
+    times = {("a", 10): LoadTimes(CHEAP, settings.load)}
+    (row,) = domain_rows(tables, leaderboard(tables, times, settings), settings, times)
+    assert row.rule == "onehot" and row.tau.value == pytest.approx(1.8)
+    assert {rule: tau.value for rule, tau in row.taus} == {rule: pytest.approx(tau) for rule, tau in rules.items()}
+    assert row.record()["taus"]["block"]["value"] == pytest.approx(2.1)
+
+
 def test_a_difference_of_speed_is_not_linear_in_tau() -> None:
     settings = settings_of(answer_tokens=16)
     rows = rows_of(settings, ("a", {2: 2.0}, CHEAP), ("b", {2: 2.5}, DEAR))

@@ -105,6 +105,12 @@ def test_a_load_adds_its_columns() -> None:
     assert "goodput" not in domain_cells([SUPPORT])[0]
 
 
+def test_a_draft_of_another_form_of_the_target_is_labelled() -> None:
+    row = replace(SMALL, trained_for="0123456789ab")
+    assert leaderboard_cells([row])[1][-1] == "<- chosen, made for target 0123456789ab"
+    assert row.record()["trained_for"] == "0123456789ab"
+
+
 def test_each_batch_size_has_a_line() -> None:
     stream = io.StringIO()
     show_load(replace(SMALL, load=LOAD), "By batch size", Console(file=stream, width=60))

@@ -69,7 +69,8 @@ def test_a_score_at_a_load_end_to_end(
     path = write_recipe(score=score_section(load=load, costs=costs))
     verbs.score(load_recipe(path), None)
     (scored,) = boards
-    assert set(scored.counts["rule"].to_pylist()) == {"greedy", "onehot", "token"}  # the engine's is added
+    assert set(scored.counts["rule"].to_pylist()) == {"greedy", "onehot", "token", "block", "match"}
+    assert {row.rule for row in scored.domains} == {"greedy", "onehot"}  # the engine's decides
     row = scored.chosen
     assert row.load is not None and [one.batch_size for one in row.load.batches] == [1, 2]
     assert {one.draft for one in scored.rows} == {"lookup", "small", "eagle3"} and len(scored.domains) == 4 * 4

@@ -62,6 +62,9 @@ class MadeUpScorer:
     def perplexity(self, draft: Any) -> float:
         return 2.0
 
+    def made_for(self, folder: Path) -> str:
+        return ""
+
 
 def test_names_with_dots_keep_their_counts_apart(write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     space = Workspace(load_recipe(write_recipe()))
