@@ -231,22 +231,19 @@ def domain_rows(
     tables: Sequence[pa.Table],
     rows: Sequence[Row],
     settings: ScoreSettings,
-    costs: Mapping[Checkpoint, Times] | None = None,
+    costs: Mapping[Checkpoint, Times],
 ) -> list[DomainRow]:
-    """The rows' drafts per domain and sampling setting, each at the plan that its row has.
-
-    `costs`: of the rows' checkpoints, for what depends on the load.
-    """
+    """The rows' drafts per domain and sampling setting, each at the plan that its row has."""
     everything = concat(tables)
     table = serving(everything, settings)
     found: list[DomainRow] = []
     for row in rows:
         mine, all_rules = _of(table, row), _of(everything, row)
-        times = (costs or {}).get((row.draft, row.step))
+        times = _times(costs, row.draft, row.step)
         for (domain, setting, rule), part in groups(mine, "domain", "setting", "rule"):
             pooled = tau(part, settings.bootstrap)
             share = _share(part, row.baseline)
-            gain = row.gain if times is None else times.gain(row.plan, share)
+            speedup = times.gain(row.plan, share).estimate(pooled)
             loaded = times if isinstance(times, LoadTimes) and math.isfinite(pooled.value) else None
             found.append(
                 DomainRow(
@@ -261,10 +258,8 @@ def domain_rows(
                     acceptance=acceptance(part, settings.bootstrap),
                     alphas=tuple(alphas(part, settings.bootstrap)),
                     baseline=row.baseline,
-                    speedup=gain.estimate(pooled),
-                    goodput=Estimate(math.nan)
-                    if loaded is None
-                    else gain.estimate(pooled).scaled(loaded.plain_goodput),
+                    speedup=speedup,
+                    goodput=speedup.scaled(math.nan if loaded is None else loaded.plain_goodput),
                     taus=_taus(where(all_rules, domain=domain, setting=setting), settings),
                     losing=None if loaded is None else loaded.losing(row.plan, pooled.value, share),
                 )

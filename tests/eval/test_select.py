@@ -76,7 +76,7 @@ def test_a_tree_competes_with_chains() -> None:
     (row,) = board(tables, costs, SETTINGS)
     assert row.plan == Plan(2, "wide") and row.plan.label == "wide" and row.drafted == pytest.approx(7.0)
     assert row.record()["tree"] == "wide" and row.record()["draft_tokens"] == 2
-    assert [d.plan for d in domain_rows(tables, [row], SETTINGS)] == [Plan(2, "wide")]
+    assert [d.plan for d in domain_rows(tables, [row], SETTINGS, {("small", 20): costs["small"]})] == [Plan(2, "wide")]
     even = [tables[0], counts_of("small", 20, {2: 2.11}, tree="wide", drafted=700.0)]
     assert board(even, costs, SETTINGS)[0].plan == Plan(2)  # within a hundredth: the fewest drafted tokens win
     difference = speedup_difference(tables, row, board(even, costs, SETTINGS)[0], SETTINGS)
@@ -142,15 +142,17 @@ def test_domains_of_the_chosen() -> None:
         counts_of("small", 20, {2: 1.4}, "chat"),
         counts_of("lookup", 0, {2: 1.3}, "support", drafted=10.0),
     ]
-    rows = board(tables, {"small": costs_of(1.0), "lookup": costs_of(0.1)}, SETTINGS, ["lookup"])
+    costs = {("small", 20): costs_of(1.0), ("lookup", 0): costs_of(0.1)}
+    rows = leaderboard(tables, costs, SETTINGS, ["lookup"])
     assert next(row for row in rows if row.chosen).tau.value == pytest.approx(1.9)  # pooled over the mix as it is
-    domains = domain_rows(tables, rows, SETTINGS)
+    domains = domain_rows(tables, rows, SETTINGS, costs)
     assert [(d.domain, d.draft, round(d.tau.value, 6)) for d in domains] == [
         ("chat", "small", 1.4),
         ("support", "lookup", 1.3),
         ("support", "small", 2.4),
     ]
     assert domains[0].conversations == 10 and domains[0].rule == "greedy" and len(domains[0].alphas) == 2
+    assert domains[2].speedup.value == pytest.approx(2.4 * 30 / 33) and math.isnan(domains[2].goodput.value)
 
 
 def test_a_paired_difference_of_speed() -> None:
