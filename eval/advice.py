@@ -97,6 +97,8 @@ def _span(some: Sequence[BatchFigures]) -> str:
 
 def _above(row: Row, load: LoadFigures) -> Iterator[str]:
     losing = load.losing
+    if losing is None:
+        return
     if losing.above is None:
         yield f"{row.plan} does not lose up to batch {losing.largest}, the largest that was measured."
     elif losing.above:

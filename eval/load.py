@@ -85,7 +85,8 @@ class LoadTimes:
         return pooled([self.gain_at(size, plan, drafted_share) for size in shares], list(shares.values()))
 
     def gain_at(self, batch_size: int, plan: Plan, drafted_share: float = 1.0) -> Gain:
-        """At one batch size. `drafted_share`: share of rounds that draft at all; the others cost a plain round."""
+        """At one batch size. `drafted_share`: share of a slot's rounds that draft at all; a round in which no slot does
+        costs a plain one, and slots draft independently of one another."""
         place = batch_size, plan, drafted_share
         if place not in self._gains:
             self._gains[place] = self._gain_at(*place)
@@ -101,7 +102,8 @@ class LoadTimes:
         prompt, draft_prompt = self.fit.prompt(self.load.prompt_tokens)
         plain = self.fit.plain(batch_size, context)
         drafted = self.fit.round(plan, batch_size, context).seconds
-        seconds = drafted_share * drafted + (1 - drafted_share) * plain
+        idle = (1 - drafted_share) ** batch_size
+        seconds = (1 - idle) * drafted + idle * plain
         whole = batch_size * prompt + later * plain
         return Gain(batch_size * (prompt + draft_prompt) / whole, later * seconds / whole)
 
@@ -191,7 +193,8 @@ class LoadFigures:
     engine_tau: Estimate
     """Tokens a round as the engine's own counters will show them."""
     break_even_alpha: float
-    losing: Losing
+    losing: Losing | None
+    """None where tau is not known."""
     memory: Memory
     batches: tuple[BatchFigures, ...]
 
@@ -200,7 +203,8 @@ class LoadFigures:
         known = {"load": self.load, "hardware": self.hardware, "fit_error": self.fit_error}
         known |= {"goodput": finite(self.goodput._asdict()), "engine_tau": finite(self.engine_tau._asdict())}
         known |= finite({"plain_goodput": self.plain_goodput, "break_even_alpha": self.break_even_alpha})
-        known |= {"loses_above": self.losing.above, "largest_batch": self.losing.largest}
+        if self.losing is not None:
+            known |= {"loses_above": self.losing.above, "largest_batch": self.losing.largest}
         known |= {"draft_bytes": self.memory.weights, "draft_cache_bytes": self.memory.caches}
         return known | {"batches": [one.record() for one in self.batches]}
 
@@ -210,7 +214,7 @@ class LoadFigures:
         flat |= {"plain_goodput": self.plain_goodput, "engine_tau": self.engine_tau.value}
         flat |= {"break_even_alpha": self.break_even_alpha, "draft_mb": self.memory.weights / 1e6}
         flat |= {"draft_cache_mb": self.memory.caches / 1e6}
-        if self.losing.above is not None:
+        if self.losing is not None and self.losing.above is not None:
             flat["loses_above"] = float(self.losing.above)
         for one in self.batches:
             flat[f"speedup_batch_{one.batch_size}"] = one.speedup.value
@@ -232,10 +236,15 @@ def load_figures(
         plain_goodput=times.plain_goodput,
         engine_tau=engine_tau,
         break_even_alpha=_alpha(gain.break_even_tau, plan),
-        losing=times.losing(plan, mine.tau.value, mine.drafted_share),
+        losing=times.losing(plan, mine.tau.value, mine.drafted_share) if math.isfinite(mine.tau.value) else None,
         memory=times.memory,
-        batches=tuple(_at(times, size, candidates, tie_share) for size in times.sizes),
+        batches=batch_figures(times, candidates, tie_share),
     )
+
+
+def batch_figures(times: LoadTimes, candidates: Sequence[Candidate], tie_share: float) -> tuple[BatchFigures, ...]:
+    """The best K or tree at each batch size that tables show."""
+    return tuple(_at(times, size, candidates, tie_share) for size in times.sizes)
 
 
 def _at(times: LoadTimes, batch_size: int, candidates: Sequence[Candidate], tie_share: float) -> BatchFigures:

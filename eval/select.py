@@ -25,7 +25,7 @@ from .costs import RoundCost
 from .counts import concat, groups, values, where
 from .figures import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_difference
 from .gains import Gain
-from .load import Candidate, LoadFigures, LoadTimes, Losing, finite, load_figures
+from .load import BatchFigures, Candidate, LoadFigures, LoadTimes, Losing, batch_figures, finite, load_figures
 from .plans import PLAINEST, Plan
 from .settings import ScoreSettings
 
@@ -140,6 +140,8 @@ class DomainRow:
     """Up to which batch size drafting pays in this domain."""
     taus: tuple[tuple[str, Estimate], ...] = ()
     """tau under every rule that was scored, the deciding one among them, by the rule's label."""
+    batches: tuple[BatchFigures, ...] = ()
+    """The best K or tree for this domain at each batch size, where a load is stated."""
 
     def record(self) -> dict[str, Any]:
         """JSON-able."""
@@ -149,6 +151,7 @@ class DomainRow:
             known[name] = finite(getattr(self, name)._asdict())
         known["loses_above"] = None if self.losing is None else self.losing.above
         known["taus"] = {rule: finite(tau._asdict()) for rule, tau in self.taus}
+        known["batches"] = [one.record() for one in self.batches]
         return known | {"alphas": [finite(alpha._asdict()) for alpha in self.alphas]}
 
 
@@ -238,7 +241,8 @@ def domain_rows(
     table = serving(everything, settings)
     found: list[DomainRow] = []
     for row in rows:
-        mine, all_rules = _of(table, row), _of(everything, row)
+        plans = where(table, draft=row.draft, step=row.step)
+        mine, all_rules = at_plan(plans, row.plan), _of(everything, row)
         times = _times(costs, row.draft, row.step)
         for (domain, setting, rule), part in groups(mine, "domain", "setting", "rule"):
             pooled = tau(part, settings.bootstrap)
@@ -262,9 +266,23 @@ def domain_rows(
                     goodput=speedup.scaled(math.nan if loaded is None else loaded.plain_goodput),
                     taus=_taus(where(all_rules, domain=domain, setting=setting), settings),
                     losing=None if loaded is None else loaded.losing(row.plan, pooled.value, share),
+                    batches=_batches(where(plans, domain=domain, setting=setting), row.baseline, loaded, settings),
                 )
             )
     return sorted(found, key=lambda one: (one.domain, one.setting, not one.baseline, one.draft, one.step))
+
+
+def _batches(
+    table: pa.Table, baseline: bool, times: LoadTimes | None, settings: ScoreSettings
+) -> tuple[BatchFigures, ...]:
+    """The best plans of one draft and step on a part of the conversations."""
+    if times is None:
+        return ()
+    candidates = [
+        Candidate(Plan(K, tree), tau(part, settings.bootstrap), _a_round(part["drafted"], part), _share(part, baseline))
+        for (K, tree), part in groups(table, "draft_tokens", "tree")
+    ]
+    return batch_figures(times, candidates, settings.tie_share)
 
 
 def _taus(table: pa.Table, settings: ScoreSettings) -> tuple[tuple[str, Estimate], ...]:

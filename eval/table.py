@@ -134,7 +134,8 @@ def _load_cells(row: Row | None) -> list[str]:
     if row.load is None:  # plain decoding
         return ["-"] * 5
     memory = (megabytes(row.load.memory.weights), megabytes(row.load.memory.caches))
-    return [rate(row.load.goodput), number(row.break_even_tau), row.load.losing.said, *memory]
+    above = UNKNOWN if row.load.losing is None else row.load.losing.said
+    return [rate(row.load.goodput), number(row.break_even_tau), above, *memory]
 
 
 def batch_cells(load: LoadFigures) -> list[list[str]]:

@@ -71,6 +71,21 @@ def test_shares_are_of_time_and_the_work_is_what_plain_decoding_does_in_it() -> 
     assert both.plain_goodput / seconds == pytest.approx(sum(tokens) * both.gain(Plan(2)).speedup(2.2))
 
 
+def test_a_round_is_plain_only_where_no_slot_drafts() -> None:
+    """Prompt lookup drafts in half of a slot's rounds: in three of four rounds of two slots."""
+    times = LoadTimes(DEAR, load_of(batch_sizes={2: 1}))
+    never, always, half = (times.gain_at(2, Plan(2), share).rounds for share in (0.0, 1.0, 0.5))
+    assert never < always and half == pytest.approx(0.75 * always + 0.25 * never)
+
+
+def test_a_draft_without_rounds_is_not_known_to_lose() -> None:
+    unknown = counts_of("none", 10, {2: 1.0}).slice(0, 1).set_column(13, "rounds", [[0.0]])
+    times = {("none", 10): LoadTimes(CHEAP, load_of())}
+    (row,) = leaderboard([unknown], times, settings_of())
+    assert math.isnan(row.speedup.value) and row.load is not None and row.load.losing is None
+    assert json.dumps(row.record(), allow_nan=False) and "loses_above" not in row.metrics()
+
+
 def test_short_answers_gain_less() -> None:
     """Most of their time passes before the first token, which no draft shortens."""
     speedups = [
@@ -94,7 +109,7 @@ def test_the_load_decides_which_draft_is_picked() -> None:
 
 def test_where_it_loses_is_looked_up_batch_size_by_batch_size() -> None:
     (row,) = rows_of(settings_of(batch_sizes={1: 1, 64: 0}), ("strong", STRONG, DEAR))
-    assert row.load is not None and row.plan == Plan(4)
+    assert row.load is not None and row.plan == Plan(4) and row.load.losing is not None
     above, times = row.load.losing.above, LoadTimes(DEAR, load_of())
     assert above is not None and 16 < above < 64
     assert times.gain_at(above, row.plan).speedup(3.9) >= 1 > times.gain_at(above + 1, row.plan).speedup(3.9)
@@ -118,7 +133,9 @@ def test_a_domain_has_a_speedup_of_its_own() -> None:
     assert chat.speedup.value < 1 < support.speedup.value and chat.losing == Losing(0, 64)
     assert chat.speedup.value == pytest.approx(rows[0].gain.speedup(1.1))
     assert support.goodput.value == pytest.approx(support.speedup.value * times["strong", 10].plain_goodput)
-    assert json.loads(json.dumps(chat.record(), allow_nan=False))["loses_above"] == 0
+    record = json.loads(json.dumps(chat.record(), allow_nan=False))
+    assert record["loses_above"] == 0 and len(record["batches"]) == len(loads.SIZES)
+    assert {one.plan for one in chat.batches} == {Plan(1)} and support.batches[0].plan == Plan(4)
     said = advice(rows, [chat, support], settings)
     assert any(line.startswith("domain 'chat' (t0) does not pay: 0.") for line in said)
     assert not any("domain 'support' (t0) does not" in line for line in said)
@@ -170,7 +187,7 @@ def test_advice_says_what_the_figures_say() -> None:
     assert said[0].startswith("strong step 10 at K=4 gains at this load: ") and "it pays from" in said[0]
     (by_batch,) = [line for line in said if line.startswith("By batch size")]
     assert by_batch.startswith("By batch size: K=4 at batch 1 to ") and "no speculation at batch 64" in by_batch
-    assert rows[0].load is not None
+    assert rows[0].load is not None and rows[0].load.losing is not None
     assert f"Switch speculation off above batch {rows[0].load.losing.above}: there K=4 loses." in said
     lost = rows_of(settings, ("weak", dict.fromkeys(WEAK, 1.01), DEAR))
     assert advice(lost, [], settings)[0].startswith("Speculation loses at this load, do not serve it: the best is weak")
