@@ -21,7 +21,7 @@ from ..errors import InputError
 from .costs import RoundCost
 from .figures import Estimate
 from .gains import Gain, chain_alpha, pooled
-from .load_fit import CostFit
+from .load_fit import PLAIN_WAY, CostFit
 from .load_settings import LoadSettings
 from .plans import Plan
 
@@ -75,8 +75,8 @@ class LoadTimes:
     def said(self) -> str:
         """The load and where its times come from, in words."""
         return (
-            f"load: {self.load.said}; times of {self.fit.place}, fitted to {self.fit.error:.0%}; draft and verify ms "
-            f"at batch {self.load.main}"
+            f"load: {self.load.said}; times of {self.fit.place}, fitted to {self.fit.error:.0%} (plain rounds: "
+            f"{self.fit.rounds[PLAIN_WAY].left_out_error:.0%}); draft and verify ms at batch {self.load.main}"
         )
 
     def gain(self, plan: Plan, drafted_share: float = 1.0) -> Gain:
@@ -187,7 +187,7 @@ class LoadFigures:
     hardware: str
     """Where times were taken."""
     fit_error: float
-    """How far fitted times are off, as a share, at the median."""
+    """How far fitted ratios to plain rounds are off, as a share, at the median."""
     goodput: Estimate
     plain_goodput: float
     engine_tau: Estimate

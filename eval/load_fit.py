@@ -1,4 +1,9 @@
-"""Times of rounds and prompts, fitted over batch, levels and context: a JSON record that another machine can read."""
+"""Times of rounds and prompts, fitted over batch, levels and context: a JSON record that another machine can read.
+
+What a machine does besides may slow a whole place of the grid, plain rounds and drafted ones alike. So plain rounds are
+fitted first, and what is fitted of a drafted round is its measured ratio to the plain one beside it, times the fitted
+plain one: speed-ups rest on paired ratios, and the noise of a place is left to absolute figures such as goodput.
+"""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +51,15 @@ class Point(_Record):
     def seconds(self) -> float:
         return self.draft_seconds + self.verify_seconds + self.rest_seconds
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where in the grid it was measured, by turns with the plain round there."""
+        return self.batch_size, self.context_tokens
+
+    def scaled(self, factor: float) -> "Point":
+        names = ("draft_seconds", "verify_seconds", "rest_seconds")
+        return self.model_copy(update={name: factor * getattr(self, name) for name in names})
+
 
 class PromptPoint(_Record):
     """A measured prompt, read alone."""
@@ -65,7 +79,8 @@ class RoundFit(_Record):
     levels: tuple[int, int]
     """Fewest and most that were measured."""
     error: float = Field(ge=0)
-    """Median distance of a whole round's fitted time from its measured one, as a share of that."""
+    """Median distance of a whole round's fitted time from its measured one, as a share of that. Of drafted rounds both
+    are ratios to plain ones."""
     worst_error: float = Field(ge=0)
     left_out_error: float = Field(ge=0)
     """The median again, each point compared with a fit that had not seen it."""
@@ -110,7 +125,9 @@ class PromptFit(_Record):
     def of(cls, points: Sequence[PromptPoint]) -> "PromptFit":
         lengths = [point.tokens for point in points]
         plain = _growth(lengths, [point.plain_seconds for point in points])
-        return cls(plain=plain, draft=_growth(lengths, [point.draft_seconds for point in points]))
+        shares = [point.draft_seconds / point.plain_seconds for point in points]
+        draft = _growth(lengths, [share * _grown(plain, tokens) for share, tokens in zip(shares, lengths)])
+        return cls(plain=plain, draft=draft)
 
 
 class CostFit(_Record):
@@ -146,13 +163,16 @@ class CostFit(_Record):
     ) -> "CostFit":
         """Fit what was measured."""
         ways = {point.way: [other for other in points if other.way == point.way] for point in points}
+        plain = RoundFit.of(ways.pop(PLAIN_WAY))
+        beside = {one.place: plain.at(0, *one.place).seconds / one.seconds for one in points if one.way == PLAIN_WAY}
+        drafted = {way: RoundFit.of([one.scaled(beside[one.place]) for one in some]) for way, some in ways.items()}
         return cls(
             key=key,
             batch_sizes=sorted({point.batch_size for point in points}),
             contexts=sorted({point.context_tokens for point in points}),
             draft_bytes=draft_bytes,
             cache_bytes_per_token=cache_bytes_per_token,
-            rounds={way: RoundFit.of(some) for way, some in ways.items()},
+            rounds={PLAIN_WAY: plain, **drafted},
             prompts=PromptFit.of(prompt_points),
             prompt_tokens=sorted({point.tokens for point in prompt_points}),
             points=list(points),
@@ -161,9 +181,8 @@ class CostFit(_Record):
 
     @property
     def error(self) -> float:
-        """Of a ratio of two rounds: how far fits are off, at the median, on points that they had not seen."""
-        drafted = [fit.left_out_error for way, fit in self.rounds.items() if way != PLAIN_WAY]
-        return self.rounds[PLAIN_WAY].left_out_error + max(drafted, default=0.0)
+        """How far fitted ratios to plain rounds are off, at the median, on points that the fit had not seen."""
+        return max((fit.left_out_error for way, fit in self.rounds.items() if way != PLAIN_WAY), default=0.0)
 
     @property
     def place(self) -> str:
@@ -195,9 +214,7 @@ class CostFit(_Record):
 
     def prompt(self, tokens: int) -> tuple[float, float]:
         """Seconds in which the target reads a prompt, and what the draft adds to them."""
-        powers = (1.0, float(tokens), float(tokens) ** 2)
-        plain, draft = (sum(map(float.__mul__, powers, each)) for each in (self.prompts.plain, self.prompts.draft))
-        return plain, draft
+        return _grown(self.prompts.plain, tokens), _grown(self.prompts.draft, tokens)
 
 
 def way_of(plan: Plan) -> str:
@@ -273,6 +290,11 @@ def _surfaces(points: Sequence[Point]) -> tuple[Surface, Surface, Surface]:
 
 def _error(fitted: Sequence[Surface], point: Point) -> float:
     return abs(sum(surface(point.where) for surface in fitted) / point.seconds - 1)
+
+
+def _grown(weights: tuple[float, float, float], tokens: int) -> float:
+    constant, each, square = weights
+    return constant + each * tokens + square * tokens**2
 
 
 def _growth(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:

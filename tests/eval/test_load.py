@@ -288,3 +288,15 @@ def test_a_tree_has_times_of_its_own() -> None:
     )
     assert fit.round(Plan(2), 8, 512).verify_seconds == pytest.approx(5e-3 + 2e-8 * 8 * 512, rel=0.01)
     assert fit.error < 0.02 and all(one.worst_error < 0.02 for one in fit.rounds.values())
+
+
+def test_a_busy_place_of_the_grid_does_not_move_speedups() -> None:
+    """Everything that was measured at some places took up to twice as long."""
+    quiet = loads.fit_of(lambda B, L, N, C: 1e-3 * L)
+    slow = {place: 1 + (n * 7 % 5) / 4 for n, place in enumerate(sorted({point.place for point in quiet.points}))}
+    points = [point.scaled(slow[point.place]) for point in quiet.points]
+    busy = load_fit.CostFit.of(quiet.key, points, quiet.prompt_points, 0, 0.0)
+    assert busy.rounds["plain"].error > 0.1 > 0.02 > busy.error
+    for batch in (1, 8, 64):
+        ratios = [fit.round(Plan(3), batch, 512).seconds / fit.plain(batch, 512) for fit in (quiet, busy)]
+        assert ratios[1] == pytest.approx(ratios[0], rel=0.04)
