@@ -1,8 +1,7 @@
-"""What a round costs: draft and verify times, measured once per shape, and the speed-up that they make of a tau.
+"""What a round costs at batch 1: draft and verify times, measured once per shape.
 
-Times are of rounds at batch 1, from the decoder's own timer. What else runs on a machine can make every round three
-times as long for seconds at a time, so plain decoding and every K or tree take turns, round by round, and what counts
-is a round's time over that of the plain round beside it. All checkpoints of one shape share the table.
+Times come from the decoder's own timer; plain decoding and every K or tree take turns (`turns.py`). All checkpoints of
+one shape share the table. Times at other batch sizes and contexts: `load_fit.py`.
 """
 
 import math
@@ -10,7 +9,7 @@ import platform
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,20 +18,17 @@ from torch import nn
 from .. import fingerprint
 from ..errors import CorruptDataError, InputError, MissingFileError
 from ..progress import bar, say
-from ..specdec.decoder import decode_rounds
 from ..specdec.models import CausalModel
-from ..specdec.proposers.base import Proposer
-from ..specdec.requests import Request, RoundSeconds, RoundTimer, Run
-from ..specdec.sampling import SamplingSettings
+from ..specdec.requests import RoundSeconds
 from ..storage import lock, read_json, write_json
-from .figures import Estimate
-from .plans import Drafting, Plan, rules_for
+from .gains import Gain
+from .plans import Drafting, Plan
 from .settings import ScoreSettings
+from .turns import PLAIN_MODE, Mode, Parts, by_turns, deciding_rule, most_tokens, plain_seconds, typical
 
 COSTS_VERSION = 4  # of what is measured; a new number measures everything again
 _CONFIG_NOISE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 _CONFIG_NOISE_ENDINGS = ("_token_id", "_dropout", "_range", "id2label", "label2id")
-_FEWEST_ROUNDS = 5
 
 
 class CostKey(BaseModel):
@@ -106,19 +102,14 @@ class CostTable(BaseModel):
         full = self.cost(plan).seconds
         return full if drafted_share == 1.0 else drafted_share * full + (1 - drafted_share) * self.plain_seconds
 
-    def speedup_per_tau(self, plan: Plan, drafted_share: float = 1.0) -> float:
-        """Plain time over round time: tau times this is the expected speed-up."""
-        return self.plain_seconds / self.round_seconds(plan, drafted_share)
+    def gain(self, plan: Plan, drafted_share: float = 1.0) -> Gain:
+        """What drafting so makes of a tau: prompts are left out, so tau x plain / (draft + verify + rest)."""
+        return Gain(0.0, self.round_seconds(plan, drafted_share) / self.plain_seconds)
 
-
-def expected_speedup(tau: Estimate, costs: CostTable, plan: Plan, drafted_share: float = 1.0) -> Estimate:
-    """tau * plain / (draft + verify + rest); the interval is tau's (times are taken as they are)."""
-    return tau.scaled(costs.speedup_per_tau(plan, drafted_share))
-
-
-def break_even_tau(costs: CostTable, plan: Plan, drafted_share: float = 1.0) -> float:
-    """The tau at which drafting so is as fast as plain decoding."""
-    return 1.0 / costs.speedup_per_tau(plan, drafted_share)
+    @property
+    def said(self) -> str:
+        """Where the times were taken, in words."""
+        return "times at batch 1"
 
 
 def cost_key(
@@ -133,7 +124,7 @@ def cost_key(
     """
     sampling = settings.sampling[0]
     plans = {
-        plan.label: {"rule": _rule(drafting, settings), "levels": plan.levels, "tree": drafting.work}
+        plan.label: {"rule": deciding_rule(drafting, settings), "levels": plan.levels, "tree": drafting.work}
         for drafting in draftings
         for plan in drafting.plans
     }
@@ -162,9 +153,9 @@ def measure_costs(
     if not prompts:
         raise InputError("no prompts: times are measured on at least one")
     sampling, asked = settings.sampling[0], settings.costs
-    modes = [_PLAIN, *(_Mode.of(plan, drafting, settings) for drafting in draftings for plan in drafting.plans)]
+    modes = [PLAIN_MODE, *(Mode.of(plan, drafting, settings) for drafting in draftings for plan in drafting.plans)]
     deepest = max(mode.plan.levels for mode in modes)
-    room = target.max_positions - _most_tokens(asked.rounds, deepest)
+    room = target.max_positions - most_tokens(asked.rounds, deepest)
     if room < 1:
         most = (target.max_positions - 2) // (deepest + 1)
         raise InputError(
@@ -175,21 +166,20 @@ def measure_costs(
     rounds: dict[Plan, list[RoundSeconds]] = {mode.plan: [] for mode in modes}
     with bar("measure times", len(prompts) + 1, "prompts") as advance:
         # Allocations, kernel choices and clocks settle before anything counts.
-        _by_turns(target, modes, prompts[0], sampling, asked.rounds)
+        by_turns(target, modes, prompts[:1], sampling, asked.rounds)
         advance(note="warm-up")
         for prompt in prompts:
-            timed = _by_turns(target, modes, prompt, sampling, asked.rounds)
+            timed = by_turns(target, modes, [prompt], sampling, asked.rounds)
             for plan, seconds in timed.items():
                 rounds[plan] += seconds[asked.warmup_rounds :]
             advance()
-    plain = rounds[_PLAIN.plan]
-    plain_seconds = _lower_quartile([one.total for one in plain])
+    plain = rounds[PLAIN_MODE.plan]
     return CostTable(
         key=key,
-        plain_seconds=plain_seconds,
+        plain_seconds=plain_seconds(plain),
         plain_rounds=len(plain),
         context_tokens=statistics.fmean(map(len, prompts)) + asked.rounds / 2,
-        by_plan={mode.plan.label: _round_cost(mode, rounds[mode.plan], plain, plain_seconds) for mode in modes[1:]},
+        by_plan={mode.plan.label: _cost(typical(mode, rounds[mode.plan], plain)) for mode in modes[1:]},
     )
 
 
@@ -259,82 +249,10 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | bool | int | None) else repr(value)
 
 
-class _Mode(NamedTuple):
-    """One of the decoders that take turns."""
-
-    plan: Plan
-    proposer: Proposer | None
-    rule: str
-    nodes: int  # of a full draft
-
-    @classmethod
-    def of(cls, plan: Plan, drafting: Drafting, settings: ScoreSettings) -> "_Mode":
-        proposer = drafting.make()
-        return cls(plan, proposer, _rule(drafting, settings), proposer.most_nodes(plan.levels))
-
-
-_PLAIN = _Mode(Plan(0), None, "greedy", 0)
-
-
-def _rule(drafting: Drafting, settings: ScoreSettings) -> str:
-    return rules_for(settings.sampling[0], drafting.proposer, settings)[0]
-
-
-def _by_turns(
-    target: CausalModel, modes: Sequence[_Mode], prompt: list[int], sampling: SamplingSettings, rounds: int
-) -> dict[Plan, list[RoundSeconds]]:
-    """Every run decodes the prompt; they take turns after each round, so that all see the same machine."""
-    timers = {mode.plan: RoundTimer(target.device) for mode in modes}
-    turns = [
-        decode_rounds(
-            Run(
-                target,
-                mode.proposer,
-                [Request(prompt, sampling, 0, _most_tokens(rounds, mode.plan.levels))],
-                rule=mode.rule,
-                draft_tokens=max(mode.plan.levels, 1),
-                timer=timers[mode.plan],
-            )
-        )
-        for mode in modes
-    ]
-    for _ in range(rounds + 1):  # the first turn reads the prompt
-        for turn in turns:
-            next(turn)
-    return {plan: timer.rounds for plan, timer in timers.items()}
-
-
-def _most_tokens(rounds: int, levels: int) -> int:
-    """Tokens of an answer that lasts so many rounds, none of them with its draft clipped."""
-    return 1 + rounds * (levels + 1)
-
-
-def _round_cost(
-    mode: _Mode, rounds: Sequence[RoundSeconds], plain: Sequence[RoundSeconds], plain_seconds: float
-) -> RoundCost:
-    """Times of rounds with a full draft, each as a share of the plain round beside it.
-
-    A proposer that seldom drafts that many is timed on what it does draft.
-    """
-    pairs = list(zip(rounds, plain))
-    full = [(one, beside) for one, beside in pairs if one.drafted == mode.nodes]
-    if len(full) < _FEWEST_ROUNDS:
-        say(f"times of {mode.plan}: only {len(full)} full rounds; taken from all {len(pairs)} that were not warm-up")
-        full = pairs
-
-    def typical(part: Callable[[RoundSeconds], float]) -> float:
-        return plain_seconds * statistics.median(part(one) / beside.total for one, beside in full)
-
+def _cost(parts: Parts) -> RoundCost:
     return RoundCost(
-        draft_seconds=typical(lambda one: one.draft),
-        verify_seconds=typical(lambda one: one.verify),
-        rest_seconds=typical(lambda one: one.rest),
-        rounds=len(full),
+        draft_seconds=parts.draft, verify_seconds=parts.verify, rest_seconds=parts.rest, rounds=parts.rounds
     )
-
-
-def _lower_quartile(values: Sequence[float]) -> float:
-    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
 def _read(path: Path) -> CostTable | None:

@@ -6,7 +6,7 @@ Shape letters: C clusters, B bootstrap samples, F summed columns, K drafted posi
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +54,12 @@ class ClusterSums(NamedTuple):
         column: Floats = self.sums_CF[:, _SUMMED.index(name)]
         return column
 
+    def position(self, name: str, place: int) -> Floats:
+        """What was `reached` or `accepted_at` a position, by cluster."""
+        K = (self.sums_CF.shape[1] - len(_SUMMED)) // 2
+        column: Floats = self.sums_CF[:, len(_SUMMED) + K * ("reached", "accepted_at").index(name) + place]
+        return column
+
 
 def tau(table: pa.Table, bootstrap: Bootstrap) -> Estimate:
     """Tokens per round, pooled over all rounds."""
@@ -78,11 +84,15 @@ def alphas(table: pa.Table, bootstrap: Bootstrap) -> list[Estimate]:
 
 
 def tau_difference(
-    first: pa.Table, second: pa.Table, bootstrap: Bootstrap, first_scale: float = 1.0, second_scale: float = 1.0
+    first: pa.Table,
+    second: pa.Table,
+    bootstrap: Bootstrap,
+    of_first: Callable[[Floats], Floats] = lambda taus: taus,
+    of_second: Callable[[Floats], Floats] = lambda taus: taus,
 ) -> Estimate:
-    """first_scale * tau(first) - second_scale * tau(second) over the turns that both have, resampled together.
+    """of_first(tau of the first) - of_second(tau of the second) over the turns that both have, resampled together.
 
-    With scales = plain / round seconds it is the paired difference of expected speed-ups.
+    With what makes speed-ups of taus (`Gain.speedup`) it is the paired difference of expected speed-ups.
     """
     shared = set(_turns(first)) & set(_turns(second))
     if not shared:
@@ -94,8 +104,8 @@ def tau_difference(
 
     def difference(sums_BF: Floats) -> Floats:
         with np.errstate(divide="ignore", invalid="ignore"):
-            by_draft = sums_BF[:, [0, 2]] / sums_BF[:, [1, 3]]
-        return np.asarray(first_scale * by_draft[:, 0] - second_scale * by_draft[:, 1])
+            one_B, two_B = sums_BF[:, 0] / sums_BF[:, 1], sums_BF[:, 2] / sums_BF[:, 3]
+            return np.asarray(of_first(one_B) - of_second(two_B))
 
     value = float(difference(columns.sum(axis=0, keepdims=True))[0])
     draws = [difference(sums_BF) for sums_BF in _resampled(columns, bootstrap)]

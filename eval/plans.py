@@ -8,10 +8,15 @@ from typing import Any, NamedTuple
 from ..errors import InputError
 from ..specdec.proposers.base import Proposer
 from ..specdec.proposers.trees import StaticTree, Tree
+from ..specdec.replay import replayable
 from ..specdec.requests import check_proposer
 from ..specdec.rules import RULES
 from ..specdec.sampling import SamplingSettings
 from .settings import ScoreSettings
+
+PLAINEST = ("multiround", "recursive", "token", "onehot")
+"""Rules by which a way of drafting is judged where none is asked for that takes it: drawn trees by the first two, drawn
+chains by the third, chosen tokens by the last."""
 
 
 class Plan(NamedTuple):
@@ -73,6 +78,16 @@ def rules_for(sampling: SamplingSettings, proposer: Proposer, settings: ScoreSet
     suited: list[str] = [rule for rule in settings.sampled_rules if _takes(rule, proposer, sampling)]
     lossless = [rule for rule in suited if RULES[rule].lossless]
     return [*(lossless or [_plainest(proposer)]), *(rule for rule in suited if not RULES[rule].lossless)]
+
+
+def exact_rules(sampling: SamplingSettings, proposer: Proposer, settings: ScoreSettings) -> list[str]:
+    """The accept rules whose counts a replay tells: of those that are asked for, and where there are any, of every
+    other one that takes what the proposer drafts, since one pass over the answers tells them all."""
+    exact = [rule for rule in rules_for(sampling, proposer, settings) if replayable(proposer, rule, sampling)]
+    if sampling.greedy or not exact:
+        return exact
+    others = [rule for rule in RULES if rule not in exact and _takes(rule, proposer, sampling)]
+    return [*exact, *(rule for rule in others if replayable(proposer, rule, sampling))]
 
 
 def _takes(rule: str, proposer: Proposer, sampling: SamplingSettings) -> bool:

@@ -20,9 +20,9 @@ from ..specdec.replay import Counted
 from ..specdec.targets import Target
 from ..specdec.walk import RoundCounts, count_rounds
 from .counts import CountRow, context_bucket, to_table
-from .plans import Drafting, Plan, rules_for
+from .plans import Drafting, Plan, exact_rules, rules_for
 from .settings import ScoreSettings
-from .traces import TraceCache, exact_rules, replay_samples
+from .traces import TraceCache, replay_samples
 
 
 class Identity(NamedTuple):
@@ -77,7 +77,7 @@ def score_draft(
     What cannot be replayed is decoded on all of them. `traces` is shared by the checkpoints that are scored on the same
     samples. Raises ReplayMismatchError in float32.
     """
-    samples = _scored(samples, settings)
+    samples = scored_samples(samples, settings)
     traces = traces or TraceCache(target, settings.trace_bytes, settings.replay_tokens)
     title = f"score {identity.name} step {identity.step}"
     works = [_Work.of(drafting, samples, settings) for drafting in draftings]
@@ -151,7 +151,8 @@ class _Work:
         return len(self.replayed) + sum(len(group.samples) * len(group.depths) for group in self.decoded)
 
 
-def _scored(samples: Sequence[Sample], settings: ScoreSettings) -> list[Sample]:
+def scored_samples(samples: Sequence[Sample], settings: ScoreSettings) -> list[Sample]:
+    """Those that the settings ask for. Raises InputError where there are none, or they are of the train split."""
     trained = next((sample for sample in samples if sample.split == "train"), None)
     if trained is not None:
         raise InputError(f"sample {trained.id}: split train; drafts are scored on selection or holdout only")

@@ -2,33 +2,54 @@
 
 1. One row a (draft, step, plan), a plan being a K or a tree: counts pooled over the split's mix as it is (no other
    domain weights), all scored sampling settings together, each under its serving rule; replayed counts where there are
-   any, else decoded ones.
+   any, else decoded ones. Expected speed-up is at the recipe's load, or at batch 1 where it states none.
 2. A checkpoint's plan is the one with the best expected speed-up; plans within `tie_share` of it tie (times repeat no
    better than that), and the fewest drafted tokens win.
 3. The checkpoint with the best expected speed-up at its plan is chosen; equal ones: fewer drafted tokens, earlier step.
 Perplexity is carried along for people to see. It decides nothing. Neither do baselines, which are never chosen; one
-that does not draft in every round (prompt lookup) pays a plain token's time for the rounds in which it does not.
+that does not draft in every round (prompt lookup) pays a plain token's time for the rounds in which it does not. Nor is
+a checkpoint chosen that a race dropped: its counts are of a part of the conversations, the long ones first.
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import InputError
 from ..specdec.rules import RULES
-from .costs import CostTable, break_even_tau, expected_speedup
+from .costs import RoundCost
 from .counts import concat, groups, values, where
-from .figures import Bootstrap, Estimate, acceptance, alphas, tau, tau_difference
-from .plans import Plan
+from .figures import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_difference
+from .gains import Gain
+from .load import BatchFigures, Candidate, LoadFigures, LoadTimes, Losing, batch_figures, finite, load_figures
+from .plans import PLAINEST, Plan
 from .settings import ScoreSettings
 
 PLAIN = "plain"
 Checkpoint = tuple[str, int]
 """Draft and step."""
+
+
+class Times(Protocol):
+    """What rounds cost, at batch 1 (`CostTable`) or at a load (`LoadTimes`)."""
+
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a round without a draft."""
+
+    @property
+    def said(self) -> str:
+        """Where the times hold and come from, in words."""
+
+    def cost(self, plan: Plan) -> RoundCost:
+        """A round's parts."""
+
+    def gain(self, plan: Plan, drafted_share: float = 1.0) -> Gain:
+        """What drafting so makes of a tau. `drafted_share`: share of rounds that draft at all."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +67,41 @@ class Row:
     draft_seconds: float
     verify_seconds: float
     speedup: Estimate
-    break_even_tau: float
+    gain: Gain
+    """What makes the speed-up of tau."""
     perplexity: float = math.nan
     baseline: bool = False
     chosen: bool = False
+    drafted_share: float = 1.0
+    """Share of rounds whose draft is paid for."""
+    load: LoadFigures | None = None
+    """At the recipe's load, where it states one."""
+    scored_share: float = 1.0
+    """Of the answers' tokens; less than 1: dropped by a race."""
+    trained_for: str = ""
+    """The target that the draft was made for, where that is another than the one it was scored on, or another form of
+    it (quantised, with an adapter): 12 hex digits of its fingerprint."""
+
+    @property
+    def break_even_tau(self) -> float:
+        """The tau from which drafting so pays."""
+        return self.gain.break_even_tau
+
+    @property
+    def dropped(self) -> bool:
+        """Whether a race dropped it: its figures are of a part of the conversations."""
+        return self.scored_share < 1
 
     def record(self) -> dict[str, Any]:
         """JSON-able: an unknown number is null."""
-        known: dict[str, Any] = _without_nan({"draft_tokens": self.plan.levels, "tree": self.plan.tree, **vars(self)})
-        del known["plan"]
+        plan = {"draft_tokens": self.plan.levels, "tree": self.plan.tree, "break_even_tau": self.break_even_tau}
+        known: dict[str, Any] = finite({**plan, **vars(self), "dropped": self.dropped})
+        for name in ("plan", "gain", "load"):
+            del known[name]
         for name in ("tau", "acceptance", "speedup"):
-            known[name] = _without_nan(getattr(self, name)._asdict())
-        return known | {"alphas": [_without_nan(alpha._asdict()) for alpha in self.alphas]}
+            known[name] = finite(getattr(self, name)._asdict())
+        known["alphas"] = [finite(alpha._asdict()) for alpha in self.alphas]
+        return known if self.load is None else known | {"load": self.load.record()}
 
     def metrics(self) -> dict[str, float]:
         """Flat known numbers, for a run's metrics."""
@@ -67,7 +111,9 @@ class Row:
         flat |= {f"alpha_{k + 1}": alpha.value for k, alpha in enumerate(self.alphas)}
         flat |= {"draft_ms": self.draft_seconds * 1e3, "verify_ms": self.verify_seconds * 1e3}
         flat |= {"speedup": self.speedup.value, "speedup_low": self.speedup.low, "speedup_high": self.speedup.high}
-        flat |= {"perplexity": self.perplexity}
+        flat |= {"perplexity": self.perplexity, "break_even_tau": self.break_even_tau}
+        flat |= {"scored_share": self.scored_share} if self.dropped else {}
+        flat |= self.load.metrics() if self.load is not None else {}
         return {name: value for name, value in flat.items() if math.isfinite(value)}
 
 
@@ -86,37 +132,85 @@ class DomainRow:
     acceptance: Estimate
     alphas: tuple[Estimate, ...]
     baseline: bool = False
+    speedup: Estimate = Estimate(math.nan)
+    """Expected, were all traffic like this domain's."""
+    goodput: Estimate = Estimate(math.nan)
+    """Tokens a second at the load; NaN where none is stated."""
+    losing: Losing | None = None
+    """Up to which batch size drafting pays in this domain."""
+    taus: tuple[tuple[str, Estimate], ...] = ()
+    """tau under every rule that was scored, the deciding one among them, by the rule's label."""
+    batches: tuple[BatchFigures, ...] = ()
+    """The best K or tree for this domain at each batch size, where a load is stated."""
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able."""
+        known = {name: getattr(self, name) for name in ("draft", "step", "domain", "setting", "rule", "conversations")}
+        known |= {"draft_tokens": self.plan.levels, "tree": self.plan.tree, "baseline": self.baseline}
+        for name in ("tau", "acceptance", "speedup", "goodput"):
+            known[name] = finite(getattr(self, name)._asdict())
+        known["loses_above"] = None if self.losing is None else self.losing.above
+        known["taus"] = {rule: finite(tau._asdict()) for rule, tau in self.taus}
+        known["batches"] = [one.record() for one in self.batches]
+        return known | {"alphas": [finite(alpha._asdict()) for alpha in self.alphas]}
 
 
 def leaderboard(
     tables: Sequence[pa.Table],
-    costs: Mapping[Checkpoint, CostTable],
+    costs: Mapping[Checkpoint, Times],
     settings: ScoreSettings,
     baselines: Collection[str] = (),
     perplexity: Mapping[Checkpoint, float] | None = None,
+    scored_shares: Mapping[Checkpoint, float] | None = None,
 ) -> list[Row]:
-    """One row a checkpoint, at its best plan, baselines first, the chosen one marked."""
+    """One row a checkpoint, at its best plan, baselines first, the chosen one marked.
+
+    `scored_shares`: of checkpoints that a race dropped, how much of the answers they were scored on.
+    """
     best: list[Row] = []
     for (draft, step), table in groups(serving(concat(tables), settings), "draft", "step"):
-        times, baseline = _costs(costs, draft, step), draft in baselines
-        rows = _rows(table, times, baseline, settings.bootstrap)
-        seen = (perplexity or {}).get((draft, step), math.nan)
-        best.append(replace(best_plan(rows, settings.tie_share), perplexity=seen))
+        times, seen = _times(costs, draft, step), (perplexity or {}).get((draft, step), math.nan)
+        rows = _rows(table, times, draft in baselines, settings)
+        row = best_plan(rows, settings.tie_share)
+        share = (scored_shares or {}).get((draft, step), 1.0)
+        best.append(replace(row, perplexity=seen, scored_share=share, load=_load(table, times, rows, row, settings)))
     best.sort(key=lambda row: (not row.baseline, row.draft, row.step))
     winner = choose(best)
     return [replace(row, chosen=row is winner) for row in best]
 
 
-def by_plan(tables: Sequence[pa.Table], costs: CostTable, row: Row, settings: ScoreSettings) -> list[Row]:
+def _load(table: pa.Table, times: Times, rows: Sequence[Row], row: Row, settings: ScoreSettings) -> LoadFigures | None:
+    if not isinstance(times, LoadTimes):
+        return None
+    candidates = [Candidate(one.plan, one.tau, one.drafted, one.drafted_share) for one in rows]
+    counted = engine_tau(at_plan(table, row.plan), settings)
+    return load_figures(times, candidates, row.plan, counted, settings.tie_share)
+
+
+def engine_tau(table: pa.Table, settings: ScoreSettings) -> Estimate:
+    """Tokens a round as the load's engine counts them: 1 + accepted over rounds in which anything was drafted.
+
+    draftforge counts rounds without a draft too. What still differs: vLLM does not shorten an answer's last drafts, and
+    counts all of their surplus as accepted.
+    """
+    if settings.load is None or settings.load.engine == "draftforge":
+        return tau(table, settings.bootstrap)
+    K = int(values(table, "draft_tokens")[0])
+    sums = cluster_sums(table, K)
+    rounds = sums.position("reached", 0)
+    return ratio(rounds + sums.column("accepted"), rounds, settings.bootstrap, "rounds that draft")
+
+
+def by_plan(tables: Sequence[pa.Table], costs: Times, row: Row, settings: ScoreSettings) -> list[Row]:
     """The row's checkpoint at every K and tree, the fewest drafted tokens first."""
     table = where(serving(concat(tables), settings), draft=row.draft, step=row.step)
-    rows = sorted(_rows(table, costs, row.baseline, settings.bootstrap), key=lambda one: one.drafted)
+    rows = sorted(_rows(table, costs, row.baseline, settings), key=lambda one: one.drafted)
     return [replace(one, chosen=one.plan == row.plan) for one in rows]
 
 
 def choose(rows: Sequence[Row]) -> Row | None:
-    """The row with the best expected speed-up, baselines aside; None where no speed-up is known."""
-    known = [row for row in rows if not row.baseline and math.isfinite(row.speedup.value)]
+    """The row with the best expected speed-up, baselines and dropped ones aside; None where no speed-up is known."""
+    known = [row for row in rows if not row.baseline and not row.dropped and math.isfinite(row.speedup.value)]
     return min(known, key=lambda row: (-row.speedup.value, row.drafted, row.step), default=None)
 
 
@@ -129,20 +223,32 @@ def best_plan(rows: Sequence[Row], tie_share: float) -> Row:
     return min((row for row in known if row.speedup.value >= floor), key=lambda row: row.drafted)
 
 
-def plain_row(costs: CostTable) -> Row:
+def plain_row(costs: Times) -> Row:
     """The baseline of baselines: decoding without a draft."""
     one = Estimate(1.0, 1.0, 1.0)
     none = Estimate(math.nan, reason="nothing is drafted")
-    return Row(PLAIN, 0, Plan(0), 0.0, one, none, (), 0.0, costs.plain_seconds, one, 1.0, baseline=True)
+    return Row(PLAIN, 0, Plan(0), 0.0, one, none, (), 0.0, costs.plain_seconds, one, Gain(0.0, 1.0), baseline=True)
 
 
-def domain_rows(tables: Sequence[pa.Table], rows: Sequence[Row], settings: ScoreSettings) -> list[DomainRow]:
+def domain_rows(
+    tables: Sequence[pa.Table],
+    rows: Sequence[Row],
+    settings: ScoreSettings,
+    costs: Mapping[Checkpoint, Times],
+) -> list[DomainRow]:
     """The rows' drafts per domain and sampling setting, each at the plan that its row has."""
-    table = serving(concat(tables), settings)
+    everything = concat(tables)
+    table = serving(everything, settings)
     found: list[DomainRow] = []
     for row in rows:
-        mine = _of(table, row)
+        plans = where(table, draft=row.draft, step=row.step)
+        mine, all_rules = at_plan(plans, row.plan), _of(everything, row)
+        times = _times(costs, row.draft, row.step)
         for (domain, setting, rule), part in groups(mine, "domain", "setting", "rule"):
+            pooled = tau(part, settings.bootstrap)
+            share = _share(part, row.baseline)
+            speedup = times.gain(row.plan, share).estimate(pooled)
+            loaded = times if isinstance(times, LoadTimes) and math.isfinite(pooled.value) else None
             found.append(
                 DomainRow(
                     draft=row.draft,
@@ -152,33 +258,60 @@ def domain_rows(tables: Sequence[pa.Table], rows: Sequence[Row], settings: Score
                     setting=setting,
                     rule=RULES[rule].label,
                     conversations=len(values(part, "conversation")),
-                    tau=tau(part, settings.bootstrap),
+                    tau=pooled,
                     acceptance=acceptance(part, settings.bootstrap),
                     alphas=tuple(alphas(part, settings.bootstrap)),
                     baseline=row.baseline,
+                    speedup=speedup,
+                    goodput=speedup.scaled(math.nan if loaded is None else loaded.plain_goodput),
+                    taus=_taus(where(all_rules, domain=domain, setting=setting), settings),
+                    losing=None if loaded is None else loaded.losing(row.plan, pooled.value, share),
+                    batches=_batches(where(plans, domain=domain, setting=setting), row.baseline, loaded, settings),
                 )
             )
     return sorted(found, key=lambda one: (one.domain, one.setting, not one.baseline, one.draft, one.step))
+
+
+def _batches(
+    table: pa.Table, baseline: bool, times: LoadTimes | None, settings: ScoreSettings
+) -> tuple[BatchFigures, ...]:
+    """The best plans of one draft and step on a part of the conversations."""
+    if times is None:
+        return ()
+    candidates = [
+        Candidate(Plan(K, tree), tau(part, settings.bootstrap), _a_round(part["drafted"], part), _share(part, baseline))
+        for (K, tree), part in groups(table, "draft_tokens", "tree")
+    ]
+    return batch_figures(times, candidates, settings.tie_share)
+
+
+def _taus(table: pa.Table, settings: ScoreSettings) -> tuple[tuple[str, Estimate], ...]:
+    """tau by rule, replayed where it was."""
+    found = []
+    for (rule,), part in groups(table, "rule"):
+        method = "replay" if "replay" in values(part, "method") else "decode"
+        found.append((RULES[rule].label, tau(where(part, method=method), settings.bootstrap)))
+    return tuple(found)
 
 
 def speedup_difference(tables: Sequence[pa.Table], first: Row, second: Row, settings: ScoreSettings) -> Estimate:
     """Expected speed-up of the first row minus the second's, paired by turn: what a promotion rests on."""
     table = serving(concat(tables), settings)
     one, two = (_of(table, row) for row in (first, second))
-    scales = [row.speedup.value / row.tau.value for row in (first, second)]
-    return tau_difference(one, two, settings.bootstrap, *scales)
+    return tau_difference(one, two, settings.bootstrap, first.gain.speedup, second.gain.speedup)
 
 
 def serving(table: pa.Table, settings: ScoreSettings) -> pa.Table:
     """The rows that decide: per draft, replayed where it was; per sampling setting, its serving rule.
 
     That rule is greedy at T = 0, else the first of the settings' other rules by which this way of drafting was scored;
-    where there is none (prompt lookup under `token`), the one that it was scored by. A lossy rule decides nothing.
+    where there is none (prompt lookup under `token`), the plainest that it was scored by. A lossy rule decides nothing.
     """
     kept = []
     for _, part in groups(table, "draft", "step", "setting", "tree"):
         rules = [rule for rule in values(part, "rule") if RULES[rule].lossless]
-        mine = where(part, rule=next((rule for rule in ("greedy", *settings.sampled_rules) if rule in rules), rules[0]))
+        wanted = ("greedy", *settings.sampled_rules, *PLAINEST)
+        mine = where(part, rule=next((rule for rule in wanted if rule in rules), rules[0]))
         kept.append(where(mine, method="replay" if "replay" in values(mine, "method") else "decode"))
     return concat(kept)
 
@@ -192,32 +325,38 @@ def _of(table: pa.Table, row: Row) -> pa.Table:
     return at_plan(where(table, draft=row.draft, step=row.step), row.plan)
 
 
-def _rows(table: pa.Table, costs: CostTable, baseline: bool, bootstrap: Bootstrap) -> list[Row]:
+def _rows(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings) -> list[Row]:
     """A row for every plan of one draft and step."""
-    return [_row(part, costs, baseline, bootstrap) for _, part in groups(table, "draft_tokens", "tree")]
+    return [_row(part, costs, baseline, settings) for _, part in groups(table, "draft_tokens", "tree")]
 
 
-def _row(table: pa.Table, costs: CostTable, baseline: bool, bootstrap: Bootstrap) -> Row:
+def _row(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings) -> Row:
     """The row of one draft, step and plan."""
     draft, step, K, tree = (values(table, column)[0] for column in ("draft", "step", "draft_tokens", "tree"))
-    plan, pooled = Plan(K, tree), tau(table, bootstrap)
-    cost, drafted = costs.cost(plan), _a_round(table["drafted"], table)
-    # A trained draft always drafts; its clipped last rounds are counted as full ones.
-    share = _a_round(pc.list_element(table["reached"], 0), table) if baseline else 1.0
+    plan, pooled = Plan(K, tree), tau(table, settings.bootstrap)
+    cost, share = costs.cost(plan), _share(table, baseline)
+    gain = costs.gain(plan, share)
     return Row(
         draft=draft,
         step=step,
         plan=plan,
-        drafted=drafted,
+        drafted=_a_round(table["drafted"], table),
         tau=pooled,
-        acceptance=acceptance(table, bootstrap),
-        alphas=tuple(alphas(table, bootstrap)),
+        acceptance=acceptance(table, settings.bootstrap),
+        alphas=tuple(alphas(table, settings.bootstrap)),
         draft_seconds=cost.draft_seconds,
         verify_seconds=cost.verify_seconds,
-        speedup=expected_speedup(pooled, costs, plan, share),
-        break_even_tau=break_even_tau(costs, plan, share),
+        speedup=gain.estimate(pooled),
+        gain=gain,
         baseline=baseline,
+        drafted_share=share,
     )
+
+
+def _share(table: pa.Table, baseline: bool) -> float:
+    """Share of rounds whose draft is paid for: a trained draft always drafts, and its clipped last rounds are counted
+    as full ones."""
+    return _a_round(pc.list_element(table["reached"], 0), table) if baseline else 1.0
 
 
 def _a_round(counts: pa.ChunkedArray, table: pa.Table) -> float:
@@ -226,12 +365,8 @@ def _a_round(counts: pa.ChunkedArray, table: pa.Table) -> float:
     return float(total / rounds) if rounds else math.nan
 
 
-def _costs(costs: Mapping[Checkpoint, CostTable], draft: str, step: int) -> CostTable:
+def _times(costs: Mapping[Checkpoint, Times], draft: str, step: int) -> Times:
     if (draft, step) not in costs:
         known = ", ".join(f"{name} {at}" for name, at in sorted(costs))
         raise InputError(f"draft {draft} step {step}: no times measured; there are times for {known}")
     return costs[draft, step]
-
-
-def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in record.items()}

@@ -1,5 +1,6 @@
 """The recipe's `score` section: what is scored, how, and how times are measured."""
 
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -8,6 +9,7 @@ from ..specdec.proposers.trees import MOST_LEVELS, MeasuredTree, TreeSettings
 from ..specdec.rules import RULES
 from ..specdec.sampling import SamplingSettings
 from .figures import Bootstrap
+from .load_settings import LoadSettings, RaceSettings
 
 RuleName = Literal["greedy", "token", "block", "onehot", "match", "multiround", "recursive", "traversal", "typical"]
 _TREE_NAME = r"^[a-z][a-z0-9_-]*$"
@@ -16,7 +18,8 @@ HOLDOUT_SPLIT: Final = "holdout"  # a candidate meets the champion on this one, 
 
 
 class CostSettings(BaseModel):
-    """How draft and verify times are measured: batch 1, on real prompts, plain decoding and every K by turns."""
+    """How draft and verify times are measured: on real prompts, plain decoding and every K by turns, at batch 1 or,
+    with `score.load`, over the load's batch sizes and contexts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -28,6 +31,9 @@ class CostSettings(BaseModel):
     """First rounds of each prompt that are not timed."""
     wait_seconds: float = Field(default=1800.0, ge=0)
     """How long to wait for another process that is measuring the same shape."""
+    fit: Path | None = None
+    """Times fitted on another machine (`times.json` of a score there): taken instead of measuring here. Needs
+    `score.load`; every table names that machine."""
 
     @model_validator(mode="after")
     def _some_are_timed(self) -> "CostSettings":
@@ -44,9 +50,10 @@ class ScoreSettings(BaseModel):
     sampling: list[SamplingSettings] = Field(default=[SamplingSettings()], min_length=1)
     """Sampling settings that are scored; the target answers selection and holdout once for each."""
     rules: list[RuleName] = Field(default=["greedy", "token"], min_length=1)
-    """Accept rules. greedy is the rule at temperature 0 and only there; the first other one is the serving engine's.
-    Each way of drafting is scored by those that take it: token and block chains, multiround, recursive and traversal
-    sampled trees. typical is lossy."""
+    """Accept rules. greedy is the rule at temperature 0 and only there; the first other one is the serving engine's,
+    unless `load` names an engine. Each way of drafting is scored by those that take it: token and block chains,
+    multiround, recursive and traversal sampled trees. typical is lossy. What is replayed is counted under every other
+    lossless rule too; what is not, and the check by decoding, under these."""
     draft_tokens: list[int] = Field(default=[1, 2, 3, 4], min_length=1)
     """Every K that is scored as a chain; the best one is picked with the checkpoint."""
     trees: dict[Annotated[str, Field(pattern=_TREE_NAME, max_length=32)], TreeSettings] = {}
@@ -58,7 +65,7 @@ class ScoreSettings(BaseModel):
     decode_draft_tokens: list[int] = []
     """K of that decoding; empty: the largest of draft_tokens."""
     batch_size: int = Field(default=4, ge=1)
-    """Requests decoded at once (never for timing, which is at batch 1)."""
+    """Requests decoded at once where nothing is timed."""
     bootstrap_samples: int = Field(default=1000, ge=10)
     """Bootstrap samples behind every interval."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1.0)
@@ -83,6 +90,10 @@ class ScoreSettings(BaseModel):
     """Of bootstrap and decoding at T > 0."""
     costs: CostSettings = CostSettings()
     """How times are measured."""
+    load: LoadSettings | None = None
+    """What the server is asked: expected speed-ups are at this load; absent: at batch 1, prompts left out."""
+    race: RaceSettings | None = None
+    """Drops checkpoints that can no longer win before all conversations are scored; absent: all are scored on all."""
 
     @field_validator("draft_tokens", "decode_draft_tokens")
     @classmethod
@@ -107,12 +118,16 @@ class ScoreSettings(BaseModel):
         unknown = sorted(set(self.decode_draft_tokens) - set(self.draft_tokens))
         if unknown:
             raise ValueError(f"decode_draft_tokens {unknown}: must be among draft_tokens {self.draft_tokens}")
+        if self.costs.fit is not None and self.load is None:
+            raise ValueError(f"costs.fit {self.costs.fit}: needs a load, whose batch sizes and lengths it is read at")
         return self
 
     @property
     def sampled_rules(self) -> list[RuleName]:
-        """Rules at temperature > 0; at 0 every rule is the greedy one."""
-        return [rule for rule in self.rules if rule != "greedy"]
+        """Rules at temperature > 0, the serving engine's first; at 0 every rule is the greedy one."""
+        engines = self.load.serving_rule if self.load is not None else None
+        mine: list[RuleName] = [] if engines is None else [engines]
+        return [*mine, *(rule for rule in self.rules if rule not in ("greedy", *mine))]
 
     @property
     def trees_vary(self) -> bool:

@@ -11,9 +11,11 @@ from rich.text import Text
 
 from ..specdec.drafts.skipped import SkippedLayers
 from .figures import Estimate
+from .load import LoadFigures
 from .select import DomainRow, Row
 
 _SCORES = ("step", "K", "tau", "draft ms", "verify ms", "expected speed-up", "perplexity", "conversations")
+_LOADS = ("goodput", "plain", "loses above", "share", "break-even alpha")
 _SKIPS = ("kept", "sets tried")
 _SPEEDS = ("batch", "tokens/s", "decoding tokens/s", "speed-up", "decoding speed-up")
 _WAITS = (
@@ -23,17 +25,20 @@ _WAITS = (
     "round ms",
     "break-even tau",
     "draft MB",
+    "cache MB",
     "caches MB",
     "peak MB",
 )
-NUMERIC = frozenset([*_SCORES, *_SKIPS, *_SPEEDS, *_WAITS, "equal"])
+NUMERIC = frozenset([*_SCORES, *_SKIPS, *_LOADS, *_SPEEDS, *_WAITS, "equal"])
 UNKNOWN = "n/a"
 
 
-def show_leaderboard(rows: Sequence[Row], confidence: float, title: str, console: Console | None = None) -> None:
-    """Print checkpoints and baselines, the chosen one marked."""
-    styles = ["bold green" if row.chosen else "dim" if row.baseline else "" for row in rows]
-    note = f"tau: tokens per round, pooled; intervals: {confidence:.0%}, by conversation cluster; times at batch 1"
+def show_leaderboard(
+    rows: Sequence[Row], confidence: float, title: str, times: str, console: Console | None = None
+) -> None:
+    """Print checkpoints and baselines, the chosen one marked. `times`: where they hold, in words."""
+    styles = ["bold green" if row.chosen else "dim" if row.baseline or row.dropped else "" for row in rows]
+    note = f"tau: tokens per round, pooled; intervals: {confidence:.0%}, by conversation cluster; {times}"
     show_cells(title, leaderboard_cells(rows), styles, note, console)
 
 
@@ -41,6 +46,15 @@ def show_domains(rows: Sequence[DomainRow], confidence: float, title: str, conso
     """Print drafts per domain and sampling setting."""
     styles = ["dim" if row.baseline else "" for row in rows]
     show_cells(title, domain_cells(rows), styles, f"intervals: {confidence:.0%}, by conversation cluster", console)
+
+
+def show_load(row: Row, title: str, console: Console | None = None) -> None:
+    """Print what one draft is worth at each batch size, at the best K or tree there."""
+    if row.load is None:
+        return
+    styles = ["" if one.share else "dim" for one in row.load.batches]
+    note = f"goodput: tokens/s; share: of the load's time; times of {row.load.hardware}"
+    show_cells(title, batch_cells(row.load), styles, note, console)
 
 
 class SkipRow(NamedTuple):
@@ -103,18 +117,47 @@ def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
                 milliseconds(row.verify_seconds),
                 interval(row.speedup, "x"),
                 number(row.perplexity),
-                "<- chosen" if row.chosen else "baseline" if row.baseline else "",
+                _standing(row),
             ]
         )
     if all(math.isnan(row.perplexity) for row in rows):
         cells = [line[:-2] + line[-1:] for line in cells]
+    if any(row.load is not None for row in rows):
+        cells = [[*line[:-1], *_load_cells(row), line[-1]] for line, row in zip(cells, [None, *rows])]
+    return cells
+
+
+def _load_cells(row: Row | None) -> list[str]:
+    """What a leaderboard's row says of the load; None: its header."""
+    if row is None:
+        return ["goodput", "break-even tau", "loses above", "draft MB", "cache MB"]
+    if row.load is None:  # plain decoding
+        return ["-"] * 5
+    memory = (megabytes(row.load.memory.weights), megabytes(row.load.memory.caches))
+    above = UNKNOWN if row.load.losing is None else row.load.losing.said
+    return [rate(row.load.goodput), number(row.break_even_tau), above, *memory]
+
+
+def batch_cells(load: LoadFigures) -> list[list[str]]:
+    """Header and rows as text."""
+    header = ["batch", "share", "K", "tau", "expected speed-up", "goodput", "plain", "break-even tau"]
+    cells = [[*header, "break-even alpha"]]
+    for one in load.batches:
+        share = f"{one.share:.0%}" if one.share else "-"
+        gains = (interval(one.tau), interval(one.speedup, "x"), rate(one.goodput), f"{one.plain_goodput:.0f}")
+        even = (number(one.break_even_tau), number(one.break_even_alpha))
+        cells.append([str(one.batch_size), share, one.plan.label, *gains, *even])
     return cells
 
 
 def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
     """Header and rows as text."""
-    cells = [["domain", "sampling", "rule", "draft", "step", "K", "tau", "alpha", "conversations"]]
+    loaded = any(row.losing is not None for row in rows)
+    header = ["domain", "sampling", "rule", "draft", "step", "K", "tau", "alpha", "conversations", "expected speed-up"]
+    ruled = any(len(row.taus) > 1 for row in rows)
+    cells = [[*header, *(["goodput", "loses above"] if loaded else []), *(["tau by rule"] if ruled else [])]]
     for row in rows:
+        load = [rate(row.goodput), UNKNOWN if row.losing is None else row.losing.said] if loaded else []
         cells.append(
             [
                 row.domain,
@@ -126,6 +169,9 @@ def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
                 interval(row.tau),
                 positions(row.alphas),
                 str(row.conversations),
+                interval(row.speedup, "x"),
+                *load,
+                *([", ".join(f"{rule} {number(tau.value)}" for rule, tau in row.taus)] if ruled else []),
             ]
         )
     return cells
@@ -160,14 +206,36 @@ def positions(alphas: Sequence[Estimate]) -> str:
     return " ".join(UNKNOWN if math.isnan(alpha.value) else f"{alpha.value:.2f}" for alpha in alphas)
 
 
+def _standing(row: Row) -> str:
+    """What became of it."""
+    dropped = f"dropped at {row.scored_share:.0%}" if row.dropped else ""
+    what = dropped or ("<- chosen" if row.chosen else "baseline" if row.baseline else "")
+    other = f"made for target {row.trained_for}" if row.trained_for else ""
+    return ", ".join(filter(None, (what, other)))
+
+
+def rate(estimate: Estimate) -> str:
+    """Tokens a second, such as "812 [790, 833]"."""
+    if math.isnan(estimate.value):
+        return UNKNOWN
+    if math.isnan(estimate.low) or math.isnan(estimate.high):
+        return f"{estimate.value:.0f}"
+    return f"{estimate.value:.0f} [{estimate.low:.0f}, {estimate.high:.0f}]"
+
+
+def megabytes(count: float) -> str:
+    """Bytes as millions of them."""
+    return f"{count / 1e6:.1f}"
+
+
 def milliseconds(seconds: float) -> str:
     """Seconds as milliseconds."""
     return UNKNOWN if math.isnan(seconds) else f"{seconds * 1e3:.1f}"
 
 
 def number(value: float) -> str:
-    """Two decimals, or "n/a"."""
-    return UNKNOWN if math.isnan(value) else f"{value:.2f}"
+    """Two decimals; "n/a" where it is not known, "never" where it is infinite."""
+    return UNKNOWN if math.isnan(value) else "never" if math.isinf(value) else f"{value:.2f}"
 
 
 def show_cells(

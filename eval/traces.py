@@ -7,9 +7,9 @@ from ..data.store import Sample
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
 from ..specdec.recorded import Recorded, TargetTrace, trace_target
-from ..specdec.replay import Counted, replay, replayable
+from ..specdec.replay import Counted, replay
 from ..specdec.sampling import SamplingSettings
-from .plans import rules_for
+from .plans import exact_rules
 from .settings import ScoreSettings
 
 _PASS_TOKENS = {"cuda": 16384, "cpu": 2048}
@@ -55,11 +55,6 @@ class TraceCache:
         """The passes over all samples, in no order."""
         for pack in self.packs(samples):
             yield self.of([samples[index] for index in pack], proposer)
-
-
-def exact_rules(sampling: SamplingSettings, proposer: Proposer, settings: ScoreSettings) -> list[str]:
-    """The scored accept rules whose counts a replay tells."""
-    return [rule for rule in rules_for(sampling, proposer, settings) if replayable(proposer, rule, sampling)]
 
 
 def replay_samples(

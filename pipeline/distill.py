@@ -77,6 +77,10 @@ def _log_scores(run: TrackedRun, scored: Scored, trained: dict[str, Stage]) -> N
         run.sink(f"{row.draft}.score").log(row.step, row.metrics())
     run.log_file(scored.counts_file)
     run.log_json([row.record() for row in scored.rows], "leaderboard.json")
+    run.log_json([row.record() for row in scored.domains], "domains.json")
+    run.log_json(scored.advice, "advice.json")
+    if scored.chosen.load is not None:
+        run.log_file(scored.times_file)
     for name, stage in trained.items():
         for step, folder in checkpoints_of(stage).items():
             for path in sorted(folder.iterdir()):

@@ -13,7 +13,7 @@ from ..eval import counts
 from ..eval.figures import Estimate, tau, tau_difference
 from ..eval.plans import Plan
 from ..eval.score import Identity
-from ..eval.select import Row, at_plan, domain_rows, leaderboard, plain_row, serving, speedup_difference
+from ..eval.select import Row, Times, at_plan, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from ..eval.settings import HOLDOUT_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
@@ -39,6 +39,7 @@ class _Measured:
 
     row: Row
     table: pa.Table
+    times: Times
     lossless: bool | None
 
 
@@ -129,14 +130,15 @@ def _evidence(space: Workspace, scorer: Scorer, version: Version, now: Version |
 def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> None:
     """Both drafts and prompt lookup on the holdout, then by domain."""
     settings, draftings = scorer.settings, scorer.draftings(None)
-    costs = scorer.costs(None, draftings)
+    costs = scorer.times(None, draftings)
     lookup, _ = scorer.counts(draftings, Identity(LOOKUP, 0))
     (baseline,) = leaderboard([lookup], {(LOOKUP, 0): costs}, settings, [LOOKUP])
     drafts = [candidate] if rival is None else [candidate, rival]
     rows = [baseline, *(draft.row for draft in drafts)]
-    show_leaderboard([plain_row(costs), *rows], settings.confidence, title="On the holdout")
+    show_leaderboard([plain_row(costs), *rows], settings.confidence, "On the holdout", costs.said)
     tables = [lookup, *(draft.table for draft in drafts)]
-    show_domains(domain_rows(tables, rows, settings), settings.confidence, title="On the holdout, by domain")
+    times = {(LOOKUP, 0): costs, **{(draft.row.draft, draft.row.step): draft.times for draft in drafts}}
+    show_domains(domain_rows(tables, rows, settings, times), settings.confidence, title="On the holdout, by domain")
 
 
 def _rival(space: Workspace, scorer: Scorer, now: Version) -> tuple[_Measured | None, str | None]:
@@ -158,12 +160,12 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
         mine = scorer.tree_of(draft, str(lineage.tree_name), lineage.tree)
         known = [mine]
     table, lossless = scorer.counts([mine], Identity(name, lineage.step))
-    costs = {(name, lineage.step): scorer.costs(draft, known)}
+    times = scorer.times(draft, known)
     if lineage.tree is None and lineage.draft_tokens in scorer.settings.draft_tokens:
         table = at_plan(table, Plan(lineage.draft_tokens))
-    (row,) = leaderboard([table], costs, scorer.settings)
+    (row,) = leaderboard([table], {(name, lineage.step): times}, scorer.settings)
     row = replace(row, chosen=False)  # there was nothing to choose from
-    return _Measured(row, at_plan(table, row.plan), lossless)
+    return _Measured(row, at_plan(table, row.plan), times, lossless)
 
 
 def _by_domain(candidate: _Measured, rival: _Measured, settings: ScoreSettings) -> dict[str, DomainFigures]:

@@ -1,26 +1,29 @@
 """Scores of every checkpoint, the times of every shape, and the draft that they choose."""
 
-import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import pyarrow as pa
 import torch
 
-from .. import fingerprint, storage
+from .. import fingerprint
 from ..data.store import Capture, Sample
-from ..errors import CorruptDataError, InputError, MissingFileError
+from ..errors import InputError
 from ..eval import counts
+from ..eval.advice import advice
 from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
+from ..eval.load import LoadTimes
+from ..eval.load_fit import CostFit, fit_for, read_fits, write_fits
+from ..eval.load_measure import Grid, cached_fit, measure_fit, most_context
 from ..eval.measured import measured_tree
 from ..eval.perplexity import perplexity
 from ..eval.plans import Drafting
 from ..eval.score import Identity, score_draft, spread
-from ..eval.select import PLAIN, Checkpoint, Row, by_plan, domain_rows, leaderboard, plain_row
+from ..eval.select import PLAIN, Checkpoint, DomainRow, Row, Times, by_plan, domain_rows, leaderboard, plain_row
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
-from ..eval.table import show_domains, show_leaderboard
+from ..eval.table import show_domains, show_leaderboard, show_load
 from ..eval.traces import TraceCache
 from ..progress import say
 from ..recipe import Recipe
@@ -40,10 +43,11 @@ from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettin
 from ..specdec.targets import Target, tokenizer_digest
 from ..specdec.targets import place as target_place
 from ..train.families import family_of
+from .board import Board
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
 
-COUNTS_FILE = "counts.parquet"
+COUNTS_FILE, TIMES_FILE = "counts.parquet", "times.json"
 TOKENIZER_FILE = "tokenizer.json"
 _MEASURED_CONVERSATIONS = 64  # whose answers shape a measured tree
 
@@ -53,9 +57,15 @@ class Scored:
     """What the leaderboard is made of."""
 
     stage: Stage
+    target: str
+    """Fingerprint of the target that it was scored on."""
     counts: pa.Table
-    costs: dict[Checkpoint, CostTable]
+    times: dict[Checkpoint, Times]
     rows: list[Row]
+    domains: list[DomainRow]
+    """Every row's draft by domain and sampling setting."""
+    advice: list[str]
+    """What follows for serving, in sentences."""
     folders: dict[Checkpoint, Path]
     trees: dict[Checkpoint, dict[str, Tree]]
     """The trees that each checkpoint was scored with, by name, as it drafts them."""
@@ -75,6 +85,11 @@ class Scored:
     @property
     def counts_file(self) -> Path:
         return self.stage.folder / COUNTS_FILE
+
+    @property
+    def times_file(self) -> Path:
+        """Fitted times, where the recipe states a load."""
+        return self.stage.folder / TIMES_FILE
 
 
 class Scorer:
@@ -99,6 +114,11 @@ class Scorer:
         if not isinstance(draft, ForeignDraft):
             self._check_context(draft, folder)
         return draft
+
+    def made_for(self, folder: Path) -> str:
+        """12 hex digits of the target that a draft was made for; empty where it is this one, or nothing says which."""
+        made_for = read_meta(folder).target_fingerprint if meta_file(folder).is_file() else None
+        return "" if made_for in (None, self._space.target.fingerprint) else fingerprint.short(str(made_for))
 
     def _check_context(self, draft: AnyDraft, folder: Path) -> None:
         longest = max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0)
@@ -134,9 +154,23 @@ class Scorer:
             self._space.target, self.proposer(draft), [one for one in samples if one.conversation in kept], tree
         )
 
-    def counts(self, draftings: Sequence[Drafting], identity: Identity) -> tuple[pa.Table, bool | None]:
-        """Counts of one draft, and whether decoding was seen to be lossless (None: nothing was decoded at T = 0)."""
-        score = score_draft(self._space.target, draftings, self.samples, self.settings, identity, self.traces)
+    def counts(
+        self,
+        draftings: Sequence[Drafting],
+        identity: Identity,
+        samples: Sequence[Sample] | None = None,
+        decoded: bool = True,
+    ) -> tuple[pa.Table, bool | None]:
+        """Counts of one draft, and whether decoding was seen to be lossless (None: nothing was decoded at T = 0).
+
+        `samples`: a part of what is scored. `decoded` False: what replay tells is not decoded too.
+        """
+        settings, some = self.settings, self.samples if samples is None else samples
+        if samples is not None:
+            settings = settings.model_copy(update={"max_conversations": 0})
+        if not decoded:
+            settings = settings.model_copy(update={"decode_conversations": 0})
+        score = score_draft(self._space.target, draftings, some, settings, identity, self.traces)
         return score.counts, score.consistency.lossless
 
     def perplexity(self, draft: AnyDraft | ForeignDraft) -> float | None:
@@ -147,8 +181,34 @@ class Scorer:
         samples = [sample for sample in self.samples if sample.conversation in chosen]
         return perplexity(self.proposer(draft), samples, self.traces)
 
+    def times(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[Drafting]) -> Times:
+        """Times of this shape (None: prompt lookup) at the recipe's load, or at batch 1 where it states none."""
+        if self.settings.load is None:
+            return self.costs(draft, draftings)
+        return LoadTimes(self._fit(draft, draftings), self.settings.load)
+
+    def _fit(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[Drafting]) -> CostFit:
+        """Fitted times of this shape: another machine's where the recipe gives some, else measured here, once."""
+        settings, target = self.settings, self._space.target
+        assert settings.load is not None
+        key = cost_key(target, LOOKUP if draft is None else draft, draftings, settings)
+        if settings.costs.fit is not None:
+            return fit_for(key, self._given, settings.costs.fit)
+        grid = Grid.of(settings.load, most_context(target, draftings, settings.costs.rounds))
+        prompts = [sample.prompt_ids for sample in self.samples]
+
+        def measure() -> CostFit:
+            return measure_fit(key, target, draftings, prompts, settings, grid)
+
+        return cached_fit(self._space.root / "costs", key, grid, measure, settings.costs.wait_seconds)
+
+    @cached_property
+    def _given(self) -> list[CostFit]:
+        assert self.settings.costs.fit is not None
+        return read_fits(self.settings.costs.fit)
+
     def costs(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[Drafting]) -> CostTable:
-        """Times of this shape (None: prompt lookup) on this machine, measured once."""
+        """Times of this shape (None: prompt lookup) at batch 1 on this machine, measured once."""
         settings, target = self.settings, self._space.target
         key = cost_key(target, LOOKUP if draft is None else draft, draftings, settings)
         prompts = [sample.prompt_ids for sample in self.samples]
@@ -258,82 +318,53 @@ def _name_of(place: Path) -> str:
 def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], drafts: dict[str, str]) -> Scored:
     """Score each draft folder, prompt lookup beside them, and show it. `drafts`: digests of what is scored."""
     settings = space.recipe.score
-    neutral = {"costs", "batch_size", "replay_tokens"}
-    inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude=neutral)]
+    neutral = {"costs", "load", "batch_size", "replay_tokens"}
+    inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude=neutral), settings.sampled_rules]
     found = fingerprint.of_json(["score", inputs])
     stage = Stage(space.folder("score", found), found)
-    scorer = Scorer(space, captured, SELECTION_SPLIT)
-    tables: list[pa.Table] = []
-    costs: dict[Checkpoint, CostTable] = {}
-    trees: dict[Checkpoint, dict[str, Tree]] = {}
-    shapes: dict[str, tuple[CostTable, dict[str, Tree]]] = {}  # times and trees that a draft's checkpoints share
-    perplexities: dict[Checkpoint, float] = {}
-    for (name, step), folder in {(LOOKUP, 0): None, **folders}.items():
-        part = stage.folder / "parts" / f"{name}-{step:06d}"  # a name may hold dots: no with_suffix
-        notes_file, counts_file = (part.with_name(f"{part.name}.{kind}") for kind in ("json", "parquet"))
-        known = _stored(counts_file, notes_file)
-        if known is None or name not in shapes or settings.trees_vary:
-            draft = None if folder is None else scorer.load_any(folder)
-            draftings = scorer.draftings(draft)
-            fixed = {one.tree: one.fixed for one in draftings if one.fixed is not None}
-            shapes[name] = scorer.costs(draft, draftings), fixed
-            if known is None:
-                table, lossless = scorer.counts(draftings, Identity(name, step))
-                seen = None if draft is None else scorer.perplexity(draft)
-                counts.write(table, counts_file)
-                storage.write_json(notes_file, {"lossless": lossless, "perplexity": seen})
-                known = counts.read(counts_file), seen  # as it will be read next time: the digest is of what it makes
-        costs[name, step], trees[name, step] = shapes[name]
-        tables.append(known[0])
-        if known[1] is not None:
-            perplexities[name, step] = known[1]
+    board = Board(Scorer(space, captured, SELECTION_SPLIT), stage.folder / "parts", {(LOOKUP, 0): None, **folders})
+    parts = board.raced(settings.race) if settings.race is not None and len(folders) > 1 else board.all()
+    tables = [part.table for part in parts.values()]
     table = counts.concat(tables)
     counts.write(table, stage.folder / COUNTS_FILE)
-    rows = leaderboard(tables, costs, settings, [LOOKUP], perplexities)
-    scored = Scored(stage, table, costs, rows, folders, trees)
+    perplexities = {one: part.perplexity for one, part in parts.items() if part.perplexity is not None}
+    shares = {one: part.share for one, part in parts.items()}
+    made_for = {one: board.scorer.made_for(folder) for one, folder in folders.items()}
+    rows = [
+        replace(row, trained_for=made_for.get((row.draft, row.step), ""))
+        for row in leaderboard(tables, board.times, settings, [LOOKUP], perplexities, shares)
+    ]
+    domains = domain_rows(tables, rows, settings, board.times)
+    said = advice(rows, domains, settings)
+    target = space.target_fingerprint
+    scored = Scored(stage, target, table, board.times, rows, domains, said, folders, board.trees)
+    fits = {times.fit.key.digest: times.fit for times in board.times.values() if isinstance(times, LoadTimes)}
+    if fits:
+        write_fits(scored.times_file, fits.values())
     _show(scored, settings)
     return scored
 
 
-def _stored(counts_file: Path, notes_file: Path) -> tuple[pa.Table, float | None] | None:
-    """Counts and perplexity of an earlier call; None where there are none, or (said aloud) damaged ones."""
-    try:
-        return counts.read(counts_file), _perplexity(notes_file)
-    except MissingFileError:
-        return None
-    except CorruptDataError as error:
-        say(f"{error}; scoring it again")
-        return None
-
-
-def _perplexity(notes_file: Path) -> float | None:
-    notes = storage.read_object(notes_file)
-    if "perplexity" not in notes:
-        raise CorruptDataError(f"{notes_file}: perplexity: is missing")
-    value = notes["perplexity"]
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CorruptDataError(f"{notes_file}: perplexity: {value!r}: must be a number above 0, or null")
-    return float(value)
-
-
 def _show(scored: Scored, settings: ScoreSettings) -> None:
-    """The final tables: all checkpoints, then the chosen one by domain beside prompt lookup."""
+    """The final tables: all checkpoints, then the chosen one by domain beside prompt lookup; and what follows."""
     chosen = scored.chosen
-    show_leaderboard(
-        [plain_row(scored.costs[chosen.draft, chosen.step]), *scored.rows],
-        settings.confidence,
-        "Drafts by expected serving speed",
-    )
-    plans = by_plan([scored.counts], scored.costs[chosen.draft, chosen.step], chosen, settings)
+    times = scored.times[chosen.draft, chosen.step]
+    rows = [plain_row(times), *scored.rows]
+    show_leaderboard(rows, settings.confidence, "Drafts by expected serving speed", times.said)
+    plans = by_plan([scored.counts], times, chosen, settings)
     if len(plans) > 1:
         every = "K and tree" if settings.trees else "K"
-        show_leaderboard(plans, settings.confidence, f"{chosen.draft} step {chosen.step} at every {every}")
-    compared = [row for row in scored.rows if row.baseline or row is chosen]
-    show_domains(domain_rows([scored.counts], compared, settings), settings.confidence, "By domain")
-    if chosen.speedup.value < 1:
-        say(
-            f"speculation loses here: {chosen.draft} needs tau {chosen.break_even_tau:.2f} at {chosen.plan} to break "
-            f"even on this machine and reaches {chosen.tau.value:.2f}"
-        )
+        show_leaderboard(plans, settings.confidence, f"{chosen.draft} step {chosen.step} at every {every}", times.said)
+    show_load(chosen, f"{chosen.draft} step {chosen.step} at each batch size")
+    compared = {(row.draft, row.step) for row in scored.rows if row.baseline or row is chosen}
+    shown = [row for row in scored.domains if (row.draft, row.step) in compared]
+    show_domains(shown, settings.confidence, "By domain")
+    here = fingerprint.short(scored.target)
+    for row in scored.rows:
+        if row.trained_for:
+            say(
+                f"{row.draft} step {row.step}: was made for target {row.trained_for} and is scored on {here}, another "
+                "model or another form of it (quantised, an adapter): its figures are of this one"
+            )
+    for line in scored.advice:
+        say(line)

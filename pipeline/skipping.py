@@ -108,7 +108,7 @@ def _times(scorer: Scorer, space: Workspace, depths: Sequence[int]) -> dict[int,
 
 def _folder(space: Workspace, captured: Stage, scorer: Scorer, depths: Sequence[int], conversations: int) -> Path:
     """Where the counts of these answers lie. They know of no seed and no times."""
-    inputs = [captured.fingerprint, scorer.settings.rules, list(depths), conversations]
+    inputs = [captured.fingerprint, scorer.settings.sampled_rules, list(depths), conversations]
     return space.folder("skip", fingerprint.of_json(["skip-layers", inputs]))
 
 

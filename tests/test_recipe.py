@@ -270,7 +270,13 @@ EVERYTHING: dict[str, Any] = {
             "step_weights": [1.0, 1.0, 0.5, 0.5],
         },
     },
-    "score": {"sampling": [{}], "draft_tokens": [1], "decode_draft_tokens": [1]},
+    "score": {
+        "sampling": [{}],
+        "draft_tokens": [1],
+        "decode_draft_tokens": [1],
+        "load": {"batch_sizes": {"1": 1.0}, "context_tokens": 64, "answer_tokens": 8},
+        "race": {},
+    },
 }
 """A recipe with an entry in every list and mapping, so that every number of the schema has a place in it."""
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from draftforge.errors import InputError, LockedError
-from draftforge.eval import costs
+from draftforge.eval import costs, turns
 from draftforge.eval.figures import Estimate
 from draftforge.eval.plans import Drafting, Plan
 from draftforge.eval.settings import CostSettings, ScoreSettings
@@ -74,12 +74,12 @@ class FakeTimer:
 
 
 def measure(
-    target: CausalModel, monkeypatch: pytest.MonkeyPatch, decoder: FakeDecoder, **settings: int
+    target: CausalModel, monkeypatch: pytest.MonkeyPatch, decoder: FakeDecoder, **settings: Any
 ) -> costs.CostTable:
-    monkeypatch.setattr(costs, "decode_rounds", decoder)
-    monkeypatch.setattr(costs, "RoundTimer", FakeTimer)
+    monkeypatch.setattr(turns, "decode_rounds", decoder)
+    monkeypatch.setattr(turns, "RoundTimer", FakeTimer)
     rounds = len(decoder.by_K[0])
-    known = ScoreSettings(costs=CostSettings(rounds=rounds, **{"prompts": 1, "warmup_rounds": 0, **settings}))
+    known = ScoreSettings(costs=CostSettings(**{"rounds": rounds, "prompts": 1, "warmup_rounds": 0, **settings}))
     return costs.measure_costs(key_of(target, K=(2,)), target, lookup(2), [[1, 2], [3] * 4, [4]], known)
 
 
@@ -109,7 +109,7 @@ def test_a_speedup_does_not_move_when_the_machine_is_busy_for_a_while(
     plain = [RoundSeconds(0.0, 0.02 * f, 0.001 * f, 0, 1) for f in factors]
     drafted = [RoundSeconds(0.01 * f, 0.03 * f, 0.002 * f, 2, 1) for f in factors]
     table = measure(target, monkeypatch, FakeDecoder({0: plain, 2: drafted}))
-    assert table.speedup_per_tau(Plan(2)) == pytest.approx(21 / 42)
+    assert table.gain(Plan(2)).speedup(1.0) == pytest.approx(21 / 42)
     if busy_rounds < 12:
         assert table.by_plan["2"].seconds == pytest.approx(0.042)
 
@@ -267,19 +267,19 @@ def test_break_even_is_a_speedup_of_one(tau: float, K: int, plain: float) -> Non
         plans={"1": {"levels": 1}, "2": {"levels": 2}},
     )  # fmt: skip
     table = table_of(key, plain)
-    speedup = costs.expected_speedup(Estimate(tau, tau - 0.1, tau + 0.1, 5), table, Plan(K))
+    speedup = table.gain(Plan(K)).estimate(Estimate(tau, tau - 0.1, tau + 0.1, 5))
     seconds = 0.002 * K + 0.031 + 0.001
     assert speedup.value == pytest.approx(tau * plain / seconds)
     assert speedup.low == pytest.approx((tau - 0.1) * plain / seconds)
-    even = costs.break_even_tau(table, Plan(K))
-    assert costs.expected_speedup(Estimate(even), table, Plan(K)).value == pytest.approx(1.0)
+    even = table.gain(Plan(K)).break_even_tau
+    assert table.gain(Plan(K)).estimate(Estimate(even)).value == pytest.approx(1.0)
     assert table.round_seconds(Plan(K), 0.0) == pytest.approx(plain)
     assert table.round_seconds(Plan(K), 0.25) == pytest.approx(0.25 * seconds + 0.75 * plain)
 
 
 def test_an_unmeasured_depth_is_named(target: CausalModel) -> None:
     with pytest.raises(InputError, match=r"K=4 \(4 levels\): no times .* for 1 \(1 levels\), 2 \(2 levels\)"):
-        costs.expected_speedup(Estimate(2.0), table_of(key_of(target)), Plan(4))
+        table_of(key_of(target)).gain(Plan(4))
     with pytest.raises(InputError, match=r"tree wide \(2 levels\): no times measured"):
         table_of(key_of(target)).cost(Plan(2, "wide"))
     deep = Drafting(PromptLookup, (3,), "wide")

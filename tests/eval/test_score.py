@@ -78,9 +78,9 @@ def test_replay_covers_all_and_decoding_a_part(target: Target, samples: list[Sam
     table = result.counts
     assert table.schema.equals(COUNTS_SCHEMA) and set(values(table, "draft")) == {"small"}
     replayed, decoded = where(table, method="replay"), where(table, method="decode")
-    assert len(replayed) == 9 * 2 + 3 * 2 * 2  # T = 0: greedy at each K; T > 0: two rules at each K
+    assert len(replayed) == 9 * 2 + 3 * 4 * 2  # T = 0: greedy at each K; T > 0: every rule that it tells, at each K
     assert values(where(replayed, setting="t0"), "rule") == ["greedy"]
-    assert values(where(replayed, setting=WARM.key), "rule") == ["block", "token"]
+    assert values(where(replayed, setting=WARM.key), "rule") == ["block", "match", "onehot", "token"]
     assert len(values(decoded, "conversation")) == 4 and values(decoded, "draft_tokens") == [3]
     assert set(values(decoded, "domain")) == {"support", "code", "chat"}
     assert result.consistency.compared == len(where(decoded, setting="t0")) > 0
@@ -132,9 +132,9 @@ def test_trees_are_scored_like_chains(target: Target, samples: list[Sample], cha
     warm = where(result.counts, setting=WARM.key)
     ways_of = {name: where(warm, tree=name) for name in ("", *TREES)}
     scored = {name: set(zip(*(one[c].to_pylist() for c in ("rule", "method")))) for name, one in ways_of.items()}
-    both = {("match", "replay"), ("match", "decode")}
+    both = {("match", "replay"), ("match", "decode"), ("onehot", "replay")}
     assert scored == {
-        "": both | {("token", "replay"), ("token", "decode")},
+        "": both | {("token", "replay"), ("token", "decode"), ("block", "replay")},
         "wide": both,
         "grown": both,
         "drawn": {("match", "decode")},

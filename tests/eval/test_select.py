@@ -6,10 +6,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from counted import counts_of
 
 from draftforge.errors import InputError
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
-from draftforge.eval.counts import CountRow, Method, concat, to_table
+from draftforge.eval.counts import CountRow, concat, to_table
 from draftforge.eval.plans import Plan
 from draftforge.eval.select import Row, choose, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from draftforge.eval.settings import ScoreSettings
@@ -17,36 +18,6 @@ from draftforge.specdec.walk import RoundCounts
 
 SETTINGS = ScoreSettings(draft_tokens=[1, 2, 3], bootstrap_samples=200)
 DEPTHS = (1, 2, 3)
-
-
-def counts_of(
-    draft: str,
-    step: int,
-    taus: dict[int, float],
-    domain: str = "support",
-    setting: str = "t0",
-    rule: str = "greedy",
-    method: Method = "replay",
-    conversations: int = 10,
-    drafted: float | None = None,
-    tree: str = "",
-) -> pa.Table:
-    """Conversations whose pooled tau at each K is the given one; every other is better, every other worse."""
-    rows = []
-    for number in range(conversations):
-        for K, tau in taus.items():
-            tokens = 100 * (tau + (0.1 if number % 2 else -0.1))
-            accepted = tokens - 100
-            drafting = 100.0 if drafted is None or tree else drafted / K  # rounds that draft at all
-            counts = RoundCounts(
-                100.0, tokens, 100.0 * K if drafted is None else drafted, accepted, (drafting,) * K, (accepted / K,) * K
-            )
-            name = f"{domain}-{number}"
-            row = CountRow(
-                draft, step, name, 0, name, domain, "selection", "128", setting, rule, K, tree, method, counts
-            )
-            rows.append(row)
-    return to_table(rows)
 
 
 def costs_of(draft_ms: float, verify_ms: float = 31.0, plain_ms: float = 30.0) -> CostTable:
@@ -105,7 +76,7 @@ def test_a_tree_competes_with_chains() -> None:
     (row,) = board(tables, costs, SETTINGS)
     assert row.plan == Plan(2, "wide") and row.plan.label == "wide" and row.drafted == pytest.approx(7.0)
     assert row.record()["tree"] == "wide" and row.record()["draft_tokens"] == 2
-    assert [d.plan for d in domain_rows(tables, [row], SETTINGS)] == [Plan(2, "wide")]
+    assert [d.plan for d in domain_rows(tables, [row], SETTINGS, {("small", 20): costs["small"]})] == [Plan(2, "wide")]
     even = [tables[0], counts_of("small", 20, {2: 2.11}, tree="wide", drafted=700.0)]
     assert board(even, costs, SETTINGS)[0].plan == Plan(2)  # within a hundredth: the fewest drafted tokens win
     difference = speedup_difference(tables, row, board(even, costs, SETTINGS)[0], SETTINGS)
@@ -171,15 +142,17 @@ def test_domains_of_the_chosen() -> None:
         counts_of("small", 20, {2: 1.4}, "chat"),
         counts_of("lookup", 0, {2: 1.3}, "support", drafted=10.0),
     ]
-    rows = board(tables, {"small": costs_of(1.0), "lookup": costs_of(0.1)}, SETTINGS, ["lookup"])
+    costs = {("small", 20): costs_of(1.0), ("lookup", 0): costs_of(0.1)}
+    rows = leaderboard(tables, costs, SETTINGS, ["lookup"])
     assert next(row for row in rows if row.chosen).tau.value == pytest.approx(1.9)  # pooled over the mix as it is
-    domains = domain_rows(tables, rows, SETTINGS)
+    domains = domain_rows(tables, rows, SETTINGS, costs)
     assert [(d.domain, d.draft, round(d.tau.value, 6)) for d in domains] == [
         ("chat", "small", 1.4),
         ("support", "lookup", 1.3),
         ("support", "small", 2.4),
     ]
     assert domains[0].conversations == 10 and domains[0].rule == "greedy" and len(domains[0].alphas) == 2
+    assert domains[2].speedup.value == pytest.approx(2.4 * 30 / 33) and math.isnan(domains[2].goodput.value)
 
 
 def test_a_paired_difference_of_speed() -> None:

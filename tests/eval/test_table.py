@@ -7,9 +7,11 @@ from dataclasses import replace
 from rich.console import Console
 
 from draftforge.eval.figures import Estimate
+from draftforge.eval.gains import Gain
+from draftforge.eval.load import BatchFigures, LoadFigures, Losing, Memory
 from draftforge.eval.plans import Plan
 from draftforge.eval.select import DomainRow, Row
-from draftforge.eval.table import leaderboard_cells, plain_text, show_domains, show_leaderboard
+from draftforge.eval.table import domain_cells, leaderboard_cells, plain_text, show_domains, show_leaderboard, show_load
 
 NAN = math.nan
 SMALL = Row(
@@ -23,12 +25,12 @@ SMALL = Row(
     draft_seconds=0.0121,
     verify_seconds=0.0414,
     speedup=Estimate(1.31, 1.2, 1.4, 20),
-    break_even_tau=1.5,
+    gain=Gain(0.0, 1.5),
     chosen=True,
 )
 LOOKUP = replace(SMALL, draft="lookup", step=0, tau=Estimate(1.2), speedup=Estimate(NAN), baseline=True, chosen=False)
 ONE = Estimate(1, 1, 1)
-PLAIN = Row("plain", 0, Plan(0), 0.0, ONE, Estimate(NAN), (), 0.0, 0.035, ONE, 1.0, baseline=True)
+PLAIN = Row("plain", 0, Plan(0), 0.0, ONE, Estimate(NAN), (), 0.0, 0.035, ONE, Gain(0.0, 1.0), baseline=True)
 FIGURES = (SMALL.tau, SMALL.acceptance, SMALL.alphas)
 SUPPORT = DomainRow("small", 60, Plan(3), "support [new]", "t0", "greedy", 12, *FIGURES)
 
@@ -36,7 +38,7 @@ SUPPORT = DomainRow("small", 60, Plan(3), "support [new]", "t0", "greedy", 12, *
 def shown(rows: list[Row], terminal: bool) -> str:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=60 if not terminal else 160, color_system=None)
-    show_leaderboard(rows, 0.95, "Drafts", console)
+    show_leaderboard(rows, 0.95, "Drafts", "times at batch 1", console)
     return stream.getvalue()
 
 
@@ -75,3 +77,46 @@ def test_domains_print_brackets_as_they_are() -> None:
         console = Console(file=stream, force_terminal=terminal, width=160, color_system=None)
         show_domains([SUPPORT], 0.95, "By domain", console)
         assert "support [new]" in stream.getvalue() and "12" in stream.getvalue()
+
+
+AT_8 = BatchFigures(8, 0.25, Plan(2), SMALL.tau, Estimate(0.9, 0.8, 1.0), Estimate(812, 790, 833), 900.0, 2.3, NAN)
+LOAD = LoadFigures(
+    load="vllm, batch 1 (75%), 8 (25%), context 512, answers of 128",
+    hardware="card, bfloat16",
+    fit_error=0.03,
+    goodput=Estimate(412, 400, 420),
+    plain_goodput=300.0,
+    engine_tau=SMALL.tau,
+    break_even_alpha=0.3,
+    losing=Losing(5, 8),
+    memory=Memory(12_000_000, 3.4e6),
+    batches=(AT_8, replace(AT_8, batch_size=16, share=0.0, break_even_tau=math.inf)),
+)
+
+
+def test_a_load_adds_its_columns() -> None:
+    header, *cells = leaderboard_cells([PLAIN, replace(SMALL, load=LOAD), replace(SMALL, load=LOAD, scored_share=0.4)])
+    rows = [dict(zip(header, line)) for line in cells]
+    assert rows[1]["goodput"] == "412 [400, 420]" and rows[1]["break-even tau"] == "1.50"
+    assert rows[1]["loses above"] == "5" and rows[1]["draft MB"] == "12.0" and rows[1]["cache MB"] == "3.4"
+    assert rows[0]["goodput"] == "-" and [row[""] for row in rows] == ["baseline", "<- chosen", "dropped at 40%"]
+    domain = dict(zip(*domain_cells([replace(SUPPORT, speedup=Estimate(1.1), losing=Losing(None, 8))])))
+    assert domain["loses above"] == "> 8?" and domain["expected speed-up"] == "1.10x" and domain["goodput"] == "n/a"
+    assert "goodput" not in domain_cells([SUPPORT])[0]
+
+
+def test_a_draft_of_another_form_of_the_target_is_labelled() -> None:
+    row = replace(SMALL, trained_for="0123456789ab")
+    assert leaderboard_cells([row])[1][-1] == "<- chosen, made for target 0123456789ab"
+    assert row.record()["trained_for"] == "0123456789ab"
+
+
+def test_each_batch_size_has_a_line() -> None:
+    stream = io.StringIO()
+    show_load(replace(SMALL, load=LOAD), "By batch size", Console(file=stream, width=60))
+    lines = stream.getvalue().splitlines()
+    assert lines[2].split()[:3] == ["8", "25%", "2"] and "0.90x [0.80, 1.00]" in lines[2]
+    assert lines[3].split()[:2] == ["16", "-"] and lines[3].split()[-2:] == ["never", "n/a"]
+    assert "card, bfloat16" in lines[4]
+    show_load(SMALL, "By batch size", Console(file=stream))
+    assert stream.getvalue().splitlines() == lines

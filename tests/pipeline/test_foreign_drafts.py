@@ -158,3 +158,21 @@ def test_answers_that_a_draft_cannot_say_have_no_perplexity(
     verbs.score(recipe, str(tmp_path))
     (row,) = [row for row in scored[-1].rows if not row.baseline]
     assert row.tau.value >= 1.0 and math.isnan(row.perplexity)
+
+
+def test_a_draft_of_another_form_of_the_target_is_labelled(
+    recipe: Recipe, scored: list[Scored], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Made for a quantised target, say: scored on this one's own answers, and never silently."""
+    theirs = tmp_path / "theirs"
+    shutil.copytree(last_checkpoint(recipe), theirs)
+    meta = json.loads((theirs / META_FILE).read_text())
+    (theirs / META_FILE).write_text(json.dumps(meta | {"target_fingerprint": "0123456789ab" + "c" * 52}))
+    verbs.score(recipe, str(theirs))
+    (row,) = [row for row in scored[-1].rows if row.draft == "theirs"]
+    assert row.trained_for == "0123456789ab" and row.record()["trained_for"] == "0123456789ab"
+    told = capsys.readouterr()
+    assert "<- chosen, made for target 0123456789ab" in told.out
+    assert f"is scored on {Workspace(recipe).target_fingerprint[:12]}" in told.err.replace("\n", " ")
+    verbs.score(recipe, str(last_checkpoint(recipe)))
+    assert not any(row.trained_for for row in scored[-1].rows)

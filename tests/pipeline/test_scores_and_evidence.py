@@ -55,14 +55,17 @@ class MadeUpScorer:
     def draftings(self, draft: Any) -> list[Any]:
         return [SimpleNamespace(fixed=None, tree="")]
 
-    def costs(self, *args: Any) -> CostTable:
+    def times(self, *args: Any) -> CostTable:
         return costs_of()
 
-    def counts(self, draftings: Any, identity: Identity) -> tuple[pa.Table, bool]:
+    def counts(self, draftings: Any, identity: Identity, *args: Any) -> tuple[pa.Table, bool]:
         return counts_of(identity.name, identity.step, 10.0 * identity.step + len(identity.name)), True
 
     def perplexity(self, draft: Any) -> float:
         return 2.0
+
+    def made_for(self, folder: Path) -> str:
+        return ""
 
 
 def test_names_with_dots_keep_their_counts_apart(write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +91,7 @@ def test_the_gate_hears_of_the_conversations_that_were_scored(
     space = Workspace(load_recipe(write_recipe()))
     table = counts_of("candidate", 4, 50.0, conversations=3)
     (row,) = leaderboard([table], {("candidate", 4): costs_of()}, space.recipe.score)
-    monkeypatch.setattr(promotion, "_measure", lambda *args: promotion._Measured(row, table, True))
+    monkeypatch.setattr(promotion, "_measure", lambda *args: promotion._Measured(row, table, costs_of(), True))
     monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
     version, scorer = None, MadeUpScorer(space)
     evidence = promotion._evidence(space, scorer, version, None)  # type: ignore[arg-type]

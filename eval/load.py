@@ -1,0 +1,277 @@
+"""What drafts are worth at the operator's load: speed-up, goodput and break-even by batch size, from fitted times.
+
+All B slots run their rounds together, each with progress of its own, so a round yields tau tokens a slot. A slot's
+answer of L tokens costs one prompt, which yields the first of them, and (L - 1) / tau rounds; while a prompt is read
+the other slots wait, and each of them has one to be read too:
+
+    T_B(tau) = B (prompt + draft's prompt) + (L - 1) / tau x round(B, C)      plain: B prompt + (L - 1) plain(B, C)
+
+Speed-up at B: plain over T_B. Goodput: B L / T_B tokens a second. Shares are of the busy *time* at each batch size, as
+a server's log shows them, so the work of a share is what plain decoding does in it: speed-ups pool harmonically, by
+share, and goodput is plain decoding's, pooled by share, times that.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..errors import InputError
+from .costs import RoundCost
+from .figures import Estimate
+from .gains import Gain, chain_alpha, pooled
+from .load_fit import PLAIN_WAY, CostFit
+from .load_settings import LoadSettings
+from .plans import Plan
+
+
+class Memory(NamedTuple):
+    """What the draft takes beside the target, in bytes."""
+
+    weights: int
+    caches: float
+    """At the load's largest batch size, of prompts and answers of its lengths."""
+
+
+class Losing(NamedTuple):
+    """Up to which batch size drafting pays."""
+
+    above: int | None
+    """It loses at every measured batch size above this one (0: at all of them); None: it does not lose at the
+    largest."""
+    largest: int
+    """The largest batch size at which times hold."""
+
+    @property
+    def said(self) -> str:
+        """As tables show it."""
+        return f"> {self.largest}?" if self.above is None else str(self.above)
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """Fitted times at one load. Raises InputError where they do not hold there."""
+
+    fit: CostFit
+    load: LoadSettings
+
+    def __post_init__(self) -> None:
+        for size in self.load.batch_sizes:
+            why = self.fit.outside(size, self.load.context_tokens, self.load.prompt_tokens)
+            if why is not None:
+                raise InputError(f"score.load: {why} ({self.fit.place}); measure there, or give a fit that covers it")
+
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a plain round at the load's main batch size."""
+        return self.fit.plain(self.load.main, self.load.context_tokens)
+
+    def cost(self, plan: Plan) -> RoundCost:
+        """A round's parts there."""
+        return self.fit.round(plan, self.load.main, self.load.context_tokens)
+
+    @property
+    def said(self) -> str:
+        """The load and where its times come from, in words."""
+        return (
+            f"load: {self.load.said}; times of {self.fit.place}, fitted to {self.fit.error:.0%} (plain rounds: "
+            f"{self.fit.rounds[PLAIN_WAY].left_out_error:.0%}); draft and verify ms at batch {self.load.main}"
+        )
+
+    def gain(self, plan: Plan, drafted_share: float = 1.0) -> Gain:
+        """Over the whole load."""
+        shares = self.load.shares
+        return pooled([self.gain_at(size, plan, drafted_share) for size in shares], list(shares.values()))
+
+    def gain_at(self, batch_size: int, plan: Plan, drafted_share: float = 1.0) -> Gain:
+        """At one batch size. `drafted_share`: share of a slot's rounds that draft at all; a round in which no slot does
+        costs a plain one, and slots draft independently of one another."""
+        place = batch_size, plan, drafted_share
+        if place not in self._gains:
+            self._gains[place] = self._gain_at(*place)
+        return self._gains[place]
+
+    @cached_property
+    def _gains(self) -> dict[tuple[int, Plan, float], Gain]:
+        """Known ones: checkpoints and domains ask for the same."""
+        return {}
+
+    def _gain_at(self, batch_size: int, plan: Plan, drafted_share: float) -> Gain:
+        context, later = self.load.context_tokens, self.load.answer_tokens - 1
+        prompt, draft_prompt = self.fit.prompt(self.load.prompt_tokens)
+        plain = self.fit.plain(batch_size, context)
+        drafted = self.fit.round(plan, batch_size, context).seconds
+        idle = (1 - drafted_share) ** batch_size
+        seconds = (1 - idle) * drafted + idle * plain
+        whole = batch_size * prompt + later * plain
+        return Gain(batch_size * (prompt + draft_prompt) / whole, later * seconds / whole)
+
+    def plain_goodput_at(self, batch_size: int) -> float:
+        """Tokens a second without a draft."""
+        tokens, (prompt, _) = self.load.answer_tokens, self.fit.prompt(self.load.prompt_tokens)
+        plain = self.fit.plain(batch_size, self.load.context_tokens)
+        return batch_size * tokens / (batch_size * prompt + (tokens - 1) * plain)
+
+    @cached_property
+    def plain_goodput(self) -> float:
+        """Over the whole load, by shares of time."""
+        return sum(share * self.plain_goodput_at(size) for size, share in self.load.shares.items())
+
+    def losing(self, plan: Plan, tau: float, drafted_share: float = 1.0) -> Losing:
+        """The batch size above which drafting so loses, looked for at every one at which times hold."""
+        least, largest = min(self.fit.batch_sizes), max(self.fit.batch_sizes)
+        pays = (size for size in range(largest, least - 1, -1) if self._pays(size, plan, tau, drafted_share))
+        above = next(pays, 0)
+        return Losing(None if above == largest else above, largest)
+
+    def _pays(self, batch_size: int, plan: Plan, tau: float, drafted_share: float) -> bool:
+        return self.gain_at(batch_size, plan, drafted_share).speedup(tau) >= 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """Batch sizes that tables show: those of the load, and the measured ones."""
+        return sorted({*self.load.batch_sizes, *self.fit.batch_sizes})
+
+    @property
+    def memory(self) -> Memory:
+        """Of the draft at this load."""
+        tokens = self.load.prompt_tokens + self.load.answer_tokens
+        return Memory(self.fit.draft_bytes, self.fit.cache_bytes_per_token * tokens * self.load.largest)
+
+
+class Candidate(NamedTuple):
+    """A plan and how it does on the conversations."""
+
+    plan: Plan
+    tau: Estimate
+    drafted: float
+    """Tokens a round."""
+    drafted_share: float
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    """The best K or tree at one batch size."""
+
+    batch_size: int
+    share: float
+    """Of the load; 0: not part of it."""
+    plan: Plan
+    tau: Estimate
+    speedup: Estimate
+    goodput: Estimate
+    """Tokens a second."""
+    plain_goodput: float
+    break_even_tau: float
+    break_even_alpha: float
+    """Acceptance of each drafted token of a chain from which it pays; NaN: none is enough, or a tree."""
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able: what is not known, or not finite, is null."""
+        known: dict[str, Any] = {"batch_size": self.batch_size, "share": self.share}
+        known |= {"draft_tokens": self.plan.levels, "tree": self.plan.tree}
+        return known | {
+            "tau": finite(self.tau._asdict()),
+            "speedup": finite(self.speedup._asdict()),
+            "goodput": finite(self.goodput._asdict()),
+            **finite({name: getattr(self, name) for name in ("plain_goodput", "break_even_tau", "break_even_alpha")}),
+        }
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """One draft at the load, at the K or tree of its row; and the best ones by batch size."""
+
+    load: str
+    hardware: str
+    """Where times were taken."""
+    fit_error: float
+    """How far fitted ratios to plain rounds are off, as a share, at the median."""
+    goodput: Estimate
+    plain_goodput: float
+    engine_tau: Estimate
+    """Tokens a round as the engine's own counters will show them."""
+    break_even_alpha: float
+    losing: Losing | None
+    """None where tau is not known."""
+    memory: Memory
+    batches: tuple[BatchFigures, ...]
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able."""
+        known = {"load": self.load, "hardware": self.hardware, "fit_error": self.fit_error}
+        known |= {"goodput": finite(self.goodput._asdict()), "engine_tau": finite(self.engine_tau._asdict())}
+        known |= finite({"plain_goodput": self.plain_goodput, "break_even_alpha": self.break_even_alpha})
+        if self.losing is not None:
+            known |= {"loses_above": self.losing.above, "largest_batch": self.losing.largest}
+        known |= {"draft_bytes": self.memory.weights, "draft_cache_bytes": self.memory.caches}
+        return known | {"batches": [one.record() for one in self.batches]}
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers, known or not."""
+        flat = {"goodput": self.goodput.value, "goodput_low": self.goodput.low, "goodput_high": self.goodput.high}
+        flat |= {"plain_goodput": self.plain_goodput, "engine_tau": self.engine_tau.value}
+        flat |= {"break_even_alpha": self.break_even_alpha, "draft_mb": self.memory.weights / 1e6}
+        flat |= {"draft_cache_mb": self.memory.caches / 1e6}
+        if self.losing is not None and self.losing.above is not None:
+            flat["loses_above"] = float(self.losing.above)
+        for one in self.batches:
+            flat[f"speedup_batch_{one.batch_size}"] = one.speedup.value
+            flat[f"draft_tokens_batch_{one.batch_size}"] = float(one.plan.levels)
+        return flat
+
+
+def load_figures(
+    times: LoadTimes, candidates: Sequence[Candidate], plan: Plan, engine_tau: Estimate, tie_share: float
+) -> LoadFigures:
+    """Of one draft, served at `plan`, which is among the candidates."""
+    mine = next(one for one in candidates if one.plan == plan)
+    gain = times.gain(plan, mine.drafted_share)
+    return LoadFigures(
+        load=times.load.said,
+        hardware=times.fit.place,
+        fit_error=times.fit.error,
+        goodput=gain.estimate(mine.tau).scaled(times.plain_goodput),
+        plain_goodput=times.plain_goodput,
+        engine_tau=engine_tau,
+        break_even_alpha=_alpha(gain.break_even_tau, plan),
+        losing=times.losing(plan, mine.tau.value, mine.drafted_share) if math.isfinite(mine.tau.value) else None,
+        memory=times.memory,
+        batches=batch_figures(times, candidates, tie_share),
+    )
+
+
+def batch_figures(times: LoadTimes, candidates: Sequence[Candidate], tie_share: float) -> tuple[BatchFigures, ...]:
+    """The best K or tree at each batch size that tables show."""
+    return tuple(_at(times, size, candidates, tie_share) for size in times.sizes)
+
+
+def _at(times: LoadTimes, batch_size: int, candidates: Sequence[Candidate], tie_share: float) -> BatchFigures:
+    """The best plan there; of those within `tie_share` of it the one that drafts the fewest tokens."""
+    gains = {one: times.gain_at(batch_size, one.plan, one.drafted_share) for one in candidates}
+    known = {one: gain.speedup(one.tau.value) for one, gain in gains.items() if math.isfinite(one.tau.value)}
+    floor = max(known.values(), default=0.0) * (1 - tie_share)
+    best = min((one for one in known if known[one] >= floor), key=lambda one: one.drafted, default=candidates[0])
+    gain, plain = gains[best], times.plain_goodput_at(batch_size)
+    speedup = gain.estimate(best.tau)
+    return BatchFigures(
+        batch_size=batch_size,
+        share=times.load.shares.get(batch_size, 0.0),
+        plan=best.plan,
+        tau=best.tau,
+        speedup=speedup,
+        goodput=speedup.scaled(plain),
+        plain_goodput=plain,
+        break_even_tau=gain.break_even_tau,
+        break_even_alpha=_alpha(gain.break_even_tau, best.plan),
+    )
+
+
+def _alpha(tau: float, plan: Plan) -> float:
+    return math.nan if plan.tree else chain_alpha(tau, plan.levels)
+
+
+def finite(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose numbers are finite or null."""
+    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in record.items()}

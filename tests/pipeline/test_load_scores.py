@@ -1,0 +1,157 @@
+"""Scores at a load, from the recipe to the leaderboard: engines' rules, fits of other machines, races."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import loads
+import pytest
+
+from draftforge.errors import InputError
+from draftforge.eval import counts
+from draftforge.eval.costs import CostKey
+from draftforge.eval.load_fit import CostFit, read_fits, write_fits
+from draftforge.pipeline import board, scoring, verbs
+from draftforge.pipeline.scoring import Scored
+from draftforge.recipe import load_recipe
+
+WriteRecipe = Callable[..., Path]
+LOAD = {"engine": "vllm", "batch_sizes": {1: 0.75, 8: 0.25}, "context_tokens": 300, "answer_tokens": 16}
+
+
+@pytest.fixture
+def boards(monkeypatch: pytest.MonkeyPatch) -> list[Scored]:
+    """What the score verb has come to, of the recipe's own drafts."""
+    seen: list[Scored] = []
+    inner = verbs.score_stage
+
+    def spy(*args: Any) -> Scored:
+        seen.append(inner(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(verbs, "score_stage", spy)
+    return seen
+
+
+@pytest.fixture
+def made_up_times(monkeypatch: pytest.MonkeyPatch) -> list[CostKey]:
+    """Measuring takes no time, and gives what a made-up card would."""
+    keys: list[CostKey] = []
+
+    def measure(key: CostKey, *args: Any) -> CostFit:
+        keys.append(key)
+        depths = [plan["levels"] for label, plan in key.plans.items() if label.isdigit()]
+        fit = loads.fit_of(lambda B, L, N, C: 1e-4 * L, depths)
+        return fit.model_copy(update={"key": key})
+
+    monkeypatch.setattr(scoring, "measure_fit", measure)
+    return keys
+
+
+def score_section(**changes: Any) -> dict[str, Any]:
+    return {
+        "draft_tokens": [1, 2],
+        "decode_conversations": 2,
+        "bootstrap_samples": 50,
+        "sampling": [{}, {"temperature": 1.0}],
+        "load": LOAD,
+        **changes,
+    }
+
+
+def test_a_score_at_a_load_end_to_end(
+    write_recipe: WriteRecipe, boards: list[Scored], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With times measured for real, at batch 1 and 2; then again with the fit as if it were of another machine."""
+    load = {**LOAD, "batch_sizes": {1: 0.75, 2: 0.25}, "context_tokens": 40}
+    costs = {"prompts": 1, "rounds": 5, "warmup_rounds": 1}
+    path = write_recipe(score=score_section(load=load, costs=costs))
+    verbs.score(load_recipe(path), None)
+    (scored,) = boards
+    assert set(scored.counts["rule"].to_pylist()) == {"greedy", "onehot", "token", "block", "match"}
+    assert {row.rule for row in scored.domains} == {"greedy", "onehot"}  # the engine's decides
+    row = scored.chosen
+    assert row.load is not None and [one.batch_size for one in row.load.batches] == [1, 2]
+    assert {one.draft for one in scored.rows} == {"lookup", "small", "eagle3"} and len(scored.domains) == 4 * 4
+    said = capsys.readouterr()
+    for text in ("goodput", "at each batch size", "load: vllm, batch 1 (75%), 2 (25%), context 40, answers of 16"):
+        assert text in said.out
+    assert "By batch size: " in said.err and "Goodput" in said.err
+
+    times = scored.stage.folder / scoring.TIMES_FILE
+    fits = read_fits(times)
+    assert len(fits) == 3  # lookup, small, eagle3
+    other = path.parent / "theirs.json"
+    write_fits(other, [fit.model_copy(update={"key": fit.key.model_copy(update={"hardware": "card"})}) for fit in fits])
+    verbs.score(load_recipe(path, [f"score.costs.fit={other}"]), None)
+    assert boards[1].stage == scored.stage and boards[1].rows[0].load is not None
+    assert boards[1].rows[0].load.hardware == "card, float32" and "times of card, float32" in capsys.readouterr().out
+    with pytest.raises(
+        InputError, match=r"score\.costs\.fit .*theirs\.json: holds no times of this target and draft: "
+    ):
+        verbs.score(load_recipe(path, [f"score.costs.fit={other}", "score.draft_tokens=[1,4]"]), None)
+
+
+def test_a_race_drops_what_cannot_win_and_goes_on_after_a_kill(
+    write_recipe: WriteRecipe,
+    boards: list[Scored],
+    made_up_times: list[CostKey],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write_recipe(score=score_section(sampling=[{}], race={"error": 0.4, "blocks": 4}))
+    recipe, calls, dropped = load_recipe(path), list[Any](), ("small", 2)
+    inner = scoring.Scorer.counts
+
+    def spy(self: Any, draftings: Any, identity: Any, *args: Any, **options: Any) -> Any:
+        if len(calls) == 5:
+            calls.append("killed")
+            raise KeyboardInterrupt
+        calls.append(tuple(identity))
+        return inner(self, draftings, identity, *args, **options)
+
+    class Steward(board.Race):
+        """Drops one checkpoint as soon as anything was seen."""
+
+        def observe(self, *args: Any) -> None:
+            self.alive_A &= [(arm.draft, arm.step) != dropped for arm in self.arms]
+
+    monkeypatch.setattr(scoring.Scorer, "counts", spy)
+    monkeypatch.setattr(board, "Race", Steward)
+    with pytest.raises(KeyboardInterrupt):
+        verbs.score(recipe, None)
+    verbs.score(recipe, None)
+    (scored,) = boards
+    assert calls.count(dropped) == 1 and calls.count(("small", 4)) == 4 + 1  # its blocks, and the decoding that checks
+    assert calls.count(("lookup", 0)) == 1 and len(calls) == 1 + 1 + 1 + 2 * 5
+    shares = {(row.draft, row.step): row.scored_share for row in scored.rows}
+    assert shares.pop(dropped) == pytest.approx(0.25, abs=0.15) and set(shares.values()) == {1.0}
+    assert not any(row.chosen for row in scored.rows if row.dropped)
+    said = capsys.readouterr()
+    assert "race: 1 of 3 checkpoints could no longer win and were dropped; 2" in said.err and "dropped at" in said.out
+
+    # Those that were not dropped have the counts that they have without a race.
+    verbs.score(load_recipe(path, ["score.race=null"]), None)
+    names = ("conversation", "setting", "rule", "draft_tokens", "method", "rounds", "tokens", "accepted")
+    for name in ("small", "eagle3"):
+        raced, whole = (counts.where(one.counts, draft=name, step=4).select(names) for one in boards)
+        assert sorted(map(str, raced.to_pylist())) == sorted(map(str, whole.to_pylist()))
+    before = len(calls)
+    verbs.score(recipe, None)  # all from the disk
+    assert len(calls) == before
+    assert json.dumps([row.record() for row in boards[2].rows]) == json.dumps([row.record() for row in scored.rows])
+
+
+def test_what_is_decoded_is_not_raced(
+    write_recipe: WriteRecipe, boards: list[Scored], made_up_times: list[CostKey], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tree that is drawn above temperature 0 has no replay."""
+    tree = {"kind": "static", "widths": [2], "drawn": "without_replacement"}
+    load = {**LOAD, "engine": "draftforge"}
+    section = score_section(sampling=[{"temperature": 1.0}], rules=["recursive", "token"], race={}, load=load)
+    path = write_recipe(score=section | {"trees": {"drawn": tree}})
+    recipe = load_recipe(path, ["score.load=null"])
+    verbs.score(recipe, None)
+    assert "decoded, not replayed; scored on everything" in capsys.readouterr().err
+    assert not any(row.dropped for row in boards[0].rows)
