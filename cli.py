@@ -415,6 +415,25 @@ def bench(
 
 
 @app.command(rich_help_panel=LOOK)
+def report(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="HTML file to write; default: report.html in the score's folder."),
+    ] = None,
+) -> None:
+    """Draw the report of a run again, from what is on disk: one HTML page that needs no network.
+
+    Example: draftforge report configs/demo.yaml --out report.html
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.report(loaded, out)
+
+
+@app.command(rich_help_panel=LOOK)
 def doctor(
     workdir: Annotated[Path, typer.Option("--workdir", help="Where runs will be written.")] = Path("runs"),
     tracking_uri: Annotated[

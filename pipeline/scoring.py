@@ -1,6 +1,7 @@
 """Scores of every checkpoint, the times of every shape, and the draft that they choose."""
 
 import math
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
 from ..eval.measured import measured_tree
 from ..eval.perplexity import perplexity
 from ..eval.plans import Drafting
+from ..eval.report.record import score_record
 from ..eval.score import Identity, score_draft, spread
 from ..eval.select import PLAIN, Checkpoint, Row, by_plan, domain_rows, leaderboard, plain_row
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
@@ -43,7 +45,7 @@ from ..train.families import family_of
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
 
-COUNTS_FILE = "counts.parquet"
+COUNTS_FILE, SCORES_FILE = "counts.parquet", "scores.json"
 TOKENIZER_FILE = "tokenizer.json"
 _MEASURED_CONVERSATIONS = 64  # whose answers shape a measured tree
 
@@ -249,6 +251,14 @@ def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
     return _score(space, captured, {(_name_of(place), 0): place}, digests)
 
 
+def score_place(space: Workspace, captured: Stage, drafts: dict[str, str]) -> Stage:
+    """Where the score of these drafts lies, or will. `drafts`: digests of what is scored."""
+    neutral = {"costs", "batch_size", "replay_tokens"}
+    inputs = [captured.fingerprint, drafts, space.recipe.score.model_dump(mode="json", exclude=neutral)]
+    found = fingerprint.of_json(["score", inputs])
+    return Stage(space.folder("score", found), found)
+
+
 def _name_of(place: Path) -> str:
     """Its name, as a table and a file name take it."""
     name = "".join(one if one.isprintable() else "?" for one in place.resolve().name)[:64]
@@ -258,10 +268,7 @@ def _name_of(place: Path) -> str:
 def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], drafts: dict[str, str]) -> Scored:
     """Score each draft folder, prompt lookup beside them, and show it. `drafts`: digests of what is scored."""
     settings = space.recipe.score
-    neutral = {"costs", "batch_size", "replay_tokens"}
-    inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude=neutral)]
-    found = fingerprint.of_json(["score", inputs])
-    stage = Stage(space.folder("score", found), found)
+    stage = score_place(space, captured, drafts)
     scorer = Scorer(space, captured, SELECTION_SPLIT)
     tables: list[pa.Table] = []
     costs: dict[Checkpoint, CostTable] = {}
@@ -290,6 +297,8 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     table = counts.concat(tables)
     counts.write(table, stage.folder / COUNTS_FILE)
     rows = leaderboard(tables, costs, settings, [LOOKUP], perplexities)
+    origin = {"at": time.time(), "target": space.target_fingerprint, "capture": captured.fingerprint}
+    storage.write_json(stage.folder / SCORES_FILE, origin | score_record(table, costs, rows, settings))
     scored = Scored(stage, table, costs, rows, folders, trees)
     _show(scored, settings)
     return scored

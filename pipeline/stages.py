@@ -81,8 +81,8 @@ def _asks_target(space: Workspace) -> bool:
     return any(isinstance(source, TargetSource) for source in space.recipe.mix.sources)
 
 
-def capture_stage(space: Workspace, mix: Stage) -> Stage:
-    """The target's answers and signals."""
+def capture_place(space: Workspace, mix: Stage) -> Stage:
+    """Where the answers to a mix lie, or will."""
     recipe = space.recipe
     inputs = [
         mix.fingerprint,
@@ -93,7 +93,12 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
     ]
     if recipe.capture.answers is not None:
         inputs.append(answers_digest(recipe.capture.answers))
-    stage = _stage(space, "capture", inputs)
+    return _stage(space, "capture", inputs)
+
+
+def capture_stage(space: Workspace, mix: Stage) -> Stage:
+    """The target's answers and signals."""
+    recipe, stage = space.recipe, capture_place(space, mix)
     scored = recipe.score.sampling
 
     def work() -> None:

@@ -28,6 +28,7 @@ from . import skipping, talk
 from .bench_settings import BenchSettings, numbers_of
 from .exporting import export_draft, verifier_of
 from .promotion import promote_stage
+from .reporting import find_scored, write_report
 from .scoring import Scorer, score_foreign, score_stage
 from .stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
@@ -78,11 +79,17 @@ def score(recipe: Recipe, draft: str | None) -> None:
         captured = capture_stage(space, mix_stage(space))
         if folder is not None:
             if space.first_rank:
-                score_foreign(space, captured, folder)
+                write_report(space, score_foreign(space, captured, folder).stage.folder)
             return
         stages = _train(space, captured, draft)
         if space.first_rank:
-            score_stage(space, captured, stages)
+            write_report(space, score_stage(space, captured, stages).stage.folder)
+
+
+def report(recipe: Recipe, out: Path | None) -> None:
+    """The report, drawn again from what is on disk."""
+    space = Workspace(recipe)
+    write_report(space, find_scored(space), out)
 
 
 def skip_layers(
@@ -117,6 +124,7 @@ def _promote(space: Workspace) -> None:
     identity = flow.run_fingerprint(space, conversations)
     with start_run(space.tracking, space.recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
         promote_stage(space, run.id, conversations, captured, scored)
+        run.log_file(write_report(space, scored.stage.folder))
 
 
 def rollback(recipe: Recipe) -> None:

@@ -17,7 +17,8 @@ from draftforge import __version__, cli
 from draftforge.errors import InputError, LockedError, TrainingDivergedError
 
 STAGES = ["distill", "mix", "capture", "train", "score"]
-VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "skip-layers", "export", "generate", "bench", "doctor"]
+VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "skip-layers", "export", "generate", "bench", "report"]
+VERBS += ["doctor"]
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
@@ -87,6 +88,11 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("fetch", "out", "--target", "owner/model", "--workdir", "w") == 0
     options = {"target": "owner/model", "model": "draftforge", "tracking_uri": None, "alias": "champion"}
     assert calls.pop() == ("fetch", (Path("out"),), {**options, "workdir": Path("w")})
+
+
+def test_reports(calls: Calls) -> None:
+    assert run("report", "r.yaml", "seed=1", "--out", "page.html") == 0
+    assert calls.pop() == ("report", (("recipe", "r.yaml", ["seed=1"]), Path("page.html")), {})
 
 
 def test_skipping_layers(calls: Calls) -> None:

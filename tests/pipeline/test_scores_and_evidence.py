@@ -88,9 +88,11 @@ def test_the_gate_hears_of_the_conversations_that_were_scored(
     (row,) = leaderboard([table], {("candidate", 4): costs_of()}, space.recipe.score)
     monkeypatch.setattr(promotion, "_measure", lambda *args: promotion._Measured(row, table, True))
     monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
-    version, scorer = None, MadeUpScorer(space)
-    evidence = promotion._evidence(space, scorer, version, None)  # type: ignore[arg-type]
+    version, scorer, kept = None, MadeUpScorer(space), list[Any]()
+    monkeypatch.setattr(promotion, "keep_counts", lambda tracking, version, table: kept.append(table))
+    evidence, seen = promotion._evidence(space, scorer, version, None)  # type: ignore[arg-type]
     assert evidence.conversations == 3
+    assert [one["draft"] for one in seen["rows"]] == ["lookup", "candidate"] and kept == [table]
     said = capsys.readouterr().out
     assert "On the holdout" in said and "lookup" in said  # what the decision rests on is shown beside the baseline
 
