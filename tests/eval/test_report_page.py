@@ -61,7 +61,7 @@ def test_nothing_is_fetched() -> None:
     (policy,) = (
         a["content"] for t, a in found.tags if t == "meta" and a.get("http-equiv") == "Content-Security-Policy"
     )
-    assert policy is not None and policy.startswith("default-src 'none'")
+    assert policy is not None and policy.startswith("default-src 'none'") and "script-src" not in policy
 
 
 def test_every_chart_has_a_name_and_a_table_with_its_numbers() -> None:
