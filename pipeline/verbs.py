@@ -24,7 +24,7 @@ from ..train.metrics import NoSink
 from . import bench as benchmark
 from . import distill as flow
 from . import retrain as again
-from . import skipping, talk
+from . import skipping, talk, telling
 from .bench_settings import BenchSettings, numbers_of
 from .exporting import export_draft, verifier_of
 from .promotion import promote_stage
@@ -125,6 +125,23 @@ def _promote(space: Workspace) -> None:
     with start_run(space.tracking, space.recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
         promote_stage(space, run.id, conversations, captured, scored)
         run.log_file(write_report(space, scored.stage.folder))
+
+
+def metrics(
+    recipe: Recipe,
+    out: Path | None,
+    listen: str | None,
+    served: list[str],
+    since: list[str],
+    interval_seconds: float,
+    margin: float,
+    fail: bool,
+) -> None:
+    """What monitoring should know of the champion, and whether what is served is what was promised."""
+    asked = telling.Served(served, since, interval_seconds, margin, fail)
+    text = telling.metrics(Workspace(recipe), out, listen, asked)
+    if text is not None:
+        print(text, end="")
 
 
 def rollback(recipe: Recipe) -> None:

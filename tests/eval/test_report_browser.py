@@ -6,6 +6,7 @@ Needs Chromium (`apt-get install chromium`; CHROMIUM names another one) and the 
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -171,5 +172,5 @@ def test_the_keyboard_reaches_what_can_be_opened(browser: Any, page_file: Path) 
     opened.page.keyboard.press("Enter")
     assert opened.page.locator("#positions details table").is_visible()
     levels = [int(tag[1]) for tag in opened.of("() => [...document.querySelectorAll('h1,h2,h3')].map(h => h.tagName)")]
-    assert levels[0] == 1 and levels.count(1) == 1 and all(b - a <= 1 for a, b in zip(levels, levels[1:]))
+    assert levels[0] == 1 and levels.count(1) == 1 and all(b - a <= 1 for a, b in pairwise(levels))
     opened.close()
