@@ -204,16 +204,15 @@ def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palett
 
 
 def by_batch_size(rows: Sequence[Record], colours: Palette) -> Chart | None:
-    """Expected speed-up at each batch size, of rows that have `by_batch`: a mapping from batch size to an estimate."""
-    known = [row for row in rows if row.get("by_batch")]
-    sizes = sorted({int(size) for row in known for size in row["by_batch"]})
+    """Expected speed-up at each batch size, each at its best K or tree there; of rows that have a load."""
+    known = [row for row in rows if row.get("load") and not row["baseline"]]
+    sizes = sorted({one["batch_size"] for row in known for one in row["load"]["batches"]})
     if not sizes:
         return None
+    ends = _bounds(one["speedup"] for row in known for one in row["load"]["batches"])
     frame = Frame(
         Axis(0.4, len(sizes) + 0.6, [(place + 1.0, str(size)) for place, size in enumerate(sizes)], "batch size"),
-        svg.numeric_axis(
-            _bounds(one for row in known for one in row["by_batch"].values()), "expected speed-up", "x", [1.0]
-        ),
+        svg.numeric_axis(ends, "expected speed-up", "x", [1.0]),
         HEIGHT,
     )
     series = [
@@ -221,15 +220,21 @@ def by_batch_size(rows: Sequence[Record], colours: Palette) -> Chart | None:
             name_of(row),
             colours(row),
             [
-                _point(sizes.index(int(size)) + 1.0, one, f"{name_of(row)} at batch size {size}", 1, "x")
-                for size, one in sorted(row["by_batch"].items(), key=lambda item: int(item[0]))
-                if one["value"] is not None
+                _point(
+                    sizes.index(one["batch_size"]) + 1.0,
+                    one["speedup"],
+                    f"{name_of(row)} at batch size {one['batch_size']}, {plan_of(one)}",
+                    1,
+                    "x",
+                )
+                for one in row["load"]["batches"]
+                if one["speedup"]["value"] is not None
             ],
         )
         for row in known
     ]
     elements = [_even(frame), *(_drawn(one, frame) for one in series)]
-    described = "Expected speed-up over plain decoding at each batch size."
+    described = "Expected speed-up over plain decoding at each batch size, at the best K or tree there."
     return Chart(svg.picture("speedup-by-batch", described, frame, elements), [(s.classes, s.name) for s in series])
 
 

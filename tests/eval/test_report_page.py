@@ -187,14 +187,24 @@ def test_words() -> None:
     assert interval({"value": 1.0, "low": None, "high": None}, "x") == "1.00x"
 
 
-def test_batch_sizes_are_drawn_where_rows_have_them() -> None:
-    rows = sample_scores()["rows"]
-    assert by_batch_size(rows, Palette(rows)) is None
+def test_batch_sizes_are_drawn_where_rows_have_a_load() -> None:
+    records = sample_records()
+    rows = records.scores["rows"]
+    assert by_batch_size(rows, Palette(rows)) is None and "speedup-by-batch" not in report_page(records)
     estimate = {"value": 1.5, "low": 1.4, "high": 1.6, "clusters": 9, "reason": ""}
+    rest = {"draft_tokens": 4, "tree": "", "tau": estimate, "goodput": estimate, "plain_goodput": 812.0}
+    batches = [
+        {"batch_size": 1, "share": 0.25, "speedup": estimate, "break_even_tau": 1.2, **rest},
+        {"batch_size": 8, "share": 0.75, "speedup": {**estimate, "value": 0.87}, "break_even_tau": None, **rest},
+    ]
     chosen = next(row for row in rows if row["chosen"])
-    chosen["by_batch"] = {"1": estimate, "8": {**estimate, "value": 0.9, "low": 0.8, "high": 1.0}}
+    chosen["load"] = {"load": "batch 1 and 8", "batches": batches}
+    records = replace(records, scores={**records.scores, "advice": [f"serve K = 4 {ATTACK}"]})
     chart = by_batch_size(rows, Palette(rows))
     assert chart is not None and chart.svg.count("<circle") == 2
+    found = read(report_page(records))
+    assert "0.87x" in found.text and "812" in found.text and "75 %" in found.text and "batch 1 and 8" in found.text
+    assert f"serve K = 4 {ATTACK}" in found.text
 
 
 def test_the_sample_is_what_it_says() -> None:
