@@ -201,8 +201,8 @@ def draft_for(target: Target, place: Path, device: str | None = None) -> AnyDraf
             if digest != target.tokenizer_digest:
                 raise InputError(f"{place}: its {TOKENIZER_FILE} is not the target's: drafts with another tokenizer")
     check_fits(draft, target, place)
-    if isinstance(draft, SmallDraft) and can_fuse(there.device):
-        fuse(draft.model)
+    if can_fuse(there.device):
+        fuse(draft)
     return draft
 
 

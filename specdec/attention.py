@@ -33,7 +33,7 @@ def attend(
 
     query [B, H, N, D]; key, value [B, G, N, D]. Without `kv_step`, or at prefill, each row attends causally to
     itself (rows are padded on the right, so causality is all the mask they need), or each of its packed `documents`
-    does. Otherwise the new keys are written to the cache and the whole visible past is read, by the kernel of
+    does. Otherwise the new keys are written to the cache and the whole visible past is read: both by the kernel of
     flash_decoding.py where the step gives lengths instead of a mask. Returns [B, N, H, D]. The transformers mask is
     always None here: no mask is made for an attention of this name.
     """
@@ -49,13 +49,13 @@ def attend(
     visible: Tensor | None = None
     if kv_step is not None:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        kv_step.cache.write(layer, kv_step, key, value)
         if kv_step.past_B is not None:
             from .flash_decoding import attend_cached  # needs Triton
 
-            past, tree = kv_step.cache.layer(layer), kv_step.tree or (None, None)
-            output = attend_cached(query, *past, kv_step.past_B, scaling, sliding_window, softcap, *tree)
+            past, tree = kv_step.cache.layer(layer, key, value), kv_step.tree or (None, None)
+            output = attend_cached(query, key, value, *past, kv_step.past_B, scaling, sliding_window, softcap, *tree)
             return output.transpose(1, 2), None
+        kv_step.cache.write(layer, kv_step, key, value)
         if kv_step.visible_BNL is not None:
             visible = kv_step.visible_BNL[:, None]
             key, value = kv_step.cache.read(layer, query.shape[0], visible.shape[-1])

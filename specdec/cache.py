@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run there."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 def reads_lengths(device: torch.device) -> bool:
     """Whether attention over a cache there reads the slots' lengths on the device; else steps carry masks."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    return runs_triton(device)
 
 
 class KVCache:
@@ -60,8 +65,12 @@ class KVCache:
         Rows shorter than `tokens` are padded on the right: causality hides the padding from real tokens. `skip`: so
         many tokens that stand past a slot's length already are part of its past.
         """
-        past_B = self.lengths_S[:batch] + skip
-        positions_BN = past_B[:, None] + torch.arange(tokens, device=self.device)
+        past_B = self.lengths_S[:batch]
+        if skip:
+            past_B = past_B + skip
+        positions_BN = past_B[:, None]
+        if tokens > 1:
+            positions_BN = positions_BN + torch.arange(tokens, device=self.device)
         rows = torch.arange(batch, device=self.device)
         if reads_lengths(self.device):
             return Step(self, rows, positions_BN, positions_BN, past_B=past_B)
@@ -130,23 +139,24 @@ class KVCache:
         """Bytes allocated so far."""
         return sum(layer.nbytes for layer in (*self._keys.values(), *self._values.values()))
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The whole of a layer's keys and values, [S, G, L, D]."""
-        return self._keys[layer], self._values[layer]
-
-    def write(self, layer: int, step: "Step", key_BGND: Tensor, value_BGND: Tensor) -> None:
-        """Store a layer's new keys and values where the step puts them."""
+    def layer(self, layer: int, key_BGND: Tensor, value_BGND: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole of a layer's keys and values, [S, G, L, D], made when first asked for, for such as these."""
         if layer not in self._keys:
             shape = (len(self.lengths_S), key_BGND.shape[1], self.capacity)
             self._keys[layer] = key_BGND.new_zeros(*shape, key_BGND.shape[-1])
             self._values[layer] = value_BGND.new_zeros(*shape, value_BGND.shape[-1])
+        return self._keys[layer], self._values[layer]
+
+    def write(self, layer: int, step: "Step", key_BGND: Tensor, value_BGND: Tensor) -> None:
+        """Store a layer's new keys and values where the step puts them."""
+        keys, values = self.layer(layer, key_BGND, value_BGND)
         if step.at_BN is None:
-            self._keys[layer][step.rows, :, : key_BGND.shape[2]] = key_BGND
-            self._values[layer][step.rows, :, : key_BGND.shape[2]] = value_BGND
+            keys[step.rows, :, : key_BGND.shape[2]] = key_BGND
+            values[step.rows, :, : key_BGND.shape[2]] = value_BGND
         else:
             at = (step.rows[:, None], slice(None), step.at_BN)
-            self._keys[layer][at] = key_BGND.transpose(1, 2)
-            self._values[layer][at] = value_BGND.transpose(1, 2)
+            keys[at] = key_BGND.transpose(1, 2)
+            values[at] = value_BGND.transpose(1, 2)
 
     def read(self, layer: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
         """Views [B, G, L, D] of the first `batch` slots, cut to the longest of them; nothing is copied."""

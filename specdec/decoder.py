@@ -37,7 +37,7 @@ from .round_state import RoundState
 from .rules import RULES
 from .sampling import Purpose, SamplingSettings, categorical
 from .tree import TreeBatch
-from .verify_batch import BatchVerdict, verify_batch
+from .verify_batch import BatchVerdict, verify_batch, verify_greedy_chains
 
 Finished = tuple[int, Generation]
 """A request's index, and its answer."""
@@ -234,6 +234,8 @@ class _Decoder:
 
     def _verify(self, sampling: list[SamplingSettings], draft: Draft, p_BMV: Tensor) -> BatchVerdict:
         slots, tree = slice(len(sampling)), draft.tree
+        if draft.chain and all(setting.greedy for setting in sampling):
+            return verify_greedy_chains(p_BMV, tree)
         if all(setting.greedy for setting in sampling):
             no_numbers = p_BMV.new_empty(len(sampling), 0)
             return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)

@@ -3,10 +3,11 @@
 Shapes: S slots, B rows of the pass (the first B slots), N queries a row, F new entries of which the queries are the
 last N, H query heads, G key-value heads (R = H / G queries share one), L cached positions, D head size.
 
-One program owns one (slot, key-value head), or a block of its R * N queries where these are many: they stand as the
-rows of one matrix product, and the keys stream past them block by block with a running softmax (Dao et al. 2022, arXiv
-2205.14135), from the first one inside the window to the slot's own last. The length is read on the device, so the
-launch is the same at every step and a CUDA graph can hold it.
+One program owns one (slot, key-value head), or a block of its R * N queries where these are many: it puts the new keys
+and values into the cache, then its queries stand as the rows of one matrix product, and the keys stream past them block
+by block with a running softmax (Dao et al. 2022, arXiv 2205.14135), from the first one inside the window to the slot's
+own last. The length is read on the device, so the launch is the same at every step and a CUDA graph can hold it.
+Programs of the same slot and head write the same numbers to the same places, and each reads what it wrote itself.
 """
 
 from typing import Any
@@ -23,6 +24,8 @@ _MOST = 64  # rows of the largest
 
 def attend_cached(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
     keys: Tensor,
     values: Tensor,
     past_B: Tensor,
@@ -32,7 +35,8 @@ def attend_cached(
     visible_BNF: Tensor | None = None,
     depth_BF: Tensor | None = None,
 ) -> Tensor:
-    """Attention of query [B, H, N, D] over keys, values [S, G, L, D]: `past` tokens of a slot and F entries after them.
+    """Attention of query [B, H, N, D] over keys, values [S, G, L, D]: `past` tokens of a slot and F entries after them,
+    the last N of which, key and value [B, G, N, D], are written there first.
 
     Without `visible` the entries are a chain, F = N, and causal. With it they are a tree: query n sees entry f where
     `visible_BNF` says so, and an entry's position is the past's length plus its depth; every query sees itself, the
@@ -41,7 +45,7 @@ def attend_cached(
     batch, heads, new, size = query.shape
     groups, entries = keys.shape[1], new if visible_BNF is None else visible_BNF.shape[2]
     shared = heads // groups
-    query = query if query.stride(3) == 1 else query.contiguous()
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     output_BNHD = query.new_empty(batch, new, heads, size)  # as the layer's next product reads it
     output = output_BNHD.transpose(1, 2)
     tree: dict[str, Any] = {"visible": past_B, "depth": past_B}  # not read without a tree
@@ -50,6 +54,8 @@ def attend_cached(
     rows = min(_MOST, max(_LEAST, triton.next_power_of_2(shared * new)))
     _attend[(batch, groups, triton.cdiv(shared * new, rows))](
         query,
+        key,
+        value,
         keys,
         values,
         output,
@@ -61,6 +67,12 @@ def attend_cached(
         query_slot=query.stride(0),
         query_head=query.stride(1),
         query_new=query.stride(2),
+        new_key_slot=key.stride(0),
+        new_key_group=key.stride(1),
+        new_key_row=key.stride(2),
+        new_value_slot=value.stride(0),
+        new_value_group=value.stride(1),
+        new_value_row=value.stride(2),
         output_slot=output.stride(0),
         output_head=output.stride(1),
         output_new=output.stride(2),
@@ -68,6 +80,7 @@ def attend_cached(
         key_group=keys.stride(1),
         value_slot=values.stride(0),
         value_group=values.stride(1),
+        capacity=keys.shape[2],
         N=new,
         F=entries,
         R=shared,
@@ -87,6 +100,8 @@ def attend_cached(
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _attend(  # type: ignore[no-untyped-def]
     query,
+    new_keys,
+    new_values,
     keys,
     values,
     output,
@@ -99,6 +114,12 @@ def _attend(  # type: ignore[no-untyped-def]
     query_slot,
     query_head,
     query_new,
+    new_key_slot,
+    new_key_group,
+    new_key_row,
+    new_value_slot,
+    new_value_group,
+    new_value_row,
     output_slot,
     output_head,
     output_new,
@@ -106,6 +127,7 @@ def _attend(  # type: ignore[no-untyped-def]
     key_group,
     value_slot,
     value_group,
+    capacity,
     N: tl.constexpr,
     F: tl.constexpr,
     R: tl.constexpr,
@@ -126,6 +148,19 @@ def _attend(  # type: ignore[no-untyped-def]
     q = tl.load(query + at[:, None] + column[None, :], mask=inside, other=0.0)
 
     length = tl.load(past + slot)
+    key_base, value_base = keys + slot * key_slot + group * key_group, values + slot * value_slot + group * value_group
+    new_key_base = new_keys + slot * new_key_slot + group * new_key_group
+    new_value_base = new_values + slot * new_value_slot + group * new_value_group
+    for start in range(0, N, KEYS):
+        fresh = start + place
+        to = length + F - N + fresh
+        fits = ((fresh < N) & (to < capacity))[:, None] & (column < D)[None, :]
+        k = tl.load(new_key_base + fresh[:, None] * new_key_row + column[None, :], mask=fits, other=0.0)
+        v = tl.load(new_value_base + fresh[:, None] * new_value_row + column[None, :], mask=fits, other=0.0)
+        tl.store(key_base + to[:, None] * D + column[None, :], k.to(keys.dtype.element_ty), mask=fits)
+        tl.store(value_base + to[:, None] * D + column[None, :], v.to(values.dtype.element_ty), mask=fits)
+    tl.debug_barrier()  # what one thread wrote another reads below
+
     position = length + n
     if TREE:
         position = length + tl.load(depth + slot * F + F - N + n)
@@ -136,7 +171,6 @@ def _attend(  # type: ignore[no-untyped-def]
     best = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, SIZE], tl.float32)
-    key_base, value_base = keys + slot * key_slot + group * key_group, values + slot * value_slot + group * value_group
     for start in range(first, length + F, KEYS):
         key = start + place
         entry = key - length

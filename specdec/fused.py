@@ -1,5 +1,5 @@
-"""Fewer and larger kernels for a frozen model on a GPU: Liger's norms, gated products and rotary embeddings (Hsu et
-al. 2024, arXiv 2410.10989).
+"""Fewer and larger kernels for a frozen model on a GPU: Liger's norms (Hsu et al. 2024, arXiv 2410.10989), gated
+products and rotary embeddings in one kernel each, and one product where several layers read the same input.
 
 A module of transformers is a handful of small kernels that each read and write the whole activation. Here it becomes
 one, where that gives what the module itself gives: every class is tried once, on numbers of its own size, and left as
@@ -17,19 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .shared_products import share_products
+
 Forward = Callable[[Any, Tensor], Tensor]
 """(module, what it reads) -> what it gives."""
 _CLOSE = 2e-2  # of the largest value: two roundings in bfloat16
 
 
 def can_fuse(device: torch.device) -> bool:
-    """Whether Liger's kernels run there."""
+    """Whether such kernels run there."""
     return device.type == "cuda" and find_spec("liger_kernel") is not None
 
 
 @torch.no_grad()
 def fuse(model: nn.Module) -> list[str]:
-    """Replace what can be; names of what was. The model's rotary embeddings must not be trained."""
+    """Replace what can be; names of what was. The model must be frozen."""
     fused: dict[type, Forward | None] = {}
     for module in model.modules():
         kind = type(module)
@@ -38,9 +40,11 @@ def fuse(model: nn.Module) -> list[str]:
         forward = fused[kind]
         if forward is not None:
             module.forward = MethodType(forward, module)  # bound: a copy of the module runs on its own weights
+    shared = share_products(model)
     names = [kind.__name__ for kind, forward in fused.items() if forward is not None]
     device = next(model.parameters()).device
     places = sorted({kind.__module__ for kind in fused})
+    names += [f"{shared} shared products"] if shared else []
     return [*names, *(f"{place}.{_ROTARY}" for place in places if _turn(place, device))]
 
 
@@ -71,9 +75,16 @@ def _normed(module: Any, x: Tensor, offset: float, casting: str) -> Tensor:
 
 
 def _gated(module: Any, x: Tensor) -> Tensor:
-    from liger_kernel.ops import LigerSiLUMulFunction
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):  # an adapter learns below
+        from liger_kernel.ops import LigerSiLUMulFunction
 
-    down: Tensor = module.down_proj(LigerSiLUMulFunction.apply(module.gate_proj(x), module.up_proj(x)))
+        product = LigerSiLUMulFunction.apply(gate, up)
+    else:
+        from .pointwise import gated_silu
+
+        product = gated_silu(gate, up)
+    down: Tensor = module.down_proj(product)
     return down
 
 
@@ -136,7 +147,8 @@ class _Rotary:
 
     @staticmethod
     def _fused(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        from liger_kernel.ops import LigerRopeFunction
+        from .pointwise import rotate
 
-        turned: tuple[Tensor, Tensor] = LigerRopeFunction.apply(q, k, cos, sin)
-        return turned
+        q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
+        rotate(q, k, cos, sin)
+        return q, k

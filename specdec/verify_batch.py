@@ -16,7 +16,7 @@ from .rules import check_rule
 from .sampling import categorical
 from .tree import ROOT, TreeBatch
 
-__all__ = ["BatchVerdict", "verify_batch"]
+__all__ = ["BatchVerdict", "verify_batch", "verify_greedy_chains"]
 
 
 def verify_batch(
@@ -40,6 +40,20 @@ def verify_batch(
     if nodes == 0 and rule != "greedy":
         return Walk(tree).end(given.draw(given.p(ROOT)))
     return _VERIFY[rule](given)
+
+
+def verify_greedy_chains(p_BMV: Tensor, tree: TreeBatch) -> BatchVerdict:
+    """`greedy` where every tree is a chain, each node the parent of the next: all levels at once."""
+    best_BM = p_BMV.argmax(-1)
+    agree_BK = tree.candidate_BN & (tree.tokens_BN == best_BM[:, :-1])
+    length_B = agree_BK.long().cumprod(1).sum(1)
+    return BatchVerdict(length_B, _path(length_B, tree.depth), best_BM.gather(1, length_B[:, None])[:, 0])
+
+
+def _path(length_B: Tensor, depth: int) -> Tensor:
+    """[B, D]: the first nodes of a chain."""
+    index_D = torch.arange(depth, device=length_B.device)
+    return torch.where(index_D < length_B[:, None], index_D, -1)
 
 
 def _greedy(given: Given) -> BatchVerdict:
@@ -113,9 +127,7 @@ def _end_of_chain(given: Given, length_B: Tensor, drafted_B: Tensor, weight_B: T
     p_BV = given.p(length_B - 1)
     residual_BV = residual(weight_B, p_BV, given.q(length_B.clamp(max=given.tree.tokens_BN.shape[1] - 1)))
     rest_BV = torch.where((length_B < drafted_B)[:, None], norm(residual_BV, p_BV), p_BV)
-    index_D = torch.arange(given.tree.depth, device=length_B.device)
-    path_BD = torch.where(index_D < length_B[:, None], index_D, -1)
-    return BatchVerdict(length_B, path_BD, given.draw(rest_BV))
+    return BatchVerdict(length_B, _path(length_B, given.tree.depth), given.draw(rest_BV))
 
 
 _VERIFY = {

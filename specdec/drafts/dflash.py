@@ -73,11 +73,13 @@ class NormedAttention(Attention):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def query(self, z_BNZ: Tensor, waves: Waves) -> Tensor:
-        return self.rope(self.q_norm(self._split(self.q_proj(z_BNZ), self.heads)), waves)
+    def _queries(self, z_BNZ: Tensor) -> Tensor:
+        normed: Tensor = self.q_norm(super()._queries(z_BNZ))
+        return normed
 
-    def key(self, z_BNZ: Tensor, waves: Waves) -> Tensor:
-        return self.rope(self.k_norm(self._split(self.k_proj(z_BNZ), self.groups)), waves)
+    def _keys(self, z_BNZ: Tensor) -> Tensor:
+        normed: Tensor = self.k_norm(super()._keys(z_BNZ))
+        return normed
 
 
 class BlockLayer(DecoderLayer):
@@ -188,7 +190,7 @@ class DFlashDraft(nn.Module):
             z_BNH, attn = layer.input_layernorm(state_BNH), layer.self_attn
             value = attn.value(z_BNH)
             waves = waves or attn.rope.waves(positions_BN, value.dtype)
-            query, key = attn.query(z_BNH, waves), attn.key(z_BNH, waves)
+            query, key = attn.query_and_key(z_BNH, waves)
             state_BNH = layer.finish(state_BNH, attended(number, attn, query, key, value))
         return self.norm(state_BNH)  # type: ignore[no-any-return]
 

@@ -85,17 +85,27 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, groups * size, bias=False)
         self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
 
+    def query_and_key(self, z_BNZ: Tensor, waves: Waves) -> tuple[Tensor, Tensor]:
+        """Both of the same tokens, rotated: [B, Q, N, D] and [B, G, N, D]."""
+        return self.rope.both(self._queries(z_BNZ), self._keys(z_BNZ), waves)
+
     def query(self, z_BNZ: Tensor, waves: Waves) -> Tensor:
         """[B, Q, N, D], rotated."""
-        return self.rope(self._split(self.q_proj(z_BNZ), self.heads), waves)
+        return self.rope(self._queries(z_BNZ), waves)
 
     def key(self, z_BNZ: Tensor, waves: Waves) -> Tensor:
         """[B, G, N, D], rotated."""
-        return self.rope(self._split(self.k_proj(z_BNZ), self.groups), waves)
+        return self.rope(self._keys(z_BNZ), waves)
 
     def value(self, z_BNZ: Tensor) -> Tensor:
         """[B, G, N, D]."""
         return self._split(self.v_proj(z_BNZ), self.groups)
+
+    def _queries(self, z_BNZ: Tensor) -> Tensor:
+        return self._split(self.q_proj(z_BNZ), self.heads)
+
+    def _keys(self, z_BNZ: Tensor) -> Tensor:
+        return self._split(self.k_proj(z_BNZ), self.groups)
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.view(*x.shape[:-1], heads, self.head_dim).transpose(1, 2)
@@ -152,8 +162,8 @@ class FeatureDraft(nn.Module, ABC):
             positions_BN = torch.arange(embeds_BNH.shape[1], device=embeds_BNH.device).expand(embeds_BNH.shape[:2])
         residual_BNH, z_BNZ = self.enter(embeds_BNH, state_BNH)
         value = attn.value(z_BNZ)
-        waves = attn.rope.waves(positions_BN, value.dtype)
-        attended, _ = attend(attn, attn.query(z_BNZ, waves), attn.key(z_BNZ, waves), value, None, kv_step=step)
+        query, key = attn.query_and_key(z_BNZ, attn.rope.waves(positions_BN, value.dtype))
+        attended, _ = attend(attn, query, key, value, None, kv_step=step)
         return self.leave(residual_BNH, attended)
 
     def unroll(self, embeds_BTH: Tensor, state_BTH: Tensor, trained: Sight, steps: int) -> list[Tensor]:

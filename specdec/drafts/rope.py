@@ -8,11 +8,14 @@ further than training did; some also stretch queries and keys.
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple
+from functools import cached_property
+from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
+
+from ..cache import runs_triton
 
 
 class _Scaling(BaseModel):
@@ -131,11 +134,20 @@ def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> Ten
     return plain_F if scaling is None else scaling.frequencies(plain_F, theta)
 
 
-class Waves(NamedTuple):
-    """Cosine and sine of the angles, [B, 1, N, F]."""
+class Waves:
+    """How far the tokens at some positions turn each pair."""
 
-    cos: Tensor
-    sin: Tensor
+    def __init__(self, positions_BN: Tensor, frequency_F: Tensor, stretch: float, dtype: torch.dtype) -> None:
+        self.positions_BN, self.frequency_F, self.stretch, self._dtype = positions_BN, frequency_F, stretch, dtype
+
+    @cached_property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles, [B, 1, N, F], stretched."""
+        angle_B1NF = (self.positions_BN[..., None].float() * self.frequency_F)[:, None]
+        cos, sin = angle_B1NF.cos(), angle_B1NF.sin()
+        if self.stretch != 1.0:
+            cos, sin = cos * self.stretch, sin * self.stretch
+        return cos.to(self._dtype), sin.to(self._dtype)
 
 
 class Rope:
@@ -146,17 +158,23 @@ class Rope:
         self._frequency_F = {torch.device("cpu"): frequencies(theta, head_dim, scaling)}
 
     def waves(self, positions_BN: Tensor, dtype: torch.dtype) -> Waves:
-        """How far each position turns each pair: what `__call__` reads, once for queries and keys."""
-        angle_B1NF = (positions_BN[..., None].float() * self._on(positions_BN.device))[:, None]
-        cos, sin = angle_B1NF.cos(), angle_B1NF.sin()
-        if self._stretch != 1.0:
-            cos, sin = cos * self._stretch, sin * self._stretch
-        return Waves(cos.to(dtype), sin.to(dtype))
+        """What `__call__` and `both` read, once for queries and keys."""
+        return Waves(positions_BN, self._on(positions_BN.device), self._stretch, dtype)
 
     def __call__(self, x_BHND: Tensor, waves: Waves) -> Tensor:
         """Halves layout, as in transformers' Llama."""
-        (cos, sin), (low, high) = waves, x_BHND.chunk(2, dim=-1)
+        (cos, sin), (low, high) = waves.cos_sin, x_BHND.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+    def both(self, query_BQND: Tensor, key_BGND: Tensor, waves: Waves) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the same tokens; where nothing learns, one kernel on a GPU turns them where they lie."""
+        learns = query_BQND.requires_grad or key_BGND.requires_grad
+        if learns or not runs_triton(query_BQND.device):
+            return self(query_BQND, waves), self(key_BGND, waves)
+        from ..pointwise import rotate_at  # needs Triton
+
+        rotate_at(query_BQND, key_BGND, waves.positions_BN, waves.frequency_F, waves.stretch)
+        return query_BQND, key_BGND
 
     def _on(self, device: torch.device) -> Tensor:
         if device not in self._frequency_F:

@@ -63,15 +63,17 @@ class FeatureDrafter(ABC, Generic[D]):
         self._state_SH[slots_R] = self._read_pairs(pairs, states, self._cache.prefill(slots_R, pairs.counts_B))
 
     def open(self, batch: int, chain: bool) -> Tensor:
-        self._branches = Branches(self._cache, batch, chain)
-        self._known_BEH = self._state_SH[:batch, None]  # the root's state, then those of the nodes read
+        self._branches, self._chain = Branches(self._cache, batch, chain), chain
+        self._known_BEH = self._state_SH[
+            :batch, None
+        ]  # the root's state, then those of the nodes read; of chains the last
         return self._logits(self._state_SH[:batch])
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
-        above_BFH = gather_rows(self._known_BEH, parents_BF - ROOT)
+        above_BFH = self._known_BEH if self._chain else gather_rows(self._known_BEH, parents_BF - ROOT)
         step = self._branches.grow(parents_BF, depth)
         state_BFH = self._draft.decode(self._embed(tokens_BF), above_BFH, step)
-        self._known_BEH = torch.cat([self._known_BEH, state_BFH], 1)
+        self._known_BEH = state_BFH if self._chain else torch.cat([self._known_BEH, state_BFH], 1)
         return self._logits(state_BFH)
 
     def observe(self, new: Texts, states: States) -> None:

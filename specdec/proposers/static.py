@@ -54,6 +54,8 @@ class StaticProposer(FollowsDrafter):
         shape, batch = self.shape(ask.levels), len(ask.limits_B)
         if self.drawn == "deterministic":
             ask = ask._replace(uniforms=None)
+        if self.chain and ask.uniforms is None and ask.seen_BV is None:
+            return self._likeliest_chain(ask, len(shape))
         drawn: Drawn = "deterministic" if ask.uniforms is None else self.drawn
         logits_BFV = self._drafter.open(batch, self.chain)[:, None]
         growing = _Growing(shape, ask, drawn, logits_BFV)
@@ -64,6 +66,20 @@ class StaticProposer(FollowsDrafter):
                 tokens_BF, parents_BF = growing.read(inner)
                 logits_BFV = self._drafter.expand(tokens_BF, parents_BF, depth)
         return growing.draft(chain=self.chain)
+
+    def _likeliest_chain(self, ask: Ask, levels: int) -> Draft:
+        """What the tree of one branch comes to, without a tree's books: on a GPU each line of them is a launch."""
+        batch = len(ask.limits_B)
+        logits_BV = self._drafter.open(batch, chain=True)
+        best: list[tuple[Tensor, Tensor]] = []
+        for depth in range(levels):
+            best.append(likeliest(logits_BV, 1))
+            if depth + 1 < levels:
+                above_B1 = constant((depth - 1,), logits_BV.device).expand(batch, 1)
+                logits_BV = self._drafter.expand(best[-1][1], above_B1, depth)[:, 0]
+        scores_BK, tokens_BK = (torch.cat(part, 1) for part in zip(*best))
+        said_B = scores_BK.isfinite().long().cumprod(1).sum(1)  # a draft with nothing to say drafts nothing
+        return Draft.of_chains(tokens_BK, torch.minimum(ask.limits_B, said_B), "deterministic")
 
 
 class _Growing:

@@ -1,5 +1,6 @@
 """The decoding kernel against the dense path, in Triton's interpreter where there is no GPU."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +21,20 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
+def attend_new(query: Tensor, keys: Tensor, values: Tensor, past_B: Tensor, entries: int, *rest: Any) -> Tensor:
+    """Attention over a cache whose last entries are not there yet but come as new keys and values."""
+    batch, new = query.shape[0], query.shape[2]
+    rows_B1 = torch.arange(batch, device=DEVICE)[:, None]
+    at_BN = past_B[:, None] + torch.arange(entries - new, entries, device=DEVICE)
+    without = [x.clone() for x in (keys, values)]
+    key, value = (x[rows_B1, :, at_BN].transpose(1, 2) for x in without)
+    for cached in without:
+        cached[rows_B1, :, at_BN] = 1e4
+    output = attend_cached(query, key, value, without[0], without[1], past_B, *rest)
+    assert all(torch.equal(written, full) for written, full in zip(without, (keys, values)))
+    return output
+
+
 def windowed(visible_BNL: Tensor, position_BN: Tensor, key_BL: Tensor, window: int | None) -> Tensor:
     return visible_BNL if window is None else visible_BNL & (position_BN[..., None] - key_BL[:, None] < window)
 
@@ -38,7 +53,7 @@ def test_equals_the_dense_path(
     key_BL = torch.arange(capacity, device=DEVICE).expand(len(PAST), -1)
     visible_BNL = windowed(key_BL[:, None] <= position_BN[..., None], position_BN, key_BL, window)
     expected = attention(query, keys[: len(PAST)], values[: len(PAST)], visible_BNL[:, None], scaling, softcap)
-    found = attend_cached(query, keys, values, past_B, scaling, window, softcap)
+    found = attend_new(query, keys, values, past_B, new, scaling, window, softcap)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -63,14 +78,23 @@ def test_a_tree_sees_its_ancestors(window: int | None) -> None:
     length = seen.shape[-1]
     expected = attention(query, keys[:, :, :length], values[:, :, :length], seen[:, None], None)
     past_B = torch.tensor(past, device=DEVICE)
-    found = attend_cached(query, keys, values, past_B, None, window, None, visible_BNF, depth_BF)
+    found = attend_new(query, keys, values, past_B, 6, None, window, None, visible_BNF, depth_BF)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_half_precision_rounds_once() -> None:
     query, keys, values = (draw(2, 4, 1, 64), draw(2, 2, 70, 64), draw(2, 2, 70, 64))
     past_B = torch.tensor([69, 10], device=DEVICE)
-    full = attend_cached(query, keys, values, past_B)
-    half = attend_cached(query.half(), keys.half(), values.half(), past_B)
+    full = attend_new(query, keys, values, past_B, 1)
+    half = attend_new(query.half(), keys.half(), values.half(), past_B, 1)
     assert half.dtype == torch.float16
     torch.testing.assert_close(half.float(), full, atol=5e-3, rtol=5e-3)
+
+
+def test_what_does_not_fit_is_not_written() -> None:
+    """Padding past a slot's last place must not reach the next head's first one."""
+    query, fresh, past_B = draw(1, 2, 3, 16), draw(1, 2, 3, 16), torch.tensor([4], device=DEVICE)
+    keys, values = draw(1, 2, 5, 16), draw(1, 2, 5, 16)
+    before = keys.clone()
+    attend_cached(query, fresh, fresh, keys, values, past_B)
+    assert torch.equal(keys[:, :, :4], before[:, :, :4]) and torch.equal(keys[:, :, 4], fresh[:, :, 0])

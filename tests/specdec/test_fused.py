@@ -1,6 +1,6 @@
 """Fused modules: taken where they give what the module gives, and left alone elsewhere.
 
-Liger's kernels need a GPU; here a stand-in computes what they document.
+Liger's kernels need a GPU; here a stand-in computes what they document. Ours run in Triton's interpreter.
 """
 
 import copy
@@ -14,6 +14,9 @@ import torch
 from families import SUPPORTED, tiny
 from torch import Tensor
 
+pytest.importorskip("triton")
+
+from draftforge.specdec import pointwise
 from draftforge.specdec.fused import _Rotary, fuse
 from draftforge.specdec.models import CausalModel
 
@@ -40,20 +43,18 @@ class Rope:
     calls = 0
 
     @classmethod
-    def apply(cls, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(cls, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         cls.calls += 1
-
-        def turned(x: Tensor) -> Tensor:
-            first, second = x.chunk(2, -1)
-            return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-
-        return turned(q), turned(k)
+        pointwise.rotate(q, k, cos, sin)
 
 
 @pytest.fixture(autouse=True)
 def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ops: Any = ModuleType("liger_kernel.ops")
-    ops.LigerRMSNormFunction, ops.LigerSiLUMulFunction, ops.LigerRopeFunction = Norm, Product, Rope
+    ops.LigerRMSNormFunction, ops.LigerSiLUMulFunction = Norm, Product
+    counted: Any = ModuleType("pointwise")
+    counted.rotate, counted.gated_silu = Rope.rotate, pointwise.gated_silu
+    monkeypatch.setitem(sys.modules, "draftforge.specdec.pointwise", counted)
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     places = {name: module for name, module in sys.modules.items() if name.startswith("transformers.models.")}
@@ -80,6 +81,7 @@ def test_a_fused_model_says_what_it_said(family: str) -> None:
     before = logits(model)
     names = fuse(model.model)
     assert any("RMSNorm" in name for name in names) and any("rotary" in name for name in names)
+    assert f"{2 * model.num_layers} shared products" in names
     after = logits(model)
     assert Norm.calls > 2 * model.num_layers and Rope.calls > model.num_layers
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
@@ -102,7 +104,7 @@ def test_a_copy_runs_on_its_own_weights() -> None:
 
 def test_what_disagrees_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Norm, "apply", lambda x, *rest: x * 1.1)
-    monkeypatch.setattr(Rope, "apply", lambda q, k, cos, sin: (q, k))
+    monkeypatch.setattr(sys.modules["draftforge.specdec.pointwise"], "rotate", lambda q, k, cos, sin: None)
     names = fuse(tiny(*SUPPORTED["llama"]))
     assert not any("Norm" in name or "rotary" in name for name in names)
 
@@ -114,3 +116,11 @@ def test_learned_queries_keep_their_own_rotation() -> None:
     model(input_ids=IDS).logits.sum().backward()
     assert Rope.calls == 0
     assert model.get_decoder().layers[0].self_attn.q_proj.weight.grad is not None
+
+
+def test_an_adapter_still_learns_through_a_gated_product() -> None:
+    model = tiny(*SUPPORTED["llama"]).requires_grad_(False)
+    fuse(model)
+    embeds = model.get_input_embeddings()(IDS).requires_grad_()
+    model(inputs_embeds=embeds).logits.sum().backward()
+    assert embeds.grad is not None and float(embeds.grad.abs().max()) > 0

@@ -60,6 +60,8 @@ def on_stand_in(on_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plainly(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
     keys: Tensor,
     values: Tensor,
     past_B: Tensor,
@@ -70,6 +72,10 @@ def plainly(
     depth_BF: Tensor | None = None,
 ) -> Tensor:
     batch, new = query.shape[0], query.shape[2]
+    entries = new if visible_BNF is None else visible_BNF.shape[2]
+    at_BN = past_B[:, None] + torch.arange(entries - new, entries)
+    rows_B1 = torch.arange(batch)[:, None]
+    keys[rows_B1, :, at_BN], values[rows_B1, :, at_BN] = key.transpose(1, 2), value.transpose(1, 2)
     key_L = torch.arange(keys.shape[2])
     entry_BL = key_L - past_B[:, None]
     sees_BNL = entry_BL[:, None] <= torch.arange(new)[:, None]

@@ -148,6 +148,34 @@ def test_static_trees_hold_the_likeliest_tokens_of_every_rank(family: str, level
     assert ways(asked(proposer, levels).tree) == likeliest(after, levels)
 
 
+@pytest.mark.parametrize("limit", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chain_is_the_tree_of_one_branch(family: str, limit: int) -> None:
+    """Its quick way through the levels and the one of trees draft the same."""
+    model, ids, drafts = target(), [7, 3, 19, 4], []
+    for shape in (None, TreeShape.chain(4)):
+        drafter, _ = FAMILIES[family](model, ids)
+        proposer = StaticProposer(drafter, shape)  # type: ignore[arg-type]
+        started(proposer, model, ids, 4)
+        with torch.inference_mode():
+            drafts.append(proposer.propose(Ask(torch.tensor([limit]), 4, [GREEDY], None, None)).tree)
+    assert drafts[0].depth == drafts[1].depth
+    assert drafts[0].candidate_BN.tolist() == drafts[1].candidate_BN.tolist()
+    for field in ("tokens_BN", "parents_BN"):
+        one, other = (getattr(draft, field)[draft.candidate_BN] for draft in drafts)
+        assert torch.equal(one, other)
+
+
+def test_where_a_draft_falls_silent_its_chain_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = target(), [7, 3, 19, 4]
+    drafter, _ = small_after(model, ids)
+    proposer = StaticProposer(drafter)  # type: ignore[arg-type]
+    started(proposer, model, ids, 4)
+    silence = torch.full((1, 1, model.vocab_size), float("-inf"))
+    monkeypatch.setattr(drafter, "expand", lambda *ignored: silence)
+    assert asked(proposer, 4).tree.candidate_BN.tolist() == [[True, False, False, False]]
+
+
 def best_of_frontiers(after: After, top_k: int, nodes: int, levels: int) -> set[Way]:
     """EAGLE-2's tree, way by way."""
     scores: dict[Way, float] = {(): 0.0}

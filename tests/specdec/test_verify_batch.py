@@ -19,7 +19,7 @@ from draftforge.errors import InputError
 from draftforge.specdec import verify
 from draftforge.specdec.rules import RULES
 from draftforge.specdec.tree import ROOT, DraftTree, Drawn, TreeBatch
-from draftforge.specdec.verify_batch import verify_batch
+from draftforge.specdec.verify_batch import verify_batch, verify_greedy_chains
 
 WAYS: list[tuple[str, Drawn]] = [(name, drawn) for name, rule in RULES.items() for drawn in sorted(rule.drawn)]
 
@@ -234,3 +234,15 @@ def test_a_gpu_decides_what_a_cpu_decides_without_a_wait(rule: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x.cpu(), y) for x, y in zip(verdict, verify_batch(*arguments)))
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**9), nodes=st.integers(0, 5))
+def test_greedy_chains_are_decided_at_once(seed: int, nodes: int) -> None:
+    random = np.random.default_rng(seed)
+    p_BMV = torch.stack([random_rows(random, nodes + 1, 3) for _ in range(4)])
+    tokens_BN = torch.tensor(random.integers(3, size=(4, nodes)), dtype=torch.long).view(4, nodes)
+    tree = TreeBatch.chains(tokens_BN, torch.tensor(random.integers(nodes + 1, size=4)), "deterministic")
+    nothing = torch.zeros(4, 0)
+    found, expected = verify_greedy_chains(p_BMV, tree), verify_batch("greedy", p_BMV, None, tree, nothing, nothing)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
