@@ -50,10 +50,8 @@ def times_record(times: CostTable) -> dict[str, Any]:
         "draft_hardware": key.draft.get("hardware"),
         "software": key.software,
         "dtype": key.dtype,
-        "sampling": key.sampling,
         "plain_ms": times.plain_seconds * 1e3,
-        "plain_rounds": times.plain_rounds,
-        "context_tokens": times.context_tokens,
+        "said": f"{key.sampling}, batch 1, {times.context_tokens:.0f} tokens of context, {times.plain_rounds} rounds",
         "target_parameters": key.target.get("parameters"),
         "draft_parameters": key.draft.get("parameters"),
     }
