@@ -204,8 +204,12 @@ def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palett
 
 
 def by_batch_size(rows: Sequence[Record], colours: Palette) -> Chart | None:
-    """Expected speed-up at each batch size, each at its best K or tree there; of rows that have a load."""
-    known = [row for row in rows if row.get("load") and not row["baseline"]]
+    """Expected speed-up at each batch size, each at its best K or tree there; of rows that have a load.
+
+    Of each draft one checkpoint: the chosen one, or the last.
+    """
+    loaded = [row for row in rows if row.get("load") and not row["baseline"]]
+    known = list({row["draft"]: row for row in sorted(loaded, key=lambda row: (row["chosen"], row["step"]))}.values())
     sizes = sorted({one["batch_size"] for row in known for one in row["load"]["batches"]})
     if not sizes:
         return None
