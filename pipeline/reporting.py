@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from .. import __version__, fingerprint, storage
 from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
@@ -13,6 +15,7 @@ from ..errors import CorruptDataError, DraftforgeError, MissingFileError
 from ..eval.report.page import Link, ReportRecords, report_page
 from ..progress import say
 from ..registry.lineage import git_commit
+from ..registry.tracking import TrackedRun
 from .promotion import PROMOTION_FILE
 from .scoring import SCORES_FILE, score_place
 from .stages import capture_place, mix_place, trained
@@ -26,14 +29,24 @@ def write_report(space: Workspace, scored: Path, out: Path | None = None) -> Pat
     path = out or scored / REPORT_FILE
     try:
         page = report_page(_records(space, scored))
-    except (KeyError, TypeError) as error:  # a record of another draftforge
+    except DraftforgeError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, TemplateError) as error:  # of another draftforge
         raise CorruptDataError(
             f"{scored / SCORES_FILE}: not the record of a score of draftforge {__version__} "
             f"({type(error).__name__}: {error}); run `draftforge score` again"
-        ) from None
+        ) from error
     storage.write_bytes(path, page.encode())
     say(f"report: {path}")
     return path
+
+
+def log_report(space: Workspace, scored: Path, run: TrackedRun) -> None:
+    """Draw it, and put it among the run's artifacts. One that cannot be drawn undoes no promotion: it is said."""
+    try:
+        run.log_file(write_report(space, scored))
+    except CorruptDataError as error:
+        say(f"no report: {error}")
 
 
 def find_scored(space: Workspace) -> Path:

@@ -52,6 +52,8 @@ class Told(Collector):
         self._last: Counters | None = None
         self._complained = ""
         self.parting: Parting | None = None
+        self.unread: DraftforgeError | None = None
+        """Why the engines' counters could not be read or put together the last time."""
 
     def describe(self) -> list[Metric]:
         return []
@@ -83,11 +85,12 @@ class Told(Collector):
         return _with(standing, **figures, alphas=promise.alphas), promise
 
     def _compared(self, promise: Promise | None) -> Iterator[Metric]:
-        self.parting = None
+        self.parting = self.unread = None
         try:
             counters = self._counted()
             self.parting = None if promise is None else compare(counters, promise, self._served.margin)
         except DraftforgeError as error:
+            self.unread = error
             self._complain(error)
             yield from served_families(None, None)
             return
@@ -129,13 +132,13 @@ def metrics(space: Workspace, out: Path | None, listen: str | None, served: Serv
     if served.interval_seconds:
         generate_latest(registry)
         time.sleep(served.interval_seconds)
-    if served.sources:
-        look_at(served.sources)  # once, an engine that does not answer is an error
     text = generate_latest(registry)
     if out is not None:
         storage.write_bytes(out, text)  # in one piece, as node_exporter's textfile collector wants it
         say(f"metrics: {out}")
     if served.sources:
+        if told.unread is not None:
+            raise told.unread  # the file says served_up 0; once, that is an error too
         _judge(told.parting, served)
     return None if out is not None else text.decode()
 

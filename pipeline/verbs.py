@@ -28,7 +28,7 @@ from . import skipping, talk, telling
 from .bench_settings import BenchSettings, numbers_of
 from .exporting import export_draft, verifier_of
 from .promotion import promote_stage
-from .reporting import find_scored, write_report
+from .reporting import find_scored, log_report, write_report
 from .scoring import Scorer, score_foreign, score_stage
 from .stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
@@ -124,7 +124,7 @@ def _promote(space: Workspace) -> None:
     identity = flow.run_fingerprint(space, conversations)
     with start_run(space.tracking, space.recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
         promote_stage(space, run.id, conversations, captured, scored)
-        run.log_file(write_report(space, scored.stage.folder))
+        log_report(space, scored.stage.folder, run)
 
 
 def metrics(

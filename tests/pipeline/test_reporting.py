@@ -10,7 +10,7 @@ from draftforge.errors import CorruptDataError, MissingFileError
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.kept_counts import kept_counts
 from draftforge.pipeline.promotion import PROMOTION_FILE
-from draftforge.pipeline.reporting import REPORT_FILE, find_scored, write_report
+from draftforge.pipeline.reporting import REPORT_FILE, find_scored, log_report, write_report
 from draftforge.pipeline.scoring import SCORES_FILE
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
@@ -22,7 +22,7 @@ WriteRecipe = Callable[..., Path]
 
 @pytest.mark.slow
 def test_a_run_leaves_a_report_that_is_drawn_again_without_a_model(
-    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = write_recipe()
     with pytest.raises(MissingFileError, match="holds no score to report on"):
@@ -56,3 +56,5 @@ def test_a_run_leaves_a_report_that_is_drawn_again_without_a_model(
     write_json(folder / SCORES_FILE, {"rows": []})
     with pytest.raises(CorruptDataError, match=r"scores\.json: not the record of a score of .*run `draftforge"):
         write_report(space, folder)
+    log_report(space, folder, None)  # type: ignore[arg-type]
+    assert "no report: " in capsys.readouterr().err

@@ -131,7 +131,11 @@ def test_a_champion_is_told_of(
         metrics(space, tmp_path / "e.prom", None, Served([address], fail=True))
     assert "draftforge_served_parts" in (tmp_path / "e.prom").read_text()  # written all the same
     right = 1000 * (promise.taus["unclipped"].value - 1)
-    said["text"] = vllm(1000, right, 1000 * K)
+    said["status"] = 500
+    with pytest.raises(ServedError, match="answers 500"):
+        metrics(space, tmp_path / "f.prom", None, Served([address]))
+    assert value(samples((tmp_path / "f.prom").read_text()), "served_up") == 0
+    said |= {"text": vllm(1000, right, 1000 * K), "status": 200}
     assert value(samples(str(metrics(space, None, None, Served([address], fail=True)))), "served_parts") == 0
 
     write_json(space.root / "staleness.json", ["not", "it"])
