@@ -44,9 +44,11 @@ def write_report(space: Workspace, scored: Path, out: Path | None = None) -> Pat
 def log_report(space: Workspace, scored: Path, run: TrackedRun) -> None:
     """Draw it, and put it among the run's artifacts. One that cannot be drawn undoes no promotion: it is said."""
     try:
-        run.log_file(write_report(space, scored))
+        path = write_report(space, scored)
     except CorruptDataError as error:
         say(f"no report: {error}")
+    else:
+        run.log_file(path)
 
 
 def find_scored(space: Workspace) -> Path:

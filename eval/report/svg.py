@@ -54,7 +54,7 @@ def numeric_axis(values: Iterable[float], title: str, unit: str = "", at_least: 
     low, high = min(known), max(known)
     room = 0.06 * (high - low) or 0.1 * max(abs(high), 1.0)
     low = low if low in at_least else low - room
-    high = high if high in at_least else high + room
+    high = high if high in at_least and high > low else high + room
     return Axis(low, high, [(tick, f"{tick:g}{unit}") for tick in round_ticks(low, high)], title)
 
 

@@ -160,6 +160,24 @@ def test_ticks_are_few_and_inside(low: float, spread: float) -> None:
     assert all(low - slack <= tick <= high + slack for tick in ticks)
 
 
+@pytest.mark.parametrize("values", [[], [0.0], [1.0], [1.0, 1.0], [float("nan")], [-3.0], [0.0, 1e-9], [1e9]])
+def test_an_axis_is_never_without_width(values: list[float]) -> None:
+    for at_least in ([], [0.0], [1.0]):
+        axis = svg.numeric_axis(values, "x", at_least=at_least)
+        assert axis.low < axis.high and axis.ticks
+        assert all(axis.low <= value <= axis.high for value in [*values, *at_least] if value == value)
+
+
+def test_a_draft_of_one_step_and_no_gain_is_drawn() -> None:
+    """A folder of anybody's making has step 0; a draft that accepts nothing has tau 1 everywhere."""
+    scores = sample_scores()
+    one = {"value": 1.0, "low": 1.0, "high": 1.0, "clusters": 2, "reason": ""}
+    for row in [*scores["rows"], *scores["plans"], *scores["domains"], *scores["contexts"]]:
+        row.update({name: one for name in ("tau", "speedup", "acceptance") if name in row}, step=0, break_even_tau=1.0)
+    page = report_page(replace(sample_records(), scores=scores, promotion=None))
+    assert page.count("<svg") == 6 and "nan" not in page.lower().replace("finance", "")
+
+
 def test_heat_runs_from_the_least_to_the_most() -> None:
     scores = sample_scores()
     chosen = next(row for row in scores["rows"] if row["chosen"])
