@@ -12,7 +12,7 @@ TARGET := .cache/smollm2-135m-instruct
 VLLM_VENV ?= $(abspath .cache/vllm)
 WORKERS ?= 2
 
-.PHONY: help install target demo test test-vllm check format clean distclean
+.PHONY: help install target browser demo test test-vllm check format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +39,12 @@ target: $(TARGET)
 
 $(TARGET): | $(INSTALLED)
 	@$(BIN)/python scripts/fetch_target.py $@
+
+# The browser of the report's tests. Without the right to install it they are skipped, and say so.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
+		echo "installing chromium, for the report's tests"; \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
 
 demo: $(INSTALLED) $(TARGET)
 	@$(BIN)/draftforge distill configs/demo.yaml

@@ -498,6 +498,65 @@ def bench(
 
 
 @app.command(rich_help_panel=LOOK)
+def metrics(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.prom", help="File to write at once; default: standard output.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Serve /metrics there until stopped.")
+    ] = None,
+    served: Annotated[
+        list[str] | None,
+        typer.Option("--served", metavar="URL-OR-FILE", help="A serving engine's metrics; again for each replica."),
+    ] = None,
+    since: Annotated[
+        list[str] | None,
+        typer.Option("--since", metavar="URL-OR-FILE", help="An earlier look at each --served; default: its start."),
+    ] = None,
+    interval_seconds: Annotated[
+        float, typer.Option("--interval", min=0.0, help="Compare what is counted in so many seconds.")
+    ] = 0.0,
+    margin: Annotated[
+        float, typer.Option("--margin", min=0.0, max=1.0, help="Share of the promised tau that may be missing.")
+    ] = 0.05,
+    fail: Annotated[
+        bool, typer.Option("--fail-on-parting", help="Exit code 3 where served and promised acceptance part.")
+    ] = False,
+) -> None:
+    """Prometheus metrics of the champion; warn where an engine accepts other than was promised.
+
+    Example: draftforge metrics configs/demo.yaml --out draftforge.prom --served http://127.0.0.1:8000
+
+    Example: draftforge metrics configs/demo.yaml --listen 127.0.0.1:9109 --served http://127.0.0.1:8000 --interval 3600
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.metrics(loaded, out, listen, list(served or []), list(since or []), interval_seconds, margin, fail)
+
+
+@app.command(rich_help_panel=LOOK)
+def report(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="HTML file to write; default: report.html in the score's folder."),
+    ] = None,
+) -> None:
+    """Draw the report of a run again, from what is on disk: one HTML page that needs no network.
+
+    Example: draftforge report configs/demo.yaml --out report.html
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    verbs.report(loaded, out)
+
+
+@app.command(rich_help_panel=LOOK)
 def doctor(
     workdir: Annotated[Path, typer.Option("--workdir", help="Where runs will be written.")] = Path("runs"),
     tracking_uri: Annotated[

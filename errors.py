@@ -81,6 +81,18 @@ class EngineError(DraftforgeError, ConnectionError):
     exit_code = 3
 
 
+class ServedError(DraftforgeError, ConnectionError):
+    """A serving engine's counters cannot be read."""
+
+    exit_code = 3
+
+
+class PromiseBrokenError(DraftforgeError, ArithmeticError):
+    """What is served parts from what was promised, and the caller asked for an error then."""
+
+    exit_code = 3
+
+
 class RegistryError(DraftforgeError, LookupError):
     """The model registry holds no such model, version or alias."""
 

@@ -88,6 +88,11 @@ def context_bucket(prompt_tokens: int) -> str:
     return f"{_BUCKET_TOKENS[-1]:05d}+"
 
 
+def largest_prompt(bucket: str) -> int:
+    """The tokens that a label of `context_bucket` names: the most of its prompts; of the open last one, the least."""
+    return int(bucket.removesuffix("+"))
+
+
 def to_table(rows: Iterable[CountRow]) -> pa.Table:
     """A table of the rows, with the schema even when there are none."""
     return pa.Table.from_pylist([row.record() for row in rows], schema=COUNTS_SCHEMA)

@@ -83,6 +83,26 @@ def alphas(table: pa.Table, bootstrap: Bootstrap) -> list[Estimate]:
     return [ratio(sums[:, K + k], sums[:, k], bootstrap, f"rounds that reach position {k + 1}") for k in range(K)]
 
 
+def unclipped_tau(table: pa.Table, bootstrap: Bootstrap) -> Estimate:
+    """tau, were no draft clipped at an answer's end and every round drafted: 1 + sum over k of alpha_1 ... alpha_k.
+
+    The rows must share one K or tree.
+    """
+    K = int(values(table, "draft_tokens")[0])
+    columns = cluster_sums(table, K).sums_CF[:, len(_SUMMED) :]
+    if not columns[:, :K].sum(axis=0).all():
+        return Estimate(math.nan, clusters=len(columns), reason=f"no round reaches all {K} positions")
+
+    def from_sums(sums_BF: Floats) -> Floats:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            alphas_BK = sums_BF[:, K:] / sums_BF[:, :K]
+        return np.asarray(1.0 + np.cumprod(alphas_BK, axis=1).sum(axis=1))
+
+    value = float(from_sums(columns.sum(axis=0, keepdims=True))[0])
+    draws = [from_sums(sums_BF) for sums_BF in _resampled(columns, bootstrap)]
+    return _estimate(value, draws, len(columns), bootstrap)
+
+
 def tau_difference(
     first: pa.Table,
     second: pa.Table,

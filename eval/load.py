@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import InputError
-from .costs import RoundCost
+from .costs import CostKey, RoundCost
 from .figures import Estimate
 from .gains import Gain, chain_alpha, pooled
 from .load_fit import PLAIN_WAY, CostFit
@@ -61,6 +61,11 @@ class LoadTimes:
             why = self.fit.outside(size, self.load.context_tokens, self.load.prompt_tokens)
             if why is not None:
                 raise InputError(f"score.load: {why} ({self.fit.place}); measure there, or give a fit that covers it")
+
+    @property
+    def key(self) -> CostKey:
+        """Of the fit: the hardware is where it was measured."""
+        return self.fit.key
 
     @property
     def plain_seconds(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from scipy.optimize import nnls  # type: ignore[import-untyped]
+from scipy.optimize import nnls
 
 from ..errors import CorruptDataError, InputError
 from ..storage import read_object, write_json

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from ..errors import InputError
 from ..specdec.rules import RULES
-from .costs import RoundCost
+from .costs import CostKey, RoundCost
 from .counts import concat, groups, values, where
 from .figures import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_difference
 from .gains import Gain
@@ -30,12 +30,17 @@ from .plans import PLAINEST, Plan
 from .settings import ScoreSettings
 
 PLAIN = "plain"
+_UNKNOWN = Estimate(math.nan)
 Checkpoint = tuple[str, int]
 """Draft and step."""
 
 
 class Times(Protocol):
     """What rounds cost, at batch 1 (`CostTable`) or at a load (`LoadTimes`)."""
+
+    @property
+    def key(self) -> CostKey:
+        """Hardware, software, precision and shapes."""
 
     @property
     def plain_seconds(self) -> float:
@@ -132,9 +137,9 @@ class DomainRow:
     acceptance: Estimate
     alphas: tuple[Estimate, ...]
     baseline: bool = False
-    speedup: Estimate = Estimate(math.nan)
+    speedup: Estimate = _UNKNOWN
     """Expected, were all traffic like this domain's."""
-    goodput: Estimate = Estimate(math.nan)
+    goodput: Estimate = _UNKNOWN
     """Tokens a second at the load; NaN where none is stated."""
     losing: Losing | None = None
     """Up to which batch size drafting pays in this domain."""

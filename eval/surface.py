@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
-from scipy.optimize import nnls  # type: ignore[import-untyped]
+from scipy.optimize import nnls
 
 Floats = NDArray[np.float64]
 _NAMES = ("1", "levels", "batch", "batch*levels", "batch*context", "batch*levels*context", "batch>1")

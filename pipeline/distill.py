@@ -12,6 +12,7 @@ from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.metrics import NoSink
 from .hooks import after_promotion
 from .promotion import promote_stage
+from .reporting import log_report
 from .scoring import Scored, check_targets, score_stage
 from .stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
@@ -67,6 +68,7 @@ def _tracked(space: Workspace, run: TrackedRun, mix: Stage, parent: str | None) 
     scored = score_stage(space, captured, trained)
     _log_scores(run, scored, trained)
     version, decision = promote_stage(space, run.id, mix, captured, scored, parent)
+    log_report(space, scored.stage.folder, run)
     run.set_tags({"draftforge.version": version.reference, "draftforge.promoted": str(decision.promote).lower()})
     return Outcome(scored, version, decision)
 

@@ -1,24 +1,28 @@
 """From the chosen checkpoint to the registry: register it, meet the champion on the holdout, decide."""
 
 import shutil
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
-from .. import fingerprint
+from .. import fingerprint, storage
 from ..data.store import Capture
 from ..errors import LostFilesError
 from ..eval import counts
 from ..eval.figures import Estimate, tau, tau_difference
 from ..eval.plans import Plan
+from ..eval.report.record import holdout_record
 from ..eval.score import Identity
 from ..eval.select import Row, Times, at_plan, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from ..eval.settings import HOLDOUT_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
 from ..registry.gate import decide
-from ..registry.lineage import Lineage, Version, git_commit, holdout_overlap
+from ..registry.lineage import Lineage, Version, ancestors, git_commit, holdout_overlap
 from ..registry.models import champion, register_version
 from ..registry.promoting import ALREADY, promote
 from ..registry.records import Decision, DomainFigures, Evidence, Figures, Interval
@@ -26,11 +30,13 @@ from ..registry.resolve import resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.proposers.free import LOOKUP
 from .exporting import export_draft, is_copy
+from .kept_counts import keep_counts
 from .scoring import Scored, Scorer
 from .stages import Stage
 from .workspace import Workspace
 
 CANDIDATE, CHAMPION = "candidate", "champion"
+PROMOTION_FILE = "promotion.json"
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,21 @@ def promote_stage(
     if now is not None and now.reference == version.reference:
         decision = Decision(promote=True, reasons=[ALREADY])
         return version, _told(version, decision)
-    decision = decide(_evidence(space, scorer, version, now), space.recipe.gate)
-    return version, _told(version, promote(space.tracking, decision, version))
+    evidence, holdout = _evidence(space, scorer, version, now)
+    decision = _told(version, promote(space.tracking, decide(evidence, space.recipe.gate), version))
+    _keep(space, scored.stage.folder / PROMOTION_FILE, version, decision, holdout)
+    return version, decision
+
+
+def _keep(space: Workspace, path: Path, version: Version, decision: Decision, holdout: Mapping[str, Any]) -> None:
+    """The decision, what was seen on the holdout, and where the version comes from: for the report."""
+    line = [{"version": one.reference, "lineage": _told_of(one)} for one in ancestors(space.tracking, version)]
+    record = {"version": version.reference, "at": time.time(), "lineage": _told_of(version), "ancestors": line}
+    storage.write_json(path, {**record, "decision": decision.model_dump(mode="json"), "holdout": holdout})
+
+
+def _told_of(version: Version) -> dict[str, Any]:
+    return version.lineage.model_dump(mode="json", exclude={"files", "tree"})
 
 
 def _register(
@@ -98,12 +117,18 @@ def _told(version: Version, decision: Decision) -> Decision:
     return decision
 
 
-def _evidence(space: Workspace, scorer: Scorer, version: Version, now: Version | None) -> Evidence:
-    """Measure the version, and the champion beside it, on the holdout; and show it, with prompt lookup to compare."""
+def _evidence(
+    space: Workspace, scorer: Scorer, version: Version, now: Version | None
+) -> tuple[Evidence, dict[str, Any]]:
+    """Measure the version, and the champion beside it, on the holdout; and show it, with prompt lookup to compare.
+
+    Also gives all of that as a record.
+    """
     settings = space.recipe.score
     candidate = _measure(space, scorer, version, CANDIDATE)
+    keep_counts(space.tracking, version, candidate.table)
     rival, lost = (None, None) if now is None else _rival(space, scorer, now)
-    _show(scorer, candidate, rival)
+    holdout = _show(scorer, candidate, rival)
     evidence = Evidence(
         candidate=_figures(candidate.row),
         conversations=len(counts.values(candidate.table, "conversation")),  # those scored, not those there are
@@ -113,11 +138,11 @@ def _evidence(space: Workspace, scorer: Scorer, version: Version, now: Version |
         holdout_overlap=holdout_overlap(space.tracking, version, {sample.cluster for sample in scorer.samples}),
     )
     if now is None:
-        return evidence
+        return evidence, holdout
     if rival is None:
-        return evidence.model_copy(update={"compared": now.reference, "champion_lost": lost})
+        return evidence.model_copy(update={"compared": now.reference, "champion_lost": lost}), holdout
     difference = speedup_difference([candidate.table, rival.table], candidate.row, rival.row, settings)
-    return evidence.model_copy(
+    found = evidence.model_copy(
         update={
             "compared": now.reference,
             "champion": _figures(rival.row),
@@ -125,10 +150,11 @@ def _evidence(space: Workspace, scorer: Scorer, version: Version, now: Version |
             "domains": _by_domain(candidate, rival, settings),
         }
     )
+    return found, holdout
 
 
-def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> None:
-    """Both drafts and prompt lookup on the holdout, then by domain."""
+def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> dict[str, Any]:
+    """Both drafts and prompt lookup on the holdout, then by domain; the same as a record."""
     settings, draftings = scorer.settings, scorer.draftings(None)
     costs = scorer.times(None, draftings)
     lookup, _ = scorer.counts(draftings, Identity(LOOKUP, 0))
@@ -139,6 +165,7 @@ def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> None
     tables = [lookup, *(draft.table for draft in drafts)]
     times = {(LOOKUP, 0): costs, **{(draft.row.draft, draft.row.step): draft.times for draft in drafts}}
     show_domains(domain_rows(tables, rows, settings, times), settings.confidence, title="On the holdout, by domain")
+    return holdout_record(tables, rows, settings, times)
 
 
 def _rival(space: Workspace, scorer: Scorer, now: Version) -> tuple[_Measured | None, str | None]:
@@ -171,13 +198,13 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
 def _by_domain(candidate: _Measured, rival: _Measured, settings: ScoreSettings) -> dict[str, DomainFigures]:
     """Both drafts' expected speed-ups on each domain alone: its tokens a round, at the times of the whole."""
     one, two = serving(candidate.table, settings), serving(rival.table, settings)
-    mine, theirs = (draft.row.speedup.value / draft.row.tau.value for draft in (candidate, rival))
+    mine, theirs = (draft.row.gain.speedup for draft in (candidate, rival))
     found: dict[str, DomainFigures] = {}
     for domain in sorted(counts.values(one, "domain")):
         here, there = counts.where(one, domain=domain), counts.where(two, domain=domain)
         found[domain] = DomainFigures(
             conversations=len(counts.values(here, "conversation")),
-            champion_speedup=tau(there, settings.bootstrap).value * theirs,
+            champion_speedup=float(theirs(tau(there, settings.bootstrap).value)),
             difference=_interval(tau_difference(here, there, settings.bootstrap, mine, theirs)),
         )
     return found

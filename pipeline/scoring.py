@@ -1,5 +1,6 @@
 """Scores of every checkpoint, the times of every shape, and the draft that they choose."""
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -8,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from .. import fingerprint
+from .. import fingerprint, storage
 from ..data.store import Capture, Sample
 from ..errors import InputError
 from ..eval import counts
@@ -20,6 +21,7 @@ from ..eval.load_measure import Grid, cached_fit, measure_fit, most_context
 from ..eval.measured import measured_tree
 from ..eval.perplexity import perplexity
 from ..eval.plans import Drafting
+from ..eval.report.record import score_record
 from ..eval.score import Identity, score_draft, spread
 from ..eval.select import PLAIN, Checkpoint, DomainRow, Row, Times, by_plan, domain_rows, leaderboard, plain_row
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
@@ -47,7 +49,7 @@ from .board import Board
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
 
-COUNTS_FILE, TIMES_FILE = "counts.parquet", "times.json"
+COUNTS_FILE, SCORES_FILE, TIMES_FILE = "counts.parquet", "scores.json", "times.json"
 TOKENIZER_FILE = "tokenizer.json"
 _MEASURED_CONVERSATIONS = 64  # whose answers shape a measured tree
 
@@ -309,6 +311,14 @@ def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
     return _score(space, captured, {(_name_of(place), 0): place}, digests)
 
 
+def score_place(space: Workspace, captured: Stage, drafts: dict[str, str]) -> Stage:
+    """Where the score of these drafts lies, or will. `drafts`: digests of what is scored."""
+    settings, neutral = space.recipe.score, {"costs", "load", "batch_size", "replay_tokens"}
+    inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude=neutral), settings.sampled_rules]
+    found = fingerprint.of_json(["score", inputs])
+    return Stage(space.folder("score", found), found)
+
+
 def _name_of(place: Path) -> str:
     """Its name, as a table and a file name take it."""
     name = "".join(one if one.isprintable() else "?" for one in place.resolve().name)[:64]
@@ -318,10 +328,7 @@ def _name_of(place: Path) -> str:
 def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], drafts: dict[str, str]) -> Scored:
     """Score each draft folder, prompt lookup beside them, and show it. `drafts`: digests of what is scored."""
     settings = space.recipe.score
-    neutral = {"costs", "load", "batch_size", "replay_tokens"}
-    inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude=neutral), settings.sampled_rules]
-    found = fingerprint.of_json(["score", inputs])
-    stage = Stage(space.folder("score", found), found)
+    stage = score_place(space, captured, drafts)
     board = Board(Scorer(space, captured, SELECTION_SPLIT), stage.folder / "parts", {(LOOKUP, 0): None, **folders})
     parts = board.raced(settings.race) if settings.race is not None and len(folders) > 1 else board.all()
     tables = [part.table for part in parts.values()]
@@ -341,6 +348,8 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     fits = {times.fit.key.digest: times.fit for times in board.times.values() if isinstance(times, LoadTimes)}
     if fits:
         write_fits(scored.times_file, fits.values())
+    origin = {"at": time.time(), "target": target, "capture": captured.fingerprint}
+    storage.write_json(stage.folder / SCORES_FILE, origin | score_record(table, board.times, rows, settings))
     _show(scored, settings)
     return scored
 

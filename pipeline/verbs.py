@@ -17,13 +17,14 @@ from ..specdec.formats.skipped import is_skip_file
 from ..train.metrics import NoSink
 from . import bench as benchmark
 from . import distill as flow
-from . import inspecting, skipping, talk
+from . import inspecting, skipping, talk, telling
 from . import retrain as again
 from .bench_settings import BenchSettings, numbers_of
 from .exporting import export_draft, verifier_of
 from .fetching import fetch as fetch
 from .hooks import after_promotion, after_rollback
 from .promotion import promote_stage
+from .reporting import find_scored, log_report, write_report
 from .scoring import Scorer, score_foreign, score_stage
 from .showing import registry as registry
 from .stages import Stage, capture_stage, join_stage, mix_stage, prepare_drafts, train_stage
@@ -102,11 +103,17 @@ def score(recipe: Recipe, draft: str | None) -> None:
         captured = capture_stage(space, mix_stage(space))
         if folder is not None:
             if space.first_rank:
-                score_foreign(space, captured, folder)
+                write_report(space, score_foreign(space, captured, folder).stage.folder)
             return
         stages = _train(space, captured, draft)
         if space.first_rank:
-            score_stage(space, captured, stages)
+            write_report(space, score_stage(space, captured, stages).stage.folder)
+
+
+def report(recipe: Recipe, out: Path | None) -> None:
+    """The report, drawn again from what is on disk."""
+    space = Workspace(recipe)
+    write_report(space, find_scored(space), out)
 
 
 def skip_layers(
@@ -141,7 +148,25 @@ def _promote(space: Workspace) -> None:
     identity = flow.run_fingerprint(space, conversations)
     with start_run(space.tracking, space.recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
         version, decision = promote_stage(space, run.id, conversations, captured, scored)
+        log_report(space, scored.stage.folder, run)
     after_promotion(space, version, decision)
+
+
+def metrics(
+    recipe: Recipe,
+    out: Path | None,
+    listen: str | None,
+    served: list[str],
+    since: list[str],
+    interval_seconds: float,
+    margin: float,
+    fail: bool,
+) -> None:
+    """What monitoring should know of the champion, and whether what is served is what was promised."""
+    asked = telling.Served(served, since, interval_seconds, margin, fail)
+    text = telling.metrics(Workspace(recipe), out, listen, asked)
+    if text is not None:
+        print(text, end="")
 
 
 def rollback(recipe: Recipe) -> None:

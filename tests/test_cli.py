@@ -19,7 +19,7 @@ from draftforge.errors import InputError, LockedError, TrainingDivergedError
 STAGES = ["distill", "mix", "capture", "train", "score"]
 REGISTRY = ["promote", "rollback", "fetch", "registry", "retrain"]
 VERBS = [*STAGES, *REGISTRY, "skip-layers", "export", "generate", "bench", "doctor"]
-VERBS += ["inspect-mix"]
+VERBS += ["inspect-mix", "report", "metrics"]
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
@@ -103,6 +103,22 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("registry", "r.yaml", "seed=1", "--json", "--decisions", "--target", "ab") == 0
     in_full = {"target": "ab", "decisions": True, "as_json": True}
     assert calls.pop() == ("registry", (("recipe", "r.yaml", ["seed=1"]),), {**store, **listed, **in_full})
+
+
+def test_reports(calls: Calls) -> None:
+    assert run("report", "r.yaml", "seed=1", "--out", "page.html") == 0
+    assert calls.pop() == ("report", (("recipe", "r.yaml", ["seed=1"]), Path("page.html")), {})
+
+
+def test_metrics(calls: Calls) -> None:
+    recipe: tuple[str, str, list[str]] = ("recipe", "r.yaml", [])
+    assert run("metrics", "r.yaml") == 0
+    assert calls.pop() == ("metrics", (recipe, None, None, [], [], 0.0, 0.05, False), {})
+    asked = ("--served", "a", "--served", "b", "--since", "c", "--since", "d", "--margin", "0.1", "--fail-on-parting")
+    assert run("metrics", "r.yaml", "--out", "m.prom", "--interval", "60", *asked) == 0
+    assert calls.pop() == ("metrics", (recipe, Path("m.prom"), None, ["a", "b"], ["c", "d"], 60.0, 0.1, True), {})
+    assert run("metrics", "r.yaml", "--listen", "127.0.0.1:9109") == 0
+    assert calls.pop()[1][2] == "127.0.0.1:9109"
 
 
 def test_skipping_layers(calls: Calls) -> None:

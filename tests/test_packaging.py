@@ -182,7 +182,8 @@ def run(command: list[str]) -> str:
 def test_the_wheel_holds_the_package_its_recipes_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"draftforge/{path.relative_to(ROOT).as_posix()}" for path in sources()} | {"draftforge/py.typed"}
-    expected |= {f"draftforge/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.*")}
+    beside = [*(ROOT / "configs").rglob("*.*"), *project_files(".jinja", ".css")]
+    expected |= {f"draftforge/{path.relative_to(ROOT).as_posix()}" for path in beside}
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.startswith("draftforge/configs/") for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)

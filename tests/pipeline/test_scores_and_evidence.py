@@ -93,9 +93,11 @@ def test_the_gate_hears_of_the_conversations_that_were_scored(
     (row,) = leaderboard([table], {("candidate", 4): costs_of()}, space.recipe.score)
     monkeypatch.setattr(promotion, "_measure", lambda *args: promotion._Measured(row, table, costs_of(), True))
     monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
-    version, scorer = None, MadeUpScorer(space)
-    evidence = promotion._evidence(space, scorer, version, None)  # type: ignore[arg-type]
+    version, scorer, kept = None, MadeUpScorer(space), list[Any]()
+    monkeypatch.setattr(promotion, "keep_counts", lambda tracking, version, table: kept.append(table))
+    evidence, seen = promotion._evidence(space, scorer, version, None)  # type: ignore[arg-type]
     assert evidence.conversations == 3
+    assert [one["draft"] for one in seen["rows"]] == ["lookup", "candidate"] and kept == [table]
     said = capsys.readouterr().out
     assert "On the holdout" in said and "lookup" in said  # what the decision rests on is shown beside the baseline
 
@@ -135,13 +137,13 @@ def test_the_gate_knows_an_equal_a_worse_and_a_better_draft(
 
     def measured(space: Any, scorer: Any, version: Any, name: str) -> promotion._Measured:
         (row,) = leaderboard([tables[name]], {(name, 4): costs_of()}, space.recipe.score)
-        return promotion._Measured(row, tables[name], True)
+        return promotion._Measured(row, tables[name], costs_of(), True)
 
     monkeypatch.setattr(promotion, "_measure", measured)
     monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
     monkeypatch.setattr(promotion, "_show", lambda *args: None)
     monkeypatch.setattr(Workspace, "tracking", None)
-    evidence = promotion._evidence(space, MadeUpScorer(space), None, SimpleNamespace(reference="m/1"))  # type: ignore[arg-type]
+    evidence, _ = promotion._evidence(space, MadeUpScorer(space), None, SimpleNamespace(reference="m/1"))  # type: ignore[arg-type]
     assert evidence.domains.keys() == {"chat", "code"} and evidence.domains["chat"].conversations == 20
     decision = decide(evidence, GateSettings())
     assert decision.promote is promoted and any(words in reason for reason in decision.reasons), decision.reasons

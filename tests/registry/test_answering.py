@@ -146,7 +146,7 @@ def test_the_target_is_looked_for_where_it_is_named(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved = Path(pair.target.settings.model).rename(tmp_path / "moved")
-    with pytest.raises(FileNotFoundError, match="target.model"):
+    with pytest.raises(FileNotFoundError, match=r"target\.model"):
         pair.load()
     assert pair.load(model_config={"target": str(moved)}).predict(["Q"], params={"max_new_tokens": 4})
     monkeypatch.setenv(TARGET_VARIABLE, str(moved))

@@ -1,6 +1,7 @@
 """Our counts against llama.cpp's, on the very files that we write: greedy, float32, every K, every way to end."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from llamacpp import LlamaServer
 from trained import PROMPTS, Trained
 from transformers import AutoConfig, LlamaForCausalLM
 
+from draftforge.eval.served import parse
 from draftforge.specdec.counting import EngineCounts, EngineRound, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Generation, Request, generate
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
@@ -77,6 +79,26 @@ def test_counts_and_tokens_equal_the_decoders(
         assert found.counts == EngineCounts.of(rounds, K)
         accepted, drafted = accepted + found.counts.accepted, drafted + found.counts.drafted
     assert 0.2 < accepted / drafted < 0.95
+
+
+def test_what_the_server_says_of_itself_is_read_as_it_counts(
+    target: Target, drafts: dict[str, Any], files: Path
+) -> None:
+    """Its metrics are the sum of its answers' counts; its responses give the decoder's own rounds."""
+    server, K = serve(files, "eagle3", 4), 4
+    before, answers, rounds, tokens = parse(server.metrics(), "before"), [], 0, 0
+    for text, length in itertools.product(PROMPTS, LENGTHS):
+        ids = target.tokenizer(text).input_ids
+        own = decode(target, drafts["eagle3"], ids, length, K, frozenset())
+        rounds, tokens = rounds + len(own.rounds), tokens + length - 1
+        body = {"prompt": ids, "n_predict": length, "temperature": 0.0, "cache_prompt": False, "ignore_eos": True}
+        answers.append(server.post("/completion", body))
+    counted = parse(server.metrics(), "after").since(before)
+    timed = parse("\n".join(map(json.dumps, answers)), "responses")
+    assert (counted.accepted, counted.drafted) == (timed.accepted, timed.drafted)
+    assert sum(counted.accepted_at) == counted.accepted and not counted.restarted
+    assert timed.rounds == rounds and timed.tau == pytest.approx(tokens / rounds)
+    assert counted.rounds < timed.rounds  # the last one drafts nothing and is no round of its metrics
 
 
 @pytest.mark.parametrize("K", [1, 2, 3, 4, 5])

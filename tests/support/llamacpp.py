@@ -59,9 +59,12 @@ class LlamaServer:
         reply.raise_for_status()
         return reply.json()  # type: ignore[no-any-return]
 
+    def metrics(self) -> str:
+        """What `/metrics` says."""
+        return self._session.get(f"{self._address}/metrics", timeout=60).text
+
     def _counters(self) -> list[int]:
         """Rounds, and accepted tokens at each position, since the server began. The response does not hold them."""
-        text = self._session.get(f"{self._address}/metrics", timeout=60).text
-        found = dict(re.findall(r"^llamacpp:spec_decode_num_(\S+) (\d+)$", text, re.MULTILINE))
+        found = dict(re.findall(r"^llamacpp:spec_decode_num_(\S+) (\d+)$", self.metrics(), re.MULTILINE))
         names = [f'accepted_tokens_per_pos_total{{position="{k}"}}' for k in range(self._draft_tokens)]
         return [int(found.get(name, 0)) for name in ("drafts_total", *names)]

@@ -1,0 +1,1 @@
+"""One HTML page a run, for people: everything in it, nothing fetched, no script."""

@@ -1,0 +1,144 @@
+"""The report for people: gathers what a run left on disk, and draws one HTML page of it. Loads no model."""
+
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from .. import __version__, fingerprint, storage
+from ..data.mix import MANIFEST as MIX_MANIFEST
+from ..data.store import MANIFEST as CAPTURE_MANIFEST
+from ..errors import CorruptDataError, DraftforgeError, MissingFileError
+from ..eval.report.page import Link, ReportRecords, report_page
+from ..progress import say
+from ..registry.lineage import git_commit
+from ..registry.tracking import TrackedRun
+from .promotion import PROMOTION_FILE
+from .scoring import SCORES_FILE, score_place
+from .stages import capture_place, mix_place, trained
+from .workspace import Workspace
+
+REPORT_FILE = "report.html"
+
+
+def write_report(space: Workspace, scored: Path, out: Path | None = None) -> Path:
+    """Draw the report of a score folder, in it or at `out`, and say where it is."""
+    path = out or scored / REPORT_FILE
+    try:
+        page = report_page(_records(space, scored))
+    except DraftforgeError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, TemplateError) as error:  # of another draftforge
+        raise CorruptDataError(
+            f"{scored / SCORES_FILE}: not the record of a score of draftforge {__version__} "
+            f"({type(error).__name__}: {error}); run `draftforge score` again"
+        ) from error
+    storage.write_bytes(path, page.encode())
+    say(f"report: {path}")
+    return path
+
+
+def log_report(space: Workspace, scored: Path, run: TrackedRun) -> None:
+    """Draw it, and put it among the run's artifacts. One that cannot be drawn undoes no promotion: it is said."""
+    try:
+        path = write_report(space, scored)
+    except CorruptDataError as error:
+        say(f"no report: {error}")
+    else:
+        run.log_file(path)
+
+
+def find_scored(space: Workspace) -> Path:
+    """The recipe's own score folder, or (said aloud) the newest of the work folder: retraining changes recipes."""
+    try:
+        captured = capture_place(space, mix_place(space))
+        drafts = {name: trained(space, name, captured).fingerprint for name in space.recipe.drafts}
+        own: Path | None = score_place(space, captured, drafts).folder
+    except DraftforgeError as error:  # its sources or its target are gone
+        say(f"the recipe's own score cannot be told ({error})")
+        own = None
+    if own is not None and (own / SCORES_FILE).is_file():
+        return own
+    found = sorted(space.root.glob(f"score-*/{SCORES_FILE}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise MissingFileError(f"{space.root}: holds no score to report on; run `draftforge score` or `distill` first")
+    say(f"this recipe has no score of its own: reporting on the newest one, {found[-1].parent.name}")
+    return found[-1].parent
+
+
+def _records(space: Workspace, scored: Path) -> ReportRecords:
+    scores = storage.read_object(scored / SCORES_FILE)
+    promotion = _optional(scored / PROMOTION_FILE)
+    lineage: Mapping[str, Any] = (promotion or {}).get("lineage", {})
+    mix = _optional(_mix_folder(space, lineage) / MIX_MANIFEST)
+    made = (promotion or {}).get("at") or scores.get("at") or time.time()
+    return ReportRecords(
+        name=space.recipe.name,
+        target=Path(space.recipe.target.model).name,
+        scores=scores,
+        promotion=promotion,
+        mix=mix,
+        lineage=list(_chain(space, scores, promotion, mix)),
+        recipe=space.recipe.public(),
+        commands=_commands(space, lineage),
+        made_at=datetime.fromtimestamp(made, UTC),
+        version=lineage.get("draftforge_version", __version__),
+    )
+
+
+def _mix_folder(space: Workspace, lineage: Mapping[str, Any]) -> Path:
+    if "mix_fingerprint" in lineage:
+        return space.folder("mix", lineage["mix_fingerprint"])
+    try:
+        return mix_place(space).folder
+    except DraftforgeError:  # sources that are gone
+        return space.root / "mix"
+
+
+def _optional(path: Path) -> dict[str, Any] | None:
+    return storage.read_object(path) if path.is_file() else None
+
+
+def _chain(
+    space: Workspace, scores: Mapping[str, Any], promotion: Mapping[str, Any] | None, mix: Mapping[str, Any] | None
+) -> Iterator[Link]:
+    """From the target to the version, each step with what it says of itself."""
+    recorded: Mapping[str, Any] = (promotion or {}).get("lineage", {})
+    target = recorded.get("target_fingerprint") or scores["target"]
+    yield Link("Target", fingerprint.short(target), [str(space.recipe.target.model), f"fingerprint {target}"])
+    if mix is not None:
+        sizes = [f"{split}: {sum(counts.values()):,}" for split, counts in mix["conversations"].items()]
+        name = recorded.get("mix_fingerprint")
+        yield Link("Mix", fingerprint.short(name) if name else "of this recipe", ["conversations: " + ", ".join(sizes)])
+    captured = _optional(space.folder("capture", scores["capture"]) / CAPTURE_MANIFEST)
+    told = [] if captured is None else [f"{captured['tokens']:,} answer tokens, kept in {captured['dtype']} passes"]
+    yield Link("Capture", fingerprint.short(scores["capture"]), told)
+    if promotion is None:
+        return
+    for ancestor in reversed(promotion["ancestors"]):
+        yield Link("Ancestor", ancestor["version"], [_made(ancestor["lineage"])])
+    notes = [_made(recorded)]
+    notes.append(f"started from {recorded['parent']}" if recorded["parent"] else "started fresh")
+    if recorded["git_commit"]:
+        notes.append(f"made by draftforge {recorded['draftforge_version']}, commit {recorded['git_commit']}")
+    yield Link("Version", promotion["version"], notes)
+
+
+def _made(lineage: Mapping[str, Any]) -> str:
+    how = f"tree {lineage['tree_name']}" if lineage["tree_name"] else f"K = {lineage['draft_tokens']}"
+    return f"{lineage['family']}, step {lineage['step']}, {how}"
+
+
+def _commands(space: Workspace, lineage: Mapping[str, Any]) -> list[str]:
+    """What makes the run again, and what gets its draft."""
+    commit = lineage.get("git_commit") or git_commit()
+    commands = [f"git checkout {commit}"] if commit else []
+    commands.append(f"draftforge distill {space.recipe.name}.yaml    # the recipe below, saved under that name")
+    if lineage:
+        commands.append(
+            f"draftforge fetch served-draft --target {lineage['target_fingerprint']} --workdir {space.recipe.workdir}"
+        )
+    return commands

@@ -1,0 +1,60 @@
+"""The report of a real (tiny) run: where it lies, what it says, and that drawing it again loads nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftforge.cli import main
+from draftforge.errors import CorruptDataError, MissingFileError
+from draftforge.pipeline.distill import distill
+from draftforge.pipeline.kept_counts import kept_counts
+from draftforge.pipeline.promotion import PROMOTION_FILE
+from draftforge.pipeline.reporting import REPORT_FILE, find_scored, log_report, write_report
+from draftforge.pipeline.scoring import SCORES_FILE
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import load_recipe
+from draftforge.specdec.targets import Target
+from draftforge.storage import read_object, write_json
+
+WriteRecipe = Callable[..., Path]
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_report_that_is_drawn_again_without_a_model(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = write_recipe()
+    with pytest.raises(MissingFileError, match="holds no score to report on"):
+        find_scored(Workspace(load_recipe(path)))
+    space = Workspace(load_recipe(path))
+    outcome = distill(space)
+    assert outcome is not None
+    folder = outcome.scored.stage.folder
+    page = (folder / REPORT_FILE).read_text()
+    run = space.tracking.client.list_artifacts(outcome.version.run_id)
+    assert REPORT_FILE in [artifact.path for artifact in run]
+    assert f"{outcome.version.reference} is the champion" in page and "first champion for this target" in page
+    assert f"{outcome.scored.chosen.tau.value:.2f}" in page
+    kept = read_object(folder / PROMOTION_FILE)
+    assert kept["version"] == outcome.version.reference and kept["decision"]["promote"]
+    assert {row["draft"] for row in kept["holdout"]["rows"]} == {"lookup", "candidate"}
+    counts = kept_counts(space.tracking, outcome.version)
+    assert counts is not None and set(counts["draft"].to_pylist()) == {"candidate"}
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(Target, "load", refuse)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(path), "--out", str(tmp_path / "again.html")])
+    assert not ended.value.code
+    assert (tmp_path / "again.html").read_text() == page
+
+    changed = Workspace(load_recipe(path, ["score.draft_tokens=[1]"]))
+    assert find_scored(changed) == folder  # the newest, as there is none of its own
+    write_json(folder / SCORES_FILE, {"rows": []})
+    with pytest.raises(CorruptDataError, match=r"scores\.json: not the record of a score of .*run `draftforge"):
+        write_report(space, folder)
+    log_report(space, folder, None)  # type: ignore[arg-type]
+    assert "no report: " in capsys.readouterr().err

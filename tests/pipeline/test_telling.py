@@ -1,0 +1,246 @@
+"""Metrics of a real (tiny) champion: as a file, over HTTP, beside an engine's counters, and with nothing to tell."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from draftforge.cli import main
+from draftforge.errors import InputError, MissingFileError, PromiseBrokenError, ServedError
+from draftforge.eval.parting import promise_of
+from draftforge.eval.select import serving
+from draftforge.pipeline import telling
+from draftforge.pipeline.distill import distill
+from draftforge.pipeline.kept_counts import kept_counts
+from draftforge.pipeline.telling import Served, Told, look_at, metrics
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import load_recipe
+from draftforge.specdec.targets import Target
+from draftforge.storage import write_json
+
+WriteRecipe = Callable[..., Path]
+
+
+def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation and family.type == "gauge"
+        for sample in family.samples:
+            found.setdefault(sample.name.removeprefix("draftforge_"), []).append((sample.labels, sample.value))
+    return found
+
+
+def value(found: dict[str, list[tuple[dict[str, str], float]]], name: str) -> float:
+    ((_, number),) = found[name]
+    return number
+
+
+def vllm(drafts: float, accepted: float, drafted: float) -> str:
+    lines = {"drafts": drafts, "accepted_tokens": accepted, "draft_tokens": drafted}
+    return "".join(
+        f'# TYPE vllm:spec_decode_num_{name}_total counter\nvllm:spec_decode_num_{name}_total{{m="x"}} {number}\n'
+        for name, number in lines.items()
+    )
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[str, dict[str, Any]]]:
+    """An address, and what is said there: `text` and `status`."""
+    said: dict[str, Any] = {"text": "", "status": 200}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            said["path"] = self.path
+            self.send_response(said["status"])
+            self.end_headers()
+            self.wfile.write(said["text"].encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", said
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_a_champion_is_told_of(
+    write_recipe: WriteRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    engine: tuple[str, dict[str, Any]],
+) -> None:
+    path = write_recipe()
+    space = Workspace(load_recipe(path))
+    before = samples(str(metrics(space, None, None, Served())))
+    assert value(before, "champion_exists") == 0 and "champion_info" not in before
+    started = time.time()
+    outcome = distill(space)
+    assert outcome is not None
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(Target, "load", refuse)
+    write_json(
+        space.root / "staleness.json", {"checked_at": 1.5e9, "stale": True, "causes": ["target", {"kind": "drift"}]}
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["metrics", str(path), "--out", str(tmp_path / "d.prom")])
+    assert not ended.value.code
+    found = samples((tmp_path / "d.prom").read_text())
+    ((about, one),) = found["champion_info"]
+    assert one == 1 and about["version"] == "1" and about["target"] == space.target_fingerprint[:12]
+    assert about["family"] == outcome.version.lineage.family and value(found, "champion_exists") == 1
+    table = kept_counts(space.tracking, outcome.version)
+    assert table is not None
+    settings = space.recipe.score
+    promise = promise_of(serving(table, settings), settings.bootstrap)
+    assert value(found, "champion_tau") == promise.taus["rounds"].value
+    assert [labels["position"] for labels, _ in found["champion_acceptance"]] == ["1", "2"][: promise.draft_tokens]
+    assert value(found, "champion_expected_speedup") > 0
+    assert started - 1 <= value(found, "champion_promoted_timestamp_seconds") <= time.time()
+    assert 0 <= value(found, "champion_age_seconds") < 600
+    assert value(found, "champion_stale") == 1 and value(found, "staleness_checked_timestamp_seconds") == 1.5e9
+    assert [labels["cause"] for labels, _ in found["champion_stale_cause"]] == ["drift", "target"]
+    assert found["last_decision"][0][0]["decision"] == "promote" and value(found, "last_retrain_success") == 1
+    assert abs(value(found, "last_decision_timestamp_seconds") - started) < 600
+
+    address, said = engine
+    K = promise.draft_tokens
+    said["text"] = vllm(1000, 900 * K, 1000 * K)  # far more than this random draft accepts
+    text = str(metrics(space, None, None, Served([address])))
+    told = samples(text)
+    assert said["path"] == "/metrics" and value(told, "served_up") == 1 and value(told, "served_rounds") == 1000
+    assert value(told, "served_tau") == pytest.approx(1 + 0.9 * K) and value(told, "served_parts") == 1
+    assert value(told, "promised_tau") == promise.taus["unclipped"].value
+    assert "WARNING: served: vllm has tau" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(PromiseBrokenError, match="parts from the promise"):
+        metrics(space, tmp_path / "e.prom", None, Served([address], fail=True))
+    assert "draftforge_served_parts" in (tmp_path / "e.prom").read_text()  # written all the same
+    right = 1000 * (promise.taus["unclipped"].value - 1)
+    said["status"] = 500
+    with pytest.raises(ServedError, match="answers 500"):
+        metrics(space, tmp_path / "f.prom", None, Served([address]))
+    assert value(samples((tmp_path / "f.prom").read_text()), "served_up") == 0
+    said |= {"text": vllm(1000, right, 1000 * K), "status": 200}
+    assert value(samples(str(metrics(space, None, None, Served([address], fail=True)))), "served_parts") == 0
+
+    write_json(space.root / "staleness.json", ["not", "it"])
+    told = samples(str(metrics(space, None, None, Served())))
+    assert "champion_stale" not in told and "staleness is not told" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_port_answers_until_it_is_stopped(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, engine: tuple[str, dict[str, Any]]
+) -> None:
+    space = Workspace(load_recipe(write_recipe()))
+    address, said = engine
+    opened: list[Any] = []
+    inner = telling.start_http_server
+    asked = threading.Event()
+
+    def start(port: int, **options: Any) -> Any:
+        opened.append(inner(0, **options))  # a free one
+        asked.set()
+        return opened[0]
+
+    monkeypatch.setattr(telling, "start_http_server", start)
+    run = threading.Thread(
+        target=lambda: metrics(space, None, "127.0.0.1:9109", Served([address], interval_seconds=60.0)), daemon=True
+    )
+    run.start()
+    assert asked.wait(60)
+    server, _ = opened[0]
+    url = f"http://127.0.0.1:{server.server_port}/metrics"
+    said["text"] = vllm(100, 50, 400)
+    first = samples(requests.get(url, timeout=60).text)
+    assert value(first, "served_up") == 1 and value(first, "served_rounds") == 0  # the window begins
+    said["text"] = vllm(130, 80, 520)
+    second = samples(requests.get(url, timeout=60).text)
+    assert value(second, "served_rounds") == 30 and value(second, "served_tau") == 2.0
+    said["text"] = vllm(10, 0, 40)  # the engine was started again
+    assert value(samples(requests.get(url, timeout=60).text), "served_rounds") == 40
+    said["status"] = 503
+    down = samples(requests.get(url, timeout=60).text)
+    assert value(down, "served_up") == 0 and value(down, "champion_exists") == 0
+    server.shutdown()
+    run.join(60)
+    assert not run.is_alive()
+
+
+def test_the_window_moves_on(write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    space, now = Workspace(load_recipe(write_recipe())), [0.0]
+    monkeypatch.setattr(telling.time, "monotonic", lambda: now[0])
+    source = tmp_path / "scrape.prom"
+    told = Told(space, Served([str(source)], interval_seconds=60.0))
+    registry = CollectorRegistry()
+    registry.register(told)
+    seen = []
+    for second, drafts in ((0, 100), (30, 110), (60, 130), (90, 170), (400, 171)):
+        now[0] = float(second)
+        source.write_text(vllm(drafts, drafts, 4 * drafts))
+        seen.append(value(samples(generate_latest(registry).decode()), "served_rounds"))
+    assert seen == [0, 10, 30, 60, 1]
+
+
+def test_two_files_give_what_lies_between(
+    write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = tmp_path / "before.prom", tmp_path / "after.prom"
+    before.write_text(vllm(100, 50, 400))
+    after.write_text(vllm(300, 250, 1200))
+    path = write_recipe()
+    with pytest.raises(SystemExit) as ended:
+        main(["metrics", str(path), "--served", str(after), "--since", str(before)])
+    assert not ended.value.code
+    found = samples(capsys.readouterr().out)
+    assert value(found, "served_rounds") == 200 and value(found, "served_tau") == 2.0
+    both = look_at([str(before), str(after)])
+    assert both.rounds == 400
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((None, None, Served(["a"], ["b", "c"])), "--since: 2 given for 1 --served"),
+        ((None, None, Served(["a"], ["b"], 5.0)), "--interval: looks twice"),
+        ((None, None, Served(fail=True)), "need --served"),
+        ((Path("x"), "127.0.0.1:9", Served()), "--listen: serves until stopped"),
+        ((None, "9109", Served()), "--listen 9109: must be HOST:PORT"),
+        ((None, "127.0.0.1:99999", Served()), "must be HOST:PORT"),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(
+    write_recipe: WriteRecipe, options: tuple[Any, Any, Served], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        metrics(Workspace(load_recipe(write_recipe())), *options)
+
+
+def test_engines_that_do_not_answer_are_named_without_their_passwords(engine: tuple[str, dict[str, Any]]) -> None:
+    address, said = engine
+    with pytest.raises(MissingFileError, match="--served no-such-file: no such file"):
+        look_at(["no-such-file"])
+    said["status"] = 401
+    with pytest.raises(ServedError, match="answers 401"):
+        look_at([f"{address}/custom"])
+    assert said["path"] == "/custom"
+    with pytest.raises(ServedError) as found:
+        look_at(["http://someone:secret@127.0.0.1:9/metrics"])
+    assert "secret" not in str(found.value) and "does not answer" in str(found.value)
+    said |= {"status": 200, "text": json.dumps({"no": "timings"})}
+    with pytest.raises(InputError, match="has no timings"):
+        look_at([address])
