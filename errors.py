@@ -75,6 +75,12 @@ class TrackingError(DraftforgeError, ConnectionError):
     exit_code = 3
 
 
+class HubError(DraftforgeError, ConnectionError):
+    """The model hub cannot be asked which revision is the newest."""
+
+    exit_code = 3
+
+
 class RegistryError(DraftforgeError, LookupError):
     """The model registry holds no such model, version or alias."""
 

@@ -24,6 +24,7 @@ from ..registry.resolve import resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.proposers.free import LOOKUP
 from .exporting import export_draft, is_copy
+from .probing import keep_counts
 from .scoring import Scored, Scorer
 from .stages import Stage
 from .workspace import Workspace
@@ -99,6 +100,7 @@ def _evidence(space: Workspace, scorer: Scorer, version: Version, now: Version |
     """Measure the version, and the champion beside it, on the holdout; and show it, with prompt lookup to compare."""
     settings = space.recipe.score
     candidate = _measure(space, scorer, version, CANDIDATE)
+    keep_counts(space.tracking, version, candidate.table)
     rival, lost = (None, None) if now is None else _rival(space, scorer, now)
     _show(scorer, candidate, rival)
     evidence = Evidence(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import fingerprint
+from ..data.blend import blend, to_add
 from ..data.capture import capture
 from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.mix import build_mix
@@ -77,12 +78,31 @@ def mix_place(space: Workspace) -> Stage:
     return _stage(space, "mix", inputs)
 
 
+def blended_stage(space: Workspace, mix: Stage, old: str) -> Stage:
+    """The mix with `retrain.old_share` of its training conversations from the mix `old`: the same stage where it has
+    them, or where that mix is gone."""
+    share, place = space.recipe.retrain.old_share, space.folder("mix", old)
+    if not share or mix.fingerprint == old or not place.is_dir():
+        return mix
+    added = to_add(mix.folder, place, share, space.recipe.mix.salt)
+    if not added:
+        return mix
+    stage = _stage(space, "mix", [mix.fingerprint, old, added])
+
+    def work() -> None:
+        blend(mix.folder, place, added, {"of": mix.fingerprint, "old": old}, stage.folder)
+        say(f"mix: {len(added)} conversations of an earlier one added")
+
+    _once(space, stage.folder / MIX_MANIFEST, work, "mix with old conversations")
+    return stage
+
+
 def _asks_target(space: Workspace) -> bool:
     return any(isinstance(source, TargetSource) for source in space.recipe.mix.sources)
 
 
-def capture_stage(space: Workspace, mix: Stage) -> Stage:
-    """The target's answers and signals."""
+def capture_place(space: Workspace, mix: Stage) -> Stage:
+    """Where the answers to a mix lie, or will."""
     recipe = space.recipe
     inputs = [
         mix.fingerprint,
@@ -93,7 +113,12 @@ def capture_stage(space: Workspace, mix: Stage) -> Stage:
     ]
     if recipe.capture.answers is not None:
         inputs.append(answers_digest(recipe.capture.answers))
-    stage = _stage(space, "capture", inputs)
+    return _stage(space, "capture", inputs)
+
+
+def capture_stage(space: Workspace, mix: Stage) -> Stage:
+    """The target's answers and signals."""
+    recipe, stage = space.recipe, capture_place(space, mix)
     scored = recipe.score.sampling
 
     def work() -> None:

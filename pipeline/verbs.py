@@ -24,13 +24,19 @@ from ..train.metrics import NoSink
 from . import bench as benchmark
 from . import distill as flow
 from . import retrain as again
-from . import skipping, talk
+from . import skipping, talk, webhook
+from . import watch as watching
 from .bench_settings import BenchSettings, numbers_of
+from .changes import pinned
 from .exporting import export_draft, verifier_of
 from .promotion import promote_stage
+from .rehearsal import rehearse
 from .scoring import Scorer, score_foreign, score_stage
 from .stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
+
+REFUSED = 5
+"""Exit code of a retraining whose draft the gate refused: nothing broke, and the champion is still stale."""
 
 
 def distill(recipe: Recipe) -> None:
@@ -143,9 +149,40 @@ def fetch(out: Path, target: str, model: str, tracking_uri: str | None, workdir:
     say(f"{version.reference}: {alias} of target {fingerprint.short(found)}, in {out}")
 
 
-def retrain(recipe: Recipe) -> None:
-    """Train again if the target has changed."""
-    again.retrain(Workspace(recipe))
+def retrain(recipe: Recipe, dry_run: bool) -> int:
+    """Train again if the champion is stale; the exit code. `dry_run`: only say whether, why and how."""
+    recipe = pinned(recipe)
+    if dry_run:
+        rehearse(recipe)
+        return 0
+    return REFUSED if again.retrain(Workspace(recipe)).refused else 0
+
+
+def watch(
+    recipe: Recipe,
+    start: watching.Start,
+    every: str,
+    jitter: str | None,
+    once: bool,
+    port: int | None,
+    address: str,
+) -> int:
+    """Retrain now and then, and when a webhook says that the target changed."""
+    every_seconds = watching.seconds_of(every, "--every")
+    jitter_seconds = 0.0 if jitter is None else watching.seconds_of(jitter, "--jitter")
+    if once:
+        return watching.once(start)
+    schedule = watching.Watch(start, every_seconds, jitter_seconds)
+    say(f"watching {recipe.name}: a retraining now, then every {every}")
+    if port is None:
+        schedule.serve()
+        return 0
+    name, alias = webhook.followed(recipe.target.model)
+    receiver = webhook.Receiver(webhook.secret_of(), lambda event: webhook.concerns(event, name, alias), schedule.ask)
+    with webhook.listening(receiver, address, port) as found:
+        say(f"listening for webhooks of {name}@{alias} on {address}:{found}")
+        schedule.serve()
+    return 0
 
 
 def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, target_id: str | None) -> None:
