@@ -141,8 +141,8 @@ def test_mlflow_itself_is_heard(server: Server, monkeypatch: pytest.MonkeyPatch)
     """A delivery by MLflow's own sender."""
     from mlflow.entities.webhook import Webhook, WebhookAction, WebhookEntity, WebhookEvent
 
-    monkeypatch.setenv("_MLFLOW_WEBHOOK_ALLOWED_SCHEMES", "http")
-    monkeypatch.setenv("_MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS", "true")
+    monkeypatch.setenv("MLFLOW_WEBHOOK_ALLOWED_SCHEMES", "http")
+    monkeypatch.setenv("MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS", "true")
     event = WebhookEvent(WebhookEntity.MODEL_VERSION_ALIAS, WebhookAction.CREATED)
     hook = Webhook("id", "name", f"http://127.0.0.1:{server.port}/", [event], 0, 0, secret=SECRET)
     session = mlflow_delivery._create_webhook_session()
