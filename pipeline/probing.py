@@ -11,6 +11,7 @@ import pyarrow as pa
 from .. import fingerprint
 from ..data.capture import capture_conversations
 from ..data.conversation import Conversation
+from ..data.mending import mend
 from ..data.split import unit
 from ..eval import counts
 from ..eval.plans import Drafting
@@ -82,6 +83,7 @@ def answered(space: Workspace, conversations: Sequence[Conversation]) -> Stage:
         if earlier != stage.folder and not earlier.is_symlink():
             shutil.rmtree(earlier)
     held_out = [one.model_copy(update={"split": HOLDOUT_SPLIT}) for one in conversations]
+    mend(stage.folder)  # of a killed run; few and small
     capture_conversations(target, held_out, recipe.capture, recipe.score.sampling, stage.folder)
     return stage
 

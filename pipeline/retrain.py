@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import storage
-from ..errors import InputError
+from ..data.mending import mend
+from ..errors import CorruptDataError, InputError
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.lineage import Version
@@ -17,7 +18,7 @@ from ..train.families import family_of
 from .distill import Outcome, distill
 from .failing import at, recorded
 from .judging import judge
-from .stages import Stage, blended_stage, mix_stage
+from .stages import Stage, blended_stage, capture_place, mix_stage
 from .staleness import Staleness
 from .workspace import Workspace
 
@@ -62,7 +63,21 @@ def retrain(space: Workspace) -> Retrained:
             if not found.stale:
                 return Retrained(found)
             work = plan(space, found)
-        return Retrained(found, distill(work.space, work.parent, work.mix, found.record()))
+        return Retrained(found, _distilled(work, found))
+
+
+def _distilled(work: Plan, found: Staleness) -> Outcome | None:
+    """Distil; damaged answers on disk, which nobody is there to delete, are given anew once."""
+    try:
+        return distill(work.space, work.parent, work.mix, found.record())
+    except CorruptDataError as error:
+        folder = capture_place(work.space, work.mix).folder
+        with work.space.alone():
+            damaged = mend(folder)
+        if not damaged:
+            raise
+        say(f"{error}; {', '.join(damaged)} is answered again")
+    return distill(work.space, work.parent, work.mix, found.record())
 
 
 def tell(found: Staleness) -> None:

@@ -2,6 +2,7 @@
 promote, roll back."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def test_from_a_log_to_a_nightly_retraining(
     )
     assert house.draftforge("retrain", *bad) == 5
     told = said()
-    assert "the mix drifted" in told and "not promoted" in told and "not faster" in told, told
+    assert "the mix drifted" in told and re.search(r"not promoted: .*support", told), told  # it forgot the old domain
     assert house.champion.reference == second.reference
 
     # the same night, trained as it should be: the drift is noticed again, and the heir is promoted
