@@ -100,12 +100,12 @@ def test_the_command_leaves_everything_alone_when_the_hub_is_away(
 
 
 def test_unknown_names_are_the_users_mistake(write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Missing(Exception):
+    class MissingError(Exception):
         pass
 
-    monkeypatch.setattr(changes, "RepositoryNotFoundError", Missing)
+    monkeypatch.setattr(changes, "RepositoryNotFoundError", MissingError)
     monkeypatch.setattr(changes, "RevisionNotFoundError", KeyError)
-    hub_at(monkeypatch, Missing())
+    hub_at(monkeypatch, MissingError())
     with pytest.raises(MissingFileError, match="no such repository on the hub"):
         pinned(hub_recipe(write_recipe))
     hub_at(monkeypatch, KeyError())

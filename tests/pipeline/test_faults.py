@@ -106,9 +106,17 @@ def made(recipe_in: Callable[..., Path], tiny_target_folder: Path, tmp_path_fact
 
 @pytest.fixture
 def scene(made: Scene) -> Scene:
-    """The scene as it was before any retraining, in its one place: the store names absolute paths."""
+    """The scene as it was before any retraining, in its one place: the store names absolute paths.
+
+    The database is written over, not replaced: MLflow keeps connections to the file that it has opened.
+    """
+    saved, database = made.root.with_name("saved"), Path("work") / "mlflow.db"
+    aside = made.root.with_name("mlflow.db")
+    (made.root / database).rename(aside)
     shutil.rmtree(made.root)
-    shutil.copytree(made.root.with_name("saved"), made.root)
+    shutil.copytree(saved, made.root)
+    aside.replace(made.root / database)
+    shutil.copyfile(saved / database, made.root / database)
     return made
 
 
@@ -143,7 +151,7 @@ def test_a_full_disk(
     whole = os.fsync
 
     def full(descriptor: int) -> None:
-        if re.search(where, os.readlink(f"/proc/self/fd/{descriptor}")):
+        if re.search(where, str(Path(f"/proc/self/fd/{descriptor}").readlink())):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         whole(descriptor)
 

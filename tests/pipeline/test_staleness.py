@@ -1,4 +1,4 @@
-"""The two tests behind "stale": closed forms, and how often they cry wolf where nothing, or only the margin, changed."""
+"""The two tests behind "stale": closed forms, and how often they cry wolf where nothing or only the margin changed."""
 
 import math
 

@@ -1,5 +1,6 @@
 """The embedded scheduler: one retraining at a time, none lost, none doubled when the clock is set, none left behind."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -94,7 +95,7 @@ def test_a_long_retraining_is_not_joined_by_another(ticking: Callable[[Watch], N
     ticking(Watch(Starts(code), every_seconds=1))
     until(lambda: log.exists() and len(log.read_text().splitlines()) >= 3)
     spans = [[float(text) for text in line.split()] for line in log.read_text().splitlines()]
-    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:]))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
 def test_what_is_asked_for_meanwhile_is_done_once_afterwards(ticking: Callable[[Watch], None]) -> None:
