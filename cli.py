@@ -223,7 +223,7 @@ def retrain(
     loaded = _load(recipe, overrides)
     from .pipeline import verbs
 
-    raise typer.Exit(verbs.retrain(loaded, dry_run))
+    raise typer.Exit(verbs.retrain(loaded, dry_run=dry_run))
 
 
 @app.command(rich_help_panel=REGISTRY)
@@ -255,10 +255,11 @@ def watch(
     """
     loaded = _load(recipe, overrides)
     from .pipeline import verbs
-    from .pipeline.watch import child
 
-    start = child(str(recipe), overrides or [])
-    raise typer.Exit(verbs.watch(loaded, start, every, jitter, once, webhook, bind))
+    code = verbs.watch(
+        loaded, str(recipe), overrides or [], every=every, jitter=jitter, once=once, port=webhook, address=bind
+    )
+    raise typer.Exit(code)
 
 
 @app.command("skip-layers", rich_help_panel=USE)

@@ -73,8 +73,8 @@ def _tracked(space: Workspace, run: TrackedRun, mix: Stage, parent: str | None) 
         captured = capture_stage(space, mix)
         run.log_input("mix", mix.folder, mix.fingerprint)
         run.log_input("capture", captured.folder, captured.fingerprint)
-        prepare_drafts(space, captured)
     with at("train"):
+        prepare_drafts(space, captured)
         trained = {name: train_stage(space, name, captured, run.sink(name)) for name in space.recipe.drafts}
     with at("score"):
         scored = score_stage(space, captured, trained)

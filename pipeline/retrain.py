@@ -1,5 +1,6 @@
 """Retraining when the champion is stale: idempotent, one at a time, and never a worse draft for anyone."""
 
+import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..train.families import family_of
 from .distill import Outcome, distill
 from .failing import at, recorded
 from .judging import judge
-from .stages import Stage, blended_stage, capture_place, mix_stage
+from .stages import Stage, blended_stage, capture_place, mix_stage, trained
 from .staleness import Staleness
 from .workspace import Workspace
 
@@ -71,12 +72,14 @@ def _distilled(work: Plan, found: Staleness) -> Outcome | None:
     try:
         return distill(work.space, work.parent, work.mix, found.record())
     except CorruptDataError as error:
-        folder = capture_place(work.space, work.mix).folder
+        captured = capture_place(work.space, work.mix)
         with work.space.alone():
-            damaged = mend(folder)
+            damaged = mend(captured.folder)
+            for name in work.space.drafts if damaged else ():  # begun on answers that are no longer there
+                shutil.rmtree(trained(work.space, name, captured).folder, ignore_errors=True)
         if not damaged:
             raise
-        say(f"{error}; {', '.join(damaged)} is answered again")
+        say(f"{error}; answering again: {', '.join(damaged)}")
     return distill(work.space, work.parent, work.mix, found.record())
 
 

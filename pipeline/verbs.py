@@ -1,6 +1,7 @@
 """What the command line's verbs do. A verb runs the stages that it needs and that are not on disk yet."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -160,16 +161,20 @@ def retrain(recipe: Recipe, dry_run: bool) -> int:
 
 def watch(
     recipe: Recipe,
-    start: watching.Start,
+    path: str,
+    overrides: Sequence[str],
     every: str,
     jitter: str | None,
     once: bool,
     port: int | None,
     address: str,
 ) -> int:
-    """Retrain now and then, and when a webhook says that the target changed."""
+    """Retrain now and then, and when a webhook says that the target changed. `path`: the recipe's file."""
+    start = watching.child(path, overrides)
     every_seconds = watching.seconds_of(every, "--every")
     jitter_seconds = 0.0 if jitter is None else watching.seconds_of(jitter, "--jitter")
+    if once and port is not None:
+        raise InputError(f"--webhook {port}: cannot be heard with --once; leave one of them out")
     if once:
         return watching.once(start)
     schedule = watching.Watch(start, every_seconds, jitter_seconds)

@@ -4,6 +4,7 @@ A retraining that crashes or leaks takes nothing with it. One runs at a time; wh
 it. APScheduler keeps the times by the wall clock; `Watch.tick` moves them along whenever that clock is set.
 """
 
+import logging
 import re
 import signal
 import subprocess
@@ -66,6 +67,7 @@ class Watch:
 
     def serve(self) -> None:
         """Run until a signal's exception ends it; a retraining that runs then is stopped and resumes another time."""
+        logging.getLogger("apscheduler").setLevel(logging.ERROR)  # that one still runs is no news
         self._scheduler.start()
         try:
             while True:

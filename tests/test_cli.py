@@ -17,7 +17,19 @@ from draftforge import __version__, cli
 from draftforge.errors import InputError, LockedError, TrainingDivergedError
 
 STAGES = ["distill", "mix", "capture", "train", "score"]
-VERBS = [*STAGES, "promote", "rollback", "fetch", "retrain", "skip-layers", "export", "generate", "bench", "doctor"]
+VERBS = [
+    *STAGES,
+    "promote",
+    "rollback",
+    "fetch",
+    "retrain",
+    "watch",
+    "skip-layers",
+    "export",
+    "generate",
+    "bench",
+    "doctor",
+]
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
@@ -50,7 +62,7 @@ def run(*args: str) -> int:
 def test_stages_get_the_recipe_with_its_overrides(calls: Calls) -> None:
     assert run("capture", "r.yaml", "seed=1", "--answers-to", "kept") == 0
     assert calls.pop() == ("capture", (("recipe", "r.yaml", ["seed=1"]), Path("kept")), {})
-    for verb in ("distill", "mix", "promote", "rollback", "retrain"):
+    for verb in ("distill", "mix", "promote", "rollback"):
         assert run(verb, "r.yaml", "seed=1", "drafts.a.steps=-3") == 0
         assert calls.pop() == (verb, (("recipe", "r.yaml", ["seed=1", "drafts.a.steps=-3"]),), {})
     for verb in ("train", "score"):
@@ -87,6 +99,22 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("fetch", "out", "--target", "owner/model", "--workdir", "w") == 0
     options = {"target": "owner/model", "model": "draftforge", "tracking_uri": None, "alias": "champion"}
     assert calls.pop() == ("fetch", (Path("out"),), {**options, "workdir": Path("w")})
+
+
+def test_retraining(calls: Calls) -> None:
+    recipe: tuple[str, str, list[str]] = ("recipe", "r.yaml", ["seed=1"])
+    assert run("retrain", "r.yaml", "seed=1") == 0
+    assert calls.pop() == ("retrain", (recipe,), {"dry_run": False})
+    assert run("retrain", "r.yaml", "seed=1", "--dry-run") == 0
+    assert calls.pop() == ("retrain", (recipe,), {"dry_run": True})
+    usual = {"every": "6h", "jitter": None, "once": False, "port": None, "address": "127.0.0.1"}
+    assert run("watch", "r.yaml", "seed=1") == 0
+    assert calls.pop() == ("watch", (recipe, "r.yaml", ["seed=1"]), usual)
+    asked = ("--every", "1d", "--jitter", "5m", "--webhook", "8770", "--bind", "0.0.0.0", "--once")
+    assert run("watch", "r.yaml", *asked) == 0
+    given = {"every": "1d", "jitter": "5m", "once": True, "port": 8770, "address": "0.0.0.0"}
+    assert calls.pop() == ("watch", (("recipe", "r.yaml", []), "r.yaml", []), given)
+    assert run("watch", "r.yaml", "--webhook", "65536") == 2
 
 
 def test_skipping_layers(calls: Calls) -> None:

@@ -108,7 +108,7 @@ def test_cron_takes_the_line(tmp_path: Path) -> None:
         program = bin_folder / "draftforge"
         program.write_text(f"#!/bin/sh\necho noise\nexit {code}\n")
         program.chmod(0o755)
-        here = command.replace("/srv/draftforge", str(tmp_path / str(code))).replace(
+        here = command.replace("/var/lib/draftforge", str(tmp_path / str(code))).replace(
             "/var/log/draftforge", str(tmp_path)
         )
         printed = subprocess.run(["sh", "-c", here], capture_output=True, text=True).stdout
@@ -150,9 +150,9 @@ def test_the_workflow_warns_of_a_refusal_and_fails_on_a_failure(code: int, wante
     program = tmp_path / "draftforge"
     program.write_text(f'#!/bin/sh\necho "$@"\nexit {code}\n')
     program.chmod(0o755)
-    script = script.replace("/srv/draftforge/.venv/bin/draftforge", str(program))
+    script = script.replace("/var/lib/draftforge/.venv/bin/draftforge", str(program))
     done = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", script], capture_output=True, text=True, env={"OPTIONS": "--dry-run"}
     )
     assert done.returncode == wanted and ("::warning::" in done.stdout) == (code == 5)
-    assert "retrain recipe.yaml workdir=/srv/draftforge/run --dry-run" in done.stdout
+    assert "retrain recipe.yaml workdir=/var/lib/draftforge/run --dry-run" in done.stdout

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pyarrow as pa
 import pytest
-from scipy import stats  # type: ignore[import-untyped]
+from scipy import stats
 
 from draftforge.data.conversation import Conversation, Message
 from draftforge.eval.counts import CountRow, to_table
@@ -22,8 +22,8 @@ def table(tokens: list[float], rounds: list[float], start: int = 0, setting: str
     """One conversation a pair of numbers; `size` of them make a cluster."""
     rows = []
     for i, (made, took) in enumerate(zip(tokens, rounds), start=start):
-        kept = [float(made - took)]
-        counts = RoundCounts(float(took), float(made), float(took), kept[0], [float(took)], kept)
+        kept = (float(made - took),)
+        counts = RoundCounts(float(took), float(made), float(took), kept[0], (float(took),), kept)
         rows.append(
             CountRow(
                 "d", 1, f"c{i}", 0, f"k{i // size}", "a", "holdout", "00128", setting, "greedy", 1, "", "replay", counts

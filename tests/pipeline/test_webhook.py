@@ -162,6 +162,6 @@ def test_without_a_secret_or_an_alias_nothing_listens() -> None:
 
 
 def test_a_taken_port_is_one_line(server: Server) -> None:
-    with pytest.raises(InputError, match=rf"--webhook {server.port}: cannot listen on 127.0.0.1:{server.port} \("):
-        with listening(server.receiver, "127.0.0.1", server.port):
-            pass
+    said = rf"--webhook {server.port}: cannot listen on 127.0.0.1:{server.port} \("
+    with pytest.raises(InputError, match=said), listening(server.receiver, "127.0.0.1", server.port):
+        pass

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from scipy import stats  # type: ignore[import-untyped]
+from scipy import stats
 from stand_ins import llama
 from transformers import GenerationConfig, LogitsProcessorList
 
