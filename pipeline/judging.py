@@ -24,6 +24,7 @@ from ..registry.resolve import resolve_models_uri
 from ..specdec.formats import read_meta
 from . import probing
 from .failing import at
+from .kept_counts import kept_counts
 from .stages import Stage, mix_place, mix_stage
 from .staleness import Cause, Change, Staleness, mix_drift, tau_change
 from .workspace import Workspace
@@ -155,7 +156,7 @@ def _recent(space: Workspace, now: Version, mix: Sequence[Conversation], known: 
 
 
 def _kept(space: Workspace, version: Version) -> pa.Table | None:
-    kept = probing.kept_counts(space.tracking, version)
+    kept = kept_counts(space.tracking, version)
     return None if kept is None else serving(kept, space.recipe.score)
 
 

@@ -1,7 +1,6 @@
-"""A champion on a few answers that the target gives now, and what it was worth when it was promoted."""
+"""A champion on a few answers that the target gives now."""
 
 import shutil
-import tempfile
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,41 +12,16 @@ from ..data.capture import capture_conversations
 from ..data.conversation import Conversation
 from ..data.mending import mend
 from ..data.split import unit
-from ..eval import counts
 from ..eval.plans import Drafting
 from ..eval.score import Identity
 from ..eval.select import serving
 from ..eval.settings import HOLDOUT_SPLIT
-from ..registry.artifacts import download, stored_files
-from ..registry.connect import Tracking, mlflow_errors
 from ..registry.lineage import Version, ancestors, cluster_digest, training_clusters
 from ..specdec.drafts import AnyDraft
 from ..specdec.proposers import make_proposer
 from .scoring import Scorer
 from .stages import Stage
 from .workspace import Workspace
-
-KEPT_COUNTS = "holdout.parquet"
-
-
-def keep_counts(tracking: Tracking, version: Version, table: pa.Table) -> None:
-    """Keep a version's counts on the holdout beside its lineage: what later traffic is compared with."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / KEPT_COUNTS
-        counts.write(table, path)
-        with mlflow_errors(tracking.uri):
-            tracking.client.log_artifact(version.run_id, str(path), version.lineage.folder)
-
-
-def kept_counts(tracking: Tracking, version: Version) -> pa.Table | None:
-    """What `keep_counts` kept; None where nothing was."""
-    with mlflow_errors(tracking.uri):
-        root = f"{tracking.client.get_run(version.run_id).info.artifact_uri}/{version.lineage.folder}"
-    if KEPT_COUNTS not in stored_files(tracking, root):
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        download(tracking, root, {KEPT_COUNTS: 0}, Path(folder))
-        return counts.read(Path(folder) / KEPT_COUNTS)
 
 
 def new_conversations(

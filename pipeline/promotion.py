@@ -24,7 +24,7 @@ from ..registry.resolve import resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.proposers.free import LOOKUP
 from .exporting import export_draft, is_copy
-from .probing import keep_counts
+from .kept_counts import keep_counts
 from .scoring import Scored, Scorer
 from .stages import Stage
 from .workspace import Workspace

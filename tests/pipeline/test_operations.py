@@ -15,7 +15,7 @@ from draftforge import fingerprint
 from draftforge.cli import main
 from draftforge.eval.counts import where
 from draftforge.eval.figures import Bootstrap, tau
-from draftforge.pipeline.probing import kept_counts
+from draftforge.pipeline.kept_counts import kept_counts
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.lineage import Version
