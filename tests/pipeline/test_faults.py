@@ -129,7 +129,7 @@ def scene(made: Scene) -> Scene:
         r"/train-small-[0-9a-f]+/checkpoints/step-000002$",
         r"/score-[0-9a-f]+/parts/small-000004\.parquet$",
         r"/exports/[^/]+$",
-        "draftforge.registry.gate:move_champion",
+        "draftforge.pipeline.promotion:promote",
     ],
 )
 def test_sigkill_at_each_stage(where: str, scene: Scene) -> None:
