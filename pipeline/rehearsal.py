@@ -13,6 +13,7 @@ from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.connect import mlflow_errors, quick_requests, resolve_uri
+from ..specdec.formats import meta_file
 from ..train.checkpoints import is_finished
 from .judging import judge
 from .retrain import Plan, plan, tell
@@ -36,7 +37,8 @@ def rehearse(recipe: Recipe) -> Staleness:
 
 @contextmanager
 def rehearsing(recipe: Recipe) -> Iterator[Workspace]:
-    """The recipe's work folder as it looks, in a temporary one: notes are copied, finished mixes and probes linked."""
+    """The recipe's work folder as it looks, in a temporary one: notes are copied; finished mixes, probes, and targets
+    that came from the registry, are linked."""
     real = recipe.workdir.resolve()
     with tempfile.TemporaryDirectory(prefix="draftforge-rehearsal-") as folder:
         root = Path(folder) / real.name
@@ -47,7 +49,12 @@ def rehearsing(recipe: Recipe) -> Iterator[Workspace]:
             elif path.name.startswith("mix-") or (path / CAPTURE_MANIFEST).is_file():
                 (root / path.name).symlink_to(path)
         registry = recipe.registry.model_copy(update={"tracking_uri": _store(recipe, real, root)})
-        yield Workspace(recipe.model_copy(update={"workdir": root, "registry": registry}))
+        space = Workspace(recipe.model_copy(update={"workdir": root, "registry": registry}))
+        (root / "models").mkdir()
+        for path in (real / "models").glob("[!.]*"):
+            if not meta_file(path).is_file():  # drafts are fetched anew: what the registry itself holds counts
+                (root / "models" / path.name).symlink_to(path)
+        yield space
 
 
 def _store(recipe: Recipe, real: Path, root: Path) -> str:
@@ -59,13 +66,7 @@ def _store(recipe: Recipe, real: Path, root: Path) -> str:
         with mlflow_errors(uri), quick_requests(recipe.registry.connect_seconds):
             client = MlflowClient(tracking_uri=uri, registry_uri=uri)
             there = client.get_experiment_by_name(recipe.registry.experiment) is not None
-    return (
-        uri
-        if there
-        else resolve_uri(
-            recipe.registry.model_copy(update={"tracking_uri": "sqlite:///" + str(root / "none.db")}), root
-        )
-    )
+    return uri if there else f"sqlite:///{root / 'none.db'}"
 
 
 def _steps(recipe: Recipe, work: Plan, found: Staleness) -> list[str]:
