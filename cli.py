@@ -290,15 +290,59 @@ def registry(
 
 
 @app.command(rich_help_panel=REGISTRY)
-def retrain(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Train again, from the champion's weights, if the target has changed. For schedulers: quiet when up to date.
+def retrain(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done and why; change nothing, in MLflow neither.")
+    ] = False,
+) -> None:
+    """Train again, from the champion's weights, if it is stale: target, acceptance or traffic changed. For schedulers.
+
+    Exit code 0: up to date, or promoted; 5: the gate refused the new draft; 2, 3, 4: failed, the champion is untouched.
 
     Example: draftforge retrain configs/demo.yaml target.adapter=./new-adapter
     """
     loaded = _load(recipe, overrides)
     from .pipeline import verbs
 
-    verbs.retrain(loaded)
+    raise typer.Exit(verbs.retrain(loaded, dry_run=dry_run))
+
+
+@app.command(rich_help_panel=REGISTRY)
+def watch(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    every: Annotated[str, typer.Option("--every", help="Time from one start to the next: 90s, 30m, 6h, 1d.")] = "6h",
+    jitter: Annotated[
+        str | None, typer.Option("--jitter", help="Start later by a random time of at most this, such as 5m.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Retrain once, now, and exit with its code.")] = False,
+    webhook: Annotated[
+        int | None,
+        typer.Option(
+            "--webhook",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Also when MLflow's webhook says that the target's alias moved; DRAFTFORGE_WEBHOOK_SECRET signs it.",
+        ),
+    ] = None,
+    bind: Annotated[
+        str, typer.Option("--bind", help="Address that the webhook listens on; others than this machine need another.")
+    ] = "127.0.0.1",
+) -> None:
+    """Retrain now and every so often, each time in a process of its own: a scheduler for where there is none.
+
+    Example: draftforge watch configs/demo.yaml --every 6h --jitter 10m
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import verbs
+
+    code = verbs.watch(
+        loaded, str(recipe), overrides or [], every=every, jitter=jitter, once=once, port=webhook, address=bind
+    )
+    raise typer.Exit(code)
 
 
 @app.command("skip-layers", rich_help_panel=USE)

@@ -93,6 +93,12 @@ class PromiseBrokenError(DraftforgeError, ArithmeticError):
     exit_code = 3
 
 
+class HubError(DraftforgeError, ConnectionError):
+    """The model hub cannot be asked which revision is the newest."""
+
+    exit_code = 3
+
+
 class RegistryError(DraftforgeError, LookupError):
     """The model registry holds no such model, version or alias."""
 

@@ -55,7 +55,7 @@ _BASELINES = (*TRAINING_FREE, "none", "plain")  # what tables and `--draft` call
 
 
 class RetrainSettings(BaseModel):
-    """What `draftforge retrain` does when the target has changed."""
+    """When `draftforge retrain` takes the champion for stale, and what it does then."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -63,6 +63,17 @@ class RetrainSettings(BaseModel):
     """Start from the champion's weights where tokenizer and shapes allow it; false: always from the recipe's start."""
     steps: int | None = Field(default=None, ge=1)
     """Steps of a warm-started training; absent: the draft's own."""
+    old_share: float = Field(default=0.25, ge=0, lt=1)
+    """Least share of the training conversations that come from the champion's own training, answered anew; those that
+    the logs no longer hold are taken from its mix in the work folder. 0: only what the sources hold now."""
+    acceptance_margin: float = Field(default=0.05, ge=0, lt=1)
+    """Relative fall of tau that is let pass: stale where it is shown to have fallen by more."""
+    drift_margin: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the mix that may move between domains and sampling settings: stale where more is shown to have moved."""
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """Of the tests that show it, each one-sided."""
+    probe_conversations: int = Field(default=128, ge=2)
+    """New conversations that the target answers to measure the champion on; all where there are fewer."""
     lock_timeout_seconds: float = Field(default=0.0, ge=0)
     """How long to wait for another retraining of the same work folder to end; 0: give up at once."""
 
@@ -109,7 +120,7 @@ class Recipe(BaseModel):
     promotion: PromotionSettings = PromotionSettings()
     """What follows a promotion or a rollback."""
     retrain: RetrainSettings = RetrainSettings()
-    """What happens when the target changes."""
+    """When a new draft is due, and how it starts."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,7 +1,9 @@
 """The whole flow: mix, capture, train, score, register, promote. Each stage that is on disk is skipped."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .. import fingerprint
 from ..progress import say
@@ -10,6 +12,7 @@ from ..registry.records import Decision
 from ..registry.settings import redacted
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.metrics import NoSink
+from .failing import at, told
 from .hooks import after_promotion
 from .promotion import promote_stage
 from .reporting import log_report
@@ -27,23 +30,32 @@ class Outcome:
     decision: Decision
 
 
-def distill(space: Workspace, parent: str | None = None) -> Outcome | None:
+def distill(
+    space: Workspace,
+    parent: str | None = None,
+    mix: Stage | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> Outcome | None:
     """Run every stage; None on ranks other than the first, whose part ends with the training.
 
-    `parent`: the version that training starts from.
+    `parent`: the version that training starts from. `mix`: another one than the recipe's, finished. `notes`: why this
+    is done, kept in the run.
     """
     started = time.monotonic()
     check_targets(space.recipe, space.recipe.drafts)
     if not space.first_rank:
-        captured = capture_stage(space, mix_stage(space))
+        captured = capture_stage(space, mix or mix_stage(space))
         for name in space.recipe.drafts:
             train_stage(space, name, captured, NoSink())
         return None
     tracking = space.tracking  # a server that does not answer is found out before the work, not after it
     with space.alone():
-        mix = mix_stage(space)
+        with at("mix"):
+            mix = mix or mix_stage(space)
         identity = run_fingerprint(space, mix)
-        with start_run(tracking, space.recipe.name, identity, run_id=find_run(tracking, identity)) as run:
+        with start_run(tracking, space.recipe.name, identity, run_id=find_run(tracking, identity)) as run, told(run):
+            if notes is not None:
+                run.log_json(dict(notes), "staleness.json")
             outcome = _tracked(space, run, mix, parent)
         after_promotion(space, outcome.version, outcome.decision)
     seconds = time.monotonic() - started
@@ -60,15 +72,19 @@ def _tracked(space: Workspace, run: TrackedRun, mix: Stage, parent: str | None) 
     run.log_params(space.recipe.public())
     run.log_json(space.recipe.public(), "recipe.json")
     run.set_tags({"draftforge.target": space.target_fingerprint})
-    captured = capture_stage(space, mix)
-    run.log_input("mix", mix.folder, mix.fingerprint)
-    run.log_input("capture", captured.folder, captured.fingerprint)
-    prepare_drafts(space, captured)
-    trained = {name: train_stage(space, name, captured, run.sink(name)) for name in space.recipe.drafts}
-    scored = score_stage(space, captured, trained)
-    _log_scores(run, scored, trained)
-    version, decision = promote_stage(space, run.id, mix, captured, scored, parent)
-    log_report(space, scored.stage.folder, run)
+    with at("capture"):
+        captured = capture_stage(space, mix)
+        run.log_input("mix", mix.folder, mix.fingerprint)
+        run.log_input("capture", captured.folder, captured.fingerprint)
+    with at("train"):
+        prepare_drafts(space, captured)
+        trained = {name: train_stage(space, name, captured, run.sink(name)) for name in space.recipe.drafts}
+    with at("score"):
+        scored = score_stage(space, captured, trained)
+        _log_scores(run, scored, trained)
+    with at("promote"):
+        version, decision = promote_stage(space, run.id, mix, captured, scored, parent)
+        log_report(space, scored.stage.folder, run)
     run.set_tags({"draftforge.version": version.reference, "draftforge.promoted": str(decision.promote).lower()})
     return Outcome(scored, version, decision)
 

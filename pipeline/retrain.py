@@ -1,29 +1,26 @@
-"""Retraining when the target has changed: idempotent, one at a time, and never a worse draft for anyone."""
+"""Retraining when the champion is stale: idempotent, one at a time, and never a worse draft for anyone."""
 
+import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import fingerprint, storage
-from ..errors import InputError, LostFilesError
-from ..eval import counts
-from ..eval.figures import Estimate, tau
-from ..eval.score import Identity
-from ..eval.select import serving
-from ..eval.settings import SELECTION_SPLIT
-from ..eval.table import interval
+from .. import storage
+from ..data.mending import mend
+from ..errors import CorruptDataError, InputError
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.lineage import Version
-from ..registry.models import champion, latest_champion, missing_file
 from ..registry.resolve import resolve_models_uri
 from ..specdec.drafts import AnyDraft
 from ..specdec.formats import DraftMeta, load_draft, read_meta
 from ..specdec.formats.fit import check_fits
 from ..train.families import family_of
 from .distill import Outcome, distill
-from .scoring import Scorer
-from .stages import capture_stage, mix_place, mix_stage
+from .failing import at, recorded
+from .judging import judge
+from .stages import Stage, blended_stage, capture_place, mix_stage, trained
+from .staleness import Staleness
 from .workspace import Workspace
 
 
@@ -31,81 +28,88 @@ from .workspace import Workspace
 class Retrained:
     """What a retraining found and did. `outcome` None: nothing was to do."""
 
-    outcome: Outcome | None
-    stale: Version | None = None
-    stale_tau: Estimate | None = None
+    staleness: Staleness
+    outcome: Outcome | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether a draft was trained and not promoted."""
+        return self.outcome is not None and not self.outcome.decision.promote
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a stale champion's heir is trained."""
+
+    space: Workspace
+    mix: Stage
+    parent: str | None
+    """The version that it starts from; None: a cold start."""
 
 
 def retrain(space: Workspace) -> Retrained:
-    """Distil for the recipe's target unless it has a champion whose files are there. LockedError: another one runs.
+    """Distil for the recipe's target if its champion is stale. LockedError: another one runs.
 
-    The newest champion of another target is measured on the new target, and training starts from it where tokenizer,
-    family and shapes allow; where they do not, it starts cold and says so.
+    Training starts from the champion, or from another target's newest one, where tokenizer, family and shapes allow;
+    where they do not, it starts cold and says so. What fails leaves a FAILED run and the champion as it was.
     """
     timeout = space.recipe.retrain.lock_timeout_seconds
-    with storage.lock(space.root / ".retrain.lock", timeout, "another retraining"):
-        now = champion(space.tracking, space.target_fingerprint)
-        missing = None if now is None else missing_file(space.tracking, now)
-        if now is not None and missing is None:
-            say("up to date: this target has its champion")
-            return Retrained(None)
-        if now is not None:
-            say(f"champion {now.reference}: its files are gone ({missing}): this target needs a draft again")
-        stale = latest_champion(space.tracking)
-        if stale is None:
-            say("no champion of any target yet: distilling from the recipe's start")
-            return Retrained(distill(space))
-        if stale.lineage.target_fingerprint != space.target_fingerprint:
-            say(f"target changed: {stale.reference} drafts for another one")
-        inherit_mix(space, stale)
-        try:
-            folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models", afresh=True)
-        except LostFilesError as error:
-            say(f"cold start, not from {stale.reference}: its files are gone or damaged ({error})")
-            return Retrained(distill(space), stale)
-        stale_tau = _measure_stale(space, folder, stale)
-        started = _warm(space, folder, stale) if space.recipe.retrain.warm_start else None
-        if started is None:
-            return Retrained(distill(space), stale, stale_tau)
-        return Retrained(distill(started, parent=stale.reference), stale, stale_tau)
+    with (
+        storage.lock(space.root / ".retrain.lock", timeout, "another retraining"),
+        recorded(space.tracking, f"{space.recipe.name}: retrain"),
+    ):
+        with space.alone():
+            found = judge(space)
+            tell(found)
+            if not found.stale:
+                return Retrained(found)
+            work = plan(space, found)
+        return Retrained(found, _distilled(work, found))
 
 
-def inherit_mix(space: Workspace, stale: Version) -> None:
-    """Keep what the champion was trained on out of the new holdout, where the recipe now makes another mix."""
-    theirs = stale.lineage.mix_fingerprint
-    if theirs == mix_place(space).fingerprint:
-        return
-    if space.folder("mix", theirs).is_dir():
-        space.inherit(theirs)
-    else:
-        say(
-            f"{stale.reference}: its mix {fingerprint.short(theirs)} is not in {space.root}: near-copies of what it "
-            "was trained on may be held out"
-        )
-
-
-def _measure_stale(space: Workspace, folder: Path, stale: Version) -> Estimate | None:
-    """Acceptance of the old champion on the new target's answers, by replay."""
-    captured = capture_stage(space, mix_stage(space))
-    if read_meta(folder).tokenizer_digest != space.target.tokenizer_digest:
-        say(f"{stale.reference}: drafts with another tokenizer; it cannot serve the new target")
-        return None
-    scorer = Scorer(space, captured, SELECTION_SPLIT)
+def _distilled(work: Plan, found: Staleness) -> Outcome | None:
+    """Distil; damaged answers on disk, which nobody is there to delete, are given anew once."""
     try:
-        chains = scorer.chains(scorer.load(folder))
-        table, _ = scorer.counts([chains], Identity("stale", stale.lineage.step))
-    except (RuntimeError, ValueError) as error:
-        say(f"{stale.reference}: cannot draft for the new target ({str(error).splitlines()[0]})")
-        return None
-    K = max(space.recipe.score.draft_tokens)
-    settings = space.recipe.score
-    found = tau(serving(counts.where(table, draft_tokens=K), settings), settings.bootstrap)
-    say(f"{stale.reference}: tau {interval(found)} at K={K} on the new target")
-    return found
+        return distill(work.space, work.parent, work.mix, found.record())
+    except CorruptDataError as error:
+        captured = capture_place(work.space, work.mix)
+        with work.space.alone():
+            damaged = mend(captured.folder)
+            for name in work.space.drafts if damaged else ():  # begun on answers that are no longer there
+                shutil.rmtree(trained(work.space, name, captured).folder, ignore_errors=True)
+        if not damaged:
+            raise
+        say(f"{error}; answering again: {', '.join(damaged)}")
+    return distill(work.space, work.parent, work.mix, found.record())
 
 
-def _warm(space: Workspace, folder: Path, stale: Version) -> Workspace | None:
+def tell(found: Staleness) -> None:
+    """Every cause, a line each, and what they come to."""
+    for cause in found.causes:
+        say(cause.text)
+    if not found.stale:
+        say("up to date: this target has its champion")
+
+
+def plan(space: Workspace, found: Staleness) -> Plan:
+    """The mix, with a share of old conversations, and drafts that start from the champion where they can."""
+    with at("mix"):
+        mix = mix_stage(space)
+    stale = found.champion
+    if stale is None:
+        return Plan(space, mix, None)
+    with at("mix"):
+        mix = blended_stage(space, mix, stale.lineage.mix_fingerprint)
+    with at("start"):
+        if found.lost:
+            say(f"cold start, not from {found.lost}")
+        started = _warm(space, stale) if space.recipe.retrain.warm_start and not found.lost else None
+    return Plan(space, mix, None) if started is None else Plan(started, mix, stale.reference)
+
+
+def _warm(space: Workspace, stale: Version) -> Workspace | None:
     """The same work with drafts of the champion's family starting from it; None (said aloud) where that cannot be."""
+    folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models")
     meta = read_meta(folder)
     draft = load_draft(folder, space.target.device, space.target.dtype).draft
     mine = {name: settings for name, settings in space.recipe.drafts.items() if settings.family == meta.family}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import fingerprint, storage
+from ..data.blend import blend, to_add
 from ..data.capture import capture
 from ..data.capture_folder import content_digest, is_captured
 from ..data.mix import MANIFEST as MIX_MANIFEST
@@ -79,6 +80,25 @@ def mix_place(space: Workspace) -> Stage:
     if _asks_target(space):
         inputs.append(space.target_fingerprint)
     return _stage(space, "mix", inputs)
+
+
+def blended_stage(space: Workspace, mix: Stage, old: str) -> Stage:
+    """The mix with `retrain.old_share` of its training conversations from the mix `old`: the same stage where it has
+    them, or where that mix is gone."""
+    share, place = space.recipe.retrain.old_share, space.folder("mix", old)
+    if not share or mix.fingerprint == old or not place.is_dir():
+        return mix
+    added = to_add(mix.folder, place, share, space.recipe.mix.salt)
+    if not added:
+        return mix
+    stage = _stage(space, "mix", [mix.fingerprint, old, added])
+
+    def work() -> None:
+        blend(mix.folder, place, added, {"of": mix.fingerprint, "old": old}, stage.folder)
+        say(f"mix: {len(added)} conversations of an earlier one added")
+
+    _once(space, stage.folder, (stage.folder / MIX_MANIFEST).is_file, work, "mix with old conversations")
+    return stage
 
 
 def _asks_target(space: Workspace) -> bool:

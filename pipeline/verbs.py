@@ -17,18 +17,24 @@ from ..specdec.formats.skipped import is_skip_file
 from ..train.metrics import NoSink
 from . import bench as benchmark
 from . import distill as flow
-from . import inspecting, skipping, talk, telling
+from . import inspecting, skipping, talk, telling, webhook
 from . import retrain as again
+from . import watch as watching
 from .bench_settings import BenchSettings, numbers_of
+from .changes import pinned
 from .exporting import export_draft, verifier_of
 from .fetching import fetch as fetch
 from .hooks import after_promotion, after_rollback
 from .promotion import promote_stage
+from .rehearsal import rehearse
 from .reporting import find_scored, log_report, write_report
 from .scoring import Scorer, score_foreign, score_stage
 from .showing import registry as registry
 from .stages import Stage, capture_stage, join_stage, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
+
+REFUSED = 5
+"""Exit code of a retraining whose draft the gate refused: nothing broke, and the champion is still stale."""
 
 
 def distill(recipe: Recipe) -> None:
@@ -177,9 +183,44 @@ def rollback(recipe: Recipe) -> None:
     after_rollback(space, version)
 
 
-def retrain(recipe: Recipe) -> None:
-    """Train again if the target has changed."""
-    again.retrain(Workspace(recipe))
+def retrain(recipe: Recipe, dry_run: bool) -> int:
+    """Train again if the champion is stale; the exit code. `dry_run`: only say whether, why and how."""
+    recipe = pinned(recipe)
+    if dry_run:
+        rehearse(recipe)
+        return 0
+    return REFUSED if again.retrain(Workspace(recipe)).refused else 0
+
+
+def watch(
+    recipe: Recipe,
+    path: str,
+    overrides: Sequence[str],
+    every: str,
+    jitter: str | None,
+    once: bool,
+    port: int | None,
+    address: str,
+) -> int:
+    """Retrain now and then, and when a webhook says that the target changed. `path`: the recipe's file."""
+    start = watching.child(path, overrides)
+    every_seconds = watching.seconds_of(every, "--every")
+    jitter_seconds = 0.0 if jitter is None else watching.seconds_of(jitter, "--jitter")
+    if once and port is not None:
+        raise InputError(f"--webhook {port}: cannot be heard with --once; leave one of them out")
+    if once:
+        return watching.once(start)
+    schedule = watching.Watch(start, every_seconds, jitter_seconds)
+    say(f"watching {recipe.name}: a retraining now, then every {every}")
+    if port is None:
+        schedule.serve()
+        return 0
+    name, alias = webhook.followed(recipe.target.model)
+    receiver = webhook.Receiver(webhook.secret_of(), lambda event: webhook.concerns(event, name, alias), schedule.ask)
+    with webhook.listening(receiver, address, port) as found:
+        say(f"listening for webhooks of {name}@{alias} on {address}:{found}")
+        schedule.serve()
+    return 0
 
 
 def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, target_id: str | None) -> None:

@@ -5,6 +5,7 @@ digests.json          remembered hashes of large files
 targets.json          fingerprints that the recipe's targets had
 ancestors.json        by target: mixes of the champions that its drafts started from
 mix-<12 hex>/  capture-<12 hex>/  train-<draft>-<12 hex>/  score-<12 hex>/   one folder a fingerprint
+probe-<12 hex>/       answers that the last look at the champion took
 skip-<12 hex>/        what sets of skipped layers were worth on some answers; skip-layers*.json: the best ones
 costs/                measured times, shared by all checkpoints of a shape
 models/               what came from the registry
@@ -34,6 +35,8 @@ from ..train.settings import Settings
 OWNER_FILE, TARGETS_FILE, ANCESTORS_FILE = "owner.json", "targets.json", "ancestors.json"
 HALF_WRITTEN = (
     ".mix-*",
+    "probe-*/.*",
+    "probe-*/shards/.*",
     "train-*/.*",
     "train-*/checkpoints/.*",
     "score-*/.*",

@@ -17,7 +17,7 @@ from draftforge import __version__, cli
 from draftforge.errors import InputError, LockedError, TrainingDivergedError
 
 STAGES = ["distill", "mix", "capture", "train", "score"]
-REGISTRY = ["promote", "rollback", "fetch", "registry", "retrain"]
+REGISTRY = ["promote", "rollback", "fetch", "registry", "retrain", "watch"]
 VERBS = [*STAGES, *REGISTRY, "skip-layers", "export", "generate", "bench", "doctor"]
 VERBS += ["inspect-mix", "report", "metrics"]
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
@@ -56,7 +56,7 @@ def test_stages_get_the_recipe_with_its_overrides(calls: Calls) -> None:
     assert calls.pop() == ("capture", (("recipe", "r.yaml", []), None, "2/5", []), {})
     assert run("capture", "r.yaml", "--join", "a", "--join", "b") == 0
     assert calls.pop() == ("capture", (("recipe", "r.yaml", []), None, None, [Path("a"), Path("b")]), {})
-    for verb in ("distill", "mix", "promote", "rollback", "retrain"):
+    for verb in ("distill", "mix", "promote", "rollback"):
         assert run(verb, "r.yaml", "seed=1", "drafts.a.steps=-3") == 0
         assert calls.pop() == (verb, (("recipe", "r.yaml", ["seed=1", "drafts.a.steps=-3"]),), {})
     for verb in ("train", "score"):
@@ -119,6 +119,22 @@ def test_metrics(calls: Calls) -> None:
     assert calls.pop() == ("metrics", (recipe, Path("m.prom"), None, ["a", "b"], ["c", "d"], 60.0, 0.1, True), {})
     assert run("metrics", "r.yaml", "--listen", "127.0.0.1:9109") == 0
     assert calls.pop()[1][2] == "127.0.0.1:9109"
+
+
+def test_retraining(calls: Calls) -> None:
+    recipe: tuple[str, str, list[str]] = ("recipe", "r.yaml", ["seed=1"])
+    assert run("retrain", "r.yaml", "seed=1") == 0
+    assert calls.pop() == ("retrain", (recipe,), {"dry_run": False})
+    assert run("retrain", "r.yaml", "seed=1", "--dry-run") == 0
+    assert calls.pop() == ("retrain", (recipe,), {"dry_run": True})
+    usual = {"every": "6h", "jitter": None, "once": False, "port": None, "address": "127.0.0.1"}
+    assert run("watch", "r.yaml", "seed=1") == 0
+    assert calls.pop() == ("watch", (recipe, "r.yaml", ["seed=1"]), usual)
+    asked = ("--every", "1d", "--jitter", "5m", "--webhook", "8770", "--bind", "0.0.0.0", "--once")
+    assert run("watch", "r.yaml", *asked) == 0
+    given = {"every": "1d", "jitter": "5m", "once": True, "port": 8770, "address": "0.0.0.0"}
+    assert calls.pop() == ("watch", (("recipe", "r.yaml", []), "r.yaml", []), given)
+    assert run("watch", "r.yaml", "--webhook", "65536") == 2
 
 
 def test_skipping_layers(calls: Calls) -> None:

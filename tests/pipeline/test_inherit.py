@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftforge.data.mix import load_mix
-from draftforge.pipeline.retrain import inherit_mix
+from draftforge.pipeline.judging import inherit_mix
 from draftforge.pipeline.stages import mix_stage
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe

@@ -49,8 +49,13 @@ def test_a_changed_target_gets_a_draft_that_starts_from_the_old_one(
     after = Workspace(recipe.model_copy(update={"drafts": drafts, "target": changed}))
     capsys.readouterr()
     done = retrain(after)
-    assert done.outcome is not None and done.stale is not None and done.stale_tau is not None
-    assert done.stale.reference == first.version.reference and done.stale_tau.value >= 1
+    stale = done.staleness.champion
+    assert done.outcome is not None and stale is not None and stale.reference == first.version.reference
+    causes = {cause.kind: cause for cause in done.staleness.causes}
+    assert causes["target"].verdict == "stale" and float(causes["acceptance"].numbers["now"]) >= 1
+    assert causes["acceptance"].numbers["paired"] is True  # the same holdout, answered by both targets
+    runs = space.tracking.client.search_runs([space.tracking.experiment_id])
+    assert {run.info.status for run in runs} == {"FINISHED"}
     assert done.outcome.version.lineage.parent == first.version.reference
     assert champion(space.tracking, space.target_fingerprint) is not None  # the old target keeps its draft
     now = champion(after.tracking, after.target_fingerprint)
@@ -77,7 +82,7 @@ def test_another_tokenizer_means_a_cold_start_said_aloud(
     changed = recipe.model_copy(update={"target": recipe.target.model_copy(update={"model": str(other)})})
     capsys.readouterr()
     done = retrain(Workspace(changed))
-    assert done.outcome is not None and done.stale_tau is None
+    assert done.outcome is not None and [cause.verdict for cause in done.staleness.causes] == ["stale", "unknown"]
     assert done.outcome.version.lineage.parent is None
     assert "another tokenizer" in capsys.readouterr().err
 
@@ -102,7 +107,7 @@ def test_a_recipe_of_another_shape_starts_cold_and_says_so(
     both = recipe.model_copy(update={"drafts": {"two": small, "three": three}, "target": again})
     kept: list[Recipe] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retraining, "distill", lambda space, parent=None: kept.append(space.recipe))
+        patch.setattr(retraining, "distill", lambda space, *rest: kept.append(space.recipe))
         retrain(Workspace(both))
     starts = {name: settings.init_from for name, settings in kept[0].drafts.items()}
     assert starts["two"] is None and starts["three"] is not None  # the one that has the new champion's shape

@@ -1,0 +1,76 @@
+"""Old conversations in a new mix: the share asked for, nothing that judges, and the same bytes each time."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftforge.data.blend import base_of, blend, to_add
+from draftforge.data.mix import build_mix, load_manifest, load_members, load_mix
+from draftforge.data.settings import MixSettings
+
+SALT = "draftforge"
+
+
+def mix_of(folder: Path, name: str, topics: list[str], ancestors: tuple[Path, ...] = ()) -> Path:
+    lines = [
+        json.dumps({"domain": name, "turns": [f"{topic} number {i} of {topic} {i * 7} about {topic} {i * 13}?"]})
+        for topic in topics
+        for i in range(40)
+    ]
+    (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    settings = MixSettings.model_validate({"sources": [{"kind": "turns", "path": f"{name}.jsonl"}]})
+    build_mix(settings, folder, folder / name, ancestors=ancestors)
+    return folder / name
+
+
+def train_ids(mix: Path) -> set[str]:
+    return {one.id for one in load_mix(mix) if one.split == "train"}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+def test_the_share_of_old_training_conversations_is_reached(share: float, tmp_path: Path) -> None:
+    old = mix_of(tmp_path, "old", ["order", "parcel", "refund", "invoice"])
+    new = mix_of(tmp_path, "new", ["python", "function"], (old,))
+    added = to_add(new, old, share, SALT)
+    assert set(added) <= train_ids(old) and added == to_add(new, old, share, SALT)
+    total = len(train_ids(new)) + len(added)
+    assert share <= len(added) / total < share + 1 / total
+    blend(new, old, added, {"of": "f" * 64, "old": "e" * 64}, tmp_path / "both")
+    assert train_ids(tmp_path / "both") == train_ids(new) | set(added)
+    judging = {one.id for one in load_mix(new) if one.split != "train"}
+    assert {one.id for one in load_mix(tmp_path / "both") if one.split != "train"} == judging
+    ids = [one.id for one in load_mix(tmp_path / "both")]
+    assert ids == sorted(ids)
+    manifest = load_manifest(tmp_path / "both")
+    assert sum(manifest["conversations"]["train"].values()) == total and manifest["blend"]["added"] == len(added)
+    assert base_of(tmp_path / "both") == "f" * 64 and base_of(new) is None
+    assert len(load_members([tmp_path / "both"])) == len(load_members([new]))
+
+
+def test_old_conversations_that_the_logs_still_hold_count(tmp_path: Path) -> None:
+    old = mix_of(tmp_path, "old", ["order", "parcel"])
+    (tmp_path / "more").mkdir()
+    grown = tmp_path / "more" / "grown.jsonl"
+    grown.write_text(
+        (tmp_path / "old.jsonl").read_text() + '{"domain": "x", "turns": ["something else entirely here"]}\n'
+    )
+    settings = MixSettings.model_validate({"sources": [{"kind": "turns", "path": "grown.jsonl"}]})
+    build_mix(settings, tmp_path / "more", tmp_path / "grown", ancestors=(old,))
+    assert to_add(tmp_path / "grown", old, 0.5, SALT) == []
+
+
+def test_no_more_than_there_are(tmp_path: Path) -> None:
+    old = mix_of(tmp_path, "old", ["order"])
+    new = mix_of(tmp_path, "new", ["python", "function", "class"], (old,))
+    assert set(to_add(new, old, 0.9, SALT)) == train_ids(old)
+
+
+def test_a_cluster_that_the_new_mix_judges_on_is_left_out(tmp_path: Path) -> None:
+    """Without the inheritance that would have kept its cluster in train."""
+    old = mix_of(tmp_path, "old", ["order", "parcel"])
+    clusters = {one.cluster for one in load_mix(old) if one.split == "train"}
+    new = mix_of(tmp_path, "new", ["order"], ())
+    judging = {one.cluster for one in load_mix(new) if one.split != "train"}
+    taken = set(to_add(new, old, 0.9, SALT))
+    assert not {one.id for one in load_mix(old) if one.cluster in judging} & taken and clusters

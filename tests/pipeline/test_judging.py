@@ -1,0 +1,172 @@
+"""What a look at a champion answers, and what it leaves alone: the same target under the same, more or other logs."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from draftforge import fingerprint, storage
+from draftforge.cli import main
+from draftforge.pipeline import judging, probing
+from draftforge.pipeline import retrain as retraining
+from draftforge.pipeline.distill import distill
+from draftforge.pipeline.failing import STAGE_TAG, at, recorded, stage_of
+from draftforge.pipeline.rehearsal import rehearse
+from draftforge.pipeline.retrain import retrain
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import Recipe, load_recipe
+from draftforge.registry.models import champion
+from draftforge.registry.tracking import FAILURE_TAG
+
+WriteRecipe = Callable[..., Path]
+pytestmark = pytest.mark.slow
+
+
+def small(path: Path) -> Recipe:
+    recipe = load_recipe(path)
+    return recipe.model_copy(update={"drafts": {"small": recipe.drafts["small"]}})
+
+
+def contents(root: Path) -> dict[str, str]:
+    files = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return {str(path.relative_to(root)): fingerprint.of_file(path) for path in files}
+
+
+def later(folder: Path, domain: str, count: int, start: int = 0) -> None:
+    """More lines in the log."""
+    with (folder / "support.jsonl").open("a") as log:
+        for i in range(start, start + count):
+            log.write(
+                json.dumps({"domain": domain, "turns": [f"{domain} later {i} about city {i * 3} and {i * 5}?"]}) + "\n"
+            )
+
+
+def never(*args: object, **kwargs: object) -> None:
+    raise AssertionError("was called")
+
+
+@pytest.fixture
+def distilled(write_recipe: WriteRecipe) -> Path:
+    path = write_recipe()
+    outcome = distill(Workspace(small(path)))
+    assert outcome is not None and outcome.decision.promote
+    return path
+
+
+def test_while_nothing_changed_nothing_is_answered(distilled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "answered", never)
+    monkeypatch.setattr(judging, "mix_stage", never)
+    done = retrain(Workspace(small(distilled)))
+    assert done.outcome is None and done.staleness.causes == () and not done.refused
+
+
+def test_a_little_more_of_the_same_is_measured_and_left(
+    distilled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later(tmp_path, "support", 6)
+    monkeypatch.setattr(retraining, "distill", never)
+    space = Workspace(small(distilled))
+    for _ in range(2):  # and again: the same probe
+        found = retrain(Workspace(space.recipe)).staleness
+        causes = {cause.kind: cause for cause in found.causes}
+        assert causes["drift"].verdict == "held" and causes["acceptance"].verdict != "stale"
+        assert 0 < int(causes["acceptance"].numbers["conversations"]) <= 6 and not found.stale
+        (probe,) = space.root.glob("probe-*")
+    said = capsys.readouterr().err
+    assert "up to date" in said and "on recent traffic" in said and "6 conversations" in said
+    later(tmp_path, "support", 2, start=50)
+    retrain(Workspace(space.recipe))
+    (other,) = space.root.glob("probe-*")
+    assert other != probe  # the one before is not kept
+
+
+def test_a_probe_holds_nothing_that_was_trained_on(distilled: Path, tmp_path: Path) -> None:
+    space = Workspace(small(distilled))
+    version = champion(space.tracking, space.target_fingerprint)
+    assert version is not None
+    mix = judging.load_mix(judging.mix_stage(space).folder)
+    unseen = probing.new_conversations(space, version, mix, known=())
+    assert {one.split for one in unseen} == {"selection", "holdout"} and len(unseen) < len(mix)
+    assert probing.new_conversations(space, version, mix, known={one.id for one in mix}) == []
+    few = small(distilled).retrain.model_copy(update={"probe_conversations": 3})
+    three = Workspace(space.recipe.model_copy(update={"retrain": few}))
+    chosen = probing.sample(three, unseen, first={unseen[-1].id})
+    assert len(chosen) == 3 and unseen[-1] in chosen and chosen == probing.sample(three, unseen[::-1], {unseen[-1].id})
+
+
+def test_a_drifted_mix_is_stale_whatever_acceptance_says(
+    distilled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later(tmp_path, "billing", 60)
+    starts: list[tuple[str | None, object]] = []
+    monkeypatch.setattr(retraining, "distill", lambda space, parent, mix, notes: starts.append((parent, notes)))
+    found = retrain(Workspace(small(distilled))).staleness
+    drift = next(cause for cause in found.causes if cause.kind == "drift")
+    assert drift.verdict == "stale" and "billing" in str(drift.numbers["moved"]) and "drifted" in found.why
+    assert starts == [(found.champion.reference if found.champion else "", found.record())]
+
+
+def test_a_dry_run_changes_nothing(
+    distilled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later(tmp_path, "billing", 60)
+    work = tmp_path / "work"
+    before = contents(work)
+    version = champion(Workspace(small(distilled)).tracking, Workspace(small(distilled)).target_fingerprint)
+    assert version is not None
+    found = rehearse(small(distilled))
+    said = capsys.readouterr().err
+    assert found.stale and contents(work) == before
+    assert f"would train small: 4 steps, warm, from {version.reference}: to do" in said
+    assert f"would score, register, and meet the gate against champion {version.reference}" in said
+    shutil.rmtree(work)
+    assert not rehearse(small(distilled)).champion and not work.exists()
+    assert "no champion of any target yet" in capsys.readouterr().err
+
+
+def test_what_fails_outside_a_run_leaves_one_that_says_so(
+    distilled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later(tmp_path, "support", 6)
+    (tmp_path / "support.jsonl").write_text("{\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["retrain", str(distilled)])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    tracking = Workspace(small(distilled)).tracking
+    (failed,) = [one for one in tracking.client.search_runs([tracking.experiment_id]) if one.info.status == "FAILED"]
+    assert failed.info.run_name == "tiny: retrain" and failed.data.tags[STAGE_TAG] == "mix"
+    assert last.removeprefix("error: ") in failed.data.tags[FAILURE_TAG]
+
+
+def test_the_first_stage_that_an_error_passes_is_its_stage(distilled: Path) -> None:
+    tracking = Workspace(small(distilled)).tracking
+    runs = len(tracking.client.search_runs([tracking.experiment_id]))
+    with pytest.raises(ValueError, match="why") as error, recorded(tracking, "x"), at("outer"), at("inner"):
+        raise ValueError("why")
+    assert stage_of(error.value) == "inner" and stage_of(ValueError()) == ""
+    assert len(tracking.client.search_runs([tracking.experiment_id])) == runs + 1
+
+
+def test_another_hidden_size_means_a_cold_start_said_aloud(
+    write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(write_recipe())
+    recipe = recipe.model_copy(update={"drafts": {"eagle3": recipe.drafts["eagle3"]}})
+    first = distill(Workspace(recipe))
+    assert first is not None
+    wide = tmp_path / "wide"
+    shutil.copytree(tiny_target_folder, wide)
+    config = LlamaForCausalLM.from_pretrained(wide).config
+    config.hidden_size = 160
+    LlamaForCausalLM(config).save_pretrained(wide)
+    changed = recipe.model_copy(update={"target": recipe.target.model_copy(update={"model": str(wide)})})
+    capsys.readouterr()
+    done = retrain(Workspace(changed))
+    said = capsys.readouterr().err
+    assert f"cold start, not from {first.version.reference}: " in said and "cannot draft for the new target" in said
+    assert done.outcome is not None and done.outcome.version.lineage.parent is None
+    assert storage.read_object(wide / "config.json")["hidden_size"] == 160

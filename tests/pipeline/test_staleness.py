@@ -1,0 +1,186 @@
+"""The two tests behind "stale": closed forms, and how often they cry wolf where nothing or only the margin changed."""
+
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from scipy import stats
+
+from draftforge.data.conversation import Conversation, Message
+from draftforge.eval.counts import CountRow, to_table
+from draftforge.pipeline.staleness import Cause, Change, Staleness, mix_drift, tau_change
+from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.walk import RoundCounts
+
+GREEDY = SamplingSettings()
+MARGIN, CONFIDENCE = 0.1, 0.95
+TRIALS = 400
+
+
+def table(tokens: list[float], rounds: list[float], start: int = 0, setting: str = "t0", size: int = 1) -> pa.Table:
+    """One conversation a pair of numbers; `size` of them make a cluster."""
+    rows = []
+    for i, (made, took) in enumerate(zip(tokens, rounds), start=start):
+        kept = (float(made - took),)
+        counts = RoundCounts(float(took), float(made), float(took), kept[0], (float(took),), kept)
+        rows.append(
+            CountRow(
+                "d", 1, f"c{i}", 0, f"k{i // size}", "a", "holdout", "00128", setting, "greedy", 1, "", "replay", counts
+            )
+        )
+    return to_table(rows)
+
+
+def drawn(rng: np.random.Generator, tau: float, conversations: int, start: int = 0) -> pa.Table:
+    """Conversations of unlike length and unlike ease, around a pooled tau."""
+    rounds = rng.integers(5, 40, conversations).astype(float)
+    ease = rng.gamma(20, tau / 20, conversations)
+    return table(list(rounds * ease), list(rounds), start)
+
+
+def test_two_samples_by_the_closed_form() -> None:
+    before, now = table([30, 50, 40], [10, 20, 10]), table([20, 30, 10, 25], [10, 20, 10, 10], start=10)
+    change = tau_change(before, now, CONFIDENCE)
+    assert (change.before, change.now) == pytest.approx((3.0, 1.7)) and not change.paired
+    assert change.ratio == pytest.approx(1.7 / 3)
+    variances = []
+    for made, took in (([30, 50, 40], [10, 20, 10]), ([20, 30, 10, 25], [10, 20, 10, 10])):
+        parts = np.array(made) / sum(made) - np.array(took) / sum(took)
+        variances.append(len(made) / (len(made) - 1) * (parts**2).sum())
+    freedom = sum(variances) ** 2 / (variances[0] ** 2 / 2 + variances[1] ** 2 / 3)
+    reach = stats.t.ppf(CONFIDENCE, freedom) * math.sqrt(sum(variances))
+    assert math.log(change.upper / change.ratio) == pytest.approx(reach)
+    assert math.log(change.ratio / change.lower) == pytest.approx(reach)
+
+
+def test_the_same_answers_are_compared_in_pairs() -> None:
+    rng = np.random.default_rng(0)
+    rounds = rng.integers(5, 40, 30).astype(float)
+    ease = rng.uniform(1, 4, 30)
+    before, now = table(list(rounds * ease), list(rounds)), table(list(rounds * ease * 0.8), list(rounds))
+    change = tau_change(before, now, CONFIDENCE)
+    assert change.paired and change.ratio == pytest.approx(0.8)
+    assert change.upper - change.lower < 1e-9  # every conversation fell alike: nothing is left to chance
+    apart = tau_change(before, table(list(rounds * ease * 0.8), list(rounds), start=100), CONFIDENCE)
+    assert not apart.paired and apart.upper - apart.lower > 0.1
+
+
+def test_turns_of_one_cluster_count_as_one() -> None:
+    rng = np.random.default_rng(1)
+    ease = np.repeat(rng.uniform(1, 3, 10), 8)
+    rounds = np.full(80, 10.0)
+    before = drawn(rng, 2, 50, start=1000)
+    alone, together = (tau_change(before, table(list(rounds * ease), list(rounds), size=n), CONFIDENCE) for n in (1, 8))
+    assert together.clusters_now == 10 and alone.clusters_now == 80
+    assert math.log(together.upper / together.lower) > 1.5 * math.log(alone.upper / alone.lower)
+
+
+def test_only_sampling_settings_that_both_have_are_compared() -> None:
+    before = pa.concat_tables([table([20, 20], [10, 10]), table([90, 90], [10, 10], setting="t1")])
+    assert tau_change(before, table([20, 20], [10, 10], start=5), CONFIDENCE).ratio == pytest.approx(1)
+    nothing = tau_change(before, table([20, 20], [10, 10], start=5, setting="t0.7"), CONFIDENCE)
+    assert math.isnan(nothing.ratio) and nothing.verdict(MARGIN) == "unknown"
+
+
+def test_one_conversation_tells_nothing() -> None:
+    change = tau_change(drawn(np.random.default_rng(0), 3, 50), table([10], [10], start=100), CONFIDENCE)
+    assert math.isnan(change.upper) and change.verdict(MARGIN) == "unknown"
+
+
+@pytest.mark.parametrize(("ratio", "lowest", "highest"), [(1.0, 0, 0.01), (1 - MARGIN, 0.02, 0.085), (0.7, 0.95, 1)])
+@pytest.mark.parametrize("conversations", [12, 60])
+def test_false_alarms_of_acceptance(ratio: float, lowest: float, highest: float, conversations: int) -> None:
+    """Nothing fell; exactly the margin fell (an alarm in 5 %, give or take 3 standard errors); much more fell."""
+    rng = np.random.default_rng(7)
+    alarms = 0
+    for _ in range(TRIALS):
+        before, now = drawn(rng, 2.5, 80), drawn(rng, 2.5 * ratio, conversations, start=1000)
+        alarms += tau_change(before, now, CONFIDENCE).verdict(MARGIN) == "stale"
+    if conversations == 12 and ratio == 0.7:
+        lowest = 0.8
+    assert lowest <= alarms / TRIALS <= highest
+
+
+@pytest.mark.parametrize(
+    ("upper", "lower", "verdict"),
+    [(0.89, 0.5, "stale"), (0.91, 0.5, "unknown"), (1.2, 0.9, "held"), (0.95, 0.92, "held")],
+)
+def test_verdict_of_an_interval(upper: float, lower: float, verdict: str) -> None:
+    assert Change(2, 2, 1, lower, upper, 9, 9, False).verdict(MARGIN) == verdict
+
+
+def mix(shares: dict[tuple[str, float], int], start: int = 0, cluster: int = 1) -> list[Conversation]:
+    """So many conversations of each (domain, temperature); `cluster` of one kind make a cluster."""
+    found: list[Conversation] = []
+    for (domain, temperature), count in shares.items():
+        for i in range(count):
+            name = f"{domain}-{temperature}-{start}-{i // cluster}"
+            found.append(
+                Conversation(
+                    id=f"{name}-{i}",
+                    domain=domain,
+                    messages=[Message(role="user", content="x")],
+                    sampling=None if temperature == 0 else SamplingSettings(temperature=temperature),
+                    cluster=name,
+                    split="train",
+                )
+            )
+    return found
+
+
+def test_distance_is_the_share_that_moved() -> None:
+    before, now = mix({("a", 0): 50, ("b", 0): 50}), mix({("a", 0): 20, ("b", 0): 60, ("c", 0): 20}, start=1)
+    drift = mix_drift(before, now, GREEDY, 0.05)
+    assert drift.distance == pytest.approx(0.3) and drift.moved == "a t0 from 50% to 20%"
+    assert (drift.conversations_before, drift.conversations_now) == (100, 100)
+    assert drift.verdict(0.05, CONFIDENCE) == "stale"
+
+
+def test_sampling_settings_drift_too_and_the_usual_one_may_be_named() -> None:
+    greedy, warm = mix({("a", 0): 80}), mix({("a", 1.0): 80}, start=1)
+    assert mix_drift(greedy, warm, GREEDY, 0.1).distance == 1
+    assert mix_drift(greedy, warm, SamplingSettings(temperature=1.0), 0.1).distance == 0
+
+
+def test_few_conversations_are_no_drift() -> None:
+    drift = mix_drift(mix({("a", 0): 40, ("b", 0): 40}), mix({("a", 0): 3, ("b", 0): 1}, start=1), GREEDY, 0.1)
+    assert drift.distance == pytest.approx(0.25) and drift.verdict(0.1, CONFIDENCE) == "unknown"
+
+
+def test_one_large_cluster_is_no_drift() -> None:
+    before = mix({("a", 0): 60, ("b", 0): 40})
+    now = [*mix({("a", 0): 60, ("b", 0): 40}, start=1), *mix({("b", 0): 40}, start=2, cluster=40)]
+    assert mix_drift(before, now, GREEDY, 0.05).verdict(0.05, CONFIDENCE) == "unknown"
+    apart = [*mix({("a", 0): 60, ("b", 0): 40}, start=1), *mix({("b", 0): 40}, start=2)]
+    assert mix_drift(before, apart, GREEDY, 0.0).p_value < mix_drift(before, now, GREEDY, 0.0).p_value
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.1])
+@pytest.mark.parametrize("cells", [2, 12])
+def test_false_alarms_of_drift(margin: float, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At exactly the margin: at most 5 %, give or take 3 standard errors. Twelve cells bias the distance upwards."""
+    monkeypatch.setattr("draftforge.pipeline.staleness._SIMULATIONS", 300)
+    rng = np.random.default_rng(3)
+    first = np.full(cells, 1 / cells)
+    second = first + np.r_[margin, -margin, np.zeros(cells - 2)] * (1 if cells == 2 else 1 / (cells * margin or 1) / 2)
+    if cells > 2:
+        half = cells // 2
+        second = first + np.r_[np.full(half, margin / half), np.full(half, -margin / half)]
+    assert np.abs(first - second).sum() / 2 == pytest.approx(margin)
+    alarms, trials = 0, 200
+    for _ in range(trials):
+        sides = []
+        for start, shares in enumerate((first, second)):
+            numbers = rng.multinomial(150, shares)
+            sides.append(mix({(f"d{i}", 0): int(n) for i, n in enumerate(numbers)}, start=start))
+        alarms += mix_drift(sides[0], sides[1], GREEDY, margin).verdict(margin, CONFIDENCE) == "stale"
+    assert alarms / trials <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+
+
+def test_a_record_can_be_written_as_json() -> None:
+    held = Cause("drift", "held", "the mix is as it was", {"distance": 0.1})
+    fell = Cause("acceptance", "stale", "tau fell", {"ratio": math.nan})
+    both = Staleness(None, (held, fell))
+    assert both.stale and both.why == "tau fell" and not Staleness(None, (held,)).stale
+    assert both.record()["causes"][1]["numbers"] == {"ratio": None}
