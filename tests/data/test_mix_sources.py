@@ -110,6 +110,16 @@ def test_a_larger_limit_keeps_what_a_smaller_one_kept(tmp_path: Path) -> None:
     assert small < large
 
 
+def test_of_exact_copies_under_a_limit_the_latest_stays(tmp_path: Path) -> None:
+    lines = [
+        json.dumps({"turns": ["a"], **asked}) + "\n" for asked in ({"started": 5}, {"started": 9}, {}, {"started": 7})
+    ]
+    for order in (lines, lines[::-1]):
+        (tmp_path / "log.jsonl").write_text("".join(order))
+        (record,) = reading(tmp_path, kind="turns", path="log.jsonl", limit=3)[0]
+        assert record.started == 9
+
+
 def test_saved_dataset(tmp_path: Path) -> None:
     rows = {
         "talk": [[{"role": "user", "content": f"question {i}"}] for i in range(6)],
