@@ -112,7 +112,8 @@ def _staleness(path: Path) -> dict[str, Any]:
         return {}
     try:
         record = storage.read_object(path)
-        causes = [cause["kind"] if isinstance(cause, dict) else str(cause) for cause in record.get("causes", [])]
+        looked_at = [cause if isinstance(cause, dict) else {"kind": str(cause)} for cause in record.get("causes", [])]
+        causes = [cause["kind"] for cause in looked_at if cause.get("verdict", "stale") == "stale"]
         return {
             "stale": bool(record["stale"]),
             "stale_causes": sorted(set(causes)) if record["stale"] else [],
