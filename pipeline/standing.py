@@ -84,7 +84,7 @@ def _last_decision(tracking: Tracking, name: str) -> dict[str, Any]:
     judged = next((one for one in found if DECISION_TAG in (one.tags or {})), None)
     if judged is None:
         return {}
-    at = re.search(r"-(\d{8}T\d{6})\.json$", judged.tags.get(RECORD_TAG, ""))
+    at = re.search(r"-(\d{8}T\d{6})(?:\.\d+)?\.json$", judged.tags.get(RECORD_TAG, ""))
     return {
         "decision": judged.tags[DECISION_TAG],
         "decided_version": int(judged.version),
