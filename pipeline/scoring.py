@@ -348,7 +348,7 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     fits = {times.fit.key.digest: times.fit for times in board.times.values() if isinstance(times, LoadTimes)}
     if fits:
         write_fits(scored.times_file, fits.values())
-    origin = {"at": time.time(), "target": target, "capture": captured.fingerprint}
+    origin = {"at": time.time(), "target": target, "capture": captured.fingerprint, "advice": said}
     storage.write_json(stage.folder / SCORES_FILE, origin | score_record(table, board.times, rows, settings))
     _show(scored, settings)
     return scored

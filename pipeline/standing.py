@@ -84,7 +84,7 @@ def _last_decision(tracking: Tracking, name: str) -> dict[str, Any]:
     judged = next((one for one in found if DECISION_TAG in (one.tags or {})), None)
     if judged is None:
         return {}
-    at = re.search(r"-(\d{8}T\d{6})\.json$", judged.tags.get(RECORD_TAG, ""))
+    at = re.search(r"-(\d{8}T\d{6})(?:\.\d+)?\.json$", judged.tags.get(RECORD_TAG, ""))
     return {
         "decision": judged.tags[DECISION_TAG],
         "decided_version": int(judged.version),
@@ -112,7 +112,8 @@ def _staleness(path: Path) -> dict[str, Any]:
         return {}
     try:
         record = storage.read_object(path)
-        causes = [cause["kind"] if isinstance(cause, dict) else str(cause) for cause in record.get("causes", [])]
+        looked_at = [cause if isinstance(cause, dict) else {"kind": str(cause)} for cause in record.get("causes", [])]
+        causes = [cause["kind"] for cause in looked_at if cause.get("verdict", "stale") == "stale"]
         return {
             "stale": bool(record["stale"]),
             "stale_causes": sorted(set(causes)) if record["stale"] else [],

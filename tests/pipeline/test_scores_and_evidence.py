@@ -143,6 +143,7 @@ def test_the_gate_knows_an_equal_a_worse_and_a_better_draft(
     monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
     monkeypatch.setattr(promotion, "_show", lambda *args: None)
     monkeypatch.setattr(Workspace, "tracking", None)
+    monkeypatch.setattr(promotion, "keep_counts", lambda *args: None)
     evidence, _ = promotion._evidence(space, MadeUpScorer(space), None, SimpleNamespace(reference="m/1"))  # type: ignore[arg-type]
     assert evidence.domains.keys() == {"chat", "code"} and evidence.domains["chat"].conversations == 20
     decision = decide(evidence, GateSettings())

@@ -95,7 +95,12 @@ def test_a_champion_is_told_of(
 
     monkeypatch.setattr(Target, "load", refuse)
     write_json(
-        space.root / "staleness.json", {"checked_at": 1.5e9, "stale": True, "causes": ["target", {"kind": "drift"}]}
+        space.root / "staleness.json",
+        {
+            "checked_at": 1.5e9,
+            "stale": True,
+            "causes": ["target", {"kind": "drift"}, {"kind": "files", "verdict": "held"}],
+        },
     )
     with pytest.raises(SystemExit) as ended:
         main(["metrics", str(path), "--out", str(tmp_path / "d.prom")])
