@@ -1,9 +1,11 @@
 """Retraining when the champion is stale: idempotent, one at a time, and never a worse draft for anyone."""
 
 import shutil
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import storage
 from ..data.mending import mend
@@ -20,7 +22,7 @@ from .distill import Outcome, distill
 from .failing import at, recorded
 from .judging import judge
 from .stages import Stage, blended_stage, capture_place, mix_stage, trained
-from .staleness import Staleness
+from .staleness import STALENESS_FILE, Staleness
 from .workspace import Workspace
 
 
@@ -61,10 +63,19 @@ def retrain(space: Workspace) -> Retrained:
         with space.alone():
             found = judge(space)
             tell(found)
+            _note(space, found.record())
             if not found.stale:
                 return Retrained(found)
             work = plan(space, found)
-        return Retrained(found, _distilled(work, found))
+        done = Retrained(found, _distilled(work, found))
+        if done.outcome is not None and not done.refused:
+            _note(space, {"stale": False, "causes": []})
+        return done
+
+
+def _note(space: Workspace, record: dict[str, Any]) -> None:
+    """Where monitoring finds how the champion stands."""
+    storage.write_json(space.root / STALENESS_FILE, {"checked_at": time.time(), **record})
 
 
 def _distilled(work: Plan, found: Staleness) -> Outcome | None:

@@ -23,6 +23,8 @@ from ..registry.lineage import Version
 from ..specdec.sampling import SamplingSettings
 
 Floats = NDArray[np.float64]
+STALENESS_FILE = "staleness.json"
+"""In the work folder: the last check, for monitoring."""
 Kind = Literal["first", "target", "files", "acceptance", "drift"]
 Verdict = Literal["stale", "held", "unknown"]
 _SIMULATIONS = 2000

@@ -17,9 +17,9 @@ from ..registry.connect import Tracking, mlflow_errors
 from ..registry.lineage import Version, get_version
 from ..registry.models import CHAMPION, aliases, model_name
 from .metric_families import Standing
+from .staleness import STALENESS_FILE
 from .workspace import Workspace
 
-STALENESS_FILE = "staleness.json"
 DECISION_TAG, RECORD_TAG = "draftforge.decision", "draftforge.decision_record"
 
 

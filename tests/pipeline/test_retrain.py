@@ -14,6 +14,7 @@ from draftforge.errors import LockedError
 from draftforge.pipeline import retrain as retraining
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.retrain import retrain
+from draftforge.pipeline.staleness import STALENESS_FILE
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.registry.lineage import Version
@@ -60,7 +61,11 @@ def test_a_changed_target_gets_a_draft_that_starts_from_the_old_one(
     assert champion(space.tracking, space.target_fingerprint) is not None  # the old target keeps its draft
     now = champion(after.tracking, after.target_fingerprint)
     assert now is not None and now.reference == done.outcome.version.reference
+    checked = storage.read_json(after.root / STALENESS_FILE)
+    assert checked["stale"] is False and checked["causes"] == []  # it has a champion again
     assert retrain(Workspace(after.recipe)).outcome is None
+    again = storage.read_json(after.root / STALENESS_FILE)
+    assert again["stale"] is False and again["checked_at"] > checked["checked_at"]
     said = capsys.readouterr().err
     assert "target changed" in said and "up to date" in said
 
