@@ -495,6 +495,10 @@ def bench(
         list[str] | None,
         typer.Option("--tree", help="Of the recipe's score.trees; may be given again. Default: all."),
     ] = None,
+    helped_by: Annotated[
+        str | None,
+        typer.Option("--helped-by", help="Drafts for small drafts, beside these alone: lookup, or a smaller draft."),
+    ] = None,
     draft_tokens: Annotated[str, typer.Option("--draft-tokens", "-k", help="K of the chains.")] = "2,4,8",
     batch_size: Annotated[str, typer.Option("--batch-size", "-b", help="Requests answered at once.")] = "1,4,16",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Longest answer.")] = 256,
@@ -528,6 +532,7 @@ def bench(
         prompts=list(prompts or []),
         drafts=list(draft or []),
         trees=list(tree or []),
+        helped_by=helped_by,
         draft_tokens=draft_tokens,
         batch_sizes=batch_size,
         max_new_tokens=max_new_tokens,

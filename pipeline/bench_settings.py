@@ -19,6 +19,8 @@ class BenchSettings:
     """Names in the recipe, folders, training-free methods, "champion"; empty: the recipe's drafts and prompt lookup."""
     trees: Sequence[str] = ()
     """Of the recipe's score.trees; empty: all of them."""
+    helped_by: str | None = None
+    """What drafts for each small draft, measured beside the draft alone; None: nothing does."""
     draft_tokens: Sequence[int] = (2, 4, 8)
     batch_sizes: Sequence[int] = (1, 4, 16)
     max_new_tokens: int = 256

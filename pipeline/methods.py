@@ -16,9 +16,11 @@ from ..eval.bench_runs import Way
 from ..eval.plans import Drafting, Plan, rules_for
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..specdec.drafts import AnyDraft
+from ..specdec.drafts.small import SmallDraft
 from ..specdec.foreign import ForeignDraft
 from ..specdec.formats import check_context
 from ..specdec.proposers import Proposer, make_proposer
+from ..specdec.proposers.cascade import CascadeProposer, Helper
 from ..specdec.proposers.free import LOOKUP, TRAINING_FREE
 from ..specdec.proposers.trees import TreeSettings
 from ..specdec.requests import check_proposer
@@ -27,7 +29,7 @@ from ..specdec.targets import Target
 from .bench_settings import BenchSettings
 from .scoring import Scorer, any_draft_for
 from .stages import capture_stage, mix_stage
-from .talk import NO_DRAFT, check_tree, find_draft
+from .talk import NO_DRAFT, check_tree, find_draft, helper_of
 from .workspace import Workspace
 
 CHAMPION = "champion"
@@ -48,6 +50,14 @@ class Method:
     ways: list[Way]
 
 
+@dataclass(frozen=True)
+class Helping:
+    """What drafts for small drafts."""
+
+    name: str
+    make: Callable[[], Helper]
+
+
 class MethodFinder:
     """Finds methods for one target, and notes those that cannot be run."""
 
@@ -61,16 +71,23 @@ class MethodFinder:
         self._add(name, "", lambda: (name, self._chains(name, partial(TRAINING_FREE[name], self._target))))
 
     def add_draft(
-        self, name: str, find: Callable[[], Path], trees: dict[str, TreeSettings], tree_of: TreeOf | None = None
+        self,
+        name: str,
+        find: Callable[[], Path],
+        trees: dict[str, TreeSettings],
+        tree_of: TreeOf | None = None,
+        helping: Helping | None = None,
     ) -> None:
-        """A trained draft: its chains and its trees. `find` gives its folder or file."""
+        """A trained draft: its chains and its trees; a small one also helped. `find` gives its folder or file."""
         name = f"{name} (given)" if name in (PLAIN, *TRAINING_FREE) else name
         place = self._tried(name, None, find)
         if place is None:
             return
+        loaded: list[AnyDraft | ForeignDraft] = []
 
         def ways() -> tuple[str, list[Way]]:
             draft = any_draft_for(self._target, place, self._score.draft_device)
+            loaded.append(draft)
             found = self._chains(name, partial(make_proposer, draft, self._target))
             digest = _digest(place, self._score.draft_device)
             if isinstance(draft, ForeignDraft):  # it drafts no trees, and reads the ends of texts that are too long
@@ -83,6 +100,14 @@ class MethodFinder:
             return digest, found
 
         self._add(name, str(place), ways)
+        if helping is not None and loaded and isinstance(loaded[0], SmallDraft):
+            self._add_cascade(f"{name} helped by {helping.name}", place, loaded[0], helping)
+
+    def _add_cascade(self, name: str, place: Path, draft: SmallDraft, helping: Helping) -> None:
+        digest = fingerprint.of_json([_digest(place, self._score.draft_device), helping.name])
+        self._add(
+            name, str(place), lambda: (digest, self._chains(name, lambda: CascadeProposer(draft, helping.make())))
+        )
 
     def _add(self, name: str, place: str, ways: Callable[[], tuple[str, list[Way]]]) -> None:
         known = any(method.name == name for method in self.methods)
@@ -134,6 +159,9 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
             return Scorer(space, capture_stage(space, mix_stage(space)), SELECTION_SPLIT).tree_of(draft, name, tree)
         return Drafting(partial(make_proposer, draft, space.target, tree), (tree.levels,), name, tree)
 
+    helping = None
+    if settings.helped_by is not None:
+        helping = Helping(settings.helped_by, helper_of(space, space.target, settings.helped_by, longest))
     for name in names:
         if name in TRAINING_FREE and name not in recipe.drafts:
             finder.add_free(name)
@@ -141,7 +169,7 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
         short = Path(name).resolve().name if _is_place(name, recipe.drafts) else name
         shown = short if shorts.count(short) <= 1 and (short == name or short not in recipe.drafts) else name
         asked = None if name == CHAMPION and name not in recipe.drafts else name
-        finder.add_draft(shown, partial(find_draft, space, asked), trees, tree_of)
+        finder.add_draft(shown, partial(find_draft, space, asked), trees, tree_of, helping)
     return finder
 
 

@@ -1,7 +1,8 @@
 """`draftforge generate`: one answer with the draft's help, and what the help was worth."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from ..specdec.drafts.small import SmallDraft
 from ..specdec.foreign import ForeignDraft
 from ..specdec.formats import check_context
 from ..specdec.proposers import Proposer, make_proposer
-from ..specdec.proposers.cascade import CascadeProposer, SmallHelper
+from ..specdec.proposers.cascade import CascadeProposer, Helper, SmallHelper
 from ..specdec.proposers.free import HELPERS, TRAINING_FREE
 from ..specdec.proposers.trees import MeasuredTree
 from ..specdec.rules import RULES
@@ -145,14 +146,19 @@ def _cascade(space: Workspace, target: Target, draft: str | None, helped_by: str
     if not isinstance(small, SmallDraft):
         raise InputError(f"--helped-by {helped_by}: helps a small draft, not one of family {small.family}")
     check_context(small, longest, place)
+    return CascadeProposer(small, helper_of(space, target, helped_by, longest)())
+
+
+def helper_of(space: Workspace, target: Target, helped_by: str, longest: int) -> Callable[[], Helper]:
+    """Makes what drafts for a small draft: prompt lookup, or a smaller draft by name or folder."""
     if helped_by in HELPERS:
-        return CascadeProposer(small, HELPERS[helped_by]())
+        return HELPERS[helped_by]
     place = find_draft(space, helped_by, "--helped-by")
-    helper = draft_for(target, place, device)
+    helper = draft_for(target, place, space.recipe.score.draft_device)
     if not isinstance(helper, SmallDraft):
         raise InputError(f"--helped-by {helped_by}: must be a small draft or {', '.join(HELPERS)}, not {helper.family}")
     check_context(helper, longest, place)
-    return CascadeProposer(small, SmallHelper(helper))
+    return partial(SmallHelper, helper)
 
 
 def show(target: Target, spoken: Spoken) -> None:

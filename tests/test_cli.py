@@ -155,6 +155,7 @@ def test_benchmarks(calls: Calls) -> None:
         "prompts": [Path("a.jsonl"), Path("b.jsonl")],
         "drafts": [],
         "trees": [],
+        "helped_by": None,
         "draft_tokens": "2,4,8",
         "batch_sizes": "1,4,16",
         "max_new_tokens": 256,
@@ -167,12 +168,14 @@ def test_benchmarks(calls: Calls) -> None:
         "fresh": False,
     }
     assert calls.pop() == ("bench", (("recipe", "r.yaml", ["seed=1"]),), options)
-    given = "--draft small --draft ./x --tree wide -k 3 -b 1,64 -n 9 --max-prompts 5 -t 0.5 --rule block --repeats 2"
+    given = "--draft small --draft ./x --tree wide --helped-by lookup -k 3 -b 1,64 -n 9 --max-prompts 5 -t 0.5"
+    given += " --rule block --repeats 2"
     assert run("bench", "r.yaml", "--prompts", "a.jsonl", *given.split(), "--seed", "4", "--out", "o", "--fresh") == 0
     assert calls.pop()[2] == options | {
         "prompts": [Path("a.jsonl")],
         "drafts": ["small", "./x"],
         "trees": ["wide"],
+        "helped_by": "lookup",
         "draft_tokens": "3",
         "batch_sizes": "1,64",
         "max_new_tokens": 9,

@@ -96,6 +96,20 @@ def test_all_that_a_recipe_has(
     assert "small tree best: " in shown and (folder / "bench.txt").read_text().strip() in shown
 
 
+@pytest.mark.slow
+def test_small_drafts_are_also_measured_helped(trained: Recipe, asked: Callable[..., BenchSettings]) -> None:
+    space = Workspace(trained)
+    head = head_of(space.target, trained.workdir / "head")
+    report = bench(space, asked(drafts=["small", head], helped_by="lookup", trees=["wide"]))
+    ways = ["plain", "small K=2", "small tree wide", "small helped by lookup K=2", "head K=2", "head tree wide"]
+    assert ran(report) == ways and not report.failures
+    rounds = {row.setting.way: row.rounds for row in report.rows if row.domain == EVERY}
+    assert rounds["small helped by lookup K=2"] == rounds["small K=2"]  # it drafts the same, in fewer passes
+    assert all(row.equal_answers == 1.0 for row in report.rows)
+    with pytest.raises(InputError, match=r"--helped-by nobody: must be"):
+        bench(space, asked(helped_by="nobody"))
+
+
 def test_one_that_does_not_fit_is_a_line_and_the_others_run(
     recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path
 ) -> None:
