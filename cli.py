@@ -299,7 +299,8 @@ def retrain(
 ) -> None:
     """Train again, from the champion's weights, if it is stale: target, acceptance or traffic changed. For schedulers.
 
-    Exit code 0: up to date, or promoted; 5: the gate refused the new draft; 2, 3, 4: failed, the champion is untouched.
+    Exit code 0: up to date, or promoted; 5: the gate refused the new draft; 6: promoted, and promotion.command failed;
+    2, 3, 4: failed, the champion is untouched.
 
     Example: draftforge retrain configs/demo.yaml target.adapter=./new-adapter
     """

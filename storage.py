@@ -17,6 +17,12 @@ from .errors import CorruptDataError, DiskFullError, DraftforgeError, InputError
 _DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large", "database or disk is full")
 
 
+def require_file_place(path: Path | None, option: str) -> None:
+    """Raise InputError, naming the option, where the file to be written is a folder."""
+    if path is not None and (path.is_dir() or not path.name):
+        raise InputError(f"{option} {path}: is a folder; must be a file")
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file so that readers see the old content or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)

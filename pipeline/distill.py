@@ -13,10 +13,10 @@ from ..registry.settings import redacted
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.metrics import NoSink
 from .failing import at, told
-from .hooks import after_promotion
+from .hooks import check_command, follow_champion
 from .promotion import promote_stage
 from .reporting import log_report
-from .scoring import Scored, check_targets, score_stage
+from .scoring import Scored, check_targets, check_times, score_stage
 from .stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
 
@@ -43,6 +43,8 @@ def distill(
     """
     started = time.monotonic()
     check_targets(space.recipe, space.recipe.drafts)
+    check_command(space.recipe.promotion)
+    check_times(space.recipe.score)
     if not space.first_rank:
         captured = capture_stage(space, mix or mix_stage(space))
         for name in space.recipe.drafts:
@@ -57,7 +59,7 @@ def distill(
             if notes is not None:
                 run.log_json(dict(notes), "staleness.json")
             outcome = _tracked(space, run, mix, parent)
-        after_promotion(space, outcome.version, outcome.decision)
+        follow_champion(space)
     seconds = time.monotonic() - started
     say(f"distilled in {seconds:.0f} s; to look at it: mlflow ui --backend-store-uri {redacted(tracking.uri)}")
     return outcome

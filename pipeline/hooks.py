@@ -1,25 +1,26 @@
 """The operator's command after a promotion or a rollback: told by its environment, never through a shell.
 
-It runs once for each promotion, after the alias has moved. Its failure undoes nothing: it is said, noted on the
-version, and makes the verb exit with HookError's code. A promotion whose command failed, or that a kill kept from
-running it, is caught up by the next `draftforge promote`, which finds the draft to be champion already.
+It runs once for each move of the alias, after it. Its failure undoes nothing: it is said, noted on the version, and
+makes the verb exit with HookError's code. What failed, or what a kill kept from running, is caught up by the next
+`promote`, `distill` or `retrain`, whatever else that does.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
 from .. import storage
-from ..errors import HookError
+from ..errors import HookError, InputError
 from ..progress import say
 from ..recipe import PromotionSettings
 from ..registry.champions import history
 from ..registry.connect import mlflow_errors
 from ..registry.lineage import Version
+from ..registry.models import champion
 from ..registry.promoting import last_decision
-from ..registry.records import Decision
 from ..registry.resolve import resolve_models_uri
 from ..registry.settings import redacted
 from .workspace import Workspace
@@ -39,23 +40,28 @@ class _Ended(NamedTuple):
     problem: str
 
 
-def after_promotion(space: Workspace, version: Version, decision: Decision) -> None:
-    """Run the command if the version has become champion and it has not been run for that. Raises HookError."""
-    command = space.recipe.promotion.command
-    if not (command and decision.promote):
+def check_command(settings: PromotionSettings) -> None:
+    """Raise InputError where the command names no program: found out before the work, not after the promotion."""
+    if settings.command and shutil.which(settings.command[0]) is None:
+        raise InputError(f"promotion.command {settings.command[0]}: no such program, or not executable")
+
+
+def follow_champion(space: Workspace) -> None:
+    """Run the command for the target's champion, unless it was run for the move that made it so. Raises HookError.
+
+    Whoever comes by, a retraining with nothing else to do too, catches up what failed or was killed before.
+    """
+    if not space.recipe.promotion.command:
         return
+    now = champion(space.tracking, space.target_fingerprint)
+    if now is None:
+        return
+    move = _last_move(space, now)
+    event: Event = "rollback" if move.get("event") == "rollback" else "promote"
     with mlflow_errors(space.tracking.uri):
-        tags = space.tracking.client.get_model_version(version.name, str(version.number)).tags or {}
-    move = _last_move(space, version)
-    if tags.get(HOOK_TAG) == _noted("promote", move, _DONE):
-        return
-    _follow(space, "promote", version, move)
-
-
-def after_rollback(space: Workspace, version: Version) -> None:
-    """Run the command for the version that is champion again. Raises HookError."""
-    if space.recipe.promotion.command:
-        _follow(space, "rollback", version, _last_move(space, version))
+        tags = space.tracking.client.get_model_version(now.name, str(now.number)).tags or {}
+    if tags.get(HOOK_TAG) != _noted(event, move, _DONE):
+        _follow(space, event, now, move)
 
 
 def _last_move(space: Workspace, version: Version) -> dict[str, object]:

@@ -3,16 +3,18 @@
 import shutil
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import storage
 from ..data.mending import mend
-from ..errors import CorruptDataError, InputError
+from ..errors import CorruptDataError, InputError, TrackingError
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.lineage import Version
+from ..registry.models import champion
 from ..registry.resolve import resolve_models_uri
 from ..specdec.drafts import AnyDraft
 from ..specdec.formats import DraftMeta, load_draft, read_meta
@@ -20,6 +22,7 @@ from ..specdec.formats.fit import check_fits
 from ..train.families import family_of
 from .distill import Outcome, distill
 from .failing import at, recorded
+from .hooks import check_command, follow_champion
 from .judging import judge
 from .stages import Stage, blended_stage, capture_place, mix_stage, trained
 from .staleness import STALENESS_FILE, Staleness
@@ -55,6 +58,7 @@ def retrain(space: Workspace) -> Retrained:
     Training starts from the champion, or from another target's newest one, where tokenizer, family and shapes allow;
     where they do not, it starts cold and says so. What fails leaves a FAILED run and the champion as it was.
     """
+    check_command(space.recipe.promotion)
     timeout = space.recipe.retrain.lock_timeout_seconds
     with (
         storage.lock(space.root / ".retrain.lock", timeout, "another retraining"),
@@ -65,12 +69,22 @@ def retrain(space: Workspace) -> Retrained:
             tell(found)
             _note(space, found.record())
             if not found.stale:
+                follow_champion(space)
                 return Retrained(found)
             work = plan(space, found)
-        done = Retrained(found, _distilled(work, found))
-        if done.outcome is not None and not done.refused:
-            _note(space, {"stale": False, "causes": []})
-        return done
+        try:
+            return Retrained(found, _distilled(work, found))
+        finally:
+            _note_champion(space)
+
+
+def _note_champion(space: Workspace) -> None:
+    """Another champion than was judged is fresh, whatever came after the promotion."""
+    now = None
+    with suppress(TrackingError):  # a store that is down hides no other error
+        now = champion(space.tracking, space.target_fingerprint)
+    if now is not None and storage.read_object(space.root / STALENESS_FILE).get("champion") != now.reference:
+        _note(space, {"champion": now.reference, "stale": False, "causes": []})
 
 
 def _note(space: Workspace, record: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from .. import fingerprint, storage
 from ..data.store import Capture, Sample
-from ..errors import InputError
+from ..errors import DraftforgeError, InputError
 from ..eval import counts
 from ..eval.advice import advice
 from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
@@ -219,6 +219,17 @@ class Scorer:
             return measure_costs(key, target, draftings, prompts, settings)
 
         return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
+
+
+def check_times(settings: ScoreSettings) -> None:
+    """Raise an error that names score.costs.fit where a file of times cannot be read: before the work, not after it."""
+    path = settings.costs.fit
+    if path is None:
+        return
+    try:
+        read_fits(path)
+    except DraftforgeError as error:
+        raise type(error)(f"score.costs.fit: {error}") from None
 
 
 def check_targets(recipe: Recipe, names: Collection[str]) -> None:

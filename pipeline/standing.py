@@ -28,8 +28,9 @@ def standing_of(space: Workspace) -> tuple[Standing, Version | None]:
     tracking, target = space.tracking, space.target_fingerprint
     name = model_name(tracking, target)
     known: dict[str, Any] = {"target": target, "target_name": Path(space.recipe.target.model).name, "model": name}
-    known |= _staleness(space.root / STALENESS_FILE) | _last_run(tracking, space.recipe.name)
     number = aliases(tracking, name).get(CHAMPION)
+    reference = None if number is None else f"{name}/{number}"
+    known |= _staleness(space.root / STALENESS_FILE, reference) | _last_run(tracking, space.recipe.name)
     known |= _last_decision(tracking, name)
     if number is None:
         return Standing(**known), None
@@ -106,12 +107,17 @@ def _last_run(tracking: Tracking, recipe: str) -> dict[str, Any]:
     return {"run_ended_at": found[0].info.end_time / 1e3, "run_succeeded": found[0].info.status == "FINISHED"}
 
 
-def _staleness(path: Path) -> dict[str, Any]:
-    """The last check's record: `checked_at` (Unix seconds), `stale`, `causes`, each a word or an object with `kind`."""
+def _staleness(path: Path, champion: str | None) -> dict[str, Any]:
+    """The last check's record: `champion`, `checked_at` (Unix seconds), `stale`, `causes`, each an object with `kind`.
+
+    It says nothing of a champion that came after it.
+    """
     if not path.is_file():
         return {}
     try:
         record = storage.read_object(path)
+        if champion is not None and record["champion"] != champion:
+            return {}
         looked_at = [cause if isinstance(cause, dict) else {"kind": str(cause)} for cause in record.get("causes", [])]
         causes = [cause["kind"] for cause in looked_at if cause.get("verdict", "stale") == "stale"]
         return {

@@ -150,6 +150,7 @@ def _check(out: Path | None, listen: str | None, served: Served) -> None:
         raise InputError("--interval: looks twice by itself; give it or --since")
     if (served.interval_seconds or served.fail) and not served.sources:
         raise InputError("--interval, --fail-on-parting: need --served")
+    storage.require_file_place(out, "--out")
     if listen is not None and (out is not None or served.fail):
         raise InputError("--listen: serves until stopped; --out and --fail-on-parting go without it")
 

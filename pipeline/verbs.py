@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from .. import storage
 from ..data.parts import Part, parse_part
 from ..data.recorded import save_answers
 from ..data.store import Capture
@@ -24,7 +25,7 @@ from .bench_settings import BenchSettings, numbers_of
 from .changes import pinned
 from .exporting import export_draft, verifier_of
 from .fetching import fetch as fetch
-from .hooks import after_promotion, after_rollback
+from .hooks import check_command, follow_champion
 from .promotion import promote_stage
 from .rehearsal import rehearse
 from .reporting import find_scored, log_report, write_report
@@ -119,6 +120,7 @@ def score(recipe: Recipe, draft: str | None) -> None:
 def report(recipe: Recipe, out: Path | None) -> None:
     """The report, drawn again from what is on disk."""
     space = Workspace(recipe)
+    storage.require_file_place(out, "--out")
     write_report(space, find_scored(space), out)
 
 
@@ -145,6 +147,7 @@ def promote(recipe: Recipe) -> None:
 
 
 def _promote(space: Workspace) -> None:
+    check_command(space.recipe.promotion)
     conversations = mix_stage(space)
     captured = capture_stage(space, conversations)
     stages = _train(space, captured, None)
@@ -153,9 +156,9 @@ def _promote(space: Workspace) -> None:
     scored = score_stage(space, captured, stages)
     identity = flow.run_fingerprint(space, conversations)
     with start_run(space.tracking, space.recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
-        version, decision = promote_stage(space, run.id, conversations, captured, scored)
+        promote_stage(space, run.id, conversations, captured, scored)
         log_report(space, scored.stage.folder, run)
-    after_promotion(space, version, decision)
+    follow_champion(space)
 
 
 def metrics(
@@ -180,7 +183,7 @@ def rollback(recipe: Recipe) -> None:
     space = Workspace(recipe)
     version = champions.rollback(space.tracking, space.target_fingerprint, "asked for on the command line")
     say(f"{version.reference}: champion again")
-    after_rollback(space, version)
+    follow_champion(space)
 
 
 def retrain(recipe: Recipe, dry_run: bool) -> int:

@@ -1,6 +1,7 @@
 """The operator's command: what it is told, when it runs, and what its failure does and does not do."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -10,15 +11,15 @@ from typing import Any
 import pytest
 
 from draftforge.cli import main
-from draftforge.errors import HookError
+from draftforge.errors import HookError, InputError
 from draftforge.pipeline import hooks
-from draftforge.pipeline.hooks import HOOK_TAG, after_promotion, after_rollback, run_command
+from draftforge.pipeline.hooks import HOOK_TAG, check_command, follow_champion, run_command
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import PromotionSettings, load_recipe
 from draftforge.registry import champions
 from draftforge.registry.lineage import Lineage, Version
 from draftforge.registry.models import CHAMPION, aliases, register_version
-from draftforge.registry.promoting import ALREADY, promote
+from draftforge.registry.promoting import promote
 from draftforge.registry.records import Decision
 from draftforge.registry.tracking import start_run
 from draftforge.storage import read_object
@@ -64,7 +65,7 @@ def lines(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def crowned(space: Workspace, folder: Path, word: str) -> tuple[Version, Decision]:
+def crowned(space: Workspace, folder: Path, word: str) -> Version:
     """A draft that has just become champion."""
     draft = folder / word
     draft.mkdir(exist_ok=True)
@@ -85,7 +86,8 @@ def crowned(space: Workspace, folder: Path, word: str) -> tuple[Version, Decisio
         version = register_version(space.tracking, run.id, draft, lineage, ["c"])
     now = aliases(space.tracking, version.name).get(CHAMPION)
     compared = f"{version.name}/{now}" if now else None
-    return version, promote(space.tracking, Decision(promote=True, reasons=["better"], compared=compared), version)
+    promote(space.tracking, Decision(promote=True, reasons=["better"], compared=compared), version)
+    return version
 
 
 def tag(space: Workspace, version: Version) -> str:
@@ -94,8 +96,8 @@ def tag(space: Workspace, version: Version) -> str:
 
 def test_the_command_is_told_what_happened(opened: Open, tmp_path: Path, log: Path) -> None:
     space = opened(noting(tmp_path, log))
-    one, decision = crowned(space, tmp_path, "one")
-    after_promotion(space, one, decision)
+    one = crowned(space, tmp_path, "one")
+    follow_champion(space)
     (told,) = lines(log)
     assert (told["EVENT"], told["VERSION"], told["URI"]) == ("promote", one.reference, one.uri)
     assert told["TARGET"] == space.target_fingerprint and told["config"] == "one" and told["uri"] == space.tracking.uri
@@ -104,14 +106,14 @@ def test_the_command_is_told_what_happened(opened: Open, tmp_path: Path, log: Pa
     assert record["decision"]["reasons"] == ["better"] and record["move"]["to"] == 1 and record["event"] == "promote"
     assert tag(space, one).endswith(": done")
 
-    after_promotion(space, one, Decision(promote=True, reasons=[ALREADY]))
-    after_promotion(space, one, Decision(promote=False, reasons=["slower"]))
+    follow_champion(space)
     assert len(lines(log)) == 1
 
-    two, decision = crowned(space, tmp_path, "two")
-    after_promotion(space, two, decision)
+    two = crowned(space, tmp_path, "two")
+    follow_champion(space)
     back = champions.rollback(space.tracking, space.target_fingerprint)
-    after_rollback(space, back)
+    follow_champion(space)
+    follow_champion(space)
     assert [(one["EVENT"], one["VERSION"]) for one in lines(log)[1:]] == [
         ("promote", two.reference),
         ("rollback", one.reference),
@@ -122,9 +124,9 @@ def test_the_command_is_told_what_happened(opened: Open, tmp_path: Path, log: Pa
 def test_a_failure_undoes_nothing_and_is_caught_up(opened: Open, tmp_path: Path, log: Path) -> None:
     failing = [sys.executable, "-c", "print('no //user:secret@host today'); raise SystemExit(3)"]
     space = opened(failing)
-    one, decision = crowned(space, tmp_path, "one")
+    one = crowned(space, tmp_path, "one")
     with pytest.raises(HookError, match=rf"exit code 3: no //\*\*\*@host today \({one.reference} stays champion\)"):
-        after_promotion(space, one, decision)
+        follow_champion(space)
     assert aliases(space.tracking, one.name)[CHAMPION] == 1 and "exit code 3" in tag(space, one)
     (kept,) = space.tracking.client.list_artifacts(one.run_id, "hooks")
     path = space.tracking.client.download_artifacts(one.run_id, kept.path, str(tmp_path))
@@ -133,7 +135,7 @@ def test_a_failure_undoes_nothing_and_is_caught_up(opened: Open, tmp_path: Path,
     mended = space.with_recipe(
         space.recipe.model_copy(update={"promotion": PromotionSettings(command=noting(tmp_path, log))})
     )
-    after_promotion(mended, one, Decision(promote=True, reasons=[ALREADY]))
+    follow_champion(mended)
     assert len(lines(log)) == 1 and tag(space, one).endswith(": done")
 
 
@@ -141,8 +143,7 @@ def test_without_a_command_nothing_runs(opened: Open, tmp_path: Path, monkeypatc
     space = opened([])
     monkeypatch.setattr(hooks, "run_command", lambda *args: pytest.fail("ran"))
     monkeypatch.setattr(Workspace, "tracking", None)
-    after_promotion(space, None, Decision(promote=True, reasons=[]))  # type: ignore[arg-type]
-    after_rollback(space, None)  # type: ignore[arg-type]
+    follow_champion(space)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +184,18 @@ def test_the_rollback_verb_exits_with_the_hooks_code(
 ) -> None:
     space = opened([sys.executable, "-c", "raise SystemExit(1)"])
     for word in ("one", "two"):
-        version, _ = crowned(space, tmp_path, word)
+        version = crowned(space, tmp_path, word)
     with pytest.raises(SystemExit) as ended:
         main(["rollback", str(tmp_path / "tiny.yaml")])
     assert ended.value.code == 6 and aliases(space.tracking, version.name) == {CHAMPION: 1}
     said = capsys.readouterr().err
     assert "champion again" in said and "exit code 1: it said nothing" in said
+
+
+def test_a_program_that_is_not_there_is_found_out_beforehand(tmp_path: Path) -> None:
+    check_command(PromotionSettings())
+    check_command(PromotionSettings(command=[sys.executable, "-c", "pass"]))
+    (tmp_path / "not-executable").write_text("#!/bin/sh")
+    for name in ("./nowhere", str(tmp_path / "not-executable")):
+        with pytest.raises(InputError, match=rf"promotion\.command {re.escape(name)}: no such program"):
+            check_command(PromotionSettings(command=[name]))

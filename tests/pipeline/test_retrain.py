@@ -63,6 +63,7 @@ def test_a_changed_target_gets_a_draft_that_starts_from_the_old_one(
     assert now is not None and now.reference == done.outcome.version.reference
     checked = storage.read_json(after.root / STALENESS_FILE)
     assert checked["stale"] is False and checked["causes"] == []  # it has a champion again
+    assert checked["champion"] == now.reference
     assert retrain(Workspace(after.recipe)).outcome is None
     again = storage.read_json(after.root / STALENESS_FILE)
     assert again["stale"] is False and again["checked_at"] > checked["checked_at"]

@@ -25,7 +25,7 @@ from draftforge.pipeline.telling import Served, Told, look_at, metrics
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.targets import Target
-from draftforge.storage import write_json
+from draftforge.storage import read_json, write_json
 
 WriteRecipe = Callable[..., Path]
 
@@ -97,6 +97,7 @@ def test_a_champion_is_told_of(
     write_json(
         space.root / "staleness.json",
         {
+            "champion": outcome.version.reference,
             "checked_at": 1.5e9,
             "stale": True,
             "causes": ["target", {"kind": "drift"}, {"kind": "files", "verdict": "held"}],
@@ -143,6 +144,9 @@ def test_a_champion_is_told_of(
     said |= {"text": vllm(1000, right, 1000 * K), "status": 200}
     assert value(samples(str(metrics(space, None, None, Served([address], fail=True)))), "served_parts") == 0
 
+    record = read_json(space.root / "staleness.json")
+    write_json(space.root / "staleness.json", record | {"champion": "another/1"})  # the check was of the one before
+    assert "champion_stale" not in samples(str(metrics(space, None, None, Served())))
     write_json(space.root / "staleness.json", ["not", "it"])
     told = samples(str(metrics(space, None, None, Served())))
     assert "champion_stale" not in told and "staleness is not told" in " ".join(capsys.readouterr().err.split())
