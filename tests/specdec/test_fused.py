@@ -5,20 +5,25 @@ Liger's kernels need a GPU; here a stand-in computes what they document. Ours ru
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from families import SUPPORTED, tiny
-from torch import Tensor
+from stand_ins import near_copy, prompts, random_eagle, random_eagle3, target, taught_dflash, taught_medusa
+from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
 from draftforge.specdec import pointwise
+from draftforge.specdec.decoder import generate
 from draftforge.specdec.fused import _Rotary, fuse
 from draftforge.specdec.models import CausalModel
+from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.requests import Request
+from draftforge.specdec.sampling import SamplingSettings
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
@@ -124,3 +129,19 @@ def test_an_adapter_still_learns_through_a_gated_product() -> None:
     embeds = model.get_input_embeddings()(IDS).requires_grad_()
     model(inputs_embeds=embeds).logits.sum().backward()
     assert embeds.grad is not None and float(embeds.grad.abs().max()) > 0
+
+
+@pytest.mark.parametrize("make", [near_copy, random_eagle, random_eagle3, taught_dflash, taught_medusa])
+def test_a_fused_draft_drafts_what_it_drafted(make: Callable[..., nn.Module]) -> None:
+    model = target()
+    draft: Any = make(model).requires_grad_(False).eval()
+    requests = [Request(ids, SamplingSettings(), seed, 12) for seed, ids in enumerate(prompts(3))]
+
+    def rounds() -> list[Any]:
+        found = dict(generate(model, make_proposer(draft, model), requests, rule="greedy", draft_tokens=3))
+        return [(found[index].tokens, found[index].rounds) for index in range(len(requests))]
+
+    before = rounds()
+    names = fuse(draft)
+    assert names or make is taught_medusa  # whose blocks are products and sums alone
+    assert rounds() == before
