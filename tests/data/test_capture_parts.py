@@ -5,12 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
+from captures import assert_same_answers, orders
 
 from draftforge import storage
 from draftforge.data.capture import capture_conversations
 from draftforge.data.capture_settings import BudgetSettings, CaptureSettings
-from draftforge.data.conversation import SPLITS, Conversation, Message
 from draftforge.data.parts import Part, join, parse_part
 from draftforge.data.requests import plan_shards
 from draftforge.data.store import Capture
@@ -21,17 +20,7 @@ from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(max_new_tokens=8, batch_size=3, top_k=4, tail_samples=2, shard_samples=3)
 SCORED = [SamplingSettings(), SamplingSettings(temperature=0.8)]
-MIX = [
-    Conversation(
-        id=f"c{i}",
-        domain=f"d{i % 2}",
-        messages=[Message(role="user", content=f"Where is order {i}?")] * (1 + (i % 4 == 0)),
-        cluster=f"c{i}",
-        split=("train", "train", "selection", "holdout")[i % 4],
-        sampling=SamplingSettings(temperature=0.9) if i % 3 else None,
-    )
-    for i in range(24)
-]
+MIX = orders(24, lambda i: SamplingSettings(temperature=0.9) if i % 3 else None, lambda i: f"d{i % 2}")
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +54,7 @@ def joined(target: Target, parts: list[Path], settings: CaptureSettings = SETTIN
 
 def test_three_parts_joined_equal_one_machines_capture(target: Target, made: Path, parts: list[Path]) -> None:
     whole, found = Capture.open(made / "whole"), joined(target, parts[::-1])
-    for split in SPLITS:
-        assert found.samples(split) == whole.samples(split)
-        for sample in whole.samples(split):
-            torch.testing.assert_close(found.logp(sample), whole.logp(sample), atol=1e-5, rtol=1e-5)
-            if split == "train":
-                ours, theirs = found.signals(sample), whole.signals(sample)
-                assert torch.equal(ours.topk_ids_nk, theirs.topk_ids_nk)
-                assert torch.equal(ours.tail_ids_nM, theirs.tail_ids_nM)
-                torch.testing.assert_close(ours.topk_logp_nk, theirs.topk_logp_nk, atol=1e-2, rtol=1e-2)
+    assert_same_answers(found, whole, logp=1e-5, signals=1e-2)
     for name in ("target", "mix", "settings", "versions", "splits", "tokens", "skipped", "stop_ids"):
         assert found.manifest[name] == whole.manifest[name]
     assert "part" not in found.manifest and "budget" not in found.manifest

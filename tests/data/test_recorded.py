@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-import torch
+from captures import assert_same_answers
 
 import draftforge.data.answering as answering
 import draftforge.data.capture as capturing
@@ -64,15 +64,7 @@ def test_a_capture_from_recorded_answers_is_the_same(
     settings = SETTINGS.model_copy(update={"answers": tmp_path / "answers"})
     capturing.capture(target, Path("mix"), settings, SCORED, tmp_path / "again")
     again = Capture.open(tmp_path / "again")
-    for split in SPLITS:
-        assert again.samples(split) == drawn.samples(split)
-        for sample in drawn.samples(split):
-            torch.testing.assert_close(again.logp(sample), drawn.logp(sample), atol=1e-4, rtol=1e-4)
-            if split == "train":
-                ours, theirs = again.signals(sample), drawn.signals(sample)
-                assert torch.equal(ours.topk_ids_nk, theirs.topk_ids_nk)
-                assert torch.equal(ours.tail_ids_nM, theirs.tail_ids_nM)
-                torch.testing.assert_close(ours.topk_logp_nk, theirs.topk_logp_nk, atol=1e-4, rtol=1e-4)
+    assert_same_answers(again, drawn, logp=1e-4, signals=1e-4)
 
 
 def test_what_is_not_recorded_is_drawn(drawn: Capture, target: Target, tmp_path: Path) -> None:

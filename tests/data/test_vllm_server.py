@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from captures import orders
 from served import Served, serving
 
 import draftforge.data.http_json as http_json
 from draftforge.data.backend_settings import VllmBackend
 from draftforge.data.capture import capture_conversations
 from draftforge.data.capture_settings import CaptureSettings
-from draftforge.data.conversation import SPLITS, Conversation, Message
+from draftforge.data.conversation import SPLITS, Conversation
 from draftforge.data.store import Capture
 from draftforge.errors import EngineError, InputError, StaleInputError
 from draftforge.specdec.sampling import SamplingSettings
@@ -29,17 +30,7 @@ SETTINGS = CaptureSettings(
 )
 SCORED = [SamplingSettings(), SamplingSettings(temperature=0.7, top_p=0.9)]
 WARM = SamplingSettings(temperature=0.9, top_k=30, repetition_penalty=1.2)
-MIX = [
-    Conversation(
-        id=f"c{i}",
-        domain="d",
-        messages=[Message(role="user", content=f"Where is order {i}?")] * (1 + (i % 4 == 0)),
-        cluster=f"c{i}",
-        split=("train", "train", "selection", "holdout")[i % 4],
-        sampling=WARM if i % 3 else None,
-    )
-    for i in range(12)
-]
+MIX = orders(12, lambda i: WARM if i % 3 else None)
 Capturing = Callable[..., Capture]
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import requests
 import torch
+from captures import orders
 
 from draftforge.data.backend_settings import VllmBackend
 from draftforge.data.capture import capture_conversations
 from draftforge.data.capture_settings import CaptureSettings
-from draftforge.data.conversation import SPLITS, Conversation, Message
+from draftforge.data.conversation import SPLITS
 from draftforge.data.store import Capture, Sample
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.settings import TargetSettings
@@ -30,17 +31,7 @@ SETTINGS = CaptureSettings(
 )
 SCORED = [SamplingSettings(), SamplingSettings(temperature=0.8, top_p=0.9)]
 WARM = SamplingSettings(temperature=0.9, top_k=40, repetition_penalty=1.2)
-MIX = [
-    Conversation(
-        id=f"c{i}",
-        domain="d",
-        messages=[Message(role="user", content=f"Where is order {i}?")] * (1 + (i % 4 == 0)),
-        cluster=f"c{i}",
-        split=("train", "train", "selection", "holdout")[i % 4],
-        sampling=WARM if i % 3 == 1 else None,
-    )
-    for i in range(16)
-]
+MIX = orders(16, lambda i: WARM if i % 3 == 1 else None)
 
 
 @pytest.fixture(scope="module")

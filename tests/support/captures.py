@@ -1,0 +1,39 @@
+"""Conversations to be answered, and captures that should be one and the same."""
+
+from collections.abc import Callable
+
+import torch
+
+from draftforge.data.conversation import SPLITS, Conversation, Message
+from draftforge.data.store import Capture
+from draftforge.specdec.sampling import SamplingSettings
+
+
+def orders(
+    count: int, sampling: Callable[[int], SamplingSettings | None], domain: Callable[[int], str] = lambda i: "d"
+) -> list[Conversation]:
+    """So many, half of them train; every fourth has two turns."""
+    return [
+        Conversation(
+            id=f"c{i}",
+            domain=domain(i),
+            messages=[Message(role="user", content=f"Where is order {i}?")] * (1 + (i % 4 == 0)),
+            cluster=f"c{i}",
+            split=("train", "train", "selection", "holdout")[i % 4],
+            sampling=sampling(i),
+        )
+        for i in range(count)
+    ]
+
+
+def assert_same_answers(found: Capture, expected: Capture, logp: float, signals: float) -> None:
+    """The same tokens and draws to the id; log-probs of answers and of signals within these tolerances."""
+    for split in SPLITS:
+        assert found.samples(split) == expected.samples(split)
+        for sample in expected.samples(split):
+            torch.testing.assert_close(found.logp(sample), expected.logp(sample), atol=logp, rtol=logp)
+            if split == "train":
+                ours, theirs = found.signals(sample), expected.signals(sample)
+                assert torch.equal(ours.topk_ids_nk, theirs.topk_ids_nk)
+                assert torch.equal(ours.tail_ids_nM, theirs.tail_ids_nM)
+                torch.testing.assert_close(ours.topk_logp_nk, theirs.topk_logp_nk, atol=signals, rtol=signals)
