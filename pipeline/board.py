@@ -7,9 +7,9 @@ NAME-STEP.block-2-of-8.parquet      of a race: counts on one part of the convers
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,8 @@ from ..progress import say
 from ..specdec.drafts import AnyDraft
 from ..specdec.foreign import ForeignDraft
 from ..specdec.proposers.trees import Tree
+
+T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -150,13 +152,7 @@ class Board:
     def _block(self, one: Checkpoint, samples: Sequence[Sample], name: str) -> pa.Table:
         """Counts of a part of the conversations, without the decoding that checks replays."""
         path = self._file(one, f"{name}.parquet")
-        try:
-            known = counts.read(path)
-        except MissingFileError:
-            known = None
-        except CorruptDataError as error:
-            say(f"{error}; scoring it again")
-            known = None
+        known = _kept(lambda: counts.read(path))
         if known is not None and one in self.times:
             return known
         _, draftings = self._open(one)
@@ -218,16 +214,21 @@ class Board:
 
     def _stored(self, one: Checkpoint) -> Part | None:
         """What an earlier call kept; None where there is nothing, or (said aloud) something damaged."""
-        try:
-            return Part(counts.read(self._file(one, "parquet")), _perplexity(self._file(one, "json")))
-        except MissingFileError:
-            return None
-        except CorruptDataError as error:
-            say(f"{error}; scoring it again")
-            return None
+        return _kept(lambda: Part(counts.read(self._file(one, "parquet")), _perplexity(self._file(one, "json"))))
 
     def _file(self, one: Checkpoint, ending: str) -> Path:
         return self._parts / f"{one[0]}-{one[1]:06d}.{ending}"  # a name may hold dots: no with_suffix
+
+
+def _kept(read: Callable[[], T]) -> T | None:
+    """What an earlier call kept; None where there is nothing, or (said aloud) something damaged."""
+    try:
+        return read()
+    except MissingFileError:
+        return None
+    except CorruptDataError as error:
+        say(f"{error}; scoring it again")
+        return None
 
 
 def _observe(

@@ -234,9 +234,9 @@ class _Decoder:
 
     def _verify(self, sampling: list[SamplingSettings], draft: Draft, p_BMV: Tensor) -> BatchVerdict:
         slots, tree = slice(len(sampling)), draft.tree
-        if draft.chain and all(setting.greedy for setting in sampling):
-            return verify_greedy_chains(p_BMV, tree)
         if all(setting.greedy for setting in sampling):
+            if draft.chain:
+                return verify_greedy_chains(p_BMV, tree)
             no_numbers = p_BMV.new_empty(len(sampling), 0)
             return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)
         rule = self.rule.name if tree.depth else "onehot"  # with nothing drafted that is a draw from p

@@ -66,11 +66,26 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _turn(at, real, cos_low, sin_low, cos_high, sin_high, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    low = tl.load(at, mask=real, other=0.0).to(tl.float32)
-    high = tl.load(at + HALF, mask=real, other=0.0).to(tl.float32)
-    tl.store(at, (low * cos_low - high * sin_low).to(at.dtype.element_ty), mask=real)
-    tl.store(at + HALF, (high * cos_high + low * sin_high).to(at.dtype.element_ty), mask=real)
+def _turn_heads(  # type: ignore[no-untyped-def]
+    at,
+    heads,
+    head_stride,
+    cos_low,
+    sin_low,
+    cos_high,
+    sin_high,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Turn every head of one token, whose first one stands `at`."""
+    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
+    real = (head < heads) & (pair < HALF)
+    low_at = at + head * head_stride + pair
+    low = tl.load(low_at, mask=real, other=0.0).to(tl.float32)
+    high = tl.load(low_at + HALF, mask=real, other=0.0).to(tl.float32)
+    tl.store(low_at, (low * cos_low - high * sin_low).to(at.dtype.element_ty), mask=real)
+    tl.store(low_at + HALF, (high * cos_high + low * sin_high).to(at.dtype.element_ty), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -97,17 +112,17 @@ def _rotate(  # type: ignore[no-untyped-def]
     PAIRS: tl.constexpr,
 ):
     slot, n = (tl.program_id(0) // new).to(tl.int64), tl.program_id(0) % new
-    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
+    pair = tl.arange(0, PAIRS)[None, :]
     turned = pair < HALF
     cos_at, sin_at = cos + slot * cos_slot + n * cos_new + pair, sin + slot * sin_slot + n * sin_new + pair
     cos_low = tl.load(cos_at, mask=turned, other=0.0).to(tl.float32)
     sin_low = tl.load(sin_at, mask=turned, other=0.0).to(tl.float32)
     cos_high = tl.load(cos_at + HALF, mask=turned, other=0.0).to(tl.float32)
     sin_high = tl.load(sin_at + HALF, mask=turned, other=0.0).to(tl.float32)
-    at = query + slot * query_slot + head * query_head + n * query_new + pair
-    _turn(at, (head < heads) & turned, cos_low, sin_low, cos_high, sin_high, HALF)
-    at = key + slot * key_slot + head * key_head + n * key_new + pair
-    _turn(at, (head < groups) & turned, cos_low, sin_low, cos_high, sin_high, HALF)
+    at = query + slot * query_slot + n * query_new
+    _turn_heads(at, heads, query_head, cos_low, sin_low, cos_high, sin_high, HALF, HEADS, PAIRS)
+    at = key + slot * key_slot + n * key_new
+    _turn_heads(at, groups, key_head, cos_low, sin_low, cos_high, sin_high, HALF, HEADS, PAIRS)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -133,15 +148,14 @@ def _rotate_at(  # type: ignore[no-untyped-def]
     PAIRS: tl.constexpr,
 ):
     slot, n = (tl.program_id(0) // new).to(tl.int64), tl.program_id(0) % new
-    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
-    turned = pair < HALF
+    pair = tl.arange(0, PAIRS)[None, :]
     position = tl.load(positions + slot * position_slot + n * position_new).to(tl.float32)
-    angle = position * tl.load(frequency + pair, mask=turned, other=0.0)
+    angle = position * tl.load(frequency + pair, mask=pair < HALF, other=0.0)
     cos, sin = tl.cos(angle) * stretch, tl.sin(angle) * stretch
-    at = query + slot * query_slot + head * query_head + n * query_new + pair
-    _turn(at, (head < heads) & turned, cos, sin, cos, sin, HALF)
-    at = key + slot * key_slot + head * key_head + n * key_new + pair
-    _turn(at, (head < groups) & turned, cos, sin, cos, sin, HALF)
+    at = query + slot * query_slot + n * query_new
+    _turn_heads(at, heads, query_head, cos, sin, cos, sin, HALF, HEADS, PAIRS)
+    at = key + slot * key_slot + n * key_new
+    _turn_heads(at, groups, key_head, cos, sin, cos, sin, HALF, HEADS, PAIRS)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
