@@ -10,8 +10,8 @@ retrain` does. The style is made by code from the target's own answers. `mixes`:
 training on a log and on generic prompts; both drafts are judged on later traffic.
 
 Prompts are JSON lines with `domain` and `turns` or `messages`, or a log of the kind `openai`. Settings are those of
-configs/smollm2-retraining.yaml; any of them is section.key=value. What is on disk is not done again; seconds are of this
-call. Figures go to OUT/results.json and to the screen.
+configs/smollm2-retraining.yaml; any of them is section.key=value. What is on disk is not done again, and seconds are
+those of this call. Figures go to OUT/results.json and to the screen.
 """
 
 import gc
