@@ -3,7 +3,7 @@
     python3 scripts/fetch_target.py TARGET        # SmolLM2-135M-Instruct as a safetensors folder
     python3 scripts/bench_retraining.py cycle OUT --target TARGET --prompts train.jsonl --cold
     python3 scripts/bench_retraining.py mixes OUT2 --target TARGET --log math.jsonl --generic chat.jsonl \
-        --traffic gsm8k_test.jsonl drafts.eagle3.steps=150
+        --self-prompts 1500 --traffic gsm8k_test.jsonl drafts.eagle3.steps=150
 
 `cycle`: the prompts become a log; distil; the served target learns a house style (LoRA, merged); then what `draftforge
 retrain` does. The style is made by code from the target's own answers. `mixes`: the same number of prompts and the same
@@ -59,6 +59,7 @@ from draftforge.registry.lineage import Version
 from draftforge.registry.models import champion
 from draftforge.registry.promoting import last_decision
 from draftforge.registry.resolve import resolve_models_uri
+from draftforge.scripts.bench_training import sample_prompts
 from draftforge.scripts.house_style import in_style, tune
 from draftforge.train.loop import METRICS_FILE
 from draftforge.train.metrics import MetricLog, NoSink
@@ -161,9 +162,14 @@ def mixes(
     log: Annotated[list[Path], typer.Option(help="Production's prompts; may be given again.")],
     generic: Annotated[list[Path], typer.Option(help="Other prompts; may be given again.")],
     traffic: Annotated[list[Path], typer.Option(help="Later production prompts, to judge on; may be given again.")],
+    self_prompts: Annotated[int, typer.Option(help="Generic prompts to sample from the target beside those.")] = 0,
 ) -> None:
     """The same training on a generic and on a production mix, judged on production traffic."""
     out.mkdir(parents=True, exist_ok=True)
+    served = f"target.model={target.resolve()}"
+    if self_prompts:
+        settings = load_recipe(RECIPE, [served, *(overrides or [])]).target
+        generic = [*generic, sample_prompts(settings, self_prompts, out / "self.jsonl.gz")]
     asked = {"production": distinct(log), "generic": distinct(generic)}
     count, later = min(map(len, asked.values())), distinct(traffic)
     held = [write_prompts(later[:_SELECTION], out / "selection.jsonl", "selection")]
@@ -175,7 +181,7 @@ def mixes(
     told: dict[str, Any] = {}
     for name, records in asked.items():
         sources = [write_prompts(records[:count], out / f"{name}.jsonl", "train"), *held]
-        given = [f"target.model={target.resolve()}", *settings_of(out / name, sources), *(overrides or [])]
+        given = [served, *settings_of(out / name, sources), *(overrides or [])]
         recipe = load_recipe(RECIPE, given)
         space = spaces[name] = spaces["production"].with_recipe(recipe) if spaces else Workspace(recipe)
         with timed(seconds, f"{name}: capture"):

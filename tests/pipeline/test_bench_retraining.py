@@ -22,7 +22,6 @@ SMALL = [
     "drafts.eagle3.warmup_steps=1",
     "drafts.eagle3.tokens_per_step=256",
     "drafts.eagle3.row_tokens=0",
-    "drafts.eagle3.accumulation=1",
     "drafts.eagle3.draft_vocabulary=200",
     "drafts.eagle3.aux_layers=[1, 2, 4]",
     "retrain.steps=2",
@@ -81,11 +80,11 @@ def test_a_champion_through_a_fine_tuning(
 def test_two_mixes_are_judged_on_the_same_traffic(
     tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine, other = prompts(tmp_path / "log.jsonl", "support", 30), prompts(tmp_path / "other.jsonl", "code", 20)
+    mine, other = prompts(tmp_path / "log.jsonl", "support", 30), prompts(tmp_path / "other.jsonl", "code", 14)
     later = prompts(tmp_path / "later.jsonl", "support", 30, first=100)
     out = tmp_path / "out"
     mixes = runpy.run_path(str(SCRIPT))["mixes"]
-    mixes(out, SMALL, target=tiny_target_folder, log=[mine], generic=[other], traffic=[later])
+    mixes(out, SMALL, target=tiny_target_folder, log=[mine], generic=[other], traffic=[later], self_prompts=10)
 
     found = json.loads((out / "results.json").read_text())
     production, generic = (found["figures"][name] for name in ("production mix", "generic mix"))
@@ -95,7 +94,8 @@ def test_two_mixes_are_judged_on_the_same_traffic(
     assert difference["value"] == pytest.approx(production["tau"]["value"] - generic["tau"]["value"])
     assert difference["low"] <= difference["value"] <= difference["high"]
     runs = found["training"].values()
-    assert {run["steps"] for run in runs} == {4} and all(0 < run["train_answers"] <= 20 for run in runs)
+    assert {run["steps"] for run in runs} == {4} and all(0 < run["train_answers"] <= 24 for run in runs)
+    assert (out / "generic.jsonl").read_text().count("self") and "code" in (out / "generic.jsonl").read_text()
     assert "production mix" in capsys.readouterr().out
 
 
