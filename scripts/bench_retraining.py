@@ -139,18 +139,12 @@ def cycle(
     gains = {f"{one.name} - {stale.name}": tau_difference(one.table, stale.table, bootstrap) for one in found[2:]}
     if cold:
         gains[f"{fresh.name} - {found[3].name}"] = tau_difference(fresh.table, found[3].table, bootstrap)
-    staleness = staleness_of(new, heir)
-    reasons = {version.reference: reasons_of(new, version) for version in (first.version, heir)}
-    promoted = [first.version.reference, *([] if done.refused else [heir.reference])]
     tuning |= {"share_in_style": dict(zip(("before", "after"), style, strict=True))}
-    record = {"staleness": staleness, "decisions": reasons, "promoted": promoted, "tuning": tuning, "training": told}
-    write_results(out, given, found, gains, seconds, record)
+    known = history(new, first.version, heir, done.refused)
+    write_results(out, given, found, gains, seconds, {**known, "tuning": tuning, "training": told})
     show(found, gains, seconds, told)
     say(f"fine-tuned: {json.dumps(tuning, ensure_ascii=False)}")
-    for cause in staleness["causes"]:
-        say(f"found: {cause['text']}")
-    for version, why in reasons.items():
-        say(f"{version}: {'promoted' if version in promoted else 'not promoted'}: {'; '.join(why)}")
+    show_history(known)
 
 
 @app.command()
@@ -301,14 +295,23 @@ def samples_of(captured: Stage, split: Split = HOLDOUT_SPLIT) -> list[Sample]:
     return Capture.open(captured.folder, verify=False).samples(split)
 
 
-def staleness_of(space: Workspace, version: Version) -> dict[str, Any]:
-    """Why a version was trained, as its run tells."""
-    return storage.read_object(Path(space.tracking.client.download_artifacts(version.run_id, "staleness.json")))
+def history(space: Workspace, first: Version, heir: Version, refused: bool) -> dict[str, Any]:
+    """Why the heir was trained, and what was decided about both, as their runs tell. `refused`: by the gate."""
+    why = Path(space.tracking.client.download_artifacts(heir.run_id, "staleness.json"))
+    decisions = {one.reference: last_decision(space.tracking, one) for one in (first, heir)}
+    return {
+        "staleness": storage.read_object(why),
+        "decisions": {name: [] if one is None else one.reasons for name, one in decisions.items()},
+        "promoted": [first.reference] if refused else [first.reference, heir.reference],
+    }
 
 
-def reasons_of(space: Workspace, version: Version) -> list[str]:
-    decision = last_decision(space.tracking, version)
-    return [] if decision is None else decision.reasons
+def show_history(known: Mapping[str, Any]) -> None:
+    for cause in known["staleness"]["causes"]:
+        say(f"found: {cause['text']}")
+    for version, reasons in known["decisions"].items():
+        verdict = "promoted" if version in known["promoted"] else "not promoted"
+        say(f"{version}: {verdict}: {'; '.join(reasons)}")
 
 
 def trained_draft(space: Workspace, captured: Stage) -> Path:
