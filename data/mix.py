@@ -1,7 +1,7 @@
 """The mix: from sources to de-duplicated, redacted, balanced and split conversations, in one folder.
 
     conversations.parquet   what the target is asked, nested values as JSON text
-    members.parquet         signatures and placements of these and of every ancestor's conversations; no text
+    members.parquet         signatures and placements of these, their parts and every ancestor's; no text
     log.parquet             labels of every record that was read, and what became of it; no text
     clusters.parquet        centres of the domains that clustering named, where it named any
     manifest.json           counts, what was left out and redacted, digests of sources and files
@@ -40,7 +40,9 @@ from .strata import KEYS, SOURCE, Column
 
 FORMAT = 2
 CONVERSATIONS, MEMBERS, LOG, MANIFEST = "conversations.parquet", "members.parquet", "log.parquet", "manifest.json"
-LEFT_OUT = ("exact_copies", "near_copies", "contaminated", "over_share")
+COPIES = ("exact_copies", "continued", "near_copies")
+"""Records that other ones stand for."""
+LEFT_OUT = (*COPIES, "contaminated", "over_share")
 FATES = (*SPLITS, *LEFT_OUT)
 """What becomes of a record."""
 _CONVERSATION_SCHEMA = pa.schema(
@@ -165,22 +167,33 @@ class _Mix:
     def __init__(self, settings: MixSettings, base_dir: Path, gathered: Gathered, known: Sequence[Known]) -> None:
         self._settings, self._gathered, self._known = settings, gathered, known
         ids = gathered.ids
-        placed = place(gathered.members(), known, settings.near_threshold)
+        self._continued = gathered.continued()
+        placed = place(gathered.members(), known, settings.near_threshold, self._continued)
         splits = self._splits(placed)
         near_sets = self._near_sets(base_dir, placed)
         near = set().union(*near_sets.values())
         barred = {id for id in near if splits[id] == "train"}
         self._numbers = sorted(range(len(ids)), key=ids.__getitem__)
-        able = [n for n in self._numbers if placed[ids[n]].copy_of is None and ids[n] not in barred]
+        able = [n for n in self._numbers if self._stands(placed, ids[n]) == ids[n] and ids[n] not in barred]
         kept_N = self._chosen(able, [ids[n] for n in able], self._latest(placed))
         self.kept = [n for n, kept in zip(able, kept_N.tolist()) if kept]
         members = list(gathered.members())
         self.placements = {ids[n]: Known(members[n], placed[ids[n]].cluster, splits[ids[n]]) for n in self.kept}
+        self._seen = {  # with the parts of those that stay: a later log may hold them alone
+            id: Known(members[n], placed[id].cluster, splits[id])
+            for n, id in enumerate(ids)
+            if id in self.placements or (id in self._continued and self._stands(placed, id) in self.placements)
+        }
         stay = self.placements.values()
         require_every_split([item.split for item in stay], [item.cluster for item in stay], settings)
         self._fates = self._fates_of(placed, barred)
         self._near_sets_told = {name: len(found) for name, found in near_sets.items()}
-        self._report = holdout_report(self.placements, known, near_sets, settings.near_threshold)
+        self._report = holdout_report(self._seen, known, near_sets, settings.near_threshold)
+
+    def _stands(self, placed: Mapping[str, Placement], id: str) -> str:
+        """The conversation that stands for this one: the longest that goes on from it, or what that is a copy of."""
+        whole = self._continued.get(id, id)
+        return placed[whole].copy_of or whole
 
     def _splits(self, placed: Mapping[str, Placement]) -> dict[str, Split]:
         bound: dict[str, Split] = {}
@@ -193,24 +206,24 @@ class _Mix:
         }
 
     def _near_sets(self, base_dir: Path, placed: Mapping[str, Placement]) -> dict[str, set[str]]:
-        """Kept contents that are near each evaluation set."""
+        """Contents that are near each evaluation set, or go on from one that is."""
         found: dict[str, set[str]] = {}
         for one in read_evaluation_sets(self._settings, base_dir):
             distinct = [member for member in self._gathered.members() if placed[member.id].copy_of is None]
             title = f"near {one.name}"
-            found[one.name] = near_any(distinct, one.signatures, self._settings.near_threshold, title)
+            near = near_any(distinct, one.signatures, self._settings.near_threshold, title)
+            found[one.name] = {self._stands(placed, id) for id in near}
         return found
 
     def _latest(self, placed: Mapping[str, Placement]) -> NDArray[np.float64]:
-        """When each content was last asked, near-copies counted as what they are copies of; nan: not known."""
+        """When each content was last asked, also as a near-copy or as a part of it; nan: not known."""
         gathered = self._gathered
         latest = np.full(len(gathered.ids), np.nan)
         np.fmax.at(latest, gathered.number_at_row, np.array(gathered.log.started))
         number_of = {id: number for number, id in enumerate(gathered.ids)}
         for id, number in number_of.items():
-            original = placed[id].copy_of
-            if original is not None:
-                latest[number_of[original]] = np.fmax(latest[number_of[original]], latest[number])
+            original = number_of[self._stands(placed, id)]
+            latest[original] = np.fmax(latest[original], latest[number])
         return latest
 
     def _chosen(self, numbers: Sequence[int], ids: Sequence[str], latest: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -244,6 +257,8 @@ class _Mix:
         for id, row in zip(self._gathered.ids, self._gathered.rows.tolist()):
             if id in self.placements:
                 fates[row] = fate_of[self.placements[id].split]
+            elif id in self._continued:
+                fates[row] = fate_of["continued"]
             elif placed[id].copy_of is not None:
                 fates[row] = fate_of["near_copies"]
             else:
@@ -254,7 +269,7 @@ class _Mix:
         """The tables."""
         tracked = progress.track(self.kept, "writing", unit="conversations")
         _write_table(folder / CONVERSATIONS, (_row(self._conversation(n)) for n in tracked), _CONVERSATION_SCHEMA)
-        _write_table(folder / MEMBERS, _member_rows(self.placements, self._known), _MEMBER_SCHEMA)
+        _write_table(folder / MEMBERS, _member_rows(self._seen, self._known), _MEMBER_SCHEMA)
         log = self._gathered.log
         columns = {name: log.column(name) for name in (*KEYS, SOURCE, "day")}
         table = {
@@ -349,10 +364,10 @@ def _row(conversation: Conversation) -> dict[str, Any]:
     return row
 
 
-def _member_rows(placements: Mapping[str, Known], known: Sequence[Known]) -> Iterator[dict[str, Any]]:
+def _member_rows(seen: Mapping[str, Known], known: Sequence[Known]) -> Iterator[dict[str, Any]]:
     """This mix's members and the inherited ones; a conversation in both stands once, as it is placed now."""
-    rest = [item for item in known if item.member.id not in placements]
-    for item in sorted([*placements.values(), *rest], key=lambda item: (item.member.id, item.cluster, item.split)):
+    rest = [item for item in known if item.member.id not in seen]
+    for item in sorted([*seen.values(), *rest], key=lambda item: (item.member.id, item.cluster, item.split)):
         placement = {"cluster": item.cluster, "split": item.split}
         yield {**item.member._asdict(), **placement, "signature": item.member.signature.astype("<u4").tobytes()}
 
