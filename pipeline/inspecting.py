@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .. import storage
 from ..data.conversation import SPLITS
 from ..data.profile import DISTINCT, JOINT, LOG, MIX, QUANTILES, SIDES, Profile, Shares, profile
 from ..data.strata import DAY, NONE
 from ..eval.table import UNKNOWN, show_cells
 from ..progress import say
+from .beforehand import known_context
 from .inspect_page import Table, check_place, write_page, write_pictures
 from .stages import mix_stage
 from .workspace import Workspace
@@ -26,7 +26,7 @@ def inspect_mix(space: Workspace, out: Path | None) -> None:
     if not space.first_rank:
         return
     found = profile(folder)
-    tables = tables_of(found, context_of(space.recipe.target.model))
+    tables = tables_of(found, known_context(space.recipe.target))
     for title, cells, note in tables:
         show_cells(title, cells, [""] * (len(cells) - 1), note, numeric=cells[0][1:])
     if out is None:
@@ -36,17 +36,6 @@ def inspect_mix(space: Workspace, out: Path | None) -> None:
     else:
         write_pictures(out, found)
     say(f"{out}: written")
-
-
-def context_of(model: str) -> int | None:
-    """Positions of a target that lies in a local folder, by its config alone; None: not known without loading it."""
-    config = Path(model) / "config.json"
-    if not config.is_file():
-        return None
-    told = storage.read_object(config)
-    inner = told.get("text_config")
-    most = (inner if isinstance(inner, dict) else told).get("max_position_embeddings")
-    return most if isinstance(most, int) else None
 
 
 def tables_of(found: Profile, context: int | None = None) -> list[Table]:
@@ -75,6 +64,7 @@ def _fates(found: Profile, context: int | None) -> Table:
     rows += [["the log, as compared below", str(found.sizes[LOG])]]
     names = {
         "exact_copies": "exact copies",
+        "continued": "continued by a longer one",
         "near_copies": "near-copies",
         "over_share": "over the mix's shares or limit",
     }

@@ -21,6 +21,7 @@ from . import distill as flow
 from . import inspecting, skipping, talk, telling, webhook
 from . import retrain as again
 from . import watch as watching
+from .beforehand import check_scoring
 from .bench_settings import BenchSettings, numbers_of
 from .changes import pinned
 from .exporting import export_draft, verifier_of
@@ -106,6 +107,8 @@ def score(recipe: Recipe, draft: str | None) -> None:
     folder = None if draft is None or draft in recipe.drafts else Path(draft)
     if folder is not None and not (draft and folder.exists()):
         raise MissingFileError(f"--draft {draft}: is neither a draft of the recipe ({_names(recipe)}) nor a folder")
+    names = [] if folder is not None else _chosen(recipe, draft)
+    check_scoring(space, names, trees=folder is None)
     with space.alone():
         captured = capture_stage(space, mix_stage(space))
         if folder is not None:
@@ -148,6 +151,7 @@ def promote(recipe: Recipe) -> None:
 
 def _promote(space: Workspace) -> None:
     check_command(space.recipe.promotion)
+    check_scoring(space, space.recipe.drafts)
     conversations = mix_stage(space)
     captured = capture_stage(space, conversations)
     stages = _train(space, captured, None)
@@ -306,5 +310,8 @@ def _names(recipe: Recipe) -> str:
 
 
 def _train(space: Workspace, captured: Stage, draft: str | None) -> dict[str, Stage]:
-    names = list(space.recipe.drafts) if draft is None else [draft]
-    return {name: train_stage(space, name, captured, NoSink()) for name in names}
+    return {name: train_stage(space, name, captured, NoSink()) for name in _chosen(space.recipe, draft)}
+
+
+def _chosen(recipe: Recipe, draft: str | None) -> list[str]:
+    return list(recipe.drafts) if draft is None else [draft]

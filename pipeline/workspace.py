@@ -22,7 +22,8 @@ from functools import cached_property
 from pathlib import Path
 
 from .. import fingerprint, storage
-from ..errors import CorruptDataError, MissingFileError, OwnershipError
+from ..errors import CorruptDataError, DraftforgeError, MissingFileError, OwnershipError
+from ..eval.load_fit import CostFit, read_fits
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.connect import Tracking, open_tracking
@@ -139,6 +140,16 @@ class Workspace:
         return settings.model_copy(update={"model": str(local)})
 
     @cached_property
+    def given_times(self) -> list[CostFit]:
+        """What `score.costs.fit` holds. Raises an error that names the field."""
+        path = self.recipe.score.costs.fit
+        assert path is not None
+        try:
+            return read_fits(path)
+        except DraftforgeError as error:
+            raise type(error)(f"score.costs.fit: {error}") from None
+
+    @cached_property
     def drafts(self) -> dict[str, Settings]:
         """The recipe's drafts; those that start from a `models:/` address start from a local folder."""
         return {name: self._local_start(settings) for name, settings in self.recipe.drafts.items()}
@@ -173,6 +184,6 @@ class Workspace:
     def with_recipe(self, recipe: Recipe) -> "Workspace":
         """The same folder and the same loaded things under a changed recipe (of the same target)."""
         other = Workspace(recipe)
-        own = ("recipe", "root", "drafts")
+        own = ("recipe", "root", "drafts", "given_times")
         other.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in own}
         return other
