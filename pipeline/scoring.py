@@ -23,7 +23,18 @@ from ..eval.perplexity import perplexity
 from ..eval.plans import Drafting
 from ..eval.report.record import score_record
 from ..eval.score import Identity, score_draft, spread
-from ..eval.select import PLAIN, Checkpoint, DomainRow, Row, Times, by_plan, domain_rows, leaderboard, plain_row
+from ..eval.select import (
+    PLAIN,
+    Checkpoint,
+    DomainRow,
+    Row,
+    Times,
+    by_plan,
+    domain_rows,
+    leaderboard,
+    plain_row,
+    plan_rows,
+)
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard, show_load
 from ..eval.traces import TraceCache
@@ -320,9 +331,10 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     perplexities = {one: part.perplexity for one, part in parts.items() if part.perplexity is not None}
     shares = {one: part.share for one, part in parts.items()}
     made_for = {one: board.scorer.made_for(folder) for one, folder in folders.items()}
+    plans = plan_rows(tables, board.times, settings, [LOOKUP])
     rows = [
         replace(row, trained_for=made_for.get((row.draft, row.step), ""))
-        for row in leaderboard(tables, board.times, settings, [LOOKUP], perplexities, shares)
+        for row in leaderboard(tables, board.times, settings, [LOOKUP], perplexities, shares, plans)
     ]
     domains = domain_rows(tables, rows, settings, board.times)
     said = advice(rows, domains, settings)
@@ -332,18 +344,19 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     if fits:
         write_fits(scored.times_file, fits.values())
     origin = {"at": time.time(), "target": target, "capture": captured.fingerprint, "advice": said}
-    storage.write_json(stage.folder / SCORES_FILE, origin | score_record(table, board.times, rows, settings))
-    _show(scored, settings)
+    record = score_record(table, board.times, rows, settings, plans, domains)
+    storage.write_json(stage.folder / SCORES_FILE, origin | record)
+    _show(scored, settings, by_plan(plans, scored.chosen))
     return scored
 
 
-def _show(scored: Scored, settings: ScoreSettings) -> None:
-    """The final tables: all checkpoints, then the chosen one by domain beside prompt lookup; and what follows."""
+def _show(scored: Scored, settings: ScoreSettings, plans: Sequence[Row]) -> None:
+    """The final tables: all checkpoints, then the chosen one (at each of its `plans`) by domain beside prompt lookup;
+    and what follows."""
     chosen = scored.chosen
     times = scored.times[chosen.draft, chosen.step]
     rows = [plain_row(times), *scored.rows]
     show_leaderboard(rows, settings.confidence, "Drafts by expected serving speed", times.said)
-    plans = by_plan([scored.counts], times, chosen, settings)
     if len(plans) > 1:
         every = "K and tree" if settings.trees else "K"
         show_leaderboard(plans, settings.confidence, f"{chosen.draft} step {chosen.step} at every {every}", times.said)

@@ -6,6 +6,8 @@ from typing import Any
 
 import loads
 import pytest
+from byte_level import byte_level_tokenizer
+from stand_ins import llama
 
 from draftforge.errors import CorruptDataError, InputError, MissingFileError
 from draftforge.eval.load_fit import read_fits, write_fits
@@ -13,6 +15,7 @@ from draftforge.pipeline import verbs, workspace
 from draftforge.pipeline.beforehand import check_load, context_of, known_context
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
+from draftforge.specdec.formats.gguf import write_llama
 from draftforge.specdec.settings import TargetSettings
 
 WriteRecipe = Callable[..., Path]
@@ -83,3 +86,8 @@ def test_the_context_is_the_configs_or_the_servers(tiny_target_folder: Path, tmp
     assert known_context(settings) == longest and known_context(TargetSettings(model="owner/name")) is None
     (tmp_path / "config.json").write_text('{"model_type": "nobody knows"}')
     assert known_context(TargetSettings(model=str(tmp_path))) is None
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # the architecture's default
+    assert context_of(TargetSettings(model=str(tmp_path))) == 2048
+    tokenizer, model = byte_level_tokenizer(["the order of the day"] * 2, 280), llama(vocab=283)
+    write_llama(model, tokenizer, tmp_path / "target.gguf")
+    assert context_of(TargetSettings(model=str(tmp_path / "target.gguf"))) == model.config.max_position_embeddings
