@@ -28,9 +28,14 @@ def store_of(recipe: Recipe) -> Tracking:
     return _open(recipe.registry, recipe.workdir, f"workdir {recipe.workdir}")
 
 
+def is_there(settings: RegistrySettings, home: Path) -> bool:
+    """Whether a store is named, or the default one was made in the work folder `home`."""
+    named = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return bool(named) or (home / DATABASE_NAME).is_file()
+
+
 def _open(settings: RegistrySettings, workdir: Path, where: str) -> Tracking:
     home = workdir.resolve()
-    named = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if not (named or (home / DATABASE_NAME).is_file()):
+    if not is_there(settings, home):
         raise MissingFileError(f"{where}: holds no {DATABASE_NAME}; name the recipe's work folder or a store")
     return open_tracking(settings, home)

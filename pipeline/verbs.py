@@ -122,7 +122,7 @@ def score(recipe: Recipe, draft: str | None) -> None:
 
 def report(recipe: Recipe, out: Path | None) -> None:
     """The report, drawn again from what is on disk."""
-    space = Workspace(recipe)
+    space = Workspace(recipe, reads=True)
     storage.require_file_place(out, "--out")
     write_report(space, find_scored(space), out)
 
@@ -177,7 +177,7 @@ def metrics(
 ) -> None:
     """What monitoring should know of the champion, and whether what is served is what was promised."""
     asked = telling.Served(served, since, interval_seconds, margin, fail)
-    text = telling.metrics(Workspace(recipe), out, listen, asked)
+    text = telling.metrics(Workspace(recipe, reads=True), out, listen, asked)
     if text is not None:
         print(text, end="")
 
