@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import storage
-from ..data.parts import Part, parse_part
+from ..data.mix import load_mix
+from ..data.parts import Part, check_part, parse_part
 from ..data.recorded import save_answers
 from ..data.store import Capture
 from ..errors import InputError, MissingFileError
@@ -89,7 +90,9 @@ def capture(
 def _capture_part(recipe: Recipe, part: Part) -> None:
     space = Workspace(recipe)
     with space.alone():
-        captured = capture_stage(space, mix_stage(space), part)
+        conversations = mix_stage(space)
+        check_part(part, load_mix(conversations.folder), recipe.capture, recipe.score.sampling)
+        captured = capture_stage(space, conversations, part)
     say(f"{captured.folder}")
 
 
