@@ -11,16 +11,18 @@ from ..registry.connect import DATABASE_NAME, Tracking, open_tracking
 from ..registry.settings import RegistrySettings
 
 
-def open_store(model: str, tracking_uri: str | None, workdir: Path) -> Tracking:
-    """The store at `tracking_uri`, else the environment's, else the one in a work folder.
+def open_store(model: str | None, tracking_uri: str | None, workdir: Path | None) -> Tracking:
+    """The store at `tracking_uri`, else the environment's, else the one in a work folder (None: `runs`).
 
     Raises InputError for an unfit `model` (first part of registered names), MissingFileError where there is none.
     """
     try:
-        settings = RegistrySettings(model=model, tracking_uri=tracking_uri)
+        named = {} if model is None else {"model": model}
+        settings = RegistrySettings.model_validate({"tracking_uri": tracking_uri, **named})
     except ValidationError as error:
         raise InputError(f"--model {model}: {error.errors()[0]['msg']}") from None
-    return _open(settings, workdir, f"--workdir {workdir}")
+    home = workdir or Path("runs")
+    return _open(settings, home, f"--workdir {home}")
 
 
 def store_of(recipe: Recipe) -> Tracking:
