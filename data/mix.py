@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from .. import fingerprint, progress, storage
-from ..errors import CorruptDataError, MissingFileError
+from ..errors import CorruptDataError, MissingFileError, named
 from . import clusters
 from .choosing import Margin, half_lives, keep, largest_size, raked
 from .contamination import holdout_report, near_any, read_evaluation_sets
@@ -85,6 +85,9 @@ def build_mix(
     """
     digests = input_digests(settings, base_dir)
     earlier = [*(base_dir / name for name in settings.ancestors), *ancestors]
+    for i, path in enumerate(earlier[: len(settings.ancestors)]):
+        with named(f"mix.ancestors[{i}]"):
+            check_members(path)
     known = load_members(earlier)
     with Spool(folder.parent) as spool:
         gathered = gather(settings, base_dir, sample_prompts, spool)
@@ -133,6 +136,11 @@ def load_manifest(folder: Path) -> dict[str, Any]:
     ):
         raise CorruptDataError(f"{folder / MANIFEST}: is not a mix manifest of format {FORMAT}")
     return manifest
+
+
+def check_members(folder: Path) -> None:
+    """Raise MissingFileError or CorruptDataError unless `load_members` can read this mix."""
+    _checked(folder, MEMBERS)
 
 
 def load_members(folders: Iterable[Path]) -> list[Known]:
@@ -379,8 +387,13 @@ def _write_table(path: Path, rows: Iterator[Mapping[str, Any]], schema: pa.Schem
 
 
 def _read_table(folder: Path, name: str) -> pa.Table:
+    return pq.read_table(_checked(folder, name))
+
+
+def _checked(folder: Path, name: str) -> Path:
+    """A file of a mix, its digest compared."""
     recorded = load_manifest(folder)["files"].get(name)
     path = folder / name
     if fingerprint.of_file(path) != recorded:
         raise CorruptDataError(f"{path}: its content does not match the digest in {MANIFEST}; build the mix again")
-    return pq.read_table(path)
+    return path
