@@ -30,8 +30,7 @@ from .contamination import holdout_report, near_any, read_evaluation_sets
 from .conversation import SPLITS, Conversation, Split
 from .dedup import SIGNATURE_LENGTH, Known, Member, Placement, place
 from .gathering import Gathered, gather, sampling_of, strictest
-from .in_flight import Level, in_flight_report
-from .redact import Redactor
+from .in_flight_told import in_flight_told
 from .settings import MixSettings
 from .sources import SamplePrompts, input_digests, name_of
 from .split import require_every_split, split_of
@@ -328,33 +327,9 @@ class _Mix:
                 for name in log.column("system").lumped(_SYSTEM_STRATA).names
                 if name in log.system_characters
             },
-            "in_flight": _in_flight_told(self._gathered, self._settings),
+            "in_flight": in_flight_told(self._gathered.traffic, self._settings),
             "without_time": int(np.isnan(np.array(log.started)).sum()),
         }
-
-
-def _in_flight_told(gathered: Gathered, settings: MixSettings) -> dict[str, Any] | None:
-    """Requests that ran at once, and the load that they propose; None: the log does not tell when any ended."""
-    found = in_flight_report(gathered.traffic)
-    if found.pooled is None:
-        return None
-    redactor = Redactor(settings.redact)  # replicas go by addresses
-
-    def told(level: Level) -> dict[str, Any]:
-        return {
-            "p50": level.p50,
-            "p95": level.p95,
-            "most": level.most,
-            "mean": level.mean,
-            "busy_seconds": level.busy_seconds,
-        }
-
-    replicas = {
-        name if redactor.text(name) == name else f"{redactor.text(name)} {number}": told(level)
-        for number, (name, level) in enumerate(found.replicas.items(), start=1)
-    }
-    counts = {name: getattr(found, name) for name in ("requests", "untimed", "zero_length", "skewed")}
-    return {**counts, "replicas": replicas, "all": told(found.pooled), "load": found.yaml()}
 
 
 def _sources_told(settings: MixSettings, digests: Mapping[str, str], gathered: Gathered) -> list[dict[str, Any]]:
