@@ -1,4 +1,5 @@
-"""The command line under torchrun: on two machines, and where a rank dies in the midst of a step."""
+"""The command line under torchrun and DeepSpeed's launcher: on two machines, and where a rank dies in the midst of a
+step."""
 
 import json
 import os
@@ -32,7 +33,11 @@ SMALL = {
 def launch(arguments: list[str], log: Path, **options: object) -> subprocess.Popen[bytes]:
     """torchrun with what comes after its options."""
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, *arguments]
+    return start([sys.executable, "-m", "torch.distributed.run", *flags, *arguments], log)
+
+
+def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """A launcher, all that it says in `log`."""
     with log.open("wb") as stream:
         return subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, env=os.environ | {"DRAFTFORGE_DEBUG": ""}
@@ -101,6 +106,27 @@ def test_two_machines_distil_like_one_process(recipe_in: Callable[..., Path], tm
     nodes = [launch(command, log, node_rank=node, **options) for node, log in enumerate(logs)]
     assert wait_for(nodes, 200) == [0, 0], "\n".join(log.read_text() for log in logs)
     assert "champion" in logs[0].read_text()
+    one = {**SMALL, "zero_stage": 0, "engine": "torch"}
+    verbs.train(load_recipe(recipe_in(alone, drafts={"small": one})), None)
+    assert losses(spread) == pytest.approx(losses(alone), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_machines_of_a_hostfile_train_like_one_process(recipe_in: Callable[..., Path], tmp_path: Path) -> None:
+    """DeepSpeed's launcher, started by hand on each of the two: two processes each, two addresses of one machine."""
+    spread, alone = tmp_path / "spread", tmp_path / "alone"
+    for folder in (spread, alone):
+        folder.mkdir()
+    recipe = recipe_in(spread, drafts={"small": SMALL})
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("127.0.0.1 slots=2\n127.0.0.2 slots=2\n")
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hosts), "--no_ssh"]
+    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), "--no_local_rank"]
+    command = ["--module", "draftforge.cli", "train", str(recipe)]
+    logs = [tmp_path / f"{node}.log" for node in range(2)]
+    nodes = [start([*launcher, "--node_rank", str(node), *command], log) for node, log in enumerate(logs)]
+    assert wait_for(nodes, 200) == [0, 0], "\n".join(log.read_text() for log in logs)
+    assert "DeepSpeed ZeRO-2, 4 x cpu" in logs[0].read_text()
     one = {**SMALL, "zero_stage": 0, "engine": "torch"}
     verbs.train(load_recipe(recipe_in(alone, drafts={"small": one})), None)
     assert losses(spread) == pytest.approx(losses(alone), rel=1e-4)
