@@ -270,7 +270,7 @@ def figures_of(bench: Bench, run: Run, began: float) -> Json:
         "step_seconds": seconds / len(timed),
         "seconds": sum(line["seconds"] for line in lines),
         "since_launch": lines[0]["time"] - lines[0]["seconds"] - began,
-        "peak_gib": max(line.get("peak_gib", float("nan")) for line in lines),
+        "peak_gib": max((line["peak_gib"] for line in lines if "peak_gib" in line), default=None),
         "losses": [line["loss"] for line in lines],
     }
 
@@ -358,7 +358,8 @@ def show(bench: Bench, runs: list[Run]) -> None:
         rates = []
         for key in ("positions_per_second", "median_positions_per_second", "with_checkpoints"):
             rates += [f"{mine[key]:,.0f}", f"{mine[key] / alone[key]:.2f}" if key in alone else ""]
-        last = (f"{1000 * mine['step_seconds']:.0f}", f"{mine['peak_gib']:.1f}", f"{mine['seconds']:.1f}")
+        peak = "-" if mine["peak_gib"] is None else f"{mine['peak_gib']:.1f}"
+        last = (f"{1000 * mine['step_seconds']:.0f}", peak, f"{mine['seconds']:.1f}")
         table.add_row(run.draft, str(run.stage), str(run.gpus), *rates, *last)
     Console(width=160).print(table)
 

@@ -244,8 +244,8 @@ def legs_of(chains: dict[str, Any], folder: Path, word: str) -> list[list[dict[s
     ],
 )
 def test_several_ranks_equal_one(run: str, reference: Any, spread_out: Any) -> None:
-    """At every ZeRO stage, on two ranks and on four, with the optimizer offloaded, and where another number of ranks went
-    on after a stop: two, one, three; or four, two, one."""
+    """At every ZeRO stage, on two ranks and on four, with the optimizer offloaded, and where another number of ranks
+    went on after a stop: two, one, three; or four, two, one."""
     losses, norms, folder = spread_out[run]
     assert len(losses) == STEPS
     assert_same_training(losses, norms, Path(folder), reference[run.replace("-", " ").split()[0]])
