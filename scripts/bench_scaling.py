@@ -16,6 +16,7 @@ draft on each; --profile traces five steps on the most GPUs (profile_training.py
 they come, logs of all launches to OUT, and tables to the screen. An OUT that exists is gone on with.
 """
 
+import gzip
 import json
 import os
 import shutil
@@ -48,7 +49,7 @@ RECIPE = SCRIPTS.parent / "configs/smollm2-bench.yaml"
 _UNTIMED_STEPS = 3  # allocation, compilation
 _EQUAL_STEPS, _PROFILED_STEPS = 10, 12
 _SHARDS_A_RANK = 6  # of the capture's timing
-_CAPTURED = {  # more answers a prompt than the recipe wants, so that a capture lasts
+_CAPTURED: dict[str, dict[str, Any]] = {  # more answers a prompt than the recipe wants, so that a capture lasts
     "mix": {"selection_share": 0.45, "holdout_share": 0.45},
     "score": {"sampling": [{"temperature": temperature} for temperature in (0, 0.4, 0.7, 1)]},
 }
@@ -298,7 +299,7 @@ def profile_steps(bench: Bench, runs: list[Run]) -> None:
 def time_capture(bench: Bench) -> None:
     """The same prompts answered on each number of GPUs, from the mix to the last shard: loading the target included."""
     paths = [Path(source["path"]) for source in bench.recipe["mix"]["sources"] if "path" in source]
-    asked = sum(len(path.read_text().splitlines()) for path in paths)
+    asked = sum(_lines(path) for path in paths)
     settings = {"shard_samples": max(1, 4 * asked // (_SHARDS_A_RANK * bench.most))}
     for gpus in bench.gpus:
         name, drafts = f"capture-{gpus}gpu", self_contained(bench)
@@ -362,6 +363,11 @@ def show(bench: Bench, runs: list[Run]) -> None:
         last = (f"{1000 * mine['step_seconds']:.0f}", peak, f"{mine['seconds']:.1f}")
         table.add_row(run.draft, str(run.stage), str(run.gpus), *rates, *last)
     Console(width=160).print(table)
+
+
+def _lines(path: Path) -> int:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+        return sum(1 for _ in stream)
 
 
 def _free_port() -> int:

@@ -12,7 +12,6 @@ import json
 import sys
 import tempfile
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import draftforge.cli
+from draftforge.data.batches import Batch, Step
 from draftforge.train import loop
 from draftforge.train.families import base
 
@@ -45,31 +45,32 @@ def main(out: Path, arguments: list[str]) -> None:
     base.head_loss = ranged(LOSS, base.head_loss)
     whole = loop.Run.loop
 
-    def traced(run: loop.Run) -> Any:
-        run.family.inputs = ranged(TARGET, run.family.inputs)  # type: ignore[method-assign]
-        run.family.rows = ranged(DRAFT, run.family.rows)  # type: ignore[method-assign]
-        run.engine.accumulate = ranged(BACKWARD, run.engine.accumulate)  # type: ignore[method-assign]
-        run.reduce = ranged(FIGURES, run.reduce)  # type: ignore[method-assign]
-        run.update = ranged(OPTIMIZER, run.update)  # type: ignore[method-assign]
-        one_step, profiler = run.one_step, None
+    def traced(self: loop.Run) -> list[Path]:
+        self.family.inputs = ranged(TARGET, self.family.inputs)  # type: ignore[method-assign]
+        self.family.rows = ranged(DRAFT, self.family.rows)  # type: ignore[method-assign]
+        self.engine.accumulate = ranged(BACKWARD, self.engine.accumulate)  # type: ignore[method-assign]
+        self.reduce = ranged(FIGURES, self.reduce)  # type: ignore[method-assign]
+        self.update = ranged(OPTIMIZER, self.update)  # type: ignore[method-assign]
+        one_step = self.one_step
+        profiler: profile | None = None
 
-        def step(*given: Any) -> dict[str, float]:
+        def traced_step(step: Step, batches: list[Batch]) -> dict[str, float]:
             nonlocal profiler
-            if run.state.step == _FIRST and run.ranks.first:
+            if self.state.step == _FIRST and self.ranks.first:
                 profiler = profile(activities=_activities())
                 profiler.start()
-            values = one_step(*given)
-            if run.state.step == _FIRST + _STEPS and profiler is not None:
+            values = one_step(step, batches)
+            if self.state.step == _FIRST + _STEPS and profiler is not None:
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 profiler.stop()
-                found[run.folder.name] = shares(_events(profiler), _STEPS)
+                found[self.folder.name] = shares(_events(profiler), _STEPS)
                 out.write_text(json.dumps(found, indent=1))
                 profiler = None
             return values
 
-        run.one_step = step  # type: ignore[method-assign]
-        return whole(run)
+        self.one_step = traced_step  # type: ignore[method-assign]
+        return whole(self)
 
     loop.Run.loop = traced  # type: ignore[method-assign]
     draftforge.cli.main(arguments)
@@ -101,9 +102,9 @@ def shares(events: Iterable[Event], steps: int) -> dict[str, Any]:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             part = _part(event, launched, inner)
             spans.setdefault(part, []).append(Span(event["ts"], event["ts"] + event["dur"]))
-    host = Counter[str]()
+    host: dict[str, float] = {}
     for start, end, part in inner:
-        host[part] += end - start
+        host[part] = host.get(part, 0.0) + end - start
     device = {part: sum(end - start for start, end in found) for part, found in spans.items()}
     begun = min(event["ts"] for event in ranges)
     ended = max(
