@@ -1,64 +1,16 @@
-"""The command line under torchrun and DeepSpeed's launcher: on two machines, and where a rank dies in the midst of a
-step."""
+"""The command line under torchrun: on two machines, and where a rank dies in the midst of a step."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import END_SECONDS, MORTAL, SMALL, free_port, launch, wait_for
 
 from draftforge.pipeline import verbs
 from draftforge.recipe import load_recipe
-
-MORTAL = Path(__file__).resolve().parent.parent / "support" / "mortal.py"
-END_SECONDS = 60.0
-SMALL = {
-    "family": "small",
-    "layers": 2,
-    "steps": 6,
-    "warmup_steps": 1,
-    "tokens_per_step": 256,
-    "save_every": 2,
-    "zero_stage": 2,
-    "precision": "float32",
-}
-
-
-def launch(arguments: list[str], log: Path, **options: object) -> subprocess.Popen[bytes]:
-    """torchrun with what comes after its options."""
-    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    return start([sys.executable, "-m", "torch.distributed.run", *flags, *arguments], log)
-
-
-def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """A launcher, all that it says in `log`."""
-    with log.open("wb") as stream:
-        return subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=os.environ | {"DRAFTFORGE_DEBUG": ""}
-        )
-
-
-def wait_for(processes: list[subprocess.Popen[bytes]], seconds: float) -> list[int]:
-    """Their exit codes. Kills what has not ended by then."""
-    deadline = time.monotonic() + seconds
-    try:
-        return [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -106,27 +58,6 @@ def test_two_machines_distil_like_one_process(recipe_in: Callable[..., Path], tm
     nodes = [launch(command, log, node_rank=node, **options) for node, log in enumerate(logs)]
     assert wait_for(nodes, 200) == [0, 0], "\n".join(log.read_text() for log in logs)
     assert "champion" in logs[0].read_text()
-    one = {**SMALL, "zero_stage": 0, "engine": "torch"}
-    verbs.train(load_recipe(recipe_in(alone, drafts={"small": one})), None)
-    assert losses(spread) == pytest.approx(losses(alone), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_two_machines_of_a_hostfile_train_like_one_process(recipe_in: Callable[..., Path], tmp_path: Path) -> None:
-    """DeepSpeed's launcher, started by hand on each of the two: two processes each, two addresses of one machine."""
-    spread, alone = tmp_path / "spread", tmp_path / "alone"
-    for folder in (spread, alone):
-        folder.mkdir()
-    recipe = recipe_in(spread, drafts={"small": SMALL})
-    hosts = tmp_path / "hostfile"
-    hosts.write_text("127.0.0.1 slots=2\n127.0.0.2 slots=2\n")
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hosts), "--no_ssh"]
-    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), "--no_local_rank"]
-    command = ["--module", "draftforge.cli", "train", str(recipe)]
-    logs = [tmp_path / f"{node}.log" for node in range(2)]
-    nodes = [start([*launcher, "--node_rank", str(node), *command], log) for node, log in enumerate(logs)]
-    assert wait_for(nodes, 200) == [0, 0], "\n".join(log.read_text() for log in logs)
-    assert "DeepSpeed ZeRO-2, 4 x cpu" in logs[0].read_text()
     one = {**SMALL, "zero_stage": 0, "engine": "torch"}
     verbs.train(load_recipe(recipe_in(alone, drafts={"small": one})), None)
     assert losses(spread) == pytest.approx(losses(alone), rel=1e-4)
