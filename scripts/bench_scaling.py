@@ -8,7 +8,8 @@ Prompts are JSON lines with `domain` and `turns`; with recorded answers to them 
 the signals are made. They are captured once, and shared by all trainings. The batch per GPU is the recipe's, so a step
 on N GPUs has N times its tokens; one launch of N processes trains every draft at every stage, one after another, and
 another launch goes on behind one that fails. Positions a second are of a step's tokens without padding, first steps
-left out.
+left out; "with checkpoints" counts what the one in the middle took (scoring included, where an override such as
+drafts.small.score_conversations=64 asks for it) as often as the recipe has one.
 
 --equal trains ten steps of one global batch on one GPU and on the most; --capture answers the prompts on each number of
 GPUs (selection and holdout at four temperatures, so that there is work for all); --score scores checkpoints of each
@@ -216,7 +217,8 @@ def main(
         profile_steps(bench, profiled)
     if score:
         time_score(bench, scored)
-    show(bench, runs)
+    if runs:
+        show(bench, runs)
 
 
 def train_all(bench: Bench, gpus: int, runs: list[Run]) -> None:
