@@ -93,10 +93,10 @@ def test_ranks_get_alike_of_tokens_and_of_supervised_ones(world_size: int) -> No
     lengths = [(int(p), int(a)) for p, a in torch.randint(5, 300, (800, 2), generator=rng)]
     samples = make_samples(lengths)
     plans = [BatchPlan(samples, 8000 * world_size, 0, world_size, rank, 2) for rank in range(world_size)]
-    for tokens in (lambda i: sum(lengths[i]), lambda i: lengths[i][1]):
+    for sizes in ([prompt + answer for prompt, answer in lengths], [answer for _, answer in lengths]):
         shares = []
         for parts in zip(*(take(plan, 20) for plan in plans), strict=True):
-            loads = [sum(tokens(index) for micro in part.micro_batches for index in micro) for part in parts]
+            loads = [sum(sizes[index] for micro in part.micro_batches for index in micro) for part in parts]
             shares.append(max(loads) * world_size / sum(loads))
         assert sum(shares) / len(shares) < 1.03
 
