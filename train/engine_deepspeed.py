@@ -22,7 +22,6 @@ from .optimizers import COUNTER, Moments, MuonAdamW, read_moments, set_rate, sta
 from .settings import Settings
 from .shards import shards_of
 
-
 _MOST_REDUCED = 500_000_000  # numbers; DeepSpeed's own default
 
 
