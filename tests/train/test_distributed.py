@@ -26,6 +26,8 @@ from draftforge.train.settings import (
 )
 from draftforge.train.stopping import TrainingStoppedError
 
+pytestmark = pytest.mark.timeout(1200)  # what sets a module's launches up counts with its first test
+
 STEPS = 6
 COMMON: dict[str, Any] = {
     "steps": STEPS,
