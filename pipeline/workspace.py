@@ -29,6 +29,7 @@ from ..registry.connect import Tracking, open_tracking
 from ..registry.resolve import is_models_uri, resolve_models_uri
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import Target, target_fingerprint
+from ..train.crew import crew
 from ..train.distributed import wait_until
 from ..train.settings import Settings
 
@@ -54,6 +55,7 @@ class Workspace:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.root = recipe.workdir.resolve()
+        self.crew = crew()
         self._claim()
 
     def _claim(self) -> None:

@@ -75,18 +75,31 @@ def wait_until(done: Callable[[], bool], what: str) -> None:
         if done():
             return
         time.sleep(_POLL_SECONDS)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or poll % _POLLS_A_CHECK:
+        if not _agent_hosts() or poll % _POLLS_A_CHECK:
             continue
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
-            store = store or dist.TCPStore(
-                address, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_LIMIT
-            )
+            store = store or connect()
             store.check([what])
         except (dist.DistError, RuntimeError) as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise LostRankError(
-                f"{what} was waited for, but torchrun at {address}:{port} is gone ({one_line(error, 160)})"
+                f"{what} was waited for, but torchrun at {address} is gone ({one_line(error, 160)})"
             ) from error
+
+
+def connect(hosts: bool = False) -> dist.Store:
+    """The key-value store on the first rank's machine: torchrun's, else the one of the process that `hosts` it.
+
+    A process group that is made later finds the same one.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = hosts and not _agent_hosts()
+    limit = _CONNECT_LIMIT if _agent_hosts() else COLLECTIVE_LIMIT  # the first rank may still be importing
+    return dist.TCPStore(address, port, is_master=hosted, wait_for_workers=False, timeout=limit, multi_tenant=True)
+
+
+def _agent_hosts() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def world_size() -> int:
