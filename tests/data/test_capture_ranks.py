@@ -37,14 +37,13 @@ STUBS = _stubs()
 SETTINGS = CaptureSettings(max_new_tokens=8, batch_size=3, top_k=4, tail_samples=2, shard_samples=3)
 SCORED = [SamplingSettings(), SamplingSettings(temperature=0.8)]
 MIX = orders(24, lambda i: SamplingSettings(temperature=0.9) if i % 3 else None, lambda i: f"d{i % 2}")
-LIMIT = 60
 
 
 class Killed(BaseException):
     """Nothing may catch it."""
 
 
-def limited(tokens: int = LIMIT) -> CaptureSettings:
+def limited(tokens: int) -> CaptureSettings:
     return STUBS.SETTINGS.model_copy(update={"budget": BudgetSettings(tokens=tokens)})  # type: ignore[no-any-return]
 
 
@@ -57,8 +56,12 @@ def attempt(number: int) -> Any:
 def stubbed(folder: Path, crew: Any, settings: CaptureSettings = STUBS.SETTINGS) -> list[int]:
     """Capture with the stand-ins; the seeds of this process's answers."""
     heard: list[int] = []
+    whole = answering.PlainDecoder
     answering.PlainDecoder = STUBS.fake_decoder(seconds=0.01, heard=heard.append)  # type: ignore[misc]
-    capture_conversations(STUBS.TARGET, STUBS.make_mix(), settings, STUBS.SCORED, folder, crew=crew)
+    try:
+        capture_conversations(STUBS.TARGET, STUBS.make_mix(), settings, STUBS.SCORED, folder, crew=crew)
+    finally:
+        answering.PlainDecoder = whole  # type: ignore[misc]
     return heard
 
 
@@ -84,12 +87,12 @@ def stopped(folder: Path, crew: Any, rank: int, writes: int) -> str:
     return "done"
 
 
-def by_two(root: str, target: str) -> dict[str, Any]:
+def by_two(root: str, target: str, limit: int) -> dict[str, Any]:
     """All that two ranks do in one launch."""
     crew, found = attempt(0), dict[str, Any]()
     found["seeds"] = stubbed(Path(root, "whole"), crew)
     found["again"] = stubbed(Path(root, "whole"), crew)
-    found["limited"] = stubbed(Path(root, "limited"), crew, limited())
+    found["limited"] = stubbed(Path(root, "limited"), crew, limited(limit))
     loaded = Target.load(TargetSettings(model=target))
     capture_conversations(loaded, MIX, SETTINGS, SCORED, Path(root, "real"), crew=crew)
     found["ends"] = [
@@ -107,11 +110,12 @@ def by_three(root: str) -> list[int]:
 
 @pytest.mark.slow
 def test_ranks_share_a_capture_and_others_go_on_with_it(
-    run_distributed: Callable[..., list[Any]], tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_distributed: Callable[..., list[Any]], tiny_target_folder: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(answering, "PlainDecoder", answering.PlainDecoder)  # put back in the end
     all_seeds = stubbed(tmp_path / "alone", ALONE)
-    first, second = run_distributed(__file__, "by_two", 2, [tmp_path, tiny_target_folder])
+    whole = Capture.open(tmp_path / "alone").manifest
+    limit = whole["tokens"] - whole["splits"]["train"]["tokens"] // 2
+    first, second = run_distributed(__file__, "by_two", 2, [tmp_path, tiny_target_folder, limit])
     expected = STUBS.files(tmp_path / "alone")
     assert STUBS.files(tmp_path / "whole") == expected
     assert sorted(first["seeds"] + second["seeds"]) == sorted(all_seeds)  # none twice
@@ -119,8 +123,8 @@ def test_ranks_share_a_capture_and_others_go_on_with_it(
     assert first["again"] == second["again"] == []
 
     manifest = json.loads((tmp_path / "limited" / "manifest.json").read_text())
-    assert manifest["budget"]["ended_by"] == "tokens" and manifest["budget"]["limits"] == {"tokens": LIMIT}
-    assert LIMIT <= manifest["tokens"] < Capture.open(tmp_path / "alone").manifest["tokens"]
+    assert manifest["budget"]["ended_by"] == "tokens" and manifest["budget"]["limits"] == {"tokens": limit}
+    assert limit - 25 < manifest["tokens"] < whole["tokens"]
     stubbed(tmp_path / "limited", ALONE)
     assert STUBS.files(tmp_path / "limited") == expected
 
@@ -136,7 +140,6 @@ def test_ranks_share_a_capture_and_others_go_on_with_it(
         assert STUBS.files(folder) == expected
         assert not [path for path in folder.rglob(".*") if path.name != ".lock"]
 
-    monkeypatch.undo()
     target = Target.load(TargetSettings(model=str(tiny_target_folder)))
     capture_conversations(target, MIX, SETTINGS, SCORED, tmp_path / "real-alone")
     together, alone = Capture.open(tmp_path / "real"), Capture.open(tmp_path / "real-alone")
