@@ -197,7 +197,11 @@ def retrain(recipe: Recipe, dry_run: bool) -> int:
     if dry_run:
         rehearse(recipe)
         return 0
-    return REFUSED if again.retrain(Workspace(recipe)).refused else 0
+    space = Workspace(recipe)
+    if not space.first_rank:
+        again.help_retrain(space)
+        return 0
+    return REFUSED if again.retrain(space).refused else 0
 
 
 def watch(

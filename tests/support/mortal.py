@@ -2,8 +2,8 @@
 
     mortal.py RANK STEP HOW ARGUMENTS...
 
-HOW: "kill" (SIGKILL); "hang", where the others' patience is shortened; "capture", SIGKILL before capturing; "answer" and
-"count", SIGKILL once that many shards were answered or checkpoints counted by this rank; "fail": an error then.
+HOW: "kill" (SIGKILL); "hang", where the others' patience is shortened; "capture", SIGKILL before capturing; "answer",
+SIGKILL after a shard more than STEP was answered by this rank; "fail", an error after as many counts.
 """
 
 import itertools
@@ -68,7 +68,7 @@ if how == "capture":
     stages.capture = mortal_capture
 if how == "answer":
     capturing.write_answers = dying_after(capturing.write_answers)
-if how in ("count", "fail"):
+if how == "fail":
     scoring.Scorer.counts = dying_after(scoring.Scorer.counts)  # type: ignore[method-assign]
 loop.Run.reduce = mortal_reduce  # type: ignore[assignment, method-assign]
 main(arguments)
