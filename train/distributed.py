@@ -1,8 +1,9 @@
 """This process's place among the ranks that torchrun or accelerate started.
 
 All ranks do each step together, so a collective that lasts longer than `COLLECTIVE_LIMIT` means that one of them is
-gone or hangs, and ends the process. What only the first rank does (capturing, scoring, saving) may take hours: the
-others poll for it, and give up when the key-value store on its machine dies, as torchrun's does with the rank.
+gone or hangs, and ends the process. What only the first rank does (a mix, measuring times, saving) may take hours: the
+others poll for it, and give up when the key-value store on its machine dies, as torchrun's does with the rank. Work
+that ranks share without collectives: `crew.py`.
 """
 
 import atexit
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import LostRankError, one_line
+from ..errors import InputError, LostRankError, one_line
 
 COLLECTIVE_LIMIT = timedelta(minutes=10)
 _CONNECT_LIMIT = timedelta(seconds=30)
@@ -92,6 +93,9 @@ def connect(hosts: bool = False) -> dist.Store:
 
     A process group that is made later finds the same one.
     """
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise InputError(f"WORLD_SIZE {world_size()}: {' and '.join(absent)} must be set too; launch with torchrun")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = hosts and not _agent_hosts()
     limit = _CONNECT_LIMIT if _agent_hosts() else COLLECTIVE_LIMIT  # the first rank may still be importing
