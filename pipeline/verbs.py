@@ -15,6 +15,7 @@ from ..registry import champions
 from ..registry.tracking import find_run, start_run
 from ..specdec.formats import check_family, known_format, needs_verifier, read_meta
 from ..specdec.formats.skipped import is_skip_file
+from ..train.crew import crew
 from ..train.metrics import NoSink
 from . import bench as benchmark
 from . import distill as flow
@@ -193,15 +194,15 @@ def rollback(recipe: Recipe) -> None:
 
 def retrain(recipe: Recipe, dry_run: bool) -> int:
     """Train again if the champion is stale; the exit code. `dry_run`: only say whether, why and how."""
+    if not crew().first:
+        if not dry_run:
+            again.help_retrain(Workspace(recipe))
+        return 0
     recipe = pinned(recipe)
     if dry_run:
         rehearse(recipe)
         return 0
-    space = Workspace(recipe)
-    if not space.first_rank:
-        again.help_retrain(space)
-        return 0
-    return REFUSED if again.retrain(space).refused else 0
+    return REFUSED if again.retrain(Workspace(recipe)).refused else 0
 
 
 def watch(

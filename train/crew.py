@@ -1,4 +1,4 @@
-"""Ranks that share work which needs no collective: shards to answer, checkpoints to count.
+"""RankCrew that share work which needs no collective: shards to answer, checkpoints to count.
 
 The first rank says what there is to do, and every rank takes one piece of it after another, so that all end together
 however fast each is. They talk through a key-value store on the first rank's machine: torchrun's own, or one that the
@@ -37,11 +37,11 @@ def crew() -> Crew:
     size, rank = distributed.world_size(), int(os.environ.get("RANK", "0"))
     if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before anything is placed on `cuda`
-    return ALONE if size == 1 else Ranks(rank, size)
+    return ALONE if size == 1 else RankCrew(rank, size)
 
 
-class Ranks:
-    """The ranks of one launch, from one of them."""
+class RankCrew:
+    """The ranks of one launch, from one of them (see `data.crew.Crew`)."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -59,7 +59,7 @@ class Ranks:
 
     @contextmanager
     def share(self, name: str, plan: Json | None, over: Callable[[], bool] = lambda: False) -> Iterator[Work | None]:
-        """See `data.crew.Crew`. Raises LostRankError where a rank is gone, or has failed."""
+        """Raises LostRankError where a rank is gone, or has failed."""
         key = f"{name}/{self._begun.get(name, 0)}"
         if plan is not None:
             self.put(f"{key}/plan", json.dumps(plan))
@@ -141,7 +141,7 @@ class Ranks:
 class _Shared:
     """One piece of work of all ranks (see `data.crew.Work`)."""
 
-    def __init__(self, ranks: Ranks, key: str, plan: Json) -> None:
+    def __init__(self, ranks: RankCrew, key: str, plan: Json) -> None:
         self.plan, self.size = plan, ranks.size
         self._ranks, self._key = ranks, key
 

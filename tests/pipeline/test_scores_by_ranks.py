@@ -1,4 +1,4 @@
-"""Ranks that share a race count what one rank counts, each block of each checkpoint once; only the first takes times."""
+"""Ranks that share a race count what one rank counts, each block of a checkpoint once; only the first takes times."""
 
 import shutil
 from collections.abc import Callable

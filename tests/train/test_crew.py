@@ -15,12 +15,12 @@ RunDistributed = Any
 ITEMS = [str(number) for number in range(20)]
 
 
-def attempt(number: int) -> crews.Ranks:
+def attempt(number: int) -> crews.RankCrew:
     """The crew of another launch, as far as the store's keys are concerned."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
     crews.crew.cache_clear()
     found = crews.crew()
-    assert isinstance(found, crews.Ranks)
+    assert isinstance(found, crews.RankCrew)
     return found
 
 
