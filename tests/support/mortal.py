@@ -65,7 +65,7 @@ def dying_after(function: Any) -> Any:
 
 
 if how == "capture":
-    stages.capture = mortal_capture
+    stages.capture = mortal_capture  # type: ignore[assignment]
 if how == "answer":
     capturing.write_answers = dying_after(capturing.write_answers)
 if how == "fail":
