@@ -43,13 +43,13 @@ Overrides = Annotated[
 ]
 DraftName = Annotated[str | None, typer.Option("--draft", help="Only this draft of the recipe; default: all.")]
 
-ModelName = Annotated[str, typer.Option("--model", help="First part of the registered model's name.")]
+ModelName = Annotated[str | None, typer.Option("--model", help="First part of registered names; default: draftforge.")]
 TrackingUri = Annotated[
     str | None,
     typer.Option("--tracking-uri", help="MLflow store; default: MLFLOW_TRACKING_URI, else runs/mlflow.db."),
 ]
 StoreFolder = Annotated[
-    Path, typer.Option("--workdir", help="Work folder that holds the default store, as in the recipe.")
+    Path | None, typer.Option("--workdir", help="Work folder that holds the store, as in the recipe; default: runs.")
 ]
 DraftDevice = Annotated[
     str | None,
@@ -233,9 +233,9 @@ def fetch(
     target_id: Annotated[
         str | None, typer.Option("--target-id", help="The target's hub id, for formats that name it.")
     ] = None,
-    model: ModelName = "draftforge",
+    model: ModelName = None,
     tracking_uri: TrackingUri = None,
-    workdir: StoreFolder = Path("runs"),
+    workdir: StoreFolder = None,
     alias: Annotated[str, typer.Option("--alias", help="champion, candidate or previous.")] = "champion",
 ) -> None:
     """Copy the champion of exactly this target out of the registry, in the layout of a serving engine. No recipe.
@@ -266,9 +266,9 @@ def registry(
         str | None, typer.Option("--target", help="Only targets whose fingerprint begins with these hex digits.")
     ] = None,
     decisions: Annotated[bool, typer.Option("--decisions", help="Also every decision of the gate, in full.")] = False,
-    model: ModelName = "draftforge",
+    model: ModelName = None,
     tracking_uri: TrackingUri = None,
-    workdir: StoreFolder = Path("runs"),
+    workdir: StoreFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List which draft serves which target, with aliases, figures, runs and decisions; and what each draft serves.

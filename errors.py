@@ -4,7 +4,8 @@ Each class also inherits the standard type it refines, so callers may catch eith
 (field or file), the value, the rule. The command line prints it and exits with `exit_code`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class DraftforgeError(Exception):
@@ -131,6 +132,15 @@ class StoppedError(BaseException):
 
 class OwnershipError(DraftforgeError, PermissionError):
     """An output folder belongs to another recipe, or was not made by draftforge."""
+
+
+@contextmanager
+def named(field: str) -> Iterator[None]:
+    """Errors about what a field of the recipe names begin with the field."""
+    try:
+        yield
+    except DraftforgeError as error:
+        raise type(error)(f"{field}: {error}") from error
 
 
 def one_line(error: BaseException, limit: int = 300, clean: Callable[[str], str] = str) -> str:

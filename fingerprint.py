@@ -40,12 +40,14 @@ def of_file(path: Path) -> str:
 class FileDigests:
     """Remembers digests of large files by (path, size, mtime_ns), so that a 100 GB target is hashed once.
 
-    The memory is a JSON file; a lost or unreadable one only costs time.
+    The memory is a JSON file (None: kept while this lives); a lost or unreadable one only costs time.
     """
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path | None) -> None:
         self._store = store
         self._known: dict[str, str] = {}
+        if store is None:
+            return
         with suppress(OSError, ValueError):
             known = json.loads(store.read_text())
             self._known = (
@@ -60,7 +62,8 @@ class FileDigests:
         key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
         if key not in self._known:
             self._known[key] = of_file(path)
-            storage.write_bytes(self._store, json.dumps(self._known).encode())
+            if self._store is not None:
+                storage.write_bytes(self._store, json.dumps(self._known).encode())
         return self._known[key]
 
 

@@ -118,8 +118,23 @@ class BatchPlan:
         return [groups[at] for at in order_rng.permutation(len(groups))]
 
     def _deal(self, group: np.ndarray) -> list[np.ndarray]:
-        """Micro-batches of one step, alike in tokens; part i goes to rank i % world_size, so ranks finish together."""
-        return _cut(group, self._lengths, self._world_size * self._accumulation)
+        """Micro-batches of one step, alike in tokens; part i goes to rank i % world_size."""
+        return [part for run in _cut(group, self._lengths, self._accumulation) for part in self._among_ranks(run)]
+
+    def _among_ranks(self, run: np.ndarray) -> list[np.ndarray]:
+        """Parts alike in tokens and in supervised ones, which cost the loss, so that ranks finish together.
+
+        Longest first, each sample goes to the rank that has least of what it brings.
+        """
+        if self._world_size == 1:
+            return [run]
+        sizes_S2 = np.stack([self._lengths[run], self._answers[run]], axis=1)
+        shares_S2 = sizes_S2 / np.maximum(1, sizes_S2.sum(0))
+        loads_R2, ranks_S = np.zeros((self._world_size, 2)), np.zeros(len(run), dtype=np.int64)
+        for at in np.argsort(-shares_S2.sum(1), kind="stable"):
+            ranks_S[at] = rank = int((loads_R2 @ shares_S2[at]).argmin())
+            loads_R2[rank] += shares_S2[at]
+        return [run[ranks_S == rank] for rank in range(self._world_size)]
 
     def _step(self, group: np.ndarray, after: Position) -> Step:
         mine = self._deal(group)[self._rank :: self._world_size]

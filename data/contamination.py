@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import progress
+from ..errors import named
 from .dedup import Index, Known, Member, Signature, sharing_a_band, signature
 from .gathering import redacted
 from .prompt_files import source_of
@@ -24,8 +25,9 @@ def read_evaluation_sets(settings: MixSettings, base_dir: Path) -> list[Evaluati
     """The sets of `mix.contamination`, redacted as the mix is, so that equal texts stay equal."""
     redactor = Redactor(settings.redact)
     found: list[EvaluationSet] = []
-    for name in settings.contamination:
-        records, _ = read(source_of(base_dir / name), Path(), 0)
+    for i, name in enumerate(settings.contamination):
+        with named(f"mix.contamination[{i}]"):
+            records, _ = read(source_of(base_dir / name), Path(), 0)
         found.append(EvaluationSet(name, [signature(redacted(record, redactor).user_text) for record in records]))
     return found
 

@@ -93,16 +93,21 @@ def turns(conversation: Conversation) -> list[Turn]:
     logged context, and so is a last user or tool message that has no answer yet.
     """
     messages = conversation.messages
+    ends, waiting = turn_ends(messages)
+    return [Turn(messages[:end], i, i - 1 if waiting and i else None) for i, end in enumerate(ends)]
+
+
+def turn_ends(messages: Sequence[Message]) -> tuple[list[int], bool]:
+    """How many messages stand before each answer, and whether later answers wait for the target's own earlier ones."""
     if all(message.role in ("system", "user") for message in messages):
-        ends = [i + 1 for i, message in enumerate(messages) if message.role == "user"]
-        return [Turn(messages[:end], i, i - 1 if i else None) for i, end in enumerate(ends)]
+        return [i + 1 for i, message in enumerate(messages) if message.role == "user"], True
     closing = [*messages[1:], None]
     ends = [
         i + 1
         for i, (message, following) in enumerate(zip(messages, closing))
         if message.role in ("user", "tool") and (following is None or following.role == "assistant")
     ]
-    return [Turn(messages[:end], i, None) for i, end in enumerate(ends)]
+    return ends, False
 
 
 def render(

@@ -14,7 +14,7 @@ holdout; a holdout conversation may leave for train when a new one ties it to so
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -90,18 +90,25 @@ def similarity(left: Signature, right: Signature) -> float:
     return float((left == right).mean())
 
 
-def place(members: Iterable[Member], known: Iterable[Known], threshold: float) -> dict[str, Placement]:
+def place(
+    members: Iterable[Member], known: Iterable[Known], threshold: float, continued: Mapping[str, str] | None = None
+) -> dict[str, Placement]:
     """Cluster new members (ids distinct) among the known ones. The result does not depend on any order.
 
     Members are visited by id. One that is similar to one kept before is its near-copy and not kept, and joins the
     clusters of all those that it resembles. Similar to known members only, it joins their clusters and is kept.
+    `continued`: members that others go on from, with those. They share a cluster, and nothing is a copy of the former.
     """
+    continued = continued or {}
     known = sorted(known, key=lambda item: (item.member.id, item.cluster, item.split))
     members = sorted(members, key=lambda member: member.id)
     nodes = [item.member for item in known] + members
     union = _Union(len(nodes))
     union.join_equal([member.group for member in nodes])
     union.join_equal([item.cluster for item in known])
+    place_of = {member.id: len(known) + i for i, member in enumerate(members)}
+    for part, whole in continued.items():
+        union.join(place_of[part], place_of[whole])
     meets = sharing_a_band([node.signature for node in nodes], threshold)
     index = Index(threshold, int(meets.sum()))
     for node, item in enumerate(known):
@@ -113,7 +120,8 @@ def place(members: Iterable[Member], known: Iterable[Known], threshold: float) -
         similar = index.similar(nodes[node].signature)
         for other in similar:
             union.join(node, other)
-        original = next((other for other in similar if other >= len(known)), None)
+        standing = (other for other in similar if other >= len(known) and nodes[other].id not in continued)
+        original = None if nodes[node].id in continued else next(standing, None)
         if original is None:
             index.add(node, nodes[node].signature)
         else:

@@ -19,6 +19,7 @@ from .sources import SamplePrompts, SourceCounts, read_records
 from .split import weighted_choice
 from .spool import Spool
 from .strata import LogTable
+from .threads import Threads
 
 _FIRST_CAPACITY = 1024
 
@@ -36,6 +37,7 @@ class Gathered:
         self._rows = array("Q")
         self._number_at_row = array("Q")
         self._bound: dict[str, Split] = {}
+        self._threads = Threads()
         self.log = LogTable()
         self.traffic = Traffic()
         self.sources: list[SourceCounts] = []
@@ -65,6 +67,10 @@ class Gathered:
         """Splits that sources name for some contents, by id."""
         return self._bound
 
+    def continued(self) -> dict[str, str]:
+        """The longest conversation that goes on from each that any goes on from, by ids."""
+        return self._threads.continued(self.ids)
+
     def record(self, number: int) -> Record:
         """The record that stands for a content."""
         return self._spool[self._stands[number]]
@@ -85,6 +91,7 @@ class Gathered:
             self._stands.append(self._spool.add(record))
             self._groups.append(_group_of(record))
             self._sign(number, record)
+            self._threads.add(record)
         elif (record.key, record.source) < ((standing := self.record(number)).key, standing.source):
             self._rows[number], self._stands[number] = row, self._spool.add(record)
             self._groups[number] = _group_of(record)

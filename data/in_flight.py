@@ -107,8 +107,11 @@ class InFlight:
     """Median; None: no request tells."""
     answer_tokens: float | None
 
-    def yaml(self, engine: str = "vllm") -> str:
-        """The recipe's `score.load` of this log. Raises InputError where no request has a start and a later end."""
+    def yaml(self, engine: str | None) -> str:
+        """The recipe's `score.load` of this log; `engine`: whose it is, where that is known.
+
+        Raises InputError where no request has a start and a later end.
+        """
         if self.pooled is None:
             raise InputError(
                 f"logs: 0 requests with a start and a later end ({self.untimed} untimed, {self.zero_length} of no "
@@ -184,11 +187,14 @@ def batch_shares(level: Level) -> dict[int, float]:
     return _percent({size: time / total for size, time in sorted(seconds.items())})
 
 
-def proposed_load(level: Level, prompt_tokens: float | None, answer_tokens: float | None, engine: str = "vllm") -> str:
+def proposed_load(
+    level: Level, prompt_tokens: float | None, answer_tokens: float | None, engine: str | None = None
+) -> str:
     """The recipe's section `score.load`, as YAML: batch sizes with their shares, the context half way through a median
-    answer, and that answer's tokens."""
+    answer, and that answer's tokens. An engine that is not known is left to the reader."""
     sizes = ", ".join(f"{size}: {share:.2f}" for size, share in batch_shares(level).items())
-    lines = ["score:", "  load:", f"    engine: {engine}", f"    batch_sizes: {{{sizes}}}"]
+    serves = f"engine: {engine}" if engine else "# engine: the log does not tell; vllm, sglang or llama.cpp, by hand"
+    lines = ["score:", "  load:", f"    {serves}", f"    batch_sizes: {{{sizes}}}"]
     if prompt_tokens is None or answer_tokens is None:
         lines.append("    # context_tokens and answer_tokens: the log counts no tokens; set them by hand")
     else:

@@ -1,7 +1,7 @@
 """The mix: from sources to de-duplicated, redacted, balanced and split conversations, in one folder.
 
     conversations.parquet   what the target is asked, nested values as JSON text
-    members.parquet         signatures and placements of these and of every ancestor's conversations; no text
+    members.parquet         signatures and placements of these, their parts and every ancestor's; no text
     log.parquet             labels of every record that was read, and what became of it; no text
     clusters.parquet        centres of the domains that clustering named, where it named any
     manifest.json           counts, what was left out and redacted, digests of sources and files
@@ -23,15 +23,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from .. import fingerprint, progress, storage
-from ..errors import CorruptDataError, MissingFileError
+from ..errors import CorruptDataError, MissingFileError, named
 from . import clusters
 from .choosing import Margin, half_lives, keep, largest_size, raked
 from .contamination import holdout_report, near_any, read_evaluation_sets
 from .conversation import SPLITS, Conversation, Split
 from .dedup import SIGNATURE_LENGTH, Known, Member, Placement, place
 from .gathering import Gathered, gather, sampling_of, strictest
-from .in_flight import Level, in_flight_report
-from .redact import Redactor
+from .in_flight_told import in_flight_told
 from .settings import MixSettings
 from .sources import SamplePrompts, input_digests, name_of
 from .split import require_every_split, split_of
@@ -40,7 +39,9 @@ from .strata import KEYS, SOURCE, Column
 
 FORMAT = 2
 CONVERSATIONS, MEMBERS, LOG, MANIFEST = "conversations.parquet", "members.parquet", "log.parquet", "manifest.json"
-LEFT_OUT = ("exact_copies", "near_copies", "contaminated", "over_share")
+COPIES = ("exact_copies", "continued", "near_copies")
+"""Records that other ones stand for."""
+LEFT_OUT = (*COPIES, "contaminated", "over_share")
 FATES = (*SPLITS, *LEFT_OUT)
 """What becomes of a record."""
 _CONVERSATION_SCHEMA = pa.schema(
@@ -83,6 +84,9 @@ def build_mix(
     """
     digests = input_digests(settings, base_dir)
     earlier = [*(base_dir / name for name in settings.ancestors), *ancestors]
+    for i, path in enumerate(earlier[: len(settings.ancestors)]):
+        with named(f"mix.ancestors[{i}]"):
+            check_members(path)
     known = load_members(earlier)
     with Spool(folder.parent) as spool:
         gathered = gather(settings, base_dir, sample_prompts, spool)
@@ -133,6 +137,11 @@ def load_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def check_members(folder: Path) -> None:
+    """Raise MissingFileError or CorruptDataError unless `load_members` can read this mix."""
+    _checked(folder, MEMBERS)
+
+
 def load_members(folders: Iterable[Path]) -> list[Known]:
     """Placements that earlier mixes hold, their own and those they carry on; each conversation once a placement."""
     known: dict[tuple[str, str, str], Known] = {}
@@ -165,22 +174,33 @@ class _Mix:
     def __init__(self, settings: MixSettings, base_dir: Path, gathered: Gathered, known: Sequence[Known]) -> None:
         self._settings, self._gathered, self._known = settings, gathered, known
         ids = gathered.ids
-        placed = place(gathered.members(), known, settings.near_threshold)
+        self._continued = gathered.continued()
+        placed = place(gathered.members(), known, settings.near_threshold, self._continued)
         splits = self._splits(placed)
         near_sets = self._near_sets(base_dir, placed)
         near = set().union(*near_sets.values())
         barred = {id for id in near if splits[id] == "train"}
         self._numbers = sorted(range(len(ids)), key=ids.__getitem__)
-        able = [n for n in self._numbers if placed[ids[n]].copy_of is None and ids[n] not in barred]
+        able = [n for n in self._numbers if self._stands(placed, ids[n]) == ids[n] and ids[n] not in barred]
         kept_N = self._chosen(able, [ids[n] for n in able], self._latest(placed))
         self.kept = [n for n, kept in zip(able, kept_N.tolist()) if kept]
         members = list(gathered.members())
         self.placements = {ids[n]: Known(members[n], placed[ids[n]].cluster, splits[ids[n]]) for n in self.kept}
+        self._seen = {  # with the parts of those that stay: a later log may hold them alone
+            id: Known(members[n], placed[id].cluster, splits[id])
+            for n, id in enumerate(ids)
+            if id in self.placements or (id in self._continued and self._stands(placed, id) in self.placements)
+        }
         stay = self.placements.values()
         require_every_split([item.split for item in stay], [item.cluster for item in stay], settings)
         self._fates = self._fates_of(placed, barred)
         self._near_sets_told = {name: len(found) for name, found in near_sets.items()}
-        self._report = holdout_report(self.placements, known, near_sets, settings.near_threshold)
+        self._report = holdout_report(self._seen, known, near_sets, settings.near_threshold)
+
+    def _stands(self, placed: Mapping[str, Placement], id: str) -> str:
+        """The conversation that stands for this one: the longest that goes on from it, or what that is a copy of."""
+        whole = self._continued.get(id, id)
+        return placed[whole].copy_of or whole
 
     def _splits(self, placed: Mapping[str, Placement]) -> dict[str, Split]:
         bound: dict[str, Split] = {}
@@ -193,24 +213,24 @@ class _Mix:
         }
 
     def _near_sets(self, base_dir: Path, placed: Mapping[str, Placement]) -> dict[str, set[str]]:
-        """Kept contents that are near each evaluation set."""
+        """Contents that are near each evaluation set, or go on from one that is."""
         found: dict[str, set[str]] = {}
         for one in read_evaluation_sets(self._settings, base_dir):
             distinct = [member for member in self._gathered.members() if placed[member.id].copy_of is None]
             title = f"near {one.name}"
-            found[one.name] = near_any(distinct, one.signatures, self._settings.near_threshold, title)
+            near = near_any(distinct, one.signatures, self._settings.near_threshold, title)
+            found[one.name] = {self._stands(placed, id) for id in near}
         return found
 
     def _latest(self, placed: Mapping[str, Placement]) -> NDArray[np.float64]:
-        """When each content was last asked, near-copies counted as what they are copies of; nan: not known."""
+        """When each content was last asked, also as a near-copy or as a part of it; nan: not known."""
         gathered = self._gathered
         latest = np.full(len(gathered.ids), np.nan)
         np.fmax.at(latest, gathered.number_at_row, np.array(gathered.log.started))
         number_of = {id: number for number, id in enumerate(gathered.ids)}
         for id, number in number_of.items():
-            original = placed[id].copy_of
-            if original is not None:
-                latest[number_of[original]] = np.fmax(latest[number_of[original]], latest[number])
+            original = number_of[self._stands(placed, id)]
+            latest[original] = np.fmax(latest[original], latest[number])
         return latest
 
     def _chosen(self, numbers: Sequence[int], ids: Sequence[str], latest: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -244,6 +264,8 @@ class _Mix:
         for id, row in zip(self._gathered.ids, self._gathered.rows.tolist()):
             if id in self.placements:
                 fates[row] = fate_of[self.placements[id].split]
+            elif id in self._continued:
+                fates[row] = fate_of["continued"]
             elif placed[id].copy_of is not None:
                 fates[row] = fate_of["near_copies"]
             else:
@@ -254,7 +276,7 @@ class _Mix:
         """The tables."""
         tracked = progress.track(self.kept, "writing", unit="conversations")
         _write_table(folder / CONVERSATIONS, (_row(self._conversation(n)) for n in tracked), _CONVERSATION_SCHEMA)
-        _write_table(folder / MEMBERS, _member_rows(self.placements, self._known), _MEMBER_SCHEMA)
+        _write_table(folder / MEMBERS, _member_rows(self._seen, self._known), _MEMBER_SCHEMA)
         log = self._gathered.log
         columns = {name: log.column(name) for name in (*KEYS, SOURCE, "day")}
         table = {
@@ -305,33 +327,9 @@ class _Mix:
                 for name in log.column("system").lumped(_SYSTEM_STRATA).names
                 if name in log.system_characters
             },
-            "in_flight": _in_flight_told(self._gathered, self._settings),
+            "in_flight": in_flight_told(self._gathered.traffic, self._settings),
             "without_time": int(np.isnan(np.array(log.started)).sum()),
         }
-
-
-def _in_flight_told(gathered: Gathered, settings: MixSettings) -> dict[str, Any] | None:
-    """Requests that ran at once, and the load that they propose; None: the log does not tell when any ended."""
-    found = in_flight_report(gathered.traffic)
-    if found.pooled is None:
-        return None
-    redactor = Redactor(settings.redact)  # replicas go by addresses
-
-    def told(level: Level) -> dict[str, Any]:
-        return {
-            "p50": level.p50,
-            "p95": level.p95,
-            "most": level.most,
-            "mean": level.mean,
-            "busy_seconds": level.busy_seconds,
-        }
-
-    replicas = {
-        name if redactor.text(name) == name else f"{redactor.text(name)} {number}": told(level)
-        for number, (name, level) in enumerate(found.replicas.items(), start=1)
-    }
-    counts = {name: getattr(found, name) for name in ("requests", "untimed", "zero_length", "skewed")}
-    return {**counts, "replicas": replicas, "all": told(found.pooled), "load": found.yaml()}
 
 
 def _sources_told(settings: MixSettings, digests: Mapping[str, str], gathered: Gathered) -> list[dict[str, Any]]:
@@ -349,10 +347,10 @@ def _row(conversation: Conversation) -> dict[str, Any]:
     return row
 
 
-def _member_rows(placements: Mapping[str, Known], known: Sequence[Known]) -> Iterator[dict[str, Any]]:
+def _member_rows(seen: Mapping[str, Known], known: Sequence[Known]) -> Iterator[dict[str, Any]]:
     """This mix's members and the inherited ones; a conversation in both stands once, as it is placed now."""
-    rest = [item for item in known if item.member.id not in placements]
-    for item in sorted([*placements.values(), *rest], key=lambda item: (item.member.id, item.cluster, item.split)):
+    rest = [item for item in known if item.member.id not in seen]
+    for item in sorted([*seen.values(), *rest], key=lambda item: (item.member.id, item.cluster, item.split)):
         placement = {"cluster": item.cluster, "split": item.split}
         yield {**item.member._asdict(), **placement, "signature": item.member.signature.astype("<u4").tobytes()}
 
@@ -364,8 +362,13 @@ def _write_table(path: Path, rows: Iterator[Mapping[str, Any]], schema: pa.Schem
 
 
 def _read_table(folder: Path, name: str) -> pa.Table:
+    return pq.read_table(_checked(folder, name))
+
+
+def _checked(folder: Path, name: str) -> Path:
+    """A file of a mix, its digest compared."""
     recorded = load_manifest(folder)["files"].get(name)
     path = folder / name
     if fingerprint.of_file(path) != recorded:
         raise CorruptDataError(f"{path}: its content does not match the digest in {MANIFEST}; build the mix again")
-    return pq.read_table(path)
+    return path

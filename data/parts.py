@@ -56,6 +56,18 @@ def parse_part(text: str) -> Part:
     return part
 
 
+def check_part(
+    part: Part, conversations: Sequence[Conversation], settings: CaptureSettings, scored: Sequence[SamplingSettings]
+) -> None:
+    """Raise InputError for a division into more parts than there are shards: some would have nothing to answer."""
+    count = len(plan_shards(conversations, settings, scored))
+    if part.total > count:
+        raise InputError(
+            f"--part {part}: there are {count} shards (of about capture.shard_samples {settings.shard_samples}); "
+            "at most so many parts have something to answer"
+        )
+
+
 def join(
     folders: Sequence[Path],
     target_fingerprint: str,

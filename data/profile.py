@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from .conversation import SPLITS
-from .mix import LEFT_OUT, load_log, load_manifest
+from .mix import COPIES, LEFT_OUT, load_log, load_manifest
 from .settings import Key
 from .strata import DAY, KEYS, Column
 
@@ -126,7 +126,7 @@ def chi_square_p(found: Counts, of: Counts) -> float:
 def _sides(table: pa.Table) -> dict[str, NDArray[np.bool_]]:
     fate = np.array(table.column("fate").to_pylist())
     splits: dict[str, NDArray[np.bool_]] = {split: fate == split for split in SPLITS}
-    copies = (fate == "exact_copies") | (fate == "near_copies")
+    copies = np.isin(fate, COPIES)
     return {LOG: np.ones(len(fate), dtype=np.bool_), DISTINCT: ~copies, MIX: ~np.isin(fate, LEFT_OUT), **splits}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import fingerprint, progress
-from ..errors import InputError, MissingFileError, RecipeError
+from ..errors import InputError, MissingFileError, RecipeError, named
 from . import files
 from .in_flight import Traffic
 from .logs.entry import Entry, Reason, Timing
@@ -118,10 +118,11 @@ def input_digests(settings: MixSettings, base_dir: Path) -> dict[str, str]:
     settings: the caller adds the target's fingerprint. Raises MissingFileError.
     """
     digests = {f"sources[{i}]": _input_digest(source, base_dir) for i, source in enumerate(settings.sources)}
-    for i, name in enumerate(settings.contamination):
-        digests[f"contamination[{i}]"] = fingerprint.of_file(files.require_file(base_dir / name))
-    for i, name in enumerate(settings.ancestors):
-        digests[f"ancestors[{i}]"] = fingerprint.of_file(files.require_file(base_dir / name / "manifest.json"))
+    named_files = [(f"contamination[{i}]", name) for i, name in enumerate(settings.contamination)]
+    named_files += [(f"ancestors[{i}]", f"{name}/manifest.json") for i, name in enumerate(settings.ancestors)]
+    for key, name in named_files:
+        with named(f"mix.{key}"):
+            digests[key] = fingerprint.of_file(files.require_file(base_dir / name))
     return digests
 
 

@@ -97,10 +97,9 @@ def measure_fit(
     return CostFit.of(key, points, read, *memory)
 
 
-def most_context(target: CausalModel, draftings: Sequence[Drafting], rounds: int) -> int:
-    """The longest context at which rounds can be timed."""
-    deepest = max(depth for drafting in draftings for depth in drafting.depths)
-    return target.max_positions - most_tokens(rounds, deepest) + rounds // 2
+def most_context(max_positions: int, deepest: int, rounds: int) -> int:
+    """The longest context at which rounds of at most so many levels can be timed."""
+    return max_positions - most_tokens(rounds, deepest) + rounds // 2
 
 
 def cached_fit(

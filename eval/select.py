@@ -160,6 +160,23 @@ class DomainRow:
         return known | {"alphas": [finite(alpha._asdict()) for alpha in self.alphas]}
 
 
+Plans = Mapping[Checkpoint, Sequence[Row]]
+"""Every checkpoint at every K and tree, nothing chosen yet."""
+
+
+def plan_rows(
+    tables: Sequence[pa.Table],
+    costs: Mapping[Checkpoint, Times],
+    settings: ScoreSettings,
+    baselines: Collection[str] = (),
+) -> Plans:
+    """The figures that a leaderboard is made of: hundreds of bootstraps, to be drawn once."""
+    return {
+        (draft, step): _rows(table, _times(costs, draft, step), draft in baselines, settings)
+        for (draft, step), table in groups(serving(concat(tables), settings), "draft", "step")
+    }
+
+
 def leaderboard(
     tables: Sequence[pa.Table],
     costs: Mapping[Checkpoint, Times],
@@ -167,15 +184,18 @@ def leaderboard(
     baselines: Collection[str] = (),
     perplexity: Mapping[Checkpoint, float] | None = None,
     scored_shares: Mapping[Checkpoint, float] | None = None,
+    plans: Plans | None = None,
 ) -> list[Row]:
     """One row a checkpoint, at its best plan, baselines first, the chosen one marked.
 
-    `scored_shares`: of checkpoints that a race dropped, how much of the answers they were scored on.
+    `scored_shares`: of checkpoints that a race dropped, how much of the answers they were scored on. `plans`: of the
+    same arguments, where they are known already.
     """
+    known = plan_rows(tables, costs, settings, baselines) if plans is None else plans
     best: list[Row] = []
     for (draft, step), table in groups(serving(concat(tables), settings), "draft", "step"):
         times, seen = _times(costs, draft, step), (perplexity or {}).get((draft, step), math.nan)
-        rows = _rows(table, times, draft in baselines, settings)
+        rows = known[draft, step]
         row = best_plan(rows, settings.tie_share)
         share = (scored_shares or {}).get((draft, step), 1.0)
         best.append(replace(row, perplexity=seen, scored_share=share, load=_load(table, times, rows, row, settings)))
@@ -206,10 +226,9 @@ def engine_tau(table: pa.Table, settings: ScoreSettings) -> Estimate:
     return ratio(rounds + sums.column("accepted"), rounds, settings.bootstrap, "rounds that draft")
 
 
-def by_plan(tables: Sequence[pa.Table], costs: Times, row: Row, settings: ScoreSettings) -> list[Row]:
-    """The row's checkpoint at every K and tree, the fewest drafted tokens first."""
-    table = where(serving(concat(tables), settings), draft=row.draft, step=row.step)
-    rows = sorted(_rows(table, costs, row.baseline, settings), key=lambda one: one.drafted)
+def by_plan(plans: Plans, row: Row) -> list[Row]:
+    """The row's checkpoint at every K and tree, the fewest drafted tokens first; its own plan is marked."""
+    rows = sorted(plans[row.draft, row.step], key=lambda one: one.drafted)
     return [replace(one, chosen=one.plan == row.plan) for one in rows]
 
 

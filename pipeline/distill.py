@@ -12,11 +12,12 @@ from ..registry.records import Decision
 from ..registry.settings import redacted
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.metrics import NoSink
+from .beforehand import check_scoring
 from .failing import at, told
 from .hooks import check_command, follow_champion
 from .promotion import promote_stage
 from .reporting import log_report
-from .scoring import Scored, check_targets, check_times, help_score, score_stage
+from .scoring import Scored, help_score, score_stage
 from .stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
 
@@ -42,9 +43,8 @@ def distill(
     is done, kept in the run.
     """
     started = time.monotonic()
-    check_targets(space.recipe, space.recipe.drafts)
     check_command(space.recipe.promotion)
-    check_times(space.recipe.score)
+    check_scoring(space, space.recipe.drafts)
     if not space.first_rank:
         captured = capture_stage(space, mix or mix_stage(space))
         help_score(

@@ -2,17 +2,20 @@
 
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from .. import fingerprint
-from ..errors import InputError, RegistryError
+from ..errors import DraftforgeError, InputError, RegistryError
 from ..progress import say
 from ..registry import models
 from ..registry.connect import Tracking
 from ..specdec.formats import Format, Verifier, check_family, known_format, needs_verifier
 from ..specdec.formats.layouts import NATIVE
+from ..specdec.gguf_tokenizer import as_the_file_says
 from ..specdec.loading import load_tokenizer
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import Source, locate, target_fingerprint
@@ -20,15 +23,16 @@ from ..storage import read_object
 from .exporting import rewrite_draft
 from .stores import open_store
 
+_FIELD, _NO_ID = "target.model: ", "not a hub id (owner/name)"
 _PREFIX = re.compile("[0-9a-f]{6,64}")
 
 
 def fetch(
     out: Path,
     target: str,
-    model: str,
+    model: str | None,
     tracking_uri: str | None,
-    workdir: Path,
+    workdir: Path | None,
     alias: str,
     layout: str | None,
     target_id: str | None,
@@ -41,7 +45,8 @@ def fetch(
     chosen = None if layout is None else known_format(layout)
     tracking = open_store(model, tracking_uri, workdir)
     settings = _settings(target)
-    found = _fingerprint(tracking, target) if settings is None else target_fingerprint(settings)
+    with _as_given():
+        found = _fingerprint(tracking, target) if settings is None else target_fingerprint(settings)
     if chosen is None or chosen == NATIVE:
         version = models.fetch(tracking, found, out, alias)
     else:
@@ -56,6 +61,19 @@ def fetch(
             rewrite_draft(stored, out, chosen, verifier, _tokenizer(source, stored, chosen))
     written = f" as {chosen}, read back equal" if chosen else ""
     say(f"{version.reference}: {alias} of target {fingerprint.short(found)}, in {out}{written}")
+
+
+@contextmanager
+def _as_given() -> Iterator[None]:
+    """Errors name the option, not the field of a recipe that nobody gave."""
+    try:
+        yield
+    except DraftforgeError as error:
+        before, field, rest = str(error).partition(_FIELD)
+        if before or not field:
+            raise
+        rest = rest.replace(_NO_ID, f"{_NO_ID}, nor 6 hex digits or more of a fingerprint")
+        raise type(error)(f"--target {rest}") from None
 
 
 def _settings(target: str) -> TargetSettings | None:
@@ -92,7 +110,13 @@ def _tokenizer(source: Source | None, stored: Path, layout: Format) -> PreTraine
     """The target's tokenizer, for the format that holds it; a small draft has the same beside its weights."""
     if layout != "gguf":
         return None
-    folder = stored if (stored / "tokenizer.json").is_file() else source.folder if source is not None else None
-    if folder is None:
+    if (stored / "tokenizer.json").is_file():
+        return load_tokenizer(stored, str(stored), trust_remote_code=False)
+    if source is None:
         raise InputError("--format gguf: holds the target's tokenizer: name the target's model with --target")
-    return load_tokenizer(folder, str(folder), trust_remote_code=False)
+    file, where = source.gguf_file, f"{_FIELD}{source.folder}"
+    with _as_given():
+        if file is None:
+            return load_tokenizer(source.folder, where, trust_remote_code=False)
+        tokenizer = load_tokenizer(source.folder, where, trust_remote_code=False, gguf_file=file)
+        return as_the_file_says(tokenizer, source.folder / file, where)

@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .. import storage
 from ..data.conversation import SPLITS
 from ..data.profile import DISTINCT, JOINT, LOG, MIX, QUANTILES, SIDES, Profile, Shares, profile
 from ..data.strata import DAY, NONE
 from ..eval.table import UNKNOWN, show_cells
 from ..progress import say
+from .beforehand import known_context
 from .inspect_page import Table, check_place, write_page, write_pictures
 from .stages import mix_stage
 from .workspace import Workspace
@@ -26,7 +26,7 @@ def inspect_mix(space: Workspace, out: Path | None) -> None:
     if not space.first_rank:
         return
     found = profile(folder)
-    tables = tables_of(found, context_of(space.recipe.target.model))
+    tables = tables_of(found, known_context(space.recipe.target), space.recipe.retrain.old_share)
     for title, cells, note in tables:
         show_cells(title, cells, [""] * (len(cells) - 1), note, numeric=cells[0][1:])
     if out is None:
@@ -38,22 +38,11 @@ def inspect_mix(space: Workspace, out: Path | None) -> None:
     say(f"{out}: written")
 
 
-def context_of(model: str) -> int | None:
-    """Positions of a target that lies in a local folder, by its config alone; None: not known without loading it."""
-    config = Path(model) / "config.json"
-    if not config.is_file():
-        return None
-    told = storage.read_object(config)
-    inner = told.get("text_config")
-    most = (inner if isinstance(inner, dict) else told).get("max_position_embeddings")
-    return most if isinstance(most, int) else None
-
-
-def tables_of(found: Profile, context: int | None = None) -> list[Table]:
-    """Everything that a profile says; `context`: positions of the target."""
+def tables_of(found: Profile, context: int | None = None, old_share: float = 0.0) -> list[Table]:
+    """Everything that a profile says; `context`: positions of the target; `old_share`: what a retraining adds."""
     shares = [one for one in found.shares if one.key != JOINT]
     return [
-        _fates(found, context),
+        _fates(found, context, old_share),
         *(_shares(one, found) for one in shares if len(one.labels) > 1 or one.key != DAY),
         _distances(found.shares),
         _lengths(found),
@@ -64,7 +53,7 @@ def tables_of(found: Profile, context: int | None = None) -> list[Table]:
     ]
 
 
-def _fates(found: Profile, context: int | None) -> Table:
+def _fates(found: Profile, context: int | None, old_share: float) -> Table:
     manifest = found.manifest
     sources = manifest["sources"]
     read, skipped = (sum(source[name] for source in sources) for name in ("read", "skipped"))
@@ -75,6 +64,7 @@ def _fates(found: Profile, context: int | None) -> Table:
     rows += [["the log, as compared below", str(found.sizes[LOG])]]
     names = {
         "exact_copies": "exact copies",
+        "continued": "continued by a longer one",
         "near_copies": "near-copies",
         "over_share": "over the mix's shares or limit",
     }
@@ -84,7 +74,13 @@ def _fates(found: Profile, context: int | None) -> Table:
         long = int((found.tokens["prompt"][MIX] >= context).sum())
         rows.append([f"of the mix, prompts of {context} tokens or more", str(long)])
     clusters = ", ".join(f"{count} in {split}" for split, count in manifest["clusters"].items())
-    return Table("What became of the log", [["conversations", "count"], *rows], f"clusters of near ones: {clusters}")
+    note = f"clusters of near ones: {clusters}"
+    if old_share:
+        note += (
+            f"\nretrain.old_share {old_share:g}: a retraining adds conversations of the champion's mix until they are "
+            "this share of train; they are not counted here"
+        )
+    return Table("What became of the log", [["conversations", "count"], *rows], note)
 
 
 def _left_out(sources: Sequence[Mapping[str, object]]) -> dict[str, int]:

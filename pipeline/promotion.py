@@ -164,8 +164,9 @@ def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> dict
     show_leaderboard([plain_row(costs), *rows], settings.confidence, "On the holdout", costs.said)
     tables = [lookup, *(draft.table for draft in drafts)]
     times = {(LOOKUP, 0): costs, **{(draft.row.draft, draft.row.step): draft.times for draft in drafts}}
-    show_domains(domain_rows(tables, rows, settings, times), settings.confidence, title="On the holdout, by domain")
-    return holdout_record(tables, rows, settings, times)
+    domains = domain_rows(tables, rows, settings, times)
+    show_domains(domains, settings.confidence, title="On the holdout, by domain")
+    return holdout_record(tables, rows, settings, domains)
 
 
 def _rival(space: Workspace, scorer: Scorer, now: Version) -> tuple[_Measured | None, str | None]:

@@ -21,6 +21,7 @@ from ..specdec.formats import DraftMeta, load_draft, read_meta
 from ..specdec.formats.fit import check_fits
 from ..specdec.settings import TargetSettings
 from ..train.families import family_of
+from .beforehand import check_scoring
 from .distill import Outcome, distill
 from .failing import at, recorded
 from .hooks import check_command, follow_champion
@@ -68,6 +69,7 @@ def retrain(space: Workspace) -> Retrained:
         storage.lock(space.root / ".retrain.lock", timeout, "another retraining"),
         recorded(space.tracking, f"{space.recipe.name}: retrain"),
     ):
+        check_scoring(space, space.recipe.drafts)
         with space.alone():
             found = judge(space)
             tell(found)

@@ -1,9 +1,9 @@
 """Scores of every checkpoint, the times of every shape, and the draft that they choose."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,24 +11,34 @@ import torch
 
 from .. import fingerprint, storage
 from ..data.store import Capture, Sample
-from ..errors import DraftforgeError, InputError
+from ..errors import InputError
 from ..eval import counts
 from ..eval.advice import advice
 from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
 from ..eval.load import LoadTimes
-from ..eval.load_fit import CostFit, fit_for, read_fits, write_fits
+from ..eval.load_fit import CostFit, fit_for, write_fits
 from ..eval.load_measure import Grid, cached_fit, measure_fit, most_context
 from ..eval.measured import measured_tree
 from ..eval.perplexity import perplexity
 from ..eval.plans import Drafting
 from ..eval.report.record import score_record
 from ..eval.score import Identity, score_draft, spread
-from ..eval.select import PLAIN, Checkpoint, DomainRow, Row, Times, by_plan, domain_rows, leaderboard, plain_row
+from ..eval.select import (
+    PLAIN,
+    Checkpoint,
+    DomainRow,
+    Row,
+    Times,
+    by_plan,
+    domain_rows,
+    leaderboard,
+    plain_row,
+    plan_rows,
+)
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard, show_load
 from ..eval.traces import TraceCache
 from ..progress import say
-from ..recipe import Recipe
 from ..specdec.drafts import AnyDraft
 from ..specdec.drafts.small import SmallDraft
 from ..specdec.foreign import ForeignDraft
@@ -44,7 +54,7 @@ from ..specdec.proposers.lookup import PromptLookup
 from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
 from ..specdec.targets import Target, tokenizer_digest
 from ..specdec.targets import place as target_place
-from ..train.families import family_of
+from .beforehand import check_targets
 from .board import Board
 from .counting import Counting, help_count
 from .stages import Stage, checkpoints_of
@@ -198,19 +208,15 @@ class Scorer:
         assert settings.load is not None
         key = cost_key(target, LOOKUP if draft is None else draft, draftings, settings)
         if settings.costs.fit is not None:
-            return fit_for(key, self._given, settings.costs.fit)
-        grid = Grid.of(settings.load, most_context(target, draftings, settings.costs.rounds))
+            return fit_for(key, self._space.given_times, settings.costs.fit)
+        deepest = max(depth for drafting in draftings for depth in drafting.depths)
+        grid = Grid.of(settings.load, most_context(target.max_positions, deepest, settings.costs.rounds))
         prompts = [sample.prompt_ids for sample in self.samples]
 
         def measure() -> CostFit:
             return measure_fit(key, target, draftings, prompts, settings, grid)
 
         return cached_fit(self._space.root / "costs", key, grid, measure, settings.costs.wait_seconds)
-
-    @cached_property
-    def _given(self) -> list[CostFit]:
-        assert self.settings.costs.fit is not None
-        return read_fits(self.settings.costs.fit)
 
     def costs(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[Drafting]) -> CostTable:
         """Times of this shape (None: prompt lookup) at batch 1 on this machine, measured once."""
@@ -222,29 +228,6 @@ class Scorer:
             return measure_costs(key, target, draftings, prompts, settings)
 
         return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
-
-
-def check_times(settings: ScoreSettings) -> None:
-    """Raise an error that names score.costs.fit where a file of times cannot be read: before the work, not after it."""
-    path = settings.costs.fit
-    if path is None:
-        return
-    try:
-        read_fits(path)
-    except DraftforgeError as error:
-        raise type(error)(f"score.costs.fit: {error}") from None
-
-
-def check_targets(recipe: Recipe, names: Collection[str]) -> None:
-    """Refuse drafts whose training changes the target: their verifier, its answers and its registered model are not
-    this recipe's."""
-    for name, settings in recipe.drafts.items():
-        if name in names and family_of(settings).changes_target(settings):
-            raise InputError(
-                f"drafts.{name}: its training makes a new target, which this recipe neither scores nor registers; "
-                f"`draftforge train` it, then distill a recipe with target.model=<checkpoint>/{OWN_TARGET}, "
-                f"drafts.{name}.init_from=<checkpoint> and no backbone"
-            )
 
 
 def draft_for(target: Target, place: Path, device: str | None = None) -> AnyDraft:
@@ -367,9 +350,10 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     perplexities = {one: part.perplexity for one, part in parts.items() if part.perplexity is not None}
     shares = {one: part.share for one, part in parts.items()}
     made_for = {one: board.scorer.made_for(folder) for one, folder in folders.items()}
+    plans = plan_rows(tables, board.times, settings, [LOOKUP])
     rows = [
         replace(row, trained_for=made_for.get((row.draft, row.step), ""))
-        for row in leaderboard(tables, board.times, settings, [LOOKUP], perplexities, shares)
+        for row in leaderboard(tables, board.times, settings, [LOOKUP], perplexities, shares, plans)
     ]
     domains = domain_rows(tables, rows, settings, board.times)
     said = advice(rows, domains, settings)
@@ -379,8 +363,9 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     if fits:
         write_fits(scored.times_file, fits.values())
     origin = {"at": time.time(), "target": target, "capture": captured.fingerprint, "advice": said}
-    storage.write_json(stage.folder / SCORES_FILE, origin | score_record(table, board.times, rows, settings))
-    _show(scored, settings)
+    record = score_record(table, board.times, rows, settings, plans, domains)
+    storage.write_json(stage.folder / SCORES_FILE, origin | record)
+    _show(scored, settings, by_plan(plans, scored.chosen))
     return scored
 
 
@@ -389,13 +374,13 @@ def _help(space: Workspace, captured: Stage, drafts: dict[str, str]) -> None:
     help_count(space.crew, folder.name, lambda: Counting(Scorer(space, captured, SELECTION_SPLIT), folder / PARTS))
 
 
-def _show(scored: Scored, settings: ScoreSettings) -> None:
-    """The final tables: all checkpoints, then the chosen one by domain beside prompt lookup; and what follows."""
+def _show(scored: Scored, settings: ScoreSettings, plans: Sequence[Row]) -> None:
+    """The final tables: all checkpoints, then the chosen one (at each of its `plans`) by domain beside prompt lookup;
+    and what follows."""
     chosen = scored.chosen
     times = scored.times[chosen.draft, chosen.step]
     rows = [plain_row(times), *scored.rows]
     show_leaderboard(rows, settings.confidence, "Drafts by expected serving speed", times.said)
-    plans = by_plan([scored.counts], times, chosen, settings)
     if len(plans) > 1:
         every = "K and tree" if settings.trees else "K"
         show_leaderboard(plans, settings.confidence, f"{chosen.draft} step {chosen.step} at every {every}", times.said)

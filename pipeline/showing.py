@@ -18,9 +18,9 @@ _PIPED_COLUMNS = 160  # a file has no width to keep to
 
 def registry(
     recipe: Recipe | None,
-    model: str,
+    model: str | None,
     tracking_uri: str | None,
-    workdir: Path,
+    workdir: Path | None,
     target: str | None,
     decisions: bool,
     as_json: bool,
@@ -28,6 +28,10 @@ def registry(
     """Print which draft serves which target, and where each draft serves."""
     if target is not None and not re.fullmatch("[0-9a-f]{1,64}", target):
         raise InputError(f"--target {target}: must be the beginning of a fingerprint, hex digits")
+    options = {"--model": (model, "registry.model"), "--tracking-uri": (tracking_uri, "registry.tracking_uri")}
+    for option, (given, field) in {**options, "--workdir": (workdir, "workdir")}.items():
+        if recipe is not None and given is not None:
+            raise InputError(f"{option} {given}: the recipe names the registry; give {field}={given} instead")
     tracking = open_store(model, tracking_uri, workdir) if recipe is None else store_of(recipe)
     found = listing(tracking, target or "", decisions)
     if as_json:

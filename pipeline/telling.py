@@ -69,6 +69,7 @@ class Told(Collector):
             yield from self._compared(promise)
 
     def _standing(self) -> tuple[Standing, Promise | None]:
+        self._space = self._space.again()
         standing, version = standing_of(self._space)
         if version is None:
             return standing, None

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import storage
-from ..data.parts import Part, parse_part
+from ..data.mix import load_mix
+from ..data.parts import Part, check_part, parse_part
 from ..data.recorded import save_answers
 from ..data.store import Capture
 from ..errors import InputError, MissingFileError
@@ -22,6 +23,7 @@ from . import distill as flow
 from . import inspecting, skipping, talk, telling, webhook
 from . import retrain as again
 from . import watch as watching
+from .beforehand import check_scoring
 from .bench_settings import BenchSettings, numbers_of
 from .changes import pinned
 from .exporting import export_draft, verifier_of
@@ -89,7 +91,9 @@ def capture(
 def _capture_part(recipe: Recipe, part: Part) -> None:
     space = Workspace(recipe)
     with space.alone():
-        captured = capture_stage(space, mix_stage(space), part)
+        conversations = mix_stage(space)
+        check_part(part, load_mix(conversations.folder), recipe.capture, recipe.score.sampling)
+        captured = capture_stage(space, conversations, part)
     say(f"{captured.folder}")
 
 
@@ -107,6 +111,8 @@ def score(recipe: Recipe, draft: str | None) -> None:
     folder = None if draft is None or draft in recipe.drafts else Path(draft)
     if folder is not None and not (draft and folder.exists()):
         raise MissingFileError(f"--draft {draft}: is neither a draft of the recipe ({_names(recipe)}) nor a folder")
+    names = [] if folder is not None else _chosen(recipe, draft)
+    check_scoring(space, names, trees=folder is None)
     with space.alone():
         captured = capture_stage(space, mix_stage(space))
         if folder is not None:
@@ -124,7 +130,7 @@ def score(recipe: Recipe, draft: str | None) -> None:
 
 def report(recipe: Recipe, out: Path | None) -> None:
     """The report, drawn again from what is on disk."""
-    space = Workspace(recipe)
+    space = Workspace(recipe, reads=True)
     storage.require_file_place(out, "--out")
     write_report(space, find_scored(space), out)
 
@@ -153,6 +159,7 @@ def promote(recipe: Recipe) -> None:
 
 def _promote(space: Workspace) -> None:
     check_command(space.recipe.promotion)
+    check_scoring(space, space.recipe.drafts)
     conversations = mix_stage(space)
     captured = capture_stage(space, conversations)
     stages = _train(space, captured, None)
@@ -179,7 +186,7 @@ def metrics(
 ) -> None:
     """What monitoring should know of the champion, and whether what is served is what was promised."""
     asked = telling.Served(served, since, interval_seconds, margin, fail)
-    text = telling.metrics(Workspace(recipe), out, listen, asked)
+    text = telling.metrics(Workspace(recipe, reads=True), out, listen, asked)
     if text is not None:
         print(text, end="")
 
@@ -316,5 +323,8 @@ def _names(recipe: Recipe) -> str:
 
 
 def _train(space: Workspace, captured: Stage, draft: str | None) -> dict[str, Stage]:
-    names = list(space.recipe.drafts) if draft is None else [draft]
-    return {name: train_stage(space, name, captured, NoSink()) for name in names}
+    return {name: train_stage(space, name, captured, NoSink()) for name in _chosen(space.recipe, draft)}
+
+
+def _chosen(recipe: Recipe, draft: str | None) -> list[str]:
+    return list(recipe.drafts) if draft is None else [draft]

@@ -16,13 +16,15 @@ mlflow.db, artifacts/ the registry, unless the recipe or the environment names a
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
 from .. import fingerprint, storage
-from ..errors import CorruptDataError, MissingFileError, OwnershipError
+from ..errors import CorruptDataError, DraftforgeError, MissingFileError, OwnershipError
+from ..eval.load_fit import CostFit, read_fits
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.connect import Tracking, open_tracking
@@ -32,6 +34,7 @@ from ..specdec.targets import Target, target_fingerprint
 from ..train.crew import crew
 from ..train.distributed import wait_until
 from ..train.settings import Settings
+from .stores import is_there
 
 OWNER_FILE, TARGETS_FILE, ANCESTORS_FILE = "owner.json", "targets.json", "ancestors.json"
 HALF_WRITTEN = (
@@ -52,15 +55,18 @@ HALF_WRITTEN = (
 class Workspace:
     """The work folder of one recipe. Opening it claims it; nothing else is touched."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, reads: bool = False) -> None:
+        """`reads`: for a look at what is there; neither a work folder nor a registry is made."""
         self.recipe = recipe
         self.root = recipe.workdir.resolve()
         self.crew = crew()
+        self._reads = reads
+        self._empty: tempfile.TemporaryDirectory[str] | None = None
         self._claim()
 
     def _claim(self) -> None:
         owner = self.root / OWNER_FILE
-        if not self.first_rank:  # the first one claims
+        if not self.first_rank and not self._reads:  # the first one claims
             wait_until(owner.is_file, OWNER_FILE)
         if self.root.exists() and not self.root.is_dir():
             raise OwnershipError(f"workdir {self.root}: is a file, must be a folder or not exist")
@@ -70,7 +76,7 @@ class Workspace:
                 raise OwnershipError(f"workdir {self.root}: belongs to recipe {name!r}, not {self.recipe.name!r}")
         elif self.root.is_dir() and any(not path.name.startswith(".") for path in self.root.iterdir()):
             raise OwnershipError(f"workdir {self.root}: is not empty and was not made by draftforge")
-        else:
+        elif not self._reads:
             storage.write_json(owner, {"recipe": self.recipe.name})
 
     @contextmanager
@@ -124,12 +130,25 @@ class Workspace:
 
     @cached_property
     def digests(self) -> fingerprint.FileDigests:
-        return fingerprint.FileDigests(self.root / "digests.json")
+        return fingerprint.FileDigests(self.root / "digests.json" if self._remembers else None)
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether notes may be kept in the folder."""
+        return not self._reads or self.root.is_dir()
 
     @cached_property
     def tracking(self) -> Tracking:
         """The MLflow store. Raises TrackingError in one line when it does not answer."""
+        if self._reads and not is_there(self.recipe.registry, self.root):
+            self._empty = tempfile.TemporaryDirectory(prefix="draftforge-nothing-")
+            return open_tracking(self.recipe.registry, Path(self._empty.name))
         return open_tracking(self.recipe.registry, self.root)
+
+    def again(self) -> "Workspace":
+        """For the next of several looks: opened anew where the last one found no registry, and there is one now."""
+        come = self._empty is not None and is_there(self.recipe.registry, self.root)
+        return Workspace(self.recipe, reads=True) if come else self
 
     @cached_property
     def target_settings(self) -> TargetSettings:
@@ -139,6 +158,16 @@ class Workspace:
             return settings
         local = resolve_models_uri(self.tracking, settings.model, self.root / "models")
         return settings.model_copy(update={"model": str(local)})
+
+    @cached_property
+    def given_times(self) -> list[CostFit]:
+        """What `score.costs.fit` holds. Raises an error that names the field."""
+        path = self.recipe.score.costs.fit
+        assert path is not None
+        try:
+            return read_fits(path)
+        except DraftforgeError as error:
+            raise type(error)(f"score.costs.fit: {error}") from None
 
     @cached_property
     def drafts(self) -> dict[str, Settings]:
@@ -163,7 +192,7 @@ class Workspace:
                 raise
             say(f"target {self.recipe.target.model}: is gone; going on with what it left here")
             return known[key]
-        if self.first_rank and known.get(key) != found:
+        if self.first_rank and self._remembers and known.get(key) != found:
             storage.write_json(self.root / TARGETS_FILE, {**known, key: found})
         return found
 
@@ -175,6 +204,6 @@ class Workspace:
     def with_recipe(self, recipe: Recipe) -> "Workspace":
         """The same folder and the same loaded things under a changed recipe (of the same target)."""
         other = Workspace(recipe)
-        own = ("recipe", "root", "drafts")
+        own = ("recipe", "root", "drafts", "given_times")
         other.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in own}
         return other

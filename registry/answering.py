@@ -8,8 +8,11 @@ Imported by the code beside a registered draft (`wrapping.py`), never by the res
 pyfunc.
 """
 
+import ast
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,9 @@ from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.sampling import SamplingSettings
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import Target
-from .wrapping import DRAFT, TARGET_VARIABLE
+from .wrapping import DRAFT, PARAMETERS, TARGET_VARIABLE
+
+_DROPPED = re.compile(r"Unrecognized params (\[.*?\]) are ignored for inference\. Supported params are: (\{.*?\})\.")
 
 
 class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
@@ -36,6 +41,9 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
 
     def load_context(self, context: Any) -> None:
         """Load target and draft. Raises StaleInputError for a target that the draft was not made for."""
+        warns = logging.getLogger("mlflow.models.utils")
+        warns.setLevel(logging.WARNING)  # heard, whether or not it is shown
+        warns.addFilter(_refuse_dropped)
         folder = Path(context.artifacts[DRAFT])
         settings: Mapping[str, Any] = context.model_config or {}
         self.target = Target.load(_target_settings(settings))
@@ -56,6 +64,7 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
         Gives, for each, text, tokens, rounds, tau, and how many drafted tokens were accepted of how many.
         """
         asked = params or {}
+        _require_known(asked)
         sampling = SamplingSettings(temperature=asked.get("temperature", 0.0))
         longest, K = int(asked.get("max_new_tokens", 128)), int(asked.get("draft_tokens", 4))
         if longest < 1 or not 1 <= K <= 64:
@@ -81,6 +90,21 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
             "drafted": sum(one.drafted for one in generation.rounds),
             "accepted": sum(one.accepted for one in generation.rounds),
         }
+
+
+def _require_known(asked: Iterable[str]) -> None:
+    unknown = sorted(set(asked) - set(PARAMETERS))
+    if unknown:
+        raise InputError(f"params: {', '.join(unknown)}: not known; must be among {', '.join(PARAMETERS)}")
+
+
+def _refuse_dropped(record: logging.LogRecord) -> bool:
+    """A filter of MLflow's log. MLflow drops parameters that a signature lacks before a model sees them, and warns: an
+    error where it is our signature. Raises InputError."""
+    found = _DROPPED.match(record.getMessage())
+    if found is not None and ast.literal_eval(found[2]) == set(PARAMETERS):
+        _require_known(map(str, ast.literal_eval(found[1])))
+    return record.levelno >= logging.getLogger("mlflow").getEffectiveLevel()
 
 
 def _target_settings(config: Mapping[str, Any]) -> TargetSettings:

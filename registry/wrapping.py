@@ -20,6 +20,8 @@ from .lineage import Lineage
 DRAFT = "draft"
 TARGET_VARIABLE = "DRAFTFORGE_TARGET_MODEL"
 MODEL_FILE, CODE_FILE = "MLmodel", "draftforge_model.py"
+PARAMETERS = ("max_new_tokens", "temperature", "draft_tokens", "seed")
+"""How an answer may be asked for: all that the signature names."""
 _CODE = """\
 import warnings
 
@@ -63,11 +65,8 @@ def signature(lineage: Lineage) -> ModelSignature:
     def param(name: str, kind: DataType, default: Any) -> ParamSpec:
         return ParamSpec(name, kind, default)
 
-    params = [
-        param("max_new_tokens", DataType.long, 128),
-        param("temperature", DataType.double, 0.0),
-        param("draft_tokens", DataType.long, lineage.draft_tokens or 4),
-        param("seed", DataType.long, 0),
-    ]
+    kinds = (DataType.long, DataType.double, DataType.long, DataType.long)
+    defaults = (128, 0.0, lineage.draft_tokens or 4, 0)
+    params = [param(*one) for one in zip(PARAMETERS, kinds, defaults, strict=True)]
     anything = AnyType()  # type: ignore[no-untyped-call]
     return ModelSignature(inputs=Schema([ColSpec(anything)]), params=ParamSchema(params))

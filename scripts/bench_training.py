@@ -60,7 +60,7 @@ def main(
     settings = load_recipe(recipe, [f"workdir={out / 'work'}", *(overrides or [])])
     training = list(prompts or [])
     if self_prompts:
-        training.append(_sample(settings.target, self_prompts, out / "self.jsonl.gz"))
+        training.append(sample_prompts(settings.target, self_prompts, out / "self.jsonl.gz"))
     sources = [_source(path, "train") for path in training] + [_source(path, "selection") for path in judged or []]
     sources += [_source(path, "holdout") | {"limit": _HELD} for path in held or []]
     chosen = [f"mix.sources={json.dumps(sources)}", f"workdir={out / 'work'}"]
@@ -95,7 +95,8 @@ def _source(path: Path, split: str) -> dict[str, Any]:
     return {"kind": "turns", "path": str(path.resolve()), "only": split, "limit": None, **judged}
 
 
-def _sample(settings: TargetSettings, count: int, path: Path) -> Path:
+def sample_prompts(settings: TargetSettings, count: int, path: Path) -> Path:
+    """Prompts that the target makes up, in a packed file of the shape `turns`; those that are there already stay."""
     if not path.is_file():
         texts = prompts_of(Target.load(settings), batch_size=2048)(count, 0, 128)
         with gzip.open(path, "wt") as stream:

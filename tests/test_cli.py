@@ -91,13 +91,13 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(verb, "r.yaml", *asked, "seed=1", "--draft-device", "cuda:1") == 0
         assert calls.pop()[1][0] == ("recipe", "r.yaml", ["seed=1", "score.draft_device=cuda:1"])
     assert run("fetch", "out", "--target", "owner/model", "--workdir", "w") == 0
-    store = {"model": "draftforge", "tracking_uri": None}
+    store = {"model": None, "tracking_uri": None}
     options = {"target": "owner/model", **store, "alias": "champion", "layout": None, "target_id": None}
     assert calls.pop() == ("fetch", (Path("out"),), {**options, "workdir": Path("w")})
     assert run("fetch", "out", "--target", "abc", "--format", "gguf", "--target-id", "a/b", "--alias", "previous") == 0
-    given = {"target": "abc", "layout": "gguf", "target_id": "a/b", "alias": "previous", "workdir": Path("runs")}
+    given = {"target": "abc", "layout": "gguf", "target_id": "a/b", "alias": "previous", "workdir": None}
     assert calls.pop() == ("fetch", (Path("out"),), {**store, **given})
-    listed = {"target": None, "decisions": False, "as_json": False, "workdir": Path("runs")}
+    listed = {"target": None, "decisions": False, "as_json": False, "workdir": None}
     assert run("registry") == 0
     assert calls.pop() == ("registry", (None,), {**store, **listed})
     assert run("registry", "r.yaml", "seed=1", "--json", "--decisions", "--target", "ab") == 0

@@ -22,10 +22,14 @@ from .optimizers import COUNTER, Moments, MuonAdamW, read_moments, set_rate, sta
 from .settings import Settings
 from .shards import shards_of
 
+_MOST_REDUCED = 500_000_000  # numbers; DeepSpeed's own default
 
-def deepspeed_config(settings: Settings) -> dict[str, Any]:
-    """The whole configuration. At stage 0 clipping is ours: DeepSpeed would step before the norm is known."""
+
+def deepspeed_config(settings: Settings, trained: int) -> dict[str, Any]:
+    """The whole configuration, for `trained` numbers. At stage 0 clipping is ours: DeepSpeed would step before the norm
+    is known."""
     zero: dict[str, Any] = {"stage": settings.zero_stage, "contiguous_gradients": True, "overlap_comm": False}
+    zero["reduce_bucket_size"] = min(trained, _MOST_REDUCED)  # it makes a buffer of so many, however few there are
     if settings.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
@@ -57,7 +61,8 @@ class DeepSpeedEngine:
                 if tensor is not None and id(tensor) in mine:
                     self._zero.register_external_parameter(family, tensor)
         names = {id(parameter): name for name, parameter in family.trainable().items()}
-        self._engine, *_ = deepspeed.initialize(model=family, optimizer=optimizer, config=deepspeed_config(settings))
+        config = deepspeed_config(settings, sum(parameter.numel() for parameter in family.trainable().values()))
+        self._engine, *_ = deepspeed.initialize(model=family, optimizer=optimizer, config=config)
         self._base = optimizer
         self._sharded: Any = self._engine.optimizer if stage else None
         shards = shards_of(self._sharded, stage, ranks.rank) if stage else []

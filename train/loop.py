@@ -4,6 +4,7 @@ The loop's order never changes: evaluate, save, stop test, one step, log. Its st
 weights of every checkpoint; a run that was killed at any moment goes on with the same losses.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -340,9 +341,9 @@ class Run:
         return read_meta(self.folder / INIT).model_copy(update={"step": self.state.step})
 
     def log(self, values: dict[str, float]) -> None:
-        """One line in metrics.jsonl, and the same to the sink."""
+        """One line in metrics.jsonl, with the time of day (seconds since 1970), and the values to the sink."""
         if self.ranks.first:
-            self.metrics.log(self.state.step, values)
+            self.metrics.log(self.state.step, values | {"time": time.time()})
             self.sink.log(self.state.step, values)
 
     def anyone_asked(self) -> bool:

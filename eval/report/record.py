@@ -11,36 +11,41 @@ import pyarrow as pa
 
 from ..counts import concat, groups, values, where
 from ..figures import Estimate, acceptance, tau
-from ..select import Checkpoint, Row, Times, at_plan, by_plan, domain_rows, plain_row, serving
+from ..select import Checkpoint, DomainRow, Plans, Row, Times, at_plan, by_plan, plain_row, serving
 from ..settings import ScoreSettings
 
 Record = Mapping[str, Any]
 
 
 def score_record(
-    table: pa.Table, costs: Mapping[Checkpoint, Times], rows: Sequence[Row], settings: ScoreSettings
+    table: pa.Table,
+    costs: Mapping[Checkpoint, Times],
+    rows: Sequence[Row],
+    settings: ScoreSettings,
+    plans: Plans,
+    domains: Sequence[DomainRow],
 ) -> dict[str, Any]:
-    """All checkpoints on the selection split: the leaderboard, each at every K and tree; the chosen one in parts."""
+    """All checkpoints on the selection split: the leaderboard, each at every K and tree; the chosen one in parts.
+
+    `plans` and `domains`: of all `rows`, as they were computed for people to see.
+    """
     chosen = next((row for row in rows if row.chosen), None)
     times = costs[(chosen or rows[0]).draft, (chosen or rows[0]).step]
-    plans: list[dict[str, Any]] = []
-    for row in rows:
-        mine = where(table, draft=row.draft, step=row.step)
-        plans += [one.record() for one in by_plan([mine], costs[row.draft, row.step], row, settings)]
     compared = [row for row in rows if row.baseline or row is chosen]
+    names = {(row.draft, row.step) for row in compared}
     return {
         "rows": [plain_row(times).record(), *(row.record() for row in rows)],
-        "plans": plans,
-        **_parts([table], compared, settings, costs),
+        "plans": [one.record() for row in rows for one in by_plan(plans, row)],
+        **_parts([table], compared, settings, [one for one in domains if (one.draft, one.step) in names]),
         "times": times_record(times),
     }
 
 
 def holdout_record(
-    tables: Sequence[pa.Table], rows: Sequence[Row], settings: ScoreSettings, costs: Mapping[Checkpoint, Times]
+    tables: Sequence[pa.Table], rows: Sequence[Row], settings: ScoreSettings, domains: Sequence[DomainRow]
 ) -> dict[str, Any]:
-    """Candidate, champion and prompt lookup on the holdout, whole and in parts."""
-    return {"rows": [row.record() for row in rows], **_parts(tables, rows, settings, costs)}
+    """Candidate, champion and prompt lookup on the holdout, whole and in parts (`domains`: of these rows)."""
+    return {"rows": [row.record() for row in rows], **_parts(tables, rows, settings, domains)}
 
 
 def times_record(times: Times) -> dict[str, Any]:
@@ -59,10 +64,10 @@ def times_record(times: Times) -> dict[str, Any]:
 
 
 def _parts(
-    tables: Sequence[pa.Table], rows: Sequence[Row], settings: ScoreSettings, costs: Mapping[Checkpoint, Times]
+    tables: Sequence[pa.Table], rows: Sequence[Row], settings: ScoreSettings, domains: Sequence[DomainRow]
 ) -> dict[str, Any]:
     return {
-        "domains": [row.record() for row in domain_rows(tables, rows, settings, costs)],
+        "domains": [row.record() for row in domains],
         "contexts": list(_contexts(serving(concat(tables), settings), rows, settings)),
         "confidence": settings.confidence,
     }

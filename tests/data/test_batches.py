@@ -86,6 +86,21 @@ def test_steps_are_near_the_size_asked_for_and_mostly_text() -> None:
     assert [step.samples for step in take(long_rows, 5)] == [step.samples for step in take(plan, 5)]
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_get_alike_of_tokens_and_of_supervised_ones(world_size: int) -> None:
+    """Where answers are anything from a tenth to all of a sample: the mean over steps of the fullest rank's share."""
+    rng = torch.Generator().manual_seed(0)
+    lengths = [(int(p), int(a)) for p, a in torch.randint(5, 300, (800, 2), generator=rng)]
+    samples = make_samples(lengths)
+    plans = [BatchPlan(samples, 8000 * world_size, 0, world_size, rank, 2) for rank in range(world_size)]
+    for sizes in ([prompt + answer for prompt, answer in lengths], [answer for _, answer in lengths]):
+        shares = []
+        for parts in zip(*(take(plan, 20) for plan in plans), strict=True):
+            loads = [sum(sizes[index] for micro in part.micro_batches for index in micro) for part in parts]
+            shares.append(max(loads) * world_size / sum(loads))
+        assert sum(shares) / len(shares) < 1.03
+
+
 def test_epochs_and_seeds_differ() -> None:
     samples = make_samples([(3, i % 17 + 1) for i in range(50)])
     one, two = BatchPlan(samples, 60, seed=1), BatchPlan(samples, 60, seed=2)

@@ -10,7 +10,7 @@ from captures import assert_same_answers, orders
 from draftforge import storage
 from draftforge.data.capture import capture_conversations
 from draftforge.data.capture_settings import BudgetSettings, CaptureSettings
-from draftforge.data.parts import Part, join, parse_part
+from draftforge.data.parts import Part, check_part, join, parse_part
 from draftforge.data.requests import plan_shards
 from draftforge.data.store import Capture
 from draftforge.errors import CorruptDataError, InputError, MissingFileError, StaleInputError
@@ -77,6 +77,13 @@ def test_a_part_that_is_none_is_refused(text: str) -> None:
     assert parse_part("2/3") == Part(2, 3)
     with pytest.raises(InputError, match="must be NUMBER/COUNT"):
         parse_part(text)
+
+
+def test_more_parts_than_shards_are_refused() -> None:
+    count = len(plan_shards(MIX, SETTINGS, SCORED))
+    check_part(Part(1, count), MIX, SETTINGS, SCORED)
+    with pytest.raises(InputError, match=rf"^--part 1/1000: there are {count} shards .*at most so many parts"):
+        check_part(Part(1, 1000), MIX, SETTINGS, SCORED)
 
 
 def test_what_cannot_be_joined_is_named(target: Target, made: Path, parts: list[Path]) -> None:

@@ -122,6 +122,15 @@ def test_a_later_turn_sees_the_generated_answers_or_the_logged_context(run: Capt
     assert samples["logged/1/t0"].prompt_ids == render(target.tokenizer, logged.messages, logged.tools)
 
 
+def test_every_answer_of_a_logged_thread_is_drawn_again_in_its_logged_context(run: Capturing, target: Target) -> None:
+    thread = talk("thread", "Hello", ">Hi there", "Where is my order?", ">On its way", "Thanks", ">You are welcome")
+    samples = {sample.id: sample for sample in run([thread, *MIX[4:]]).samples("train")}
+    assert sorted(samples) == ["thread/0/t0", "thread/1/t0", "thread/2/t0"]
+    for turn in range(3):
+        context = render(target.tokenizer, thread.messages[: 2 * turn + 1])
+        assert samples[f"thread/{turn}/t0"].prompt_ids == context and samples[f"thread/{turn}/t0"].answer_ids
+
+
 def test_the_order_in_which_train_is_answered_is_the_mixs_own_whatever_its_order(run: Capturing) -> None:
     """Selection and holdout come first, so that a budget cuts the train split; conversations of that by a hash."""
     settings = SETTINGS.model_copy(update={"shard_samples": 3})

@@ -19,6 +19,8 @@ from draftforge.data.in_flight import (
     level_of,
     proposed_load,
 )
+from draftforge.data.in_flight_told import engine_of
+from draftforge.data.settings import MixSettings
 from draftforge.errors import InputError
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=25)
@@ -87,7 +89,7 @@ def test_nothing_timed_proposes_nothing() -> None:
     report = in_flight_report(Traffic())
     assert report == InFlight(0, 0, 0, 0, {}, None, None, None)
     with pytest.raises(InputError, match="logs: 0 requests with a start and a later end"):
-        report.yaml()
+        report.yaml(None)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,23 @@ def test_the_block_is_the_recipes() -> None:
             }
         }
     }
-    unknown = yaml.safe_load(proposed_load(Level((0, 1)), None, 3))
-    assert unknown == {"score": {"load": {"engine": "vllm", "batch_sizes": {1: 1.0}}}}
+    unknown = proposed_load(Level((0, 1)), None, 3)
+    assert yaml.safe_load(unknown) == {"score": {"load": {"batch_sizes": {1: 1.0}}}}
+    assert "# engine: the log does not tell; vllm, sglang or llama.cpp, by hand" in unknown
     smallest = yaml.safe_load(proposed_load(Level((0, 1)), 0, 0))["score"]["load"]
     assert (smallest["context_tokens"], smallest["answer_tokens"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "engine"),
+    [
+        (["vllm"], "vllm"),
+        (["sglang", "sglang", "messages"], "sglang"),
+        (["litellm", "vllm"], "vllm"),
+        (["openai"], None),
+        (["vllm", "sglang"], None),
+    ],
+)
+def test_the_proposed_engine_is_the_one_whose_logs_they_are(kinds: list[str], engine: str | None) -> None:
+    sources = [{"kind": kind, "path": f"{place}.log"} for place, kind in enumerate(kinds)]
+    assert engine_of(MixSettings.model_validate({"sources": sources})) == engine

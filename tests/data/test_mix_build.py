@@ -235,3 +235,24 @@ def test_unicode_prompts_count_as_input_errors_not_crashes(tmp_path: Path) -> No
     settings = MixSettings.model_validate({"sources": [{"kind": "turns", "path": "log.jsonl"}]})
     with pytest.raises(InputError, match=r"log\.jsonl:1: holds text that is not valid Unicode"):
         build_mix(settings, tmp_path, tmp_path / "mix")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"contamination": ["none.jsonl"]}, r"^mix\.contamination\[0\]: .*none\.jsonl: no such file$"),
+        ({"contamination": ["log.jsonl", "."]}, r"^mix\.contamination\[1\]: .*: is a folder; must be a file$"),
+        ({"contamination": ["broken.jsonl"]}, r"^mix\.contamination\[0\]: .*broken\.jsonl"),
+        ({"ancestors": ["none"]}, r"^mix\.ancestors\[0\]: .*none/manifest\.json: no such file$"),
+        ({"ancestors": ["old", "spoilt"]}, r"^mix\.ancestors\[1\]: .*members\.parquet: its content does not match"),
+    ],
+)
+def test_what_a_field_names_is_refused_by_the_fields_name(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    lines = [line(i) for i in range(60)]
+    for name in ("old", "spoilt"):
+        build(tmp_path, lines, name)
+    (tmp_path / "spoilt" / MEMBERS).write_bytes(b"no table")
+    (tmp_path / "broken.jsonl").write_text('{"messages": [{"role": "nobody"}]}\n')
+    with pytest.raises(DraftforgeError, match=says):
+        build(tmp_path, lines, **changes)
+    assert not (tmp_path / "mix").exists()

@@ -52,7 +52,7 @@ def test_real_rounds_and_prompts_are_fitted(target: CausalModel) -> None:
         Drafting(partial(make_proposer, draft, target), (1, 2, 4)),
         Drafting(partial(make_proposer, draft, target, tree), (2,), "wide", tree),
     ]
-    grid = Grid.of(LOAD, load_measure.most_context(target, draftings, 6))
+    grid = Grid.of(LOAD, load_measure.most_context(target.max_positions, 4, 6))
     fit = load_measure.measure_fit(
         key_of(target, draft, draftings), target, draftings, stand_ins.prompts(2), SETTINGS, grid
     )

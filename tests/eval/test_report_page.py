@@ -188,9 +188,9 @@ def test_heat_runs_from_the_least_to_the_most() -> None:
 
 
 def test_context_rows_are_the_counts_own() -> None:
-    table, costs, rows = sample_rows()
+    table, _, rows = sample_rows()
     chosen = next(row for row in rows if row.chosen)
-    record = holdout_record([table], [chosen], SETTINGS, costs)
+    record = holdout_record([table], [chosen], SETTINGS, [])
     assert [row["context_bucket"] for row in record["contexts"]] == ["00128", "02048", "08192"]
     assert sum(row["conversations"] for row in record["contexts"]) == 56
     assert sum(row["rounds"] for row in record["contexts"]) == 56 * 2 * 40

@@ -9,10 +9,21 @@ import pytest
 from counted import counts_of
 
 from draftforge.errors import InputError
+from draftforge.eval import select
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
 from draftforge.eval.counts import CountRow, concat, to_table
 from draftforge.eval.plans import Plan
-from draftforge.eval.select import Row, choose, domain_rows, leaderboard, plain_row, serving, speedup_difference
+from draftforge.eval.report.record import score_record
+from draftforge.eval.select import (
+    Row,
+    choose,
+    domain_rows,
+    leaderboard,
+    plain_row,
+    plan_rows,
+    serving,
+    speedup_difference,
+)
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.walk import RoundCounts
 
@@ -51,6 +62,25 @@ def test_speed_decides_not_tau() -> None:
     assert chosen.break_even_tau == pytest.approx(35 / 30)
     assert chosen.draft_seconds == pytest.approx(0.004) and chosen.verify_seconds == pytest.approx(0.031)
     assert rows[1].plan.levels == 3  # its own best K
+
+
+def test_figures_of_every_plan_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [counts_of("small", step, {1: 1.5, 2: 1.5 + step / 100}) for step in (20, 40)]
+    costs = {("small", step): costs_of(1.0) for step in (20, 40)}
+    alone, plans = leaderboard(tables, costs, SETTINGS), plan_rows(tables, costs, SETTINGS)
+    domains = domain_rows(tables, alone, SETTINGS, costs)
+
+    def again(*args: object) -> None:
+        raise AssertionError("drawn again")
+
+    monkeypatch.setattr(select, "_row", again)
+    monkeypatch.setattr(select, "alphas", again)
+    rows = leaderboard(tables, costs, SETTINGS, plans=plans)
+    assert rows == alone
+    record = score_record(concat(tables), costs, rows, SETTINGS, plans, domains)
+    told = [(one["step"], one["draft_tokens"], one["chosen"]) for one in record["plans"]]
+    assert told == [(20, 1, False), (20, 2, True), (40, 1, False), (40, 2, True)]
+    assert {one["step"] for one in record["domains"]} == {40}
 
 
 def test_perplexity_is_shown_and_never_used() -> None:

@@ -13,6 +13,7 @@ from draftforge.pipeline import verbs
 from draftforge.pipeline.stages import capture_stage, mix_stage, trained
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
+from draftforge.specdec.targets import Target
 
 Write = Callable[..., Path]
 
@@ -78,3 +79,15 @@ def test_parts_of_three_work_folders_are_the_capture_of_one(write_recipe: Write,
     assert json.loads((joined.folder / "header.json").read_text()) == json.loads((whole / "header.json").read_text())
     with pytest.raises(InputError, match="--part 1/3: answers a part alone"):
         verbs.capture(home, part="1/3", parts=parts)
+
+
+def test_more_parts_than_shards_are_refused_before_the_target_is_loaded(
+    write_recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(Target, "load", load)
+    with pytest.raises(InputError, match=r"^--part 1/1000: there are \d+ shards"):
+        verbs.capture(load_recipe(write_recipe()), part="1/1000")
+    assert not list((tmp_path / "work").glob("capture-*"))

@@ -143,6 +143,12 @@ def test_fetch_without_a_recipe(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (
+            ["--target", "tiny", "--format", "gguf"],
+            "error: --target tiny: no such folder, and not a hub id (owner/name), nor 6 hex digits or more of a "
+            "fingerprint",
+        ),
+        (["--target", "./none.gguf"], "error: --target none.gguf: no such GGUF file"),
         (["--target", "ffffff"], "is the beginning of no target here: tiny ("),
         (["--target", "DIGITS", "--format", "gguf"], "name the target's model with --target"),
         (["--target", "DIGITS", "--format", "hf"], "format hf: takes no eagle3 draft"),
@@ -208,3 +214,29 @@ def test_looking_makes_no_registry(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert code("registry", "--workdir", tmp_path / "none") == 2
     assert "holds no mlflow.db" in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
+def test_a_small_draft_and_its_tokenizer_go_to_gguf_by_digits(
+    store: Tracking, trained_drafts: Trained, tmp_path: Path, code: Code
+) -> None:
+    """Its files hold the tokenizer; nothing of the target is needed."""
+    digest = serve(store, trained_drafts, "small").lineage.target_fingerprint
+    assert code("fetch", tmp_path / "out", "--target", digest[:8], "--format", "gguf") == 0
+    assert (tmp_path / "out" / "draft.gguf").is_file()
+
+
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [("model", "registry.model"), ("tracking-uri", "registry.tracking_uri"), ("workdir", "workdir")],
+)
+def test_a_store_is_named_by_the_recipe_or_by_options_not_by_both(
+    option: str,
+    field: str,
+    tmp_path: Path,
+    code: Code,
+    write_recipe: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert code("registry", write_recipe(), f"--{option}", "x") == 2
+    said = capsys.readouterr().err
+    assert said == f"error: --{option} x: the recipe names the registry; give {field}=x instead\n"

@@ -73,12 +73,18 @@ def test_tables_tell_of_the_log_and_the_mix(recipe: Path) -> None:
         r"2026-09-2\d\s+\d+",
         r"<ip>:8000 2\s+\d+\s+\d+",
         r"all\s+\d+\s+\d+",
-        r"  load:\n    engine: vllm\n    batch_sizes: {",
+        r"  load:\n    # engine: the log does not tell; .*\n    batch_sizes: {",
     ):
         assert re.search(row, told), row
     assert not any(secret in told for secret in ("joe", "bot number", "10.0.0"))
     again = run(recipe)
     assert "mix: done" in again or again.count("Lengths") == 1
+
+
+def test_what_a_retraining_would_add_is_said(recipe: Path) -> None:
+    told = " ".join(run(recipe).split())
+    assert "retrain.old_share 0.25: a retraining adds conversations of the champion's mix until they are this" in told
+    assert "old_share" not in run(recipe, "retrain.old_share=0")
 
 
 def test_a_page_needs_nothing_else_and_is_the_same_again(recipe: Path, tmp_path: Path) -> None:

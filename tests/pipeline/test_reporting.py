@@ -1,5 +1,6 @@
 """The report of a real (tiny) run: where it lies, what it says, and that drawing it again loads nothing."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,26 @@ from draftforge.specdec.targets import Target
 from draftforge.storage import read_object, write_json
 
 WriteRecipe = Callable[..., Path]
+
+
+def test_looking_makes_no_work_folder(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    recipe = write_recipe()
+    before = sorted(recipe.parent.iterdir())
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(recipe), f"workdir={recipe.parent / 'nowork'}"])
+    assert ended.value.code == 2 and "nowork: holds no score to report on" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["metrics", str(recipe)])
+    assert not ended.value.code and re.search(r"draftforge_champion_exists\{.*\} 0", capsys.readouterr().out)
+    assert sorted(recipe.parent.iterdir()) == before
+    space = Workspace(load_recipe(recipe), reads=True)
+    empty = space.tracking
+    assert space.again() is space
+    made = Workspace(load_recipe(recipe)).tracking
+    assert space.again().tracking.uri == made.uri != empty.uri  # a look after the first run sees it
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import mlflow
 import pandas as pd
 import pytest
 import yaml
+from mlflow.models.utils import _enforce_params_schema
+from mlflow.types import DataType, ParamSchema, ParamSpec
 from trained import Trained
 from transformers import AutoTokenizer
 
@@ -139,6 +142,19 @@ def test_predict_answers_as_our_decoder_does(pair: Pair, capsys: pytest.CaptureF
 def test_what_cannot_be_answered_is_said(pair: Pair, asked: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         pair.load().predict(asked)
+
+
+@pytest.mark.parametrize("pair", ["small"], indirect=True)
+def test_unknown_parameters_are_refused_by_name(pair: Pair) -> None:
+    """Also those that MLflow would drop before the model sees them; what it drops for other models is theirs."""
+    model = pair.load()
+    words = r"^params: max_tokens, top_k: not known; must be among max_new_tokens, temperature, draft_tokens, seed$"
+    for predict in (model.predict, partial(model.unwrap_python_model().predict, None)):
+        with pytest.raises(InputError, match=words):
+            predict(["Q"], params={"max_new_tokens": 4, "top_k": 3, "max_tokens": 4})
+    assert model.predict(["Q"], params={"max_new_tokens": 4})
+    other = ParamSchema([ParamSpec("top_p", DataType.double, 1.0)])
+    assert _enforce_params_schema({"top_k": 3}, other) == {"top_p": 1.0}
 
 
 @pytest.mark.parametrize("pair", ["small"], indirect=True)

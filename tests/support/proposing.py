@@ -99,9 +99,12 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
         "medusa": lambda: taught("medusa"),
         "dflash": lambda: taught("dflash", 40 if kind == "reduced" else None),
     }
+    if kind == "elsewhere":  # a CPU, seen from a GPU; on a CPU another precision stands in for another device
+        away = copy.deepcopy(drafts[family]()).cpu()
+        return make_proposer(away.double() if model.device.type == "cpu" else away, model)
     draft = drafts[family]()
-    if kind == "elsewhere":  # another precision stands in for another device
-        return make_proposer(copy.deepcopy(draft).double(), model)
+    if model.device.type != "cpu":
+        draft = (draft if family == "skipped" else copy.deepcopy(draft)).to(model.device)
     if kind in ("", "reduced"):
         return make_proposer(draft, model)
     drafter = make_drafter(draft, model)

@@ -10,7 +10,7 @@ from draftforge.eval.costs import CostKey, CostTable, RoundCost
 from draftforge.eval.counts import CountRow, concat, context_bucket, to_table
 from draftforge.eval.report.page import Link, ReportRecords
 from draftforge.eval.report.record import holdout_record, score_record
-from draftforge.eval.select import Checkpoint, Row, leaderboard
+from draftforge.eval.select import Checkpoint, Row, domain_rows, leaderboard, plan_rows
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.walk import RoundCounts
@@ -111,7 +111,8 @@ def sample_rows(domains: dict[str, float] = DOMAINS) -> tuple[pa.Table, dict[Che
 def sample_scores(domains: dict[str, float] = DOMAINS) -> dict[str, Any]:
     """What a score leaves for a report."""
     table, costs, rows = sample_rows(domains)
-    return score_record(table, costs, rows, SETTINGS)
+    plans = plan_rows([table], costs, SETTINGS, ["lookup"])
+    return score_record(table, costs, rows, SETTINGS, plans, domain_rows([table], rows, SETTINGS, costs))
 
 
 def sample_holdout(domains: dict[str, float] = DOMAINS, champion: bool = True) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def sample_holdout(domains: dict[str, float] = DOMAINS, champion: bool = True) -
         tables.append(drawn_counts(draft, step, alpha, "holdout", seed=7, domains=domains))
         costs[draft, step] = costs_of(kind)
         rows += leaderboard(tables[-1:], costs, SETTINGS, ["lookup"])
-    return holdout_record(tables, rows, SETTINGS, costs)
+    return holdout_record(tables, rows, SETTINGS, domain_rows(tables, rows, SETTINGS, costs))
 
 
 def sample_records(domains: dict[str, float] = DOMAINS, promote: bool = True) -> ReportRecords:

@@ -58,7 +58,8 @@ def near_copy(model: CausalModel, noise: float = 0.05, seed: int = 1) -> SmallDr
     draft = copy.deepcopy(model.model)
     with torch.no_grad():
         for weight in draft.parameters():
-            weight.add_(noise * weight.std() * torch.randn_like(weight)) if weight.dim() > 1 else None
+            if weight.dim() > 1:  # drawn on the CPU: the same on every device
+                weight.add_(noise * weight.std() * torch.randn(weight.shape).to(weight.device))
     return SmallDraft(draft)
 
 

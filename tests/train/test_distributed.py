@@ -26,6 +26,8 @@ from draftforge.train.settings import (
 )
 from draftforge.train.stopping import TrainingStoppedError
 
+pytestmark = pytest.mark.timeout(1200)  # what sets a module's launches up counts with its first test
+
 STEPS = 6
 COMMON: dict[str, Any] = {
     "steps": STEPS,
@@ -55,6 +57,13 @@ CHAINS = {name: ({"zero_stage": 2}, {"engine": "torch"}, {"zero_stage": 3}) for 
 CHAINS["muon"] = ({"zero_stage": 3}, {"engine": "torch"}, {"zero_stage": 2})
 CHAINS["lora"] = ({"zero_stage": 1}, {"engine": "deepspeed"}, {"zero_stage": 2, "offload_optimizer": True})
 """Two steps each: on two ranks, on one, on three, which divide no parameter evenly."""
+FOUR = [("small", 2), ("eagle3", 3), ("muon", 1)]
+"""On four ranks to the end."""
+SHRINKING: dict[str, Any] = {
+    name: ({"zero_stage": 3}, {"zero_stage": 1}, {"zero_stage": 2}) for name in ("small", "muon")
+}
+SHRINKING["eagle3"] = ({"zero_stage": 1}, {"zero_stage": 2}, {"engine": "torch"})
+"""Two steps each: on four ranks, on two, on one."""
 
 
 class Figures:
@@ -191,7 +200,7 @@ def test_accumulation_changes_nothing(
 
 @pytest.fixture(scope="module")
 def spread_out(places: tuple[str, str], run_distributed: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Every distributed training of this file, in few launches, because a launch takes long.
+    """The trainings on two ranks, and those that went on on one and on three, in few launches: a launch takes long.
 
     Returns, by a name of its own: losses and norms in order, and the folder.
     """
@@ -199,19 +208,38 @@ def spread_out(places: tuple[str, str], run_distributed: Any, tmp_path_factory: 
     matrix = [job(n, folder / f"{n}-{s}", zero_stage=s, accumulation=2, engine="auto") for n, s in MATRIX]
     matrix += [job(n, folder / f"{n}-{s} uncut", zero_stage=s) for n, s in UNCUT]
     matrix += [job(n, folder / f"{n}-{s} offloaded", zero_stage=s, offload_optimizer=True) for n, s in OFFLOADED]
-    legs = [
-        [job(n, folder / f"{n} chain", stop, **parts[leg]) for n, parts in CHAINS.items()]
-        for leg, stop in enumerate((2, 4, STEPS))
-    ]
     update = {"zero_stage": 3, "score_every": 1, "patience": 2, "keep_best": 1}
     matrix.append(job("small", folder / "stopped", **update) | {"taus": [1.0, 1.5, 1.2, 1.55, 9.0, 9.0]})
+    first, second, third = legs_of(CHAINS, folder, "chain")
+    return launched(places, run_distributed, [(2, matrix + first), (1, second), (3, third)])
+
+
+@pytest.fixture(scope="module")
+def on_four(places: tuple[str, str], run_distributed: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same of the trainings on four ranks, and of those that went on on two and on one."""
+    folder = tmp_path_factory.mktemp("four")
+    whole = [job(n, folder / f"{n}-{s} four", zero_stage=s) for n, s in FOUR]
+    first, second, third = legs_of(SHRINKING, folder, "shrinking")
+    return launched(places, run_distributed, [(4, whole + first), (2, second), (1, third)])
+
+
+def launched(places: tuple[str, str], run_distributed: Any, launches: list[tuple[int, Any]]) -> dict[str, Any]:
+    """Trainings by so many ranks, one launch after another."""
     found: dict[str, Any] = {}
-    for world_size, jobs in ((2, matrix + legs[0]), (1, legs[1]), (3, legs[2])):
+    for world_size, jobs in launches:
         answers = run_distributed(__file__, "run_all", world_size, [*places, jobs], timeout_seconds=400)
         for one, figures in zip(jobs, answers[0]):
             losses, norms, _ = found.get(Path(one["folder"]).name, ([], [], None))
             found[Path(one["folder"]).name] = (losses + figures["losses"], norms + figures["norms"], one["folder"])
     return found
+
+
+def legs_of(chains: dict[str, Any], folder: Path, word: str) -> list[list[dict[str, Any]]]:
+    """Trainings in three parts, each to be done by another number of ranks."""
+    return [
+        [job(n, folder / f"{n} {word}", stop, **parts[leg]) for n, parts in chains.items()]
+        for leg, stop in enumerate((2, 4, STEPS))
+    ]
 
 
 @pytest.mark.slow
@@ -227,6 +255,17 @@ def spread_out(places: tuple[str, str], run_distributed: Any, tmp_path_factory: 
 def test_two_ranks_equal_one(run: str, reference: Any, spread_out: Any) -> None:
     """At every ZeRO stage, with the optimizer offloaded, and where another number of ranks went on after a stop."""
     losses, norms, folder = spread_out[run]
+    assert len(losses) == STEPS
+    assert_same_training(losses, norms, Path(folder), reference[run.replace("-", " ").split()[0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run", [*(f"{name}-{stage} four" for name, stage in FOUR), *(f"{name} shrinking" for name in SHRINKING)]
+)
+def test_four_ranks_equal_one(run: str, reference: Any, on_four: Any) -> None:
+    """To the end, and where two and then one went on after a stop."""
+    losses, norms, folder = on_four[run]
     assert len(losses) == STEPS
     assert_same_training(losses, norms, Path(folder), reference[run.replace("-", " ").split()[0]])
 

@@ -1,0 +1,134 @@
+"""The scaling benchmark and its profile run anywhere; what they measure is for GPUs."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from draftforge.recipe import load_recipe
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+TRAINING: dict[str, Any] = {
+    "steps": 40,
+    "warmup_steps": 1,
+    "tokens_per_step": 256,
+    "accumulation": 2,
+    "precision": "float32",
+}
+SMALL = {"family": "small", "layers": 2, **TRAINING}
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.mark.slow
+def test_trainings_on_one_and_two_ranks_are_compared_and_profiled(
+    script: Callable[[str], ModuleType],
+    recipe_in: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe, out = recipe_in(tmp_path, drafts={"small": SMALL}), tmp_path / "out"
+    asked = [str(out), "--recipe", str(recipe), "--draft", "small", "--stage", "2", "--steps", "11"]
+    script("bench_scaling").app([*asked, "--equal", "--profile"], standalone_mode=False)
+    found = json.loads((out / "results.json").read_text())
+    one, two = (found["runs"][f"speed-small-{gpus}gpu-zero2"] for gpus in (1, 2))
+    for run in (one, two):
+        assert run["positions_per_second"] > run["with_checkpoints"] > 0 and len(run["losses"]) == 11
+        assert run["checkpoint_seconds"] > 0 and run["since_launch"] > 0
+    assert found["equal"]["equal-small-2gpu-zero2"]["largest_relative_difference"] < 1e-4
+    host = found["profile"]["profile-small-2gpu-zero2"]["host_ms"]
+    assert set(host) >= {"draft forward", "loss and its gradient", "backward", "clip and optimizer"}
+    assert "positions/s" in capsys.readouterr().out
+    assert len(list((out / "work").glob("capture-*"))) == 1
+
+
+def test_a_failing_training_is_noted_and_the_others_go_on(
+    script: Callable[[str], ModuleType],
+    recipe_in: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = script("bench_scaling")
+    bench = module.Bench(tmp_path, load_recipe(recipe_in(tmp_path, drafts={"small": SMALL})), [1, 2])
+    runs = [module.Run("small", 1, stage, 6) for stage in (1, 2, 3)]
+    launched: list[list[str]] = []
+
+    def launch(name: str, gpus: int, command: list[str], heard: Any) -> Any:
+        drafts = yaml.safe_load(Path(command[-1]).read_text())["drafts"]
+        launched.append(list(drafts))
+        for draft in drafts:
+            if draft == runs[1].name:
+                return module.Said(3, 0.0, 1.0, [(0.5, "error: step 2, rank 0: the loss is not finite")])
+            folder = tmp_path / "work" / f"train-{draft}-{'0' * 12}"
+            (folder / "checkpoints/step-000006").mkdir(parents=True)
+            step = {"seconds": 0.5, "positions_per_second": 100.0, "loss": 1.0}
+            lines = [{"step": number, "time": number + (number > 3), **step} for number in range(1, 7)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            heard("training small: …")
+        return module.Said(0, 0.0, 1.0, [])
+
+    monkeypatch.setattr(bench, "launch", launch)
+    module.train_all(bench, 1, runs)
+    assert launched == [[run.name for run in runs], [runs[2].name]]
+    assert [("failed" in bench.found(run)) for run in runs] == [False, True, False]
+    assert bench.found(runs[0])["positions_per_second"] == pytest.approx(100.0)
+    assert bench.found(runs[0])["checkpoint_seconds"] == pytest.approx(1.5)
+    assert bench.found(runs[0])["with_checkpoints"] == pytest.approx(150 / (1.5 + 1.5 * 3 / 40))
+    module.show(bench, runs)
+    assert "the loss is not finite" in capsys.readouterr().out
+    module.train_all(bench, 1, [runs[0]])  # known already
+    assert len(launched) == 2
+
+
+def test_a_trace_is_split_by_the_part_of_the_step_that_launched_each_kernel(
+    script: Callable[[str], ModuleType],
+) -> None:
+    def event(cat: str, name: str, start: float, length: float, correlation: int | None = None) -> dict[str, Any]:
+        found = {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length}
+        return found if correlation is None else found | {"args": {"correlation": correlation}}
+
+    module = script("profile_training")
+    events = [
+        event("user_annotation", "part: backward", 0, 100),
+        event("user_annotation", "part: draft forward", 10, 20),
+        event("user_annotation", "part: clip and optimizer", 100, 50),
+        event("cuda_runtime", "cudaLaunchKernel", 12, 1, 1),
+        event("cuda_runtime", "cudaLaunchKernel", 40, 1, 2),
+        event("cuda_runtime", "cudaLaunchKernel", 60, 1, 3),
+        event("cuda_runtime", "cudaLaunchKernel", 110, 1, 4),
+        event("kernel", "gemm", 50, 20, 1),
+        event("kernel", "gemm", 70, 30, 2),
+        event("kernel", "ncclDevKernel_AllReduce", 90, 40, 3),
+        event("kernel", "multi_tensor", 150, 10, 4),
+        event("gpu_memcpy", "Memcpy HtoD", 165, 5, 5),
+    ]
+    found = module.shares(events, 1)
+    assert found["step_ms"] == pytest.approx(0.17)
+    assert found["host_ms"] == pytest.approx({"backward": 0.08, "draft forward": 0.02, "clip and optimizer": 0.05})
+    assert {part: round(share * 170) for part, share in found["device_share"].items()} == {
+        "draft forward": 20,
+        "backward": 30,
+        "collectives": 40,
+        "exposed collectives": 30,
+        "clip and optimizer": 10,
+        "copies": 5,
+        "idle": 75,
+    }
