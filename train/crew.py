@@ -106,10 +106,7 @@ class RankCrew:
         try:
             yield
         except (dist.DistError, RuntimeError) as error:
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise LostRankError(
-                f"{what.partition('/')[0]} was waited for, but torchrun at {address} is gone ({one_line(error, 160)})"
-            ) from error
+            raise distributed.store_lost(what.partition("/")[0], error) from error
 
     def _leave_word(self, error: BaseException) -> None:
         """Why this rank ends; the first word stays."""

@@ -82,10 +82,7 @@ def wait_until(done: Callable[[], bool], what: str) -> None:
             store = store or connect()
             store.check([what])
         except (dist.DistError, RuntimeError) as error:
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise LostRankError(
-                f"{what} was waited for, but torchrun at {address} is gone ({one_line(error, 160)})"
-            ) from error
+            raise store_lost(what, error) from error
 
 
 def connect(hosts: bool = False) -> dist.Store:
@@ -100,6 +97,13 @@ def connect(hosts: bool = False) -> dist.Store:
     hosted = hosts and not _agent_hosts()
     limit = _CONNECT_LIMIT if _agent_hosts() else COLLECTIVE_LIMIT  # the first rank may still be importing
     return dist.TCPStore(address, port, is_master=hosted, wait_for_workers=False, timeout=limit, multi_tenant=True)
+
+
+def store_lost(what: str, error: Exception) -> LostRankError:
+    """The error of a store that does not answer. `what` was waited for."""
+    host = "torchrun" if _agent_hosts() else "the first rank"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return LostRankError(f"{what} was waited for, but {host} at {address} is gone ({one_line(error, 160)})")
 
 
 def _agent_hosts() -> bool:
