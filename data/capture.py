@@ -65,6 +65,8 @@ def capture_conversations(
     part: Part | None = None,
 ) -> None:
     """`capture` of conversations that no mix folder holds."""
+    if target.collective:
+        _check_spread(settings)
     shards = plan_shards(conversations, settings, scored)
     recorded = None if settings.answers is None else RecordedAnswers(settings.answers, target.fingerprint)
     inputs = inputs_record(target.fingerprint, str(target.dtype), conversations, settings, scored)
@@ -90,6 +92,19 @@ def capture_conversations(
         ended_by = _answer_rest(plan, prompts, records, recorded) if left else None
         limits = {} if budget is None else budget.limits
         storage.write_json(folder / MANIFEST, manifest_of(header, shards, records, ended_by, limits))
+
+
+def _check_spread(settings: CaptureSettings) -> None:
+    """Raise InputError where a target that is spread over the ranks of a training would have to run."""
+    why = "needs passes of the target, which target.shard = true spreads over the ranks of a training"
+    if settings.engine is not None and settings.engine.signals != "engine":
+        raise InputError(f"capture.backend.signals = {settings.engine.signals}: {why}; set engine")
+    if settings.engine is None and settings.answers is None:
+        raise InputError(
+            f"capture.backend = transformers: {why}; set kind vllm with signals engine, or give capture.answers"
+        )
+    if settings.answers is not None and settings.top_k:
+        raise InputError(f"capture.top_k = {settings.top_k}: for signals of recorded answers it {why}; set 0")
 
 
 def _promised(folder: Path) -> set[str]:

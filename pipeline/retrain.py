@@ -59,6 +59,7 @@ def retrain(space: Workspace) -> Retrained:
     Training starts from the champion, or from another target's newest one, where tokenizer, family and shapes allow;
     where they do not, it starts cold and says so. What fails leaves a FAILED run and the champion as it was.
     """
+    space.require_whole("a retraining")
     check_command(space.recipe.promotion)
     timeout = space.recipe.retrain.lock_timeout_seconds
     with (
