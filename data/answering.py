@@ -162,6 +162,9 @@ class _Stream:
         if self._engine is not None:
             yield from self._drain(EngineDecoder(self._engine, self._slots, self._progress.emitted))
             return
+        if self._target.collective:
+            yield from self._drain(_Nobody())
+            return
         longest = self._target.max_positions
         answers = [answer for _, shard in self._unopened for answer in shard.answers]
         known = [self._prompts.length(a) + a.max_new_tokens for a in answers if self._prompts.length(a) < longest]
@@ -309,7 +312,8 @@ class _Stream:
     def _add_columns(self, shard: _Open) -> None:
         """Signals of the answers that were not drawn here, from one pass over them."""
         columns = forced_signals(self._target, shard.recorded, self._settings)
-        if "logp_n" in columns and not columns["logp_n"].isfinite().all():
+        unknown = "logp_n" in columns and not columns["logp_n"].isfinite().all()
+        if unknown and self._settings.reads_given:
             raise InputError(f"{shard.plan.name}: the target's logits of recorded answers are not finite")
         counts = [len(sample.answer_ids) for sample in shard.recorded]
         parts = {name: torch.split(column, counts) for name, column in columns.items()}
@@ -343,6 +347,24 @@ def _sample(answer: Planned, request: Request, answered: Answered | Recorded) ->
     )
 
 
+class _Nobody:
+    """In the place of a decoder, where a spread target cannot decode: all answers must have been recorded."""
+
+    hungry = starved = idle = True
+
+    def fits(self, request: Request) -> bool:
+        return True
+
+    def ask(self, asked: Sequence[Asked]) -> None:
+        raise InputError(
+            f"capture.answers: no answer to {asked[0].name}, and target.shard = true: nobody here gives it; set "
+            "capture.backend to vllm with signals engine"
+        )
+
+    def step(self) -> list[Answered]:
+        return []
+
+
 class _Listener:
     """What is kept of every emitted token: all signals as long as train answers are expected, else its log p."""
 
@@ -356,6 +378,6 @@ class _Listener:
 
     def __call__(self, logits_BV: Tensor, tokens_B: Tensor, seeds_B: Tensor, emitted_B: Tensor) -> Columns:
         """Of one token of each of B answers."""
-        if not self._train:
+        if not self._train or not self._settings.top_k:
             return {"logp_n": emitted_logp(logits_BV, tokens_B)}
         return stored_signals(logits_BV, tokens_B, seeds_B, emitted_B, self._settings)

@@ -95,6 +95,8 @@ def capture_conversations(
     crew: Crew = ALONE,
 ) -> None:
     """`capture` of conversations that no mix folder holds."""
+    if target.collective:
+        _check_spread(settings)
     if settings.engine is not None and settings.engine.url is None:  # an engine in this process has GPUs of its own
         if not crew.first:
             return
@@ -139,6 +141,19 @@ def _clear(folder: Path) -> None:
             path.unlink(missing_ok=True)
     for leftover in (folder / SHARDS).glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
+
+
+def _check_spread(settings: CaptureSettings) -> None:
+    """Raise InputError where a target that is spread over the ranks of a training would have to run."""
+    why = "needs passes of the target, which target.shard = true spreads over the ranks of a training"
+    if settings.engine is not None and settings.engine.signals != "engine":
+        raise InputError(f"capture.backend.signals = {settings.engine.signals}: {why}; set engine")
+    if settings.engine is None and settings.answers is None:
+        raise InputError(
+            f"capture.backend = transformers: {why}; set kind vllm with signals engine, or give capture.answers"
+        )
+    if settings.answers is not None and settings.top_k:
+        raise InputError(f"capture.top_k = {settings.top_k}: for signals of recorded answers it {why}; set 0")
 
 
 def _promised(folder: Path) -> set[str]:

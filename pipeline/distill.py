@@ -43,6 +43,7 @@ def distill(
     is done, kept in the run.
     """
     started = time.monotonic()
+    space.require_whole("a distillation")
     check_command(space.recipe.promotion)
     check_scoring(space, space.recipe.drafts)
     if not space.first_rank:

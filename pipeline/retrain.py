@@ -63,6 +63,7 @@ def retrain(space: Workspace) -> Retrained:
     where they do not, it starts cold and says so. What fails leaves a FAILED run and the champion as it was. Other
     ranks than the first take part by `help_retrain`.
     """
+    space.require_whole("a retraining")
     check_command(space.recipe.promotion)
     timeout = space.recipe.retrain.lock_timeout_seconds
     with (

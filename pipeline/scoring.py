@@ -109,6 +109,7 @@ class Scorer:
     """Scores drafts of one target on one split of one capture; target passes are shared by all of them."""
 
     def __init__(self, space: Workspace, captured: Stage, split: str) -> None:
+        space.require_whole("a score")
         self._space = space
         self._data = Capture.open(captured.folder, verify=False)
         self.settings: ScoreSettings = space.recipe.score

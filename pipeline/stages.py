@@ -37,7 +37,7 @@ from ..specdec.targets import place
 from ..train.checkpoints import is_finished, list_steps, step_folder
 from ..train.claim import claim
 from ..train.distributed import wait_until
-from ..train.families import family_of
+from ..train.families import check_taught, family_of
 from ..train.families.prepare import INIT, prepare
 from ..train.loop import train
 from ..train.metrics import MetricSink
@@ -206,9 +206,10 @@ def trained(space: Workspace, name: str, captured: Stage) -> Stage:
 
 
 def _check_start(space: Workspace, name: str, settings: Settings) -> None:
-    """Whether a fresh draft can be made of the target."""
-    if settings.init_from is None:
-        with _naming(name):
+    """Whether a fresh draft can be made of the target, and taught by what the capture keeps."""
+    with _naming(name):
+        check_taught(settings, not space.recipe.capture.top_k)
+        if settings.init_from is None:
             family_of(settings).check(settings, lambda: space.target)
 
 

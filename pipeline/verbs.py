@@ -108,6 +108,7 @@ def train(recipe: Recipe, draft: str | None) -> None:
 def score(recipe: Recipe, draft: str | None) -> None:
     """The leaderboard: of the recipe's drafts, of one of them, or of a draft folder of anybody's making."""
     space = Workspace(recipe)
+    space.require_whole("a score")
     folder = None if draft is None or draft in recipe.drafts else Path(draft)
     if folder is not None and not (draft and folder.exists()):
         raise MissingFileError(f"--draft {draft}: is neither a draft of the recipe ({_names(recipe)}) nor a folder")
@@ -158,6 +159,7 @@ def promote(recipe: Recipe) -> None:
 
 
 def _promote(space: Workspace) -> None:
+    space.require_whole("a promotion")
     check_command(space.recipe.promotion)
     check_scoring(space, space.recipe.drafts)
     conversations = mix_stage(space)

@@ -30,8 +30,11 @@ def can_fuse(device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def fuse(model: nn.Module) -> list[str]:
-    """Replace what can be; names of what was. The model must be frozen."""
+def fuse(model: nn.Module, share: bool = True) -> list[str]:
+    """Replace what can be; names of what was. The model must be frozen.
+
+    `share`: products of few rows too, which needs weights that stay where they are.
+    """
     fused: dict[type, Forward | None] = {}
     for module in model.modules():
         kind = type(module)
@@ -40,7 +43,7 @@ def fuse(model: nn.Module) -> list[str]:
         forward = fused[kind]
         if forward is not None:
             module.forward = MethodType(forward, module)  # bound: a copy of the module runs on its own weights
-    shared = share_products(model)
+    shared = share_products(model) if share else 0
     names = [kind.__name__ for kind, forward in fused.items() if forward is not None]
     device = next(model.parameters()).device
     places = sorted({kind.__module__ for kind in fused})
