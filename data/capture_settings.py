@@ -33,10 +33,17 @@ class BudgetSettings(BaseModel):
         """The limits that are set, by name."""
         return {name: value for name, value in self if value is not None}
 
-    def share(self, parts: int) -> "BudgetSettings":
-        """What one of so many machines may spend: each may take the whole time."""
-        tokens = self.tokens and -(-self.tokens // parts)
-        return self.model_copy(update={"tokens": tokens, "gigabytes": self.gigabytes and self.gigabytes / parts})
+    def share(self, parts: int, tokens: int = 0, size: int = 0) -> "BudgetSettings":
+        """What one of so many machines, or ranks, may spend: each may take the whole time.
+
+        `tokens` and `size` (bytes): of what is there already and counts for all of them.
+        """
+        change: dict[str, float] = {}
+        if self.tokens is not None:
+            change["tokens"] = min(self.tokens, tokens) + -(-max(0, self.tokens - tokens) // parts)
+        if self.gigabytes is not None:
+            change["gigabytes"] = min(self.gigabytes, size / 1e9) + max(0.0, self.gigabytes - size / 1e9) / parts
+        return self.model_copy(update=change)
 
 
 class CaptureSettings(BaseModel):

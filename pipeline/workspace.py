@@ -31,6 +31,7 @@ from ..registry.connect import Tracking, open_tracking
 from ..registry.resolve import is_models_uri, resolve_models_uri
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import Target, target_fingerprint
+from ..train.crew import crew
 from ..train.distributed import wait_until
 from ..train.settings import Settings
 from .stores import is_there
@@ -58,6 +59,7 @@ class Workspace:
         """`reads`: for a look at what is there; neither a work folder nor a registry is made."""
         self.recipe = recipe
         self.root = recipe.workdir.resolve()
+        self.crew = crew()
         self._reads = reads
         self._empty: tempfile.TemporaryDirectory[str] | None = None
         self._claim()

@@ -93,7 +93,7 @@ def fake_decoder(seconds: float = 0.0, heard: Callable[[int], None] = lambda see
         def idle(self) -> bool:
             return not self.waiting
 
-        hungry = idle
+        hungry = starved = idle
 
         def fits(self, request: Request) -> bool:
             return True
