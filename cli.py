@@ -88,7 +88,7 @@ def distill(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     Example: draftforge distill configs/demo.yaml drafts.small.steps=20
 
-    Several processes: torchrun --nproc-per-node 2 -m draftforge.cli distill configs/smollm2-gpu.yaml
+    By several GPUs: torchrun --nproc-per-node 2 -m draftforge.cli distill configs/smollm2-gpu.yaml
     """
     loaded = _load(recipe, overrides)
     from .pipeline import verbs

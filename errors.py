@@ -53,7 +53,7 @@ class TrainingDivergedError(DraftforgeError, ArithmeticError):
 
 
 class LostRankError(DraftforgeError, ConnectionError):
-    """Another process of this training died or hangs."""
+    """Another process of this launch died, failed or hangs."""
 
     exit_code = 3
 

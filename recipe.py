@@ -137,6 +137,19 @@ class Recipe(BaseModel):
             raise ValueError(f"{taken}: is the name of a baseline; give the draft another")
         return drafts
 
+    @model_validator(mode="after")
+    def _a_spread_target_only_teaches(self) -> "Recipe":
+        for name, draft in self.drafts.items() if self.target.shard else ():
+            for field in ("score_conversations", "features_bytes", "backbone"):
+                value = getattr(draft, field, None)
+                if value:
+                    shown = value if isinstance(value, int) else "..."
+                    raise ValueError(
+                        f"drafts.{name}.{field} = {shown}: must be absent where target.shard is true, as all ranks run "
+                        "that target together, equally often, without gradients"
+                    )
+        return self
+
     @property
     def base_dir(self) -> Path:
         """The recipe file's folder, absolute: what names without ./ (of local datasets) are relative to."""

@@ -20,6 +20,7 @@ from ..specdec.plain import Answered, Asked, PlainDecoder
 from ..specdec.requests import Request
 from ..specdec.targets import Target
 from .capture_settings import CaptureSettings
+from .crew import Work, solo
 from .engines import Engine, EngineDecoder
 from .recorded import Recorded, RecordedAnswers, forced_signals
 from .requests import Planned, Prompts, ShardPlan, tail_seed_of
@@ -50,6 +51,8 @@ class Decoder(Protocol):
 
     @property
     def hungry(self) -> bool: ...
+    @property
+    def starved(self) -> bool: ...
     @property
     def idle(self) -> bool: ...
     def fits(self, request: Request) -> bool: ...
@@ -116,15 +119,16 @@ def answer_shards(
     progress: Progress,
     recorded: RecordedAnswers | None = None,
     engine: Engine | None = None,
+    work: Work | None = None,
 ) -> Iterator[tuple[ShardPlan, Answers]]:
     """Answer shards, about in their order; yields each once all of it is there. What is `recorded` is not drawn anew.
 
-    `engine` answers in the target's stead.
+    `engine` answers in the target's stead. `work`: shared with other processes, which take shards too.
 
     Ends before the last shard where `progress` lets none be begun any more. Raises InputError where the target's logits
     are not finite, or where `batch_size` answers do not fit a GPU.
     """
-    return _Stream(target, shards, prompts, settings, progress, recorded, engine).run()
+    return _Stream(target, shards, prompts, settings, progress, recorded, engine, work or solo()).run()
 
 
 class _Stream:
@@ -139,11 +143,14 @@ class _Stream:
         progress: Progress,
         recorded: RecordedAnswers | None,
         engine: Engine | None,
+        work: Work,
     ) -> None:
-        self._recorded, self._engine = recorded, engine
+        self._recorded, self._engine, self._work = recorded, engine, work
         self._forced = settings.engine is not None and settings.engine.signals == "target"
         self._target, self._prompts, self._settings, self._progress = target, prompts, settings, progress
         self._unopened = deque(enumerate(shards))
+        self._unopened_answers = sum(len(shard.answers) for shard in shards)
+        self._next: tuple[int, ShardPlan] | None = None  # ours, and not yet begun
         self._open: dict[str, _Open] = {}  # by the shard's name
         self._asked: dict[str, tuple[_Open, Planned, Request]] = {}  # by the answer's id
         self._followers: dict[str, list[Planned]] = defaultdict(list)
@@ -154,6 +161,9 @@ class _Stream:
     def run(self) -> Iterator[tuple[ShardPlan, Answers]]:
         if self._engine is not None:
             yield from self._drain(EngineDecoder(self._engine, self._slots, self._progress.emitted))
+            return
+        if self._target.collective:
+            yield from self._drain(_Nobody())
             return
         longest = self._target.max_positions
         answers = [answer for _, shard in self._unopened for answer in shard.answers]
@@ -180,10 +190,10 @@ class _Stream:
     def _drain(self, decoder: Decoder) -> Iterator[tuple[ShardPlan, Answers]]:
         """Answer all that is ready or becomes so and fits this decoder."""
         while True:
-            while decoder.hungry and self._unopened and not (self._full and not decoder.idle):
-                if not self._progress.may_open(self._unopened[0][1]):
+            while self._has_room(decoder) and (upcoming := self._claimed()) is not None:
+                if not self._progress.may_open(upcoming[1]):
                     break
-                self._open_next()
+                self._open_shard(*upcoming)
                 self._ask(decoder)
             self._ask(decoder)
             yield from self._completed()
@@ -192,13 +202,30 @@ class _Stream:
             for answered in decoder.step():
                 self._take(answered)
 
+    def _has_room(self, decoder: Decoder) -> bool:
+        """Whether to begin another shard. Once little is left, no process takes more than it can begin at once: others
+        would wait for it in the end."""
+        if self._full and not decoder.idle:
+            return False
+        ample = self._work.size == 1 or self._unopened_answers >= self._work.size * self._slots
+        return decoder.hungry if ample else decoder.starved
+
     @property
     def _full(self) -> bool:
         held = sum(len(shard.done) for shard in self._open.values())
         return held >= _HELD * max(self._slots, self._settings.shard_samples)
 
-    def _open_next(self) -> None:
-        number, plan = self._unopened.popleft()
+    def _claimed(self) -> tuple[int, ShardPlan] | None:
+        """The next shard that no other process has taken, with its number."""
+        while self._next is None and self._unopened:
+            number, plan = self._unopened.popleft()
+            self._unopened_answers -= len(plan.answers)
+            if self._work.claim(plan.name):
+                self._next = number, plan
+        return self._next
+
+    def _open_shard(self, number: int, plan: ShardPlan) -> None:
+        self._next = None
         shard = self._open[plan.name] = _Open(number, plan)
         for answer in plan.answers:
             if answer.waits_for is not None:
@@ -285,7 +312,8 @@ class _Stream:
     def _add_columns(self, shard: _Open) -> None:
         """Signals of the answers that were not drawn here, from one pass over them."""
         columns = forced_signals(self._target, shard.recorded, self._settings)
-        if "logp_n" in columns and not columns["logp_n"].isfinite().all():
+        unknown = "logp_n" in columns and not columns["logp_n"].isfinite().all()
+        if unknown and self._settings.reads_given:
             raise InputError(f"{shard.plan.name}: the target's logits of recorded answers are not finite")
         counts = [len(sample.answer_ids) for sample in shard.recorded]
         parts = {name: torch.split(column, counts) for name, column in columns.items()}
@@ -319,6 +347,24 @@ def _sample(answer: Planned, request: Request, answered: Answered | Recorded) ->
     )
 
 
+class _Nobody:
+    """In the place of a decoder, where a spread target cannot decode: all answers must have been recorded."""
+
+    hungry = starved = idle = True
+
+    def fits(self, request: Request) -> bool:
+        return True
+
+    def ask(self, asked: Sequence[Asked]) -> None:
+        raise InputError(
+            f"capture.answers: no answer to {asked[0].name}, and target.shard = true: nobody here gives it; set "
+            "capture.backend to vllm with signals engine"
+        )
+
+    def step(self) -> list[Answered]:
+        return []
+
+
 class _Listener:
     """What is kept of every emitted token: all signals as long as train answers are expected, else its log p."""
 
@@ -332,6 +378,6 @@ class _Listener:
 
     def __call__(self, logits_BV: Tensor, tokens_B: Tensor, seeds_B: Tensor, emitted_B: Tensor) -> Columns:
         """Of one token of each of B answers."""
-        if not self._train:
+        if not self._train or not self._settings.top_k:
             return {"logp_n": emitted_logp(logits_BV, tokens_B)}
         return stored_signals(logits_BV, tokens_B, seeds_B, emitted_B, self._settings)

@@ -1,4 +1,4 @@
-"""What a capture's folder says of itself: header, shard records, manifest; and whose folder it is."""
+"""What a capture's folder says of itself: header, shards with their records, manifest; and whose folder it is."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -10,11 +10,12 @@ from .. import __version__, fingerprint, storage
 from ..errors import MissingFileError, OwnershipError, StaleInputError
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
+from .answering import Answers
 from .capture_settings import BudgetSettings, CaptureSettings
 from .conversation import Conversation
 from .recorded import answers_digest
 from .requests import PLAN, ShardPlan, settings_record
-from .store import FORMAT, HEADER, MANIFEST, check_shard, read_record
+from .store import FORMAT, HEADER, MANIFEST, SHARDS, check_shard, read_record, write_shard
 
 Json = dict[str, Any]
 
@@ -177,4 +178,39 @@ def _unanswered(shards: Iterable[ShardPlan], records: Mapping[str, Json]) -> dic
     for conversation in left.values():
         domains = counts.setdefault(conversation.split, {})
         domains[conversation.domain] = domains.get(conversation.domain, 0) + 1
+    return counts
+
+
+def write_answers(folder: Path, shard: ShardPlan, answers: Answers, seconds: float, about: Json) -> Json:
+    """Write and record one shard. The record comes last: without it the shard does not count.
+
+    `about`: the engine that answered. `seconds`: since the shard before it was complete, so that those of all shards
+    add up to the run's.
+    """
+    path = write_shard(folder, shard.name, answers.samples, answers.columns)
+    record = {
+        "name": shard.name,
+        "split": shard.split,
+        "bytes": path.stat().st_size,
+        "sha256": fingerprint.of_file(path),
+        "samples": len(answers.samples),
+        "tokens": sum(len(sample.answer_ids) for sample in answers.samples),
+        "seconds": round(seconds, 3),
+        "domains": _count_domains(answers),
+        "skipped": [skipped._asdict() for skipped in answers.skipped],
+        **about,
+    }
+    if answers.logp_difference is not None:
+        record["logp_difference"] = round(answers.logp_difference, 6)
+    storage.write_json(folder / SHARDS / f"{shard.name}.json", record)
+    return record
+
+
+def _count_domains(answers: Answers) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {}
+    for sample in answers.samples:
+        domain = counts.setdefault(sample.domain, {"samples": 0, "prompt_tokens": 0, "tokens": 0})
+        domain["samples"] += 1
+        domain["prompt_tokens"] += len(sample.prompt_ids)
+        domain["tokens"] += len(sample.answer_ids)
     return counts

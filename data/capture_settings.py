@@ -33,10 +33,17 @@ class BudgetSettings(BaseModel):
         """The limits that are set, by name."""
         return {name: value for name, value in self if value is not None}
 
-    def share(self, parts: int) -> "BudgetSettings":
-        """What one of so many machines may spend: each may take the whole time."""
-        tokens = self.tokens and -(-self.tokens // parts)
-        return self.model_copy(update={"tokens": tokens, "gigabytes": self.gigabytes and self.gigabytes / parts})
+    def share(self, parts: int, tokens: int = 0, size: int = 0) -> "BudgetSettings":
+        """What one of so many machines, or ranks, may spend: each may take the whole time.
+
+        `tokens` and `size` (bytes): of what is there already and counts for all of them.
+        """
+        change: dict[str, float] = {}
+        if self.tokens is not None:
+            change["tokens"] = min(self.tokens, tokens) + -(-max(0, self.tokens - tokens) // parts)
+        if self.gigabytes is not None:
+            change["gigabytes"] = min(self.gigabytes, size / 1e9) + max(0.0, self.gigabytes - size / 1e9) / parts
+        return self.model_copy(update=change)
 
 
 class CaptureSettings(BaseModel):
@@ -50,8 +57,9 @@ class CaptureSettings(BaseModel):
     """For train conversations whose log names none."""
     batch_size: int = Field(default=32, ge=1)
     """Answers in flight at once. Changes speed and memory only, so it may change between a stop and a resume."""
-    top_k: int = Field(default=64, ge=1)
-    """Likeliest tokens stored exactly, at each answer token of the train split."""
+    top_k: int = Field(default=64, ge=0)
+    """Likeliest tokens stored exactly, at each answer token of the train split. 0: no signals at all, tail samples
+    neither; drafts that train beside the target need none, and recorded answers then cost no pass of it."""
     tail_samples: int = Field(default=8, ge=1)
     """Tokens drawn from the rest of the distribution, which make expectations over all of it unbiased."""
     store_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
@@ -72,14 +80,21 @@ class CaptureSettings(BaseModel):
 
     @model_validator(mode="after")
     def _recorded_answers_need_the_target(self) -> "CaptureSettings":
-        if self.answers is not None and self.engine is not None and self.engine.signals == "engine":
-            raise ValueError("answers (recorded ones) get their signals from the target; set backend.signals to target")
+        if self.answers is not None and self.engine is not None and self.engine.signals == "engine" and self.top_k:
+            raise ValueError(
+                "answers (recorded ones) get signals from the target; set backend.signals to target, or top_k to 0"
+            )
         return self
 
     @property
     def engine(self) -> VllmBackend | None:
         """The engine beside the target, if one answers."""
         return self.backend if isinstance(self.backend, VllmBackend) else None
+
+    @property
+    def reads_given(self) -> bool:
+        """Whether the target runs over answers that it did not draw here: for signals, or to check an engine."""
+        return bool(self.top_k) or (self.engine is not None and self.engine.signals == "target")
 
     def identity(self) -> dict[str, Any]:
         """What decides the content: all but the batch size, the budget, and where recorded answers and servers are."""

@@ -1,18 +1,20 @@
 """What a capture has cost, what it will cost, and whether its budget and the disk have room for more.
 
-Answers still to come count with the mean length of those that ended; until one did, with their limits.
+Answers still to come count with the mean length of those that ended; until one did, with their limits. Where ranks
+share a capture, each has a meter with its share of the budget; what others did is heard of now and then.
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import storage
 from ..errors import DiskFullError
 from .capture_settings import BudgetSettings, CaptureSettings
 from .conversation import Split
+from .crew import Work, solo
 from .requests import Planned, Prompts, ShardPlan, answer_bytes
 from .store import Sample
 
@@ -34,8 +36,17 @@ class _Answers:
         self.prompts += sign * prompt
 
 
+class _Sums(NamedTuple):
+    """What was done."""
+
+    answers: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
 class Meter:
-    """Counts the answers of one run on top of those of earlier ones (`records`); `left`: the shards to answer."""
+    """Counts the answers of one run on top of those of earlier ones (`records`); `left`: the shards to answer, of all
+    that share the `work`."""
 
     def __init__(
         self,
@@ -47,7 +58,10 @@ class Meter:
         budget: BudgetSettings | None,
         tick: Callable[..., None] = lambda amount, note="": None,
         clock: Callable[[], float] = time.monotonic,
+        work: Work | None = None,
     ) -> None:
+        self._work = work or solo()
+        self._told = self._others = _Sums()
         self._folder, self._prompts, self._settings = folder, prompts, settings
         self._limits = {} if budget is None else budget.limits
         self._tick, self._clock, self._start, self._noted = tick, clock, clock(), 0.0
@@ -56,13 +70,14 @@ class Meter:
             sum(record[name] for record in earlier) for name in ("samples", "tokens", "bytes", "seconds")
         )
         self._written = self._bytes
+        self._earlier_bytes = self._bytes
         self._to_come: dict[bool, _Answers] = {True: _Answers(), False: _Answers()}  # by whether they train
         self._unwritten: dict[bool, _Answers] = {True: _Answers(), False: _Answers()}
         for shard in left:
             for sums in (self._to_come, self._unwritten):
                 self._count(sums, shard)
         self._begun: dict[bool, _Answers] = {True: _Answers(), False: _Answers()}
-        self._emitted = self._emitted_of_ended = 0
+        self._ended = self._emitted = self._emitted_of_ended = 0
         self.ended_by: str | None = None
         """The limit that kept a shard from being begun when nothing else was being answered."""
 
@@ -85,6 +100,7 @@ class Meter:
         """An answer is complete; None: it was left out."""
         for sums in (self._begun, self._to_come):
             sums[answer.conversation.split == "train"].add(answer, self._prompts.length(answer), -1)
+        self._ended += 1
         if sample is not None:
             length = len(sample.answer_ids)
             self._answers += 1
@@ -97,9 +113,10 @@ class Meter:
         """A shard is on disk. Raises DiskFullError where what is left would not fit, as far as can be foreseen."""
         self._count(self._unwritten, shard, -1)
         self._written += size
-        need = self._bytes_of(self._unwritten, self._mean)
+        self._hear()
+        need = max(0, self._bytes_of(self._unwritten, self._mean) - self._others.bytes)
         if "gigabytes" in self._limits:
-            need = min(need, max(0, int(self._limits["gigabytes"] * 1e9) - self._written))
+            need = min(need, self._work.size * max(0, int(self._limits["gigabytes"] * 1e9) - self._written))
         self._require(need, "; what is finished stays, and the same command goes on from it")
 
     def require_space_for(self, shard: ShardPlan) -> None:
@@ -148,23 +165,41 @@ class Meter:
                 f"some, or set capture.budget.gigabytes or a smaller capture.top_k{rest}"
             )
 
+    def hear(self) -> None:
+        """Show what others did since the last note, and tell them what was done here."""
+        heard = self._hear()
+        if heard:
+            self._tick(heard, self.note())
+
+    def _hear(self) -> int:
+        """How many answers of others were not heard of before."""
+        mine = _Sums(self._ended, self._emitted, self._written - self._earlier_bytes)
+        change = {name: value - told for (name, value), told in zip(mine._asdict().items(), self._told)}
+        total = self._work.add(change)
+        before, self._told = self._others.answers, mine
+        self._others = _Sums(*(total[name] - value for name, value in mine._asdict().items()))
+        return self._others.answers - before
+
     def _show(self, answers: int) -> None:
         now = self._clock()
-        last = answers and not any(sums.count for sums in self._to_come.values())
+        last = answers and sum(sums.count for sums in self._to_come.values()) <= self._others.answers
         if now - self._noted < _NOTE_SECONDS and not last:
             if answers:
                 self._tick(answers)
             return
         self._noted = now
-        self._tick(answers, self.note())
+        self._tick(answers + self._hear(), self.note())
 
     def note(self) -> str:
         """`12,345 tokens, 900 tok/s, 40 s left, 0.01 GB written, 84.0 GB free`."""
-        rate = self._emitted / max(1e-9, self._clock() - self._start)
+        emitted = self._emitted + self._others.tokens
+        rate = emitted / max(1e-9, self._clock() - self._start)
         left = self.seconds_left()
-        parts = [f"{self._emitted:,} tokens", f"{rate:,.0f} tok/s", *([] if left is None else [_duration(left)])]
+        parts = [f"{emitted:,} tokens", f"{rate:,.0f} tok/s", *([] if left is None else [_duration(left)])]
         free = storage.free_bytes(self._folder)
-        return ", ".join([*parts, f"{self._written / 1e9:.2f} GB written", f"{free / 1e9:.1f} GB free"])
+        return ", ".join(
+            [*parts, f"{(self._written + self._others.bytes) / 1e9:.2f} GB written", f"{free / 1e9:.1f} GB free"]
+        )
 
     def seconds_left(self) -> float | None:
         """Time to the end of the answers, or of the budget if that comes first; None: nothing to tell it from yet."""
@@ -172,7 +207,7 @@ class Meter:
         if not self._answers or not self._emitted or elapsed <= 0:
             return None
         partial = self._emitted - self._emitted_of_ended  # of answers that have not ended
-        tokens = self._tokens_of(self._to_come) - partial
+        tokens = (self._tokens_of(self._to_come) - partial - self._others.tokens) / self._work.size
         if "tokens" in self._limits:
             tokens = min(tokens, self._limits["tokens"] - self._tokens - partial)
         if "gigabytes" in self._limits:

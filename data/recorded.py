@@ -114,8 +114,12 @@ class RecordedAnswers:
 def forced_signals(target: Target, samples: Sequence[Sample], settings: CaptureSettings) -> dict[str, Tensor]:
     """The columns of a shard, from one pass over prompts and answers: train answers have all, others `logp_n`.
 
+    Where nothing asks for that pass (`top_k` 0), `logp_n` is not known: NaN.
+
     Tail draws are those of the decoding capture: the same numbers for the same answer.
     """
+    if not settings.reads_given:
+        return {"logp_n": torch.full((sum(len(sample.answer_ids) for sample in samples),), torch.nan)}
     parts: list[dict[str, Tensor]] = []
     on_cuda = target.device.type == "cuda"
     for batch_samples in _runs(samples, _whole, _CUDA_TOKENS if on_cuda else _CPU_TOKENS):
@@ -130,7 +134,7 @@ def forced_signals(target: Target, samples: Sequence[Sample], settings: CaptureS
         chunk = max(1, _CHUNK_BYTES // (4 * target.vocab_size))
         for at in (slice(start, start + chunk) for start in range(0, len(tokens_N), chunk)):
             logits_CV = target.logits(hidden_NH[at])
-            if samples[0].split != "train":
+            if samples[0].split != "train" or not settings.top_k:
                 parts.append({"logp_n": emitted_logp(logits_CV, tokens_N[at]).cpu()})
                 continue
             columns = stored_signals(logits_CV, tokens_N[at], seed_N[at], emitted_N[at], settings)

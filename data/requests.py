@@ -118,7 +118,7 @@ def answer_bytes(split: Split, prompt: int, answer: int, settings: CaptureSettin
     """What an answer of so many tokens takes on disk."""
     number = 4 if settings.store_dtype == "float32" else 2
     draws = 0 if settings.engine is not None and settings.engine.signals == "engine" else settings.tail_samples
-    signals = 8 + (settings.top_k + draws) * (4 + number) if split == "train" else 4
+    signals = 8 + (settings.top_k + draws) * (4 + number) if split == "train" and settings.top_k else 4
     return answer * (4 + signals) + prompt * 4 + _RECORD_BYTES
 
 

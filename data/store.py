@@ -171,6 +171,11 @@ class Capture:
         """Whether an engine gave the signals: the tails' mass is known, no draws from them are there."""
         return self.manifest.get("tail") == "truncated"
 
+    @property
+    def bare(self) -> bool:
+        """Whether no signals are kept: ids alone, and log-probs of those that were drawn."""
+        return bool(self.manifest.get("settings", {}).get("top_k") == 0)
+
     def check_target(self, target: Target) -> None:
         """Raise StaleInputError unless `target` is the one that answered."""
         if target.fingerprint != self.target_fingerprint:
@@ -187,13 +192,15 @@ class Capture:
         return self._samples[split]
 
     def logp(self, sample: Sample) -> Tensor:
-        """Raw log p of each answer token, fp32."""
+        """Raw log p of each answer token, fp32; NaN where answers were given and a bare capture asked nobody."""
         return self._slice(sample, ("logp_n",))[0]
 
     def signals(self, sample: Sample) -> Signals:
         """The teacher signals of a train sample, log-probs in fp32."""
         if sample.split != "train":
             raise InputError(f"{sample.id}: the {sample.split} split stores ids and logp only, no signals")
+        if self.bare:
+            raise InputError(f"{self.folder}: keeps no signals (capture.top_k 0)")
         return Signals(*self._slice(sample, Signals._fields))
 
     def _slice(self, sample: Sample, names: Sequence[str]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from .failing import at, told
 from .hooks import check_command, follow_champion
 from .promotion import promote_stage
 from .reporting import log_report
-from .scoring import Scored, score_stage
+from .scoring import Scored, help_score, score_stage
 from .stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
 
@@ -37,18 +37,20 @@ def distill(
     mix: Stage | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> Outcome | None:
-    """Run every stage; None on ranks other than the first, whose part ends with the training.
+    """Run every stage; None on ranks other than the first, whose part ends with the scoring.
 
     `parent`: the version that training starts from. `mix`: another one than the recipe's, finished. `notes`: why this
     is done, kept in the run.
     """
     started = time.monotonic()
+    space.require_whole("a distillation")
     check_command(space.recipe.promotion)
     check_scoring(space, space.recipe.drafts)
     if not space.first_rank:
         captured = capture_stage(space, mix or mix_stage(space))
-        for name in space.recipe.drafts:
-            train_stage(space, name, captured, NoSink())
+        help_score(
+            space, captured, {name: train_stage(space, name, captured, NoSink()) for name in space.recipe.drafts}
+        )
         return None
     tracking = space.tracking  # a server that does not answer is found out before the work, not after it
     with space.alone():

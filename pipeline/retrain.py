@@ -19,6 +19,7 @@ from ..registry.resolve import resolve_models_uri
 from ..specdec.drafts import AnyDraft
 from ..specdec.formats import DraftMeta, load_draft, read_meta
 from ..specdec.formats.fit import check_fits
+from ..specdec.settings import TargetSettings
 from ..train.families import family_of
 from .beforehand import check_scoring
 from .distill import Outcome, distill
@@ -28,6 +29,8 @@ from .judging import judge
 from .stages import Stage, blended_stage, capture_place, mix_stage, trained
 from .staleness import STALENESS_FILE, Staleness
 from .workspace import Workspace
+
+_SHARED = "retrain"
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,10 @@ def retrain(space: Workspace) -> Retrained:
     """Distil for the recipe's target if its champion is stale. LockedError: another one runs.
 
     Training starts from the champion, or from another target's newest one, where tokenizer, family and shapes allow;
-    where they do not, it starts cold and says so. What fails leaves a FAILED run and the champion as it was.
+    where they do not, it starts cold and says so. What fails leaves a FAILED run and the champion as it was. Other
+    ranks than the first take part by `help_retrain`.
     """
+    space.require_whole("a retraining")
     check_command(space.recipe.promotion)
     timeout = space.recipe.retrain.lock_timeout_seconds
     with (
@@ -72,12 +77,40 @@ def retrain(space: Workspace) -> Retrained:
             _note(space, found.record())
             if not found.stale:
                 follow_champion(space)
+                _announce(space, None)
                 return Retrained(found)
             work = plan(space, found)
+        _announce(space, work)
         try:
             return Retrained(found, _distilled(work, found))
         finally:
             _note_champion(space)
+
+
+def _announce(space: Workspace, work: Plan | None) -> None:
+    """Tell the other ranks what is to be done, if anything is."""
+    todo: dict[str, Any] = {}
+    if work is not None:
+        todo["mix"] = [str(work.mix.folder), work.mix.fingerprint]
+        todo["target"] = space.target_settings.model_dump(mode="json")  # what an alias or a branch names now
+        todo["drafts"] = {name: draft.model_dump(mode="json") for name, draft in work.space.recipe.drafts.items()}
+    with space.crew.share(_SHARED, todo) as shared:
+        assert shared is not None
+        shared.finish({})
+
+
+def help_retrain(space: Workspace) -> None:
+    """`retrain` of a rank that is not the first: it waits for what that one finds, and takes part in the work."""
+    with space.crew.share(_SHARED, None) as shared:
+        assert shared is not None
+        shared.finish({})
+    todo, recipe = shared.plan, space.recipe
+    if todo:
+        target = TargetSettings.model_validate(todo["target"])
+        drafts = {name: type(recipe.drafts[name]).model_validate(draft) for name, draft in todo["drafts"].items()}
+        folder, found = todo["mix"]
+        same = Workspace(recipe.model_copy(update={"target": target, "drafts": drafts}))
+        distill(same, mix=Stage(Path(folder), found))
 
 
 def _note_champion(space: Workspace) -> None:
@@ -95,7 +128,8 @@ def _note(space: Workspace, record: dict[str, Any]) -> None:
 
 
 def _distilled(work: Plan, found: Staleness) -> Outcome | None:
-    """Distil; damaged answers on disk, which nobody is there to delete, are given anew once."""
+    """Distil; damaged answers on disk, which nobody is there to delete, are given anew once: at once by one process, by
+    the next start where there are several."""
     try:
         return distill(work.space, work.parent, work.mix, found.record())
     except CorruptDataError as error:
@@ -104,7 +138,7 @@ def _distilled(work: Plan, found: Staleness) -> Outcome | None:
             damaged = mend(captured.folder)
             for name in work.space.drafts if damaged else ():  # begun on answers that are no longer there
                 shutil.rmtree(trained(work.space, name, captured).folder, ignore_errors=True)
-        if not damaged:
+        if not damaged or work.space.crew.size > 1:
             raise
         say(f"{error}; answering again: {', '.join(damaged)}")
     return distill(work.space, work.parent, work.mix, found.record())

@@ -1,7 +1,7 @@
 """Scores of every checkpoint, the times of every shape, and the draft that they choose."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,11 +56,12 @@ from ..specdec.targets import Target, tokenizer_digest
 from ..specdec.targets import place as target_place
 from .beforehand import check_targets
 from .board import Board
+from .counting import Counting, help_count
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace
 
 COUNTS_FILE, SCORES_FILE, TIMES_FILE = "counts.parquet", "scores.json", "times.json"
-TOKENIZER_FILE = "tokenizer.json"
+PARTS, TOKENIZER_FILE = "parts", "tokenizer.json"
 _MEASURED_CONVERSATIONS = 64  # whose answers shape a measured tree
 
 
@@ -108,6 +109,7 @@ class Scorer:
     """Scores drafts of one target on one split of one capture; target passes are shared by all of them."""
 
     def __init__(self, space: Workspace, captured: Stage, split: str) -> None:
+        space.require_whole("a score")
         self._space = space
         self._data = Capture.open(captured.folder, verify=False)
         self.settings: ScoreSettings = space.recipe.score
@@ -140,13 +142,15 @@ class Scorer:
         """The proposer of its chains."""
         return make_proposer(draft, self._space.target)
 
-    def draftings(self, draft: AnyDraft | ForeignDraft | None) -> list[Drafting]:
+    def draftings(
+        self, draft: AnyDraft | ForeignDraft | None, fixed: Mapping[str, Tree] | None = None
+    ) -> list[Drafting]:
         """The ways of drafting that the recipe scores (None: prompt lookup, which drafts chains only, as foreign drafts
-        do)."""
+        do). `fixed`: trees of this draft that were measured before."""
         if draft is None or isinstance(draft, ForeignDraft):
             return [self.chains(draft)]
-        trees = (self.tree_of(draft, name, tree) for name, tree in self.settings.trees.items())
-        return [self.chains(draft), *trees]
+        known: Mapping[str, TreeSettings] = self.settings.trees if fixed is None else fixed
+        return [self.chains(draft), *(self.tree_of(draft, name, tree) for name, tree in known.items())]
 
     def chains(self, draft: AnyDraft | ForeignDraft | None) -> Drafting:
         """Chains of every K of the recipe (None: prompt lookup's)."""
@@ -293,6 +297,12 @@ def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) ->
     return _score(space, captured, folders, {name: stage.fingerprint for name, stage in trained.items()})
 
 
+def help_score(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> None:
+    """`score_stage` of a rank that is not the first: it counts checkpoints as long as there are any to count."""
+    check_targets(space.recipe, trained)
+    _help(space, captured, {name: stage.fingerprint for name, stage in trained.items()})
+
+
 def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
     """Score a draft of anybody's making, as it is, on the selection split, and show it. Nothing is registered.
 
@@ -300,9 +310,17 @@ def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
     """
     if not (meta_file(place).is_file() or (place / TOKENIZER_FILE).is_file() or is_skip_file(place)):
         say(f"{place}: nothing says which tokenizer it was trained with; only sizes are checked")
+    return _score(space, captured, {(_name_of(place), 0): place}, _digests(place))
+
+
+def help_score_foreign(space: Workspace, captured: Stage, place: Path) -> None:
+    """`score_foreign` of a rank that is not the first."""
+    _help(space, captured, _digests(place))
+
+
+def _digests(place: Path) -> dict[str, str]:
     files = sorted(place.iterdir()) if place.is_dir() else [place]
-    digests = {path.name: fingerprint.of_file(path) for path in files if path.is_file()}
-    return _score(space, captured, {(_name_of(place), 0): place}, digests)
+    return {path.name: fingerprint.of_file(path) for path in files if path.is_file()}
 
 
 def score_place(space: Workspace, captured: Stage, drafts: dict[str, str]) -> Stage:
@@ -323,8 +341,10 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     """Score each draft folder, prompt lookup beside them, and show it. `drafts`: digests of what is scored."""
     settings = space.recipe.score
     stage = score_place(space, captured, drafts)
-    board = Board(Scorer(space, captured, SELECTION_SPLIT), stage.folder / "parts", {(LOOKUP, 0): None, **folders})
-    parts = board.raced(settings.race) if settings.race is not None and len(folders) > 1 else board.all()
+    scorer, everything = Scorer(space, captured, SELECTION_SPLIT), {(LOOKUP, 0): None, **folders}
+    board = Board(scorer, stage.folder / PARTS, everything, space.crew, stage.folder.name)
+    with board.helped():
+        parts = board.raced(settings.race) if settings.race is not None and len(folders) > 1 else board.all()
     tables = [part.table for part in parts.values()]
     table = counts.concat(tables)
     counts.write(table, stage.folder / COUNTS_FILE)
@@ -348,6 +368,11 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     storage.write_json(stage.folder / SCORES_FILE, origin | record)
     _show(scored, settings, by_plan(plans, scored.chosen))
     return scored
+
+
+def _help(space: Workspace, captured: Stage, drafts: dict[str, str]) -> None:
+    folder = score_place(space, captured, drafts).folder
+    help_count(space.crew, folder.name, lambda: Counting(Scorer(space, captured, SELECTION_SPLIT), folder / PARTS))
 
 
 def _show(scored: Scored, settings: ScoreSettings, plans: Sequence[Row]) -> None:

@@ -1,7 +1,7 @@
 """The stages up to a score, each a folder named by the fingerprint of its settings and inputs.
 
-Same fingerprint: the folder is used as it is. With several ranks, the first does what only one can do; the others
-wait for the finished folder.
+Same fingerprint: the folder is used as it is. With several ranks, all answer and train; what only one can do the first
+does, and the others wait for the finished folder.
 """
 
 import gc
@@ -37,7 +37,7 @@ from ..specdec.targets import place
 from ..train.checkpoints import is_finished, list_steps, step_folder
 from ..train.claim import claim
 from ..train.distributed import wait_until
-from ..train.families import family_of
+from ..train.families import check_taught, family_of
 from ..train.families.prepare import INIT, prepare
 from ..train.loop import train
 from ..train.metrics import MetricSink
@@ -115,11 +115,13 @@ def capture_stage(space: Workspace, mix: Stage, part: Part | None = None) -> Sta
         stage = Stage(stage.folder.with_name(stage.folder.name + part.suffix), stage.fingerprint)
 
     def work() -> None:
-        for name, settings in space.drafts.items():  # hours before the training would find it out
-            _check_start(space, name, settings)
-        capture(space.target, mix.folder, recipe.capture, recipe.score.sampling, stage.folder, part)
+        if space.first_rank:
+            for name, settings in space.drafts.items():  # hours before the training would find it out
+                _check_start(space, name, settings)
+        capture(space.target, mix.folder, recipe.capture, recipe.score.sampling, stage.folder, part, space.crew)
 
-    _once(space, stage.folder, lambda: is_captured(stage.folder, recipe.capture.budget), work, "capture")
+    done: Callable[[], bool] = lambda: is_captured(stage.folder, recipe.capture.budget)  # noqa: E731
+    _once(space, stage.folder, done, work, "capture", together=True)
     content = content_digest(storage.read_object(stage.folder / CAPTURE_MANIFEST))
     return stage if content is None else Stage(stage.folder, fingerprint.of_json([stage.fingerprint, content]))
 
@@ -204,9 +206,10 @@ def trained(space: Workspace, name: str, captured: Stage) -> Stage:
 
 
 def _check_start(space: Workspace, name: str, settings: Settings) -> None:
-    """Whether a fresh draft can be made of the target."""
-    if settings.init_from is None:
-        with _naming(name):
+    """Whether a fresh draft can be made of the target, and taught by what the capture keeps."""
+    with _naming(name):
+        check_taught(settings, not space.recipe.capture.top_k)
+        if settings.init_from is None:
             family_of(settings).check(settings, lambda: space.target)
 
 
@@ -239,14 +242,22 @@ def _stage(space: Workspace, name: str, inputs: list[Any]) -> Stage:
     return Stage(space.folder(name, found), found)
 
 
-def _once(space: Workspace, folder: Path, done: Callable[[], bool], work: Callable[[], None], name: str) -> None:
-    """Run `work` on the first rank unless it is `done`; other ranks wait for it."""
+def _once(
+    space: Workspace,
+    folder: Path,
+    done: Callable[[], bool],
+    work: Callable[[], None],
+    name: str,
+    together: bool = False,
+) -> None:
+    """Run `work` on the first rank unless it is `done`; other ranks wait for it, and before that work `together`."""
     if done():
         say(f"{name}: done ({folder.name})")
         return
-    if space.first_rank:
-        started = time.monotonic()
+    started = time.monotonic()
+    if space.first_rank or together:
         work()
+    if space.first_rank:
         say(f"{name}: {time.monotonic() - started:.0f} s ({folder.name})")
-        return
-    wait_until(done, name)
+    else:
+        wait_until(done, name)

@@ -16,6 +16,7 @@ from ..registry import champions
 from ..registry.tracking import find_run, start_run
 from ..specdec.formats import check_family, known_format, needs_verifier, read_meta
 from ..specdec.formats.skipped import is_skip_file
+from ..train.crew import crew
 from ..train.metrics import NoSink
 from . import bench as benchmark
 from . import distill as flow
@@ -31,7 +32,7 @@ from .hooks import check_command, follow_champion
 from .promotion import promote_stage
 from .rehearsal import rehearse
 from .reporting import find_scored, log_report, write_report
-from .scoring import Scorer, score_foreign, score_stage
+from .scoring import Scorer, help_score, help_score_foreign, score_foreign, score_stage
 from .showing import registry as registry
 from .stages import Stage, capture_stage, join_stage, mix_stage, prepare_drafts, train_stage
 from .workspace import Workspace
@@ -82,7 +83,7 @@ def capture(
         captured = capture_stage(space, conversations)
         prepare_drafts(space, captured)
     say(f"{captured.folder}")
-    if answers_to is not None:
+    if answers_to is not None and space.first_rank:
         tokens = save_answers(Capture.open(captured.folder, verify=False), answers_to)
         say(f"{answers_to}: {tokens:,} answer tokens")
 
@@ -107,6 +108,7 @@ def train(recipe: Recipe, draft: str | None) -> None:
 def score(recipe: Recipe, draft: str | None) -> None:
     """The leaderboard: of the recipe's drafts, of one of them, or of a draft folder of anybody's making."""
     space = Workspace(recipe)
+    space.require_whole("a score")
     folder = None if draft is None or draft in recipe.drafts else Path(draft)
     if folder is not None and not (draft and folder.exists()):
         raise MissingFileError(f"--draft {draft}: is neither a draft of the recipe ({_names(recipe)}) nor a folder")
@@ -115,12 +117,16 @@ def score(recipe: Recipe, draft: str | None) -> None:
     with space.alone():
         captured = capture_stage(space, mix_stage(space))
         if folder is not None:
-            if space.first_rank:
-                write_report(space, score_foreign(space, captured, folder).stage.folder)
+            if not space.first_rank:
+                help_score_foreign(space, captured, folder)
+                return
+            write_report(space, score_foreign(space, captured, folder).stage.folder)
             return
         stages = _train(space, captured, draft)
-        if space.first_rank:
-            write_report(space, score_stage(space, captured, stages).stage.folder)
+        if not space.first_rank:
+            help_score(space, captured, stages)
+            return
+        write_report(space, score_stage(space, captured, stages).stage.folder)
 
 
 def report(recipe: Recipe, out: Path | None) -> None:
@@ -153,12 +159,14 @@ def promote(recipe: Recipe) -> None:
 
 
 def _promote(space: Workspace) -> None:
+    space.require_whole("a promotion")
     check_command(space.recipe.promotion)
     check_scoring(space, space.recipe.drafts)
     conversations = mix_stage(space)
     captured = capture_stage(space, conversations)
     stages = _train(space, captured, None)
     if not space.first_rank:
+        help_score(space, captured, stages)
         return
     scored = score_stage(space, captured, stages)
     identity = flow.run_fingerprint(space, conversations)
@@ -195,6 +203,10 @@ def rollback(recipe: Recipe) -> None:
 
 def retrain(recipe: Recipe, dry_run: bool) -> int:
     """Train again if the champion is stale; the exit code. `dry_run`: only say whether, why and how."""
+    if not crew().first:
+        if not dry_run:
+            again.help_retrain(Workspace(recipe))
+        return 0
     recipe = pinned(recipe)
     if dry_run:
         rehearse(recipe)

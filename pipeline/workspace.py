@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 
 from .. import fingerprint, storage
-from ..errors import CorruptDataError, DraftforgeError, MissingFileError, OwnershipError
+from ..errors import CorruptDataError, DraftforgeError, InputError, MissingFileError, OwnershipError
 from ..eval.load_fit import CostFit, read_fits
 from ..progress import say
 from ..recipe import Recipe
@@ -31,6 +31,7 @@ from ..registry.connect import Tracking, open_tracking
 from ..registry.resolve import is_models_uri, resolve_models_uri
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import Target, target_fingerprint
+from ..train.crew import crew
 from ..train.distributed import wait_until
 from ..train.settings import Settings
 from .stores import is_there
@@ -58,6 +59,7 @@ class Workspace:
         """`reads`: for a look at what is there; neither a work folder nor a registry is made."""
         self.recipe = recipe
         self.root = recipe.workdir.resolve()
+        self.crew = crew()
         self._reads = reads
         self._empty: tempfile.TemporaryDirectory[str] | None = None
         self._claim()
@@ -182,7 +184,7 @@ class Workspace:
     def target_fingerprint(self) -> str:
         """The target's fingerprint; of a target that is gone, the one it had here (`small` trains without it)."""
         known = self._known_targets()
-        key = fingerprint.of_json(self.recipe.target.model_dump(mode="json"))
+        key = fingerprint.of_json(self.recipe.target.model_dump(mode="json", exclude={"shard"}))
         try:
             found = target_fingerprint(self.target_settings, self.digests)
         except MissingFileError:
@@ -198,6 +200,14 @@ class Workspace:
     def target(self) -> Target:
         """The loaded target; loaded at the first use, then shared by every stage of this process."""
         return Target.load(self.target_settings, self.digests)
+
+    def require_whole(self, what: str) -> None:
+        """Raise InputError where the target is spread over the ranks of a training, which is all that can run it."""
+        if self.recipe.target.shard:
+            raise InputError(
+                f"target.shard = true: {what} needs the target whole, which only trains drafts this way; score the "
+                "draft without shard on a machine that holds the target, or serve it and count (docs/large-targets.md)"
+            )
 
     def with_recipe(self, recipe: Recipe) -> "Workspace":
         """The same folder and the same loaded things under a changed recipe (of the same target)."""

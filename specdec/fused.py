@@ -32,14 +32,17 @@ def can_fuse(device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def fuse(model: nn.Module) -> list[str]:
-    """Replace what can be; names of what was. The model must be frozen."""
+def fuse(model: nn.Module, share: bool = True) -> list[str]:
+    """Replace what can be; names of what was. The model must be frozen.
+
+    `share`: products of few rows too, which needs weights that stay where they are.
+    """
     device = next(model.parameters()).device
     with current(device):
-        return _fuse(model, device)
+        return _fuse(model, share, device)
 
 
-def _fuse(model: nn.Module, device: torch.device) -> list[str]:
+def _fuse(model: nn.Module, share: bool, device: torch.device) -> list[str]:
     fused: dict[type, Forward | None] = {}
     for module in model.modules():
         kind = type(module)
@@ -48,7 +51,7 @@ def _fuse(model: nn.Module, device: torch.device) -> list[str]:
         forward = fused[kind]
         if forward is not None:
             module.forward = MethodType(forward, module)  # bound: a copy of the module runs on its own weights
-    shared = share_products(model)
+    shared = share_products(model) if share else 0
     names = [kind.__name__ for kind, forward in fused.items() if forward is not None]
     places = sorted({kind.__module__ for kind in fused})
     names += [f"{shared} shared products"] if shared else []

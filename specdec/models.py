@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens, H hidden size, A features of all captured layers side by side, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -36,7 +36,8 @@ class CausalModel:
     a model that does more than we know of, found by comparing both on a few tokens (see architecture.py).
     """
 
-    def __init__(self, model: PreTrainedModel, context: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, context: int | None = None, there: bool = True) -> None:
+        """`there` False: the layers have no memory yet; `check` is to be called when they have."""
         self.model = model
         config = model.config.get_text_config()
         self.config = config
@@ -50,7 +51,8 @@ class CausalModel:
         self._head: nn.Module = model.get_output_embeddings()
         self._scale, self._softcap = head_arithmetic(config)
         fix_rope(model, self._decoder, self.max_positions)
-        self._check()
+        if there:
+            self.check()
 
     @property
     def device(self) -> torch.device:
@@ -61,9 +63,18 @@ class CausalModel:
         return self._head.weight.dtype  # type: ignore[return-value]
 
     @property
+    def collective(self) -> bool:
+        """Whether a pass is one of all ranks together, which must run equally many."""
+        return False
+
+    @property
     def stack(self) -> nn.Module:
         """The decoder: embeddings, `layers` and the final norm."""
         return self._decoder
+
+    def layer_weights(self, layer: int) -> Mapping[str, Tensor]:
+        """All weights of one decoder layer by their names in it."""
+        return self._decoder.layers[layer].state_dict()  # type: ignore[index,no-any-return,union-attr]
 
     def with_stack(self, stack: nn.Module) -> "CausalModel":
         """The same model, its weights shared, with another stack of as many layers. Nothing is checked again."""
@@ -141,7 +152,7 @@ class CausalModel:
                 handle.remove()
 
     @torch.no_grad()
-    def _check(self) -> None:
+    def check(self) -> None:
         """Compare ourselves with transformers on a few tokens spread over the vocabulary.
 
         Drafts too: run by an attention that is not its own, a draft would be trained and scored as another model than

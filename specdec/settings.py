@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class TargetSettings(BaseModel):
@@ -27,3 +27,20 @@ class TargetSettings(BaseModel):
     """auto: the process's CUDA device where there is one, else cpu."""
     trust_remote_code: bool = False
     """Run Python code that ships with the model. Off unless you have read that code."""
+    shard: bool = False
+    """In a training on several GPUs, each holds its share of every layer's weights: for a target larger than one card.
+    Such a target only teaches; another engine answers for it."""
+
+    @model_validator(mode="after")
+    def _shards_plain_weights(self) -> "TargetSettings":
+        if self.shard and self.adapter is not None:
+            raise ValueError(f"shard true: cannot merge adapter {self.adapter}; give a folder that it is merged into")
+        if self.shard and (self.gguf_file is not None or self.model.endswith(".gguf")):
+            raise ValueError(
+                f"shard true: cannot spread the GGUF file {self.gguf_file or self.model}; give safetensors"
+            )
+        if self.shard and self.device not in ("auto", "cpu"):
+            raise ValueError(
+                f"shard true: device {self.device} is one for all ranks; must be auto, each rank's own GPU"
+            )
+        return self

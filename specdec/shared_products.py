@@ -55,7 +55,7 @@ class _Shared:
         self._kind = self._weight.device.type
         self._input: Tensor | None = None
         self._made: object = None
-        self._parts: dict[int, Tensor] = {}
+        self._parts: dict[int, tuple[Tensor, int]] = {}
         weights = torch.split(self._weight, self._sizes)
         biases = None if self._bias is None else torch.split(self._bias, self._sizes)
         for place, linear in enumerate(linears):
@@ -81,15 +81,17 @@ class _Shared:
         if moved or learns or x.numel() > _MOST_ROWS * x.shape[-1]:
             return F.linear(x, weight, bias)
         made = self._making(x)
-        if self._input is not x or self._made != made or place not in self._parts:
-            self._input = x  # kept until all is fetched, so that no other tensor takes its identity
-            self._made = made
-            product = F.linear(x, self._weight, self._bias)
-            self._parts = dict(enumerate(torch.split(product, self._sizes, dim=-1)))
-        part = self._parts.pop(place)
-        if not self._parts:
-            self._input = None
-        return part
+        if self._input is x and self._made == made:
+            part, changes = self._parts.pop(place, (None, 0))
+            if not self._parts:
+                self._input = None
+            if part is not None and changes == _changes(weight, bias):
+                return part
+        parts = F.linear(x, self._weight, self._bias).split(self._sizes, dim=-1)
+        changed = [_changes(*held) for held in self._held]
+        self._input, self._made = x, made  # x is kept until all is fetched, so that no other takes its identity
+        self._parts = {other: (parts[other], changed[other]) for other in range(len(parts)) if other != place}
+        return parts[place]
 
     def _making(self, x: Tensor) -> object:
         """What else a product depends on: a part that was left over is not handed out after a change of it.
@@ -98,12 +100,13 @@ class _Shared:
         """
         autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-        changes = [_changes(weight) + (0 if bias is None else _changes(bias)) for weight, bias in self._held]
-        return modes, x.requires_grad, _changes(x), changes
+        return modes, x.requires_grad, _changes(x, None)
 
 
-def _changes(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _changes(one: Tensor, other: Tensor | None) -> int:
+    """How often they were changed in place."""
+    found = 0 if one.is_inference() else one._version
+    return found if other is None or other.is_inference() else found + other._version
 
 
 def _addresses(weight: Tensor, bias: Tensor | None) -> tuple[int, int | None]:

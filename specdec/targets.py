@@ -2,11 +2,14 @@
 
 import os
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import fingerprint
@@ -17,6 +20,7 @@ from .gguf_tokenizer import as_the_file_says
 from .loading import load_model, load_tokenizer, refused
 from .models import CausalModel
 from .settings import TargetSettings
+from .spread import FileWeights, Weights, fill_ends, gathered, layer_weights, refuse_pass, skeleton_of, spread
 
 _CONFIG_NOISE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
@@ -31,9 +35,14 @@ class Target(CausalModel):
         tokenizer: PreTrainedTokenizerBase,
         settings: TargetSettings,
         target_fingerprint: str,
+        weights: Weights | None = None,
     ) -> None:
-        super().__init__(model.requires_grad_(False).eval(), settings.context)
-        if can_fuse(self.device):
+        """`weights`: those of the layers, where these have no memory; `running` spreads them."""
+        super().__init__(model.requires_grad_(False).eval(), settings.context, there=weights is None)
+        self._weights, self._spread = weights, False
+        if weights is not None:
+            self._closed = self._decoder.register_forward_pre_hook(refuse_pass, prepend=True)
+        elif can_fuse(self.device):
             fuse(model)
         self.tokenizer = tokenizer
         self.settings = settings
@@ -51,6 +60,11 @@ class Target(CausalModel):
             common["gguf_file"] = source.gguf_file
         where = f"target.model: {settings.model}"
         tokenizer = load_tokenizer(source.folder, where, **common)
+        if settings.shard:
+            files, frame = FileWeights(source.folder, where), skeleton_of(source.folder, where, dtype, **common)
+            with refused(where):
+                fill_ends(frame, frame.get_decoder().layers, files, device)
+                return cls(frame, tokenizer, settings, target_fingerprint(settings, digests), files)
         if source.gguf_file is not None:
             tokenizer = as_the_file_says(tokenizer, source.folder / source.gguf_file, where)
         weights: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, **common}
@@ -63,6 +77,44 @@ class Target(CausalModel):
         identity = target_fingerprint(settings, digests)
         with refused(where):
             return cls(model.to(device), tokenizer, settings, identity)
+
+    @property
+    def collective(self) -> bool:
+        """Whether its layers are spread over ranks: a pass is then one of all of them together."""
+        return self._weights is not None
+
+    @contextmanager
+    def running(self) -> Iterator["Target"]:
+        """Inside, passes of a spread target run, on all ranks together and equally often; elsewhere they are refused.
+
+        The first time, each rank takes its share of the layers, which it keeps.
+        """
+        if self._weights is None:
+            yield self
+            return
+        self._closed.remove()
+        try:
+            if not self._spread:
+                self._take_share(self._weights)
+            yield self
+        finally:
+            self._closed = self._decoder.register_forward_pre_hook(refuse_pass, prepend=True)
+
+    @torch.no_grad()
+    def _take_share(self, weights: Weights) -> None:
+        spread(self.model, self._decoder, weights, self.device)
+        self.check()
+        self._spread = True
+        if can_fuse(self.device):
+            for layer in self._decoder.layers:  # type: ignore[union-attr]
+                with gathered(layer):
+                    fuse(layer, share=False)
+
+    def layer_weights(self, layer: int) -> Mapping[str, Tensor]:
+        """All weights of one decoder layer by their names in it; a spread target's are read from its files."""
+        if self._weights is None:
+            return super().layer_weights(layer)
+        return layer_weights(self.model, self._decoder, self._weights, layer)
 
 
 class Source:

@@ -30,6 +30,7 @@ def main() -> None:
     """Run one call and leave its result as JSON."""
     import torch.distributed as dist
 
+    sys.path.append(str(Path(__file__).resolve().parent / "support"))  # as pytest has it
     result, module, function, args = sys.argv[1:]
     dist.init_process_group("gloo")
     try:

@@ -1,8 +1,9 @@
 """This process's place among the ranks that torchrun or accelerate started.
 
 All ranks do each step together, so a collective that lasts longer than `COLLECTIVE_LIMIT` means that one of them is
-gone or hangs, and ends the process. What only the first rank does (capturing, scoring, saving) may take hours: the
-others poll for it, and give up when the key-value store on its machine dies, as torchrun's does with the rank.
+gone or hangs, and ends the process. What only the first rank does (a mix, measuring times, saving) may take hours: the
+others poll for it, and give up when the key-value store on its machine dies, as torchrun's does with the rank. Work
+that ranks share without collectives: `crew.py`.
 """
 
 import atexit
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import LostRankError, one_line
+from ..errors import InputError, LostRankError, one_line
 
 COLLECTIVE_LIMIT = timedelta(minutes=10)
 _CONNECT_LIMIT = timedelta(seconds=30)
@@ -75,18 +76,38 @@ def wait_until(done: Callable[[], bool], what: str) -> None:
         if done():
             return
         time.sleep(_POLL_SECONDS)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or poll % _POLLS_A_CHECK:
+        if not _agent_hosts() or poll % _POLLS_A_CHECK:
             continue
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
-            store = store or dist.TCPStore(
-                address, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_LIMIT
-            )
+            store = store or connect()
             store.check([what])
         except (dist.DistError, RuntimeError) as error:
-            raise LostRankError(
-                f"{what} was waited for, but torchrun at {address}:{port} is gone ({one_line(error, 160)})"
-            ) from error
+            raise store_lost(what, error) from error
+
+
+def connect(hosts: bool = False) -> dist.Store:
+    """The key-value store on the first rank's machine: torchrun's, else the one of the process that `hosts` it.
+
+    A process group that is made later finds the same one.
+    """
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise InputError(f"WORLD_SIZE {world_size()}: {' and '.join(absent)} must be set too; launch with torchrun")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = hosts and not _agent_hosts()
+    limit = _CONNECT_LIMIT if _agent_hosts() else COLLECTIVE_LIMIT  # the first rank may still be importing
+    return dist.TCPStore(address, port, is_master=hosted, wait_for_workers=False, timeout=limit, multi_tenant=True)
+
+
+def store_lost(what: str, error: Exception) -> LostRankError:
+    """The error of a store that does not answer. `what` was waited for."""
+    host = "torchrun" if _agent_hosts() else "the first rank"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return LostRankError(f"{what} was waited for, but {host} at {address} is gone ({one_line(error, 160)})")
+
+
+def _agent_hosts() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def world_size() -> int:

@@ -6,7 +6,7 @@ weights of every checkpoint; a run that was killed at any moment goes on with th
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from .claim import claim
 from .distributed import Ranks
 from .engine import Engine, NonFiniteGradientError
 from .engines import make_engine, wants_deepspeed
-from .families import build
+from .families import build, check_taught
 from .families.base import Family
 from .families.prepare import INIT, prepare
 from .footprint import Footprint, forget_peak, longest, memory_named, peak
@@ -63,7 +63,8 @@ def train(
     DeviceMemoryError or DiskFullError for what will not fit, LostRankError where another rank is gone.
     """
     use_deepspeed = wants_deepspeed(settings)
-    with distributed.join(use_deepspeed) as ranks, on_sigterm() as stop:
+    check_taught(settings, capture.bare)
+    with distributed.join(use_deepspeed) as ranks, on_sigterm() as stop, ExitStack() as inside:
         if ranks.first:
             claim(folder, settings, seed, capture)
             checkpoints.sweep(folder)
@@ -72,7 +73,11 @@ def train(
 
         forget_peak(ranks.device)
         torch.manual_seed(_seed("family", seed))  # the same on every rank
-        family = build(settings, folder / INIT, load_target, capture, ranks.device).to(ranks.device)
+
+        def running_target() -> Target:
+            return inside.enter_context(load_target().running())
+
+        family = build(settings, folder / INIT, running_target, capture, ranks.device).to(ranks.device)
         step = checkpoints.newest(folder)
         restored = checkpoints.restore(folder, step) if step is not None else None
         if restored is not None:
@@ -362,9 +367,16 @@ def load_weights(family: Family, weights: dict[str, Tensor]) -> None:
 
 
 def check_teacher(family: Family, capture: Capture, samples: list[Sample], ranks: Ranks) -> None:
-    """Compare a live teacher with the stored signals of one sample, once, before anything is trained."""
-    if not family.needs_signals:
-        family.check_teacher(collate(samples[:1], [capture.signals(samples[0])]).to(ranks.device))
+    """Compare a live teacher with the stored signals of one sample, once, before anything is trained.
+
+    Every rank does: a pass of a spread target is one of all of them.
+    """
+    if family.needs_signals:
+        return
+    if capture.bare:
+        say("the capture keeps no signals: the target is not compared with them")
+        return
+    family.check_teacher(collate(samples[:1], [capture.signals(samples[0])]).to(ranks.device))
 
 
 def _seed(*parts: object) -> int:

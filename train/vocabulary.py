@@ -22,16 +22,18 @@ def reduced(size: int | None, capture: Capture) -> tuple[Tensor | None, dict[str
 def count_tokens(capture: Capture) -> Tensor:
     """How often each token is a supervised one in the train split, [V] float64.
 
-    The stored top-k probabilities count too, but never as much as one occurrence altogether: they only rank tokens
+    Stored top-k probabilities count too, but never as much as one occurrence altogether: they only rank tokens
     that were seen equally often, above all those that were never seen.
     """
     samples = capture.samples("train")
     counts_V = torch.zeros(capture.vocab_size, dtype=torch.float64)
     expected_V = torch.zeros_like(counts_V)
     for sample in samples:
-        signals = capture.signals(sample)
         ids_n = torch.tensor(sample.answer_ids, dtype=torch.int64)
         counts_V.index_add_(0, ids_n, torch.ones(len(ids_n), dtype=torch.float64))
+        if capture.bare:
+            continue
+        signals = capture.signals(sample)
         expected_V.index_add_(0, signals.topk_ids_nk.long().flatten(), signals.topk_logp_nk.double().exp().flatten())
     return counts_V + expected_V / (expected_V.sum() + 1.0)
 

@@ -9,6 +9,7 @@ import torch
 
 import draftforge.data.answering as answering
 import draftforge.data.capture as capturing
+import draftforge.data.capture_folder as capture_folder
 import draftforge.specdec.plain as plain
 from draftforge.data.answering import Answers, answer_shards
 from draftforge.data.capture_settings import CaptureSettings
@@ -149,14 +150,14 @@ def test_a_stopped_stream_resumes_to_the_same_capture(
     whole = Capture.open(tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         left = iter(range(writes))
-        write = capturing.write_shard
+        write = capture_folder.write_shard
 
         def stop(*args: object) -> Path:
             if next(left, None) is None:
                 raise KeyboardInterrupt
             return write(*args)  # type: ignore[arg-type]
 
-        patch.setattr(capturing, "write_shard", stop)
+        patch.setattr(capture_folder, "write_shard", stop)
         capturing.capture(target, Path("mix"), SETTINGS, SCORED, tmp_path / "stopped")
     assert len(list((tmp_path / "stopped" / "shards").glob("*.json"))) == writes
     capturing.capture(target, Path("mix"), SETTINGS, SCORED, tmp_path / "stopped")

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 import draftforge.data.capture as capturing
+import draftforge.data.capture_folder as capture_folder
 from draftforge import storage
 from draftforge.data.capture import capture_conversations
 from draftforge.data.capture_folder import content_digest, is_captured
@@ -164,14 +165,14 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 def test_too_little_space_is_found_out_after_the_first_shard(
     target: Target, whole: Capture, tmp_path: Path, disk: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = capturing.write_shard
+    write = capture_folder.write_shard
 
     def fill(*arguments: Any) -> Path:
         disk.free = (1 << 20) + 2000
         return write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(capturing, "write_shard", fill)
+        patch.setattr(capture_folder, "write_shard", fill)
         with pytest.raises(DiskFullError, match=r"0\.00 GB free, about 0\.00 GB needed.*goes on from it"):
             run(target, tmp_path / "capture")
     assert 1 <= len(list((tmp_path / "capture" / "shards").glob("*.json"))) <= 2

@@ -54,6 +54,7 @@ class StubTokenizer:
 
 TARGET: Any = SimpleNamespace(
     tokenizer=StubTokenizer(),
+    collective=False,
     fingerprint="a" * 64,
     tokenizer_digest="b" * 64,
     stop_ids=frozenset([1]),
@@ -92,7 +93,7 @@ def fake_decoder(seconds: float = 0.0, heard: Callable[[int], None] = lambda see
         def idle(self) -> bool:
             return not self.waiting
 
-        hungry = idle
+        hungry = starved = idle
 
         def fits(self, request: Request) -> bool:
             return True

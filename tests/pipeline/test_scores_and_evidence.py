@@ -52,7 +52,7 @@ class MadeUpScorer:
     def load_any(self, folder: Path) -> None:
         return None
 
-    def draftings(self, draft: Any) -> list[Any]:
+    def draftings(self, draft: Any, fixed: Any = None) -> list[Any]:
         return [SimpleNamespace(fixed=None, tree="")]
 
     def times(self, *args: Any) -> CostTable:

@@ -31,3 +31,16 @@ def test_bench_loss_runs_every_objective(capsys: pytest.CaptureFixture[str]) -> 
     shape = {"vocabulary": 60, "hidden": 8, "positions": 12, "steps": 2, "chunk-mib": 1}
     script("bench_loss").main([word for name, value in shape.items() for word in (f"--{name}", str(value))])
     assert capsys.readouterr().out.count("pairs/s") == 4
+
+
+@pytest.mark.slow
+def test_bench_large_target_trains_on_two_ranks_that_hold_half_of_the_layers_each(tmp_path: Path) -> None:
+    shape = {"hidden": 64, "vocabulary": 320, "tokens": 256, "document": 64, "steps": 2, "draft-tokens": 2}
+    given = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+    out = tmp_path / "large.json"
+    assert script("bench_large_target").main(["--ranks", "2", "--bytes", "4000000", *given, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    ends = 4 * (2 * 320 * 64 + 64)  # embeddings, head and norm, float32
+    assert found["target_bytes"] >= 4_000_000
+    assert found["held_bytes"] == [ends + (found["target_bytes"] - ends) // 2] * 2
+    assert len(found["losses"]) == len(found["seconds"]) == 2

@@ -39,7 +39,7 @@ def target(load_tiny_target: Callable[[], Target]) -> Target:
 
 def family_of(target: Target, own: dict[str, Any] | None = None, **update: Any) -> SmallFamily:
     settings = SmallSettings(layers=2, on_policy=OnPolicySettings(**(own or {"share": 1.0})), **update)
-    draft = SmallDraft(prune(target.model, [0, 3])).to(target.device)
+    draft = SmallDraft(prune(target, [0, 3])).to(target.device)
     family = SmallFamily(draft, settings, LossSettings({"kl": 1.0}), target)
     family.step = STEP
     return family

@@ -60,7 +60,7 @@ def test_a_pruned_draft_holds_the_targets_own_weights(
 def test_keeping_every_layer_keeps_every_logit(load_tiny_target: LoadTarget) -> None:
     target = load_tiny_target()
     ids = torch.randint(300, (2, 9))
-    whole = SmallDraft(prune(target.model, [0, 1, 2, 3]))
+    whole = SmallDraft(prune(target, [0, 1, 2, 3]))
     assert torch.equal(whole.logits(whole(ids)), target.logits(target.states(ids).hidden_BTH))
 
 

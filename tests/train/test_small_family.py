@@ -16,7 +16,7 @@ from draftforge.train.settings import LoraSettings, SmallSettings
 
 def family_of(target: Target, **update: object) -> SmallFamily:
     settings = SmallSettings.model_validate({"layers": 2, **update})
-    return SmallFamily(SmallDraft(prune(target.model, [0, 3])), settings, LossSettings({"kl": 1.0}), None)
+    return SmallFamily(SmallDraft(prune(target, [0, 3])), settings, LossSettings({"kl": 1.0}), None)
 
 
 def test_the_loss_is_that_of_the_supervised_positions(tiny_capture: Capture, load_tiny_target: object) -> None:
@@ -86,7 +86,7 @@ def test_recomputed_activations_give_the_same_gradients(tiny_capture: Capture, l
 def test_a_live_target_teaches_the_same_positions(tiny_capture: Capture, load_tiny_target: object) -> None:
     """kl of the whole distribution; expected_length over neighbours of one sample, on the true prefix."""
     target = load_tiny_target()  # type: ignore[operator]
-    draft = SmallDraft(prune(target.model, [0, 3]))
+    draft = SmallDraft(prune(target, [0, 3]))
     settings = SmallSettings(layers=2, draft_tokens=3)
     samples = tiny_capture.samples("train")[:3]
     batch = collate(samples)

@@ -26,6 +26,7 @@ class Backbone:
 
     def __init__(self, target: Target, settings: BackboneSettings, recompute: bool) -> None:
         """`recompute`: activations, in the backward pass."""
+        check_trainable(target)
         self._target = target
         model = target.model
         weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
@@ -51,6 +52,8 @@ class Backbone:
 
 def check_trainable(target: Target) -> None:
     """Raise InputError for a target that has no plain weights to write back."""
+    if target.collective:
+        raise InputError("draft.backbone: target.shard is true: a spread target cannot be trained")
     if getattr(target.model.config, "quantization_config", None) is not None:
         raise InputError("draft.backbone: the target is quantised; train the model that it was made of")
 

@@ -20,7 +20,7 @@ from ..rows import Head, LossSettings, Rows
 from ..settings import DFlashSettings
 from .base import Inputs, LoadTarget, Start
 from .blocks import Blocks, begin_of
-from .prune import layers_prefix, spread
+from .prune import spread
 from .shape import layer_fields
 from .taught import TaughtFamily, copy_tables, fresh, head_misfit
 
@@ -118,10 +118,8 @@ def copy_layers(draft: DFlashDraft, target: CausalModel) -> list[int]:
     if target.config.model_type not in _ALIKE or count > total:
         return []
     chosen = spread(count, total) if count > 1 else [total // 2]
-    prefix, weights = layers_prefix(target.model, total), target.model.state_dict()
     for layer, source in zip(draft.layers, chosen, strict=True):
-        start, own = f"{prefix}{source}.", layer.state_dict()
-        theirs = {name.removeprefix(start): tensor for name, tensor in weights.items() if name.startswith(start)}
+        own, theirs = layer.state_dict(), target.layer_weights(source)
         if not all(name in own and tensor.shape == own[name].shape for name, tensor in theirs.items()):
             return []
         layer.load_state_dict({**own, **theirs})

@@ -58,9 +58,12 @@ class FeatureSource:
     ) -> None:
         """`aux_layers` empty: the post-norm states are the features; None: there are none.
 
-        `budget_bytes` None: 2 GiB where the target is on the CPU, 0 elsewhere. `summarised`: `lse` and `best` are
+        `budget_bytes` None: 2 GiB where the target is on the CPU, 0 elsewhere; 0 for a spread target, which all ranks
+        must run equally often. `summarised`: `lse` and `best` are
         wanted even of what is not remembered.
         """
+        if target.collective:
+            budget_bytes = 0
         if budget_bytes is None:
             budget_bytes = _CPU_BUDGET_BYTES if target.device.type == "cpu" else 0
         self._target, self._aux_layers = target, aux_layers

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...errors import InputError, one_line
+from ...specdec.models import CausalModel
 
 
 def spread(count: int, total: int) -> list[int]:
@@ -24,20 +25,14 @@ def check_layers(layers: list[int], total: int) -> None:
 
 
 @torch.no_grad()
-def prune(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """A float32 copy of `model` with only these layers. Embeddings, norms and head are copied."""
-    config = model.config.get_text_config()
+def prune(target: CausalModel, layers: list[int]) -> PreTrainedModel:
+    """A float32 copy of a model with only these layers. Embeddings, norms and head are copied."""
+    model, config = target.model, target.config
     prefix = layers_prefix(model, config.num_hidden_layers)
     small: PreTrainedModel = AutoModelForCausalLM.from_config(prune_config(config, layers), dtype=torch.float32)
-    place = {source: index for index, source in enumerate(layers)}
-    kept = {}
-    for name, tensor in model.state_dict().items():
-        if not name.startswith(prefix):
-            kept[name] = tensor
-            continue
-        layer, _, rest = name.removeprefix(prefix).partition(".")
-        if int(layer) in place:
-            kept[f"{prefix}{place[int(layer)]}.{rest}"] = tensor
+    kept = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
+    for index, layer in enumerate(layers):
+        kept |= {f"{prefix}{index}.{name}": tensor for name, tensor in target.layer_weights(layer).items()}
     try:
         small.load_state_dict(kept)
     except RuntimeError as error:

@@ -81,7 +81,7 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         target = load_target()
         capture.check_target(target)
         layers = _kept_layers(settings, target.num_layers)
-        return Start(SmallDraft(prune(target.model, layers)), {"layers": layers}, target.tokenizer)
+        return Start(SmallDraft(prune(target, layers)), {"layers": layers}, target.tokenizer)
 
     @classmethod
     def needs_target(cls, settings: SmallSettings) -> bool:

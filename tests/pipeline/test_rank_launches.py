@@ -1,0 +1,59 @@
+"""Ranks under torchrun share capture and scoring, from a retraining's first look to the promotion; one that dies or
+fails on the way ends the others."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import END_SECONDS, MORTAL, SMALL, free_port, launch, wait_for
+
+from draftforge.pipeline import verbs
+from draftforge.recipe import load_recipe
+from draftforge.storage import read_object
+
+pytestmark = pytest.mark.slow
+
+
+def torchrun(arguments: list[str], log: Path, seconds: float = 3 * END_SECONDS) -> tuple[int, str]:
+    """Two ranks; the exit code and all that was said."""
+    options: dict[str, Any] = {"nproc_per_node": 2, "master_port": free_port()}
+    (code,) = wait_for([launch(arguments, log, **options)], seconds)
+    return code, log.read_text()
+
+
+def test_two_ranks_retrain_from_nothing_and_count_like_one(recipe_in: Callable[..., Path], tmp_path: Path) -> None:
+    tree = {"measured": {"kind": "measured", "nodes": 4, "levels": 2}}
+    score = {"draft_tokens": [1, 2], "decode_conversations": 2, "bootstrap_samples": 50, "trees": tree}
+    costs = {"costs": {"prompts": 1, "rounds": 4, "warmup_rounds": 0}}
+    recipe = recipe_in(tmp_path, drafts={"small": SMALL | {"score_every": 2}}, score=score | costs)
+    command = ["-m", "draftforge.cli", "retrain", str(recipe)]
+    code, said = torchrun(command, tmp_path / "first.log")
+    assert code == 0 and "promoted to champion" in said, said
+    (folder,) = (tmp_path / "work").glob("score-*")
+    parts = {path.name: path.read_bytes() for path in (folder / "parts").glob("*.parquet")}
+    assert len(parts) == 4  # lookup and three steps
+    ranks = (folder / "counts.parquet").read_bytes()
+    shutil.rmtree(folder)
+    verbs.score(load_recipe(recipe), None)
+    assert {path.name: path.read_bytes() for path in (folder / "parts").glob("*.parquet")} == parts
+    assert (folder / "counts.parquet").read_bytes() == ranks
+
+    code, said = torchrun(command, tmp_path / "second.log")
+    assert code == 0 and "up to date" in said and "distilled" not in said, said
+
+
+def test_a_rank_that_dies_or_fails_ends_the_job_and_the_next_start_goes_on(
+    recipe_in: Callable[..., Path], tmp_path: Path
+) -> None:
+    capture = {"max_new_tokens": 12, "batch_size": 4, "top_k": 16, "tail_samples": 4, "shard_samples": 4}
+    recipe = recipe_in(tmp_path, drafts={"small": {**SMALL, "engine": "torch", "zero_stage": 0}}, capture=capture)
+    code, said = torchrun([str(MORTAL), "1", "0", "answer", "capture", str(recipe)], tmp_path / "killed.log")
+    assert code != 0, said
+    (folder,) = (tmp_path / "work").glob("capture-*")
+    assert list((folder / "shards").glob("*.json")) and not (folder / "manifest.json").exists()
+    verbs.train(load_recipe(recipe), None)
+    assert read_object(folder / "manifest.json")["complete"]
+    code, said = torchrun([str(MORTAL), "1", "0", "fail", "score", str(recipe)], tmp_path / "failed.log")
+    assert code != 0 and "error (rank 1): domain 'code': made up by a test" in said, said
