@@ -87,7 +87,7 @@ class _Shared:
                 self._input = None
             if part is not None and changes == _changes(weight, bias):
                 return part
-        parts = F.linear(x, self._weight, self._bias).split(self._sizes, dim=-1)
+        parts = torch.split(F.linear(x, self._weight, self._bias), self._sizes, dim=-1)
         changed = [_changes(*held) for held in self._held]
         self._input, self._made = x, made  # x is kept until all is fetched, so that no other takes its identity
         self._parts = {other: (parts[other], changed[other]) for other in range(len(parts)) if other != place}
