@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -18,9 +19,19 @@ _DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large"
 
 
 def require_file_place(path: Path | None, option: str) -> None:
-    """Raise InputError, naming the option, where the file to be written is a folder."""
-    if path is not None and (path.is_dir() or not path.name):
+    """Raise InputError, naming the option, where the file to be written is a folder, or can have none around it."""
+    if path is None:
+        return
+    if path.is_dir() or not path.name:
         raise InputError(f"{option} {path}: is a folder; must be a file")
+    folder = next(one for one in path.absolute().parents if one.exists())
+    if not folder.is_dir():
+        raise InputError(f"{option} {path}: {folder} is a file; must be a folder")
+    try:
+        with TemporaryDirectory(prefix=".draftforge-", dir=folder):
+            pass
+    except OSError as error:  # permissions alone do not tell of every file system
+        raise InputError(f"{option} {path}: nothing can be written in {folder} ({error.strerror})") from None
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from ..data.store import Sample
 from ..errors import InputError
 from ..specdec.models import CausalModel
 from ..specdec.packs import Pack
+from ..specdec.passes import running
 from ..specdec.proposers.base import Proposer, Trace
 from ..specdec.proposers.shape import TreeShape
 from ..specdec.proposers.trees import MeasuredTree, StaticTree
@@ -15,7 +14,6 @@ from ..specdec.replay import rank_accuracies
 from .traces import TraceCache
 
 
-@torch.inference_mode()
 def measured_tree(target: CausalModel, proposer: Proposer, samples: Sequence[Sample], tree: MeasuredTree) -> StaticTree:
     """The tree of one draft, by what it gets right along recorded answers: those that it was trained on, so that the
     answers which pick a draft do not also shape it. Raises InputError where there are none."""
@@ -24,7 +22,8 @@ def measured_tree(target: CausalModel, proposer: Proposer, samples: Sequence[Sam
         for traced in TraceCache(target, 0).along(samples, proposer):
             yield traced.pack, proposer.trace(traced.pack, tree.levels, traced.sampling, traced.states)
 
-    shape = TreeShape.of_accuracies(rank_accuracies(traces(), tree.ranks), tree.nodes)
+    with running(target.device):
+        shape = TreeShape.of_accuracies(rank_accuracies(traces(), tree.ranks), tree.nodes)
     if not shape.choices:
         raise InputError("measured tree: no answers of two tokens or more in the train split to measure it on")
     return StaticTree(kind="static", choices=[list(choice) for choice in shape.choices])

@@ -6,9 +6,8 @@ Shapes: R round starts, one drafted token each.
 import math
 from collections.abc import Sequence
 
-import torch
-
 from ..data.store import Sample
+from ..specdec.passes import running
 from ..specdec.proposers.base import Proposer
 from ..specdec.sampling import SamplingSettings
 from .traces import TraceCache
@@ -17,7 +16,6 @@ _MOST = 700.0  # mean -log q whose exp is still a number
 _AS_TRAINED = SamplingSettings(temperature=1.0)
 
 
-@torch.inference_mode()
 def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TraceCache) -> float | None:
     """exp of the mean -log q of the answers' tokens at depth 1, temperature 1; None where that is no number.
 
@@ -25,7 +23,8 @@ def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TraceCache
     """
     total, count = 0.0, 0
     for traced in traces.along(samples, proposer):
-        q_R = proposer.trace(traced.pack, 1, _AS_TRAINED, traced.states).q_RK[:, 0].double().cpu()
+        with running(traced.pack.ids_BT.device):
+            q_R = proposer.trace(traced.pack, 1, _AS_TRAINED, traced.states).q_RK[:, 0].double().cpu()
         inside_R = q_R > 0
         total -= float(q_R[inside_R].log().sum())
         count += int(inside_R.sum())

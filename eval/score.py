@@ -16,6 +16,7 @@ from ..data.store import Sample
 from ..errors import InputError, ReplayMismatchError
 from ..progress import Advance, bar, say
 from ..specdec.decoder import Generation, Request, generate
+from ..specdec.passes import running
 from ..specdec.replay import Counted
 from ..specdec.targets import Target
 from ..specdec.walk import RoundCounts, count_rounds
@@ -260,14 +261,14 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-@torch.inference_mode()
 def _tie(target: Target, sample: Sample, decoded: Sequence[int], at: int, tolerance: float) -> bool:
     """Whether the target hardly prefers one of the two tokens at which the answers part."""
     recorded = sample.answer_ids
     if at >= min(len(recorded), len(decoded)):
         return False
     ids = torch.tensor([sample.prompt_ids + recorded[:at]], device=target.device)
-    logits_V = target.logits(target.states(ids).hidden_BTH[0, -1]).float()
+    with running(target.device):
+        logits_V = target.logits(target.states(ids).hidden_BTH[0, -1]).float()
     return abs(float(logits_V[recorded[at]] - logits_V[decoded[at]])) < tolerance
 
 

@@ -9,6 +9,8 @@ from ..specdec.proposers.trees import MOST_LEVELS
 from ..specdec.rules import known_rule
 from ..specdec.sampling import SamplingSettings
 
+_MOST_SLOTS = 65_536  # more than any GPU holds caches for; a slip of the keyboard should not be tried
+
 
 @dataclass(frozen=True)
 class BenchSettings:
@@ -32,7 +34,7 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         _check_numbers("--draft-tokens", self.draft_tokens, MOST_LEVELS)
-        _check_numbers("--batch-size", self.batch_sizes, None)
+        _check_numbers("--batch-size", self.batch_sizes, _MOST_SLOTS)
         if not self.prompts:
             raise InputError("--prompts: give at least one file")
         if self.max_new_tokens < 2:
@@ -56,8 +58,8 @@ def numbers_of(option: str, text: str) -> list[int]:
         raise InputError(f"{option} {text}: must be whole numbers with commas between, such as 2,4,8") from None
 
 
-def _check_numbers(option: str, values: Sequence[int], most: int | None) -> None:
-    wrong = next((value for value in values if value < 1 or (most is not None and value > most)), None)
+def _check_numbers(option: str, values: Sequence[int], most: int) -> None:
+    wrong = next((value for value in values if not 1 <= value <= most), None)
     if wrong is not None or not values:
-        rule = "must be >= 1" if most is None else f"must be >= 1 and <= {most}"
-        raise InputError(f"{option} {'' if wrong is None else wrong}: every one {rule}, and there must be one")
+        asked = option if wrong is None else f"{option} {wrong}"
+        raise InputError(f"{asked}: every one must be >= 1 and <= {most}, and there must be one")

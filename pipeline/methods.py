@@ -20,7 +20,7 @@ from ..specdec.drafts.small import SmallDraft
 from ..specdec.foreign import ForeignDraft
 from ..specdec.formats import check_context
 from ..specdec.proposers import Proposer, make_proposer
-from ..specdec.proposers.cascade import CascadeProposer, Helper
+from ..specdec.proposers.cascade import CascadeProposer
 from ..specdec.proposers.free import LOOKUP, TRAINING_FREE
 from ..specdec.proposers.trees import TreeSettings
 from ..specdec.requests import check_proposer
@@ -29,7 +29,7 @@ from ..specdec.targets import Target
 from .bench_settings import BenchSettings
 from .scoring import Scorer, any_draft_for
 from .stages import capture_stage, mix_stage
-from .talk import NO_DRAFT, check_tree, find_draft, helper_of
+from .talk import NO_DRAFT, Helping, check_tree, find_draft, helper_of
 from .workspace import Workspace
 
 CHAMPION = "champion"
@@ -50,14 +50,6 @@ class Method:
     ways: list[Way]
 
 
-@dataclass(frozen=True)
-class Helping:
-    """What drafts for small drafts."""
-
-    name: str
-    make: Callable[[], Helper]
-
-
 class MethodFinder:
     """Finds methods for one target, and notes those that cannot be run."""
 
@@ -65,6 +57,8 @@ class MethodFinder:
         self._target, self._settings, self._score, self._longest = target, settings, score, longest
         self.methods = [Method(PLAIN, "", "", [Way(Setting(method=PLAIN, levels=0, batch_size=1), None)])]
         self.failures: list[Failure] = []
+        self.helped = 0
+        """Small drafts that their helper is smaller than."""
 
     def add_free(self, name: str) -> None:
         """A training-free method."""
@@ -101,13 +95,22 @@ class MethodFinder:
 
         self._add(name, str(place), ways)
         if helping is not None and loaded and isinstance(loaded[0], SmallDraft):
-            self._add_cascade(f"{name} helped by {helping.name}", place, loaded[0], helping)
+            self._add_cascade(name, place, loaded[0], helping)
 
-    def _add_cascade(self, name: str, place: Path, draft: SmallDraft, helping: Helping) -> None:
-        digest = fingerprint.of_json([_digest(place, self._score.draft_device), helping.name])
-        self._add(
-            name, str(place), lambda: (digest, self._chains(name, lambda: CascadeProposer(draft, helping.make())))
-        )
+    def _add_cascade(self, alone: str, place: Path, draft: SmallDraft, helping: Helping) -> None:
+        device, shown = self._score.draft_device, helping.name
+        helper = shown
+        if helping.place is not None:
+            shown, helper = Path(shown).resolve().name, _digest(helping.place, device)
+        name = f"{alone} helped by {shown}"
+
+        def ways() -> tuple[str, list[Way]]:
+            helping.check_smaller(draft, alone)
+            self.helped += 1
+            digest = fingerprint.of_json([_digest(place, device), helper])
+            return digest, self._chains(name, lambda: CascadeProposer(draft, helping.make()))
+
+        self._add(name, str(place), ways)
 
     def _add(self, name: str, place: str, ways: Callable[[], tuple[str, list[Way]]]) -> None:
         known = any(method.name == name for method in self.methods)
@@ -148,9 +151,10 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
     `longest`: tokens of the longest prompt and answer.
     """
     recipe, finder = space.recipe, MethodFinder(space.target, settings, space.recipe.score, longest)
-    names = list(dict.fromkeys(settings.drafts)) or [*recipe.drafts, LOOKUP]
+    names = list(settings.drafts) or [*recipe.drafts, LOOKUP]
     for name in names:
         _check_name(name, recipe.drafts)
+    names = _once(names, recipe.drafts)
     trees = _trees(recipe.score.trees, settings.trees)
     shorts = [Path(name).resolve().name for name in names if _is_place(name, recipe.drafts)]
 
@@ -161,7 +165,7 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
 
     helping = None
     if settings.helped_by is not None:
-        helping = Helping(settings.helped_by, helper_of(space, space.target, settings.helped_by, longest))
+        helping = helper_of(space, space.target, settings.helped_by, longest)
     for name in names:
         if name in TRAINING_FREE and name not in recipe.drafts:
             finder.add_free(name)
@@ -170,7 +174,22 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
         shown = short if shorts.count(short) <= 1 and (short == name or short not in recipe.drafts) else name
         asked = None if name == CHAMPION and name not in recipe.drafts else name
         finder.add_draft(shown, partial(find_draft, space, asked), trees, tree_of, helping)
+    if helping is not None and not finder.helped:
+        raise _helps_none(helping, finder.failures)
     return finder
+
+
+def _helps_none(helping: Helping, failures: Sequence[Failure]) -> InputError:
+    why = "; ".join(f"{one.method}: {one.reason}" for one in failures)
+    return InputError(f"--helped-by {helping.name}: no small draft here that it could help{why and f' ({why})'}")
+
+
+def _once(names: Sequence[str], drafts: Collection[str]) -> list[str]:
+    """Each once, as it is named first; a folder by any of its paths."""
+    found: dict[str | Path, str] = {}
+    for name in names:
+        found.setdefault(Path(name).resolve() if _is_place(name, drafts) else name, name)
+    return list(found.values())
 
 
 def _is_place(name: str, drafts: Collection[str]) -> bool:

@@ -146,19 +146,46 @@ def _cascade(space: Workspace, target: Target, draft: str | None, helped_by: str
     if not isinstance(small, SmallDraft):
         raise InputError(f"--helped-by {helped_by}: helps a small draft, not one of family {small.family}")
     check_context(small, longest, place)
-    return CascadeProposer(small, helper_of(space, target, helped_by, longest)())
+    helping = helper_of(space, target, helped_by, longest)
+    helping.check_smaller(small, draft or "the champion")
+    return CascadeProposer(small, helping.make())
 
 
-def helper_of(space: Workspace, target: Target, helped_by: str, longest: int) -> Callable[[], Helper]:
-    """Makes what drafts for a small draft: prompt lookup, or a smaller draft by name or folder."""
+@dataclass(frozen=True)
+class Helping:
+    """What drafts for small drafts."""
+
+    name: str
+    """As it was asked for."""
+    make: Callable[[], Helper]
+    place: Path | None = None
+    """Where its files lie; None: it has none."""
+    parameters: int = 0
+
+    def check_smaller(self, draft: SmallDraft, name: str) -> None:
+        """Raise InputError for a draft that this one is not smaller than."""
+        theirs = _parameters(draft)
+        if self.parameters >= theirs:
+            raise InputError(
+                f"--helped-by {self.name}: has {self.parameters:,} parameters; to draft for {name} it must have fewer "
+                f"than its {theirs:,}"
+            )
+
+
+def _parameters(draft: SmallDraft) -> int:
+    return sum(parameter.numel() for parameter in draft.parameters())
+
+
+def helper_of(space: Workspace, target: Target, helped_by: str, longest: int) -> Helping:
+    """What drafts for a small draft: prompt lookup, or a smaller draft by name or folder."""
     if helped_by in HELPERS:
-        return HELPERS[helped_by]
+        return Helping(helped_by, HELPERS[helped_by])
     place = find_draft(space, helped_by, "--helped-by")
     helper = draft_for(target, place, space.recipe.score.draft_device)
     if not isinstance(helper, SmallDraft):
         raise InputError(f"--helped-by {helped_by}: must be a small draft or {', '.join(HELPERS)}, not {helper.family}")
     check_context(helper, longest, place)
-    return partial(SmallHelper, helper)
+    return Helping(helped_by, partial(SmallHelper, helper), place, _parameters(helper))
 
 
 def show(target: Target, spoken: Spoken) -> None:

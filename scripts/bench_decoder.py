@@ -10,6 +10,7 @@ OUT, and the same command goes on from there.
 """
 
 import argparse
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ from transformers import AutoModelForCausalLM
 
 from draftforge import storage
 from draftforge.data.packing import buckets
-from draftforge.errors import InputError
+from draftforge.errors import DraftforgeError, InputError, MissingFileError
 from draftforge.eval.arrivals import Timeline, mean, median
-from draftforge.eval.bench_records import EVERY, BenchPrompt, BenchRow, Report, RoundParts
+from draftforge.eval.bench_records import EVERY, PLAIN, BenchPrompt, BenchRow, Report, RoundParts
 from draftforge.eval.bench_runs import Way, Work, run_once
 from draftforge.eval.figures import Bootstrap
 from draftforge.eval.settings import ScoreSettings
@@ -40,7 +41,7 @@ from draftforge.specdec.recorded import Recorded, trace_target
 from draftforge.specdec.replay import replay
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.settings import TargetSettings
-from draftforge.specdec.targets import Target
+from draftforge.specdec.targets import Target, locate, place
 
 GREEDY = SamplingSettings()
 _PASS_TOKENS = 16384  # of recorded answers that are replayed together
@@ -151,12 +152,12 @@ def replays(
         proposer, start, tokens = None if way.make is None else way.make(), 0.0, 0
         if proposer is None or not proposer.replayable:
             continue
-        for place, pack in enumerate([packs[0], *track(packs, f"replay {way.setting.way}", unit="passes")]):
+        for turn, pack in enumerate([packs[0], *track(packs, f"replay {way.setting.way}", unit="passes")]):
             some = [answers[index] for index in pack]
             traced = trace_target(target, some, GREEDY, proposer.aux_layers, proposer.reads_states)
             replay(proposer, traced, ["greedy"], [way.setting.levels])
             said = sum(len(one.answer_ids) for one in some)
-            start, tokens = (time.perf_counter(), 0) if place == 0 else (start, tokens + said)
+            start, tokens = (time.perf_counter(), 0) if turn == 0 else (start, tokens + said)
         rates[way.setting.way] = tokens / (time.perf_counter() - start)
     return rates
 
@@ -188,9 +189,8 @@ def _rate(work: Work, way: Way, repeats: int) -> float:
     return median(sum(answer.tokens for answer in run.answers) / run.seconds for run in runs[1:])
 
 
-def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
-    """All figures. What is known before the library's part, which takes longest, is on disk by then."""
-    target = Target.load(TargetSettings(model=asked.target, device=asked.device, dtype=asked.dtype))
+def check(asked: argparse.Namespace) -> BenchSettings:
+    """What a benchmark is asked to do. Raises a DraftforgeError for what cannot be, before any work."""
     settings = BenchSettings(
         prompts=asked.prompts,
         draft_tokens=[asked.draft_tokens],
@@ -199,6 +199,49 @@ def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
         max_prompts=asked.max_prompts,
         repeats=asked.repeats,
     )
+    for name in ("library_prompts", "context", "rounds"):
+        value = getattr(asked, name)
+        if value < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value}: must be >= 1")
+    _check_drafts(asked.draft)
+    storage.require_file_place(asked.out, "OUT")
+    if not Path(asked.target).is_dir():
+        raise MissingFileError(f"TARGET {asked.target}: no such folder")
+    place(asked.device, asked.dtype, "--device")
+    locate(TargetSettings(model=asked.target))
+    most = _positions(Path(asked.target))
+    longest = asked.context + 1 + asked.rounds * (asked.draft_tokens + 1)
+    if longest > most:
+        raise InputError(
+            f"--context {asked.context}: with {asked.rounds} rounds of {asked.draft_tokens} drafted tokens it makes "
+            f"{longest} tokens, beyond the target's {most}"
+        )
+    return settings
+
+
+def _check_drafts(drafts: Sequence[tuple[str, Path | None]]) -> None:
+    if not drafts:
+        raise InputError("--draft: give at least one")
+    taken = {PLAIN}
+    for name, folder in drafts:
+        if not name or name in taken or (folder is not None and name in TRAINING_FREE):
+            raise InputError(f"--draft {name}{'' if folder is None else f'={folder}'}: must have a name of its own")
+        if folder is not None and not folder.exists():
+            raise MissingFileError(f"--draft {name}={folder}: no such folder")
+        taken.add(name)
+
+
+def _positions(folder: Path) -> int:
+    """Tokens that a model folder's context holds."""
+    config = storage.read_object(folder / "config.json")
+    found = config.get("text_config", config).get("max_position_embeddings", 1 << 30)
+    return int(found)
+
+
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
+    """All figures. What is known before the library's part, which takes longest, is on disk by then."""
+    settings = check(asked)
+    target = Target.load(TargetSettings(model=asked.target, device=asked.device, dtype=asked.dtype))
     prompts, left_out = bench_prompts(target, settings)
     finder = MethodFinder(target, settings, ScoreSettings(), longest_text(prompts, settings))
     for name, folder in asked.draft:
@@ -270,7 +313,20 @@ def _draft(text: str) -> tuple[str, Path | None]:
     return name, Path(folder) if equals else None
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line; 0, or the exit code of the error that was printed."""
+    asked = _parser().parse_args(args)
+    try:
+        found = benchmark(asked)
+        storage.write_json(asked.out, found)
+    except DraftforgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    show(found)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", help="model folder")
     parser.add_argument("out", type=Path, help="JSON file to write")
@@ -287,13 +343,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--fresh", action="store_true", help="run again what a call before this one left")
-    asked = parser.parse_args(args)
-    if not asked.draft:
-        raise InputError("--draft: give at least one")
-    found = benchmark(asked)
-    storage.write_json(asked.out, found)
-    show(found)
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

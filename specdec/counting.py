@@ -18,11 +18,10 @@ Shapes: T round starts (row t: t tokens of the answer known), K drafted tokens.
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-import torch
-
 from ..errors import InputError
 from .models import CausalModel
 from .packs import Pack, Text
+from .passes import running
 from .proposers.base import Proposer
 from .recorded import Recorded, trace_target
 from .sampling import SamplingSettings
@@ -99,7 +98,7 @@ def matched_runs(
     if known < 1 and proposer.reads_states:
         raise InputError(f"known {known}: a draft that reads the target's states drafts after its first token")
     ids, greedy = prompt_ids + text_ids, SamplingSettings()
-    with torch.inference_mode():
+    with running(target.device):
         recorded = [Recorded(prompt_ids, text_ids, len(text_ids))]
         traced = trace_target(target, recorded, greedy, proposer.aux_layers, proposer.reads_states)
         pack = Pack([Text(ids, len(prompt_ids) + known)], target.device)

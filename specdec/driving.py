@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .models import States
-from .passes import send
+from .passes import running, send
 from .proposers.base import Ask, Proposer, Texts
 from .proposers.rows import pick_states
 from .recorded import Recorded, TargetTrace
@@ -35,13 +35,17 @@ class _Hit(NamedTuple):
     """Levels of it that judge a token of the answer."""
 
 
-@torch.inference_mode()
 def drive(proposer: Proposer, traced: TargetTrace, K: int) -> list[RoundCounts]:
     """Counts of each answer by a proposer whose trees depend on its confidence, some answers at a time.
 
     At temperature 0 trees are built where rounds start, as in decoding. Above it, for chosen siblings, the round goes
     on while the answer's token is among them; where it starts is not certain then, so trees are built at every token.
     """
+    with running(traced.pack.ids_BT.device):
+        return _driven(proposer, traced, K)
+
+
+def _driven(proposer: Proposer, traced: TargetTrace, K: int) -> list[RoundCounts]:
     pack = traced.pack
     states = traced.states or States(pack.ids_BT.new_zeros(*pack.ids_BT.shape, 0), None)
     first_BV = None if traced.sampling.repetition_penalty == 1.0 else pack.first_places(traced.vocab_size)

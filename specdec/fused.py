@@ -15,8 +15,10 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .passes import current
 from .shared_products import share_products
 
 Forward = Callable[[Any, Tensor], Tensor]
@@ -35,6 +37,12 @@ def fuse(model: nn.Module, share: bool = True) -> list[str]:
 
     `share`: products of few rows too, which needs weights that stay where they are.
     """
+    device = next(model.parameters()).device
+    with current(device):
+        return _fuse(model, share, device)
+
+
+def _fuse(model: nn.Module, share: bool, device: torch.device) -> list[str]:
     fused: dict[type, Forward | None] = {}
     for module in model.modules():
         kind = type(module)
@@ -45,7 +53,6 @@ def fuse(model: nn.Module, share: bool = True) -> list[str]:
             module.forward = MethodType(forward, module)  # bound: a copy of the module runs on its own weights
     shared = share_products(model) if share else 0
     names = [kind.__name__ for kind, forward in fused.items() if forward is not None]
-    device = next(model.parameters()).device
     places = sorted({kind.__module__ for kind in fused})
     names += [f"{shared} shared products"] if shared else []
     return [*names, *(f"{place}.{_ROTARY}" for place in places if _turn(place, device))]
@@ -57,7 +64,15 @@ def _forms(module: Any) -> list[Forward]:
     if "RMSNorm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dim() == 1:
         return [_norm, _norm_from_one]
     gated = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj"))
-    return [_gated] if gated else []
+    return [_gated] if gated and _is_silu(getattr(module, "act_fn", None), module.gate_proj.weight.device) else []
+
+
+def _is_silu(activation: Any, device: torch.device) -> bool:
+    """Seen by itself: behind a layer of zeros, or on large numbers, other activations look the same."""
+    if not callable(activation):
+        return False
+    x = torch.linspace(-6, 6, 97, device=device)
+    return torch.allclose(activation(x), F.silu(x), rtol=0, atol=1e-4)
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
@@ -91,11 +106,15 @@ def _gated(module: Any, x: Tensor) -> Tensor:
     return down
 
 
+_SCALES = (0.1, 1.0, 4.0)
+
+
 def _agree(module: Any, fused: Forward) -> bool:
-    """Whether both give the same for a row of numbers."""
+    """Whether both give the same for a row of numbers, small and large."""
     weight = module.weight if hasattr(module, "weight") else module.gate_proj.weight
     row_1H = torch.linspace(-3, 3, weight.shape[-1], device=weight.device, dtype=weight.dtype)[None]
-    return _close(module(row_1H), fused(module, row_1H))
+    rows = [scale * row_1H for scale in _SCALES]
+    return all(_close(module(x_1H), fused(module, x_1H)) for x_1H in rows)
 
 
 def _close(theirs: Tensor, ours: Tensor) -> bool:

@@ -17,6 +17,7 @@ from .architecture import PROBE, check_layers, find_decoder, fix_rope, named, pr
 from .attention import NAME
 from .cache import KVCache, Step
 from .documents import Documents
+from .passes import current
 
 _CHECKED = 8  # tokens that every model is compared on when it is loaded
 
@@ -101,7 +102,7 @@ class CausalModel:
             positions_BT = documents.positions_BT
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-        with self._capture(aux_layers) as captured:
+        with current(self.device), self._capture(aux_layers) as captured:
             output = self._decoder(
                 input_ids=ids_BT, position_ids=positions_BT, use_cache=False, kv_step=step, documents=documents
             )
@@ -161,6 +162,10 @@ class CausalModel:
         if self.device.type == "meta":
             self.model.set_attn_implementation(NAME)
             return
+        with current(self.device):
+            self._compare()
+
+    def _compare(self) -> None:
         ids = (11 + 7919 * torch.arange(_CHECKED, device=self.device))[None] % self.vocab_size
         first, second = ids[:, : _CHECKED // 2], ids[:, _CHECKED // 2 :]
         cache = KVCache(1, _CHECKED, self.device)

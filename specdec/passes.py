@@ -5,7 +5,7 @@ only at the sizes that it was captured with; so there are few sizes, and what is
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -142,10 +142,15 @@ def read_back(values: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Around what launches kernels of Triton there: they go to torch's current device, wherever their tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 @contextmanager
 def running(device: torch.device) -> Iterator[None]:
     """Around what runs models there."""
-    with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with torch.inference_mode(), current(device):
         yield
 
 

@@ -6,11 +6,11 @@ Shapes: B answers, T tokens of the longest with its prompt, R round starts of al
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .models import CausalModel, States
 from .packs import Pack, Text
+from .passes import running
 from .proposers.rows import trace_level
 from .sampling import SamplingSettings
 
@@ -44,7 +44,6 @@ class TargetTrace(NamedTuple):
         return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
-@torch.inference_mode()
 def trace_target(
     target: CausalModel,
     answers: Sequence[Recorded],
@@ -56,6 +55,17 @@ def trace_target(
 
     A draft that reads no states is scored at temperature 0 without the target: nothing is run.
     """
+    with running(target.device):
+        return _trace(target, answers, sampling, aux_layers, reads_states)
+
+
+def _trace(
+    target: CausalModel,
+    answers: Sequence[Recorded],
+    sampling: SamplingSettings,
+    aux_layers: Sequence[int],
+    reads_states: bool,
+) -> TargetTrace:
     pack = Pack([answer.text for answer in answers], target.device)
     traced = TargetTrace(answers, sampling, pack, None, None, target.vocab_size)
     wanted = bool(aux_layers) or reads_states

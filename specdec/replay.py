@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from .driving import drive
 from .packs import Pack
+from .passes import running
 from .proposers.base import Proposer, Trace
 from .proposers.shape import TreeShape
 from .recorded import TargetTrace
@@ -59,7 +60,6 @@ def replayable(proposer: Proposer, rule: str, sampling: SamplingSettings) -> boo
     return not judge.needs_q and not judge.greedy_only
 
 
-@torch.inference_mode()
 def replay(
     proposer: Proposer, traced: TargetTrace, rules: Sequence[str], draft_tokens: Sequence[int]
 ) -> list[list[Counted]]:
@@ -71,21 +71,30 @@ def replay(
             kind = f"{type(proposer).__name__}, {proposer.drawn}, at {sampling.key}"
             raise InputError(f"rule: {rule!r}: cannot be replayed ({kind}), decode it; can: {', '.join(can) or 'none'}")
     laws = {rule: _SURVIVAL[rule] if _draws(proposer, rule, sampling) else None for rule in rules}
-    ways = {(law, K): list[RoundCounts]() for law in laws.values() for K in draft_tokens}
+    with running(traced.pack.ids_BT.device):
+        ways = _count_ways(proposer, traced, laws.values(), draft_tokens)
+    return [
+        [Counted(rule, K, ways[laws[rule], K][index]) for rule in rules for K in draft_tokens]
+        for index in range(len(traced.answers))
+    ]
+
+
+def _count_ways(
+    proposer: Proposer, traced: TargetTrace, laws: Iterable["Survival | None"], draft_tokens: Sequence[int]
+) -> dict[tuple["Survival | None", int], list[RoundCounts]]:
+    """Counts of each answer by every law and every K."""
+    ways = {(law, K): list[RoundCounts]() for law in laws for K in draft_tokens}
     shape = proposer.shape(max(draft_tokens))
     if shape is None:  # siblings are chosen, so that all rules count alike
         for (_, K), counts in ways.items():
             counts += drive(proposer, traced, K)
     else:
         asked = [max(draft_tokens)] if proposer.nested else draft_tokens
-        traces = {K: proposer.trace(traced.pack, K, sampling, traced.states) for K in asked}
+        traces = {K: proposer.trace(traced.pack, K, traced.sampling, traced.states) for K in asked}
         along = {K: _Along(trace, traced) for K, trace in traces.items()}
         for (law, K), counts in ways.items():
             counts += along.get(K, along[max(asked)]).count(shape.cut(K), law, K)
-    return [
-        [Counted(rule, K, ways[laws[rule], K][index]) for rule in rules for K in draft_tokens]
-        for index in range(len(traced.answers))
-    ]
+    return ways
 
 
 Survival = Callable[[Floats, Floats], Floats]

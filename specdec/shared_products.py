@@ -5,8 +5,9 @@ product of a few rows takes as long to launch as to run, so the first layer that
 weights side by side, and the others find their part waiting. Large inputs keep to products of their own: there the copy
 of a slice would cost more than a launch.
 
-Weights are not doubled: each layer's own becomes a view of the joint one. A copy of a layer, or one whose weights were
-put elsewhere or learn, multiplies by its own.
+Weights are not doubled: each layer's own becomes a view of the joint one. A layer that is copied around the same
+weights shares with the one that it was copied from; one that has copies of them, or whose weights were put elsewhere or
+learn, multiplies by its own.
 """
 
 from collections.abc import Sequence
@@ -51,8 +52,10 @@ class _Shared:
         self._sizes = [linear.out_features for linear in linears]
         self._weight = torch.cat([linear.weight for linear in linears])
         self._bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+        self._kind = self._weight.device.type
         self._input: Tensor | None = None
-        self._parts: dict[int, Tensor] = {}
+        self._made: object = None
+        self._parts: dict[int, tuple[Tensor, int]] = {}
         weights = torch.split(self._weight, self._sizes)
         biases = None if self._bias is None else torch.split(self._bias, self._sizes)
         for place, linear in enumerate(linears):
@@ -62,24 +65,56 @@ class _Shared:
             ours: Any = linear
             ours.shared, ours.place = self, place
             ours.forward = MethodType(_forward, linear)  # bound: a copy of the layer asks for itself
-        self._addresses = [weight.data_ptr() for weight in weights]
+        self._held = [(linear.weight, linear.bias) for linear in linears]
+        self._addresses = [_addresses(*held) for held in self._held]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shared | None":
+        """Layers that are copied around the same weights stay with us; others, whose weights are copies, do not."""
+        ours = [tensor for held in self._held for tensor in held if tensor is not None]
+        return self if all(memo.get(id(tensor)) is tensor for tensor in ours) else None
 
     def part(self, linear: nn.Linear, place: int, x: Tensor) -> Tensor:
         """What the layer at this place makes of x [..., H]."""
-        moved = linear.weight.data_ptr() != self._addresses[place]
-        learns = torch.is_grad_enabled() and linear.weight.requires_grad
+        weight, bias = linear.weight, linear.bias
+        moved = _addresses(weight, bias) != self._addresses[place]
+        learns = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
         if moved or learns or x.numel() > _MOST_ROWS * x.shape[-1]:
-            return F.linear(x, linear.weight, linear.bias)
-        if self._input is not x or place not in self._parts:
-            self._input = x  # kept until all is fetched, so that no other tensor takes its identity
-            product = F.linear(x, self._weight, self._bias)
-            self._parts = dict(enumerate(torch.split(product, self._sizes, dim=-1)))
-        part = self._parts.pop(place)
-        if not self._parts:
-            self._input = None
-        return part
+            return F.linear(x, weight, bias)
+        made = self._making(x)
+        if self._input is x and self._made == made:
+            part, changes = self._parts.pop(place, (None, 0))
+            if not self._parts:
+                self._input = None
+            if part is not None and changes == _changes(weight, bias):
+                return part
+        parts = torch.split(F.linear(x, self._weight, self._bias), self._sizes, dim=-1)
+        changed = [_changes(*held) for held in self._held]
+        self._input, self._made = x, made  # x is kept until all is fetched, so that no other takes its identity
+        self._parts = {other: (parts[other], changed[other]) for other in range(len(parts)) if other != place}
+        return parts[place]
+
+    def _making(self, x: Tensor) -> object:
+        """What else a product depends on: a part that was left over is not handed out after a change of it.
+
+        Torch counts no changes of what was made in inference mode: there x must stay as it is between two layers.
+        """
+        autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+        return modes, x.requires_grad, _changes(x, None)
+
+
+def _changes(one: Tensor, other: Tensor | None) -> int:
+    """How often they were changed in place."""
+    found = 0 if one.is_inference() else one._version
+    return found if other is None or other.is_inference() else found + other._version
+
+
+def _addresses(weight: Tensor, bias: Tensor | None) -> tuple[int, int | None]:
+    return weight.data_ptr(), None if bias is None else bias.data_ptr()
 
 
 def _forward(linear: Any, x: Tensor) -> Tensor:
-    part: Tensor = linear.shared.part(linear, linear.place, x)
-    return part
+    shared: _Shared | None = linear.shared
+    if shared is None:
+        return F.linear(x, linear.weight, linear.bias)
+    return shared.part(linear, linear.place, x)

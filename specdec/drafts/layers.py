@@ -114,6 +114,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated SiLU."""
 
+    act_fn = staticmethod(F.silu)
+
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -121,7 +123,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):

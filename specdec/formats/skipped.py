@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ... import fingerprint
 from ...errors import InputError, StaleInputError
-from ...storage import read_object, write_json
+from ...storage import read_object, require_file_place, write_json
 from ..drafts.skipped import SkippedDraft, SkippedLayers
 from ..targets import Target
 from .llama import validated
@@ -36,6 +36,7 @@ def check_writable(path: Path) -> None:
     """Raise InputError for a name that is none of such a file, or one that is something else's."""
     if path.suffix != SUFFIX:
         raise InputError(f"--out {path}: must end in {SUFFIX}")
+    require_file_place(path, "--out")
     if path.exists() and (not path.is_file() or read_object(path).get("family") != "skipped"):
         raise InputError(f"--out {path}: exists and holds no skipped layers; name another file")
 

@@ -22,6 +22,51 @@ def target(trained_drafts: Trained, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", "--draft: give at least one"),
+        ("--draft lookup --draft lookup", "--draft lookup: must have a name of its own"),
+        ("--draft small=target --draft small=other", "--draft small=other: must have a name of its own"),
+        ("--draft plain=target", "--draft plain=target: must have a name of its own"),
+        ("--draft small=nowhere", "--draft small=nowhere: no such folder"),
+        ("--draft lookup --library-prompts 0", "--library-prompts 0: must be >= 1"),
+        ("--draft lookup --library-prompts -2", "--library-prompts -2: must be >= 1"),
+        ("--draft lookup --rounds 0", "--rounds 0: must be >= 1"),
+        ("--draft lookup --context 0", "--context 0: must be >= 1"),
+        ("--draft lookup --context 500", "--context 500: with 32 rounds of 4 drafted tokens it makes 661 tokens"),
+        ("--draft lookup --repeats 0", "--repeats 0: must be >= 1"),
+        ("--draft lookup --device abacus", "--device: abacus: must be auto, cpu or a device of torch"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(
+    tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, message: str
+) -> None:
+    shutil.copytree(tiny_target_folder, tmp_path / "target")
+    shutil.copytree(tiny_target_folder, tmp_path / "other")
+    words = [word.replace("=", f"={tmp_path}/") for word in given.split()]
+    assert refused("target", "out.json", *words, folder=tmp_path, capsys=capsys).startswith(f"error: {message}")
+
+
+def test_places_that_cannot_be(tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(tiny_target_folder, tmp_path / "target")
+    lookup = ("--draft", "lookup")
+    said = refused("nowhere", "out.json", *lookup, folder=tmp_path, capsys=capsys)
+    assert said == "error: TARGET nowhere: no such folder"
+    said = refused("target", "target", *lookup, folder=tmp_path, capsys=capsys)
+    assert said == "error: OUT target: is a folder; must be a file"
+
+
+def refused(target: str, out: str, *given: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of a call that ends before it has read a prompt or a weight; paths in it without the folder."""
+    main: Any = runpy.run_path(str(ROOT / "scripts" / "bench_decoder.py"))["main"]
+    before = sorted(folder.rglob("*"))
+    assert main([str(folder / target), str(folder / out), "--prompts", "never-read.jsonl", *given]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sorted(folder.rglob("*")) == before
+    return str(line.replace(f"{folder}/", ""))
+
+
 @pytest.mark.slow
 def test_ours_and_theirs(
     trained_drafts: Trained, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -47,7 +92,7 @@ def test_ours_and_theirs(
         "--library-prompts",
         "2",
     ]
-    main([*given, "--rounds", "6", "--repeats", "2", "--device", "cpu"])
+    assert main([*given, "--rounds", "6", "--repeats", "2", "--device", "cpu"]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     ways = ["small K=3", "eagle3 K=3", "lookup K=3"]
     assert list(found["steps"]) == ["plain", *ways]

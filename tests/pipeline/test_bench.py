@@ -1,12 +1,14 @@
 """`draftforge bench`: a recipe's drafts, folders and training-free methods on prompts of one's own."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import heads
 import pytest
+from drafted import add_idle_layer
 
 from draftforge import cli
 from draftforge.errors import DraftforgeError, InputError, LockedError, MissingFileError, OwnershipError
@@ -108,6 +110,50 @@ def test_small_drafts_are_also_measured_helped(trained: Recipe, asked: Callable[
     assert all(row.equal_answers == 1.0 for row in report.rows)
     with pytest.raises(InputError, match=r"--helped-by nobody: must be"):
         bench(space, asked(helped_by="nobody"))
+
+
+def test_a_helper_counts_by_its_files(
+    recipe: Recipe,
+    asked: Callable[..., BenchSettings],
+    make_tiny_target: Callable[[int], Path],
+    tiny_target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wherever it is named from; with other weights it is another benchmark."""
+    monkeypatch.chdir(tmp_path)
+    add_idle_layer(tiny_target_folder, Path("draft"))
+    shutil.copytree(tiny_target_folder, "helper")
+    for helper in ("helper", "./helper", str(tmp_path / "helper")):
+        report = bench(Workspace(recipe), asked(drafts=["draft"], helped_by=helper), tmp_path / "out")
+        assert ran(report) == ["plain", "draft K=2", "draft helped by helper K=2"]
+    shutil.copytree(make_tiny_target(1), "helper", dirs_exist_ok=True)
+    with pytest.raises(OwnershipError, match="a benchmark of other arguments, drafts"):
+        bench(Workspace(recipe), asked(drafts=["draft"], helped_by="helper"), tmp_path / "out")
+
+
+def test_a_helper_that_helps_none_is_refused(
+    recipe: Recipe, asked: Callable[..., BenchSettings], tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    add_idle_layer(tiny_target_folder, tmp_path / "longer")
+    longer, small = str(tmp_path / "longer"), str(tiny_target_folder)
+    with pytest.raises(InputError, match=r"^--helped-by lookup: no small draft here that it could help$"):
+        bench(Workspace(recipe), asked(helped_by="lookup"), tmp_path / "out")
+    with pytest.raises(InputError, match=f"--helped-by {longer}: .*to draft for longer it must have fewer than its"):
+        bench(Workspace(recipe), asked(drafts=[longer], helped_by=longer), tmp_path / "out")
+    report = bench(Workspace(recipe), asked(drafts=[longer, small], helped_by=small), tmp_path / "out")
+    name = tiny_target_folder.name
+    assert ran(report) == ["plain", "longer K=2", f"longer helped by {name} K=2", f"{name} K=2"]
+    assert [one.method for one in report.failures] == [f"{name} helped by {name}"]
+
+
+def test_one_folder_by_several_paths_runs_once(
+    recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    head_of(Workspace(recipe).target, tmp_path / "head")
+    report = bench(Workspace(recipe), asked(drafts=["head", "head/", "./head", str(tmp_path / "head")]), tmp_path / "o")
+    assert ran(report) == ["plain", "head K=2"]
 
 
 def test_one_that_does_not_fit_is_a_line_and_the_others_run(
@@ -240,6 +286,7 @@ def test_the_champion_where_there_is_none(recipe: Recipe, asked: Callable[..., B
         ({"draft_tokens": [2, 65]}, InputError, "--draft-tokens 65: every one must be >= 1 and <= 64"),
         ({"draft_tokens": []}, InputError, "--draft-tokens"),
         ({"batch_sizes": [0]}, InputError, "--batch-size 0"),
+        ({"batch_sizes": [65537]}, InputError, "--batch-size 65537: every one must be >= 1 and <= 65536"),
         ({"max_new_tokens": 1}, InputError, "--max-new-tokens 1: must be >= 2"),
         ({"repeats": 0}, InputError, "--repeats 0"),
         ({"max_prompts": 0}, InputError, "--max-prompts 0"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import heads
 import pytest
+from drafted import add_idle_layer
 
 from draftforge.errors import InputError
 from draftforge.pipeline import talk
@@ -28,12 +29,16 @@ def space(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Pat
 
 
 @pytest.fixture(scope="module")
-def say(space: Workspace, tiny_target_folder: Path) -> Say:
-    """The target is a draft of its own."""
+def longer(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> Path:
+    """A draft that says what the target says: its layers, and one that does nothing."""
+    folder = tmp_path_factory.mktemp("longer") / "longer"
+    add_idle_layer(tiny_target_folder, folder)
+    return folder
 
-    def speak(
-        helped_by: str | None, temperature: float = 0.0, draft: object = tiny_target_folder, **options: object
-    ) -> Spoken:
+
+@pytest.fixture(scope="module")
+def say(space: Workspace, longer: Path) -> Say:
+    def speak(helped_by: str | None, temperature: float = 0.0, draft: object = longer, **options: object) -> Spoken:
         asked = {"rule": None, "draft_tokens": None, "tree": None, "max_new_tokens": 17, "seed": 7, **options}
         return talk.speak(
             space,
@@ -74,6 +79,12 @@ def test_what_cannot_be_helped_or_help_is_refused(say: Say, space: Workspace, tm
         say("lookup", tree="grown")
     with pytest.raises(InputError, match="--helped-by nobody: must be a draft folder or one of the recipe's drafts"):
         say("nobody")
+
+
+def test_a_helper_that_is_not_smaller_is_refused(say: Say, longer: Path, tiny_target_folder: Path) -> None:
+    for helper in (longer, tiny_target_folder):
+        with pytest.raises(InputError, match=f"--helped-by {helper}: has [0-9,]+ parameters; .* must have fewer"):
+            say(str(helper), draft=tiny_target_folder)
 
 
 def test_drafts_that_were_made_for_shorter_texts_are_refused(

@@ -139,7 +139,9 @@ def test_bad_input_is_one_line(
         capsys, *verb, "--domain", "sales"
     )
     assert "--out found.yaml: must end in .json" in fails(capsys, *verb, "--out", "found.yaml")
+    assert "nothing can be written in /" in fails(capsys, *verb, "--out", "/proc/nowhere/mine.json")
     taken.write_text('{"my": "notes"}')
+    assert "taken.json is a file; must be a folder" in fails(capsys, *verb, "--out", f"{taken}/mine.json")
     assert "taken.json: exists and holds no skipped layers; name another file" in fails(
         capsys, *verb, "--out", str(taken)
     )

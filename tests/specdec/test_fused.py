@@ -6,6 +6,7 @@ Liger's kernels need a GPU; here a stand-in computes what they document. Ours ru
 import copy
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from draftforge.specdec import pointwise
+from draftforge.specdec import fused, pointwise
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.fused import _Rotary, fuse
 from draftforge.specdec.models import CausalModel
@@ -95,6 +96,40 @@ def test_a_fused_model_says_what_it_said(family: str) -> None:
 def test_gated_products_of_another_activation_stay() -> None:
     assert not any("MLP" in name for name in fuse(tiny(*SUPPORTED["gemma3"])))  # tanh-GELU
     assert any("MLP" in name for name in fuse(tiny(*SUPPORTED["llama"])))
+
+
+def test_another_activation_is_seen_behind_a_layer_of_zeros_and_on_large_numbers() -> None:
+    family, options = SUPPORTED["gemma3"]
+    silent, loud = tiny(family, options), tiny(family, {**options, "initializer_range": 1.0})
+    nn.init.zeros_(silent.get_decoder().layers[0].mlp.down_proj.weight)
+    for model in (silent, loud):
+        assert not any("MLP" in name for name in fuse(model))
+
+
+def test_a_gated_product_is_tried_at_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = pointwise.gated_silu
+    clipped = lambda gate, up: product(gate, up).clamp(-20, 20)  # noqa: E731
+    monkeypatch.setattr(sys.modules["draftforge.specdec.pointwise"], "gated_silu", clipped)
+    model = tiny(*SUPPORTED["llama"])
+    mlp = model.get_decoder().layers[0].mlp
+    row = torch.linspace(-3, 3, model.config.hidden_size)[None]
+    with torch.no_grad():
+        mlp.up_proj.weight.mul_(10 / mlp.up_proj(row).abs().max() / mlp.act_fn(mlp.gate_proj(row)).abs().max())
+        mlp.gate_proj.weight.abs_()
+    assert not any("MLP" in name for name in fuse(model))
+
+
+def test_kernels_are_tried_where_the_model_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on torch's current device."""
+    entered: list[torch.device] = []
+
+    def current(device: torch.device) -> AbstractContextManager[None]:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(fused, "current", current)
+    fuse(tiny(*SUPPORTED["llama"]))
+    assert entered == [torch.device("cpu")]
 
 
 def test_a_copy_runs_on_its_own_weights() -> None:

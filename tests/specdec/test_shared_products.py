@@ -89,6 +89,70 @@ def test_a_copy_and_moved_weights_are_their_own() -> None:
     torch.testing.assert_close([part.float().detach() for part in doubled], before)
 
 
+def test_a_copy_around_the_same_weights_shares_with_the_first() -> None:
+    layer, x = Layer(True).requires_grad_(False), torch.randn(2, 8)
+    share_products(layer)
+    other = copy.deepcopy(layer, {id(parameter): parameter for parameter in layer.parameters()})
+    assert {vars(part)["shared"] for part in other.children()} == {vars(layer.q_proj)["shared"]}
+    layer.q_proj.weight.mul_(2)
+    found, calls = products(other, x)
+    assert calls == 1
+    torch.testing.assert_close(found, layer(x))
+
+
+def test_a_copy_holds_no_joint_weights() -> None:
+    layer, x = Layer().requires_grad_(False), torch.randn(2, 8)
+    share_products(layer)
+    expected, other = layer(x), copy.deepcopy(layer)
+    assert all(vars(part)["shared"] is None for part in other.children())
+    found, calls = products(other, x)
+    assert calls == 3
+    torch.testing.assert_close(found, expected)
+
+
+def left_over(bias: bool = False) -> tuple[Layer, Tensor]:
+    """A layer whose q is made and not fetched, and what it was made of."""
+    layer, x = Layer(bias).requires_grad_(False), torch.randn(2, 8)
+    share_products(layer)
+    layer.k_proj(x), layer.v_proj(x)
+    return layer, x
+
+
+def test_what_is_left_over_is_made_again_after_a_change() -> None:
+    layer, x = left_over()
+    x.mul_(2)
+    torch.testing.assert_close(layer.q_proj(x), F.linear(x, layer.q_proj.weight))
+    layer, x = left_over()
+    layer.q_proj.weight.mul_(2)
+    torch.testing.assert_close(layer.q_proj(x), F.linear(x, layer.q_proj.weight))
+    layer, x = left_over(bias=True)
+    layer.q_proj.bias = nn.Parameter(torch.ones(12), requires_grad=False)
+    torch.testing.assert_close(layer.q_proj(x), F.linear(x, layer.q_proj.weight, layer.q_proj.bias))
+
+
+def test_what_is_left_over_of_another_mode_is_made_again() -> None:
+    layer = Layer().requires_grad_(False)
+    share_products(layer)
+    x = torch.randn(2, 8, requires_grad=True)
+    with torch.no_grad():
+        layer.k_proj(x)
+    assert layer.q_proj(x).requires_grad
+    x = torch.randn(2, 8)
+    with torch.inference_mode():
+        layer.k_proj(x)
+    assert not layer.q_proj(x).is_inference()
+    with torch.autocast("cpu", torch.bfloat16):
+        layer.k_proj(x)
+    assert layer.q_proj(x).dtype == torch.float32
+
+
+def test_a_bias_alone_that_learns_gets_its_gradient() -> None:
+    layer = Layer(True)
+    share_products(layer)
+    layer.q_proj.weight.requires_grad_(False)
+    assert layer.q_proj(torch.randn(2, 8)).requires_grad
+
+
 def test_layers_that_differ_are_left_alone() -> None:
     layer = Layer()
     layer.k_proj = nn.Linear(9, 4, bias=False)

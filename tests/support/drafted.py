@@ -1,11 +1,14 @@
 """What a draft says when it decodes; and drafts trained by their families on a target's own greedy answers."""
 
+import copy
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from draftforge.data.batches import collate
 from draftforge.specdec.decoder import Request, generate
@@ -25,6 +28,20 @@ from draftforge.train.families.medusa import MedusaFamily, copy_heads
 from draftforge.train.families.shape import layer_fields
 from draftforge.train.rows import LossSettings
 from draftforge.train.settings import EagleSettings, MedusaSettings
+
+
+@torch.no_grad()
+def add_idle_layer(target: Path, folder: Path) -> None:
+    """Write a Llama of one layer more, which does nothing, so that it says what this one says; with its tokenizer."""
+    shutil.copytree(target, folder)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    layers = model.model.layers
+    layers.append(copy.deepcopy(layers[-1]))
+    layers[-1].self_attn.layer_idx = model.config.num_hidden_layers
+    for idle in (layers[-1].self_attn.o_proj, layers[-1].mlp.down_proj):
+        idle.weight.zero_()
+    model.config.num_hidden_layers += 1
+    model.save_pretrained(folder)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from draftforge.data.store import Capture
 from draftforge.errors import InputError
 from draftforge.specdec.formats import read_meta
 from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.shared_products import share_products
 from draftforge.specdec.targets import Target
 from draftforge.train.families.backbone import check_trainable
 from draftforge.train.families.medusa import MedusaFamily
@@ -55,6 +56,16 @@ def test_fresh_adapters_change_nothing_and_share_the_targets_weights(target: Tar
     theirs = {x.data_ptr() for x in target.model.parameters()}
     held = {p.data_ptr() for name, p in trained._backbone._model.named_parameters() if ".lora_" not in name}
     assert held == theirs
+
+
+def test_a_target_that_shares_products_is_held_once_too(load_tiny_target: Callable[[], Target]) -> None:
+    target = load_tiny_target()
+    share_products(target.model)
+    backbone = family_of(target, settings_of())._backbone
+    assert backbone is not None
+    theirs = {id(vars(part)["shared"]) for part in target.model.modules() if "shared" in vars(part)}
+    ours = {id(vars(part)["shared"]) for part in backbone._model.modules() if "shared" in vars(part)}
+    assert ours == theirs and len(ours) == 2 * target.num_layers
 
 
 def test_the_loss_is_divergence_from_the_old_target_and_the_heads_on_the_new(
