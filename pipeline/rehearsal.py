@@ -25,6 +25,7 @@ from .workspace import Workspace
 def rehearse(recipe: Recipe) -> Staleness:
     """Judge, and say what `retrain` would do. Changes nothing in the work folder or in MLflow."""
     with rehearsing(recipe) as space:
+        space.require_whole("a retraining")
         found = judge(space)
         tell(found)
         if not found.stale:

@@ -206,11 +206,14 @@ def trained(space: Workspace, name: str, captured: Stage) -> Stage:
 
 
 def _check_start(space: Workspace, name: str, settings: Settings) -> None:
-    """Whether a fresh draft can be made of the target, and taught by what the capture keeps."""
+    """Whether a fresh draft can be made of the target, or the one to start from is there, and taught by what the
+    capture keeps."""
     with _naming(name):
         check_taught(settings, not space.recipe.capture.top_k)
         if settings.init_from is None:
             family_of(settings).check(settings, lambda: space.target)
+        else:
+            _start(settings, f"drafts.{name}")
 
 
 @contextmanager

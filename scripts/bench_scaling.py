@@ -172,10 +172,12 @@ class Said:
 def main(
     out: Annotated[Path, typer.Argument(help="Work folder; results.json is written there.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value of the recipe.")] = None,
-    prompts: Annotated[list[Path] | None, typer.Option(help="Prompts to train on; may be given again.")] = None,
-    answers: Annotated[Path | None, typer.Option(help="Recorded answers to them.")] = None,
-    gpus: Annotated[list[int] | None, typer.Option(help="Processes of a launch; may be given again.")] = None,
-    stage: Annotated[list[int] | None, typer.Option(help="ZeRO stage; may be given again.")] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(exists=True, help="Prompts to train on; may be given again.")
+    ] = None,
+    answers: Annotated[Path | None, typer.Option(exists=True, help="Recorded answers to them.")] = None,
+    gpus: Annotated[list[int] | None, typer.Option(min=1, help="Processes of a launch; may be given again.")] = None,
+    stage: Annotated[list[int] | None, typer.Option(min=0, max=3, help="ZeRO stage; may be given again.")] = None,
     draft: Annotated[list[str] | None, typer.Option(help="Draft of the recipe; may be given again.")] = None,
     steps: Annotated[int, typer.Option(min=6, help="Of a training that is timed.")] = 40,
     train: Annotated[bool, typer.Option(help="Time trainings.")] = True,
@@ -186,12 +188,16 @@ def main(
     recipe: Annotated[Path, typer.Option(help="What is trained, and how.")] = RECIPE,
 ) -> None:
     """Launch, read what came of it, and show it."""
-    out = out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
     counts, stages, names = sorted(gpus or [1, 2]), sorted(stage or [1, 2, 3]), draft or ["eagle3", "small"]
     sources = [{"kind": "turns", "path": str(path.resolve()), "limit": None} for path in prompts or []]
     given = [f"mix.sources={json.dumps(sources)}"] if sources else []
-    bench = Bench(out, load_recipe(recipe, [*given, *(overrides or [])]), counts)
+    loaded = load_recipe(recipe, [*given, *(overrides or [])])
+    unknown = [name for name in names if name not in loaded.drafts]
+    if unknown:
+        raise typer.BadParameter(f"--draft {unknown[0]}: must be one of {', '.join(loaded.drafts)}")
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(out, loaded, counts)
     bench.results["steps"] = steps
     if capture:
         time_capture(bench)

@@ -243,6 +243,14 @@ def test_libraries_say_nothing_beside_our_line(
     assert progress.startswith("mix: ") and "missing keys" in line
 
 
+def test_a_start_that_is_missing_is_found_before_the_capture(
+    write_recipe: Callable[..., Path], tmp_path: Path, fails: Fails
+) -> None:
+    line = fails(2, "capture", write_recipe(), "drafts.small.init_from=/nowhere")
+    assert line == "error: drafts.small.init_from: /nowhere: no such draft folder"
+    assert not list(tmp_path.rglob("capture-*"))
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

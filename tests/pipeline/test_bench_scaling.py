@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from draftforge.recipe import load_recipe
 
@@ -35,6 +36,16 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--draft", "nobody"], ["--gpus", "0"], ["--stage", "4"], ["--prompts", "gone.jsonl"]]
+)
+def test_what_it_cannot_run_is_refused_before_any_work(
+    script: Callable[[str], ModuleType], tmp_path: Path, wrong: list[str]
+) -> None:
+    found = CliRunner().invoke(script("bench_scaling").app, [str(tmp_path / "out"), *wrong])
+    assert found.exit_code == 2 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -85,6 +85,7 @@ def test_what_needs_the_whole_target_is_refused_first(write_recipe: Write, monke
         verbs.promote,
         lambda recipe: verbs.score(recipe, None),
         lambda recipe: verbs.retrain(recipe, dry_run=False),
+        lambda recipe: verbs.retrain(recipe, dry_run=True),
     ):
         with pytest.raises(InputError, match=r"target\.shard = true: a \w+ needs the target whole"):
             verb(recipe)
