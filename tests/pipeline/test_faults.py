@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import requests
-import torch
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 from torch import Tensor
@@ -77,7 +76,8 @@ class Scene:
         assert after is not None and after.lineage.parent == before.reference
         assert after.lineage.content == self.heir or not exactly
         for name, weight in weights_of(after).items():
-            torch.testing.assert_close(weight, self.weights[name], atol=1e-3, rtol=0)
+            expected = self.weights[name]  # signals are kept in half precision: a last digit of theirs is 5e-4
+            assert float((weight - expected).norm()) <= 1e-2 * float(expected.norm()), name
         assert [path for path in self.work.rglob(".*") if HALF_WRITTEN.fullmatch(path.name)] == []
         (last,) = [run for run in self.runs() if run.info.run_id == after.run_id]
         assert last.info.status == "FINISHED" and not last.data.tags.get(STAGE_TAG)
