@@ -15,7 +15,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,6 +70,8 @@ class FileWeights:
 
 def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     """The model without memory for its parameters; what it computes itself (rotary frequencies) is there."""
+    from accelerate import init_empty_weights
+
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     model.tie_weights()
