@@ -120,7 +120,9 @@ def capture_stage(space: Workspace, mix: Stage, part: Part | None = None) -> Sta
                 _check_start(space, name, settings)
         capture(space.target, mix.folder, recipe.capture, recipe.score.sampling, stage.folder, part, space.crew)
 
-    done: Callable[[], bool] = lambda: is_captured(stage.folder, recipe.capture.budget)  # noqa: E731
+    def done() -> bool:
+        return is_captured(stage.folder, recipe.capture.budget)
+
     _once(space, stage.folder, done, work, "capture", together=True)
     content = content_digest(storage.read_object(stage.folder / CAPTURE_MANIFEST))
     return stage if content is None else Stage(stage.folder, fingerprint.of_json([stage.fingerprint, content]))

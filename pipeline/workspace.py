@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 
 from .. import fingerprint, storage
-from ..errors import CorruptDataError, DraftforgeError, InputError, MissingFileError, OwnershipError
+from ..errors import CorruptDataError, InputError, MissingFileError, OwnershipError, named
 from ..eval.load_fit import CostFit, read_fits
 from ..progress import say
 from ..recipe import Recipe
@@ -164,10 +164,8 @@ class Workspace:
         """What `score.costs.fit` holds. Raises an error that names the field."""
         path = self.recipe.score.costs.fit
         assert path is not None
-        try:
+        with named("score.costs.fit"):
             return read_fits(path)
-        except DraftforgeError as error:
-            raise type(error)(f"score.costs.fit: {error}") from None
 
     @cached_property
     def drafts(self) -> dict[str, Settings]:

@@ -1,4 +1,4 @@
-"""RankCrew that share work which needs no collective: shards to answer, checkpoints to count.
+"""Ranks that share work which needs no collective: shards to answer, checkpoints to count.
 
 The first rank says what there is to do, and every rank takes one piece of it after another, so that all end together
 however fast each is. They talk through a key-value store on the first rank's machine: torchrun's own, or one that the
