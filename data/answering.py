@@ -344,6 +344,7 @@ def _sample(answer: Planned, request: Request, answered: Answered | Recorded) ->
         finish=answered.finish,
         prompt_ids=request.prompt_ids,
         answer_ids=answered.tokens,
+        counts=answer.turn.counts,
     )
 
 

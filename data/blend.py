@@ -10,8 +10,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .. import fingerprint, storage
+from .conversation import Conversation, turns
 from .mix import CONVERSATIONS, MANIFEST, load_manifest, load_mix
 from .split import unit
+from .threads import turn_keys
 
 BLEND = "blend"
 
@@ -19,8 +21,8 @@ BLEND = "blend"
 def to_add(mix: Path, old: Path, share: float, salt: str) -> list[str]:
     """Ids of the old mix's training conversations to add so that at least `share` of all training ones are old ones.
 
-    Those that the new mix has anyway count; none is taken whose cluster it holds out or selects on. Fewer where there
-    are no more.
+    Those that the new mix has anyway count. None is taken whose cluster it holds out or selects on, none that asks a
+    turn which counts there, and none whose every turn it trains on. Fewer where there are no more.
     """
     new = load_mix(mix)
     trained = [one for one in load_mix(old) if one.split == "train"]
@@ -29,8 +31,23 @@ def to_add(mix: Path, old: Path, share: float, salt: str) -> list[str]:
     here = {one.id for one in new}
     shared = sum(one.id in mine for one in trained)
     wanted = math.ceil((share * len(mine) - shared) / (1 - share) - 1e-9)
-    left = [one.id for one in trained if one.id not in here and one.cluster not in judging]
+    judged = {key for one in new if one.split != "train" for key in _counting(one)}
+    taught = {key for one in new if one.split == "train" for key in turn_keys(one)}
+    left = [
+        one.id
+        for one in trained
+        if one.id not in here
+        and one.cluster not in judging
+        and judged.isdisjoint(keys := _counting(one))
+        and not taught.issuperset(keys)
+    ]
     return sorted(left, key=lambda name: (unit("blend", salt, name), name))[: max(0, wanted)]
+
+
+def _counting(conversation: Conversation) -> list[int]:
+    """Keys of the turns that count."""
+    keys = turn_keys(conversation)
+    return [keys[turn.index] for turn in turns(conversation) if turn.counts]
 
 
 def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folder: Path) -> None:

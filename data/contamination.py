@@ -1,8 +1,11 @@
 """Evaluation sets kept out of train, and a second look at the holdout: is anything in it near what drafts train on?"""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from .. import progress
 from ..errors import named
@@ -12,6 +15,7 @@ from .prompt_files import source_of
 from .redact import Redactor
 from .settings import MixSettings
 from .sources import read
+from .threads import NO_TURNS, TurnKeys
 
 
 class EvaluationSet(NamedTuple):
@@ -66,4 +70,34 @@ def holdout_report(
         "near_train": clusters(near_any(members, trained, threshold, "holdout against train")),
         "near_ancestors_train": clusters(near_any(members, before, threshold, "holdout against ancestors")),
         "near_evaluation_sets": {name: clusters(ids) for name, ids in near_sets.items()},
+    }
+
+
+def turn_report(
+    placed: Mapping[str, Known], elsewhere: Mapping[str, Sequence[int]], known: Sequence[Known]
+) -> dict[str, object]:
+    """Turns of the holdout that count, how many of them train or an ancestor's train asks in the very same context, and
+    how many are left out of each split because they are asked elsewhere.
+
+    The second and third are 0: where a turn is seen most, only there it counts.
+    """
+
+    def keys_of(items: Iterable[Known]) -> TurnKeys:
+        return np.concatenate([NO_TURNS, *(item.member.turn_keys for item in items)])
+
+    trained = keys_of(item for item in placed.values() if item.split == "train")
+    before = keys_of(item for item in known if item.split == "train")
+    holdout = {id: item for id, item in placed.items() if item.split == "holdout"}
+    counting = np.concatenate(
+        [NO_TURNS, *(np.delete(item.member.turn_keys, elsewhere[id]) for id, item in holdout.items())]
+    )
+    left_out = Counter({item.split: 0 for item in placed.values()})
+    for id, item in placed.items():
+        left_out[item.split] += len(elsewhere[id])
+    return {
+        "holdout_turns": len(counting),
+        "asked_in_train": int(np.isin(counting, trained).sum()),
+        "asked_in_ancestors_train": int(np.isin(counting, before).sum()),
+        "turns_asked_elsewhere": dict(left_out),
+        "ancestors_without_turns": sum(not len(item.member.turn_keys) for item in known),
     }

@@ -1,12 +1,13 @@
 """What the target is asked: messages, conversations, and the assistant turns in them that it must answer."""
 
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
 from ..specdec.sampling import SamplingSettings
@@ -56,6 +57,8 @@ class Conversation(BaseModel):
     cluster: str
     """Stable id of its near-duplicate cluster; whole clusters fall in one split."""
     split: Split
+    asked_elsewhere: list[int] = Field(default=[], exclude_if=operator.not_)
+    """Turns (0, 1, …) whose very context another conversation asks that stands before this one: they do not count."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Turn:
     """0, 1, … among the answered turns of the conversation."""
     waits_for: int | None
     """The turn whose answer this one's context needs; None: the context is complete."""
+    counts: bool
+    """Whether drafts are trained and scored on it; otherwise it is answered only because later turns wait for it."""
 
     def context(self, answers: Sequence[str] = ()) -> list[Message]:
         """The complete context: `answers` of turns 0 … index-1 are put after their user messages."""
@@ -90,11 +95,18 @@ def turns(conversation: Conversation) -> list[Turn]:
 
     User messages alone are answered one after the other, each in the context of the target's own earlier answers. A
     logged conversation keeps its assistant messages: each that follows a user or tool message is answered again in its
-    logged context, and so is a last user or tool message that has no answer yet.
+    logged context, and so is a last user or tool message that has no answer yet. What is asked elsewhere is left out,
+    unless a later turn waits for it.
     """
     messages = conversation.messages
     ends, waiting = turn_ends(messages)
-    return [Turn(messages[:end], i, i - 1 if waiting and i else None) for i, end in enumerate(ends)]
+    counting = set(range(len(ends))) - set(conversation.asked_elsewhere)
+    last = max(counting, default=-1)
+    return [
+        Turn(messages[:end], i, i - 1 if waiting and i else None, i in counting)
+        for i, end in enumerate(ends)
+        if i in counting or (waiting and i < last)
+    ]
 
 
 def turn_ends(messages: Sequence[Message]) -> tuple[list[int], bool]:

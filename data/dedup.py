@@ -7,8 +7,8 @@ hash of its groups or, where it has none, of its members.
 Its limit: without `known` members, a new member that sorts lower, or one that bridges two clusters, gives the cluster
 another id, and with it perhaps another split. With them (the members of every ancestor's mix, carried on from mix to
 mix as signatures, without text) their placement wins, and of several the one the ancestor saw most of: train before
-selection before holdout. So what an ancestor was trained on, its near-copies and its groups never enter a later
-holdout; a holdout conversation may leave for train when a new one ties it to something trained on.
+selection before holdout. So what an ancestor was trained on, its near-copies, its groups and the parts of its threads
+never enter a later holdout; a holdout conversation may leave for train when a new one ties it to something trained on.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from .. import progress
 from .conversation import SPLITS, Split
+from .threads import NO_TURNS, TurnKeys, wholes
 
 Signature = NDArray[np.uint32]
 SIGNATURE_LENGTH = 128
@@ -39,6 +40,8 @@ class Member(NamedTuple):
     group: str | None
     """Hash of its group's name; None: no group."""
     signature: Signature
+    turn_keys: TurnKeys = NO_TURNS
+    """Of the context of every turn that it asks; none: not known."""
 
 
 class Known(NamedTuple):
@@ -98,6 +101,7 @@ def place(
     Members are visited by id. One that is similar to one kept before is its near-copy and not kept, and joins the
     clusters of all those that it resembles. Similar to known members only, it joins their clusters and is kept.
     `continued`: members that others go on from, with those. They share a cluster, and nothing is a copy of the former.
+    One that a known member goes on from, or that asks the same, joins that one's cluster too.
     """
     continued = continued or {}
     known = sorted(known, key=lambda item: (item.member.id, item.cluster, item.split))
@@ -109,6 +113,10 @@ def place(
     place_of = {member.id: len(known) + i for i, member in enumerate(members)}
     for part, whole in continued.items():
         union.join(place_of[part], place_of[whole])
+    seen_most = sorted(range(len(known)), key=lambda node: SPLITS.index(known[node].split))
+    asked = wholes([one.turn_keys for one in members], [known[node].member.turn_keys for node in seen_most])
+    for new, place_ in asked.items():
+        union.join(len(known) + new, seen_most[place_])
     meets = sharing_a_band([node.signature for node in nodes], threshold)
     index = Index(threshold, int(meets.sum()))
     for node, item in enumerate(known):

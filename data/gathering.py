@@ -77,8 +77,9 @@ class Gathered:
 
     def members(self) -> Iterator[Member]:
         """The contents as clustering sees them."""
+        turns = self._threads.each()
         for number, id in enumerate(self._number_of):
-            yield Member(id, self._groups[number], self._signatures[number])
+            yield Member(id, self._groups[number], self._signatures[number], turns[number])
 
     def add(self, found: Record) -> None:
         """Take one record in."""

@@ -1,7 +1,7 @@
 """The mix: from sources to de-duplicated, redacted, balanced and split conversations, in one folder.
 
     conversations.parquet   what the target is asked, nested values as JSON text
-    members.parquet         signatures and placements of these, their parts and every ancestor's; no text
+    members.parquet         signatures, turns and placements of these, their parts and every ancestor's; no text
     log.parquet             labels of every record that was read, and what became of it; no text
     clusters.parquet        centres of the domains that clustering named, where it named any
     manifest.json           counts, what was left out and redacted, digests of sources and files
@@ -26,7 +26,7 @@ from .. import fingerprint, progress, storage
 from ..errors import CorruptDataError, MissingFileError, named
 from . import clusters
 from .choosing import Margin, half_lives, keep, largest_size, raked
-from .contamination import holdout_report, near_any, read_evaluation_sets
+from .contamination import holdout_report, near_any, read_evaluation_sets, turn_report
 from .conversation import SPLITS, Conversation, Split
 from .dedup import SIGNATURE_LENGTH, Known, Member, Placement, place
 from .gathering import Gathered, gather, sampling_of, strictest
@@ -36,6 +36,7 @@ from .sources import SamplePrompts, input_digests, name_of
 from .split import require_every_split, split_of
 from .spool import Spool
 from .strata import KEYS, SOURCE, Column
+from .threads import NO_TURNS, asked_elsewhere
 
 FORMAT = 2
 CONVERSATIONS, MEMBERS, LOG, MANIFEST = "conversations.parquet", "members.parquet", "log.parquet", "manifest.json"
@@ -55,6 +56,7 @@ _CONVERSATION_SCHEMA = pa.schema(
         ("template_args", pa.string()),
         ("sampling", pa.string()),
         ("max_new_tokens", pa.int64()),
+        ("asked_elsewhere", pa.list_(pa.int32())),
     ]
 )
 _MEMBER_SCHEMA = pa.schema(
@@ -64,6 +66,7 @@ _MEMBER_SCHEMA = pa.schema(
         ("cluster", pa.string()),
         ("split", pa.string()),
         ("signature", pa.binary(4 * SIGNATURE_LENGTH)),
+        ("turn_keys", pa.list_(pa.uint64())),
     ]
 )
 _NESTED = ("messages", "tools", "template_args", "sampling")
@@ -115,6 +118,7 @@ def load_mix(folder: Path) -> list[Conversation]:
     for row in rows:
         for name in _NESTED:
             row[name] = None if row[name] is None else json.loads(row[name])
+        row["asked_elsewhere"] = row.get("asked_elsewhere") or []  # older mixes have no such column
     return [Conversation.model_validate(row) for row in rows]
 
 
@@ -146,8 +150,12 @@ def load_members(folders: Iterable[Path]) -> list[Known]:
     """Placements that earlier mixes hold, their own and those they carry on; each conversation once a placement."""
     known: dict[tuple[str, str, str], Known] = {}
     for row in (row for folder in folders for row in _read_table(folder, MEMBERS).to_pylist()):
-        member = Member(row["id"], row["group"], np.frombuffer(row["signature"], dtype="<u4").astype(np.uint32))
-        known[row["id"], row["cluster"], row["split"]] = Known(member, row["cluster"], row["split"])
+        signature = np.frombuffer(row["signature"], dtype="<u4").astype(np.uint32)
+        keys = row.get("turn_keys")  # not known of the members of older mixes
+        member = Member(row["id"], row["group"], signature, NO_TURNS if not keys else np.array(keys, dtype=np.uint64))
+        placement = (row["id"], row["cluster"], row["split"])
+        if keys or placement not in known:
+            known[placement] = Known(member, row["cluster"], row["split"])
     return list(known.values())
 
 
@@ -191,11 +199,15 @@ class _Mix:
             for n, id in enumerate(ids)
             if id in self.placements or (id in self._continued and self._stands(placed, id) in self.placements)
         }
+        asking = [(item.split, item.member.turn_keys) for item in self.placements.values()]
+        before = [(item.split, item.member.turn_keys) for item in known]
+        self._elsewhere = dict(zip(self.placements, asked_elsewhere(asking, before)))
         stay = self.placements.values()
         require_every_split([item.split for item in stay], [item.cluster for item in stay], settings)
         self._fates = self._fates_of(placed, barred)
         self._near_sets_told = {name: len(found) for name, found in near_sets.items()}
         self._report = holdout_report(self._seen, known, near_sets, settings.near_threshold)
+        self._report |= turn_report(self.placements, self._elsewhere, known)
 
     def _stands(self, placed: Mapping[str, Placement], id: str) -> str:
         """The conversation that stands for this one: the longest that goes on from it, or what that is a copy of."""
@@ -304,6 +316,7 @@ class _Mix:
             max_new_tokens=max_new_tokens,
             cluster=item.cluster,
             split=item.split,
+            asked_elsewhere=self._elsewhere[record.id],
         )
 
     def told(self) -> dict[str, Any]:
@@ -341,6 +354,7 @@ def _sources_told(settings: MixSettings, digests: Mapping[str, str], gathered: G
 
 def _row(conversation: Conversation) -> dict[str, Any]:
     row = conversation.model_dump(mode="json")
+    row["asked_elsewhere"] = conversation.asked_elsewhere
     row["messages"] = [message.model_dump(exclude_none=True) for message in conversation.messages]
     for name in _NESTED:
         row[name] = None if row[name] is None else json.dumps(row[name], ensure_ascii=False)
@@ -352,7 +366,8 @@ def _member_rows(seen: Mapping[str, Known], known: Sequence[Known]) -> Iterator[
     rest = [item for item in known if item.member.id not in seen]
     for item in sorted([*seen.values(), *rest], key=lambda item: (item.member.id, item.cluster, item.split)):
         placement = {"cluster": item.cluster, "split": item.split}
-        yield {**item.member._asdict(), **placement, "signature": item.member.signature.astype("<u4").tobytes()}
+        signature, keys = item.member.signature.astype("<u4").tobytes(), item.member.turn_keys.tolist()
+        yield {**item.member._asdict(), **placement, "signature": signature, "turn_keys": keys}
 
 
 def _write_table(path: Path, rows: Iterator[Mapping[str, Any]], schema: pa.Schema) -> None:

@@ -53,6 +53,8 @@ class Sample:
     prompt_ids: list[int]
     answer_ids: list[int]
     """The stop token included."""
+    counts: bool = True
+    """Whether drafts are trained and scored on it; otherwise it is there for the turns that waited for it."""
 
 
 class _Place(NamedTuple):
@@ -103,7 +105,7 @@ def check_shard(folder: Path, record: dict[str, Any], content: bool = True) -> N
 
 
 def _record(sample: Sample) -> dict[str, Any]:
-    names = ("id", "conversation", "turn", "cluster", "domain", "split", "max_new_tokens", "finish")
+    names = ("id", "conversation", "turn", "cluster", "domain", "split", "max_new_tokens", "finish", "counts")
     return {**{name: getattr(sample, name) for name in names}, "sampling": sample.sampling.model_dump()}
 
 
@@ -185,10 +187,10 @@ class Capture:
             )
 
     def samples(self, split: Split) -> list[Sample]:
-        """All samples of a split, shard by shard, in a fixed order."""
+        """All samples of a split that count, shard by shard, in a fixed order."""
         if split not in self._samples:
             shards = [record for record in self.manifest["shards"] if record["split"] == split]
-            self._samples[split] = [sample for record in shards for sample in self._read(record["name"])]
+            self._samples[split] = [one for record in shards for one in self._read(record["name"]) if one.counts]
         return self._samples[split]
 
     def logp(self, sample: Sample) -> Tensor:

@@ -15,6 +15,12 @@ from .stages import mix_stage
 from .workspace import Workspace
 
 _MOST_ROWS = 12
+_TURNS = {
+    "holdout_turns": "turns in the holdout",
+    "asked_in_train": "of them asked in this mix's train",
+    "asked_in_ancestors_train": "of them asked in an ancestor's train",
+    "ancestors_without_turns": "ancestors' conversations whose turns are not known",
+}
 _NOT_TIMED = {"untimed": "without times", "zero_length": "of no length", "skewed": "ended before they started"}
 
 
@@ -170,8 +176,13 @@ def _contamination(found: Profile) -> Table:
         ["of them near an ancestor's train", str(told["near_ancestors_train"])],
         *([f"of them near {name}", str(count)] for name, count in told["near_evaluation_sets"].items()),
         *([f"conversations near {name}", str(count)] for name, count in told["near_conversations"].items()),
+        *([words, str(told[name])] for name, words in _TURNS.items() if name in told),
+        *(
+            [f"turns of {split} that count elsewhere", str(count)]
+            for split, count in told.get("turns_asked_elsewhere", {}).items()
+        ),
     ]
-    return Table("The holdout", [["what", "count"], *rows], "the second and third must be 0")
+    return Table("The holdout", [["what", "count"], *rows], "what is near a train, or asked in one, must be 0")
 
 
 def _clusters(found: Profile) -> list[Table]:

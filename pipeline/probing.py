@@ -5,13 +5,16 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from .. import fingerprint
 from ..data.capture import capture_conversations
-from ..data.conversation import Conversation
+from ..data.conversation import Conversation, turns
 from ..data.mending import mend
+from ..data.mix import load_members
 from ..data.split import unit
+from ..data.threads import Asking, asked_elsewhere, turn_keys
 from ..eval.plans import Drafting
 from ..eval.score import Identity
 from ..eval.select import serving
@@ -28,11 +31,18 @@ def new_conversations(
     space: Workspace, version: Version, mix: Sequence[Conversation], known: Collection[str]
 ) -> list[Conversation]:
     """Conversations of a mix that a version's own mix (ids `known`) does not have and that lie near nothing that it or
-    an ancestor was trained on: as new to it as its holdout was."""
+    an ancestor was trained on, without turns that one of them was trained on: as new to it as its holdout was."""
     trained: set[str] = set()
     for one in (version, *ancestors(space.tracking, version)):
         trained |= training_clusters(space.tracking, one)
-    return [one for one in mix if one.id not in known and cluster_digest(one.cluster) not in trained]
+    fresh = [one for one in mix if one.id not in known and cluster_digest(one.cluster) not in trained]
+    folder = space.folder("mix", version.lineage.mix_fingerprint)
+    members = load_members([folder] if folder.is_dir() else [])
+    before: list[Asking] = [(one.split, one.member.turn_keys) for one in members if one.split == "train"]
+    asking: list[Asking] = [(HOLDOUT_SPLIT, np.array(turn_keys(one), dtype=np.uint64)) for one in fresh]
+    left_out = asked_elsewhere(asking, before)
+    found = [one.model_copy(update={"asked_elsewhere": places}) for one, places in zip(fresh, left_out)]
+    return [one for one in found if turns(one)]
 
 
 def sample(space: Workspace, conversations: Sequence[Conversation], first: Collection[str] = ()) -> list[Conversation]:
@@ -46,7 +56,7 @@ def answered(space: Workspace, conversations: Sequence[Conversation]) -> Stage:
     """The target's answers to them at the scored sampling settings, in a folder that the next probe replaces."""
     recipe, target = space.recipe, space.target
     inputs = [
-        [(one.id, one.cluster) for one in conversations],
+        [(one.id, one.cluster, one.asked_elsewhere) for one in conversations],
         recipe.capture.identity(),
         [sampling.model_dump() for sampling in recipe.score.sampling],
         [target.fingerprint, str(target.dtype)],

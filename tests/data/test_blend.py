@@ -74,3 +74,33 @@ def test_a_cluster_that_the_new_mix_judges_on_is_left_out(tmp_path: Path) -> Non
     judging = {one.cluster for one in load_mix(new) if one.split != "train"}
     taken = set(to_add(new, old, 0.9, SALT))
     assert not {one.id for one in load_mix(old) if one.cluster in judging} & taken and clusters
+
+
+def test_no_turn_that_the_new_mix_judges_on_is_added(tmp_path: Path) -> None:
+    """Without the inheritance that would have left these turns out: the old mix holds the threads' beginnings."""
+
+    def thread(number: int, turns: int) -> list[dict[str, str]]:
+        words = [f"{topic} {number * step}" for step, topic in enumerate(["red", "green", "blue", "white", "grey"], 7)]
+        return [
+            {"role": role, "content": f"{role} {turn} " + " ".join(words[turn:] + words[:turn])}
+            for turn in range(turns)
+            for role in ("user", "assistant")
+        ]
+
+    def built(name: str, turns: int, salt: str) -> Path:
+        lines = [json.dumps({"domain": "d", "messages": thread(number, turns)}) for number in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        source = {"kind": "messages", "path": f"{name}.jsonl"}
+        build_mix(
+            MixSettings.model_validate({"sources": [source], "salt": salt, "near_threshold": 0.99}),
+            tmp_path,
+            tmp_path / name,
+        )
+        return tmp_path / name
+
+    old, new = built("old", 2, "a"), built("new", 5, "b")
+    starts = {one.messages[0].content: one.split for one in load_mix(new)}
+    added = {one.id: starts[one.messages[0].content] for one in load_mix(old) if one.id in to_add(new, old, 0.9, SALT)}
+    assert added == {}  # of the others, train asks every turn
+    one, *_ = [one for one in load_mix(old) if one.split == "train" and starts[one.messages[0].content] == "holdout"]
+    assert one.id not in to_add(new, old, 0.9, SALT)

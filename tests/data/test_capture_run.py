@@ -85,6 +85,23 @@ def test_each_turn_is_answered_once_per_setting(run: Capturing) -> None:
     assert all(len(sample.answer_ids) <= sample.max_new_tokens for sample in train.values())
 
 
+def test_what_counts_elsewhere_is_not_asked_or_does_not_count(run: Capturing) -> None:
+    """Drafts see the same answers of the other turns, with the same signals, as if all counted."""
+    left_out = {"dialogue": [0], "logged": [0], "held": [0]}
+    gone_from: dict[Split, set[str]] = {"train": {"dialogue/0", "logged/0"}, "selection": set(), "holdout": {"held/0"}}
+    fewer = [one.model_copy(update={"asked_elsewhere": left_out.get(one.id, [])}) for one in MIX]
+    every, found = run(), run(fewer, name="fewer")
+    for split, gone in gone_from.items():
+        kept = {sample.id: sample for sample in every.samples(split) if sample.id.rpartition("/")[0] not in gone}
+        assert {sample.id: sample for sample in found.samples(split)} == kept
+        for sample in kept.values():
+            torch.testing.assert_close(found.logp(sample), every.logp(sample), atol=1e-4, rtol=1e-4)
+    answers, fewer_answers = (sum(shard["samples"] for shard in one.manifest["shards"]) for one in (every, found))
+    assert fewer_answers == answers - 1  # later turns of the others wait for theirs
+    plain = MIX[0].model_dump()
+    assert "asked_elsewhere" not in plain  # what a capture of an older version was made from is the same today
+
+
 def test_signals_are_those_of_a_teacher_forced_pass(run: Capturing, target: Target) -> None:
     found = run()
     for sample in found.samples("train"):

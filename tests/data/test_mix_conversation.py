@@ -39,6 +39,14 @@ def test_greetings_and_doubled_answers_are_not_answered() -> None:
     assert [len(turn.messages) for turn in found] == [2]
 
 
+def test_what_is_asked_elsewhere_is_left_out_unless_a_later_turn_waits_for_it() -> None:
+    logged = talk("user", "assistant", "user", "assistant", "user").model_copy(update={"asked_elsewhere": [0, 1]})
+    assert [(turn.index, turn.waits_for, turn.counts) for turn in turns(logged)] == [(2, None, True)]
+    asked = talk("user", "user", "user").model_copy(update={"asked_elsewhere": [0, 2]})
+    assert [(turn.index, turn.waits_for, turn.counts) for turn in turns(asked)] == [(0, None, False), (1, 0, True)]
+    assert turns(asked.model_copy(update={"asked_elsewhere": [0, 1, 2]})) == []
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tiny_target_folder: Any) -> Any:
     return AutoTokenizer.from_pretrained(tiny_target_folder)

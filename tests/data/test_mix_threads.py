@@ -3,17 +3,32 @@
 import json
 import random
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from draftforge.data.conversation import Conversation, Message, turns
+from draftforge import fingerprint, storage
+from draftforge.data.conversation import SPLITS, Conversation, Message, Split, turns
 from draftforge.data.dedup import Member, place, signature
-from draftforge.data.mix import build_mix, load_log, load_manifest, load_members, load_mix
+from draftforge.data.mix import (
+    CONVERSATIONS,
+    MANIFEST,
+    MEMBERS,
+    build_mix,
+    load_log,
+    load_manifest,
+    load_members,
+    load_mix,
+)
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings
-from draftforge.data.threads import Threads
+from draftforge.data.threads import Asking, Threads, asked_elsewhere
 
 WORDS = [f"word{i}" for i in range(500)]
 TOOLS = [{"type": "function", "function": {"name": "find"}}]
@@ -162,3 +177,112 @@ def test_conversations_keep_their_own_sampling_and_domain(tmp_path: Path) -> Non
     assert {(one.domain, one.sampling and one.sampling.temperature, one.max_new_tokens) for one in mix} == {
         ("d3", 0.3, 3)
     }
+
+
+def asked(conversations: Iterable[Conversation], counting: bool = True) -> list[str]:
+    """Contexts that the target is asked, of the turns that count or of all."""
+    return [
+        json.dumps([message.model_dump(exclude_none=True) for message in turn.messages])
+        for one in conversations
+        for turn in turns(one if counting else one.model_copy(update={"asked_elsewhere": []}))
+        if turn.counts
+    ]
+
+
+def leaks(folder: Path, before: Path | None = None) -> int:
+    """Contexts that holdout or selection counts and that were trained on."""
+    mix = load_mix(folder)
+    taught = {*asked(one for one in mix if one.split == "train")}
+    if before is not None:
+        taught |= {*asked(one for one in load_mix(before) if one.split == "train")}
+    return sum(context in taught for context in asked(one for one in mix if one.split != "train"))
+
+
+def forked(i: int, **more: Any) -> list[Line]:
+    """Two threads of four turns with the first two in common."""
+    start = thread(i, 2)
+    return [
+        {
+            "messages": start
+            + [{"role": role, "content": words(i, fork, t, role)} for t in "yz" for role in ("user", "assistant")],
+            "domain": "chat",
+            **more,
+        }
+        for fork in "ab"
+    ]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_turn_that_forks_share_counts_once(tmp_path: Path, grouped: bool) -> None:
+    lines = [line for i in range(60) for line in forked(i)]
+    for number, line in enumerate(lines):  # a group binds within its domain only
+        line |= {"domain": f"d{number % 2}", "group": f"t{number // 2}"} if grouped else {}
+    folder = build(tmp_path, lines, selection_share=0.2, holdout_share=0.2)
+    mix, report = load_mix(folder), load_manifest(folder)["contamination"]
+    contexts = asked(mix)
+    assert len(mix) == 120 and leaks(folder) == 0
+    assert len(contexts) == len(set(contexts)) and set(contexts) == {*asked(mix, counting=False)}
+    assert sum(report["turns_asked_elsewhere"].values()) == 120 and report["asked_in_train"] == 0
+    held = [one for one in mix if one.split == "holdout"]
+    assert report["holdout_turns"] == len(asked(held)) and report["turns_asked_elsewhere"]["holdout"] > 0
+    assert all({2, 3} <= {turn.index for turn in turns(one)} for one in mix)  # its own last turns
+
+
+def test_a_thread_that_an_ancestor_trained_on_the_beginning_of_is_judged_by_the_rest(tmp_path: Path) -> None:
+    short = build(tmp_path, [{"messages": thread(i, 2), "domain": "chat"} for i in range(80)], "short")
+    lines = [{"messages": thread(i, 10), "domain": "chat"} for i in range(80)]
+    folder = build(tmp_path, lines, "grown", [short], salt="other", holdout_share=0.3)
+    report = load_manifest(folder)["contamination"]
+    assert leaks(folder, short) == 0 == report["asked_in_ancestors_train"]
+    assert report["turns_asked_elsewhere"]["holdout"] > 0 == report["turns_asked_elsewhere"]["train"]
+    taught = {one.messages[0].content: one.split for one in load_mix(short)}
+    for one in load_mix(folder):
+        seen = SPLITS.index(taught[one.messages[0].content]) < SPLITS.index(one.split)
+        assert one.asked_elsewhere == ([0, 1] if seen else [])
+    assert leaks(build(tmp_path, lines, "alone", salt="other", holdout_share=0.3), short) > 0  # what would leak
+
+
+def test_a_part_of_a_thread_that_an_ancestor_has_is_placed_with_it(tmp_path: Path) -> None:
+    whole = build(tmp_path, [{"messages": thread(i, 10), "domain": "chat"} for i in range(80)], "whole")
+    parts = build(tmp_path, [{"messages": thread(i, 2), "domain": "chat"} for i in range(80)], "parts", [whole])
+    first, later = [{one.messages[0].content: one.split for one in load_mix(folder)} for folder in (whole, parts)]
+    assert later == first and leaks(parts, whole) == 0
+    assert sum(load_manifest(parts)["contamination"]["turns_asked_elsewhere"].values()) == 0
+
+
+def test_a_mix_of_before_turns_were_kept_is_an_ancestor_all_the_same(tmp_path: Path) -> None:
+    lines = [{"messages": thread(i, 2), "domain": "chat"} for i in range(60)]
+    old = build(tmp_path, lines, "old")
+    for name, column in [(CONVERSATIONS, "asked_elsewhere"), (MEMBERS, "turn_keys")]:
+        pq.write_table(pq.read_table(old / name).drop_columns([column]), old / name)
+    manifest = load_manifest(old)
+    manifest["files"] |= {name: fingerprint.of_file(old / name) for name in (CONVERSATIONS, MEMBERS)}
+    storage.write_json(old / MANIFEST, manifest)
+    assert {tuple(one.asked_elsewhere) for one in load_mix(old)} == {()}
+    folder = build(tmp_path, [*lines, *replayed(99)], "new", [old])
+    assert load_manifest(folder)["contamination"]["ancestors_without_turns"] == 60
+    assert {one.id: one.split for one in load_mix(old)}.items() <= {
+        one.id: one.split for one in load_mix(folder)
+    }.items()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(SPLITS), st.lists(st.integers(0, 5), unique=True)), max_size=8),
+    st.integers(0, 4),
+)
+def test_where_a_turn_counts_equals_a_plain_walk(found: list[tuple[Split, list[int]]], own: int) -> None:
+    """In the order of splits, then of conversations: the first that asks a turn keeps it, unless an ancestor had it."""
+    items: list[Asking] = [(split, np.array(keys, dtype=np.uint64)) for split, keys in found]
+    asking, before = items[own:], items[:own]
+    seen = {
+        key: min(SPLITS.index(s) for s, keys in found[:own] if key in keys) for _, keys in found[:own] for key in keys
+    }
+    expected: list[list[int]] = [[] for _ in asking]
+    taken = set[int]()
+    for at in sorted(range(len(asking)), key=lambda at: (SPLITS.index(asking[at][0]), at)):
+        split, keys = found[own + at]
+        for turn, key in enumerate(keys):
+            if key in taken or seen.get(key, 9) < SPLITS.index(split):
+                expected[at].append(turn)
+            taken.add(key)
+    assert asked_elsewhere(asking, before) == expected

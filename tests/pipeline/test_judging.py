@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from draftforge import fingerprint, storage
 from draftforge.cli import main
+from draftforge.data.conversation import Message
 from draftforge.pipeline import judging, probing
 from draftforge.pipeline import retrain as retraining
 from draftforge.pipeline.distill import distill
@@ -91,6 +92,11 @@ def test_a_probe_holds_nothing_that_was_trained_on(distilled: Path, tmp_path: Pa
     unseen = probing.new_conversations(space, version, mix, known=())
     assert {one.split for one in unseen} == {"selection", "holdout"} and len(unseen) < len(mix)
     assert probing.new_conversations(space, version, mix, known={one.id for one in mix}) == []
+    (taught, *_) = (one for one in mix if one.split == "train")
+    reply = [Message(role="assistant", content="Done."), Message(role="user", content="And now?")]
+    grown = taught.model_copy(update={"id": "grown", "cluster": "grown", "messages": [taught.messages[0], *reply]})
+    (probed,) = probing.new_conversations(space, version, [grown], known=())
+    assert probed.asked_elsewhere == [0]  # the champion was trained on how the thread begins
     few = small(distilled).retrain.model_copy(update={"probe_conversations": 3})
     three = Workspace(space.recipe.model_copy(update={"retrain": few}))
     chosen = probing.sample(three, unseen, first={unseen[-1].id})
