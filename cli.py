@@ -478,6 +478,7 @@ def generate(
 def bench(
     recipe: RecipeFile,
     overrides: Overrides = None,
+    draft_device: DraftDevice = None,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -525,7 +526,7 @@ def bench(
 
     Example: draftforge bench configs/demo.yaml --prompts prompts.jsonl --draft small --draft lookup -k 2,4 -b 1,8
     """
-    loaded = _load(recipe, overrides)
+    loaded = _load(recipe, [*(overrides or []), *_on(draft_device)])
     from .pipeline import verbs
 
     verbs.bench(

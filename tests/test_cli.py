@@ -87,7 +87,7 @@ def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(read=lambda: "from a pipe"))
     assert run("generate", "r.yaml", "-") == 0
     assert calls.pop()[1] == (recipe, "from a pipe")
-    for verb, *asked in (("score",), ("generate", "Hello you")):
+    for verb, *asked in (("score",), ("generate", "Hello you"), ("bench",)):
         assert run(verb, "r.yaml", *asked, "seed=1", "--draft-device", "cuda:1") == 0
         assert calls.pop()[1][0] == ("recipe", "r.yaml", ["seed=1", "score.draft_device=cuda:1"])
     assert run("fetch", "out", "--target", "owner/model", "--workdir", "w") == 0
