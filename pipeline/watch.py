@@ -19,7 +19,12 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from ..errors import InputError
 from ..progress import say
 
-MEANINGS = {0: "up to date, or promoted", 4: "another one runs", 5: "the new draft was refused"}
+MEANINGS = {
+    0: "up to date, or promoted",
+    4: "another one runs",
+    5: "the new draft was refused",
+    6: "promotion.command failed; the promotion stands",
+}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _JOB = "retrain"
 _TICK_SECONDS = 1.0

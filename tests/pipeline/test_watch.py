@@ -207,6 +207,7 @@ def test_a_start_that_fails_is_said_and_tried_again(
         (0, "up to date, or promoted"),
         (5, "the new draft was refused"),
         (4, "another one runs"),
+        (6, "promotion.command failed; the promotion stands"),
         (3, "failed; the champion is untouched"),
         (-9, "killed by signal 9"),
     ],
