@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class TargetSettings(BaseModel):
     """A causal language model as it is served."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     model: str = Field(min_length=1)
     """Local folder, .gguf file, hub id, or `models:/name/version` (resolved before loading)."""

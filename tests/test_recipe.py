@@ -337,6 +337,13 @@ def test_the_schema_describes_its_keys() -> None:
     schema = recipe.schema()
     assert set(schema["required"]) == {"name", "target", "mix", "drafts"}
     assert schema["properties"]["workdir"]["description"].startswith("Where everything is written")
+    bare = [
+        f"{section}.{key}"
+        for section, node in schema["$defs"].items()
+        for key, value in node.get("properties", {}).items()
+        if "description" not in value and "const" not in value
+    ]
+    assert not bare
 
 
 @pytest.mark.parametrize(
