@@ -1,0 +1,82 @@
+"""The pages: every link leads somewhere, every recipe in them loads, every command line is one that there is."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from draftforge import cli
+from draftforge.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+REST = {
+    "name": "rest",
+    "target": {"model": "./target"},
+    "mix": {"sources": [{"kind": "prompts", "path": "log.txt"}]},
+    "drafts": {"small": {"family": "small", "layers": 2}},
+}
+"""What a piece of a recipe leaves out."""
+
+
+def blocks(language: str) -> Iterator[tuple[str, str]]:
+    """Fenced blocks: page, text."""
+    for page in PAGES:
+        for text in re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M):
+            yield page.name, text
+
+
+def recipes() -> Iterator[Any]:
+    for page, text in blocks("yaml"):
+        raw = yaml.safe_load(text)
+        if isinstance(raw, list) and "kind" in raw[0]:
+            raw = {"mix": {"sources": raw}}
+        if isinstance(raw, dict) and "litellm_settings" not in raw:
+            yield pytest.param(raw, id=f"{page}: {' '.join(raw)}")
+
+
+def commands() -> Iterator[Any]:
+    """Lines of blocks that call draftforge, by its name or by its module, without what a shell or a reader reads."""
+    for page, text in blocks("(?:bash)?"):
+        for line in text.replace("\\\n", " ").splitlines():
+            said = re.match(r"(?:\$ |\.venv/bin/)?draftforge ([a-z].*)|.*-m draftforge\.cli (.*)", line.strip())
+            if said and "[" not in (words := said[1] or said[2]):
+                yield pytest.param(shlex.split(words, comments=True), id=f"{page}: {words[:60]}")
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        place, _, heading = link.partition("#")
+        found = (page.parent / place).resolve() if place else page
+        there = place.startswith("http") or (found.exists() and (not heading or heading in anchors(found)))
+        lost += [] if there else [link]
+    assert not lost
+
+
+@pytest.mark.parametrize("raw", recipes())
+def test_every_recipe_loads(raw: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    whole = {**REST, **{key: {**REST.get(key, {}), **value} if key == "mix" else value for key, value in raw.items()}}
+    path.write_text(yaml.safe_dump(whole))
+    assert load_recipe(path).name
+
+
+@pytest.mark.parametrize("words", commands())
+def test_every_command_line_is_one_that_there_is(words: list[str]) -> None:
+    command = typer.main.get_command(cli.app)
+    while hasattr(command, "commands"):
+        assert words[0] in command.commands, f"no such command: {words[0]}"
+        command, words = command.commands[words[0]], words[1:]
+    command.make_context(command.name or "", list(words))
