@@ -7,10 +7,13 @@ ancestors.json        by target: mixes of the champions that its drafts started 
 mix-<12 hex>/  capture-<12 hex>/  train-<draft>-<12 hex>/  score-<12 hex>/   one folder a fingerprint
 probe-<12 hex>/       answers that the last look at the champion took
 skip-<12 hex>/        what sets of skipped layers were worth on some answers; skip-layers*.json: the best ones
+bench-<12 hex>/       a benchmark on prompts of one's own
+exports/              drafts as they are registered
+staleness.json        the last look at the champion
 costs/                measured times, shared by all checkpoints of a shape
 models/               what came from the registry
 hooks/                what the operator's command was told after promotions and rollbacks
-mlflow.db, artifacts/ the registry, unless the recipe or the environment names a server
+mlflow.db, mlflow-artifacts/   the registry, unless the recipe or the environment names a server
 """
 
 import os
