@@ -1,4 +1,4 @@
-"""Our decoder beside transformers' own, on prompts of your own: plain, with drafts, in batches, and by replay.
+r"""Our decoder beside transformers' own, on prompts of your own: plain, with drafts, in batches, and by replay.
 
     python scripts/bench_decoder.py TARGET OUT.json --draft small=FOLDER --draft eagle3=FOLDER --draft lookup \
         --prompts gsm8k.jsonl --prompts mt_bench.jsonl --max-prompts 64

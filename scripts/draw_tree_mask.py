@@ -8,7 +8,7 @@ from the decoder's own code: a TreeBatch, a step of a KVCache, and the verdict o
 Shapes: N drafted nodes, M = N + 1 entries of the pass (the last token, the nodes), L cached positions.
 """
 
-import sys
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -190,4 +190,6 @@ def main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else FILE)
+    parser = argparse.ArgumentParser(description="Draw a tree and its mask.")
+    parser.add_argument("file", type=Path, nargs="?", default=FILE, help="where; default: docs/tree-mask.svg")
+    main(parser.parse_args().file)

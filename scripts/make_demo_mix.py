@@ -5,10 +5,10 @@ Usage: python scripts/make_demo_mix.py [FOLDER]
 Slots are filled by hashes of the template's name, so that another template changes no line but its own.
 """
 
+import argparse
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,4 +68,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else DEMO)
+    parser = argparse.ArgumentParser(description="Write the demo mix.")
+    parser.add_argument("folder", type=Path, nargs="?", default=DEMO, help="where; default: configs/demo")
+    main(parser.parse_args().folder)
