@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.store.artifact.models_artifact_repo import REGISTERED_MODEL_META_FILE_NAME
 
 from .. import storage
 from ..errors import FormatError, InputError, LostFilesError, MissingFileError, RegistryError
@@ -91,7 +92,8 @@ def download_verified(
 
     `beside`: names of files that may lie there too, and stay there.
     """
-    stored = {name: size for name, size in stored_files(tracking, uri).items() if name not in beside}
+    others = {*beside, REGISTERED_MODEL_META_FILE_NAME} - set(digests)  # MLflow leaves that where it loads a version
+    stored = {name: size for name, size in stored_files(tracking, uri).items() if name not in others}
     if odd := _odd_name(stored, digests):
         raise LostFilesError(f"{uri}/{odd}")
     download(tracking, uri, stored, into)

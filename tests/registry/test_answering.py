@@ -5,12 +5,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import mlflow
 import pandas as pd
 import pytest
 import yaml
 from mlflow.models.utils import _enforce_params_schema
+from mlflow.store.artifact.models_artifact_repo import REGISTERED_MODEL_META_FILE_NAME
 from mlflow.types import DataType, ParamSchema, ParamSpec
 from trained import Trained
 from transformers import AutoTokenizer
@@ -187,6 +189,17 @@ def _registered_again(pair: Pair) -> Version:
     with start_run(pair.tracking, "again") as run:
         settings = TargetSettings(model="elsewhere")
         return register_version(pair.tracking, run.id, pair.draft, lineage_of(pair.target.fingerprint), ["c"], settings)
+
+
+def test_a_draft_that_mlflow_loaded_is_still_what_was_registered(pair: Pair, tmp_path: Path) -> None:
+    pair.load()
+    assert (place_of(pair) / REGISTERED_MODEL_META_FILE_NAME).is_file()  # MLflow's, in the store itself
+    fetch(pair.tracking, pair.target.fingerprint, tmp_path / "fetched")
+    assert not (tmp_path / "fetched" / REGISTERED_MODEL_META_FILE_NAME).exists()
+
+
+def place_of(pair: Pair) -> Path:
+    return Path(unquote(urlsplit(pair.version.source).path))
 
 
 def test_the_same_draft_is_wrapped_the_same_way(tmp_path: Path) -> None:
