@@ -1,18 +1,15 @@
 """A capture from a real vLLM, served and in its own process, against ours: float32, on a CPU. `make test-vllm`."""
 
 import json
-import os
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 from captures import orders
+from vllm_served import VLLM, environment, served
 
 from draftforge.data.backend_settings import VllmBackend
 from draftforge.data.capture import capture_conversations
@@ -25,7 +22,6 @@ from draftforge.specdec.targets import Target
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
-VLLM = Path(os.environ.get("VLLM_VENV", ROOT / ".cache" / "vllm")) / "bin" / "python"
 SETTINGS = CaptureSettings(
     max_new_tokens=24, batch_size=4, top_k=16, tail_samples=4, store_dtype="float32", shard_samples=6
 )
@@ -46,54 +42,13 @@ def ours(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Capture:
     return Capture.open(folder)
 
 
-def environment() -> dict[str, str]:
-    if not VLLM.is_file():
-        pytest.skip(f"no vLLM at {VLLM}: `make test-vllm` builds it")
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return own | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-
-
 @pytest.fixture(scope="module")
 def url(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of the tiny target."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = {
-        "model": tiny_target_folder,
-        "served-model-name": "tiny",
-        "dtype": "float32",
-        "max-model-len": 256,
-        "max-num-seqs": 4,
-        "max-logprobs": SETTINGS.top_k,
-        "host": "127.0.0.1",
-        "port": port,
-        "api-key": "a-key",
-    }
-    named = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
-    command = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *named]
     log = tmp_path_factory.mktemp("server") / "log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, env=environment(), stdout=stream, stderr=subprocess.STDOUT)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        wait_until_healthy(address, process, log)
+    about = {"served_model_name": "tiny", "api_key": "a-key", "max_model_len": 256, "max_logprobs": SETTINGS.top_k}
+    with served(tiny_target_folder, log, **about) as address:
         yield address
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def wait_until_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(300):
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            if requests.get(f"{address}/health", timeout=2).status_code == 200:
-                return
-        except requests.RequestException:
-            pass
-        time.sleep(1)
-    raise AssertionError(log.read_text()[-4000:])
 
 
 def check(found: Capture, ours: Capture) -> None:

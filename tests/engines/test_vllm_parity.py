@@ -5,7 +5,6 @@ vLLM lives in an environment of its own (scripts/make_vllm_venv.sh), so each eng
 
 import itertools
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from drafted import fit, fresh_family, save, talks
 from trained import PROMPTS, SEED, Trained, sentences
+from vllm_served import VLLM, environment
 
 from draftforge.specdec.counting import EngineRound, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Request, generate
@@ -26,7 +26,6 @@ from draftforge.train.settings import BackboneSettings, EagleSettings, MedusaSet
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
-VLLM = Path(os.environ.get("VLLM_VENV", ROOT / ".cache" / "vllm")) / "bin" / "python"
 METHODS = {
     "small": "draft_model",
     "medusa": "medusa",
@@ -42,13 +41,10 @@ STOPS = (".", ",")
 
 
 def vllm_answers(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    if not VLLM.is_file():
-        pytest.skip(f"no vLLM at {VLLM}: `make test-vllm` builds it")
     (folder / "job.json").write_text(json.dumps(job))
     files = [ROOT / "tests" / "engines" / "vllm_driver.py", folder / "job.json", folder / "result.json"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [VLLM, *files], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        [VLLM, *files], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
     )
     assert done.returncode == 0, done.stdout.decode()[-4000:]
     return json.loads((folder / "result.json").read_text())["answers"]  # type: ignore[no-any-return]

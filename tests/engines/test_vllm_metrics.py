@@ -1,0 +1,67 @@
+"""What a real vLLM counts while it serves a head of ours, read from its metrics: the rounds that ours predict."""
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+import pytest
+import requests
+from trained import PROMPTS, Trained
+from vllm_served import served
+
+from draftforge.eval.served import Counters, parse
+from draftforge.specdec.counting import EngineCounts, engine_rounds, matched_runs
+from draftforge.specdec.decoder import Request, generate
+from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.sampling import SamplingSettings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+K, LENGTHS = 4, (2, 17, 40)
+
+
+def counters(address: str) -> Counters:
+    return parse(requests.get(f"{address}/metrics", timeout=30).text, "metrics")
+
+
+def settled(address: str) -> Counters:
+    """Once nothing is added any more: the engine's process tells its server a step later."""
+    found, again = counters(address), None
+    while again != found:
+        time.sleep(1)
+        found, again = counters(address), found
+    return found
+
+
+def test_a_servers_own_counters_are_the_rounds_of_its_answers(trained_drafts: Trained, tmp_path: Path) -> None:
+    target, draft = trained_drafts.target(), trained_drafts.draft("eagle3")
+    asked = [(target.tokenizer(text).input_ids, length) for text, length in itertools.product(PROMPTS, LENGTHS)]
+    speculative = {
+        "method": "eagle3",
+        "model": str(trained_drafts.draft_folders["eagle3"]),
+        "num_speculative_tokens": K,
+    }
+    expected: list[EngineCounts] = []
+    with served(
+        trained_drafts.target_folder,
+        tmp_path / "log",
+        served_model_name="tiny",
+        max_model_len=512,
+        speculative_config=json.dumps(speculative),
+    ) as address:
+        before = settled(address)
+        for ids, length in asked:
+            body = {"model": "tiny", "prompt": ids, "max_tokens": length, "temperature": 0.0, "ignore_eos": True}
+            answer = requests.post(f"{address}/v1/completions", json=body | {"return_token_ids": True}, timeout=120)
+            answer.raise_for_status()
+            request = Request(ids, SamplingSettings(), 0, length + K, frozenset())
+            ((_, own),) = generate(target, None, [request], draft_tokens=0)
+            assert answer.json()["choices"][0]["token_ids"] == own.tokens[:length]
+            runs = matched_runs(target, make_proposer(draft, target), ids, own.tokens, K)
+            expected.append(EngineCounts.of(engine_rounds("vllm", runs, K, length), K))
+        counted = settled(address).since(before)
+    assert (counted.engine, counted.booking, counted.restarted) == ("vllm", "unclipped", False)
+    assert counted.rounds == sum(one.rounds for one in expected) > 0
+    assert counted.accepted == sum(one.accepted for one in expected) > 0
+    assert counted.drafted == sum(one.drafted for one in expected) > counted.accepted
+    assert counted.accepted_at == tuple(map(sum, zip(*(one.accepted_K for one in expected))))
