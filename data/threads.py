@@ -8,7 +8,8 @@ answers again. Contexts are known by hashes of 64 bits, 8 bytes a turn, whatever
 two of different contexts are taken for the same with a chance of 3 in a million.
 
 Where conversations share some turns only, each of these turns counts in one of them: where it was seen most, in train
-before selection before holdout, in an ancestor's mix or in this one. A conversation's own last turns are left to it.
+before selection before holdout. It counts in none where an ancestor's mix had it in an earlier split. A conversation's
+own last turns are left to it.
 
 Shapes: N conversations, T turns of all of them.
 """

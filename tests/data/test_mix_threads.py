@@ -267,6 +267,9 @@ def test_a_mix_of_before_turns_were_kept_is_an_ancestor_all_the_same(tmp_path: P
     report = load_manifest(folder)["contamination"]
     assert report["ancestors_without_turns"] == 60 and report["turns_asked_elsewhere"]["holdout"] > 0
     assert leaks(folder, old) == 0
+    (old / CONVERSATIONS).unlink()
+    blind = build(tmp_path, lines, "blind", [old], salt="other", holdout_share=0.3)
+    assert load_manifest(blind)["contamination"]["ancestors_without_turns"] == 120
 
 
 def test_ancestors_in_any_order_give_the_same_bytes(tmp_path: Path) -> None:
