@@ -162,10 +162,11 @@ def load_members(folders: Iterable[Path]) -> list[Known]:
 def _rows_of_members(folder: Path) -> list[dict[str, Any]]:
     """Older mixes keep no turns of their members: those of their own conversations are found in their texts."""
     table = _read_table(folder, MEMBERS)
+    rows: list[dict[str, Any]] = table.to_pylist()
     if "turn_keys" in table.column_names:
-        return table.to_pylist()
+        return rows
     keys_of = {one.id: turn_keys(one) for one in load_mix(folder)} if (folder / CONVERSATIONS).is_file() else {}
-    return [row | {"turn_keys": keys_of.get(row["id"])} for row in table.to_pylist()]
+    return [row | {"turn_keys": keys_of.get(row["id"])} for row in rows]
 
 
 def _name_clusters(gathered: Gathered, settings: MixSettings, earlier: Sequence[Path]) -> clusters.Clusters | None:
