@@ -17,7 +17,7 @@ from .split import unit
 from .threads import Asking, asked_elsewhere, turn_keys
 
 BLEND = "blend"
-ELSEWHERE = "asked_elsewhere"
+_ELSEWHERE = "asked_elsewhere"
 
 
 def to_add(mix: Path, old: Path, share: float, salt: str) -> list[str]:
@@ -64,8 +64,8 @@ def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folde
     rest = rest.filter(pc.is_in(rest["id"], pa.array(added, pa.string())))
     elsewhere = _elsewhere(mix, old, added)
     places = pa.array([elsewhere[id] for id in rest["id"].to_pylist()], pa.list_(pa.int32()))
-    rest = rest.select([name for name in new.column_names if name in rest.column_names and name != ELSEWHERE])
-    table = pa.concat_tables([new, rest.append_column(ELSEWHERE, places)], promote_options="default")
+    rest = rest.select([name for name in new.column_names if name in rest.column_names and name != _ELSEWHERE])
+    table = pa.concat_tables([new, rest.append_column(_ELSEWHERE, places)], promote_options="default")
     train: dict[str, int] = dict(manifest["conversations"]["train"])
     for domain in rest["domain"].to_pylist():
         train[domain] = train.get(domain, 0) + 1
