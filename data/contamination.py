@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import progress
 from ..errors import named
+from .conversation import SPLITS
 from .dedup import Index, Known, Member, Signature, sharing_a_band, signature
 from .gathering import redacted
 from .prompt_files import source_of
@@ -91,7 +92,7 @@ def turn_report(
     counting = np.concatenate(
         [NO_TURNS, *(np.delete(item.member.turn_keys, elsewhere[id]) for id, item in holdout.items())]
     )
-    left_out = Counter({item.split: 0 for item in placed.values()})
+    left_out = Counter(dict.fromkeys(SPLITS, 0))
     for id, item in placed.items():
         left_out[item.split] += len(elsewhere[id])
     return {

@@ -36,7 +36,7 @@ from .sources import SamplePrompts, input_digests, name_of
 from .split import require_every_split, split_of
 from .spool import Spool
 from .strata import KEYS, SOURCE, Column
-from .threads import NO_TURNS, asked_elsewhere
+from .threads import NO_TURNS, asked_elsewhere, turn_keys
 
 FORMAT = 2
 CONVERSATIONS, MEMBERS, LOG, MANIFEST = "conversations.parquet", "members.parquet", "log.parquet", "manifest.json"
@@ -147,16 +147,26 @@ def check_members(folder: Path) -> None:
 
 
 def load_members(folders: Iterable[Path]) -> list[Known]:
-    """Placements that earlier mixes hold, their own and those they carry on; each conversation once a placement."""
-    known: dict[tuple[str, str, str], Known] = {}
-    for row in (row for folder in folders for row in _read_table(folder, MEMBERS).to_pylist()):
+    """Placements that earlier mixes hold, their own and those they carry on, each once; in an order of their own."""
+    known: dict[tuple[str, str, str, str], Known] = {}
+    for row in (row for folder in folders for row in _rows_of_members(folder)):
         signature = np.frombuffer(row["signature"], dtype="<u4").astype(np.uint32)
-        keys = row.get("turn_keys")  # not known of the members of older mixes
+        keys = row["turn_keys"]
         member = Member(row["id"], row["group"], signature, NO_TURNS if not keys else np.array(keys, dtype=np.uint64))
-        placement = (row["id"], row["cluster"], row["split"])
+        placement = (row["id"], row["cluster"], row["split"], row["group"] or "")
         if keys or placement not in known:
             known[placement] = Known(member, row["cluster"], row["split"])
-    return list(known.values())
+    return [known[placement] for placement in sorted(known)]
+
+
+def _rows_of_members(folder: Path) -> list[dict[str, Any]]:
+    """Older mixes keep no turns of their members: those of their own conversations are found in their texts."""
+    table = _read_table(folder, MEMBERS)
+    rows: list[dict[str, Any]] = table.to_pylist()
+    if "turn_keys" in table.column_names:
+        return rows
+    keys_of = {one.id: turn_keys(one) for one in load_mix(folder)} if (folder / CONVERSATIONS).is_file() else {}
+    return [row | {"turn_keys": keys_of.get(row["id"])} for row in rows]
 
 
 def _name_clusters(gathered: Gathered, settings: MixSettings, earlier: Sequence[Path]) -> clusters.Clusters | None:

@@ -59,7 +59,7 @@ def answers_digest(folder: Path) -> str:
 def save_answers(capture: Capture, folder: Path) -> int:
     """Write the answers of a capture's every split into a new folder, without signals. Returns their tokens."""
     small = capture.vocab_size <= 1 << 16
-    samples = [sample for split in SPLITS for sample in capture.samples(split)]
+    samples = [sample for split in SPLITS for sample in capture.answers(split)]
     with storage.new_folder(folder) as new:
         files = {}
         for number, part in enumerate(_runs(samples, lambda sample: len(sample.answer_ids), FILE_TOKENS)):

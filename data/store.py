@@ -188,9 +188,13 @@ class Capture:
 
     def samples(self, split: Split) -> list[Sample]:
         """All samples of a split that count, shard by shard, in a fixed order."""
+        return [one for one in self.answers(split) if one.counts]
+
+    def answers(self, split: Split) -> list[Sample]:
+        """These, and the samples that later turns waited for."""
         if split not in self._samples:
             shards = [record for record in self.manifest["shards"] if record["split"] == split]
-            self._samples[split] = [one for record in shards for one in self._read(record["name"]) if one.counts]
+            self._samples[split] = [sample for record in shards for sample in self._read(record["name"])]
         return self._samples[split]
 
     def logp(self, sample: Sample) -> Tensor:
@@ -207,7 +211,7 @@ class Capture:
 
     def _slice(self, sample: Sample, names: Sequence[str]) -> list[Tensor]:
         if sample.id not in self._places:
-            self.samples(sample.split)
+            self.answers(sample.split)
         place = self._places[sample.id]
         with _naming(place.path):
             file = self._file(place.path)

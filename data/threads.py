@@ -8,7 +8,8 @@ answers again. Contexts are known by hashes of 64 bits, 8 bytes a turn, whatever
 two of different contexts are taken for the same with a chance of 3 in a million.
 
 Where conversations share some turns only, each of these turns counts in one of them: where it was seen most, in train
-before selection before holdout, in an ancestor's mix or in this one. A conversation's own last turns are left to it.
+before selection before holdout. It counts in none where an ancestor's mix had it in an earlier split. A conversation's
+own last turns are left to it.
 
 Shapes: N conversations, T turns of all of them.
 """
@@ -17,11 +18,12 @@ import hashlib
 import json
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .conversation import SPLITS, Conversation, Split, turn_ends
+from .conversation import SPLITS, Conversation, Message, Split, turn_ends
 from .records import Record
 
 TurnKeys = NDArray[np.uint64]
@@ -113,12 +115,21 @@ def turn_keys(record: Record | Conversation) -> list[int]:
     ended, keys = set(ends), list[int]()
     hashed = hashlib.blake2b(_text([record.tools, dict(record.template_args or {})]), digest_size=_KEY_BYTES)
     for number, message in enumerate(record.messages, start=1):
-        hashed.update(_text(message.for_template()))
+        hashed.update(_text(_asked(message)))
         if number in ended:
             here = hashed.copy()
             here.update(b"waits" if waiting and keys else b"")
             keys.append(int.from_bytes(here.digest(), "little"))
     return keys
+
+
+def _asked(message: Message) -> dict[str, Any]:
+    """A message without the ids that a server drew for its tool calls: another run of the same draws others."""
+    asked = message.for_template()
+    asked.pop("tool_call_id", None)
+    for call in asked.get("tool_calls", []):
+        call.pop("id", None)
+    return asked
 
 
 def _text(value: object) -> bytes:

@@ -60,8 +60,8 @@ def inherit_mix(space: Workspace, stale: Version) -> None:
         space.inherit(theirs)
     else:
         say(
-            f"{stale.reference}: its mix {fingerprint.short(theirs)} is not in {space.root}: near-copies of what it "
-            "was trained on may be held out"
+            f"{stale.reference}: its mix {fingerprint.short(theirs)} is not in {space.root}: what it was "
+            "trained on, or its near-copies, may be held out"
         )
 
 

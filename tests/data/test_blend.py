@@ -8,6 +8,7 @@ import pytest
 from draftforge.data.blend import base_of, blend, to_add
 from draftforge.data.mix import build_mix, load_manifest, load_members, load_mix
 from draftforge.data.settings import MixSettings
+from draftforge.data.threads import turn_keys
 
 SALT = "draftforge"
 
@@ -76,16 +77,51 @@ def test_a_cluster_that_the_new_mix_judges_on_is_left_out(tmp_path: Path) -> Non
     assert not {one.id for one in load_mix(old) if one.cluster in judging} & taken and clusters
 
 
+def thread(number: int, turns: int, fork: str = "") -> list[dict[str, str]]:
+    """Messages of a thread; with a `fork` its last turn is another one."""
+    words = [f"{topic} {number * step}" for step, topic in enumerate(["red", "green", "blue", "white", "grey"], 7)]
+    return [
+        {
+            "role": role,
+            "content": (fork if turn == turns - 1 else "") + f"{role} {turn} " + " ".join(words[turn:] + words[:turn]),
+        }
+        for turn in range(turns)
+        for role in ("user", "assistant")
+    ]
+
+
+def test_a_turn_that_the_new_mix_trains_on_counts_there(tmp_path: Path) -> None:
+    """Of those that added conversations share, each in the first of them, whichever of the old ones it counted in."""
+
+    def built(name: str, forks: str, ancestors: tuple[Path, ...] = ()) -> Path:
+        lines = [json.dumps({"domain": "d", "messages": thread(n, 4, f)}) for n in range(40) for f in forks]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        source = {"kind": "messages", "path": f"{name}.jsonl"}
+        settings = MixSettings.model_validate({"sources": [source], "near_threshold": 0.99})
+        build_mix(settings, tmp_path, tmp_path / name, ancestors=ancestors)
+        return tmp_path / name
+
+    def taught(mix: Path, counting: bool) -> list[int]:
+        trained = [one for one in load_mix(mix) if one.split == "train"]
+        return [
+            key
+            for one in trained
+            for i, key in enumerate(turn_keys(one))
+            if not counting or i not in one.asked_elsewhere
+        ]
+
+    old = built("old", "abc")
+    new = built("new", "d", (old,))
+    added = to_add(new, old, 0.4, SALT)
+    blend(new, old, added, {"of": "f" * 64, "old": "e" * 64}, tmp_path / "both")
+    counting = taught(tmp_path / "both", counting=True)
+    assert added and len(counting) == len(set(counting)) and set(counting) == set(taught(tmp_path / "both", False))
+    mine = {one.id: one for one in load_mix(new)}
+    assert all(mine.get(one.id, one) == one for one in load_mix(tmp_path / "both"))
+
+
 def test_no_turn_that_the_new_mix_judges_on_is_added(tmp_path: Path) -> None:
     """Without the inheritance that would have left these turns out: the old mix holds the threads' beginnings."""
-
-    def thread(number: int, turns: int) -> list[dict[str, str]]:
-        words = [f"{topic} {number * step}" for step, topic in enumerate(["red", "green", "blue", "white", "grey"], 7)]
-        return [
-            {"role": role, "content": f"{role} {turn} " + " ".join(words[turn:] + words[:turn])}
-            for turn in range(turns)
-            for role in ("user", "assistant")
-        ]
 
     def built(name: str, turns: int, salt: str) -> Path:
         lines = [json.dumps({"domain": "d", "messages": thread(number, turns)}) for number in range(60)]

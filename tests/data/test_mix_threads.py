@@ -118,17 +118,20 @@ def test_turns_that_wait_for_the_targets_own_answers_are_others_than_logged_ones
 
 
 def test_steps_of_an_agent_are_one_conversation() -> None:
-    """Tool calls are what the template shows: arguments as text or as an object."""
+    """Tool calls are what the template shows: arguments as text or as an object. Each run draws ids of its own."""
 
-    def step(arguments: object, *more: Message) -> Record:
-        call = Message(
-            role="assistant", content="", tool_calls=[{"function": {"name": "find", "arguments": arguments}}]
-        )
-        return Record("d", (Message(role="user", content="a"), call, *more), tools=TOOLS)
+    def step(run: str, arguments: object, *texts: str) -> Record:
+        call = {"id": run, "function": {"name": "find", "arguments": arguments}}
+        messages = [
+            Message(role="user", content="a"),
+            Message(role="assistant", content="", tool_calls=[call]),
+            Message(role="tool", content="found", tool_call_id=run),
+            *(Message(role=role, content=text) for role, text in zip(("assistant", "user"), texts)),  # type: ignore[arg-type]
+        ]
+        return Record("d", tuple(messages), tools=TOOLS)
 
-    tool, answer = Message(role="tool", content="found"), Message(role="assistant", content="Here.")
-    more = Message(role="user", content="thanks")
-    assert continued(step('{"q": 1}', tool, answer), step({"q": 1}, tool, answer, more)) == {0: 1}
+    assert continued(step("call_1", '{"q": 1}', "Here."), step("call_2", {"q": 1}, "Here.", "thanks")) == {0: 1}
+    assert continued(step("call_1", {"q": 1}, "Here."), step("call_1", {"q": 2}, "Here.", "thanks")) == {}
 
 
 def test_a_part_shares_its_cluster_and_nothing_is_its_copy() -> None:
@@ -251,19 +254,42 @@ def test_a_part_of_a_thread_that_an_ancestor_has_is_placed_with_it(tmp_path: Pat
 
 
 def test_a_mix_of_before_turns_were_kept_is_an_ancestor_all_the_same(tmp_path: Path) -> None:
-    lines = [{"messages": thread(i, 2), "domain": "chat"} for i in range(60)]
-    old = build(tmp_path, lines, "old")
+    """The turns of its own conversations are found in their texts; of their parts it kept none."""
+    old = build(tmp_path, [line for i in range(60) for line in replayed(i, 2)], "old")
     for name, column in [(CONVERSATIONS, "asked_elsewhere"), (MEMBERS, "turn_keys")]:
         pq.write_table(pq.read_table(old / name).drop_columns([column]), old / name)
     manifest = load_manifest(old)
     manifest["files"] |= {name: fingerprint.of_file(old / name) for name in (CONVERSATIONS, MEMBERS)}
     storage.write_json(old / MANIFEST, manifest)
     assert {tuple(one.asked_elsewhere) for one in load_mix(old)} == {()}
-    folder = build(tmp_path, [*lines, *replayed(99)], "new", [old])
-    assert load_manifest(folder)["contamination"]["ancestors_without_turns"] == 60
-    assert {one.id: one.split for one in load_mix(old)}.items() <= {
-        one.id: one.split for one in load_mix(folder)
-    }.items()
+    lines = [{"messages": thread(i, 10), "domain": "chat"} for i in range(60)]
+    folder = build(tmp_path, lines, "new", [old], salt="other", holdout_share=0.3)
+    report = load_manifest(folder)["contamination"]
+    assert report["ancestors_without_turns"] == 60 and report["turns_asked_elsewhere"]["holdout"] > 0
+    assert leaks(folder, old) == 0
+    (old / CONVERSATIONS).unlink()
+    blind = build(tmp_path, lines, "blind", [old], salt="other", holdout_share=0.3)
+    assert load_manifest(blind)["contamination"]["ancestors_without_turns"] == 120
+
+
+def test_ancestors_in_any_order_give_the_same_bytes(tmp_path: Path) -> None:
+    """Also where two place a conversation alike and know it by different groups: both groups bind."""
+    lines = [line for i in range(60) for line in replayed(i, 1)]
+    first = build(tmp_path, lines, "first")
+    groups = [
+        build(tmp_path, [{**line, "group": name} for line in lines[:1]] + lines[1:], name, [first]) for name in "ab"
+    ]
+    more = [{**replayed(100 + i, 1)[0], "group": name} for i, name in enumerate("ab")]
+    for name, order in [("one", groups), ("other", [*reversed(groups), groups[0]])]:
+        build(tmp_path, more + lines, name, order)
+    for file in (CONVERSATIONS, MEMBERS):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
+    bound = {
+        one.cluster
+        for one in load_mix(tmp_path / "one")
+        if one.messages[0].content in (words(i, 0, "user") for i in (0, 100, 101))
+    }
+    assert len(bound) == 1
 
 
 @given(

@@ -27,6 +27,7 @@ MIX = [
         cluster=name,
         split=SPLITS[number % 3],
         sampling=SamplingSettings(temperature=1.0) if number % 2 else None,
+        asked_elsewhere=[0] if name in ("held", "talk") else [],
     )
     for number, (name, texts) in enumerate(
         {
@@ -57,7 +58,9 @@ def drawn(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 def test_a_capture_from_recorded_answers_is_the_same(
     drawn: Capture, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Turns that wait for others included; signals to rounding, tail draws to the id. Nothing is decoded."""
+    """Turns that wait for others included, and those only waited for. Signals to rounding, tail draws to the id.
+
+    Nothing is decoded."""
     tokens = save_answers(drawn, tmp_path / "answers")
     assert tokens == drawn.manifest["tokens"]
     monkeypatch.setattr(answering.PlainDecoder, "ask", None)
