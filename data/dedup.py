@@ -115,8 +115,8 @@ def place(
         union.join(place_of[part], place_of[whole])
     seen_most = sorted(range(len(known)), key=lambda node: SPLITS.index(known[node].split))
     asked = wholes([one.turn_keys for one in members], [known[node].member.turn_keys for node in seen_most])
-    for new, place_ in asked.items():
-        union.join(len(known) + new, seen_most[place_])
+    for at_new, at_known in asked.items():
+        union.join(len(known) + at_new, seen_most[at_known])
     meets = sharing_a_band([node.signature for node in nodes], threshold)
     index = Index(threshold, int(meets.sum()))
     for node, item in enumerate(known):

@@ -30,6 +30,7 @@ TurnKeys = NDArray[np.uint64]
 """A conversation's turns, as hashes of their contexts."""
 NO_TURNS: TurnKeys = np.empty(0, dtype=np.uint64)
 Asking = tuple[Split, TurnKeys]
+"""A conversation's split, and what it asks."""
 _KEY_BYTES = 8
 
 

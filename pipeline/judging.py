@@ -18,7 +18,7 @@ from ..eval.counts import values
 from ..eval.select import serving
 from ..eval.settings import HOLDOUT_SPLIT
 from ..progress import say
-from ..registry.lineage import Version
+from ..registry.lineage import Version, ancestors
 from ..registry.models import champion, latest_champion, missing_file
 from ..registry.resolve import resolve_models_uri
 from ..specdec.formats import read_meta
@@ -58,11 +58,15 @@ def inherit_mix(space: Workspace, stale: Version) -> None:
         return
     if space.folder("mix", theirs).is_dir():
         space.inherit(theirs)
-    else:
-        say(
-            f"{stale.reference}: its mix {fingerprint.short(theirs)} is not in {space.root}: what it was "
-            "trained on, or its near-copies, may be held out"
-        )
+        return
+    say(
+        f"{stale.reference}: its mix {fingerprint.short(theirs)} is not in {space.root}: what it was trained on, "
+        "or its near-copies, may be held out"
+    )
+    before = (one.lineage.mix_fingerprint for one in ancestors(space.tracking, stale))
+    nearest = next((mix for mix in before if space.folder("mix", mix).is_dir()), None)
+    if nearest is not None:  # it carries on what the ones before it held
+        space.inherit(nearest)
 
 
 def _unchanged(space: Workspace, version: Version) -> bool:

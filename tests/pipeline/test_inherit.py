@@ -12,12 +12,14 @@ from draftforge.pipeline.judging import inherit_mix
 from draftforge.pipeline.stages import mix_stage
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
+from draftforge.registry import lineage
 
 WriteRecipe = Callable[..., Path]
 
 
-def champion_of(mix_fingerprint: str) -> Any:
-    return SimpleNamespace(reference="tiny/1", lineage=SimpleNamespace(mix_fingerprint=mix_fingerprint))
+def champion_of(mix_fingerprint: str, parent: str | None = None) -> Any:
+    known = SimpleNamespace(mix_fingerprint=mix_fingerprint, parent=parent)
+    return SimpleNamespace(reference="tiny/2", lineage=known)
 
 
 def dealt_anew(recipe: Recipe) -> Recipe:
@@ -48,3 +50,14 @@ def test_the_same_mix_is_used_as_it_is(write_recipe: WriteRecipe, capsys: pytest
     assert mix_stage(Workspace(recipe)) == before
     inherit_mix(space, champion_of("0" * 64))
     assert "is not in" in capsys.readouterr().err and space.ancestors == []
+
+
+def test_where_the_champions_mix_is_gone_its_parents_is_inherited(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which carries on what the mixes before it held."""
+    space = Workspace(load_recipe(write_recipe()))
+    parents = mix_stage(space).fingerprint
+    monkeypatch.setattr(lineage, "get_version", lambda tracking, reference: champion_of(parents))
+    inherit_mix(space, champion_of("0" * 64, "tiny/1"))
+    assert space.ancestors == [parents]
