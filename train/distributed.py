@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InputError, LostRankError, one_line
+from ..progress import say
 
 COLLECTIVE_LIMIT = timedelta(minutes=10)
+PATIENCE_SECONDS = 15.0  # until it is said who is waited for
 _CONNECT_LIMIT = timedelta(seconds=30)
 _POLL_SECONDS, _POLLS_A_CHECK = 0.2, 25
 _LOST = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "socket", "tcpstore")
@@ -96,14 +99,32 @@ def connect(hosts: bool = False) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = hosts and not _agent_hosts()
     limit = _CONNECT_LIMIT if _agent_hosts() else COLLECTIVE_LIMIT  # the first rank may still be importing
-    return dist.TCPStore(address, port, is_master=hosted, wait_for_workers=False, timeout=limit, multi_tenant=True)
+    reach = partial(dist.TCPStore, address, port, is_master=hosted, wait_for_workers=False, multi_tenant=True)
+    try:
+        store = reach(timeout=timedelta(seconds=PATIENCE_SECONDS))
+    except dist.DistError as error:
+        if hosted:
+            raise InputError(
+                f"MASTER_PORT {port}: the first rank cannot listen there ({one_line(error, 160)})"
+            ) from error
+        host = f"{_host()} at {address}:{port}"
+        say(f"waiting for {host} to start, for {limit.total_seconds():.0f} s at most", every_rank=True)
+        try:
+            store = reach(timeout=limit)
+        except dist.DistError as error:
+            raise LostRankError(f"{host} was not there within {limit.total_seconds():.0f} s") from error
+    store.set_timeout(limit)
+    return store
 
 
 def store_lost(what: str, error: Exception) -> LostRankError:
     """The error of a store that does not answer. `what` was waited for."""
-    host = "torchrun" if _agent_hosts() else "the first rank"
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return LostRankError(f"{what} was waited for, but {host} at {address} is gone ({one_line(error, 160)})")
+    return LostRankError(f"{what} was waited for, but {_host()} at {address} is gone ({one_line(error, 160)})")
+
+
+def _host() -> str:
+    return "torchrun" if _agent_hosts() else "the first rank"
 
 
 def _agent_hosts() -> bool:

@@ -10,6 +10,7 @@ import pytest
 from draftforge.data.crew import ALONE
 from draftforge.errors import LostRankError
 from draftforge.train import crew as crews
+from draftforge.train import pulse
 
 RunDistributed = Any
 ITEMS = [str(number) for number in range(20)]
@@ -43,7 +44,7 @@ def share_all() -> dict[str, Any]:
 
 def lose_one(how: str) -> str:
     """Rank 1 ends the work its way; what the first says then."""
-    crews._PULSE_SECONDS, crews._LOST_SECONDS = 0.2, 1.0
+    pulse.PULSE_SECONDS, pulse.LOST_SECONDS = 0.2, 1.0
     ranks = attempt(1 if how == "silent" else 2)
     try:
         with ranks.share(how, {} if ranks.first else None) as work:
