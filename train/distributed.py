@@ -9,12 +9,12 @@ that ranks share without collectives: `crew.py`.
 import atexit
 import itertools
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ def wait_until(done: Callable[[], bool], what: str) -> None:
         try:
             store = store or connect()
             store.check([what])
-        except (dist.DistError, RuntimeError) as error:
+        except (dist.DistError, RuntimeError, LostRankError) as error:
             raise store_lost(what, error) from error
 
 
@@ -99,22 +99,32 @@ def connect(hosts: bool = False) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = hosts and not _agent_hosts()
     limit = _CONNECT_LIMIT if _agent_hosts() else COLLECTIVE_LIMIT  # the first rank may still be importing
-    reach = partial(dist.TCPStore, address, port, is_master=hosted, wait_for_workers=False, multi_tenant=True)
+    if not hosted:
+        _reach(address, port, limit.total_seconds())
     try:
-        store = reach(timeout=timedelta(seconds=PATIENCE_SECONDS))
+        return dist.TCPStore(address, port, is_master=hosted, wait_for_workers=False, timeout=limit, multi_tenant=True)
     except dist.DistError as error:
-        if hosted:
-            raise InputError(
-                f"MASTER_PORT {port}: the first rank cannot listen there ({one_line(error, 160)})"
-            ) from error
-        host = f"{_host()} at {address}:{port}"
-        say(f"waiting for {host} to start, for {limit.total_seconds():.0f} s at most", every_rank=True)
+        if not hosted:
+            raise
+        said = one_line(error, 160)
+        raise InputError(f"MASTER_PORT {port}: the first rank cannot listen there ({said})") from error
+
+
+def _reach(address: str, port: int, limit_seconds: float) -> None:
+    """Wait until something listens there, and after a while say so: the store's own client would wait in silence."""
+    host, begun, said = f"{_host()} at {address}:{port}", time.monotonic(), False
+    while True:
         try:
-            store = reach(timeout=limit)
-        except dist.DistError as error:
-            raise LostRankError(f"{host} was not there within {limit.total_seconds():.0f} s") from error
-    store.set_timeout(limit)
-    return store
+            with socket.create_connection((address, port), timeout=min(limit_seconds, PATIENCE_SECONDS)):
+                return
+        except OSError as error:
+            waited = time.monotonic() - begun
+            if waited > limit_seconds:
+                raise LostRankError(f"{host} was not there within {limit_seconds:.0f} s ({one_line(error)})") from error
+            if waited > PATIENCE_SECONDS and not said:
+                said = True
+                say(f"waiting for {host} to start, for {limit_seconds:.0f} s at most", every_rank=True)
+        time.sleep(_POLL_SECONDS)
 
 
 def store_lost(what: str, error: Exception) -> LostRankError:
