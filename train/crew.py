@@ -93,18 +93,20 @@ class RankCrew:
             self.put(f"{key}/plan", json.dumps([name, plan]))
         else:
             self.wait(lambda: over() or self.has(f"{key}/plan"), name)
-            if not self.has(f"{key}/plan"):
+            known, found = json.loads(self.get(f"{key}/plan")) if self.has(f"{key}/plan") else ("", None)
+            if known != name and over():  # the first one may have begun what comes next
                 yield None
                 return
+            plan = found
+            if known != name:
+                error = StaleInputError(
+                    f"{name} is what rank {self.rank} comes to, but {known} is what the first rank does: they have "
+                    "another recipe, target or mix"
+                )
+                self._leave_word(error)
+                raise error
         self._begun += 1
         try:
-            if plan is None:
-                known, plan = json.loads(self.get(f"{key}/plan"))
-                if known != name:
-                    raise StaleInputError(
-                        f"{name} is what rank {self.rank} comes to, but {known} is what the first rank does: they have "
-                        "another recipe, target or mix"
-                    )
             assert plan is not None
             yield _Shared(self, key, name, plan)
         except BaseException as error:
