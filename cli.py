@@ -687,6 +687,7 @@ def _sigterm_unwinds() -> Iterator[None]:
 def _quiet_libraries() -> None:
     """Standard output is for results, and a log without a terminal is no place for other libraries' bars."""
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)  # it prints to stdout
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of a lost connection our error says it, without its stack
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of in tables, loading.py checks
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
@@ -716,11 +717,14 @@ def _unexpected(error: Exception) -> str:
 
 
 def _fail(error: BaseException, message: str, code: int) -> NoReturn:
-    if os.environ.get("DRAFTFORGE_DEBUG") not in (None, "", "0"):
-        raise error
+    debugging = os.environ.get("DRAFTFORGE_DEBUG") not in (None, "", "0")
     rank = os.environ.get("RANK", "0")
-    if message:
-        print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr)
+    if message and not debugging:
+        print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr, flush=True)
+    if (crew := sys.modules.get(f"{__package__}.train.crew")) is not None:
+        crew.tell_others(error)
+    if debugging:
+        raise error
     sys.exit(code)
 
 

@@ -18,10 +18,11 @@ Advance = Callable[..., None]
 T = TypeVar("T")
 
 
-def say(message: str) -> None:
-    """Print one line for people; silent on ranks other than 0."""
-    if os.environ.get("RANK", "0") == "0":
-        console.print(message, soft_wrap=True, markup=False)
+def say(message: str, every_rank: bool = False) -> None:
+    """Print one line for people; silent on ranks other than 0 unless it is for `every_rank`."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or every_rank:
+        console.print(message if rank == "0" else f"rank {rank}: {message}", soft_wrap=True, markup=False)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def capture_conversations(
 ) -> None:
     """`capture` of conversations that no mix folder holds."""
     if target.collective:
-        _check_spread(settings)
+        check_spread(settings)
     if settings.engine is not None and settings.engine.url is None:  # an engine in this process has GPUs of its own
         if not crew.first:
             return
@@ -143,7 +143,7 @@ def _clear(folder: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def _check_spread(settings: CaptureSettings) -> None:
+def check_spread(settings: CaptureSettings) -> None:
     """Raise InputError where a target that is spread over the ranks of a training would have to run."""
     why = "needs passes of the target, which target.shard = true spreads over the ranks of a training"
     if settings.engine is not None and settings.engine.signals != "engine":

@@ -41,6 +41,18 @@ class Crew(Protocol):
     def first(self) -> bool:
         """Whether this process says what there is to do."""
 
+    def agree(self, settings: Json) -> None:
+        """Meet the others at the start. Raises InputError where they have other settings than the first process."""
+
+    def together(self, name: str) -> AbstractContextManager[None]:
+        """Work whose collectives need all of them, from the moment that all are there."""
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Poll, as long as the others live. Raises MissingFileError where the first one has `made` it, elsewhere."""
+
+    def made(self, what: str) -> None:
+        """Say, on the first process, that files which the others wait for are there."""
+
     def share(
         self, name: str, plan: Json | None, over: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[Work | None]:
@@ -78,6 +90,19 @@ class _Alone:
     """A crew of one."""
 
     rank, size, first = 0, 1, True
+
+    def agree(self, settings: Json) -> None:
+        pass
+
+    @contextmanager
+    def together(self, name: str) -> Iterator[None]:
+        yield
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        assert done(), what
+
+    def made(self, what: str) -> None:
+        pass
 
     @contextmanager
     def share(self, name: str, plan: Json | None, over: Callable[[], bool] = lambda: False) -> Iterator[Work | None]:

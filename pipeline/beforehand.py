@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from ..data.capture import check_spread
+from ..data.capture_folder import is_captured
 from ..errors import DraftforgeError, InputError, MissingFileError
 from ..eval.load import LoadTimes
 from ..eval.load_measure import Grid, most_context
@@ -17,6 +19,7 @@ from ..specdec.settings import TargetSettings
 from ..specdec.targets import locate
 from ..storage import read_object
 from ..train.families import family_of
+from .stages import capture_place, mix_place
 from .workspace import Workspace
 
 _LONGEST = "max_position_embeddings"
@@ -26,6 +29,18 @@ def check_scoring(space: Workspace, names: Collection[str], trees: bool = True) 
     """Refuse what keeps these drafts of the recipe from being scored. `trees`: whether its trees are scored too."""
     check_targets(space.recipe, names)
     check_load(space, trees)
+
+
+def check_spread_target(space: Workspace) -> None:
+    """Refuse a target that is to be spread over ranks where it cannot be, or where nothing could answer for it, unless
+    its answers are there already."""
+    recipe = space.recipe
+    if not recipe.target.shard:
+        return
+    found = capture_place(space, mix_place(space)).folder
+    if not is_captured(found, recipe.capture.budget):
+        check_spread(recipe.capture)
+        _ = space.target  # the stages would load it next
 
 
 def check_targets(recipe: Recipe, names: Collection[str]) -> None:

@@ -36,7 +36,6 @@ from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.targets import place
 from ..train.checkpoints import is_finished, list_steps, step_folder
 from ..train.claim import claim
-from ..train.distributed import wait_until
 from ..train.families import check_taught, family_of
 from ..train.families.prepare import INIT, prepare
 from ..train.loop import train
@@ -175,7 +174,7 @@ def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) 
     data = Capture.open(captured.folder, verify=space.first_rank)
     if space.first_rank and not (stage.folder / INIT).is_dir():
         _check_start(space, name, settings)
-    with _naming(name):
+    with _naming(name), space.crew.together(stage.folder.name):
         scorer = _scorer(space, settings, data)
         train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink, scorer)
     if space.first_rank and family_of(settings).changes_target(settings):
@@ -263,6 +262,7 @@ def _once(
     if space.first_rank or together:
         work()
     if space.first_rank:
+        space.crew.made(folder.name)
         say(f"{name}: {time.monotonic() - started:.0f} s ({folder.name})")
     else:
-        wait_until(done, name)
+        space.crew.wait(done, folder.name)

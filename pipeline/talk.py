@@ -12,6 +12,7 @@ from ..data.conversation import Message, render
 from ..errors import InputError, RegistryError
 from ..eval.plans import Plan, rules_for
 from ..eval.settings import SELECTION_SPLIT
+from ..recipe import Recipe
 from ..registry.models import champion
 from ..registry.resolve import resolve_models_uri
 from ..specdec.decoder import Generation, Request, generate
@@ -27,10 +28,12 @@ from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
 from .scoring import Scorer, any_draft_for, draft_for
 from .stages import capture_stage, checkpoints_of, mix_stage, trained
+from .stores import is_there
 from .workspace import Workspace
 
 NO_DRAFT = "none"
 DRAFTED = "bold green"
+_NO_CHAMPION = "this target has no champion yet: run `draftforge distill`, or name a draft with --draft"
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,18 @@ class Spoken:
     plan: Plan
 
 
+def require_champion(recipe: Recipe, draft: str | None) -> None:
+    """Raise RegistryError where no draft is named and there is no registry to ask. Makes nothing."""
+    if draft is None and not is_there(recipe.registry, recipe.workdir.resolve()):
+        raise RegistryError(_NO_CHAMPION)
+
+
 def find_draft(space: Workspace, name: str | None, option: str = "--draft") -> Path:
     """The folder of a draft: a checkpoint folder, the last checkpoint of a draft of the recipe, or the champion."""
     if name is None:
         now = champion(space.tracking, space.target_fingerprint)
         if now is None:
-            raise RegistryError(
-                "this target has no champion yet: run `draftforge distill`, or name a draft with --draft"
-            )
+            raise RegistryError(_NO_CHAMPION)
         return resolve_models_uri(space.tracking, now.uri, space.root / "models")
     if name not in space.recipe.drafts:
         if name and Path(name).exists():

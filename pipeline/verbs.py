@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import storage
 from ..data.mix import load_mix
@@ -16,6 +17,7 @@ from ..registry import champions
 from ..registry.tracking import find_run, start_run
 from ..specdec.formats import check_family, known_format, needs_verifier, read_meta
 from ..specdec.formats.skipped import is_skip_file
+from ..train.claim import flatten
 from ..train.crew import crew
 from ..train.metrics import NoSink
 from . import bench as benchmark
@@ -23,7 +25,7 @@ from . import distill as flow
 from . import inspecting, skipping, talk, telling, webhook
 from . import retrain as again
 from . import watch as watching
-from .beforehand import check_scoring
+from .beforehand import check_scoring, check_spread_target
 from .bench_settings import BenchSettings, numbers_of
 from .changes import pinned
 from .exporting import export_draft, verifier_of
@@ -35,7 +37,7 @@ from .reporting import find_scored, log_report, write_report
 from .scoring import Scorer, help_score, help_score_foreign, score_foreign, score_stage
 from .showing import registry as registry
 from .stages import Stage, capture_stage, join_stage, mix_stage, prepare_drafts, train_stage
-from .workspace import Workspace
+from .workspace import Workspace, require_whole
 
 REFUSED = 5
 """Exit code of a retraining whose draft the gate refused: nothing broke, and the champion is still stale."""
@@ -43,12 +45,12 @@ REFUSED = 5
 
 def distill(recipe: Recipe) -> None:
     """Everything, up to the promotion."""
-    flow.distill(Workspace(recipe))
+    flow.distill(_together(recipe))
 
 
 def mix(recipe: Recipe) -> None:
     """The conversations."""
-    space = Workspace(recipe)
+    space = _together(recipe)
     with space.alone():
         stage = mix_stage(space)
     say(f"{stage.folder}")
@@ -75,7 +77,8 @@ def capture(
         return
     if answers_to is not None and answers_to.exists():
         raise InputError(f"--answers-to {answers_to}: exists; give a new folder")
-    space = Workspace(recipe)
+    space = _together(recipe)
+    check_spread_target(space)
     with space.alone():
         conversations = mix_stage(space)
         if parts and space.first_rank:
@@ -89,7 +92,8 @@ def capture(
 
 
 def _capture_part(recipe: Recipe, part: Part) -> None:
-    space = Workspace(recipe)
+    space = _together(recipe, part=str(part))
+    check_spread_target(space)
     with space.alone():
         conversations = mix_stage(space)
         check_part(part, load_mix(conversations.folder), recipe.capture, recipe.score.sampling)
@@ -99,15 +103,16 @@ def _capture_part(recipe: Recipe, part: Part) -> None:
 
 def train(recipe: Recipe, draft: str | None) -> None:
     """The checkpoints of one draft, or of all."""
-    space = Workspace(recipe)
+    space = _together(recipe, draft=draft)
     _check_name(recipe, draft)
+    check_spread_target(space)
     with space.alone():
         _train(space, capture_stage(space, mix_stage(space)), draft)
 
 
 def score(recipe: Recipe, draft: str | None) -> None:
     """The leaderboard: of the recipe's drafts, of one of them, or of a draft folder of anybody's making."""
-    space = Workspace(recipe)
+    space = _together(recipe, draft=draft)
     space.require_whole("a score")
     folder = None if draft is None or draft in recipe.drafts else Path(draft)
     if folder is not None and not (draft and folder.exists()):
@@ -146,14 +151,15 @@ def skip_layers(
     out: Path | None,
 ) -> None:
     """The layers of the target that a draft can do without."""
-    space = Workspace(recipe)
+    require_whole(recipe, "a search of layers")
+    space = _together(recipe)
     with space.alone():
         skipping.skip_layers(space, domain, draft_tokens, tries, conversations, seed, out)
 
 
 def promote(recipe: Recipe) -> None:
     """Register the chosen draft and let it meet the champion."""
-    space = Workspace(recipe)
+    space = _together(recipe)
     with space.alone():
         _promote(space)
 
@@ -203,6 +209,8 @@ def rollback(recipe: Recipe) -> None:
 
 def retrain(recipe: Recipe, dry_run: bool) -> int:
     """Train again if the champion is stale; the exit code. `dry_run`: only say whether, why and how."""
+    if not dry_run:
+        crew().agree(_settings_of(recipe))
     if not crew().first:
         if not dry_run:
             again.help_retrain(Workspace(recipe))
@@ -248,6 +256,8 @@ def watch(
 def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, target_id: str | None) -> None:
     """Copy a draft out, or write it in another format; score what was written."""
     chosen = None if layout is None else known_format(layout)
+    require_whole(recipe, "an export")
+    talk.require_champion(recipe, draft)
     space = Workspace(recipe)
     folder = talk.find_draft(space, draft)
     if is_skip_file(folder):
@@ -275,6 +285,8 @@ def generate(
     seed: int,
 ) -> None:
     """Answer a prompt and show what the draft was worth."""
+    require_whole(recipe, "an answer")
+    talk.require_champion(recipe, draft)
     space = Workspace(recipe)
     spoken = talk.speak(space, prompt, draft, rule, draft_tokens, tree, helped_by, max_new_tokens, temperature, seed)
     talk.show(space.target, spoken)
@@ -312,7 +324,30 @@ def bench(
         repeats,
         seed,
     )
+    require_whole(recipe, "a benchmark")
     benchmark.bench(Workspace(recipe), settings, out, fresh)
+
+
+def _together(recipe: Recipe, **options: str | None) -> Workspace:
+    """The work folder, where every rank of this launch has the same recipe and options."""
+    crew().agree(_settings_of(recipe) | {f"--{name}": value for name, value in options.items()})
+    return Workspace(recipe)
+
+
+def _settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What ranks must have in common, field by field. A machine may have files and servers at places of its own: what
+    lies there is compared by its content."""
+    own = {"target.model", "target.adapter", "capture.backend.url", "registry.tracking_uri"}
+    fields = flatten(_pathless(recipe.model_dump()))
+    return {name: value for name, value in fields.items() if name not in own}
+
+
+def _pathless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _pathless(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_pathless(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else None
 
 
 def _check_name(recipe: Recipe, draft: str | None) -> None:

@@ -35,7 +35,6 @@ from ..registry.resolve import is_models_uri, resolve_models_uri
 from ..specdec.settings import TargetSettings
 from ..specdec.targets import Target, target_fingerprint
 from ..train.crew import crew
-from ..train.distributed import wait_until
 from ..train.settings import Settings
 from .stores import is_there
 
@@ -55,6 +54,15 @@ HALF_WRITTEN = (
 """Where a killed run may leave files that only runs under the lock of `alone` write."""
 
 
+def require_whole(recipe: Recipe, what: str) -> None:
+    """Raise InputError where the target is spread over the ranks of a training, which is all that can run it."""
+    if recipe.target.shard:
+        raise InputError(
+            f"target.shard = true: {what} needs the target whole, which only trains drafts this way; score the draft "
+            "without shard on a machine that holds the target, or serve it and count (docs/large-targets.md)"
+        )
+
+
 class Workspace:
     """The work folder of one recipe. Opening it claims it; nothing else is touched."""
 
@@ -70,7 +78,7 @@ class Workspace:
     def _claim(self) -> None:
         owner = self.root / OWNER_FILE
         if not self.first_rank and not self._reads:  # the first one claims
-            wait_until(owner.is_file, OWNER_FILE)
+            self.crew.wait(owner.is_file, OWNER_FILE)
         if self.root.exists() and not self.root.is_dir():
             raise OwnershipError(f"workdir {self.root}: is a file, must be a folder or not exist")
         if owner.is_file():
@@ -81,6 +89,8 @@ class Workspace:
             raise OwnershipError(f"workdir {self.root}: is not empty and was not made by draftforge")
         elif not self._reads:
             storage.write_json(owner, {"recipe": self.recipe.name})
+        if not self._reads:
+            self.crew.made(OWNER_FILE)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -203,12 +213,8 @@ class Workspace:
         return Target.load(self.target_settings, self.digests)
 
     def require_whole(self, what: str) -> None:
-        """Raise InputError where the target is spread over the ranks of a training, which is all that can run it."""
-        if self.recipe.target.shard:
-            raise InputError(
-                f"target.shard = true: {what} needs the target whole, which only trains drafts this way; score the "
-                "draft without shard on a machine that holds the target, or serve it and count (docs/large-targets.md)"
-            )
+        """`require_whole` of this recipe."""
+        require_whole(self.recipe, what)
 
     def with_recipe(self, recipe: Recipe) -> "Workspace":
         """The same folder and the same loaded things under a changed recipe (of the same target)."""

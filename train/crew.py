@@ -2,33 +2,30 @@
 
 The first rank says what there is to do, and every rank takes one piece of it after another, so that all end together
 however fast each is. They talk through a key-value store on the first rank's machine: torchrun's own, or one that the
-first rank opens where another launcher set the ranks' places. A rank that fails leaves its reason there, and one that
-dies stops its pulse: either ends those that wait for it.
+first rank opens where another launcher set the ranks' places. A rank that fails leaves its reason there, and stays
+until the others have heard it; one that dies stops its pulse. Either ends those that wait for it.
 """
 
 import atexit
-import itertools
 import json
 import os
-import threading
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ..data.crew import ALONE, Crew, Json, Work
-from ..errors import LostRankError, one_line
-from . import distributed
+from ..errors import InputError, LostRankError, MissingFileError, StaleInputError, StoppedError, one_line
+from . import distributed, pulse
+from .pulse import ENDED, gone_of, heard_of
 
 _POLL_SECONDS = 0.1
-_PULSE_SECONDS = 5.0
-_LOST_SECONDS = 45.0  # without a pulse; threads beat beside whatever a rank does
-_BIRTH_SECONDS = 600.0  # until a rank's first pulse: importing from a cold disk takes its time
-_ENDED = "ended"
+_HEARD_SECONDS = 10.0  # for the others to hear why a rank ends
+_SEEN_SECONDS = 60.0  # until a file of another machine is seen
 
 
 @cache
@@ -40,109 +37,193 @@ def crew() -> Crew:
     return ALONE if size == 1 else RankCrew(rank, size)
 
 
+def tell_others(error: BaseException) -> None:
+    """Say why this rank ends, where it is one of several that have begun to talk."""
+    ranks = crew() if crew.cache_info().currsize else ALONE
+    if isinstance(ranks, RankCrew):
+        ranks.end(error)
+
+
 class RankCrew:
     """The ranks of one launch, from one of them (see `data.crew.Crew`)."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._store = _connected(rank)
-        self._begun: dict[str, int] = {}
-        self._seen: dict[int, tuple[str, float]] = {}  # the last pulse of each rank, and when it was new
-        self._since = time.monotonic()
-        self._pulse = _Pulse(rank)
+        self._store = pulse.connected(rank)
+        self._begun, self._look_at, self._doing = 0, 0.0, "the start"
+        self._pulse = pulse.Pulse(rank, size)
         self._pulse.start()
-        atexit.register(self._pulse.stop)
+        atexit.register(self._leave)
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
+    def agree(self, settings: Json) -> None:
+        """Raises InputError where this rank has others than the first one, LostRankError where one is gone."""
+        name, settings = "the start of every rank", json.loads(json.dumps(settings))
+        with self.share(name, settings) if self.first else self.share(name, None) as work:
+            assert work is not None
+            theirs: Json = work.plan
+            for field in sorted(settings.keys() | theirs.keys()):
+                if settings.get(field) != theirs.get(field):
+                    raise InputError(
+                        f"{field} = {settings.get(field)}: the first rank has {theirs.get(field)}; all ranks of a "
+                        "launch need the same recipe and options"
+                    )
+            work.finish({})
+
+    @contextmanager
+    def together(self, name: str) -> Iterator[None]:
+        """Raises LostRankError where a rank is gone before all have begun or, with its reason, inside."""
+        with self.share(name, {} if self.first else None) as work:
+            assert work is not None
+            work.finish({})
+        try:
+            yield
+        except LostRankError as error:
+            raise self._explained(name, error) from error
+
     @contextmanager
     def share(self, name: str, plan: Json | None, over: Callable[[], bool] = lambda: False) -> Iterator[Work | None]:
-        """Raises LostRankError where a rank is gone, or has failed."""
-        key = f"{name}/{self._begun.get(name, 0)}"
+        """Raises LostRankError where a rank is gone, or has failed; StaleInputError where the first one does
+        something else."""
+        key, self._doing = f"work/{self._begun}", name
         if plan is not None:
-            self.put(f"{key}/plan", json.dumps(plan))
+            self.put(f"{key}/plan", json.dumps([name, plan]))
         else:
             self.wait(lambda: over() or self.has(f"{key}/plan"), name)
-            if not self.has(f"{key}/plan"):
+            known, found = json.loads(self.get(f"{key}/plan")) if self.has(f"{key}/plan") else ("", None)
+            if known != name and over():  # the first one may have begun what comes next
                 yield None
                 return
-        self._begun[name] = self._begun.get(name, 0) + 1
+            plan = found
+            if known != name:
+                error = StaleInputError(
+                    f"{name} is what rank {self.rank} comes to, but {known} is what the first rank does: they have "
+                    "another recipe, target or mix"
+                )
+                self._leave_word(error)
+                raise error
+        self._begun += 1
         try:
-            yield _Shared(self, key, plan if plan is not None else json.loads(self.get(f"{key}/plan")))
+            assert plan is not None
+            yield _Shared(self, key, name, plan)
         except BaseException as error:
             self._leave_word(error)
             raise
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
         """Poll until it is done, however long that takes, as long as those who may do it live."""
-        look = time.monotonic() + _PULSE_SECONDS
+        self._doing, since = what, None
         while not done():
             time.sleep(_POLL_SECONDS)
-            if time.monotonic() > look:
-                self._look(what)
-                look = time.monotonic() + _PULSE_SECONDS
+            if self.look(what) and self.has(f"made/{what}"):
+                since = since or time.monotonic()
+                if time.monotonic() - since > _SEEN_SECONDS:
+                    raise MissingFileError(
+                        f"{what}: the first rank has made it, but rank {self.rank} does not find it; workdir must lie "
+                        "on a file system that all ranks share"
+                    )
+
+    def made(self, what: str) -> None:
+        if self.first:
+            self.put(f"made/{what}", "")
+
+    def look(self, what: str) -> bool:
+        """Every few seconds, and True then: raise LostRankError where a rank said that it ends, or says nothing."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + pulse.PULSE_SECONDS
+        if self.has(ENDED):
+            raise self._explained(what, LostRankError(what))
+        for rank, (beat, when) in sorted(self._pulse.heard.items()):
+            silent = now - when > (pulse.LOST_SECONDS if beat else pulse.BIRTH_SECONDS)
+            if silent and not self.has(gone_of(rank)):
+                self._pulse.lost.add(rank)
+                raise LostRankError(
+                    f"{what} was waited for, but nothing was heard of rank {rank} for {now - when:.0f} s; the same "
+                    "command goes on from what is finished"
+                )
+        return True
 
     def put(self, key: str, value: str) -> None:
-        with self._talking(key):
+        with self._talking():
             self._store.set(key, value)
 
     def has(self, key: str) -> bool:
-        with self._talking(key):
+        with self._talking():
             return bool(self._store.check([key]))
 
     def get(self, key: str) -> str:
         """What is there: a key that is not is waited for, and an error."""
-        with self._talking(key):
+        with self._talking():
             return str(self._store.get(key).decode())
 
     def add(self, key: str, amount: int) -> int:
-        with self._talking(key):
+        with self._talking():
             return int(self._store.add(key, amount))
 
+    def end(self, error: BaseException) -> None:
+        """Leave word of why this rank ends, and stay until the others, but for those that are lost, have heard it: the
+        store may go with this process, and what is left would be that it is gone."""
+        self._leave_word(error)
+        with suppress(Exception):
+            self._store.set(gone_of(self.rank), "")
+            until = time.monotonic() + (0 if isinstance(error, StoppedError) else _HEARD_SECONDS)
+            for rank in {*range(self.size)} - {self.rank, *self._pulse.lost}:
+                while not (self._store.check([gone_of(rank)]) or self._store.check([heard_of(rank)])):
+                    if time.monotonic() > until:
+                        return
+                    time.sleep(_POLL_SECONDS)
+
+    def _leave(self) -> None:
+        """At the end of the process. Where the store goes with it, the others leave first."""
+        failed = getattr(sys, "last_value", None)
+        with suppress(Exception):
+            if failed is not None:
+                self.end(failed)
+            self._store.set(gone_of(self.rank), "")
+            until = time.monotonic() + _SEEN_SECONDS
+            while self.first and not self._store.check([ENDED]) and time.monotonic() < until:
+                if self._store.check([gone_of(rank) for rank in range(1, self.size)]):
+                    break
+                time.sleep(_POLL_SECONDS)
+        self._pulse.stop()
+
     @contextmanager
-    def _talking(self, what: str) -> Iterator[None]:
+    def _talking(self) -> Iterator[None]:
         try:
             yield
         except (dist.DistError, RuntimeError) as error:
-            raise distributed.store_lost(what.partition("/")[0], error) from error
+            raise self._explained(self._doing, distributed.store_lost(self._doing, error)) from error
 
     def _leave_word(self, error: BaseException) -> None:
         """Why this rank ends; the first word stays."""
         with suppress(Exception):
-            if not self._store.check([_ENDED]):
-                self._store.set(_ENDED, json.dumps([self.rank, one_line(error)]))
+            if not self._store.check([ENDED]):
+                self._store.set(ENDED, json.dumps([self.rank, one_line(error)]))
 
-    def _look(self, what: str) -> None:
-        """Raise LostRankError where a rank said that it ends, or says nothing any more."""
-        if self.has(_ENDED):
-            rank, reason = json.loads(self.get(_ENDED))
-            raise LostRankError(f"{what} was waited for, but rank {rank} ended: {reason}")
-        now = time.monotonic()
-        for rank in range(self.size) if self.first else (0,):
-            beat = self.get(_pulse_of(rank)) if self.has(_pulse_of(rank)) else ""
-            known, when = self._seen.get(rank, ("", self._since))
-            if beat != known:
-                self._seen[rank] = (beat, now)
-            elif rank != self.rank and now - when > (_LOST_SECONDS if beat else _BIRTH_SECONDS):
-                self._lost(rank, what, now - when)
-
-    def _lost(self, rank: int, what: str, seconds: float) -> NoReturn:
-        raise LostRankError(
-            f"{what} was waited for, but nothing was heard of rank {rank} for {seconds:.0f} s; the same command goes "
-            "on from what is finished"
-        )
+    def _explained(self, what: str, error: LostRankError) -> LostRankError:
+        """The error with the reason that a rank has left, if one has."""
+        word = self._pulse.word
+        with suppress(Exception):
+            word = word or json.loads(self._store.get(ENDED)) if self._store.check([ENDED]) else word
+        if word is None or word[0] == self.rank:
+            return error
+        return LostRankError(f"{what} was waited for, but rank {word[0]} ended: {word[1]}")
 
 
 class _Shared:
     """One piece of work of all ranks (see `data.crew.Work`)."""
 
-    def __init__(self, ranks: RankCrew, key: str, plan: Json) -> None:
+    def __init__(self, ranks: RankCrew, key: str, name: str, plan: Json) -> None:
         self.plan, self.size = plan, ranks.size
-        self._ranks, self._key = ranks, key
+        self._ranks, self._key, self._name = ranks, key, name
 
     def claim(self, item: str) -> bool:
+        self._ranks.look(self._name)
         return self._ranks.add(f"{self._key}/item/{item}", 1) == 1
 
     def add(self, figures: Mapping[str, int]) -> dict[str, int]:
@@ -153,44 +234,9 @@ class _Shared:
             self._ranks.put(f"{self._key}/through/{self._ranks.rank}", json.dumps(report))
             return []
         others = [f"{self._key}/through/{rank}" for rank in range(1, self.size)]
-        what = self._key.partition("/")[0]
         for key in others:
-            self._ranks.wait(lambda key=key: self._ranks.has(key), what)  # type: ignore[misc]
+            self._ranks.wait(lambda key=key: self._ranks.has(key), self._name)  # type: ignore[misc]
         return [report, *(json.loads(self._ranks.get(key)) for key in others)]
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
         self._ranks.wait(done, what)
-
-
-class _Pulse:
-    """Says every few seconds that this rank lives, over a connection of its own."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank, self._ended = rank, threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Before the interpreter goes: a thread that is inside the store then would take it down."""
-        self._ended.set()
-        self._thread.join(_PULSE_SECONDS)
-
-    def _beat(self) -> None:
-        with suppress(dist.DistError, RuntimeError, LostRankError):  # whoever needs the store finds out
-            store = _connected(self._rank)
-            for beat in itertools.count():
-                store.set(_pulse_of(self._rank), str(beat))
-                if self._ended.wait(_PULSE_SECONDS):
-                    return
-
-
-def _pulse_of(rank: int) -> str:
-    return f"pulse/{rank}"
-
-
-def _connected(rank: int) -> dist.Store:
-    """This launch's keys. A torchrun that starts its ranks again does not find those of the attempt before."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"draftforge/{attempt}", distributed.connect(hosts=rank == 0))

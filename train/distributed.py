@@ -9,6 +9,7 @@ that ranks share without collectives: `crew.py`.
 import atexit
 import itertools
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InputError, LostRankError, one_line
+from ..progress import say
 
 COLLECTIVE_LIMIT = timedelta(minutes=10)
+PATIENCE_SECONDS = 15.0  # until it is said who is waited for
 _CONNECT_LIMIT = timedelta(seconds=30)
 _POLL_SECONDS, _POLLS_A_CHECK = 0.2, 25
 _LOST = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "socket", "tcpstore")
@@ -81,7 +84,7 @@ def wait_until(done: Callable[[], bool], what: str) -> None:
         try:
             store = store or connect()
             store.check([what])
-        except (dist.DistError, RuntimeError) as error:
+        except (dist.DistError, RuntimeError, LostRankError) as error:
             raise store_lost(what, error) from error
 
 
@@ -96,14 +99,42 @@ def connect(hosts: bool = False) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = hosts and not _agent_hosts()
     limit = _CONNECT_LIMIT if _agent_hosts() else COLLECTIVE_LIMIT  # the first rank may still be importing
-    return dist.TCPStore(address, port, is_master=hosted, wait_for_workers=False, timeout=limit, multi_tenant=True)
+    if not hosted:
+        _reach(address, port, limit.total_seconds())
+    try:
+        return dist.TCPStore(address, port, is_master=hosted, wait_for_workers=False, timeout=limit, multi_tenant=True)
+    except dist.DistError as error:
+        if not hosted:
+            raise
+        said = one_line(error, 160)
+        raise InputError(f"MASTER_PORT {port}: the first rank cannot listen there ({said})") from error
+
+
+def _reach(address: str, port: int, limit_seconds: float) -> None:
+    """Wait until something listens there, and after a while say so: the store's own client would wait in silence."""
+    host, begun, said = f"{_host()} at {address}:{port}", time.monotonic(), False
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=min(limit_seconds, PATIENCE_SECONDS)):
+                return
+        except OSError as error:
+            waited = time.monotonic() - begun
+            if waited > limit_seconds:
+                raise LostRankError(f"{host} was not there within {limit_seconds:.0f} s ({one_line(error)})") from error
+            if waited > PATIENCE_SECONDS and not said:
+                said = True
+                say(f"waiting for {host} to start, for {limit_seconds:.0f} s at most", every_rank=True)
+        time.sleep(_POLL_SECONDS)
 
 
 def store_lost(what: str, error: Exception) -> LostRankError:
     """The error of a store that does not answer. `what` was waited for."""
-    host = "torchrun" if _agent_hosts() else "the first rank"
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return LostRankError(f"{what} was waited for, but {host} at {address} is gone ({one_line(error, 160)})")
+    return LostRankError(f"{what} was waited for, but {_host()} at {address} is gone ({one_line(error, 160)})")
+
+
+def _host() -> str:
+    return "torchrun" if _agent_hosts() else "the first rank"
 
 
 def _agent_hosts() -> bool:

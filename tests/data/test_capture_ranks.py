@@ -22,6 +22,7 @@ from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train import crew as crews
+from draftforge.train import pulse
 
 
 def _stubs() -> Any:
@@ -75,7 +76,7 @@ def stopped(folder: Path, crew: Any, rank: int, writes: int) -> str:
         whole(path, data)
 
     storage.write_bytes = write
-    crews._PULSE_SECONDS = 0.5
+    pulse.PULSE_SECONDS = 0.5
     try:
         stubbed(folder, crew)
     except Killed:

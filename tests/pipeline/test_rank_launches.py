@@ -1,7 +1,10 @@
 """Ranks under torchrun share capture and scoring, from a retraining's first look to the promotion; one that dies or
 fails on the way ends the others."""
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,11 +47,36 @@ def test_two_ranks_retrain_from_nothing_and_count_like_one(recipe_in: Callable[.
     assert code == 0 and "up to date" in said and "distilled" not in said, said
 
 
+def test_another_launcher_leaves_no_rank_waiting(recipe_in: Callable[..., Path], tmp_path: Path) -> None:
+    """Nothing ends the others when one fails, and the store goes with the first rank: each says why it ends."""
+    recipe, port = recipe_in(tmp_path), free_port()
+    (tmp_path / "code.jsonl").write_text('{"broken\n')
+    logs, ranks = [tmp_path / f"{rank}.log" for rank in range(3)], []
+    for rank, log in enumerate(logs):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = os.environ | {name: str(value) for name, value in place.items()} | {"DRAFTFORGE_DEBUG": ""}
+        with log.open("wb") as stream:
+            command = [sys.executable, "-m", "draftforge.cli", "train", str(recipe)]
+            ranks.append(subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=env))
+    codes = wait_for(ranks, 2 * END_SECONDS)
+    said = [log.read_text() for log in logs]
+    assert codes == [2, 3, 3], "\n".join(said)
+    reason = said[0].splitlines()[-1].removeprefix("error: ")
+    assert "code.jsonl:1: not valid JSON" in reason
+    for rank in (1, 2):
+        (line,) = said[rank].splitlines()
+        waited = line.removeprefix(f"error (rank {rank}): ").removesuffix(
+            f" was waited for, but rank 0 ended: {reason}"
+        )
+        assert waited.startswith(("mix-", "owner.json")) and " " not in waited, line
+
+
 def test_a_rank_that_dies_or_fails_ends_the_job_and_the_next_start_goes_on(
     recipe_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     capture = {"max_new_tokens": 12, "batch_size": 4, "top_k": 16, "tail_samples": 4, "shard_samples": 4}
-    recipe = recipe_in(tmp_path, drafts={"small": {**SMALL, "engine": "torch", "zero_stage": 0}}, capture=capture)
+    small = {**SMALL, "engine": "torch", "zero_stage": 0, "score_every": 1}  # as many counts leave some for each rank
+    recipe = recipe_in(tmp_path, drafts={"small": small}, capture=capture)
     code, said = torchrun([str(MORTAL), "1", "0", "answer", "capture", str(recipe)], tmp_path / "killed.log")
     assert code != 0, said
     (folder,) = (tmp_path / "work").glob("capture-*")

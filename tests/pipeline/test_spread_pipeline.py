@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftforge.data.store import Capture
-from draftforge.errors import InputError, RecipeError
+from draftforge.errors import InputError, MissingFileError, RecipeError, RegistryError
 from draftforge.pipeline import verbs
 from draftforge.recipe import load_recipe
 from draftforge.specdec.targets import Target
@@ -89,6 +89,37 @@ def test_what_needs_the_whole_target_is_refused_first(write_recipe: Write, monke
     ):
         with pytest.raises(InputError, match=r"target\.shard = true: a \w+ needs the target whole"):
             verb(recipe)
+
+
+def test_a_spread_target_that_cannot_be_is_refused_before_the_mix(write_recipe: Write, tmp_path: Path) -> None:
+    path = write_recipe(drafts={"eagle3": EAGLE3})
+    recorded = ["capture.answers=./none", "capture.top_k=0"]
+    for overrides, error, match in (
+        ([f"target.model={tmp_path / 'none'}", *recorded], MissingFileError, r"target\.model: .*: no such folder"),
+        ([], InputError, r"capture\.backend = transformers: needs passes of the target"),
+    ):
+        recipe = load_recipe(path, [SHARD, *overrides])
+        for verb in (verbs.capture, lambda recipe: verbs.capture(recipe, part="1/2"), lambda r: verbs.train(r, None)):
+            with pytest.raises(error, match=match):
+                verb(recipe)
+    assert not list((tmp_path / "work").glob("*mix*"))
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_what_cannot_answer_makes_no_folder(write_recipe: Write, tmp_path: Path, shard: bool) -> None:
+    recipe = load_recipe(write_recipe(drafts={"eagle3": EAGLE3}), [f"target.shard={str(shard).lower()}"])
+    spoken = {"rule": None, "draft_tokens": None, "tree": None, "helped_by": None, "max_new_tokens": 4}
+    for verb in (
+        lambda: verbs.generate(recipe, "hello", draft=None, temperature=0.0, seed=0, **spoken),
+        lambda: verbs.export(recipe, tmp_path / "out", None, None, None),
+    ):
+        match = r"target\.shard = true: an \w+ needs the target whole" if shard else "has no champion yet"
+        with pytest.raises(InputError if shard else RegistryError, match=match):
+            verb()
+    if shard:
+        with pytest.raises(InputError, match="a search of layers needs the target whole"):
+            verbs.skip_layers(recipe, None, None, 1, 1, 0, None)
+    assert not (tmp_path / "work").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,15 @@
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from draftforge.data.crew import ALONE
-from draftforge.errors import LostRankError
+from draftforge.errors import DraftforgeError, InputError, LostRankError
 from draftforge.train import crew as crews
+from draftforge.train import pulse
 
 RunDistributed = Any
 ITEMS = [str(number) for number in range(20)]
@@ -43,7 +45,7 @@ def share_all() -> dict[str, Any]:
 
 def lose_one(how: str) -> str:
     """Rank 1 ends the work its way; what the first says then."""
-    crews._PULSE_SECONDS, crews._LOST_SECONDS = 0.2, 1.0
+    pulse.PULSE_SECONDS, pulse.LOST_SECONDS = 0.2, 1.0
     ranks = attempt(1 if how == "silent" else 2)
     try:
         with ranks.share(how, {} if ranks.first else None) as work:
@@ -59,9 +61,59 @@ def lose_one(how: str) -> str:
     return "nothing"
 
 
+def said(number: int, part: Callable[[crews.RankCrew], object]) -> str:
+    """What ends this rank in a launch of its own; one that ends says why, as the command line does."""
+    ranks = attempt(number)
+    try:
+        part(ranks)
+    except DraftforgeError as error:
+        ranks.end(error)
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def another_recipe(ranks: crews.RankCrew) -> None:
+    ranks.agree({"seed": int(ranks.rank == 1), "draft": None})
+    ranks.wait(lambda: False, "what comes next")
+
+
+def another_work(ranks: crews.RankCrew) -> None:
+    with ranks.share("score-a" if ranks.rank != 1 else "score-b", {} if ranks.first else None) as work:
+        assert work is not None
+        work.finish({})
+    ranks.wait(lambda: False, "what comes next")
+
+
+def elsewhere(ranks: crews.RankCrew) -> None:
+    """The first rank has made it; the last one alone finds it."""
+    if ranks.first:
+        ranks.made("mix-a")
+    ranks.wait(lambda: ranks.rank == 2, "mix-a" if not ranks.first else "what comes next")
+    ranks.wait(lambda: False, "what comes next")
+
+
+def failing(ranks: crews.RankCrew) -> None:
+    """The first rank fails in work of its own, while the others wait for what it makes."""
+    if ranks.first:
+        raise InputError("made up")
+    ranks.wait(lambda: False, "mix-a")
+
+
+def failing_together(ranks: crews.RankCrew) -> None:
+    """What a collective says of a rank that is gone is not why it went."""
+    with ranks.together("train-a"):
+        if ranks.rank == 1:
+            raise InputError("made up")
+        time.sleep(1.0)
+        raise LostRankError("another rank is gone or hangs")
+
+
 def run_all() -> list[Any]:
     shared = share_all()
-    return [shared, lose_one("silent"), lose_one("fails")]
+    lost = [shared, lose_one("silent"), lose_one("fails")]
+    pulse.LOST_SECONDS, crews._SEEN_SECONDS = 45.0, 0.5
+    parts = (another_recipe, another_work, elsewhere, failing, failing_together)
+    return [*lost, *(said(number, part) for number, part in enumerate(parts, start=3))]
 
 
 @pytest.mark.slow
@@ -74,6 +126,22 @@ def test_ranks_share_work_and_find_out_who_is_lost(run_distributed: RunDistribut
     assert first[0]["total"] == len(ITEMS)
     assert first[1].startswith("silent was waited for, but nothing was heard of rank 1 for ")
     assert first[2] == "fails was waited for, but rank 1 ended: a made-up reason"
+
+    words = "all ranks of a launch need the same recipe and options"
+    assert other[3] == f"InputError: seed = 1: the first rank has 0; {words}"
+    assert all(
+        f"was waited for, but rank 1 ended: seed = 1: the first rank has 0; {words}" in x for x in (first[3], third[3])
+    )
+    assert other[4].startswith(
+        "StaleInputError: score-b is what rank 1 comes to, but score-a is what the first rank does"
+    )
+    assert "rank 1 ended: score-b is what rank 1 comes to" in first[4]
+    assert other[5].startswith("MissingFileError: mix-a: the first rank has made it, but rank 1 does not find it")
+    assert "rank 1 ended: mix-a: the first rank has made it" in first[5] and "rank 1 ended" in third[5]
+    assert first[6] == "InputError: made up"
+    assert other[6] == third[6] == "LostRankError: mix-a was waited for, but rank 0 ended: made up"
+    assert other[7] == "InputError: made up"
+    assert first[7] == third[7] == "LostRankError: train-a was waited for, but rank 1 ended: made up"
 
 
 def test_one_process_takes_everything() -> None:

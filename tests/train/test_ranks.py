@@ -31,6 +31,22 @@ def test_waiting_ends_when_the_first_ranks_launcher_is_gone(monkeypatch: pytest.
         wait_until(lambda: False, "capture")
 
 
+def test_who_does_not_start_is_named_while_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in (("RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(distributed, "COLLECTIVE_LIMIT", timedelta(seconds=2))
+    monkeypatch.setattr(distributed, "PATIENCE_SECONDS", 0.1)
+    with pytest.raises(LostRankError, match=f"the first rank at 127.0.0.1:{port} was not there within 2 s"):
+        distributed.connect()
+    said = capsys.readouterr().err
+    assert said == f"rank 1: waiting for the first rank at 127.0.0.1:{port} to start, for 2 s at most\n"
+
+
 @pytest.mark.parametrize(
     ("error", "lost"),
     [
