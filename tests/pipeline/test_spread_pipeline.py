@@ -108,14 +108,11 @@ def test_a_spread_target_that_cannot_be_is_refused_before_the_mix(write_recipe: 
 @pytest.mark.parametrize("shard", [False, True])
 def test_what_cannot_answer_makes_no_folder(write_recipe: Write, tmp_path: Path, shard: bool) -> None:
     recipe = load_recipe(write_recipe(drafts={"eagle3": EAGLE3}), [f"target.shard={str(shard).lower()}"])
-    spoken = {"rule": None, "draft_tokens": None, "tree": None, "helped_by": None, "max_new_tokens": 4}
-    for verb in (
-        lambda: verbs.generate(recipe, "hello", draft=None, temperature=0.0, seed=0, **spoken),
-        lambda: verbs.export(recipe, tmp_path / "out", None, None, None),
-    ):
-        match = r"target\.shard = true: an \w+ needs the target whole" if shard else "has no champion yet"
-        with pytest.raises(InputError if shard else RegistryError, match=match):
-            verb()
+    match = r"target\.shard = true: an \w+ needs the target whole" if shard else "has no champion yet"
+    with pytest.raises(InputError if shard else RegistryError, match=match):
+        verbs.generate(recipe, "hello", None, None, None, None, None, 4, 0.0, 0)
+    with pytest.raises(InputError if shard else RegistryError, match=match):
+        verbs.export(recipe, tmp_path / "out", None, None, None)
     if shard:
         with pytest.raises(InputError, match="a search of layers needs the target whole"):
             verbs.skip_layers(recipe, None, None, 1, 1, 0, None)
