@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -14,7 +13,7 @@ from .. import fingerprint, storage
 from .conversation import Conversation, turns
 from .mix import CONVERSATIONS, MANIFEST, load_manifest, load_mix
 from .split import unit
-from .threads import Asking, asked_elsewhere, turn_keys
+from .threads import asked_elsewhere, asking, turn_keys
 
 BLEND = "blend"
 _ELSEWHERE = "asked_elsewhere"
@@ -84,8 +83,8 @@ def _elsewhere(mix: Path, old: Path, added: list[str]) -> dict[str, list[int]]:
     trained = [one for one in load_mix(mix) if one.split == "train"]
     by_id = {one.id: one for one in load_mix(old)}
     every = [*trained, *(by_id[name] for name in added)]
-    asking: list[Asking] = [("train", np.array(turn_keys(one), dtype=np.uint64)) for one in every]
-    return dict(zip(added, asked_elsewhere(asking, [])[len(trained) :]))
+    places = asked_elsewhere([asking("train", one) for one in every], [])
+    return dict(zip(added, places[len(trained) :]))
 
 
 def base_of(mix: Path) -> str | None:

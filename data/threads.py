@@ -84,29 +84,34 @@ def wholes(parts: Sequence[TurnKeys], others: Sequence[TurnKeys]) -> dict[int, i
     return {place: int(owner_T[first[at]]) for place, at, found in zip(some, at_N, found_N) if found}
 
 
-def asked_elsewhere(asking: Sequence[Asking], before: Sequence[Asking]) -> list[list[int]]:
+def asked_elsewhere(found: Sequence[Asking], before: Sequence[Asking]) -> list[list[int]]:
     """For each conversation, its turns (0, 1, …) that do not count there.
 
     A turn counts where it was seen most: in train before selection before holdout, and of equals in the first. So it
     counts nowhere where an ancestor (`before`) had it in an earlier one of these splits.
     """
-    if not asking:
+    if not found:
         return []
-    keys_T, owner_T = _joined([keys for _, keys in asking])
-    split_T = np.array([SPLITS.index(split) for split, _ in asking], dtype=np.int64)[owner_T]
+    keys_T, owner_T = _joined([keys for _, keys in found])
+    split_T = np.array([SPLITS.index(split) for split, _ in found], dtype=np.int64)[owner_T]
     order_T = np.lexsort((owner_T, split_T, keys_T))
     again_T = np.ones(len(keys_T), dtype=np.bool_)
     again_T[order_T[np.unique(keys_T[order_T], return_index=True)[1]]] = False
     for split in SPLITS[:-1]:
         seen = [keys for name, keys in before if name == split]
         again_T |= (split_T > SPLITS.index(split)) & np.isin(keys_T, np.concatenate([NO_TURNS, *seen]))
-    ends = np.cumsum([len(keys) for _, keys in asking])[:-1]
+    ends = np.cumsum([len(keys) for _, keys in found])[:-1]
     return [np.flatnonzero(again).tolist() for again in np.split(again_T, ends)]
 
 
 def _joined(each: Sequence[TurnKeys]) -> tuple[TurnKeys, NDArray[np.int64]]:
     """All keys, and whose each is."""
     return np.concatenate([NO_TURNS, *each]), np.repeat(np.arange(len(each)), [len(keys) for keys in each])
+
+
+def asking(split: Split, conversation: Conversation) -> Asking:
+    """A conversation as `asked_elsewhere` sees it, in a split."""
+    return split, np.array(turn_keys(conversation), dtype=np.uint64)
 
 
 def turn_keys(record: Record | Conversation) -> list[int]:

@@ -19,7 +19,7 @@ from .promotion import promote_stage
 from .reporting import log_report
 from .scoring import Scored, help_score, score_stage
 from .stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
-from .workspace import Workspace
+from .workspace import Workspace, require_whole
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def distill(
     is done, kept in the run.
     """
     started = time.monotonic()
-    space.require_whole("a distillation")
+    require_whole(space.recipe, "a distillation")
     check_command(space.recipe.promotion)
     check_scoring(space, space.recipe.drafts)
     if not space.first_rank:

@@ -5,7 +5,6 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from .. import fingerprint
@@ -14,7 +13,7 @@ from ..data.conversation import Conversation, turns
 from ..data.mending import mend
 from ..data.mix import load_members
 from ..data.split import unit
-from ..data.threads import Asking, asked_elsewhere, turn_keys
+from ..data.threads import Asking, asked_elsewhere, asking
 from ..eval.plans import Drafting
 from ..eval.score import Identity
 from ..eval.select import serving
@@ -39,8 +38,7 @@ def new_conversations(
     folder = space.folder("mix", version.lineage.mix_fingerprint)
     members = load_members([folder] if folder.is_dir() else [])
     before: list[Asking] = [(one.split, one.member.turn_keys) for one in members if one.split == "train"]
-    asking: list[Asking] = [(HOLDOUT_SPLIT, np.array(turn_keys(one), dtype=np.uint64)) for one in fresh]
-    left_out = asked_elsewhere(asking, before)
+    left_out = asked_elsewhere([asking(HOLDOUT_SPLIT, one) for one in fresh], before)
     found = [one.model_copy(update={"asked_elsewhere": places}) for one, places in zip(fresh, left_out)]
     return [one for one in found if turns(one)]
 

@@ -19,13 +19,13 @@ from .judging import judge
 from .retrain import Plan, plan, tell
 from .stages import capture_place, trained
 from .staleness import Staleness
-from .workspace import Workspace
+from .workspace import Workspace, require_whole
 
 
 def rehearse(recipe: Recipe) -> Staleness:
     """Judge, and say what `retrain` would do. Changes nothing in the work folder or in MLflow."""
     with rehearsing(recipe) as space:
-        space.require_whole("a retraining")
+        require_whole(space.recipe, "a retraining")
         found = judge(space)
         tell(found)
         if not found.stale:

@@ -28,7 +28,7 @@ from .hooks import check_command, follow_champion
 from .judging import judge
 from .stages import Stage, blended_stage, capture_place, mix_stage, trained
 from .staleness import STALENESS_FILE, Staleness
-from .workspace import Workspace
+from .workspace import Workspace, require_whole
 
 _SHARED = "retrain"
 
@@ -63,7 +63,7 @@ def retrain(space: Workspace) -> Retrained:
     where they do not, it starts cold and says so. What fails leaves a FAILED run and the champion as it was. Other
     ranks than the first take part by `help_retrain`.
     """
-    space.require_whole("a retraining")
+    require_whole(space.recipe, "a retraining")
     check_command(space.recipe.promotion)
     timeout = space.recipe.retrain.lock_timeout_seconds
     with (

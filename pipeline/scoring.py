@@ -58,7 +58,7 @@ from .beforehand import check_targets
 from .board import Board
 from .counting import Counting, help_count
 from .stages import Stage, checkpoints_of
-from .workspace import Workspace
+from .workspace import Workspace, require_whole
 
 COUNTS_FILE, SCORES_FILE, TIMES_FILE = "counts.parquet", "scores.json", "times.json"
 PARTS, TOKENIZER_FILE = "parts", "tokenizer.json"
@@ -109,7 +109,7 @@ class Scorer:
     """Scores drafts of one target on one split of one capture; target passes are shared by all of them."""
 
     def __init__(self, space: Workspace, captured: Stage, split: str) -> None:
-        space.require_whole("a score")
+        require_whole(space.recipe, "a score")
         self._space = space
         self._data = Capture.open(captured.folder, verify=False)
         self.settings: ScoreSettings = space.recipe.score

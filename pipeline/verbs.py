@@ -113,7 +113,7 @@ def train(recipe: Recipe, draft: str | None) -> None:
 def score(recipe: Recipe, draft: str | None) -> None:
     """The leaderboard: of the recipe's drafts, of one of them, or of a draft folder of anybody's making."""
     space = _together(recipe, draft=draft)
-    space.require_whole("a score")
+    require_whole(space.recipe, "a score")
     folder = None if draft is None or draft in recipe.drafts else Path(draft)
     if folder is not None and not (draft and folder.exists()):
         raise MissingFileError(f"--draft {draft}: is neither a draft of the recipe ({_names(recipe)}) nor a folder")
@@ -165,7 +165,7 @@ def promote(recipe: Recipe) -> None:
 
 
 def _promote(space: Workspace) -> None:
-    space.require_whole("a promotion")
+    require_whole(space.recipe, "a promotion")
     check_command(space.recipe.promotion)
     check_scoring(space, space.recipe.drafts)
     conversations = mix_stage(space)

@@ -212,10 +212,6 @@ class Workspace:
         """The loaded target; loaded at the first use, then shared by every stage of this process."""
         return Target.load(self.target_settings, self.digests)
 
-    def require_whole(self, what: str) -> None:
-        """`require_whole` of this recipe."""
-        require_whole(self.recipe, what)
-
     def with_recipe(self, recipe: Recipe) -> "Workspace":
         """The same folder and the same loaded things under a changed recipe (of the same target)."""
         other = Workspace(recipe)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import hypothesis
 import pytest
 import torch
 from byte_level import byte_level_tokenizer
+from ports import free_port
 from trained import Trained, trained
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -138,9 +138,7 @@ def run_distributed(tmp_path_factory: pytest.TempPathFactory) -> RunDistributed:
 
 
 def _run_ranks(folder: Path, call: list[str], world_size: int, timeout_seconds: float) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + timeout_seconds
     try:

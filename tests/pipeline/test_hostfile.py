@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launches import SMALL, free_port, wait_for
+from launches import SMALL, wait_for
+from ports import free_port
 
 from draftforge.pipeline import verbs
 from draftforge.recipe import load_recipe

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import END_SECONDS, MORTAL, SMALL, free_port, launch, wait_for
+from launches import END_SECONDS, MORTAL, SMALL, launch, wait_for
+from ports import free_port
 
 from draftforge.pipeline import verbs
 from draftforge.recipe import load_recipe

@@ -1,7 +1,6 @@
 """The command line under torchrun."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -40,9 +39,3 @@ def wait_for(processes: list[subprocess.Popen[bytes]], seconds: float) -> list[i
         for process in processes:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

