@@ -15,13 +15,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from .data.capture_settings import CaptureSettings
-from .data.settings import MixSettings
+from .data.settings import CaptureSettings, MixSettings
 from .errors import MissingFileError, RecipeError
 from .eval.settings import ScoreSettings
-from .registry.settings import GateSettings, RegistrySettings, redacted
-from .specdec.proposers.free import TRAINING_FREE
-from .specdec.settings import TargetSettings
+from .registry.connect import GateSettings, RegistrySettings, redacted
+from .specdec.proposers.training_free import TRAINING_FREE
+from .specdec.requests import TargetSettings
 from .train.settings import DraftSettings
 
 M = TypeVar("M", bound=BaseModel)

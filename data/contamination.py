@@ -10,13 +10,12 @@ import numpy as np
 from .. import progress
 from ..errors import named
 from .conversation import SPLITS
-from .dedup import Index, Known, Member, Signature, sharing_a_band, signature
-from .gathering import redacted
-from .prompt_files import source_of
+from .dedup import NO_TURNS, Index, Known, Member, Signature, TurnKeys, sharing_a_band, signature
+from .ingest import redacted
+from .prompts import source_of
 from .redact import Redactor
 from .settings import MixSettings
 from .sources import read
-from .threads import NO_TURNS, TurnKeys
 
 
 class EvaluationSet(NamedTuple):

@@ -25,18 +25,15 @@ from numpy.typing import NDArray
 from .. import fingerprint, progress, storage
 from ..errors import CorruptDataError, MissingFileError, named
 from . import clusters
-from .choosing import Margin, half_lives, keep, largest_size, raked
+from .concurrency import in_flight_told
 from .contamination import holdout_report, near_any, read_evaluation_sets, turn_report
 from .conversation import SPLITS, Conversation, Split
-from .dedup import SIGNATURE_LENGTH, Known, Member, Placement, place
-from .gathering import Gathered, gather, sampling_of, strictest
-from .in_flight_told import in_flight_told
+from .dedup import NO_TURNS, SIGNATURE_LENGTH, Known, Member, Placement, asked_elsewhere, place, turn_keys
+from .ingest import Gathered, Spool, gather, sampling_of, strictest
 from .settings import MixSettings
 from .sources import SamplePrompts, input_digests, name_of
 from .split import require_every_split, split_of
-from .spool import Spool
-from .strata import KEYS, SOURCE, Column
-from .threads import NO_TURNS, asked_elsewhere, turn_keys
+from .stratify import KEYS, SOURCE, Column, Margin, half_lives, keep, largest_size, raked
 
 FORMAT = 2
 CONVERSATIONS, MEMBERS, LOG, MANIFEST = "conversations.parquet", "members.parquet", "log.parquet", "manifest.json"

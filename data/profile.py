@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from .conversation import SPLITS
 from .mix import COPIES, LEFT_OUT, load_log, load_manifest
 from .settings import Key
-from .strata import DAY, KEYS, Column
+from .stratify import DAY, KEYS, Column
 
 LOG, DISTINCT, MIX = "log", "distinct", "mix"
 SIDES = (LOG, DISTINCT, MIX, *SPLITS)

@@ -16,8 +16,8 @@ from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling import SamplingSettings
 from .conversation import ROLES, Message
-from .logs.entry import MOST_TOKENS, Timing
-from .logs.when import seconds
+from .logs.chat import MOST_TOKENS, Timing
+from .logs.parsing import seconds
 from .settings import LABEL, DatasetSource, DomainRule, FileSource, Shape, TargetSource
 
 _ID_DIGITS = 24

@@ -14,8 +14,8 @@ from typing import Any
 from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError, RecipeError, named
 from . import files
-from .in_flight import Traffic
-from .logs.entry import Entry, Reason, Timing
+from .concurrency import Traffic
+from .logs.chat import Entry, Reason, Timing
 from .logs.readers import FORMATS, Format
 from .records import DEFAULT_COLUMNS, Record, parse
 from .settings import DatasetSource, FileSource, MixSettings, Shape, Source, TargetSource

@@ -27,7 +27,7 @@ from ..progress import track
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
 from .conversation import Split
-from .signals import Signals
+from .teacher_logprobs import Signals
 
 FORMAT = 1
 HEADER, MANIFEST, SHARDS = "header.json", "manifest.json", "shards"

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..errors import CorruptDataError, InputError, MissingFileError
-from ..specdec.walk import RoundCounts
+from ..specdec.replay.expected_rounds import RoundCounts
 from ..storage import write_bytes
 
 Method = Literal["replay", "decode"]

@@ -18,12 +18,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import InputError
+from .cost_model import PLAIN_WAY, CostFit
 from .costs import CostKey, RoundCost
+from .draft_configs import Plan
 from .figures import Estimate
-from .gains import Gain, chain_alpha, pooled
-from .load_fit import PLAIN_WAY, CostFit
-from .load_settings import LoadSettings
-from .plans import Plan
+from .settings import LoadSettings
+from .speedup import Gain, chain_alpha, pooled
 
 
 class Memory(NamedTuple):

@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import fingerprint
-from .gains import Gain
-from .plans import Plan
+from .draft_configs import Plan
+from .speedup import Gain
 
 Floats = NDArray[np.float64]
 _BETS_G = np.array([0.05, 0.1, 0.2, 0.4, 0.7, 0.95])

@@ -4,7 +4,8 @@ Replay is exact only for answers of this very target at the sampling setting the
 scored at its own setting. At temperature 0 every accept rule is the greedy one, and is scored once, under that name.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,15 +16,21 @@ from .. import fingerprint
 from ..data.store import Sample
 from ..errors import InputError, ReplayMismatchError
 from ..progress import Advance, bar, say
+from ..specdec.cuda_graphs import running
 from ..specdec.decoder import Generation, Request, generate
-from ..specdec.passes import running
-from ..specdec.replay import Counted
+from ..specdec.models import CausalModel
+from ..specdec.proposers.base import Proposer, Trace
+from ..specdec.proposers.shape import TreeShape
+from ..specdec.proposers.trees import MeasuredTree, StaticTree
+from ..specdec.replay.expected_rounds import RoundCounts, count_rounds
+from ..specdec.replay.packing import Pack
+from ..specdec.replay.replay import Counted, rank_accuracies
+from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
-from ..specdec.walk import RoundCounts, count_rounds
 from .counts import CountRow, context_bucket, to_table
-from .plans import Drafting, Plan, exact_rules, rules_for
+from .draft_configs import Drafting, Plan, exact_rules, rules_for
 from .settings import ScoreSettings
-from .traces import TraceCache, replay_samples
+from .target_pass_cache import TraceCache, replay_samples
 
 
 class Identity(NamedTuple):
@@ -274,3 +281,38 @@ def _tie(target: Target, sample: Sample, decoded: Sequence[int], at: int, tolera
 
 def _brief(counts: RoundCounts) -> str:
     return f"{counts.rounds:g} rounds, {counts.accepted:g} of {counts.drafted:g} accepted"
+
+
+def measured_tree(target: CausalModel, proposer: Proposer, samples: Sequence[Sample], tree: MeasuredTree) -> StaticTree:
+    """The tree of one draft, by what it gets right along recorded answers: those that it was trained on, so that the
+    answers which pick a draft do not also shape it. Raises InputError where there are none."""
+
+    def traces() -> Iterator[tuple[Pack, Trace]]:
+        for traced in TraceCache(target, 0).along(samples, proposer):
+            yield traced.pack, proposer.trace(traced.pack, tree.levels, traced.sampling, traced.states)
+
+    with running(target.device):
+        shape = TreeShape.of_accuracies(rank_accuracies(traces(), tree.ranks), tree.nodes)
+    if not shape.choices:
+        raise InputError("measured tree: no answers of two tokens or more in the train split to measure it on")
+    return StaticTree(kind="static", choices=[list(choice) for choice in shape.choices])
+
+
+_MOST = 700.0  # mean -log q whose exp is still a number
+_AS_TRAINED = SamplingSettings(temperature=1.0)
+
+
+def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TraceCache) -> float | None:
+    """exp of the mean -log q of the answers' tokens at depth 1, temperature 1; None where that is no number.
+
+    Tokens outside a reduced draft vocabulary have q = 0 and are left out, which flatters such a draft.
+    """
+    total, count = 0.0, 0
+    for traced in traces.along(samples, proposer):
+        with running(traced.pack.ids_BT.device):
+            q_R = proposer.trace(traced.pack, 1, _AS_TRAINED, traced.states).q_RK[:, 0].double().cpu()
+        inside_R = q_R > 0
+        total -= float(q_R[inside_R].log().sum())
+        count += int(inside_R.sum())
+    known = count > 0 and total / count < _MOST
+    return math.exp(total / count) if known else None

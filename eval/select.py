@@ -23,11 +23,11 @@ from ..errors import InputError
 from ..specdec.rules import RULES
 from .costs import CostKey, RoundCost
 from .counts import concat, groups, values, where
+from .draft_configs import PLAINEST, Plan
 from .figures import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_difference
-from .gains import Gain
 from .load import BatchFigures, Candidate, LoadFigures, LoadTimes, Losing, batch_figures, finite, load_figures
-from .plans import PLAINEST, Plan
 from .settings import ScoreSettings
+from .speedup import Gain
 
 PLAIN = "plain"
 _UNKNOWN = Estimate(math.nan)

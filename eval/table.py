@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..specdec.drafts.skipped import SkippedLayers
+from ..specdec.drafts.layer_skip import SkippedLayers
 from .figures import Estimate
 from .load import LoadFigures
 from .select import DomainRow, Row

@@ -7,19 +7,17 @@ from typing import Any
 
 from .. import fingerprint
 from ..progress import say
+from ..registry.connect import redacted
+from ..registry.gate import Decision
 from ..registry.lineage import Version
-from ..registry.records import Decision
-from ..registry.settings import redacted
 from ..registry.tracking import TrackedRun, find_run, start_run
-from ..train.metrics import NoSink
-from .beforehand import check_scoring
-from .failing import at, told
-from .hooks import check_command, follow_champion
-from .promotion import promote_stage
-from .reporting import log_report
+from ..train.throughput import NoSink
+from .preflight import check_scoring
+from .promotion import check_command, follow_champion, promote_stage
+from .report import log_report
 from .scoring import Scored, help_score, score_stage
 from .stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
-from .workspace import Workspace, require_whole
+from .workspace import Workspace, at, require_whole, told
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,7 @@ def check_disk(workdir: Path) -> Check:
 def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
     """Whether the MLflow store answers. Nothing is made there."""
     try:
-        from ..registry.connect import resolve_uri
-        from ..registry.settings import RegistrySettings, redacted
+        from ..registry.connect import RegistrySettings, redacted, resolve_uri
 
         uri = resolve_uri(RegistrySettings(tracking_uri=tracking_uri), workdir)
     except ImportError as error:

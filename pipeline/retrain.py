@@ -1,34 +1,39 @@
 """Retraining when the champion is stale: idempotent, one at a time, and never a worse draft for anyone."""
 
 import shutil
+import tempfile
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlflow.tracking import MlflowClient
+from sqlalchemy.engine import make_url
+
 from .. import storage
-from ..data.mending import mend
+from ..data.capture.reuse import mend
+from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..errors import CorruptDataError, InputError, TrackingError
 from ..progress import say
 from ..recipe import Recipe
+from ..registry.connect import mlflow_errors, quick_requests, resolve_uri
 from ..registry.lineage import Version
-from ..registry.models import champion
-from ..registry.resolve import resolve_models_uri
+from ..registry.versions import champion, resolve_models_uri
 from ..specdec.drafts import AnyDraft
-from ..specdec.formats import DraftMeta, load_draft, read_meta
+from ..specdec.formats import DraftMeta, load_draft, meta_file, read_meta
 from ..specdec.formats.fit import check_fits
-from ..specdec.settings import TargetSettings
+from ..specdec.requests import TargetSettings
+from ..train.checkpoints import is_finished
 from ..train.families import family_of
-from .beforehand import check_scoring
 from .distill import Outcome, distill
-from .failing import at, recorded
-from .hooks import check_command, follow_champion
-from .judging import judge
+from .preflight import check_scoring
+from .promotion import check_command, follow_champion
 from .stages import Stage, blended_stage, capture_place, mix_stage, trained
 from .staleness import STALENESS_FILE, Staleness
-from .workspace import Workspace, require_whole
+from .staleness_evidence import judge
+from .workspace import Workspace, at, recorded, require_whole
 
 _SHARED = "retrain"
 
@@ -211,3 +216,76 @@ def _started_from(recipe: Recipe, folder: Path, names: Collection[str]) -> Recip
         change["score_every"] = min(draft.score_every, steps)
         drafts[name] = draft if name not in names else type(draft).model_validate(draft.model_dump() | change)
     return recipe.model_copy(update={"drafts": drafts})
+
+
+def rehearse(recipe: Recipe) -> Staleness:
+    """Judge, and say what `retrain` would do. Changes nothing in the work folder or in MLflow."""
+    with rehearsing(recipe) as space:
+        require_whole(space.recipe, "a retraining")
+        found = judge(space)
+        tell(found)
+        if not found.stale:
+            say("would do nothing")
+            return found
+        for line in _steps(recipe, plan(space, found), found):
+            say(line)
+    return found
+
+
+@contextmanager
+def rehearsing(recipe: Recipe) -> Iterator[Workspace]:
+    """The recipe's work folder as it looks, in a temporary one: notes are copied; finished mixes, probes, and targets
+    that came from the registry, are linked."""
+    real = recipe.workdir.resolve()
+    with tempfile.TemporaryDirectory(prefix="draftforge-rehearsal-") as folder:
+        root = Path(folder) / real.name
+        root.mkdir()
+        for path in real.iterdir() if real.is_dir() else ():
+            if path.is_file() and path.suffix == ".json":
+                shutil.copy2(path, root / path.name)
+            elif path.name.startswith("mix-") or (path / CAPTURE_MANIFEST).is_file():
+                (root / path.name).symlink_to(path)
+        registry = recipe.registry.model_copy(update={"tracking_uri": _store(recipe, real, root)})
+        space = Workspace(recipe.model_copy(update={"workdir": root, "registry": registry}))
+        (root / "models").mkdir()
+        for path in (real / "models").glob("[!.]*"):
+            if not meta_file(path).is_file():  # drafts are fetched anew: what the registry itself holds counts
+                (root / "models" / path.name).symlink_to(path)
+        yield space
+
+
+def _store(recipe: Recipe, real: Path, root: Path) -> str:
+    """The recipe's store; where that is none yet, or has nothing of ours, an empty one in `root`: opening makes it."""
+    uri = resolve_uri(recipe.registry, real)
+    if uri.startswith("sqlite"):
+        there = Path(str(make_url(uri).database)).is_file()
+    else:
+        with mlflow_errors(uri), quick_requests(recipe.registry.connect_seconds):
+            client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+            there = client.get_experiment_by_name(recipe.registry.experiment) is not None
+    return uri if there else f"sqlite:///{root / 'none.db'}"
+
+
+def _steps(recipe: Recipe, work: Plan, found: Staleness) -> list[str]:
+    """What would be run, in order; what is on disk already is said to be done."""
+    space, real = work.space, recipe.workdir.resolve()
+
+    def state(folder: Path, done: bool) -> str:
+        return f"done ({folder.name})" if done else f"to do ({folder.name})"
+
+    captured = capture_place(space, work.mix)
+    mix, answers = real / work.mix.folder.name, real / captured.folder.name
+    lines = [f"would make mix: {state(mix, mix.is_dir())}"]
+    lines.append(f"would capture: {state(answers, (answers / CAPTURE_MANIFEST).is_file())}")
+    for name, settings in space.drafts.items():
+        folder = real / trained(space, name, captured).folder.name
+        start = "cold" if settings.init_from is None or work.parent is None else f"warm, from {work.parent}"
+        lines.append(
+            f"would train {name}: {settings.steps} steps, {start}: {state(folder, is_finished(folder, settings.steps))}"
+        )
+    rival = found.champion
+    mine = rival is not None and rival.lineage.target_fingerprint == space.target_fingerprint
+    against = (
+        f"against champion {rival.reference}" if rival is not None and mine else "with no champion to compare with"
+    )
+    return [*lines, f"would score, register, and meet the gate {against}"]

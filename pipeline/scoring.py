@@ -14,15 +14,13 @@ from ..data.store import Capture, Sample
 from ..errors import InputError
 from ..eval import counts
 from ..eval.advice import advice
+from ..eval.cost_measurement import Grid, cached_fit, measure_fit, most_context
+from ..eval.cost_model import CostFit, fit_for, write_fits
 from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
+from ..eval.draft_configs import Drafting
 from ..eval.load import LoadTimes
-from ..eval.load_fit import CostFit, fit_for, write_fits
-from ..eval.load_measure import Grid, cached_fit, measure_fit, most_context
-from ..eval.measured import measured_tree
-from ..eval.perplexity import perplexity
-from ..eval.plans import Drafting
-from ..eval.report.record import score_record
-from ..eval.score import Identity, score_draft, spread
+from ..eval.report.page import score_record
+from ..eval.score import Identity, measured_tree, perplexity, score_draft, spread
 from ..eval.select import (
     PLAIN,
     Checkpoint,
@@ -37,26 +35,25 @@ from ..eval.select import (
 )
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard, show_load
-from ..eval.traces import TraceCache
+from ..eval.target_pass_cache import TraceCache
 from ..progress import say
+from ..specdec.cross_tokenizer import ForeignDraft
 from ..specdec.drafts import AnyDraft
 from ..specdec.drafts.small import SmallDraft
-from ..specdec.foreign import ForeignDraft
 from ..specdec.formats import check_context, check_fits, detect, load_draft, meta_file, read_draft, read_meta
 from ..specdec.formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET
-from ..specdec.formats.skipped import is_skip_file, read_skipped
-from ..specdec.fused import can_fuse, fuse
+from ..specdec.formats.layer_skip import is_skip_file, read_skipped
+from ..specdec.kernels.fused import can_fuse, fuse
 from ..specdec.loading import load_tokenizer
 from ..specdec.proposers import Proposer, make_proposer
-from ..specdec.proposers.elsewhere import Place, place_of
-from ..specdec.proposers.free import LOOKUP
 from ..specdec.proposers.lookup import PromptLookup
+from ..specdec.proposers.other_device import Place, place_of
+from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
 from ..specdec.targets import Target, tokenizer_digest
 from ..specdec.targets import place as target_place
-from .beforehand import check_targets
-from .board import Board
-from .counting import Counting, help_count
+from .parallel_scoring import Board, Counting, help_count
+from .preflight import check_targets
 from .stages import Stage, checkpoints_of
 from .workspace import Workspace, require_whole
 

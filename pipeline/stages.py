@@ -15,32 +15,30 @@ from typing import Any
 import torch
 
 from .. import fingerprint, storage
-from ..data.blend import blend, to_add
-from ..data.capture import capture
-from ..data.capture_folder import content_digest, is_captured
+from ..data.capture.capture import capture
+from ..data.capture.manifest import Part, content_digest, is_captured, join
+from ..data.capture.reuse import answers_digest
 from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.mix import build_mix, load_mix
-from ..data.parts import Part, join
-from ..data.recorded import answers_digest
-from ..data.self_prompts import prompts_of
+from ..data.prompts import prompts_of
+from ..data.replay_mix import blend, to_add
 from ..data.settings import TargetSource
 from ..data.sources import input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..data.store import Capture
 from ..errors import DraftforgeError, MissingFileError
-from ..eval.sampled import SampledScore
 from ..eval.settings import SELECTION_SPLIT
+from ..eval.training_eval import SampledScore
 from ..progress import say
 from ..specdec.formats import META_FILE
 from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.targets import place
-from ..train.checkpoints import is_finished, list_steps, step_folder
-from ..train.claim import claim
+from ..train.checkpoints import claim, is_finished, list_steps, step_folder
 from ..train.families import check_taught, family_of
-from ..train.families.prepare import INIT, prepare
+from ..train.families.initial_draft import INIT, prepare
 from ..train.loop import train
-from ..train.metrics import MetricSink
 from ..train.settings import Settings
+from ..train.throughput import MetricSink
 from .workspace import Workspace
 
 

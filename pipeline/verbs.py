@@ -5,38 +5,38 @@ from pathlib import Path
 from typing import Any
 
 from .. import storage
+from ..data.capture.manifest import Part, check_part, parse_part
+from ..data.capture.reuse import save_answers
 from ..data.mix import load_mix
-from ..data.parts import Part, check_part, parse_part
-from ..data.recorded import save_answers
 from ..data.store import Capture
+from ..distributed.shared_work import crew
 from ..errors import InputError, MissingFileError
 from ..eval.settings import HOLDOUT_SPLIT
 from ..progress import say
 from ..recipe import Recipe
-from ..registry import champions
+from ..registry import promotion
 from ..registry.tracking import find_run, start_run
 from ..specdec.formats import check_family, known_format, needs_verifier, read_meta
-from ..specdec.formats.skipped import is_skip_file
-from ..train.claim import flatten
-from ..train.crew import crew
-from ..train.metrics import NoSink
+from ..specdec.formats.layer_skip import is_skip_file
+from ..train.checkpoints import flatten
+from ..train.throughput import NoSink
 from . import bench as benchmark
 from . import distill as flow
-from . import inspecting, skipping, talk, telling, webhook
+from . import generate as answering
+from . import layer_skip, mix_report, monitoring
 from . import retrain as again
 from . import watch as watching
-from .beforehand import check_scoring, check_spread_target
-from .bench_settings import BenchSettings, numbers_of
-from .changes import pinned
-from .exporting import export_draft, verifier_of
-from .fetching import fetch as fetch
-from .hooks import check_command, follow_champion
-from .promotion import promote_stage
-from .rehearsal import rehearse
-from .reporting import find_scored, log_report, write_report
+from .bench import BenchSettings, numbers_of
+from .export import export_draft, verifier_of
+from .preflight import check_scoring, check_spread_target
+from .promotion import check_command, follow_champion, promote_stage
+from .registry_commands import fetch as fetch
+from .registry_commands import registry as registry
+from .report import find_scored, log_report, write_report
+from .retrain import rehearse
 from .scoring import Scorer, help_score, help_score_foreign, score_foreign, score_stage
-from .showing import registry as registry
 from .stages import Stage, capture_stage, join_stage, mix_stage, prepare_drafts, train_stage
+from .staleness import pinned
 from .workspace import Workspace, require_whole
 
 REFUSED = 5
@@ -60,7 +60,7 @@ def inspect_mix(recipe: Recipe, out: Path | None) -> None:
     """The mix beside its log."""
     space = Workspace(recipe)
     with space.alone():
-        inspecting.inspect_mix(space, out)
+        mix_report.inspect_mix(space, out)
 
 
 def capture(
@@ -154,7 +154,7 @@ def skip_layers(
     require_whole(recipe, "a search of layers")
     space = _together(recipe)
     with space.alone():
-        skipping.skip_layers(space, domain, draft_tokens, tries, conversations, seed, out)
+        layer_skip.skip_layers(space, domain, draft_tokens, tries, conversations, seed, out)
 
 
 def promote(recipe: Recipe) -> None:
@@ -193,8 +193,8 @@ def metrics(
     fail: bool,
 ) -> None:
     """What monitoring should know of the champion, and whether what is served is what was promised."""
-    asked = telling.Served(served, since, interval_seconds, margin, fail)
-    text = telling.metrics(Workspace(recipe, reads=True), out, listen, asked)
+    asked = monitoring.Served(served, since, interval_seconds, margin, fail)
+    text = monitoring.metrics(Workspace(recipe, reads=True), out, listen, asked)
     if text is not None:
         print(text, end="")
 
@@ -202,7 +202,7 @@ def metrics(
 def rollback(recipe: Recipe) -> None:
     """The previous champion of this target again."""
     space = Workspace(recipe)
-    version = champions.rollback(space.tracking, space.target_fingerprint, "asked for on the command line")
+    version = promotion.rollback(space.tracking, space.target_fingerprint, "asked for on the command line")
     say(f"{version.reference}: champion again")
     follow_champion(space)
 
@@ -245,9 +245,11 @@ def watch(
     if port is None:
         schedule.serve()
         return 0
-    name, alias = webhook.followed(recipe.target.model)
-    receiver = webhook.Receiver(webhook.secret_of(), lambda event: webhook.concerns(event, name, alias), schedule.ask)
-    with webhook.listening(receiver, address, port) as found:
+    name, alias = watching.followed(recipe.target.model)
+    receiver = watching.Receiver(
+        watching.secret_of(), lambda event: watching.concerns(event, name, alias), schedule.ask
+    )
+    with watching.listening(receiver, address, port) as found:
         say(f"listening for webhooks of {name}@{alias} on {address}:{found}")
         schedule.serve()
     return 0
@@ -257,9 +259,9 @@ def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, tar
     """Copy a draft out, or write it in another format; score what was written."""
     chosen = None if layout is None else known_format(layout)
     require_whole(recipe, "an export")
-    talk.require_champion(recipe, draft)
+    answering.require_champion(recipe, draft)
     space = Workspace(recipe)
-    folder = talk.find_draft(space, draft)
+    folder = answering.find_draft(space, draft)
     if is_skip_file(folder):
         raise InputError(f"--draft {folder}: names layers of the target; it has no weights to export")
     verifier = None
@@ -286,10 +288,12 @@ def generate(
 ) -> None:
     """Answer a prompt and show what the draft was worth."""
     require_whole(recipe, "an answer")
-    talk.require_champion(recipe, draft)
+    answering.require_champion(recipe, draft)
     space = Workspace(recipe)
-    spoken = talk.speak(space, prompt, draft, rule, draft_tokens, tree, helped_by, max_new_tokens, temperature, seed)
-    talk.show(space.target, spoken)
+    spoken = answering.speak(
+        space, prompt, draft, rule, draft_tokens, tree, helped_by, max_new_tokens, temperature, seed
+    )
+    answering.show(space.target, spoken)
 
 
 def bench(

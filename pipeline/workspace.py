@@ -21,22 +21,114 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from .. import fingerprint, storage
-from ..errors import CorruptDataError, InputError, MissingFileError, OwnershipError, named
-from ..eval.load_fit import CostFit, read_fits
+from ..distributed.shared_work import crew
+from ..errors import CorruptDataError, InputError, LockedError, MissingFileError, OwnershipError, named
+from ..eval.cost_model import CostFit, read_fits
 from ..progress import say
 from ..recipe import Recipe
-from ..registry.connect import Tracking, open_tracking
-from ..registry.resolve import is_models_uri, resolve_models_uri
-from ..specdec.settings import TargetSettings
+from ..registry.connect import DATABASE_NAME, RegistrySettings, Tracking, open_tracking, quick_requests
+from ..registry.tracking import TrackedRun, start_run
+from ..registry.versions import is_models_uri, resolve_models_uri
+from ..specdec.requests import TargetSettings
 from ..specdec.targets import Target, target_fingerprint
-from ..train.crew import crew
 from ..train.settings import Settings
-from .stores import is_there
+
+STAGE_TAG = "draftforge.failed_stage"
+_STAGE, _RECORDED = "in stage: ", "recorded in MLflow"
+_PATIENCE_SECONDS = 5
+
+
+@contextmanager
+def at(stage: str) -> Iterator[None]:
+    """Note the stage on whatever error passes through here first."""
+    try:
+        yield
+    except BaseException as error:
+        if not stage_of(error):
+            error.add_note(_STAGE + stage)
+        raise
+
+
+def stage_of(error: BaseException) -> str:
+    """The stage that `at` noted; empty: none."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return next((note.removeprefix(_STAGE) for note in notes if note.startswith(_STAGE)), "")
+
+
+@contextmanager
+def told(run: TrackedRun) -> Iterator[None]:
+    """Tag an open run, which an error is about to end as FAILED with its reason, with the stage."""
+    if run.resumed:
+        run.set_tags({STAGE_TAG: ""})
+    try:
+        yield
+    except BaseException as error:
+        with suppress(Exception), quick_requests(_PATIENCE_SECONDS):
+            run.set_tags({STAGE_TAG: stage_of(error)})
+            error.add_note(_RECORDED)
+        raise
+
+
+@contextmanager
+def recorded(tracking: Tracking, name: str) -> Iterator[None]:
+    """Leave a FAILED run of this name, with reason and stage, for an error that no run has recorded.
+
+    A lock that somebody else holds is no failure. A store that does not answer records nothing, and hides no error.
+    """
+    try:
+        yield
+    except LockedError:
+        raise
+    except BaseException as error:
+        if _RECORDED not in getattr(error, "__notes__", []):
+            with (
+                suppress(BaseException),
+                quick_requests(_PATIENCE_SECONDS),
+                start_run(tracking, name) as run,
+                told(run),
+            ):
+                raise error
+        raise
+
+
+def open_store(model: str | None, tracking_uri: str | None, workdir: Path | None) -> Tracking:
+    """The store at `tracking_uri`, else the environment's, else the one in a work folder (None: `runs`).
+
+    Raises InputError for an unfit `model` (first part of registered names), MissingFileError where there is none.
+    """
+    try:
+        named = {} if model is None else {"model": model}
+        settings = RegistrySettings.model_validate({"tracking_uri": tracking_uri, **named})
+    except ValidationError as error:
+        raise InputError(f"--model {model}: {error.errors()[0]['msg']}") from None
+    home = workdir or Path("runs")
+    return _open(settings, home, f"--workdir {home}")
+
+
+def store_of(recipe: Recipe) -> Tracking:
+    """The recipe's store."""
+    return _open(recipe.registry, recipe.workdir, f"workdir {recipe.workdir}")
+
+
+def is_there(settings: RegistrySettings, home: Path) -> bool:
+    """Whether a store is named, or the default one was made in the work folder `home`."""
+    named = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return bool(named) or (home / DATABASE_NAME).is_file()
+
+
+def _open(settings: RegistrySettings, workdir: Path, where: str) -> Tracking:
+    home = workdir.resolve()
+    if not is_there(settings, home):
+        raise MissingFileError(f"{where}: holds no {DATABASE_NAME}; name the recipe's work folder or a store")
+    return open_tracking(settings, home)
+
 
 OWNER_FILE, TARGETS_FILE, ANCESTORS_FILE = "owner.json", "targets.json", "ancestors.json"
 HALF_WRITTEN = (

@@ -9,12 +9,11 @@ from pydantic import BaseModel, ConfigDict
 from ..errors import RegistryError
 from ..fingerprint import short
 from ..progress import say
-from .champions import ROLLED_BACK_TAG, history
 from .connect import Tracking, mlflow_errors
+from .gate import StoredDecision
 from .lineage import LINEAGE_TAG, Version, as_version
-from .models import CANDIDATE, CHAMPION, PREVIOUS, targets
-from .promoting import DECISION_TAG, REASONS_TAG, SPEEDUP_TAG, TAU_TAG, decisions
-from .records import StoredDecision
+from .promotion import DECISION_TAG, REASONS_TAG, ROLLED_BACK_TAG, SPEEDUP_TAG, TAU_TAG, decisions, history
+from .versions import CANDIDATE, CHAMPION, PREVIOUS, targets
 
 _ORDER = (CHAMPION, CANDIDATE, PREVIOUS)
 

@@ -13,8 +13,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunT
 
 from ..errors import MissingFileError, RegistryError, TrackingError
 from ..progress import say
-from .connect import Tracking, mlflow_errors, open_tracking, quick_requests
-from .settings import redacted
+from .connect import Tracking, mlflow_errors, open_tracking, quick_requests, redacted
 
 __all__ = ["MlflowSink", "TrackedRun", "Tracking", "find_run", "flatten", "open_tracking", "start_run"]
 

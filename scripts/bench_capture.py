@@ -18,16 +18,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from draftforge.data.answering import answer_shards
-from draftforge.data.capture import capture_conversations
-from draftforge.data.capture_settings import CaptureSettings
-from draftforge.data.conversation import Conversation, Message, render
-from draftforge.data.requests import Planned, Prompts, ShardPlan, plan_shards
+from draftforge.data.capture.capture import capture_conversations
+from draftforge.data.capture.scheduler import answer_shards
+from draftforge.data.conversation import Conversation, Message, Planned, Prompts, ShardPlan, plan_shards, render
+from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture, Sample
 from draftforge.progress import say
-from draftforge.specdec.attention import NAME
+from draftforge.specdec.kernels.attention import NAME
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 WARM = SamplingSettings(temperature=0.8)

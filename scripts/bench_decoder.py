@@ -21,26 +21,32 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftforge import storage
-from draftforge.data.packing import buckets
+from draftforge.data.batches import buckets
 from draftforge.errors import DraftforgeError, InputError, MissingFileError
-from draftforge.eval.arrivals import Timeline, mean, median
-from draftforge.eval.bench_records import EVERY, PLAIN, BenchPrompt, BenchRow, Report, RoundParts
-from draftforge.eval.bench_runs import Way, Work, run_once
+from draftforge.eval.bench.latency import Timeline, mean, median
+from draftforge.eval.bench.run import EVERY, PLAIN, BenchPrompt, BenchRow, Report, RoundParts, Way, Work, run_once
 from draftforge.eval.figures import Bootstrap
 from draftforge.eval.settings import ScoreSettings
 from draftforge.eval.table import show_cells
-from draftforge.pipeline.bench import bench_fingerprint, bench_prompts, claim, longest_text, measure, surroundings
-from draftforge.pipeline.bench_settings import BenchSettings
-from draftforge.pipeline.methods import MethodFinder
+from draftforge.pipeline.bench import (
+    BenchSettings,
+    MethodFinder,
+    bench_fingerprint,
+    bench_prompts,
+    claim,
+    longest_text,
+    measure,
+    surroundings,
+)
 from draftforge.pipeline.scoring import draft_for
 from draftforge.progress import track
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
-from draftforge.specdec.proposers.free import TRAINING_FREE
-from draftforge.specdec.recorded import Recorded, trace_target
-from draftforge.specdec.replay import replay
+from draftforge.specdec.proposers.training_free import TRAINING_FREE
+from draftforge.specdec.replay.replay import replay
+from draftforge.specdec.replay.target_trace import Recorded, trace_target
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target, locate, place
 
 GREEDY = SamplingSettings()

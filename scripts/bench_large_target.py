@@ -28,11 +28,11 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from draftforge import fingerprint, storage
 from draftforge.data.store import FORMAT, MANIFEST, SHARDS, Capture, Sample, write_shard
+from draftforge.distributed.process_group import wait_until
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
-from draftforge.specdec.spread import fill_ends, held_bytes, skeleton
+from draftforge.specdec.sharding import fill_ends, held_bytes, skeleton
 from draftforge.specdec.targets import Target
-from draftforge.train.distributed import wait_until
 from draftforge.train.loop import train
 from draftforge.train.settings import Eagle3Settings
 

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftforge.train.closed_form import Whole
-from draftforge.train.families.features import summary
-from draftforge.train.head import head_loss
-from draftforge.train.phases import Objective
-from draftforge.train.rows import Head, LossSettings, Rows
+from draftforge.train.families.target_features import summary
+from draftforge.train.losses.fused_torch import Whole
+from draftforge.train.losses.linear_head import Head, LossSettings, Rows, head_loss
+from draftforge.train.losses.schedule import Objective
 
 OBJECTIVES: tuple[Objective, ...] = ({"kl": 1.0}, {"lk_hybrid": 1.0}, {"jsd": 1.0}, {"expected_length": 1.0})
 _REPEATS = 3

@@ -21,9 +21,9 @@ from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
 from draftforge.train.engine import TorchEngine
 from draftforge.train.families.eagle3 import Eagle3Family, eagle3_config
+from draftforge.train.losses.linear_head import LossSettings
 from draftforge.train.optimizers import make_optimizer
 from draftforge.train.precision import matrix_dtype
-from draftforge.train.rows import LossSettings
 from draftforge.train.settings import Eagle3Settings
 
 _DOCUMENT = 1024

@@ -35,16 +35,16 @@ from transformers.utils.logging import disable_progress_bar
 from draftforge import storage
 from draftforge.data.conversation import Split
 from draftforge.data.files import first_line
-from draftforge.data.prompt_files import asked_of, source_of
+from draftforge.data.prompts import asked_of, source_of
 from draftforge.data.records import Record
 from draftforge.data.settings import FileSource
 from draftforge.data.sources import read
 from draftforge.data.store import Capture, Sample
 from draftforge.errors import DraftforgeError, InputError
 from draftforge.eval.counts import values, where
+from draftforge.eval.draft_configs import Plan
 from draftforge.eval.figures import Estimate, tau_difference
 from draftforge.eval.load import finite
-from draftforge.eval.plans import Plan
 from draftforge.eval.score import Identity, spread
 from draftforge.eval.select import DomainRow, Row, at_plan, domain_rows, leaderboard
 from draftforge.eval.settings import HOLDOUT_SPLIT
@@ -56,13 +56,12 @@ from draftforge.pipeline.workspace import Workspace
 from draftforge.progress import say
 from draftforge.recipe import load_recipe
 from draftforge.registry.lineage import Version
-from draftforge.registry.models import champion
-from draftforge.registry.promoting import last_decision
-from draftforge.registry.resolve import resolve_models_uri
+from draftforge.registry.promotion import last_decision
+from draftforge.registry.versions import champion, resolve_models_uri
 from draftforge.scripts.bench_training import sample_prompts
 from draftforge.scripts.house_style import in_style, tune
 from draftforge.train.loop import METRICS_FILE
-from draftforge.train.metrics import MetricLog, NoSink
+from draftforge.train.throughput import MetricLog, NoSink
 
 RECIPE = Path(__file__).parents[1] / "configs/smollm2-retraining.yaml"
 FIRST_REQUEST, WEEK = 1_750_000_000, 7 * 86400  # of the log, in seconds

@@ -43,7 +43,7 @@ from draftforge.data.conversation import SPLITS
 from draftforge.data.store import Capture
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.train.loop import METRICS_FILE
-from draftforge.train.metrics import MetricLog
+from draftforge.train.throughput import MetricLog
 
 SCRIPTS = Path(__file__).resolve().parent
 RECIPE = SCRIPTS.parent / "configs/smollm2-bench.yaml"

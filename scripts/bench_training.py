@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from draftforge.data.recorded import save_answers
-from draftforge.data.self_prompts import prompts_of
+from draftforge.data.capture.reuse import save_answers
+from draftforge.data.prompts import prompts_of
 from draftforge.data.store import Capture
 from draftforge.eval import counts
 from draftforge.eval.figures import tau
@@ -29,10 +29,10 @@ from draftforge.pipeline.scoring import Scored, score_stage
 from draftforge.pipeline.stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
-from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train.loop import METRICS_FILE
-from draftforge.train.metrics import MetricLog, NoSink
+from draftforge.train.throughput import MetricLog, NoSink
 
 RECIPE = Path(__file__).parents[1] / "configs/smollm2-bench.yaml"
 _HELD = 200  # conversations of a holdout file

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ..errors import InputError
+from .cuda_graphs import running
 from .models import CausalModel
-from .packs import Pack, Text
-from .passes import running
 from .proposers.base import Proposer
-from .recorded import Recorded, trace_target
+from .replay.packing import Pack, Text
+from .replay.target_trace import Recorded, trace_target
 from .sampling import SamplingSettings
 
 Counting = Literal["draftforge", "llamacpp", "transformers", "vllm"]

@@ -17,7 +17,7 @@ their graphs: what stands past the active slots is free and says nothing.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -27,17 +27,84 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cache import KVCache
-from .fitting import takes_graphs
+from .cuda_graphs import Replays, Shapes, read_back, running, send
+from .memory_fit import takes_graphs
 from .models import States
-from .passes import Replays, Shapes, read_back, running, send
 from .proposers.base import Ask, Draft, HearsRows, Texts
-from .proposers.rows import pick_states, process_rows
+from .proposers.logits import pick_states, process_rows
 from .requests import Generation, Request, Round, Run, until_stop
-from .round_state import RoundState
 from .rules import RULES
-from .sampling import Purpose, SamplingSettings, categorical
+from .sampling import Purpose, SamplingSettings, categorical, uniforms
 from .tree import TreeBatch
 from .verify_batch import BatchVerdict, verify_batch, verify_greedy_chains
+
+
+class RoundState:
+    """Last tokens, counts, seeds and repetition marks of every slot."""
+
+    def __init__(self, slots: int, device: torch.device, marked: int = 0) -> None:
+        """`marked`: tokens of the vocabulary, where any request has a repetition penalty."""
+        self.last_S, self.emitted_S, self.budget_S, self.seed_S = torch.zeros(
+            4, slots, dtype=torch.long, device=device
+        ).unbind()
+        self._seen_SV = torch.zeros(slots, marked, dtype=torch.bool, device=device) if marked else None
+
+    def admit(self, slots_R: Tensor, requests: Sequence[Request], ids_RT: Tensor, counts_R: Tensor) -> None:
+        """Put requests into slots; rows past them are padding. `ids`: their prompts."""
+        numbers = [[request.max_new_tokens, request.seed] for request in requests]
+        numbers += [[0, 0]] * (len(slots_R) - len(requests))
+        budget_R, seed_R = send(torch.tensor(numbers), slots_R.device).unbind(1)
+        self.budget_S[slots_R], self.seed_S[slots_R], self.emitted_S[slots_R] = budget_R, seed_R, 0
+        if self._seen_SV is not None:
+            seen_RV = self._seen_SV.new_zeros(len(slots_R), self._seen_SV.shape[1])
+            inside_RT = torch.arange(ids_RT.shape[1], device=ids_RT.device) < counts_R[:, None]
+            self._seen_SV[slots_R] = seen_RV.scatter_(1, torch.where(inside_RT, ids_RT, ids_RT[:, :1]), True)
+
+    def begin(self, slots_R: Tensor, tokens_R: Tensor) -> None:
+        """Each answer's first token."""
+        self.last_S[slots_R], self.emitted_S[slots_R] = tokens_R, 1
+        if self._seen_SV is not None:
+            self._seen_SV[slots_R, tokens_R] = True
+
+    def advance(self, new: Texts) -> None:
+        """What each of the first slots emitted."""
+        rows = len(new.counts_B)
+        self.last_S[:rows] = new.last()
+        self.emitted_S[:rows] += new.counts_B
+        if self._seen_SV is not None:
+            inside_BT = torch.arange(new.ids_BT.shape[1], device=new.ids_BT.device) < new.counts_B[:, None]
+            self._seen_SV[:rows].scatter_(1, torch.where(inside_BT, new.ids_BT, new.ids_BT[:, :1]), True)
+
+    def limits(self, rows: int, levels: int) -> Tensor:
+        """[B]: levels that may be drafted, so that the target's own token still fits."""
+        return (self.budget_S[:rows] - self.emitted_S[:rows] - 1).clamp(0, levels)
+
+    def live(self, rows: int) -> Tensor:
+        """[B]: whether a request is there."""
+        return self.budget_S[:rows] > 0
+
+    def seen(self, rows: int) -> Tensor | None:
+        """Marks [B, V] of the tokens that each slot knows; None where no request has a use for them."""
+        return None if self._seen_SV is None else self._seen_SV[:rows]
+
+    def seen_by(self, slots_R: Tensor) -> Tensor | None:
+        """The same of some slots."""
+        return None if self._seen_SV is None else self._seen_SV[slots_R]
+
+    def uniforms(self, slots: Tensor | slice, purpose: Purpose, count: int, ahead: int = 0) -> Tensor:
+        """Numbers [., C] of a round that starts `ahead` tokens later than this one."""
+        return uniforms(self.seed_S[slots], self.emitted_S[slots] + ahead, purpose, count)
+
+    def move(self, source: int, destination: int) -> None:
+        """Copy a slot onto another."""
+        for part in (self.last_S, self.emitted_S, self.budget_S, self.seed_S, self._seen_SV):
+            if part is not None:
+                part[destination] = part[source]
+
+    def free(self, slot: int) -> None:
+        """Nothing is there."""
+        self.budget_S[slot] = 0
+
 
 Finished = tuple[int, Generation]
 """A request's index, and its answer."""

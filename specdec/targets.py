@@ -15,12 +15,11 @@ from transformers import GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from .. import fingerprint
 from ..errors import InputError, MissingFileError, one_line
 from ..storage import read_object
-from .fused import can_fuse, fuse
-from .gguf_tokenizer import as_the_file_says
-from .loading import load_model, load_tokenizer, refused
+from .kernels.fused import can_fuse, fuse
+from .loading import as_the_file_says, load_model, load_tokenizer, refused
 from .models import CausalModel
-from .settings import TargetSettings
-from .spread import FileWeights, Weights, fill_ends, gathered, layer_weights, refuse_pass, skeleton_of, spread
+from .requests import TargetSettings
+from .sharding import FileWeights, Weights, fill_ends, gathered, layer_weights, refuse_pass, skeleton_of, spread
 
 _CONFIG_NOISE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")

@@ -19,7 +19,7 @@ import pytest
 import draftforge
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ["cli", "pipeline", "recipe", "registry", "train", "eval", "data", "specdec", "ground"]
+FLOORS = ["cli", "pipeline", "recipe", "registry", "train", "eval", "data", "specdec", "distributed", "ground"]
 GROUND = {"__init__", "errors", "fingerprint", "storage", "progress"}
 NOT_PACKAGES = {"configs", "scripts", "tests", "docs", "runs", "build", "dist", "mlruns"}
 MAX_LINES = 600

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.process_group import Ranks
 from ..errors import RecipeError
-from .distributed import Ranks
 from .engine import NonFiniteGradientError, clip
 from .families.base import Family, Inputs
-from .head import each_head
-from .muon import Muon
-from .optimizers import COUNTER, Moments, MuonAdamW, read_moments, set_rate, state_after, write_moments
+from .losses.linear_head import each_head
+from .optimizers import COUNTER, Moments, Muon, MuonAdamW, read_moments, set_rate, shards_of, state_after, write_moments
 from .settings import Settings
-from .shards import shards_of
 
 _MOST_REDUCED = 500_000_000  # numbers; DeepSpeed's own default
 

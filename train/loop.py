@@ -5,9 +5,11 @@ weights of every checkpoint; a run that was killed at any moment goes on with th
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,32 +17,72 @@ from torch import Tensor
 from .. import fingerprint
 from ..data.batches import Batch, BatchPlan, Step, collate
 from ..data.store import Capture, Sample
-from ..errors import TrainingDivergedError
+from ..distributed import process_group
+from ..distributed.process_group import Ranks
+from ..errors import RecipeError, TrainingDivergedError
 from ..progress import say
 from ..specdec.formats.checkpoint import DraftMeta, read_meta, save_draft
 from ..specdec.targets import Target
 from ..storage import require_free_space
-from . import checkpoints, distributed
-from .ahead import ahead
-from .checkpoints import LoopState
-from .claim import claim
-from .distributed import Ranks
-from .engine import Engine, NonFiniteGradientError
-from .engines import make_engine, wants_deepspeed
+from . import checkpoints
+from .checkpoints import LoopState, claim
+from .engine import Engine, NonFiniteGradientError, TorchEngine
 from .families import build, check_taught
 from .families.base import Family
-from .families.prepare import INIT, prepare
-from .footprint import Footprint, forget_peak, longest, memory_named, peak
-from .head import AGREE, ALPHA, COUNT, LOSS
-from .metrics import MetricLog, MetricSink, extend_digest
-from .optimizers import forget, make_optimizer
-from .pace import Pace, describe, smooth
-from .phases import describe as describe_objective
-from .phases import phase_at
-from .schedule import learning_rate
+from .families.initial_draft import INIT, prepare
+from .losses.linear_head import AGREE, ALPHA, COUNT, LOSS
+from .losses.schedule import describe as describe_objective
+from .losses.schedule import phase_at
+from .memory_estimate import Footprint, forget_peak, longest, memory_named, peak
+from .optimizers import forget, learning_rate, make_optimizer
 from .settings import Settings
-from .standing import Standing, best, stalled
-from .stopping import StopRequest, TrainingStoppedError, on_sigterm
+from .stopping import Standing, StopRequest, TrainingStoppedError, best, on_sigterm, stalled
+from .throughput import MetricLog, MetricSink, Pace, describe, extend_digest, smooth
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+def ahead(items: Iterator[T], work: Callable[[T], U]) -> Generator[tuple[T, U], None, None]:
+    """Each item with the result of its work, which a thread did while the item before was used.
+
+    `items` never ends. An error of the work is raised where its item is due.
+    """
+    with ThreadPoolExecutor(1, "batches") as pool:
+
+        def begin() -> tuple[T, U]:
+            item = next(items)
+            return item, work(item)
+
+        pending = pool.submit(begin)
+        while True:
+            ready = pending.result()
+            pending = pool.submit(begin)
+            yield ready
+
+
+def wants_deepspeed(settings: Settings) -> bool:
+    """Resolve `engine`. Raises RecipeError where the ranks launched do not fit it."""
+    world = process_group.world_size()
+    if settings.engine == "torch" and world > 1:
+        raise RecipeError(
+            f"draft.engine torch: runs in one process, but {world} were launched; set draft.engine=deepspeed"
+        )
+    if settings.engine == "auto":
+        return world > 1 or torch.cuda.is_available()
+    return settings.engine == "deepspeed"
+
+
+def make_engine(
+    settings: Settings, family: Family, optimizer: torch.optim.Optimizer, ranks: Ranks, use_deepspeed: bool
+) -> Engine:
+    """The engine that fits this machine."""
+    if not use_deepspeed:
+        return TorchEngine(family, optimizer, settings.clip_norm)
+    from .engine_deepspeed import DeepSpeedEngine
+
+    return DeepSpeedEngine(settings, family, optimizer, ranks)
+
 
 LoadTarget = Callable[[], Target]
 Scorer = Callable[[Path, int], dict[str, float]]
@@ -64,7 +106,7 @@ def train(
     """
     use_deepspeed = wants_deepspeed(settings)
     check_taught(settings, capture.bare)
-    with distributed.join(use_deepspeed) as ranks, on_sigterm() as stop, ExitStack() as inside:
+    with process_group.join(use_deepspeed) as ranks, on_sigterm() as stop, ExitStack() as inside:
         if ranks.first:
             claim(folder, settings, seed, capture)
             checkpoints.sweep(folder)

@@ -4,17 +4,158 @@ AdamW takes everything, or Muon takes the matrices inside the network and AdamW 
 rows are looked up one by one, tensors that hold several matrices (experts) or filters, norms and biases.
 """
 
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .distributed import Ranks
+from ..distributed.process_group import Ranks
 from .families.base import Family
-from .muon import MOMENTUM, Muon
 from .settings import Settings
-from .shards import Shard
+
+
+def learning_rate(step: int, steps: int, warmup_steps: int, peak: float, final_share: float) -> float:
+    """Rate of step `step` (0-based): linear warm-up to `peak`, then a cosine down to `peak * final_share`."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps - 1)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return peak * (final_share + (1.0 - final_share) * cosine)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of one parameter; `size` may be 0. Every rank lists all parameters in the same order."""
+
+    parameter: nn.Parameter
+    shape: torch.Size
+    """Of the whole parameter, which at stage 3 does not know it itself."""
+    flat: Tensor
+    at: int
+    """Where the part begins in `flat`."""
+    start: int
+    """Where it begins in the flattened parameter."""
+    size: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The part, inside a tensor laid out like `flat`."""
+        return flat.narrow(0, self.at, self.size)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The part, of the whole parameter or something of its shape."""
+        return whole.flatten().narrow(0, self.start, self.size)
+
+    def gather(self, flat: Tensor, ranks: Ranks) -> Tensor:
+        """The whole, float32, on this rank's device. All ranks must call it."""
+        return ranks.sum(self.alone(flat, ranks))
+
+    def alone(self, flat: Tensor, ranks: Ranks) -> Tensor:
+        """The whole with zeros where other ranks have it."""
+        whole = torch.zeros(self.shape, dtype=torch.float32, device=ranks.device)
+        self.cut(whole).copy_(self.of(flat))
+        return whole
+
+
+def shards_of(sharded: Any, stage: int, rank: int) -> list[Shard]:
+    """All trainable parameters under DeepSpeed's optimizer of stage 1, 2 or 3."""
+    if stage == 3:
+        return [
+            _third(sharded, parameter, flat, rank)
+            for group, flat in zip(sharded.fp16_groups, sharded.fp32_partitioned_groups_flat, strict=True)
+            for parameter in group
+        ]
+    return [
+        _second(parameter, flat)
+        for group, flat in zip(sharded.bit16_groups, sharded.single_partition_of_fp32_groups, strict=True)
+        for parameter in group
+    ]
+
+
+def _second(parameter: Any, flat: Tensor) -> Shard:
+    """Stages 1 and 2 cut a flat tensor of all parameters: a rank has many whole ones, and a part of the outer two."""
+    held = parameter._hp_mapping
+    if held is None:
+        return Shard(parameter, parameter.shape, flat, 0, 0, 0)
+    inside, whole = held.hp_fragment_address, held.lp_fragment_address
+    return Shard(parameter, parameter.shape, flat, inside.start, whole.start, whole.numel)
+
+
+def _third(sharded: Any, parameter: Any, flat: Tensor, rank: int) -> Shard:
+    """Stage 3 cuts every parameter into equal parts, the last ones padded."""
+    _, at, size = sharded.grad_position[sharded.get_param_id(parameter)]
+    start = min(size * rank, parameter.ds_numel)
+    return Shard(parameter, parameter.ds_shape, flat, at, start, min(size, parameter.ds_numel - start))
+
+
+MOMENTUM = "momentum_buffer"
+_BETA = 0.95
+_QUINTIC = (3.4445, -4.7750, 2.0315)  # pushes small singular values up fastest; ends between 0.7 and 1.2
+_ITERATIONS = 5
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum, orthogonalised; decay decoupled. Parameters are matrices, or flat parts told by `spread`."""
+
+    def __init__(self, groups: Iterable[Mapping[str, Any]], weight_decay: float, dtype: torch.dtype) -> None:
+        """`dtype`: of the matrix products."""
+        super().__init__([dict(group) for group in groups], {"lr": 0.0, "weight_decay": weight_decay})
+        self._dtype = dtype
+        self._matrices = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        self._parts: dict[int, list[tuple[Shard, int]]] = {}
+        self._ranks: Ranks | None = None
+
+    def spread(self, shards: Iterable[Shard], ranks: Ranks) -> None:
+        """From now on the parameters are flat, and hold these parts of the matrices. All ranks must call it."""
+        self._ranks, shards = ranks, [shard for shard in shards if id(shard.parameter) in self._matrices]
+        holders = ranks.sum(torch.tensor([float(shard.size > 0) for shard in shards], device=ranks.device))
+        for shard, count in zip(shards, holders.tolist(), strict=True):
+            self._parts.setdefault(id(shard.flat), []).append((shard, int(count)))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step. All ranks must call it."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group["lr"], group["weight_decay"])
+
+    def _step(self, parameter: Tensor, rate: float, weight_decay: float) -> None:
+        state = self.state[parameter]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(parameter)
+        state[MOMENTUM].lerp_(parameter.grad, 1 - _BETA)
+        ahead = parameter.grad.lerp(state[MOMENTUM], _BETA)  # type: ignore[union-attr]
+        parameter.mul_(1 - rate * weight_decay)
+        if parameter.ndim == 2:
+            parameter.add_(orthogonal(ahead, self._dtype), alpha=-rate * _size(parameter.shape))
+            return
+        assert self._ranks is not None
+        for shard, holders in self._parts[id(parameter)]:
+            if holders > 1 or shard.size:  # a matrix that lies whole on one rank is that rank's alone
+                whole = shard.gather(ahead, self._ranks) if holders > 1 else shard.alone(ahead, self._ranks)
+                if shard.size:
+                    mine = shard.cut(orthogonal(whole, self._dtype)).to(parameter)
+                    shard.of(parameter).add_(mine, alpha=-rate * _size(shard.shape))
+
+
+def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """About U V^T of a matrix U S V^T: Newton-Schulz iterations X <- a X + (b X X^T + c (X X^T)^2) X."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    X_MN = (matrix.T if tall else matrix).to(dtype)
+    X_MN = X_MN / X_MN.norm().clamp_min(1e-7)  # the iteration needs singular values of at most 1
+    a, b, c = _QUINTIC
+    for _ in range(_ITERATIONS):
+        gram_MM = X_MN @ X_MN.T
+        X_MN = torch.addmm(X_MN, torch.addmm(gram_MM, gram_MM, gram_MM, beta=b, alpha=c), X_MN, beta=a)
+    return X_MN.T if tall else X_MN
+
+
+def _size(shape: torch.Size) -> float:
+    return 0.2 * math.sqrt(max(shape))
+
 
 Moments = dict[str, dict[str, Tensor]]
 """Parameter name -> its moments (exp_avg and exp_avg_sq of AdamW, momentum_buffer of Muon), float32, unsharded."""

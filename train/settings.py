@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from .. import fingerprint
-from . import phases
-from .objectives import FULL
-from .phases import A_TENTH_KL, KL, Objective, Phase, Schedule, Section, StepWeights
+from .losses import schedule
+from .losses.objectives import FULL
+from .losses.schedule import A_TENTH_KL, KL, Objective, Phase, Schedule, Section, StepWeights
 
 _ELSEWHERE = {
     "accumulation",
@@ -100,7 +100,7 @@ class _Training(Section):
                     f"{name} {value}: needs score_every above 0 and score_conversations of at least 2, "
                     f"got {self.score_every} and {self.score_conversations}"
                 )
-        phases.check(self.phases, self.steps)
+        schedule.check(self.phases, self.steps)
         if self.zero_stage and self.engine == "torch":
             raise ValueError(f"zero_stage {self.zero_stage}: needs engine deepspeed, got engine torch")
         if self.offload_optimizer and not self.zero_stage:
@@ -115,22 +115,22 @@ class _Training(Section):
         unused = set() if any("lk_hybrid" in phase.objective for phase in self.phases) else {"lk_eta"}
         unused |= {"patience", "score_conversations"} if self.patience is None else set()
         said = self.model_dump(mode="json", exclude=_ELSEWHERE | unused | {"objective"})
-        return said | {"objective": phases.identity(self.phases)}
+        return said | {"objective": schedule.identity(self.phases)}
 
     @property
     def phases(self) -> list[Phase]:
         """The objectives in turn; mostly one."""
-        return phases.phases_of(self.objective)
+        return schedule.phases_of(self.objective)
 
     def objective_at(self, step: int) -> Objective:
         """What is minimised in the step after `step` done ones."""
-        return self.phases[phases.phase_at(self.phases, step)].mix
+        return self.phases[schedule.phase_at(self.phases, step)].mix
 
     @property
     def needs_whole_distribution(self) -> bool:
         """Whether an objective reads what stored signals do not hold: only a live target teaches it."""
         parts = [(name, value) for phase in self.phases for name, value in phase.objective.items()]
-        return any(name in FULL or phases.parts_of(value)[1] != 1.0 for name, value in parts)
+        return any(name in FULL or schedule.parts_of(value)[1] != 1.0 for name, value in parts)
 
     @property
     def fingerprint(self) -> str:

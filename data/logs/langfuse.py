@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import InputError
-from .chat import answer_of, body_of, count, decoded, labels, refusal, with_answer
-from .entry import Entry, Reason, Timing
-from .when import number, seconds
+from .chat import Entry, Reason, Timing, answer_of, body_of, count, decoded, labels, refusal, with_answer
+from .parsing import number, seconds
 
 _GENERATION = "GENERATION"
 _ANSWER_FIELDS = {"role", "content", "tool_calls"}

@@ -5,9 +5,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import InputError
-from .chat import answer_of, body_of, count, decoded, labels, refusal, with_answer
-from .entry import Entry, Reason, Timing
-from .when import seconds
+from .chat import Entry, Reason, Timing, answer_of, body_of, count, decoded, labels, refusal, with_answer
+from .parsing import seconds
 
 _CHAT_CALLS = ("completion", "acompletion", "anthropic_messages")
 _RAW_CALLS = ("text_completion", "atext_completion")

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import InputError
-from .chat import answer_of, body_of, decoded, labels, refusal, usage_of, with_answer
-from .entry import Entry, Reason, Timing
-from .when import number, seconds
+from .chat import Entry, Reason, Timing, answer_of, body_of, decoded, labels, refusal, usage_of, with_answer
+from .parsing import number, seconds
 
 _REQUESTS, _RESPONSES = ("request", "request_body", "body"), ("response", "response_body")
 _STARTED = ("started", "start_time", "startTime", "timestamp", "time")

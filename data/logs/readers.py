@@ -7,7 +7,7 @@ from typing import NamedTuple, get_args
 from .. import files
 from ..settings import FileSource, LogKind
 from . import langfuse, litellm, openai
-from .entry import LogReader, OneByOne
+from .chat import LogReader, OneByOne
 from .sglang import Sglang
 from .vllm import Vllm
 

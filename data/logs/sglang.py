@@ -15,11 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import InputError
-from .chat import body_of, count, refusal, with_answer
-from .entry import Entry, Reason, Timing
-from .literals import arguments, fields, is_cut, literal
-from .rendered import is_chat, unrender
-from .when import number, seconds
+from .chat import Entry, Reason, Timing, body_of, count, refusal, with_answer
+from .parsing import arguments, fields, is_chat, is_cut, literal, number, seconds, unrender
 
 _TEXT = re.compile(
     r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] )?(Receive OpenAI|Receive|Finish): (obj=.*)", re.DOTALL

@@ -16,11 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from .chat import with_answer
-from .entry import Entry, Reason, Timing
-from .literals import arguments, fields, literal
-from .rendered import Rendered, is_chat, unrender
-from .when import seconds
+from .chat import Entry, Reason, Timing, with_answer
+from .parsing import Rendered, arguments, fields, is_chat, literal, seconds, unrender
 
 _LINE = re.compile(
     r"(Received request|Request|Generated response|Finished request) (\S+?)(?: (details|\(streaming \w+\)))?(?:: |\.$)"

@@ -3,8 +3,8 @@
 from .dflash import DFlashDraft
 from .eagle import EagleDraft
 from .eagle3 import Eagle3Draft
+from .layer_skip import SkippedDraft
 from .medusa import MedusaDraft
-from .skipped import SkippedDraft
 from .small import SmallDraft
 
 AnyDraft = SmallDraft | MedusaDraft | EagleDraft | Eagle3Draft | DFlashDraft | SkippedDraft

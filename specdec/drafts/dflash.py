@@ -20,12 +20,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..attention import attend, attention
 from ..cache import Step
-from ..documents import Sight
-from .layers import Attention, DecoderLayer, LayerConfig, RMSNorm
-from .rope import Waves
-from .vocabulary import ids_of, vocabulary_maps
+from ..kernels.attention import attend, attention
+from ..kernels.documents import Sight
+from .layers import Attention, DecoderLayer, LayerConfig, RMSNorm, Waves, ids_of, vocabulary_maps
 
 _TOGETHER = 1024
 """Block tokens of a row that are run at once where there are many blocks: attention's mask grows with its square."""

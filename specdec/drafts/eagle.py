@@ -10,7 +10,7 @@ checkpoint layout that vLLM reads.
 import torch
 from torch import Tensor, nn
 
-from ..documents import Sight
+from ..kernels.documents import Sight
 from .layers import DecoderLayer, FeatureDraft, LayerConfig
 
 

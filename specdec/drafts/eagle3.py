@@ -10,9 +10,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..documents import Sight
-from .layers import DecoderLayer, FeatureDraft, LayerConfig, RMSNorm
-from .vocabulary import ids_of, vocabulary_maps
+from ..kernels.documents import Sight
+from .layers import DecoderLayer, FeatureDraft, LayerConfig, RMSNorm, ids_of, vocabulary_maps
 
 
 class Eagle3Config(LayerConfig):

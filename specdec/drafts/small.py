@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..documents import Documents
+from ..kernels.documents import Documents
 from ..models import CausalModel
 
 

@@ -9,7 +9,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...errors import FormatError, MissingFileError
 from ...storage import read_object
 from ..drafts import AnyDraft
-from . import dflash, eagle, eagle3, gguf, hf, medusa, speculators
+from . import dflash, eagle, eagle3, hf, medusa, speculators
+from .gguf import registry
 from .tensors import is_pickle, pickled, read_types
 
 Layout = Literal["hf", "eagle", "eagle3", "medusa", "dflash", "speculators", "gguf"]
@@ -36,12 +37,12 @@ def read_draft(place: Path, target_layers: int | None = None) -> AnyDraft:
         case "speculators":
             return speculators.read(place)
         case "gguf":
-            return gguf.read(place)
+            return registry.read(place)
 
 
 def detect(place: Path) -> Layout:
     """The layout of a folder or file. Raises FormatError saying what is there where it is none that we read."""
-    if gguf.file_in(place) is not None:
+    if registry.file_in(place) is not None:
         return "gguf"
     if place.is_file():
         if is_pickle(place):

@@ -6,8 +6,8 @@ from ...errors import InputError
 from ..drafts import AnyDraft
 from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle3 import Eagle3Draft
+from ..drafts.layer_skip import SkippedDraft
 from ..drafts.medusa import MedusaDraft
-from ..drafts.skipped import SkippedDraft
 from ..drafts.small import SmallDraft
 from ..models import CausalModel
 

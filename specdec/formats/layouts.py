@@ -12,7 +12,8 @@ from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
-from . import dflash, eagle, eagle3, gguf, hf, medusa, speculators
+from . import dflash, eagle, eagle3, hf, medusa, speculators
+from .gguf import registry
 from .speculators import Verifier
 
 Format = Literal["hf", "vllm", "sglang", "speculators", "medusa", "gguf"]
@@ -73,7 +74,7 @@ def write_draft(
         assert isinstance(draft, SmallDraft | Eagle3Draft | DFlashDraft)
         if tokenizer is None:
             raise InputError("format gguf: holds the target's tokenizer; give it")
-        gguf.write(draft, tokenizer, folder)
+        registry.write(draft, tokenizer, folder)
         return
     match draft:
         case SmallDraft():

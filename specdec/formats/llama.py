@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ...errors import FormatError
-from ..drafts.layers import LayerConfig
-from ..drafts.rope import ROPE_TYPES
+from ..drafts.layers import ROPE_TYPES, LayerConfig
 from .tensors import Shape, Spec
 
 Config = TypeVar("Config", bound=BaseModel)

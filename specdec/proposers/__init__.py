@@ -1,26 +1,26 @@
 """Ways of drafting behind one protocol (`base.Proposer`)."""
 
 from ...errors import InputError
+from ..cross_tokenizer import ForeignDraft
 from ..drafts import AnyDraft
 from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle import EagleDraft
+from ..drafts.layer_skip import SkippedDraft
 from ..drafts.medusa import MedusaDraft
-from ..drafts.skipped import SkippedDraft
 from ..drafts.small import SmallDraft
-from ..foreign import ForeignDraft
 from ..models import CausalModel
 from .base import Ask, Draft, Drafter, Proposer, Trace
 from .cascade import CascadeProposer, SmallHelper
+from .cross_tokenizer import ForeignProposer
 from .dflash import DFlashDrafter
-from .dynamic import DynamicProposer
+from .dynamic_tree import DynamicProposer
 from .eagle import Eagle3Drafter, EagleDrafter
-from .elsewhere import ElsewhereDrafter, lent, place_of
-from .foreign import ForeignProposer
 from .medusa import MedusaDrafter
 from .merged import MergedProposer
+from .other_device import ElsewhereDrafter, lent, place_of
 from .shape import TreeShape
 from .small import SmallDrafter
-from .static import StaticProposer
+from .static_tree import StaticProposer
 from .trees import DynamicTree, Tree
 
 __all__ = [

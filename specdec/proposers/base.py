@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..cuda_graphs import send
 from ..models import States
-from ..packs import Pack
-from ..passes import send
+from ..replay.packing import Pack
 from ..sampling import SamplingSettings
 from ..tree import ROOT, Drawn, TreeBatch
 from .shape import TreeShape

@@ -19,15 +19,15 @@ from torch import Tensor
 from ...errors import InputError
 from ..drafts.small import SmallDraft
 from ..models import States
-from ..packs import Pack
+from ..replay.packing import Pack
 from ..sampling import SamplingSettings, categorical
 from ..tree import Drawn
 from .base import Ask, Draft, Texts, Trace
-from .rows import likeliest, penalised_rows, process_rows
+from .cross_tokenizer import TextReader
+from .logits import likeliest, penalised_rows, process_rows
 from .shape import TreeShape
 from .small import SmallDrafter
-from .static import StaticProposer
-from .texts import TextReader
+from .static_tree import StaticProposer
 
 
 class Chosen(NamedTuple):

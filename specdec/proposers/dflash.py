@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache
-from ..documents import Sight
 from ..drafts.dflash import DFlashDraft
+from ..kernels.documents import Sight
 from ..models import CausalModel, States
-from ..packs import Pack
+from ..replay.packing import Pack
 from ..sampling import SamplingSettings
 from .base import Texts, Trace
-from .rows import MOST_PAIRS, over_vocabulary, trace_levels
+from .logits import MOST_PAIRS, over_vocabulary, trace_levels
 
 
 class DFlashDrafter:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache, Step
-from ..documents import Sight
 from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
+from ..kernels.documents import Sight
 from ..models import CausalModel, States
-from ..packs import Pack
+from ..replay.packing import Pack
 from ..sampling import SamplingSettings
 from ..tree import ROOT
 from .base import Texts, Trace
-from .branches import Branches
-from .rows import MOST_PAIRS, gather_rows, last_of, over_vocabulary, trace_levels
+from .dynamic_tree import Branches
+from .logits import MOST_PAIRS, gather_rows, last_of, over_vocabulary, trace_levels
 
 D = TypeVar("D", bound=EagleDraft | Eagle3Draft)
 

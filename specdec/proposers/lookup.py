@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ..cuda_graphs import send
 from ..models import States
-from ..packs import Pack
-from ..passes import send
+from ..replay.packing import Pack
 from ..sampling import SamplingSettings
 from ..tree import Drawn
 from .base import UNRANKED, Ask, Draft, Texts, Trace

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..drafts.medusa import MedusaDraft
 from ..models import States
-from ..packs import Pack
+from ..replay.packing import Pack
 from ..sampling import SamplingSettings
 from .base import Texts, Trace
-from .rows import last_of, trace_levels
+from .logits import last_of, trace_levels
 
 
 class MedusaDrafter:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..models import States
-from ..packs import Pack
+from ..replay.packing import Pack
 from ..sampling import SamplingSettings
 from ..tree import Drawn, TreeBatch
 from .base import Ask, Draft, Proposer, Texts, Trace
-from .rows import constant
+from .logits import constant
 
 
 class MergedProposer:

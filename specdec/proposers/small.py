@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache
-from ..drafts.skipped import SkippedDraft
+from ..drafts.layer_skip import SkippedDraft
 from ..drafts.small import SmallDraft
-from ..fitting import probe_pass
+from ..memory_fit import probe_pass
 from ..models import States
-from ..packs import Pack
+from ..replay.packing import Pack
 from ..sampling import SamplingSettings
 from .base import UNRANKED, Texts, Trace
-from .branches import Branches
-from .rows import last_of, trace_level
+from .dynamic_tree import Branches
+from .logits import last_of, trace_level
 
 
 class SmallDrafter:

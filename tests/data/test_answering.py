@@ -7,22 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-import draftforge.data.answering as answering
-import draftforge.data.capture as capturing
-import draftforge.data.capture_folder as capture_folder
-import draftforge.specdec.plain as plain
-from draftforge.data.answering import Answers, answer_shards
-from draftforge.data.capture_settings import CaptureSettings
-from draftforge.data.conversation import Conversation, Message
-from draftforge.data.meter import Meter
-from draftforge.data.requests import Prompts, ShardPlan, plan_shards, seed_of
-from draftforge.data.signals import Signals, teacher_signals
+import draftforge.data.capture.capture as capturing
+import draftforge.data.capture.manifest as capture_folder
+import draftforge.data.capture.scheduler as answering
+import draftforge.specdec.continuous_batching as plain
+from draftforge.data.capture.budget import Meter
+from draftforge.data.capture.scheduler import Answers, answer_shards
+from draftforge.data.conversation import Conversation, Message, Prompts, ShardPlan, plan_shards, seed_of
+from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture, Sample
+from draftforge.data.teacher_logprobs import Signals, teacher_signals
+from draftforge.specdec.cuda_graphs import Shapes
 from draftforge.specdec.decoder import generate
-from draftforge.specdec.passes import Shapes
-from draftforge.specdec.requests import Request
+from draftforge.specdec.requests import Request, TargetSettings
 from draftforge.specdec.sampling import Purpose, SamplingSettings, uniforms
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(
@@ -54,7 +52,7 @@ def fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of few sizes, as on a GPU."""
 
     shapes = lambda slots, capacity, graphed: Shapes(slots, capacity, fixed=True)  # noqa: E731
-    monkeypatch.setattr("draftforge.specdec.passes._FEWEST", 2)
+    monkeypatch.setattr("draftforge.specdec.cuda_graphs._FEWEST", 2)
     monkeypatch.setattr(answering, "PlainDecoder", partial(plain.PlainDecoder, shapes=shapes))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from draftforge.data.capture_settings import CaptureSettings
+from draftforge.data.settings import CaptureSettings
 
 VLLM = {"kind": "vllm", "url": "http://localhost:8000/v1/"}
 

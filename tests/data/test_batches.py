@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftforge.data.batches import BatchPlan, Position, Step, collate
-from draftforge.data.signals import Signals
+from draftforge.data.teacher_logprobs import Signals
 from draftforge.errors import InputError
-from draftforge.specdec.documents import PADDING
+from draftforge.specdec.kernels.documents import PADDING
 
 
 @dataclass

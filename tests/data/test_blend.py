@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from draftforge.data.blend import base_of, blend, to_add
+from draftforge.data.dedup import turn_keys
 from draftforge.data.mix import build_mix, load_manifest, load_members, load_mix
+from draftforge.data.replay_mix import base_of, blend, to_add
 from draftforge.data.settings import MixSettings
-from draftforge.data.threads import turn_keys
 
 SALT = "draftforge"
 

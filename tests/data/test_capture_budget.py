@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-import draftforge.data.capture as capturing
-import draftforge.data.capture_folder as capture_folder
+import draftforge.data.capture.capture as capturing
+import draftforge.data.capture.manifest as capture_folder
 from draftforge import storage
-from draftforge.data.capture import capture_conversations
-from draftforge.data.capture_folder import content_digest, is_captured
-from draftforge.data.capture_settings import BudgetSettings, CaptureSettings
-from draftforge.data.conversation import SPLITS, Conversation, Message
-from draftforge.data.meter import Meter
-from draftforge.data.requests import Prompts, plan_shards
+from draftforge.data.capture.budget import Meter
+from draftforge.data.capture.capture import capture_conversations
+from draftforge.data.capture.manifest import content_digest, is_captured
+from draftforge.data.conversation import SPLITS, Conversation, Message, Prompts, plan_shards
+from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import DiskFullError, InputError
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(max_new_tokens=8, batch_size=2, top_k=4, tail_samples=2, shard_samples=3)

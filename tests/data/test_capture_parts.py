@@ -8,14 +8,14 @@ import pytest
 from captures import assert_same_answers, orders
 
 from draftforge import storage
-from draftforge.data.capture import capture_conversations
-from draftforge.data.capture_settings import BudgetSettings, CaptureSettings
-from draftforge.data.parts import Part, check_part, join, parse_part
-from draftforge.data.requests import plan_shards
+from draftforge.data.capture.capture import capture_conversations
+from draftforge.data.capture.manifest import Part, check_part, join, parse_part
+from draftforge.data.conversation import plan_shards
+from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import CorruptDataError, InputError, MissingFileError, StaleInputError
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(max_new_tokens=8, batch_size=3, top_k=4, tail_samples=2, shard_samples=3)

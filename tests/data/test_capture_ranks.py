@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from captures import assert_same_answers, orders
 
-import draftforge.data.answering as answering
-import draftforge.data.capture as capturing
+import draftforge.data.capture.capture as capturing
+import draftforge.data.capture.scheduler as answering
 from draftforge import storage
-from draftforge.data.capture import capture_conversations
-from draftforge.data.capture_settings import BudgetSettings, CaptureSettings
-from draftforge.data.crew import ALONE
+from draftforge.data.capture.capture import capture_conversations
+from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
+from draftforge.distributed import shared_work
+from draftforge.distributed import shared_work as crews
+from draftforge.distributed.shared_work import ALONE
 from draftforge.errors import LostRankError
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
-from draftforge.train import crew as crews
-from draftforge.train import pulse
 
 
 def _stubs() -> Any:
@@ -84,7 +84,7 @@ def stopped(folder: Path, crew: Any, rank: int, writes: int) -> str:
         whole(path, data)
 
     storage.write_bytes = write
-    pulse.PULSE_SECONDS = 0.5
+    shared_work.PULSE_SECONDS = 0.5
     try:
         stubbed(folder, crew)
     except Killed:

@@ -21,14 +21,14 @@ from typing import Any
 import pytest
 import torch
 
-import draftforge.data.answering as answering
-import draftforge.data.capture as capturing
+import draftforge.data.capture.capture as capturing
+import draftforge.data.capture.scheduler as answering
 from draftforge import storage
-from draftforge.data.capture_settings import CaptureSettings
 from draftforge.data.conversation import Conversation, Message
+from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import CorruptDataError, DiskFullError
-from draftforge.specdec.plain import Answered, Asked
+from draftforge.specdec.continuous_batching import Answered, Asked
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import SamplingSettings
 

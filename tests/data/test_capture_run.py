@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-import draftforge.data.capture as capturing
+import draftforge.data.capture.capture as capturing
 from draftforge import storage
-from draftforge.data.capture import capture
-from draftforge.data.capture_settings import CaptureSettings
-from draftforge.data.conversation import Conversation, Message, Split, render
-from draftforge.data.requests import plan_shards
+from draftforge.data.capture.capture import capture
+from draftforge.data.conversation import Conversation, Message, Split, plan_shards, render
+from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture, Sample
 from draftforge.errors import ContextLengthError, InputError, LockedError, OwnershipError, StaleInputError
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(max_new_tokens=12, batch_size=4, top_k=8, tail_samples=4, store_dtype="float32")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftforge.data.signals import FLOOR, Signals, emitted_logp, teacher_signals
+from draftforge.data.teacher_logprobs import FLOOR, Signals, emitted_logp, teacher_signals
 
 torch.set_num_threads(1)
 

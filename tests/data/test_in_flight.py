@@ -9,17 +9,17 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftforge.data.in_flight import (
+from draftforge.data.concurrency import (
     UNNAMED,
     InFlight,
     Level,
     Traffic,
     batch_shares,
+    engine_of,
     in_flight_report,
     level_of,
     proposed_load,
 )
-from draftforge.data.in_flight_told import engine_of
 from draftforge.data.settings import MixSettings
 from draftforge.errors import InputError
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from log_reading import SAMPLES
 
-from draftforge.data.in_flight import Traffic, in_flight_report
+from draftforge.data.concurrency import Traffic, in_flight_report
 from draftforge.data.logs.readers import FORMATS
 from draftforge.data.settings import FileSource
 from draftforge.data.sources import SourceCounts, read_records

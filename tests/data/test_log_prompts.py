@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftforge.data.logs.literals import arguments, fields, is_cut, literal
-from draftforge.data.logs.rendered import unrender
-from draftforge.data.logs.when import seconds
+from draftforge.data.logs.parsing import arguments, fields, is_cut, literal, seconds, unrender
 
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

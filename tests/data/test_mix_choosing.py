@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftforge.data.choosing import Margin, allotted, exponential_keys, half_lives, keep, largest_size, raked
 from draftforge.data.conversation import Message
 from draftforge.data.records import Record
 from draftforge.data.sources import smallest
-from draftforge.data.strata import Column
+from draftforge.data.stratify import Column, Margin, allotted, exponential_keys, half_lives, keep, largest_size, raked
 from draftforge.errors import InputError
 
 NAN = float("nan")

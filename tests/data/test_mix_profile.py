@@ -12,7 +12,7 @@ from draftforge.data.mix import build_mix
 from draftforge.data.profile import JOINT, LOG, MIX, chi_square_p, profile, variation, variation_by_chance
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings
-from draftforge.data.strata import Column, bucket, labels_of, lengths_of
+from draftforge.data.stratify import Column, bucket, labels_of, lengths_of
 from draftforge.specdec.sampling import SamplingSettings
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from draftforge.data import self_prompts
-from draftforge.data.self_prompts import prompts_of, user_turn
+from draftforge.data import prompts
+from draftforge.data.prompts import prompts_of, user_turn
 from draftforge.errors import InputError
-from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target
 
 
@@ -64,6 +64,6 @@ def test_unfinished_and_empty_prompts_are_drawn_anew(target: Target, monkeypatch
         seeds.extend(request.seed for request in requests)
         yield from ((i, next(outcomes)) for i in range(len(requests)))
 
-    monkeypatch.setattr(self_prompts, "_answers", answers)
+    monkeypatch.setattr(prompts, "_answers", answers)
     assert prompts_of(target)(2, 0, 9) == ["order", "orderorder"]
     assert len(set(seeds)) == 5

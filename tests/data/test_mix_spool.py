@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from draftforge.data.conversation import Message
+from draftforge.data.ingest import Spool
 from draftforge.data.records import Record
-from draftforge.data.spool import Spool
 from draftforge.specdec.sampling import SamplingSettings
 
 CALL = [{"id": "c1", "function": {"name": "clock", "arguments": "{}"}}]

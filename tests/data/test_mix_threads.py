@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from draftforge import fingerprint, storage
 from draftforge.data.conversation import SPLITS, Conversation, Message, Split, turns
-from draftforge.data.dedup import Member, place, signature
+from draftforge.data.dedup import Asking, Member, Threads, asked_elsewhere, place, signature
 from draftforge.data.mix import (
     CONVERSATIONS,
     MANIFEST,
@@ -28,7 +28,6 @@ from draftforge.data.mix import (
 )
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings
-from draftforge.data.threads import Asking, Threads, asked_elsewhere
 
 WORDS = [f"word{i}" for i in range(500)]
 TOOLS = [{"type": "function", "function": {"name": "find"}}]

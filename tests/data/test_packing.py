@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftforge.data.packing import buckets, pack
+from draftforge.data.batches import buckets, pack
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=40), st.integers(0, 500))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftforge.data.prompt_files import asked_of, read_prompts
+from draftforge.data.prompts import asked_of, read_prompts
 from draftforge.errors import InputError, MissingFileError
 
 

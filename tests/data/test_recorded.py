@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 from captures import assert_same_answers
 
-import draftforge.data.answering as answering
-import draftforge.data.capture as capturing
+import draftforge.data.capture.capture as capturing
+import draftforge.data.capture.scheduler as answering
 from draftforge import storage
-from draftforge.data.capture_settings import CaptureSettings
+from draftforge.data.capture.reuse import INDEX, RecordedAnswers, save_answers
 from draftforge.data.conversation import SPLITS, Conversation, Message
-from draftforge.data.recorded import INDEX, RecordedAnswers, save_answers
+from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import CorruptDataError, StaleInputError
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(max_new_tokens=12, batch_size=4, top_k=8, tail_samples=4, store_dtype="float32")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from draftforge import fingerprint
-from draftforge.data.signals import Signals, teacher_signals
 from draftforge.data.store import Capture, Sample, write_shard
+from draftforge.data.teacher_logprobs import Signals, teacher_signals
 from draftforge.errors import CorruptDataError, InputError, MissingFileError, StaleInputError
 from draftforge.specdec.sampling import SamplingSettings
 

@@ -14,15 +14,14 @@ import torch
 from captures import orders
 from served import Served, serving
 
-import draftforge.data.http_json as http_json
-from draftforge.data.backend_settings import VllmBackend
-from draftforge.data.capture import capture_conversations
-from draftforge.data.capture_settings import CaptureSettings
+import draftforge.data.backends.http_json as http_json
+from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.conversation import SPLITS, Conversation
+from draftforge.data.settings import CaptureSettings, VllmBackend
 from draftforge.data.store import Capture
 from draftforge.errors import EngineError, InputError, StaleInputError
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(
@@ -223,11 +222,11 @@ def test_sampling_that_vllm_does_otherwise_is_refused_by_name(
 _CHILD = """
 import json, sys
 from pathlib import Path
-from draftforge.data.capture import capture_conversations
-from draftforge.data.capture_settings import CaptureSettings
+from draftforge.data.capture.capture import capture_conversations
+from draftforge.data.settings import CaptureSettings
 from draftforge.data.conversation import Conversation
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target
 
 job = json.load(sys.stdin)

@@ -11,13 +11,12 @@ import torch
 from captures import orders
 from vllm_served import VLLM, environment, served
 
-from draftforge.data.backend_settings import VllmBackend
-from draftforge.data.capture import capture_conversations
-from draftforge.data.capture_settings import CaptureSettings
+from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.conversation import SPLITS
+from draftforge.data.settings import CaptureSettings, VllmBackend
 from draftforge.data.store import Capture, Sample
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

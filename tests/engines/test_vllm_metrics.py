@@ -10,7 +10,7 @@ import requests
 from trained import PROMPTS, Trained
 from vllm_served import served
 
-from draftforge.eval.served import Counters, parse
+from draftforge.eval.engine_metrics import Counters, parse
 from draftforge.specdec.counting import EngineCounts, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer

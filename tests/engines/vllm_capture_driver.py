@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draftforge.data.answering import answer_shards
-from draftforge.data.capture_settings import CaptureSettings
-from draftforge.data.conversation import Conversation
-from draftforge.data.engines import open_engine
-from draftforge.data.meter import Meter
-from draftforge.data.requests import Prompts, plan_shards
+from draftforge.data.backends.base import open_engine
+from draftforge.data.capture.budget import Meter
+from draftforge.data.capture.scheduler import answer_shards
+from draftforge.data.conversation import Conversation, Prompts, plan_shards
+from draftforge.data.settings import CaptureSettings
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 

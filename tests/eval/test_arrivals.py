@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from draftforge.eval.arrivals import Timeline, median, percentiles
+from draftforge.eval.bench.latency import Timeline, median, percentiles
 
 FULL = (2, 2, 3, 2)  # all of two drafted tokens accepted
 NONE = (2, 0, 1, 1)

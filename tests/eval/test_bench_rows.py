@@ -5,8 +5,8 @@ import math
 import pytest
 from benched import PARTS, PLAIN, SMALL, answer, run
 
-from draftforge.eval.bench_records import EVERY, BenchPrompt, BenchRow, Report, RunRecord, Setting, Surroundings
-from draftforge.eval.bench_rows import bench_rows, length_range
+from draftforge.eval.bench.run import EVERY, BenchPrompt, BenchRow, Report, RunRecord, Setting, Surroundings
+from draftforge.eval.bench.table import bench_rows, length_range
 from draftforge.eval.figures import Bootstrap
 
 PROMPTS = [BenchPrompt("a", "math", [1] * 9), BenchPrompt("b", "code", [2] * 9)]

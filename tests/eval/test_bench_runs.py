@@ -10,11 +10,20 @@ import stand_ins
 import torch
 
 from draftforge.errors import InputError
-from draftforge.eval import bench_runs
-from draftforge.eval.arrivals import Timeline
-from draftforge.eval.bench_records import BenchPrompt, Setting
-from draftforge.eval.bench_rows import bench_rows
-from draftforge.eval.bench_runs import RunFolder, Way, Work, draft_bytes, run_all, run_once, warm_up
+from draftforge.eval.bench import run
+from draftforge.eval.bench.latency import Timeline
+from draftforge.eval.bench.run import (
+    BenchPrompt,
+    RunFolder,
+    Setting,
+    Way,
+    Work,
+    draft_bytes,
+    run_all,
+    run_once,
+    warm_up,
+)
+from draftforge.eval.bench.table import bench_rows
 from draftforge.eval.figures import Bootstrap
 from draftforge.specdec.decoder import decode_rounds
 from draftforge.specdec.models import CausalModel
@@ -55,7 +64,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         made.append((way.setting.method, batch_size, repeat))
         return run_once(work, way, batch_size, repeat, *rest)
 
-    monkeypatch.setattr(bench_runs, "run_once", listening)
+    monkeypatch.setattr(run, "run_once", listening)
     return made
 
 
@@ -91,18 +100,18 @@ def test_a_killed_benchmark_goes_on(
     class KilledError(Exception):
         pass
 
-    real = bench_runs.run_once
+    real = run.run_once
 
     def dies(work: Work, way: Way, batch_size: int, repeat: int, *rest: Any) -> Any:
         if (way.setting.method, repeat) == ("small", 1):
             raise KilledError
         return real(work, way, batch_size, repeat, *rest)
 
-    monkeypatch.setattr(bench_runs, "run_once", dies)
+    monkeypatch.setattr(run, "run_once", dies)
     with pytest.raises(KilledError):
         run_all(work, ways(work.target), [1], 2, RunFolder(tmp_path))
     before = list(started)
-    monkeypatch.setattr(bench_runs, "run_once", real)
+    monkeypatch.setattr(run, "run_once", real)
     records, _ = run_all(work, ways(work.target), [1], 2, RunFolder(tmp_path))
     assert started[len(before) :] == [("small", 1, 1), ("lookup", 1, 1)]
     assert len(records) == 6
@@ -146,14 +155,14 @@ def test_what_cannot_run_does_not_stop_the_others(
 def test_without_plain_decoding_nothing_is_compared(
     work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = bench_runs.warm_up
+    real = run.warm_up
 
     def no_room(work: Work, way: Way, batch_size: int) -> Any:
         if way.make is None and batch_size == 4:
             raise torch.OutOfMemoryError("no room")
         return real(work, way, batch_size)
 
-    monkeypatch.setattr(bench_runs, "warm_up", no_room)
+    monkeypatch.setattr(run, "warm_up", no_room)
     records, failures = run_all(work, ways(work.target), [1, 4], 1, RunFolder(tmp_path))
     assert {record.setting.batch_size for record in records} == {1}
     assert [one.method for one in failures] == ["plain", "small", "lookup"]
@@ -185,10 +194,10 @@ def test_where_graphs_are_recorded_that_comes_before_what_is_timed(
         decoded.append(run)
         return decode_rounds(run)
 
-    monkeypatch.setattr(bench_runs, "decode_rounds", listening)
+    monkeypatch.setattr(run, "decode_rounds", listening)
     parts = warm_up(work, way, batch_size)
     alone = run_once(work, way, batch_size, 0, parts)
-    monkeypatch.setattr(bench_runs, "takes_graphs", lambda target: True)
+    monkeypatch.setattr(run, "takes_graphs", lambda target: True)
     found = run_once(work, way, batch_size, 0, parts)
     *_, plain, settled = decoded
     assert not plain.barriers and settled.barriers == {batch_size, 3 * batch_size}

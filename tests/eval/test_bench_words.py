@@ -9,10 +9,9 @@ from benched import PARTS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftforge.eval.bench_picture import picture
-from draftforge.eval.bench_records import EVERY, BenchRow, Failure, Interval, LengthRow, Memory, Setting, Spread
-from draftforge.eval.bench_table import speed_cells, waiting_cells
-from draftforge.eval.bench_words import verdict, words
+from draftforge.eval.bench.plot import picture
+from draftforge.eval.bench.run import EVERY, BenchRow, Failure, Interval, LengthRow, Memory, Setting, Spread
+from draftforge.eval.bench.table import speed_cells, verdict, waiting_cells, words
 
 NO_SPREAD = Spread(value=1.0, low=1.0, high=1.0)
 

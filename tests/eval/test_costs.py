@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from draftforge.errors import InputError, LockedError
-from draftforge.eval import costs, turns
+from draftforge.eval import costs
+from draftforge.eval.draft_configs import Drafting, Plan
 from draftforge.eval.figures import Estimate
-from draftforge.eval.plans import Drafting, Plan
 from draftforge.eval.settings import CostSettings, ScoreSettings
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
@@ -76,8 +76,8 @@ class FakeTimer:
 def measure(
     target: CausalModel, monkeypatch: pytest.MonkeyPatch, decoder: FakeDecoder, **settings: Any
 ) -> costs.CostTable:
-    monkeypatch.setattr(turns, "decode_rounds", decoder)
-    monkeypatch.setattr(turns, "RoundTimer", FakeTimer)
+    monkeypatch.setattr(costs, "decode_rounds", decoder)
+    monkeypatch.setattr(costs, "RoundTimer", FakeTimer)
     rounds = len(decoder.by_K[0])
     known = ScoreSettings(costs=CostSettings(**{"rounds": rounds, "prompts": 1, "warmup_rounds": 0, **settings}))
     return costs.measure_costs(key_of(target, K=(2,)), target, lookup(2), [[1, 2], [3] * 4, [4]], known)

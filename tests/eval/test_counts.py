@@ -9,7 +9,7 @@ import pytest
 
 from draftforge.errors import CorruptDataError, InputError, MissingFileError
 from draftforge.eval import counts
-from draftforge.specdec.walk import RoundCounts
+from draftforge.specdec.replay.expected_rounds import RoundCounts
 
 ROW = counts.CountRow(
     draft="small",

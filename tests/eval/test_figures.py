@@ -13,7 +13,7 @@ from draftforge.errors import InputError
 from draftforge.eval import figures
 from draftforge.eval.counts import CountRow, to_table
 from draftforge.eval.figures import Bootstrap
-from draftforge.specdec.walk import RoundCounts
+from draftforge.specdec.replay.expected_rounds import RoundCounts
 
 FEW = Bootstrap(samples=200, confidence=0.95, seed=1)
 Rounds = tuple[str, list[int]]

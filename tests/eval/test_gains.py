@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftforge.eval.figures import Estimate
-from draftforge.eval.gains import Gain, chain_alpha, chain_tau, pooled
+from draftforge.eval.speedup import Gain, chain_alpha, chain_tau, pooled
 
 parts = st.floats(0.01, 5.0)
 taus = st.floats(1.0, 20.0)

@@ -11,14 +11,13 @@ from counted import counts_of
 from pydantic import ValidationError
 
 from draftforge.errors import CorruptDataError, InputError
-from draftforge.eval import load_fit
+from draftforge.eval import cost_model
 from draftforge.eval.advice import advice, verdict
+from draftforge.eval.draft_configs import Plan
 from draftforge.eval.figures import Estimate
 from draftforge.eval.load import LoadTimes, Losing
-from draftforge.eval.load_settings import LoadSettings
-from draftforge.eval.plans import Plan
 from draftforge.eval.select import Row, domain_rows, engine_tau, leaderboard, speedup_difference
-from draftforge.eval.settings import ScoreSettings
+from draftforge.eval.settings import LoadSettings, ScoreSettings
 
 CHEAP = loads.fit_of(lambda B, L, N, C: 2e-4 * L)
 DEAR = loads.fit_of(lambda B, L, N, C: 1e-3 * L * (1 + B / 16))
@@ -32,7 +31,7 @@ def settings_of(**changes: Any) -> ScoreSettings:
     return ScoreSettings(draft_tokens=[1, 2, 3, 4], bootstrap_samples=100, load=load_of(**changes))
 
 
-def rows_of(settings: ScoreSettings, *drafts: tuple[str, dict[int, float], load_fit.CostFit]) -> list[Row]:
+def rows_of(settings: ScoreSettings, *drafts: tuple[str, dict[int, float], cost_model.CostFit]) -> list[Row]:
     assert settings.load is not None
     times = {(name, 10): LoadTimes(fit, settings.load) for name, _, fit in drafts}
     return leaderboard([counts_of(name, 10, taus) for name, taus, _ in drafts], times, settings)
@@ -255,30 +254,30 @@ def test_a_fit_is_read_where_its_shapes_are_known(tmp_path: Path) -> None:
     other = loads.fit_of(
         lambda B, L, N, C: 1e-3, draft={"class": "E", "parameters": 5, "config": {"layers": 1, "new": 2}}
     )
-    load_fit.write_fits(path, [CHEAP, other])
-    fits = load_fit.read_fits(path)
+    cost_model.write_fits(path, [CHEAP, other])
+    fits = cost_model.read_fits(path)
     assert fits == [CHEAP, other]
     elsewhere = other.key.model_copy(update={"hardware": "here", "software": "t", "dtype": "float32"})
     asked = elsewhere.model_copy(update={"draft": {"class": "E", "parameters": 5, "config": {"layers": 1, "old": 3}}})
-    assert load_fit.fit_for(asked, fits, path) == other
+    assert cost_model.fit_for(asked, fits, path) == other
     deeper = asked.model_copy(update={"draft": {"class": "E", "parameters": 5, "config": {"layers": 2}}})
     with pytest.raises(
         InputError, match=r"times.json: holds no times of this .*: draft class D .* E; draft layers differs"
     ):
-        load_fit.fit_for(deeper, fits, path)
+        cost_model.fit_for(deeper, fits, path)
     longer = asked.model_copy(update={"plans": {"9": {"rule": "greedy", "levels": 9, "tree": None}}})
     with pytest.raises(InputError, match="; no 9"):
-        load_fit.fit_for(longer, fits, path)
+        cost_model.fit_for(longer, fits, path)
     between = asked.model_copy(update={"plans": {"3": {"rule": "greedy", "levels": 3, "tree": None}}})
-    assert load_fit.misfit(between, other.key) is None
+    assert cost_model.misfit(between, other.key) is None
     tree = asked.model_copy(update={"plans": {"wide": {"rule": "greedy", "levels": 2, "tree": {}}}})
-    assert load_fit.misfit(tree, other.key) == "no wide"
+    assert cost_model.misfit(tree, other.key) == "no wide"
     path.write_text(path.read_text().replace('"verify_seconds"', '"verified"', 1))
     with pytest.raises(CorruptDataError, match=r"times.json: fits\.0\.points\.0\."):
-        load_fit.read_fits(path)
+        cost_model.read_fits(path)
     path.write_text('{"fits": []}')
     with pytest.raises(CorruptDataError, match="must be a list of fitted times"):
-        load_fit.read_fits(path)
+        cost_model.read_fits(path)
 
 
 def test_a_tree_has_times_of_its_own() -> None:
@@ -295,7 +294,7 @@ def test_a_busy_place_of_the_grid_does_not_move_speedups() -> None:
     quiet = loads.fit_of(lambda B, L, N, C: 1e-3 * L)
     slow = {place: 1 + (n * 7 % 5) / 4 for n, place in enumerate(sorted({point.place for point in quiet.points}))}
     points = [point.scaled(slow[point.place]) for point in quiet.points]
-    busy = load_fit.CostFit.of(quiet.key, points, quiet.prompt_points, 0, 0.0)
+    busy = cost_model.CostFit.of(quiet.key, points, quiet.prompt_points, 0, 0.0)
     assert busy.rounds["plain"].error > 0.1 > 0.02 > busy.error
     for batch in (1, 8, 64):
         ratios = [fit.round(Plan(3), batch, 512).seconds / fit.plain(batch, 512) for fit in (quiet, busy)]

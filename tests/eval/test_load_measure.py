@@ -10,14 +10,13 @@ import stand_ins
 import torch
 
 from draftforge.errors import DeviceMemoryError, InputError
-from draftforge.eval import load_measure
+from draftforge.eval import cost_measurement
+from draftforge.eval.cost_measurement import Grid
+from draftforge.eval.cost_model import CostFit
 from draftforge.eval.costs import CostKey, cost_key
+from draftforge.eval.draft_configs import Drafting, Plan
 from draftforge.eval.load import LoadTimes
-from draftforge.eval.load_fit import CostFit
-from draftforge.eval.load_measure import Grid
-from draftforge.eval.load_settings import LoadSettings
-from draftforge.eval.plans import Drafting, Plan
-from draftforge.eval.settings import CostSettings, ScoreSettings
+from draftforge.eval.settings import CostSettings, LoadSettings, ScoreSettings
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
@@ -52,8 +51,8 @@ def test_real_rounds_and_prompts_are_fitted(target: CausalModel) -> None:
         Drafting(partial(make_proposer, draft, target), (1, 2, 4)),
         Drafting(partial(make_proposer, draft, target, tree), (2,), "wide", tree),
     ]
-    grid = Grid.of(LOAD, load_measure.most_context(target.max_positions, 4, 6))
-    fit = load_measure.measure_fit(
+    grid = Grid.of(LOAD, cost_measurement.most_context(target.max_positions, 4, 6))
+    fit = cost_measurement.measure_fit(
         key_of(target, draft, draftings), target, draftings, stand_ins.prompts(2), SETTINGS, grid
     )
     assert fit.batch_sizes == [1, 2, 3] and fit.contexts == [24, 48, 96] and fit.prompt_tokens == [16, 32, 64]
@@ -74,25 +73,27 @@ def test_real_rounds_and_prompts_are_fitted(target: CausalModel) -> None:
 def test_what_drafts_without_weights_takes_no_memory(target: CausalModel) -> None:
     draftings = [Drafting(PromptLookup, (1, 2))]
     grid = Grid([1], [32], 32, [16])
-    fit = load_measure.measure_fit(key_of(target, "lookup", draftings), target, draftings, [[1, 2, 3]], SETTINGS, grid)
+    fit = cost_measurement.measure_fit(
+        key_of(target, "lookup", draftings), target, draftings, [[1, 2, 3]], SETTINGS, grid
+    )
     assert fit.draft_bytes == 0 and fit.rounds["chain"].levels == (1, 2)
 
 
 def test_a_batch_that_does_not_fit_is_named(target: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = load_measure.by_turns
+    inner = cost_measurement.by_turns
 
     def by_turns(target: Any, modes: Any, prompts: list[list[int]], *args: Any) -> Any:
         if len(prompts) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
         return inner(target, modes, prompts, *args)
 
-    monkeypatch.setattr(load_measure, "by_turns", by_turns)
+    monkeypatch.setattr(cost_measurement, "by_turns", by_turns)
     draftings = [Drafting(PromptLookup, (1,))]
     key = key_of(target, "lookup", draftings)
     with pytest.raises(DeviceMemoryError, match=r"score\.load: batch 3 at context 96 does not fit the device's memory"):
-        load_measure.measure_fit(key, target, draftings, [[1, 2]], SETTINGS, Grid.of(LOAD, 128))
+        cost_measurement.measure_fit(key, target, draftings, [[1, 2]], SETTINGS, Grid.of(LOAD, 128))
     with pytest.raises(InputError, match="no prompts"):
-        load_measure.measure_fit(key, target, draftings, [], SETTINGS, Grid.of(LOAD, 128))
+        cost_measurement.measure_fit(key, target, draftings, [], SETTINGS, Grid.of(LOAD, 128))
 
 
 def test_one_grid_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,11 +104,11 @@ def test_one_grid_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture
         return fit
 
     for _ in range(2):
-        assert load_measure.cached_fit(tmp_path, fit.key, grid, measure) == fit
+        assert cost_measurement.cached_fit(tmp_path, fit.key, grid, measure) == fit
     assert len(measured) == 1
     other = Grid.of(LOAD.model_copy(update={"context_tokens": 50}), 128)
-    assert load_measure.cached_fit(tmp_path, fit.key, other, measure) == fit and len(measured) == 2
+    assert cost_measurement.cached_fit(tmp_path, fit.key, other, measure) == fit and len(measured) == 2
     for path in tmp_path.glob("fit-*.json"):
         path.write_text("{}")
-    load_measure.cached_fit(tmp_path, fit.key, grid, measure)
+    cost_measurement.cached_fit(tmp_path, fit.key, grid, measure)
     assert len(measured) == 3 and "not readable fitted times; measuring again" in capsys.readouterr().err

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftforge.eval.counts import CountRow, to_table
+from draftforge.eval.engine_metrics import FEWEST_ROUNDS, Counters, Promise, compare, promise_of, round_variance
 from draftforge.eval.figures import Bootstrap
-from draftforge.eval.parting import FEWEST_ROUNDS, Promise, compare, promise_of, round_variance
-from draftforge.eval.served import Counters
 from draftforge.specdec.counting import EngineRound, Runs, engine_rounds
-from draftforge.specdec.walk import count_rounds
+from draftforge.specdec.replay.expected_rounds import count_rounds
 
 K, LENGTH = 4, 30
 BOOTSTRAP = Bootstrap(samples=400)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from draftforge.eval.gains import Gain
-from draftforge.eval.plans import Plan
+from draftforge.eval.draft_configs import Plan
 from draftforge.eval.racing import Arm, Race, blocks_of, racing_order
+from draftforge.eval.speedup import Gain
 
 Floats = NDArray[np.float64]
 COST = 1.3

@@ -11,12 +11,8 @@ from reported import SETTINGS, sample_holdout, sample_records, sample_rows, samp
 
 from draftforge.eval.figures import tau
 from draftforge.eval.report import svg
-from draftforge.eval.report.charts import Palette, by_batch_size, joint
-from draftforge.eval.report.frontier import Place, pareto, places
-from draftforge.eval.report.page import heat_map, report_page
-from draftforge.eval.report.record import holdout_record
-from draftforge.eval.report.verdict import verdict
-from draftforge.eval.report.words import bucket, interval, number
+from draftforge.eval.report.charts import Palette, Place, bucket, by_batch_size, interval, joint, number, pareto, places
+from draftforge.eval.report.page import heat_map, holdout_record, report_page, verdict
 
 ATTACK = '"><script>alert(1)</script><img src=x onerror=alert(2)>&{{7*7}}'
 

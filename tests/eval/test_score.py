@@ -12,21 +12,21 @@ from pydantic import ValidationError
 
 from draftforge.data.store import Sample
 from draftforge.errors import InputError
-from draftforge.eval import score, traces
+from draftforge.eval import score, target_pass_cache
 from draftforge.eval.counts import COUNTS_SCHEMA, values, where
+from draftforge.eval.draft_configs import Drafting, rules_for
 from draftforge.eval.figures import Bootstrap, tau
-from draftforge.eval.perplexity import perplexity
-from draftforge.eval.plans import Drafting, rules_for
+from draftforge.eval.score import perplexity
 from draftforge.eval.select import serving
 from draftforge.eval.settings import RuleName, ScoreSettings
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.proposers.trees import DynamicTree, StaticTree, Tree
-from draftforge.specdec.recorded import TargetTrace, trace_target
+from draftforge.specdec.replay.expected_rounds import RoundCounts
+from draftforge.specdec.replay.target_trace import TargetTrace, trace_target
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
-from draftforge.specdec.walk import RoundCounts
 
 GREEDY, WARM = SamplingSettings(), SamplingSettings(temperature=1.0, top_k=12)
 STOP = frozenset({5, 17})
@@ -189,12 +189,12 @@ def test_passes_of_the_target_are_shared_by_checkpoints(
         answers.append(len(args[1]))
         return trace_target(*args)
 
-    monkeypatch.setattr(traces, "trace_target", counted)
+    monkeypatch.setattr(target_pass_cache, "trace_target", counted)
 
     def passes(remembered: int, tokens: int) -> list[int]:
         """Answers of each pass that scoring two checkpoints takes."""
         answers.clear()
-        cache = traces.TraceCache(target, remembered, tokens)
+        cache = target_pass_cache.TraceCache(target, remembered, tokens)
         first, second = (score.score_draft(target, [chains], samples[9:], settings, ME, cache) for _ in range(2))
         assert first.counts.equals(second.counts)
         return answers.copy()
@@ -202,7 +202,7 @@ def test_passes_of_the_target_are_shared_by_checkpoints(
     assert passes(settings.trace_bytes, 0) == [3]
     assert passes(settings.trace_bytes, 1) == [1, 1, 1]
     assert passes(0, 0) == [3, 3]
-    recorded = [traces.Recorded(one.prompt_ids, one.answer_ids, 24) for one in samples[9:]]
+    recorded = [target_pass_cache.Recorded(one.prompt_ids, one.answer_ids, 24) for one in samples[9:]]
     sizes = [trace_target(target, [one], WARM).nbytes for one in recorded]
     assert len(passes(sum(sizes), 1)) == 3 and len(passes(sum(sizes) - 1, 1)) == 4
 
@@ -213,7 +213,7 @@ def test_a_false_replay_is_an_error_in_float32(
     def wrong(_: Any, traced: TargetTrace, *args: Any) -> list[Any]:
         return [[("greedy", 1, RoundCounts(1, 2, 1, 1, (1,), (1,)))] for _ in traced.answers]
 
-    monkeypatch.setattr(traces, "replay", wrong)
+    monkeypatch.setattr(target_pass_cache, "replay", wrong)
     settings, chains = ScoreSettings(draft_tokens=[1], decode_conversations=3), replace(chains, depths=(1,))
     with pytest.raises(score.ReplayMismatchError, match=r"differ on 3 of 3 answers; first: c\d+/0/t0, K=1: decoded"):
         score.score_draft(target, [chains], samples[:9], settings, ME)
@@ -281,7 +281,7 @@ def test_answers_in_one_pass_are_worth_what_each_is_alone(target: Target, sample
                 score.score_draft(target, [drafting], mixed, SETTINGS, ME, cache).counts.to_pylist(),
                 perplexity(drafting.proposer, mixed, cache),
             )
-            for cache in (traces.TraceCache(target, 0), traces.TraceCache(target, 0, 1))
+            for cache in (target_pass_cache.TraceCache(target, 0), target_pass_cache.TraceCache(target, 0, 1))
         )
         assert packed[1] == pytest.approx(single[1]) and packed[1] is not None
         for one, other in zip(packed[0], single[0], strict=True):
@@ -293,7 +293,7 @@ def test_answers_in_one_pass_are_worth_what_each_is_alone(target: Target, sample
 def test_packs_are_of_one_setting_and_within_their_tokens(target: Target, samples: list[Sample]) -> None:
     mixed = [*samples[9:], *samples[:9]]
     for tokens in (1, 60, 10_000):
-        packs = traces.TraceCache(target, 0, tokens).packs(mixed)
+        packs = target_pass_cache.TraceCache(target, 0, tokens).packs(mixed)
         assert sorted(index for pack in packs for index in pack) == list(range(len(mixed)))
         for pack in packs:
             lengths = [len(mixed[index].prompt_ids) + len(mixed[index].answer_ids) for index in pack]

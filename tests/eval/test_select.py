@@ -12,8 +12,8 @@ from draftforge.errors import InputError
 from draftforge.eval import select
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
 from draftforge.eval.counts import CountRow, concat, to_table
-from draftforge.eval.plans import Plan
-from draftforge.eval.report.record import score_record
+from draftforge.eval.draft_configs import Plan
+from draftforge.eval.report.page import score_record
 from draftforge.eval.select import (
     Row,
     choose,
@@ -25,7 +25,7 @@ from draftforge.eval.select import (
     speedup_difference,
 )
 from draftforge.eval.settings import ScoreSettings
-from draftforge.specdec.walk import RoundCounts
+from draftforge.specdec.replay.expected_rounds import RoundCounts
 
 SETTINGS = ScoreSettings(draft_tokens=[1, 2, 3], bootstrap_samples=200)
 DEPTHS = (1, 2, 3)

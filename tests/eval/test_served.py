@@ -5,7 +5,7 @@ import json
 import pytest
 
 from draftforge.errors import InputError
-from draftforge.eval.served import Counters, parse
+from draftforge.eval.engine_metrics import Counters, parse
 
 VLLM = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from draftforge.eval.skip_search import search
+from draftforge.eval.layer_skip import search
 
 Value = Callable[[frozenset[int]], float]
 

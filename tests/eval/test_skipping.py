@@ -9,17 +9,16 @@ import stand_ins
 import torch
 
 from draftforge.data.store import Sample
-from draftforge.eval import skipping
+from draftforge.eval import layer_skip
 from draftforge.eval.costs import CostTable, RoundCost, cost_key
+from draftforge.eval.draft_configs import Drafting, Plan
 from draftforge.eval.figures import Bootstrap, tau
-from draftforge.eval.plans import Drafting, Plan
+from draftforge.eval.layer_skip import RoundTimes, SkipScorer, Tried, search, sublayers
 from draftforge.eval.score import Identity, score_draft
 from draftforge.eval.select import at_plan, serving
 from draftforge.eval.settings import ScoreSettings
-from draftforge.eval.skip_search import search
-from draftforge.eval.skipping import RoundTimes, SkipScorer, Tried, sublayers
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.drafts.skipped import SkippedDraft, SkippedLayers
+from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
@@ -115,19 +114,19 @@ def test_tau_is_the_scores(
 def test_what_costs_nothing_is_skipped_first(scorer: SkipScorer) -> None:
     """Of all sublayers alone the two that add nothing are worth most, and the best set of all has both."""
     both = ["chat", "code"]
-    alone = {part: scorer.worth(skipping.skipping(frozenset([part])), both) for part in sublayers(4)}
+    alone = {part: scorer.worth(layer_skip.skipping(frozenset([part])), both) for part in sublayers(4)}
     best = sorted(alone, key=lambda part: -alone[part].speedup)[:2]
     assert set(best) == {("attention", FREE_ATTENTION), ("mlp", FREE_MLP)}
     assert alone["attention", FREE_ATTENTION].tau == scorer.worth(SkippedLayers(), both).tau
-    found = search(sublayers(4), lambda parts: scorer.worth(skipping.skipping(parts), both).speedup, 40, seed=0)
+    found = search(sublayers(4), lambda parts: scorer.worth(layer_skip.skipping(parts), both).speedup, 40, seed=0)
     assert set(best) <= found.parts and found.value >= alone[best[0]].speedup
 
 
 def test_sets_become_settings() -> None:
     parts = frozenset([("mlp", 3), ("attention", 0), ("mlp", 1)])
-    assert skipping.skipping(parts) == SkippedLayers(attention=(0,), mlp=(1, 3))
+    assert layer_skip.skipping(parts) == SkippedLayers(attention=(0,), mlp=(1, 3))
     assert len(set(sublayers(4))) == 8
-    assert skipping.skipping(frozenset(sublayers(2))) == SkippedLayers(attention=(0, 1), mlp=(0, 1))
+    assert layer_skip.skipping(frozenset(sublayers(2))) == SkippedLayers(attention=(0, 1), mlp=(0, 1))
 
 
 def test_tries_are_kept_by_domain(

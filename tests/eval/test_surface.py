@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftforge.eval.surface import Surface, Where
+from draftforge.eval.cost_model import Surface, Where
 
 GRID = [
     Where(batch, levels, levels + 1, context)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from draftforge.eval.draft_configs import Plan
 from draftforge.eval.figures import Estimate
-from draftforge.eval.gains import Gain
 from draftforge.eval.load import BatchFigures, LoadFigures, Losing, Memory
-from draftforge.eval.plans import Plan
 from draftforge.eval.select import DomainRow, Row
+from draftforge.eval.speedup import Gain
 from draftforge.eval.table import domain_cells, leaderboard_cells, plain_text, show_domains, show_leaderboard, show_load
 
 NAN = math.nan

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from draftforge import storage
 from draftforge.cli import main
-from draftforge.data import capture_folder, mix
+from draftforge.data import mix
+from draftforge.data.capture import manifest
 from draftforge.pipeline import scoring
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
@@ -419,7 +420,7 @@ def test_sigterm_unwinds_and_the_same_command_goes_on(
     write_recipe: Callable[..., Path], tmp_path: Path, fails: Fails
 ) -> None:
     recipe = write_recipe(drafts={"small": SMALL})
-    plain, calls = capture_folder.write_shard, []
+    plain, calls = manifest.write_shard, []
 
     def interrupted(*args: Any) -> Path:
         calls.append(args)
@@ -428,7 +429,7 @@ def test_sigterm_unwinds_and_the_same_command_goes_on(
         return plain(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture_folder, "write_shard", interrupted)
+        patch.setattr(manifest, "write_shard", interrupted)
         assert "stopped by SIGTERM" in fails(143, "capture", recipe)
     assert not half_written(tmp_path)
     assert len(list((tmp_path / "work").glob("capture-*/shards/*.json"))) == 2  # what is being written is finished

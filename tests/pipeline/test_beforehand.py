@@ -10,13 +10,13 @@ from byte_level import byte_level_tokenizer
 from stand_ins import llama
 
 from draftforge.errors import CorruptDataError, InputError, MissingFileError
-from draftforge.eval.load_fit import read_fits, write_fits
+from draftforge.eval.cost_model import read_fits, write_fits
 from draftforge.pipeline import verbs, workspace
-from draftforge.pipeline.beforehand import check_load, context_of, known_context
+from draftforge.pipeline.preflight import check_load, context_of, known_context
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
-from draftforge.specdec.formats.gguf import write_llama
-from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.formats.gguf.registry import write_llama
+from draftforge.specdec.requests import TargetSettings
 
 WriteRecipe = Callable[..., Path]
 LOAD = {"engine": "vllm", "batch_sizes": {1: 1.0}, "context_tokens": 300, "answer_tokens": 16}

@@ -12,11 +12,10 @@ from drafted import add_idle_layer
 
 from draftforge import cli
 from draftforge.errors import DraftforgeError, InputError, LockedError, MissingFileError, OwnershipError
-from draftforge.eval import bench_runs
-from draftforge.eval.bench_records import EVERY, Report
+from draftforge.eval.bench import run
+from draftforge.eval.bench.run import EVERY, Report
 from draftforge.pipeline import verbs
-from draftforge.pipeline.bench import bench
-from draftforge.pipeline.bench_settings import BenchSettings, numbers_of
+from draftforge.pipeline.bench import BenchSettings, bench, numbers_of
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
@@ -198,13 +197,13 @@ def test_the_folder_where_one_is(
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Methods that were really run, in order."""
     made: list[str] = []
-    real = bench_runs.run_once
+    real = run.run_once
 
     def listening(*given: Any) -> Any:
         made.append(given[1].setting.way)
         return real(*given)
 
-    monkeypatch.setattr(bench_runs, "run_once", listening)
+    monkeypatch.setattr(run, "run_once", listening)
     yield made
 
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from draftforge.cli import main
 from draftforge.errors import HubError, MissingFileError
-from draftforge.pipeline import changes, verbs
-from draftforge.pipeline.changes import is_hub_id, pinned
+from draftforge.pipeline import staleness, verbs
+from draftforge.pipeline.staleness import is_hub_id, pinned
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
-from draftforge.registry.resolve import resolve_models_uri
+from draftforge.registry.versions import resolve_models_uri
 
 WriteRecipe = Callable[..., Path]
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -103,8 +103,8 @@ def test_unknown_names_are_the_users_mistake(write_recipe: WriteRecipe, monkeypa
     class MissingError(Exception):
         pass
 
-    monkeypatch.setattr(changes, "RepositoryNotFoundError", MissingError)
-    monkeypatch.setattr(changes, "RevisionNotFoundError", KeyError)
+    monkeypatch.setattr(staleness, "RepositoryNotFoundError", MissingError)
+    monkeypatch.setattr(staleness, "RevisionNotFoundError", KeyError)
     hub_at(monkeypatch, MissingError())
     with pytest.raises(MissingFileError, match="no such repository on the hub"):
         pinned(hub_recipe(write_recipe))

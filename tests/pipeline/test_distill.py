@@ -9,13 +9,13 @@ from draftforge.cli import main
 from draftforge.errors import InputError
 from draftforge.pipeline import stages
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.exporting import verifier_of
+from draftforge.pipeline.export import verifier_of
 from draftforge.pipeline.retrain import retrain
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
-from draftforge.registry.models import champion
+from draftforge.registry.versions import champion
 from draftforge.storage import read_object
-from draftforge.train.metrics import NoSink
+from draftforge.train.throughput import NoSink
 
 WriteRecipe = Callable[..., Path]
 

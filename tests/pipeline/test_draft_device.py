@@ -17,10 +17,10 @@ from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec import targets
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
-from draftforge.specdec.drafts.skipped import SkippedLayers
+from draftforge.specdec.drafts.layer_skip import SkippedLayers
 from draftforge.specdec.formats import write_draft
-from draftforge.specdec.formats.skipped import SkipFile, write_skipped
-from draftforge.specdec.proposers.elsewhere import ElsewhereDrafter, Place, place_of
+from draftforge.specdec.formats.layer_skip import SkipFile, write_skipped
+from draftforge.specdec.proposers.other_device import ElsewhereDrafter, Place, place_of
 
 THERE = Place(torch.device("cpu"), torch.float64)
 

@@ -22,12 +22,11 @@ from transformers import AutoModelForCausalLM
 
 from draftforge.cli import main
 from draftforge.pipeline import distill as distilling
-from draftforge.pipeline.failing import STAGE_TAG
-from draftforge.pipeline.workspace import Workspace
+from draftforge.pipeline.workspace import STAGE_TAG, Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.lineage import Version
-from draftforge.registry.models import champion
 from draftforge.registry.tracking import FAILURE_TAG
+from draftforge.registry.versions import champion
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 KILLED = Path(__file__).resolve().parents[1] / "support" / "killed.py"

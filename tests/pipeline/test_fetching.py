@@ -12,18 +12,17 @@ from transformers import AutoTokenizer
 
 from draftforge.cli import main
 from draftforge.errors import FormatError
-from draftforge.pipeline import exporting
-from draftforge.pipeline.exporting import rewrite_draft
-from draftforge.registry.connect import Tracking, open_tracking
+from draftforge.pipeline import export
+from draftforge.pipeline.export import rewrite_draft
+from draftforge.registry.connect import RegistrySettings, Tracking, open_tracking
+from draftforge.registry.gate import Decision, Evidence, Figures, Numbers
 from draftforge.registry.lineage import Lineage, Version
-from draftforge.registry.models import register_version
-from draftforge.registry.promoting import promote
-from draftforge.registry.records import Decision, Evidence, Figures, Numbers
-from draftforge.registry.settings import RegistrySettings
+from draftforge.registry.promotion import promote
 from draftforge.registry.tracking import start_run
+from draftforge.registry.versions import register_version
 from draftforge.specdec.formats import Format, Verifier, read_draft, read_meta
 from draftforge.specdec.formats.layouts import FAMILIES
-from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import target_fingerprint
 
 VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])
@@ -52,16 +51,16 @@ def test_every_family_reads_back_from_every_layout(
 def test_a_draft_that_does_not_read_back_is_not_left(
     trained_drafts: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = exporting.convert_draft
+    inner = export.convert_draft
 
     def spoil(source: Path, folder: Path, *options: object) -> None:
         inner(trained_drafts.draft_folders["eagle3"], folder, *options)  # type: ignore[arg-type]
         other = read_draft(folder)
         next(iter(other.parameters())).data.add_(1e-3)
         shutil.copytree(folder, tmp_path / "kept")
-        monkeypatch.setattr(exporting, "read_draft", lambda place: other if place == folder else read_draft(place))
+        monkeypatch.setattr(export, "read_draft", lambda place: other if place == folder else read_draft(place))
 
-    monkeypatch.setattr(exporting, "convert_draft", spoil)
+    monkeypatch.setattr(export, "convert_draft", spoil)
     with pytest.raises(FormatError, match="does not read back"):
         rewrite_draft(trained_drafts.draft_folders["eagle3"], tmp_path / "out", "sglang", None, None)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]

@@ -11,8 +11,8 @@ import pytest
 from drafted import add_idle_layer
 
 from draftforge.errors import InputError
-from draftforge.pipeline import talk
-from draftforge.pipeline.talk import Spoken
+from draftforge.pipeline import generate
+from draftforge.pipeline.generate import Spoken
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
@@ -40,7 +40,7 @@ def longer(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -
 def say(space: Workspace, longer: Path) -> Say:
     def speak(helped_by: str | None, temperature: float = 0.0, draft: object = longer, **options: object) -> Spoken:
         asked = {"rule": None, "draft_tokens": None, "tree": None, "max_new_tokens": 17, "seed": 7, **options}
-        return talk.speak(
+        return generate.speak(
             space,
             "hi there",
             str(draft),

@@ -12,16 +12,16 @@ import pytest
 
 from draftforge.cli import main
 from draftforge.errors import HookError, InputError
-from draftforge.pipeline import hooks
-from draftforge.pipeline.hooks import HOOK_TAG, check_command, follow_champion, run_command
+from draftforge.pipeline import promotion
+from draftforge.pipeline.promotion import HOOK_TAG, check_command, follow_champion, run_command
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import PromotionSettings, load_recipe
-from draftforge.registry import champions
+from draftforge.registry import promotion as registry_promotion
+from draftforge.registry.gate import Decision
 from draftforge.registry.lineage import Lineage, Version
-from draftforge.registry.models import CHAMPION, aliases, register_version
-from draftforge.registry.promoting import promote
-from draftforge.registry.records import Decision
+from draftforge.registry.promotion import promote
 from draftforge.registry.tracking import start_run
+from draftforge.registry.versions import CHAMPION, aliases, register_version
 from draftforge.storage import read_object
 
 WriteRecipe = Callable[..., Path]
@@ -111,7 +111,7 @@ def test_the_command_is_told_what_happened(opened: Open, tmp_path: Path, log: Pa
 
     two = crowned(space, tmp_path, "two")
     follow_champion(space)
-    back = champions.rollback(space.tracking, space.target_fingerprint)
+    back = registry_promotion.rollback(space.tracking, space.target_fingerprint)
     follow_champion(space)
     follow_champion(space)
     assert [(one["EVENT"], one["VERSION"]) for one in lines(log)[1:]] == [
@@ -141,7 +141,7 @@ def test_a_failure_undoes_nothing_and_is_caught_up(opened: Open, tmp_path: Path,
 
 def test_without_a_command_nothing_runs(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     space = opened([])
-    monkeypatch.setattr(hooks, "run_command", lambda *args: pytest.fail("ran"))
+    monkeypatch.setattr(promotion, "run_command", lambda *args: pytest.fail("ran"))
     monkeypatch.setattr(Workspace, "tracking", None)
     follow_champion(space)
 

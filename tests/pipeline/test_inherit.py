@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from draftforge.data.mix import load_mix
-from draftforge.pipeline.judging import inherit_mix
 from draftforge.pipeline.stages import mix_stage
+from draftforge.pipeline.staleness_evidence import inherit_mix
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.registry import lineage

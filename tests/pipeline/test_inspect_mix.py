@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from draftforge.cli import app
 from draftforge.errors import InputError
-from draftforge.pipeline.inspect_page import check_place
+from draftforge.pipeline.mix_report import check_place
 
 LINES = [
     {

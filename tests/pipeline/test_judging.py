@@ -11,16 +11,14 @@ from transformers import LlamaForCausalLM
 from draftforge import fingerprint, storage
 from draftforge.cli import main
 from draftforge.data.conversation import Message
-from draftforge.pipeline import judging, probing
 from draftforge.pipeline import retrain as retraining
+from draftforge.pipeline import staleness_evidence
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.failing import STAGE_TAG, at, recorded, stage_of
-from draftforge.pipeline.rehearsal import rehearse
-from draftforge.pipeline.retrain import retrain
-from draftforge.pipeline.workspace import Workspace
+from draftforge.pipeline.retrain import rehearse, retrain
+from draftforge.pipeline.workspace import STAGE_TAG, Workspace, at, recorded, stage_of
 from draftforge.recipe import Recipe, load_recipe
-from draftforge.registry.models import champion
 from draftforge.registry.tracking import FAILURE_TAG
+from draftforge.registry.versions import champion
 
 WriteRecipe = Callable[..., Path]
 pytestmark = pytest.mark.slow
@@ -58,8 +56,8 @@ def distilled(write_recipe: WriteRecipe) -> Path:
 
 
 def test_while_nothing_changed_nothing_is_answered(distilled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "answered", never)
-    monkeypatch.setattr(judging, "mix_stage", never)
+    monkeypatch.setattr(staleness_evidence, "answered", never)
+    monkeypatch.setattr(staleness_evidence, "mix_stage", never)
     done = retrain(Workspace(small(distilled)))
     assert done.outcome is None and done.staleness.causes == () and not done.refused
 
@@ -88,19 +86,23 @@ def test_a_probe_holds_nothing_that_was_trained_on(distilled: Path, tmp_path: Pa
     space = Workspace(small(distilled))
     version = champion(space.tracking, space.target_fingerprint)
     assert version is not None
-    mix = judging.load_mix(judging.mix_stage(space).folder)
-    unseen = probing.new_conversations(space, version, mix, known=())
+    mix = staleness_evidence.load_mix(staleness_evidence.mix_stage(space).folder)
+    unseen = staleness_evidence.new_conversations(space, version, mix, known=())
     assert {one.split for one in unseen} == {"selection", "holdout"} and len(unseen) < len(mix)
-    assert probing.new_conversations(space, version, mix, known={one.id for one in mix}) == []
+    assert staleness_evidence.new_conversations(space, version, mix, known={one.id for one in mix}) == []
     (taught, *_) = (one for one in mix if one.split == "train")
     reply = [Message(role="assistant", content="Done."), Message(role="user", content="And now?")]
     grown = taught.model_copy(update={"id": "grown", "cluster": "grown", "messages": [taught.messages[0], *reply]})
-    (probed,) = probing.new_conversations(space, version, [grown], known=())
+    (probed,) = staleness_evidence.new_conversations(space, version, [grown], known=())
     assert probed.asked_elsewhere == [0]  # the champion was trained on how the thread begins
     few = small(distilled).retrain.model_copy(update={"probe_conversations": 3})
     three = Workspace(space.recipe.model_copy(update={"retrain": few}))
-    chosen = probing.sample(three, unseen, first={unseen[-1].id})
-    assert len(chosen) == 3 and unseen[-1] in chosen and chosen == probing.sample(three, unseen[::-1], {unseen[-1].id})
+    chosen = staleness_evidence.sample(three, unseen, first={unseen[-1].id})
+    assert (
+        len(chosen) == 3
+        and unseen[-1] in chosen
+        and chosen == staleness_evidence.sample(three, unseen[::-1], {unseen[-1].id})
+    )
 
 
 def test_a_drifted_mix_is_stale_whatever_acceptance_says(

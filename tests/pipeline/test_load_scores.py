@@ -10,9 +10,9 @@ import pytest
 
 from draftforge.errors import InputError
 from draftforge.eval import counts
+from draftforge.eval.cost_model import CostFit, read_fits, write_fits
 from draftforge.eval.costs import CostKey
-from draftforge.eval.load_fit import CostFit, read_fits, write_fits
-from draftforge.pipeline import board, scoring, verbs
+from draftforge.pipeline import parallel_scoring, scoring, verbs
 from draftforge.pipeline.scoring import Scored
 from draftforge.recipe import load_recipe
 
@@ -111,14 +111,14 @@ def test_a_race_drops_what_cannot_win_and_goes_on_after_a_kill(
         calls.append(tuple(identity))
         return inner(self, draftings, identity, *args, **options)
 
-    class Steward(board.Race):
+    class Steward(parallel_scoring.Race):
         """Drops one checkpoint as soon as anything was seen."""
 
         def observe(self, *args: Any) -> None:
             self.alive_A &= [(arm.draft, arm.step) != dropped for arm in self.arms]
 
     monkeypatch.setattr(scoring.Scorer, "counts", spy)
-    monkeypatch.setattr(board, "Race", Steward)
+    monkeypatch.setattr(parallel_scoring, "Race", Steward)
     with pytest.raises(KeyboardInterrupt):
         verbs.score(recipe, None)
     verbs.score(recipe, None)

@@ -15,11 +15,11 @@ from draftforge import fingerprint
 from draftforge.cli import main
 from draftforge.eval.counts import where
 from draftforge.eval.figures import Bootstrap, tau
-from draftforge.pipeline.kept_counts import kept_counts
+from draftforge.pipeline.promotion import kept_counts
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.lineage import Version
-from draftforge.registry.models import champion
+from draftforge.registry.versions import champion
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftforge.errors import InputError
 from draftforge.eval.settings import ScoreSettings
-from draftforge.pipeline import talk, verbs
+from draftforge.pipeline import generate, verbs
+from draftforge.pipeline.generate import Spoken
 from draftforge.pipeline.scoring import Scored, any_draft_for
-from draftforge.pipeline.talk import Spoken
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
-from draftforge.specdec.foreign import ForeignDraft
+from draftforge.specdec.cross_tokenizer import ForeignDraft
 
 TREES = {"grown": {"kind": "static", "widths": [2, 1]}}
 
@@ -43,7 +43,7 @@ def test_it_is_generated_with(recipe: Recipe, theirs: Path, capsys: pytest.Captu
     space = Workspace(recipe)
 
     def said(draft: object, tree: str | None = None, temperature: float = 0.0, helped_by: str | None = None) -> Spoken:
-        return talk.speak(space, "How do I reset it?", str(draft), None, 3, tree, helped_by, 20, temperature, 7)
+        return generate.speak(space, "How do I reset it?", str(draft), None, 3, tree, helped_by, 20, temperature, 7)
 
     assert said(theirs).generation.tokens == said("none").generation.tokens
     assert "has another tokenizer than the target's" in capsys.readouterr().err.replace("\n", " ")

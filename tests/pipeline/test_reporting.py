@@ -9,9 +9,8 @@ import pytest
 from draftforge.cli import main
 from draftforge.errors import CorruptDataError, MissingFileError
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.kept_counts import kept_counts
-from draftforge.pipeline.promotion import PROMOTION_FILE
-from draftforge.pipeline.reporting import REPORT_FILE, find_scored, log_report, write_report
+from draftforge.pipeline.promotion import PROMOTION_FILE, kept_counts
+from draftforge.pipeline.report import REPORT_FILE, find_scored, log_report, write_report
 from draftforge.pipeline.scoring import SCORES_FILE
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe

@@ -18,7 +18,7 @@ from draftforge.pipeline.staleness import STALENESS_FILE
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.registry.lineage import Version
-from draftforge.registry.models import champion
+from draftforge.registry.versions import champion
 from draftforge.specdec.formats import load_draft, read_meta
 
 WriteRecipe = Callable[..., Path]

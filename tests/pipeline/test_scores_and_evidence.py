@@ -17,9 +17,9 @@ from draftforge.pipeline import promotion, scoring
 from draftforge.pipeline.stages import Stage
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
+from draftforge.registry.connect import GateSettings
 from draftforge.registry.gate import decide
-from draftforge.registry.settings import GateSettings
-from draftforge.specdec.walk import RoundCounts
+from draftforge.specdec.replay.expected_rounds import RoundCounts
 
 WriteRecipe = Callable[..., Path]
 

@@ -10,13 +10,13 @@ import pytest
 
 from draftforge.cli import main
 from draftforge.errors import FormatError, InputError, StaleInputError
-from draftforge.eval.skipping import SkipScorer
+from draftforge.eval.layer_skip import SkipScorer
 from draftforge.pipeline import verbs
 from draftforge.pipeline.scoring import draft_for
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
-from draftforge.specdec.drafts.skipped import SkippedDraft, SkippedLayers
-from draftforge.specdec.formats.skipped import SkipFile, write_skipped
+from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
+from draftforge.specdec.formats.layer_skip import SkipFile, write_skipped
 
 SEARCH: dict[str, Any] = {"domain": None, "draft_tokens": None, "tries": 20, "conversations": 2, "seed": 0, "out": None}
 

@@ -10,8 +10,8 @@ from scipy import stats
 from draftforge.data.conversation import Conversation, Message
 from draftforge.eval.counts import CountRow, to_table
 from draftforge.pipeline.staleness import Cause, Change, Staleness, mix_drift, tau_change
+from draftforge.specdec.replay.expected_rounds import RoundCounts
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.walk import RoundCounts
 
 GREEDY = SamplingSettings()
 MARGIN, CONFIDENCE = 0.1, 0.95

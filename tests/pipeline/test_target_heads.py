@@ -13,7 +13,7 @@ from draftforge.pipeline.distill import distill
 from draftforge.pipeline.scoring import draft_for
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
-from draftforge.registry.models import champion
+from draftforge.registry.versions import champion
 from draftforge.specdec.formats import read_meta
 
 COMMON: dict[str, Any] = {"steps": 4, "warmup_steps": 1, "tokens_per_step": 256, "draft_tokens": 2}

@@ -16,12 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from draftforge.cli import main
 from draftforge.errors import InputError, MissingFileError, PromiseBrokenError, ServedError
-from draftforge.eval.parting import promise_of
+from draftforge.eval.engine_metrics import promise_of
 from draftforge.eval.select import serving
-from draftforge.pipeline import telling
+from draftforge.pipeline import monitoring
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.kept_counts import kept_counts
-from draftforge.pipeline.telling import Served, Told, look_at, metrics
+from draftforge.pipeline.monitoring import Served, Told, look_at, metrics
+from draftforge.pipeline.promotion import kept_counts
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.targets import Target
@@ -158,7 +158,7 @@ def test_the_port_answers_until_it_is_stopped(
     space = Workspace(load_recipe(write_recipe()))
     address, said = engine
     opened: list[Any] = []
-    inner = telling.start_http_server
+    inner = monitoring.start_http_server
     asked = threading.Event()
 
     def start(port: int, **options: Any) -> Any:
@@ -166,7 +166,7 @@ def test_the_port_answers_until_it_is_stopped(
         asked.set()
         return opened[0]
 
-    monkeypatch.setattr(telling, "start_http_server", start)
+    monkeypatch.setattr(monitoring, "start_http_server", start)
     run = threading.Thread(
         target=lambda: metrics(space, None, "127.0.0.1:9109", Served([address], interval_seconds=60.0)), daemon=True
     )
@@ -192,7 +192,7 @@ def test_the_port_answers_until_it_is_stopped(
 
 def test_the_window_moves_on(write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     space, now = Workspace(load_recipe(write_recipe())), [0.0]
-    monkeypatch.setattr(telling.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(monitoring.time, "monotonic", lambda: now[0])
     source = tmp_path / "scrape.prom"
     told = Told(space, Served([str(source)], interval_seconds=60.0))
     registry = CollectorRegistry()

@@ -10,9 +10,9 @@ import pytest
 from draftforge.data.store import Sample
 from draftforge.errors import InputError
 from draftforge.eval import counts, figures
-from draftforge.eval.sampled import SampledScore
 from draftforge.eval.select import serving
 from draftforge.eval.settings import ScoreSettings
+from draftforge.eval.training_eval import SampledScore
 from draftforge.pipeline import stages
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.workspace import Workspace

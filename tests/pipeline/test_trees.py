@@ -10,11 +10,11 @@ import pytest
 
 from draftforge.errors import InputError
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
-from draftforge.eval.plans import Plan
-from draftforge.pipeline import scoring, talk
+from draftforge.eval.draft_configs import Plan
+from draftforge.pipeline import generate, scoring
 from draftforge.pipeline.distill import distill
+from draftforge.pipeline.generate import Spoken
 from draftforge.pipeline.stages import capture_stage, mix_stage
-from draftforge.pipeline.talk import Spoken
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
@@ -79,7 +79,7 @@ def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path])
     folder = tmp_draft(space)
 
     def said(tree: str | None, temperature: float = 0.0, draft: str = folder, rule: str | None = None) -> Spoken:
-        return talk.speak(space, "hi there", draft, rule, None, tree, None, 12, temperature, 7)
+        return generate.speak(space, "hi there", draft, rule, None, tree, None, 12, temperature, 7)
 
     plain = said(None, draft="none").generation.tokens
     for tree in TREES:

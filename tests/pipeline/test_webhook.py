@@ -12,17 +12,8 @@ import pytest
 from mlflow.webhooks import delivery as mlflow_delivery
 
 from draftforge.errors import InputError
-from draftforge.pipeline import webhook
-from draftforge.pipeline.webhook import (
-    DELIVERY,
-    SIGNATURE,
-    TIMESTAMP,
-    Receiver,
-    concerns,
-    followed,
-    listening,
-    secret_of,
-)
+from draftforge.pipeline import watch
+from draftforge.pipeline.watch import DELIVERY, SIGNATURE, TIMESTAMP, Receiver, concerns, followed, listening, secret_of
 
 SECRET = "not a real secret"
 MOVED = {
@@ -105,7 +96,7 @@ def test_what_is_not_signed_rightly_is_refused(server: Server) -> None:
 
 
 def test_bodies_have_a_limit_and_a_length(server: Server) -> None:
-    large = b"x" * (webhook.MOST_BYTES + 1)
+    large = b"x" * (watch.MOST_BYTES + 1)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
         raw.sendall(f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n".encode())
         assert b" 413 " in raw.recv(100)  # before any of it was read
@@ -152,7 +143,7 @@ def test_mlflow_itself_is_heard(server: Server, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_a_secret_or_an_alias_nothing_listens() -> None:
-    assert secret_of({webhook.SECRET_VARIABLE: "s"}) == "s"
+    assert secret_of({watch.SECRET_VARIABLE: "s"}) == "s"
     with pytest.raises(InputError, match="DRAFTFORGE_WEBHOOK_SECRET: is not set"):
         secret_of({})
     assert followed("models:/assistant@production") == ("assistant", "production")

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from draftforge.registry.connect import Tracking, open_tracking
+from draftforge.registry.connect import RegistrySettings, Tracking, open_tracking
 from draftforge.registry.lineage import Lineage, Version
-from draftforge.registry.models import register_version
-from draftforge.registry.settings import RegistrySettings
 from draftforge.registry.tracking import start_run
+from draftforge.registry.versions import register_version
 
 TARGET = "a" * 64
 Register = Callable[..., Version]

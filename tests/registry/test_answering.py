@@ -19,17 +19,16 @@ from transformers import AutoTokenizer
 
 from draftforge.data.conversation import Message, render
 from draftforge.errors import FormatError, InputError, StaleInputError
-from draftforge.registry.champions import move_champion
 from draftforge.registry.connect import Tracking
 from draftforge.registry.lineage import Lineage, Version
-from draftforge.registry.models import fetch, register_version
+from draftforge.registry.promotion import move_champion
 from draftforge.registry.tracking import start_run
-from draftforge.registry.wrapping import CODE_FILE, MODEL_FILE, TARGET_VARIABLE, wrap
+from draftforge.registry.versions import CODE_FILE, MODEL_FILE, TARGET_VARIABLE, fetch, register_version, wrap
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.formats import read_meta
 from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.storage import read_object, write_json
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from draftforge.errors import RegistryError
-from draftforge.registry import champions
-from draftforge.registry.champions import HISTORY_TAG, history, move_champion, rollback, set_previous
+from draftforge.registry import promotion
 from draftforge.registry.connect import Tracking
 from draftforge.registry.lineage import Version
-from draftforge.registry.models import CHAMPION, PREVIOUS, aliases
+from draftforge.registry.promotion import HISTORY_TAG, history, move_champion, rollback, set_previous
+from draftforge.registry.versions import CHAMPION, PREVIOUS, aliases
 
 Register = Callable[..., Version]
 TARGET = "a" * 64
@@ -95,7 +95,7 @@ def test_nothing_to_roll_back(tracking: Tracking, register: Register) -> None:
 def test_history_stays_within_the_tag(
     tracking: Tracking, three: list[Version], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(champions, "_MAX_TAG", 1000)
+    monkeypatch.setattr(promotion, "_MAX_TAG", 1000)
     name = three[0].name
     for number in (1, 2) * 3:
         move_champion(tracking, name, aliases(tracking, name)[CHAMPION], number, "promote", "w" * 500)

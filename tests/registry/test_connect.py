@@ -15,8 +15,15 @@ from sqlalchemy.exc import OperationalError
 
 from draftforge.errors import DiskFullError, InputError, RegistryError, TrackingError, one_line
 from draftforge.registry import connect
-from draftforge.registry.connect import Tracking, mlflow_errors, open_tracking, quick_requests, resolve_uri
-from draftforge.registry.settings import RegistrySettings, redacted
+from draftforge.registry.connect import (
+    RegistrySettings,
+    Tracking,
+    mlflow_errors,
+    open_tracking,
+    quick_requests,
+    redacted,
+    resolve_uri,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from draftforge.registry.gate import decide
-from draftforge.registry.records import Evidence, Interval, StoredDecision
-from draftforge.registry.settings import GateSettings
+from draftforge.registry.connect import GateSettings
+from draftforge.registry.gate import Evidence, Interval, StoredDecision, decide
 
 GOOD: dict[str, Any] = {
     "candidate": {"tau": 2.2, "speedup": 1.32},

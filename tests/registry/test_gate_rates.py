@@ -13,10 +13,8 @@ import pyarrow as pa
 import pytest
 
 from draftforge.eval.figures import Bootstrap, Estimate, tau, tau_difference
-from draftforge.registry.gate import decide
-from draftforge.registry.power import POWER, more_conversations
-from draftforge.registry.records import DomainFigures, Evidence, Figures, Interval
-from draftforge.registry.settings import GateSettings
+from draftforge.registry.connect import GateSettings
+from draftforge.registry.gate import POWER, DomainFigures, Evidence, Figures, Interval, decide, more_conversations
 
 SIMULATED, ROUNDS, TAU = 200, 40.0, 2.0
 BOOTSTRAP = Bootstrap(samples=400)

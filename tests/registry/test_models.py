@@ -21,11 +21,11 @@ from draftforge.errors import (
     TrackingError,
 )
 from draftforge.fingerprint import of_file
-from draftforge.registry import artifacts, models
-from draftforge.registry.champions import move_champion
+from draftforge.registry import artifacts, versions
 from draftforge.registry.connect import Tracking
 from draftforge.registry.lineage import LINEAGE_TAG, Lineage, Version
-from draftforge.registry.models import (
+from draftforge.registry.promotion import move_champion
+from draftforge.registry.versions import (
     CANDIDATE,
     CHAMPION,
     TARGET_TAG,
@@ -91,10 +91,10 @@ def test_a_store_that_does_not_answer_registers_nothing(
     def refuse(*_: object) -> None:
         raise TrackingError("no answer")
 
-    monkeypatch.setattr(models, "stored_files", refuse)
+    monkeypatch.setattr(versions, "stored_files", refuse)
     with pytest.raises(TrackingError):
         register("one")
-    assert [one.number for one in models.same_content(tracking, first.name, first.lineage.content)] == [1]
+    assert [one.number for one in versions.same_content(tracking, first.name, first.lineage.content)] == [1]
 
 
 def test_registered_champion_does_not_become_candidate(

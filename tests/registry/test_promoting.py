@@ -11,12 +11,11 @@ import pytest
 
 from draftforge import storage
 from draftforge.errors import LockedError, RegistryError
-from draftforge.registry.champions import ROLLED_BACK_TAG, history, rollback
 from draftforge.registry.connect import Tracking
+from draftforge.registry.gate import Decision, Evidence, Figures, Numbers
 from draftforge.registry.lineage import Version
-from draftforge.registry.models import CANDIDATE, CHAMPION, PREVIOUS, aliases
-from draftforge.registry.promoting import SPEEDUP_TAG, TAU_TAG, decisions, promote
-from draftforge.registry.records import Decision, Evidence, Figures, Numbers
+from draftforge.registry.promotion import ROLLED_BACK_TAG, SPEEDUP_TAG, TAU_TAG, decisions, history, promote, rollback
+from draftforge.registry.versions import CANDIDATE, CHAMPION, PREVIOUS, aliases
 
 Register = Callable[..., Version]
 TARGET = "a" * 64

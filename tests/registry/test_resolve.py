@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from draftforge.errors import InputError, RegistryError
-from draftforge.registry import resolve
+from draftforge.registry import versions
 from draftforge.registry.connect import Tracking
 from draftforge.registry.lineage import Version
-from draftforge.registry.resolve import is_models_uri, resolve_models_uri
+from draftforge.registry.versions import is_models_uri, resolve_models_uri
 
 Register = Callable[..., Version]
 
@@ -56,7 +56,7 @@ def test_sound_local_copy_is_not_downloaded_again(
 ) -> None:
     version = register("one")
     place = resolve_models_uri(tracking, version.uri, tmp_path)
-    monkeypatch.setattr(resolve, "download_verified", None)
+    monkeypatch.setattr(versions, "download_verified", None)
     assert resolve_models_uri(tracking, version.uri, tmp_path) == place
 
 
@@ -93,7 +93,7 @@ def test_plain_target_is_downloaded_once(tracking: Tracking, tmp_path: Path, mon
     uri = foreign(tracking, {"config.json": "{}", "model.safetensors": "w", "sub/x.txt": "x"})
     place = resolve_models_uri(tracking, uri, tmp_path)
     assert (place / "sub" / "x.txt").read_text() == "x"
-    monkeypatch.setattr(resolve, "download", None)
+    monkeypatch.setattr(versions, "download", None)
     assert resolve_models_uri(tracking, uri, tmp_path) == place
 
 

@@ -13,16 +13,13 @@ from mlflow_server import SCRIPT, mlflow_server
 from postgres import PASSWORD, postgres
 
 from draftforge.errors import RegistryError, TrackingError
-from draftforge.registry.champions import history, rollback
-from draftforge.registry.connect import Tracking, open_tracking
+from draftforge.registry.connect import RegistrySettings, Tracking, open_tracking
+from draftforge.registry.gate import Decision
 from draftforge.registry.lineage import Version, holdout_overlap
 from draftforge.registry.listing import listing
-from draftforge.registry.models import CANDIDATE, CHAMPION, PREVIOUS, aliases, fetch, targets
-from draftforge.registry.promoting import decisions, promote
-from draftforge.registry.records import Decision
-from draftforge.registry.resolve import resolve_models_uri
-from draftforge.registry.settings import RegistrySettings
+from draftforge.registry.promotion import decisions, history, promote, rollback
 from draftforge.registry.tracking import start_run
+from draftforge.registry.versions import CANDIDATE, CHAMPION, PREVIOUS, aliases, fetch, resolve_models_uri, targets
 
 pytestmark = pytest.mark.slow
 Register = Callable[..., Version]
@@ -103,9 +100,9 @@ import sys, pathlib
 from draftforge.errors import RegistryError
 from draftforge.registry.connect import open_tracking
 from draftforge.registry.lineage import get_version
-from draftforge.registry.promoting import promote
-from draftforge.registry.records import Decision
-from draftforge.registry.settings import RegistrySettings
+from draftforge.registry.promotion import promote
+from draftforge.registry.gate import Decision
+from draftforge.registry.connect import RegistrySettings
 tracking = open_tracking(RegistrySettings(experiment="served", connect_seconds=30), pathlib.Path("."))
 version = get_version(tracking, sys.argv[1])
 print("ready", flush=True)

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from draftforge.errors import LockedError
-from draftforge.registry import turns
+from draftforge.registry import promotion
 from draftforge.registry.connect import Tracking
-from draftforge.registry.turns import TURN_TAG, moving, turn
+from draftforge.registry.promotion import TURN_TAG, moving, turn
 
 
 @pytest.fixture
@@ -16,8 +16,8 @@ def model(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> str:
     """A registered model, and turns that settle fast."""
     name = f"{tracking.settings.model}-turns"
     tracking.client.create_registered_model(name)
-    monkeypatch.setattr(turns, "_SETTLE_SECONDS", 0.2)
-    monkeypatch.setattr(turns, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(promotion, "_SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(promotion, "_LOOK_SECONDS", 0.02)
     return name
 
 
@@ -62,7 +62,7 @@ def test_a_turn_that_was_overwritten_is_taken_again(
         slept.append(seconds)
         real(seconds)
 
-    monkeypatch.setattr(turns.time, "sleep", sleep)
+    monkeypatch.setattr(promotion.time, "sleep", sleep)
     with turn(tracking, model):
         assert claim(tracking, model) not in (None, "theirs")
     assert len(slept) >= 2
@@ -71,7 +71,7 @@ def test_a_turn_that_was_overwritten_is_taken_again(
 def test_a_dead_process_holds_nobody_up_for_long(
     tracking: Tracking, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(turns, "_ABANDONED_SECONDS", 0.3)
+    monkeypatch.setattr(promotion, "_ABANDONED_SECONDS", 0.3)
     tracking.client.set_registered_model_tag(model, TURN_TAG, "dead")
     with turn(tracking, model):
         assert claim(tracking, model) != "dead"
@@ -79,7 +79,7 @@ def test_a_dead_process_holds_nobody_up_for_long(
 
 
 def test_who_waits_for_too_long_gives_up(tracking: Tracking, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_GIVE_UP_SECONDS", 0.3)
+    monkeypatch.setattr(promotion, "_GIVE_UP_SECONDS", 0.3)
     tracking.client.set_registered_model_tag(model, TURN_TAG, "busy")
     with pytest.raises(LockedError, match="held by other promotions"), turn(tracking, model):
         pytest.fail("two at once")
@@ -87,6 +87,6 @@ def test_who_waits_for_too_long_gives_up(tracking: Tracking, model: str, monkeyp
 
 
 def test_one_file_needs_no_turns(tracking: Tracking, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "turn", lambda *_: pytest.fail("took a turn"))
+    monkeypatch.setattr(promotion, "turn", lambda *_: pytest.fail("took a turn"))
     with moving(tracking, model):
         pass

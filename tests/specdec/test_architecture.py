@@ -9,9 +9,8 @@ from families import REFUSED, SUPPORTED, tiny
 from stand_ins import llama
 
 from draftforge.errors import FormatError
-from draftforge.specdec.architecture import Call, check_layers
-from draftforge.specdec.models import CausalModel
-from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.models import Call, CausalModel, check_layers
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target
 
 RULES = {

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from draftforge.data.conversation import Message, render
+from draftforge.specdec.cross_tokenizer import ForeignDraft
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts.small import SmallDraft
-from draftforge.specdec.foreign import ForeignDraft
 from draftforge.specdec.proposers import CascadeProposer, ForeignProposer, Proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 pytestmark = pytest.mark.real

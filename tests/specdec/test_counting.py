@@ -10,8 +10,8 @@ from draftforge.specdec.counting import Counting, EngineCounts, EngineRound, Run
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import Proposer, make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.walk import count_rounds
 
 # Row t: what of three drafted tokens is right when t tokens of the answer are known. Eight tokens are asked for.
 RUNS = Runs([2, 3, 0, 1, 0, 0, 2, 3, 0, 0, 0], [3] * 11)

@@ -7,14 +7,15 @@ import pytest
 import torch
 from stand_ins import near_copy, target
 
-from draftforge.specdec import counting, driving, models, recorded, replay
+from draftforge.specdec import counting, models
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.trees import DynamicTree
+from draftforge.specdec.replay import dynamic, replay, target_trace
 from draftforge.specdec.sampling import SamplingSettings
 
 GREEDY = SamplingSettings()
-ANSWER = recorded.Recorded([5, 9, 2], [7, 1, 30, 4], 4)
+ANSWER = target_trace.Recorded([5, 9, 2], [7, 1, 30, 4], 4)
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, spy)
 
-    for module in (counting, driving, recorded, replay):
+    for module in (counting, dynamic, target_trace, replay):
         spy_on(module, "running")
     spy_on(models, "current")
     return found
@@ -53,12 +54,12 @@ def test_a_pass_and_a_check_of_a_model(model: CausalModel, entered: list[str]) -
 
 def test_replays(model: CausalModel, entered: list[str]) -> None:
     draft = near_copy(model)
-    traced = recorded.trace_target(model, [ANSWER], SamplingSettings(temperature=1.0))
+    traced = target_trace.trace_target(model, [ANSWER], SamplingSettings(temperature=1.0))
     assert "recorded" in entered
-    replay.replay(make_proposer(draft, model), recorded.trace_target(model, [ANSWER], GREEDY), ["greedy"], [2])
+    replay.replay(make_proposer(draft, model), target_trace.trace_target(model, [ANSWER], GREEDY), ["greedy"], [2])
     assert "replay" in entered and traced.p_R is not None
     counting.matched_runs(model, make_proposer(draft, model), [5, 9], [7, 1, 30], 2)
     assert "counting" in entered
     grown = make_proposer(draft, model, DynamicTree(kind="dynamic", nodes=3, levels=2, top_k=2))
-    driving.drive(grown, recorded.trace_target(model, [ANSWER], GREEDY), 2)
+    dynamic.drive(grown, target_trace.trace_target(model, [ANSWER], GREEDY), 2)
     assert "driving" in entered

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from draftforge.specdec.cache import KVCache
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts import dflash
 from draftforge.specdec.drafts.dflash import DFlashDraft
-from draftforge.specdec.driving import drive
+from draftforge.specdec.kernels.documents import Documents, Sight
 from draftforge.specdec.proposers import DynamicProposer, StaticProposer, TreeShape, make_drafter, make_proposer
 from draftforge.specdec.proposers.base import Texts
-from draftforge.specdec.recorded import Recorded, trace_target
-from draftforge.specdec.replay import replay
+from draftforge.specdec.replay.dynamic import drive
+from draftforge.specdec.replay.expected_rounds import count_rounds
+from draftforge.specdec.replay.replay import replay
+from draftforge.specdec.replay.target_trace import Recorded, trace_target
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.walk import count_rounds
 
 GREEDY = SamplingSettings()
 TOKENS, WIDTH = 12, 4

@@ -5,10 +5,10 @@ import torch
 from families import SUPPORTED, tiny
 from torch import Tensor
 
-from draftforge.specdec.attention import attention_within
-from draftforge.specdec.documents import PADDING, Documents, Sight, flex
 from draftforge.specdec.drafts import layers
 from draftforge.specdec.drafts.layers import _merged_columns, attend_columns
+from draftforge.specdec.kernels.attention import attention_within
+from draftforge.specdec.kernels.documents import PADDING, Documents, Sight, flex
 from draftforge.specdec.models import CausalModel
 
 LENGTHS = [[70, 1, 150, 40], [200, 33]]

@@ -18,13 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftforge.eval.costs import cost_key
-from draftforge.eval.plans import Drafting
+from draftforge.eval.draft_configs import Drafting
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec import cache
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts import AnyDraft
 from draftforge.specdec.models import CausalModel, States
-from draftforge.specdec.packs import Pack, Text
 from draftforge.specdec.proposers import (
     DynamicProposer,
     Proposer,
@@ -34,12 +33,13 @@ from draftforge.specdec.proposers import (
     make_proposer,
 )
 from draftforge.specdec.proposers.base import Drafter, Texts, Trace
-from draftforge.specdec.proposers.elsewhere import ElsewhereDrafter, Place, lent, place_of
-from draftforge.specdec.recorded import Recorded, trace_target
-from draftforge.specdec.replay import replay
+from draftforge.specdec.proposers.other_device import ElsewhereDrafter, Place, lent, place_of
+from draftforge.specdec.replay.expected_rounds import count_rounds
+from draftforge.specdec.replay.packing import Pack, Text
+from draftforge.specdec.replay.replay import replay
+from draftforge.specdec.replay.target_trace import Recorded, trace_target
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.tree import ROOT
-from draftforge.specdec.walk import count_rounds
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 META_ROW = torch.zeros(1, dtype=torch.long, device=META)
@@ -133,7 +133,7 @@ def test_nothing_of_the_targets_place_is_read_there(name: str, monkeypatch: pyte
     kernel = SimpleNamespace(
         attend_cached=lambda query, *others, **options: query + sum(other.sum() for other in others[:5])
     )
-    monkeypatch.setitem(sys.modules, "draftforge.specdec.flash_decoding", kernel)
+    monkeypatch.setitem(sys.modules, "draftforge.specdec.kernels.flash_decoding", kernel)
     monkeypatch.setattr(cache, "reads_lengths", lambda device: device == META)
     model = target()
     drafter = make_drafter(copy.deepcopy(DRAFTS[name](model)).to("meta"), model)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from draftforge.specdec.drafts.eagle import EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
-from draftforge.specdec.drafts.rope import Rope, frequencies
+from draftforge.specdec.drafts.layers import Rope, frequencies
 from draftforge.specdec.formats import read_draft, write_draft
 from draftforge.specdec.formats.llama import rope_parameters
 from draftforge.specdec.models import CausalModel

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftforge.specdec.cache import KVCache
-from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts.eagle import EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
+from draftforge.specdec.kernels.documents import Documents, Sight
 
 TOKENS, STEPS = 9, 4
 CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-3}  # float32; the un-normed states of EAGLE-1 reach the hundreds

@@ -9,9 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from draftforge.specdec.attention import attention
 from draftforge.specdec.cache import KVCache
-from draftforge.specdec.flash_decoding import attend_cached
+from draftforge.specdec.kernels.attention import attention
+from draftforge.specdec.kernels.flash_decoding import attend_cached
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAST = [0, 3, 64, 127, 150]  # 150 + 1 keys: more than two blocks, and no multiple of one

@@ -17,17 +17,17 @@ from transformers import PreTrainedTokenizerFast
 from draftforge.errors import InputError
 from draftforge.specdec import decoder
 from draftforge.specdec.cache import Step
+from draftforge.specdec.cross_tokenizer import ForeignDraft
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
-from draftforge.specdec.foreign import ForeignDraft
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import Ask, Draft, ForeignProposer, make_proposer
 from draftforge.specdec.proposers.trees import StaticTree
-from draftforge.specdec.recorded import Recorded, trace_target
-from draftforge.specdec.replay import replay
+from draftforge.specdec.replay.expected_rounds import count_rounds
+from draftforge.specdec.replay.replay import replay
+from draftforge.specdec.replay.target_trace import Recorded, trace_target
 from draftforge.specdec.requests import Generation, Request
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.walk import count_rounds
 
 GREEDY = SamplingSettings()
 PENALISED = SamplingSettings(repetition_penalty=1.3)
@@ -118,7 +118,7 @@ def test_rounds_of_few_sizes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     draft = shuffled(target(), known())
     expected = run(target(), draft, requests, draft_tokens=3, batch_size=3)
     monkeypatch.setattr(decoder, "takes_graphs", lambda model: True)
-    monkeypatch.setattr("draftforge.specdec.passes._FEWEST", 2)
+    monkeypatch.setattr("draftforge.specdec.cuda_graphs._FEWEST", 2)
     answers = run(target(), draft, requests, draft_tokens=3, batch_size=3)
     assert [(one.tokens, one.rounds) for one in answers] == [(one.tokens, one.rounds) for one in expected]
 

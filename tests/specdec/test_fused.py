@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from draftforge.specdec import fused, pointwise
 from draftforge.specdec.decoder import generate
-from draftforge.specdec.fused import _Rotary, fuse
+from draftforge.specdec.kernels import fused, pointwise
+from draftforge.specdec.kernels.fused import _Rotary, fuse
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.requests import Request
@@ -60,7 +60,7 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ops.LigerRMSNormFunction, ops.LigerSiLUMulFunction = Norm, Product
     counted: Any = ModuleType("pointwise")
     counted.rotate, counted.gated_silu = Rope.rotate, pointwise.gated_silu
-    monkeypatch.setitem(sys.modules, "draftforge.specdec.pointwise", counted)
+    monkeypatch.setitem(sys.modules, "draftforge.specdec.kernels.pointwise", counted)
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     places = {name: module for name, module in sys.modules.items() if name.startswith("transformers.models.")}
@@ -109,7 +109,7 @@ def test_another_activation_is_seen_behind_a_layer_of_zeros_and_on_large_numbers
 def test_a_gated_product_is_tried_at_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     product = pointwise.gated_silu
     clipped = lambda gate, up: product(gate, up).clamp(-20, 20)  # noqa: E731
-    monkeypatch.setattr(sys.modules["draftforge.specdec.pointwise"], "gated_silu", clipped)
+    monkeypatch.setattr(sys.modules["draftforge.specdec.kernels.pointwise"], "gated_silu", clipped)
     model = tiny(*SUPPORTED["llama"])
     mlp = model.get_decoder().layers[0].mlp
     row = torch.linspace(-3, 3, model.config.hidden_size)[None]
@@ -144,7 +144,7 @@ def test_a_copy_runs_on_its_own_weights() -> None:
 
 def test_what_disagrees_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Norm, "apply", lambda x, *rest: x * 1.1)
-    monkeypatch.setattr(sys.modules["draftforge.specdec.pointwise"], "rotate", lambda q, k, cos, sin: None)
+    monkeypatch.setattr(sys.modules["draftforge.specdec.kernels.pointwise"], "rotate", lambda q, k, cos, sin: None)
     names = fuse(tiny(*SUPPORTED["llama"]))
     assert not any("Norm" in name or "rotary" in name for name in names)
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from draftforge.errors import FormatError, MissingFileError
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
-from draftforge.specdec.formats.gguf_eagle3 import read_eagle3, write_eagle3
-from draftforge.specdec.formats.gguf_file import GgufFile, read_gguf, write_gguf
-from draftforge.specdec.formats.gguf_llama import read_llama, write_llama
+from draftforge.specdec.formats.gguf.eagle3 import read_eagle3, write_eagle3
+from draftforge.specdec.formats.gguf.file import GgufFile, read_gguf, write_gguf
+from draftforge.specdec.formats.gguf.llama import read_llama, write_llama
 from draftforge.specdec.models import CausalModel
 
 VOCAB = 280

@@ -28,8 +28,8 @@ from draftforge.specdec.formats import (
     save_draft,
     write_draft,
 )
-from draftforge.specdec.formats.gguf_file import GgufFile, read_gguf, write_gguf
-from draftforge.specdec.formats.gguf_llama import read_llama, write_llama
+from draftforge.specdec.formats.gguf.file import GgufFile, read_gguf, write_gguf
+from draftforge.specdec.formats.gguf.llama import read_llama, write_llama
 
 VOCAB = 280
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ def test_every_missing_misshapen_and_damaged_tensor_is_named(draft: AnyDraft, wr
 
 
 def test_values_that_are_not_finite_are_named(draft: AnyDraft, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftforge.specdec.formats.gguf_file._compare", lambda *args: None)  # nan is not equal to nan
+    monkeypatch.setattr("draftforge.specdec.formats.gguf.file._compare", lambda *args: None)  # nan is not equal to nan
     rewrite(written, lambda content: content.tensors["output_norm.weight"].fill_(float("nan")))
     with pytest.raises(FormatError, match=r"tensor output_norm\.weight has values that are not finite"):
         read_draft(written)
@@ -191,7 +191,7 @@ def test_tensors_of_other_types_are_the_numbers_that_they_stand_for(
 
     content = read_gguf(written)
     with monkeypatch.context() as patch:
-        patch.setattr("draftforge.specdec.formats.gguf_file._compare", lambda *args: None)
+        patch.setattr("draftforge.specdec.formats.gguf.file._compare", lambda *args: None)
         patch.setattr(gguf.GGUFWriter, "add_tensor", add)
         write_gguf(written, content)
     found = read_gguf(written).tensors

@@ -10,9 +10,9 @@ from byte_level import byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from draftforge.errors import FormatError
-from draftforge.specdec.drafts.rope import frequencies
-from draftforge.specdec.formats.gguf_eagle3 import read_eagle3, write_eagle3
-from draftforge.specdec.formats.gguf_file import GgufFile, read_gguf, write_gguf
+from draftforge.specdec.drafts.layers import frequencies
+from draftforge.specdec.formats.gguf.eagle3 import read_eagle3, write_eagle3
+from draftforge.specdec.formats.gguf.file import GgufFile, read_gguf, write_gguf
 
 VOCAB = 280
 USUAL_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

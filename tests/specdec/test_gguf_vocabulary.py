@@ -11,8 +11,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from draftforge.errors import FormatError
-from draftforge.specdec.formats.gguf_llama import write_llama
-from draftforge.specdec.formats.gguf_vocabulary import vocabulary_fields
+from draftforge.specdec.formats.gguf.llama import vocabulary_fields, write_llama
 
 VOCAB = 420
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"

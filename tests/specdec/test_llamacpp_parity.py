@@ -10,12 +10,12 @@ from llamacpp import LlamaServer
 from trained import PROMPTS, Trained
 from transformers import AutoConfig, LlamaForCausalLM
 
-from draftforge.eval.served import parse
+from draftforge.eval.engine_metrics import parse
 from draftforge.specdec.counting import EngineCounts, EngineRound, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Generation, Request, generate
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.formats import write_draft
-from draftforge.specdec.formats.gguf_llama import read_llama, write_llama
+from draftforge.specdec.formats.gguf.llama import read_llama, write_llama
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.sampling import SamplingSettings
@@ -201,7 +201,7 @@ def test_a_draft_whose_rows_are_not_permuted_is_noticed(
     target: Target, drafts: dict[str, Any], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison above has teeth: this file loads without a word and drafts worse."""
-    monkeypatch.setattr("draftforge.specdec.formats.gguf_layer._permute", lambda name, tensor, config, split: tensor)
+    monkeypatch.setattr("draftforge.specdec.formats.gguf.llama._permute", lambda name, tensor, config, split: tensor)
     (tmp_path / "eagle3").mkdir()
     write_draft(drafts["eagle3"], tmp_path / "eagle3", "gguf", tokenizer=target.tokenizer)
     (tmp_path / "target.gguf").symlink_to(files / "target.gguf")

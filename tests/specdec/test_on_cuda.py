@@ -9,7 +9,7 @@ from proposing import CHAINS, DRAWN_TREES, TREES, WAITING, proposer_named, takes
 from stand_ins import target
 
 from draftforge.specdec.decoder import Generation, generate
-from draftforge.specdec.fused import fuse
+from draftforge.specdec.kernels.fused import fuse
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import SamplingSettings

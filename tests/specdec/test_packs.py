@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftforge.specdec.packs import Pack, Text
+from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.sampling import seen_before
 
 CPU = torch.device("cpu")

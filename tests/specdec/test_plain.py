@@ -10,12 +10,12 @@ from families import SUPPORTED, tiny
 from stand_ins import prompts, target
 from torch import Tensor
 
-import draftforge.specdec.plain as plain
+import draftforge.specdec.continuous_batching as plain
 from draftforge.errors import ContextLengthError, InputError
+from draftforge.specdec.continuous_batching import Answered, Asked, PlainDecoder
+from draftforge.specdec.cuda_graphs import Shapes, Watch
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.passes import Shapes, Watch
-from draftforge.specdec.plain import Answered, Asked, PlainDecoder
 from draftforge.specdec.requests import Generation, Request
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -72,15 +72,15 @@ def equal(found: list[Answered], answers: list[Generation]) -> bool:
 def lengths_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as on a GPU: the attention kernel, in Triton's interpreter."""
     pytest.importorskip("triton")
-    importlib.import_module("draftforge.specdec.flash_decoding")
+    importlib.import_module("draftforge.specdec.kernels.flash_decoding")
     monkeypatch.setattr(plain, "reads_lengths", lambda device: True)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("slots", [1, 5, 40])
 def test_answers_are_those_of_generate(slots: int, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftforge.specdec.passes._FEWEST", 2)
-    monkeypatch.setattr("draftforge.specdec.passes._PREFILL_TOKENS", 96)
+    monkeypatch.setattr("draftforge.specdec.cuda_graphs._FEWEST", 2)
+    monkeypatch.setattr("draftforge.specdec.cuda_graphs._PREFILL_TOKENS", 96)
     model, asked = target(), requests(32)
     answers = expected(model, asked)
     assert {answer.finish for answer in answers} == {"stop", "length"}
@@ -106,7 +106,7 @@ def test_a_finished_row_is_replaced_before_the_next_step(monkeypatch: pytest.Mon
 
 
 def test_answers_with_the_kernel_are_the_same(lengths_on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftforge.specdec.passes._FEWEST", 2)
+    monkeypatch.setattr("draftforge.specdec.cuda_graphs._FEWEST", 2)
     model, asked = target(), requests(6)
     assert equal(stream(model, asked, 4, fixed=True), expected(model, asked))
 
@@ -149,7 +149,7 @@ def test_the_listener_sees_what_each_token_was_drawn_from() -> None:
 def test_a_step_waits_for_nothing(family: str, lengths_on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = CausalModel(tiny(*SUPPORTED[family])), requests(5)
     monkeypatch.setattr(PlainDecoder, "_read_later", lambda *ignored: None)
-    monkeypatch.setattr("draftforge.specdec.flash_decoding.attend_cached", lambda query, *ignored: query)
+    monkeypatch.setattr("draftforge.specdec.kernels.flash_decoding.attend_cached", lambda query, *ignored: query)
     decoder = PlainDecoder(
         model, 5, CAPACITY, BUDGET, shapes=lambda slots, capacity, graphed: Shapes(slots, capacity, True)
     )

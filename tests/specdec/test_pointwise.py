@@ -6,9 +6,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from draftforge.specdec.drafts import rope
-from draftforge.specdec.drafts.rope import LinearRope, Rope, RopeScaling, YarnRope
-from draftforge.specdec.pointwise import gated_silu, rotate
+from draftforge.specdec.drafts import layers
+from draftforge.specdec.drafts.layers import LinearRope, Rope, RopeScaling, YarnRope
+from draftforge.specdec.kernels.pointwise import gated_silu, rotate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -45,7 +45,7 @@ def test_a_draft_turns_both_alike(scaling: RopeScaling | None, monkeypatch: pyte
     waves = turning.waves(torch.tensor([[0, 7, 8], [3, 4, 900]], device=DEVICE), torch.float32)
     query, key = draw(2, 4, 3, 16), draw(2, 2, 3, 16)
     expected = turning(query, waves), turning(key, waves)
-    monkeypatch.setattr(rope, "runs_triton", lambda device: True)
+    monkeypatch.setattr(layers, "runs_triton", lambda device: True)
     found = turning.both(query.clone(), key.clone(), waves)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     learned = query.clone().requires_grad_()

@@ -7,8 +7,8 @@ import pytest
 from draftforge.data.conversation import Message, render
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 pytestmark = pytest.mark.real

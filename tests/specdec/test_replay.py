@@ -12,16 +12,16 @@ from stand_ins import near_copy, prompts, random_eagle3, target, taught_dflash, 
 from draftforge.errors import InputError
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts import AnyDraft
-from draftforge.specdec.driving import drive
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.packs import Pack, Text
 from draftforge.specdec.proposers import Proposer, StaticProposer, Trace, TreeShape, make_drafter, make_proposer
 from draftforge.specdec.proposers.base import UNRANKED
-from draftforge.specdec.recorded import Recorded, TargetTrace, trace_target
-from draftforge.specdec.replay import Counted, rank_accuracies, replay, replayable
+from draftforge.specdec.replay.dynamic import drive
+from draftforge.specdec.replay.expected_rounds import RoundCounts, count_rounds
+from draftforge.specdec.replay.packing import Pack, Text
+from draftforge.specdec.replay.replay import Counted, rank_accuracies, replay, replayable
+from draftforge.specdec.replay.target_trace import Recorded, TargetTrace, trace_target
 from draftforge.specdec.rules import RULES
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.walk import RoundCounts, count_rounds
 
 GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=1.0, top_k=12, repetition_penalty=1.2)

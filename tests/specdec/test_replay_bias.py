@@ -19,10 +19,7 @@ from draftforge.specdec.decoder import Generation, Request, generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Proposer, StaticProposer, TreeShape, make_drafter, make_proposer
-from draftforge.specdec.recorded import Recorded, TargetTrace, trace_target
-from draftforge.specdec.replay import replay
-from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.walk import (
+from draftforge.specdec.replay.expected_rounds import (
     RoundCounts,
     count_rounds,
     survival_block,
@@ -30,6 +27,9 @@ from draftforge.specdec.walk import (
     survival_match,
     survival_token,
 )
+from draftforge.specdec.replay.replay import replay
+from draftforge.specdec.replay.target_trace import Recorded, TargetTrace, trace_target
+from draftforge.specdec.sampling import SamplingSettings
 
 WARM = SamplingSettings(temperature=1.0)
 K, LENGTH, ANSWERS = 4, 48, 360

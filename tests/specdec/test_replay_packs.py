@@ -9,16 +9,16 @@ from proposing import CHAINS, COPIES, DECODED, WAITING, proposer_named
 from stand_ins import VOCAB, prompts, target
 from torch import Tensor
 
-from draftforge.specdec import driving
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import Drafter, Proposer, StaticProposer
 from draftforge.specdec.proposers import dflash as dflash_drafter
 from draftforge.specdec.proposers import eagle as eagle_drafter
-from draftforge.specdec.proposers import rows as rows_of_logits
+from draftforge.specdec.proposers import logits as rows_of_logits
 from draftforge.specdec.proposers.base import UNRANKED, Texts
-from draftforge.specdec.recorded import Recorded, TargetTrace, trace_target
-from draftforge.specdec.replay import Counted, replay, replayable
+from draftforge.specdec.replay import dynamic
+from draftforge.specdec.replay.replay import Counted, replay, replayable
+from draftforge.specdec.replay.target_trace import Recorded, TargetTrace, trace_target
 from draftforge.specdec.rules import RULES
 from draftforge.specdec.sampling import SamplingSettings, penalised, probabilities, seen_before
 
@@ -78,7 +78,7 @@ def test_answers_replayed_together_count_as_each_alone(
 ) -> None:
     """Under every rule; `pieces`: with few logits, and few texts, at a time."""
     if pieces:
-        monkeypatch.setattr(driving, "_MOST_LOGITS", 20 * VOCAB)
+        monkeypatch.setattr(dynamic, "_MOST_LOGITS", 20 * VOCAB)
         monkeypatch.setattr(rows_of_logits, "_MOST_LOGITS", 7 * VOCAB)
         for module in (eagle_drafter, dflash_drafter):
             monkeypatch.setattr(module, "MOST_PAIRS", 4000)

@@ -13,9 +13,9 @@ from stand_ins import target
 from torch import Tensor
 
 from draftforge.specdec import cache, decoder
-from draftforge.specdec.attention import attention
+from draftforge.specdec.cuda_graphs import Replays, Watch
 from draftforge.specdec.decoder import Generation, generate
-from draftforge.specdec.passes import Replays, Watch
+from draftforge.specdec.kernels.attention import attention
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -41,7 +41,7 @@ def answers(name: str, requests: list[Request], rule: str, batch_size: int) -> l
 def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of few sizes."""
     monkeypatch.setattr(decoder, "takes_graphs", lambda model: True)
-    monkeypatch.setattr("draftforge.specdec.passes._FEWEST", 2)
+    monkeypatch.setattr("draftforge.specdec.cuda_graphs._FEWEST", 2)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def on_kernel(fixed: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_stand_in(on_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with plain operations in the kernel's place: its interpreter takes its time."""
-    monkeypatch.setattr("draftforge.specdec.flash_decoding.attend_cached", plainly)
+    monkeypatch.setattr("draftforge.specdec.kernels.flash_decoding.attend_cached", plainly)
 
 
 def plainly(

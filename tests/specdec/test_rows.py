@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftforge.specdec.packs import Pack, Text
 from draftforge.specdec.proposers.base import UNRANKED
-from draftforge.specdec.proposers.rows import likeliest, trace_from_logits, trace_level
+from draftforge.specdec.proposers.logits import likeliest, trace_from_logits, trace_level
+from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.sampling import SamplingSettings, penalised
 
 GREEDY = SamplingSettings()

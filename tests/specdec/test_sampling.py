@@ -14,8 +14,7 @@ from scipy import stats
 from stand_ins import llama
 from transformers import GenerationConfig, LogitsProcessorList
 
-from draftforge.data.capture_settings import CaptureSettings
-from draftforge.data.settings import SamplingChoice
+from draftforge.data.settings import CaptureSettings, SamplingChoice
 from draftforge.errors import InputError
 from draftforge.specdec.sampling import (
     Purpose,

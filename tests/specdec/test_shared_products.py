@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from families import SUPPORTED, tiny
 from torch import Tensor, nn
 
+from draftforge.specdec.kernels.shared_products import share_products
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.shared_products import share_products
 
 
 class Layer(nn.Module):

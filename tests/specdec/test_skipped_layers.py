@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from draftforge.errors import FormatError, InputError
 from draftforge.specdec.cache import KVCache
-from draftforge.specdec.drafts.skipped import SkippedDraft, SkippedLayers, check_skips
+from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers, check_skips
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_drafter
 

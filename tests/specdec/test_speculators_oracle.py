@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from stand_ins import first_positions
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.formats import Verifier, read_draft, write_draft
+from draftforge.specdec.kernels.documents import Documents, Sight
 
 speculators = pytest.importorskip("speculators", reason="an oracle, not a dependency: make test-vllm has it")
 TOKENS, STEPS = 12, 3

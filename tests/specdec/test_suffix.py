@@ -14,8 +14,7 @@ from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import States
 from draftforge.specdec.proposers import Ask
 from draftforge.specdec.proposers.base import Texts
-from draftforge.specdec.proposers.suffix import SuffixProposer
-from draftforge.specdec.proposers.suffixes import Node, SuffixTrie, following, times
+from draftforge.specdec.proposers.suffix import Node, SuffixProposer, SuffixTrie, following, times
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import SamplingSettings
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from draftforge.errors import MissingFileError
-from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target, target_fingerprint
 
 

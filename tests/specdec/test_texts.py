@@ -9,8 +9,8 @@ from torch import Tensor
 
 from draftforge.specdec.cache import Step
 from draftforge.specdec.models import CausalModel, States
-from draftforge.specdec.proposers import texts as texts_of_draft
-from draftforge.specdec.proposers.texts import TextReader
+from draftforge.specdec.proposers import cross_tokenizer as texts_of_draft
+from draftforge.specdec.proposers.cross_tokenizer import TextReader
 
 tokens = st.lists(st.integers(0, 3), max_size=5)
 MODEL = target()

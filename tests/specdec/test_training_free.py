@@ -9,7 +9,7 @@ from stand_ins import bigram, target
 from torch import Tensor
 
 from draftforge.specdec.decoder import generate
-from draftforge.specdec.proposers import free
+from draftforge.specdec.proposers import training_free
 from draftforge.specdec.proposers.suffix import SuffixProposer
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import SamplingSettings
@@ -19,8 +19,8 @@ WARM = SamplingSettings(temperature=0.8)
 
 
 def test_each_is_found_by_its_name() -> None:
-    assert free.TRAINING_FREE.keys() == TRAINING_FREE.keys()
-    for name, make in free.TRAINING_FREE.items():
+    assert training_free.TRAINING_FREE.keys() == TRAINING_FREE.keys()
+    for name, make in training_free.TRAINING_FREE.items():
         assert type(make(target())) is type(TRAINING_FREE[name]())
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftforge.specdec.walk import (
+from draftforge.specdec.replay.expected_rounds import (
     RoundCounts,
     count_rounds,
     survival_block,

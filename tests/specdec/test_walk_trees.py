@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from draftforge.specdec.proposers.shape import TreeShape
-from draftforge.specdec.walk import RoundCounts, count_rounds, drafted_levels, survival_chosen, walk_expected
+from draftforge.specdec.replay.expected_rounds import (
+    RoundCounts,
+    count_rounds,
+    drafted_levels,
+    survival_chosen,
+    walk_expected,
+)
 
 V, STOP = 4, 3
 Way = tuple[int, ...]

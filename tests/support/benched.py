@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from draftforge.eval.arrivals import TimedAnswer
-from draftforge.eval.bench_records import Memory, RoundParts, RunRecord, Setting
+from draftforge.eval.bench.latency import TimedAnswer
+from draftforge.eval.bench.run import Memory, RoundParts, RunRecord, Setting
 
 PARTS = RoundParts(draft_seconds=0.1, verify_seconds=0.3, rest_seconds=0.1)
 PLAIN = Setting(method="plain", levels=0, batch_size=1)

@@ -3,7 +3,7 @@
 import pyarrow as pa
 
 from draftforge.eval.counts import CountRow, Method, to_table
-from draftforge.specdec.walk import RoundCounts
+from draftforge.specdec.replay.expected_rounds import RoundCounts
 
 
 def counts_of(

@@ -24,9 +24,9 @@ from draftforge.specdec.targets import Target
 from draftforge.specdec.tree import ROOT
 from draftforge.train.families.base import Family
 from draftforge.train.families.eagle import EagleFamily
+from draftforge.train.families.initial_weights import layer_fields
 from draftforge.train.families.medusa import MedusaFamily, copy_heads
-from draftforge.train.families.shape import layer_fields
-from draftforge.train.rows import LossSettings
+from draftforge.train.losses.linear_head import LossSettings
 from draftforge.train.settings import EagleSettings, MedusaSettings
 
 

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from draftforge.eval.cost_model import CHAIN_WAY, PLAIN_WAY, CostFit, Point, PromptPoint
 from draftforge.eval.costs import CostKey
-from draftforge.eval.load_fit import CHAIN_WAY, PLAIN_WAY, CostFit, Point, PromptPoint
 
 Cost = Callable[[int, int, int, int], float]
 """Seconds by batch size, levels, tokens of a sequence and context."""

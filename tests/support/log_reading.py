@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draftforge.data.in_flight import Traffic
+from draftforge.data.concurrency import Traffic
 from draftforge.data.records import Record
 from draftforge.data.settings import FileSource
 from draftforge.data.sources import SourceCounts, read_records

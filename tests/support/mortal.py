@@ -15,10 +15,11 @@ from datetime import timedelta
 from typing import Any
 
 from draftforge.cli import main
-from draftforge.data import capture as capturing
+from draftforge.data.capture import capture as capturing
+from draftforge.distributed import process_group
 from draftforge.errors import InputError
 from draftforge.pipeline import scoring, stages
-from draftforge.train import distributed, loop
+from draftforge.train import loop
 
 rank, step, how, *arguments = sys.argv[1:]
 whole_reduce, whole_capture = loop.Run.reduce, stages.capture
@@ -34,7 +35,7 @@ def mortal_reduce(self: loop.Run, *args: Any) -> Any:
 
 
 if how == "hang":
-    distributed.COLLECTIVE_LIMIT = timedelta(seconds=8)
+    process_group.COLLECTIVE_LIMIT = timedelta(seconds=8)
 
 
 def mortal_capture(*args: Any) -> None:

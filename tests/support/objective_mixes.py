@@ -1,7 +1,7 @@
 """Objectives that the closed form is tested on: each alone, all together, at other temperatures."""
 
-from draftforge.train.objectives import OBJECTIVES
-from draftforge.train.phases import Objective, Weighted
+from draftforge.train.losses.objectives import OBJECTIVES
+from draftforge.train.losses.schedule import Objective, Weighted
 
 ETA = 2.0
 MIXES: dict[str, Objective] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from stand_ins import near_copy, random_eagle3, target, taught_dflash, taught_eagle, taught_medusa
 
 from draftforge.specdec.drafts import AnyDraft
-from draftforge.specdec.drafts.skipped import SkippedDraft, SkippedLayers
+from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import (
     DynamicProposer,
@@ -19,8 +19,7 @@ from draftforge.specdec.proposers import (
     make_proposer,
 )
 from draftforge.specdec.proposers.cascade import CascadeProposer, SmallHelper
-from draftforge.specdec.proposers.jacobi import JacobiProposer
-from draftforge.specdec.proposers.lookahead import LookaheadProposer
+from draftforge.specdec.proposers.lookahead import JacobiProposer, LookaheadProposer
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.proposers.suffix import SuffixProposer
 from draftforge.specdec.tree import Drawn

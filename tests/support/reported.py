@@ -8,12 +8,11 @@ import pyarrow as pa
 
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
 from draftforge.eval.counts import CountRow, concat, context_bucket, to_table
-from draftforge.eval.report.page import Link, ReportRecords
-from draftforge.eval.report.record import holdout_record, score_record
+from draftforge.eval.report.page import Link, ReportRecords, holdout_record, score_record
 from draftforge.eval.select import Checkpoint, Row, domain_rows, leaderboard, plan_rows
 from draftforge.eval.settings import ScoreSettings
+from draftforge.specdec.replay.expected_rounds import RoundCounts
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.walk import RoundCounts
 
 DEPTHS = (1, 2, 4)
 SETTINGS = ScoreSettings(

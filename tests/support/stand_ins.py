@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.drafts.small import SmallDraft
+from draftforge.specdec.kernels.documents import Documents, Sight
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.sampling import SamplingSettings
 

@@ -24,7 +24,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import draftforge
 from draftforge.progress import bar
-from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts import AnyDraft
 from draftforge.specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
@@ -32,8 +31,9 @@ from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats import DraftMeta, load_draft, save_draft
+from draftforge.specdec.kernels.documents import Documents, Sight
 from draftforge.specdec.models import CausalModel, States
-from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target, tokenizer_digest
 from draftforge.storage import lock, new_folder
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import draftforge.data.capture as capturing
-from draftforge.data.capture import capture
-from draftforge.data.capture_settings import CaptureSettings
+import draftforge.data.capture.capture as capturing
+from draftforge.data.capture.capture import capture
 from draftforge.data.conversation import Conversation, Message
+from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 QUESTIONS = [

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from draftforge.train.ahead import ahead
+from draftforge.train.loop import ahead
 
 
 def test_order_and_one_item_early() -> None:

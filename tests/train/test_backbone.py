@@ -13,12 +13,11 @@ from draftforge.data.batches import collate
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
 from draftforge.specdec.formats import read_meta
-from draftforge.specdec.settings import TargetSettings
-from draftforge.specdec.shared_products import share_products
+from draftforge.specdec.kernels.shared_products import share_products
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target
-from draftforge.train.families.backbone import check_trainable
-from draftforge.train.families.medusa import MedusaFamily
-from draftforge.train.head import LOSS
+from draftforge.train.families.medusa import MedusaFamily, check_trainable
+from draftforge.train.losses.linear_head import LOSS
 from draftforge.train.optimizers import make_optimizer, set_rate
 from draftforge.train.settings import BackboneSettings, MedusaSettings
 

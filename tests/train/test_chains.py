@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftforge.data.batches import collate
-from draftforge.train.chains import chain_loss, chains_of_runs, chains_of_steps
-from draftforge.train.families.alignment import Alignment
+from draftforge.train.families.ttt_alignment import Alignment
+from draftforge.train.losses.expected_length import chain_loss, chains_of_runs, chains_of_steps
 
 Alphas = st.lists(
     st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(0, 1), min_size=4, max_size=4), min_size=3, max_size=3

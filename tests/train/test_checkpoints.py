@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from draftforge.data.store import Capture
+from draftforge.distributed.process_group import Ranks
 from draftforge.errors import CorruptDataError, DiskFullError
 from draftforge.train import checkpoints
-from draftforge.train.distributed import Ranks
 from draftforge.train.loop import train
-from draftforge.train.metrics import MetricLog, extend_digest
 from draftforge.train.settings import SmallSettings
+from draftforge.train.throughput import MetricLog, extend_digest
 
 SETTINGS = SmallSettings(
     layers=2, steps=3, warmup_steps=1, tokens_per_step=120, precision="float32", engine="torch", save_every=1

@@ -9,10 +9,18 @@ from hypothesis import strategies as st
 from objective_mixes import ETA, MIXES
 from torch import Tensor
 
-from draftforge.train.closed_form import AGREE, ALPHA, Plan, Weighing, Whole, coefficients
-from draftforge.train.eager import EagerSweep, EagerTeacher
-from draftforge.train.objectives import OBJECTIVES, acceptance, live_entries, places, weighted_loss
-from draftforge.train.phases import Objective, by_temperature
+from draftforge.train.losses.fused_torch import (
+    AGREE,
+    ALPHA,
+    EagerSweep,
+    EagerTeacher,
+    Plan,
+    Weighing,
+    Whole,
+    coefficients,
+)
+from draftforge.train.losses.objectives import OBJECTIVES, acceptance, live_entries, places, weighted_loss
+from draftforge.train.losses.schedule import Objective, by_temperature
 
 V, R = 12, 3
 

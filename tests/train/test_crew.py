@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from draftforge.data.crew import ALONE
+from draftforge.distributed import shared_work
+from draftforge.distributed import shared_work as crews
+from draftforge.distributed.shared_work import ALONE
 from draftforge.errors import DraftforgeError, InputError, LostRankError
-from draftforge.train import crew as crews
-from draftforge.train import pulse
 
 RunDistributed = Any
 ITEMS = [str(number) for number in range(20)]
@@ -45,7 +45,7 @@ def share_all() -> dict[str, Any]:
 
 def lose_one(how: str) -> str:
     """Rank 1 ends the work its way; what the first says then."""
-    pulse.PULSE_SECONDS, pulse.LOST_SECONDS = 0.2, 1.0
+    shared_work.PULSE_SECONDS, shared_work.LOST_SECONDS = 0.2, 1.0
     ranks = attempt(1 if how == "silent" else 2)
     try:
         with ranks.share(how, {} if ranks.first else None) as work:
@@ -111,7 +111,7 @@ def failing_together(ranks: crews.RankCrew) -> None:
 def run_all() -> list[Any]:
     shared = share_all()
     lost = [shared, lose_one("silent"), lose_one("fails")]
-    pulse.LOST_SECONDS, crews._SEEN_SECONDS = 45.0, 0.5
+    shared_work.LOST_SECONDS, crews._SEEN_SECONDS = 45.0, 0.5
     parts = (another_recipe, another_work, elsewhere, failing, failing_together)
     return [*lost, *(said(number, part) for number, part in enumerate(parts, start=3))]
 

@@ -13,10 +13,16 @@ from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.proposers import make_drafter
 from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.targets import Target
-from draftforge.train.families.blocks import Blocks, begin_of
-from draftforge.train.families.dflash import DFlashFamily, copy_layers, copy_tables, dflash_config, read_layers
-from draftforge.train.head import COUNT, LOSS
-from draftforge.train.rows import LossSettings
+from draftforge.train.families.dflash import (
+    Blocks,
+    DFlashFamily,
+    begin_of,
+    copy_layers,
+    copy_tables,
+    dflash_config,
+    read_layers,
+)
+from draftforge.train.losses.linear_head import COUNT, LOSS, LossSettings
 from draftforge.train.settings import DFlashSettings
 
 K = 3

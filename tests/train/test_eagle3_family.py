@@ -8,16 +8,16 @@ import torch
 
 from draftforge.data.batches import Batch, collate
 from draftforge.data.store import Capture
-from draftforge.specdec.documents import Documents, Sight
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
+from draftforge.specdec.kernels.documents import Documents, Sight
 from draftforge.specdec.targets import Target
-from draftforge.train.closed_form import Whole
-from draftforge.train.families.alignment import Alignment
 from draftforge.train.families.eagle3 import Eagle3Family, eagle3_config
-from draftforge.train.families.features import FeatureSource
-from draftforge.train.families.taught import copy_tables
-from draftforge.train.head import LOSS, LossSettings
-from draftforge.train.phases import Weighted
+from draftforge.train.families.feature_family import copy_tables
+from draftforge.train.families.target_features import FeatureSource
+from draftforge.train.families.ttt_alignment import Alignment
+from draftforge.train.losses.fused_torch import Whole
+from draftforge.train.losses.linear_head import LOSS, LossSettings
+from draftforge.train.losses.schedule import Weighted
 from draftforge.train.settings import Eagle3Settings
 
 

@@ -12,12 +12,12 @@ from trained import SEED, Trained, sentences
 
 from draftforge.data.batches import Batch, collate
 from draftforge.data.store import Capture, Sample
-from draftforge.specdec.documents import Documents, Sight
+from draftforge.specdec.kernels.documents import Documents, Sight
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
-from draftforge.train.closed_form import Whole
 from draftforge.train.families.eagle import EagleFamily
-from draftforge.train.head import COUNT, LOSS
+from draftforge.train.losses.fused_torch import Whole
+from draftforge.train.losses.linear_head import COUNT, LOSS
 from draftforge.train.settings import EagleSettings
 
 

@@ -7,13 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftforge.data.signals import teacher_signals
-from draftforge.train import head as chunked
-from draftforge.train.closed_form import Whole
-from draftforge.train.head import AGREE, ALPHA, COUNT, LOSS, head_loss
-from draftforge.train.objectives import OBJECTIVES, Entries, acceptance, live_entries, stored_entries, weighted_loss
-from draftforge.train.phases import Objective, Weighted
-from draftforge.train.rows import Head, LossSettings, Rows, Sparse
+from draftforge.data.teacher_logprobs import teacher_signals
+from draftforge.train.losses import linear_head as chunked
+from draftforge.train.losses.fused_torch import Whole
+from draftforge.train.losses.linear_head import AGREE, ALPHA, COUNT, LOSS, Head, LossSettings, Rows, Sparse, head_loss
+from draftforge.train.losses.objectives import (
+    OBJECTIVES,
+    Entries,
+    acceptance,
+    live_entries,
+    stored_entries,
+    weighted_loss,
+)
+from draftforge.train.losses.schedule import Objective, Weighted
 
 S, N, H, V = 3, 11, 8, 20
 OBJECTIVE = {"kl": 1.0, "ce": 0.3, "tv": 0.5}

@@ -8,7 +8,7 @@ import torch
 from families import GEMMA, HALVES, LONG_ROPE, SUPPORTED, tiny
 
 from draftforge.specdec.drafts.eagle3 import Eagle3Config
-from draftforge.specdec.drafts.rope import frequencies
+from draftforge.specdec.drafts.layers import frequencies
 from draftforge.specdec.models import CausalModel
 from draftforge.train.families.eagle3 import eagle3_config
 from draftforge.train.settings import Eagle3Settings

@@ -10,12 +10,10 @@ pytest.importorskip("triton")
 
 from objective_mixes import ETA, MIXES
 
-from draftforge.train import head as heads
-from draftforge.train import kernels
-from draftforge.train.closed_form import Plan, Weighing, Whole, coefficients
-from draftforge.train.eager import EagerSweep, EagerTeacher
-from draftforge.train.head import head_loss
-from draftforge.train.rows import Head, LossSettings, Rows
+from draftforge.train.losses import fused_triton
+from draftforge.train.losses import linear_head as heads
+from draftforge.train.losses.fused_torch import EagerSweep, EagerTeacher, Plan, Weighing, Whole, coefficients
+from draftforge.train.losses.linear_head import Head, LossSettings, Rows, head_loss
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS, C, V, H = 2, 3, 300, 16
@@ -25,8 +23,8 @@ STEPS, C, V, H = 2, 3, 300, 16
 @pytest.fixture(autouse=True)
 def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_BLOCK", 128)
-        patch.setattr(kernels, "_WARPS", 1)
+        patch.setattr(fused_triton, "_BLOCK", 128)
+        patch.setattr(fused_triton, "_WARPS", 1)
         yield
 
 
@@ -51,7 +49,7 @@ def test_kernels_equal_the_eager_sweep(mix: str, dtype: torch.dtype) -> None:
     rows = STEPS * C
     logits, whole = draw(rows, V, dtype=dtype), teacher_of(draw(C, V + 60, dtype=dtype), plan)
     weighing = Weighing(torch.linspace(0.3, 1.0, rows, device=DEVICE), torch.arange(rows, device=DEVICE) != 1, None)
-    fused = kernels.FusedSweep(logits.clone(), whole, plan)
+    fused = fused_triton.FusedSweep(logits.clone(), whole, plan)
     stats = fused.stats()
     loss, six = coefficients(plan, stats, fused.best_R, weighing)
     fused.gradient(six)
@@ -110,8 +108,8 @@ def test_a_loss_by_kernels_equals_one_without(
 def test_the_summary_of_a_row(dtype: torch.dtype) -> None:
     logits = draw(5, V, dtype=dtype)
     logits[2, -1], logits[3, 0] = 50.0, 60.0
-    lse_C, best_C = kernels.summarize(logits)
+    lse_C, best_C = fused_triton.summarize(logits)
     torch.testing.assert_close(lse_C, logits.float().logsumexp(-1), rtol=1e-6, atol=1e-6)
     assert torch.equal(best_C, logits.float().argmax(-1)) or dtype == torch.bfloat16  # there ties are likely
     assert torch.equal(logits.gather(-1, best_C[:, None])[:, 0], logits.amax(-1))
-    assert kernels.summarize(logits[:0])[0].shape == (0,)
+    assert fused_triton.summarize(logits[:0])[0].shape == (0,)

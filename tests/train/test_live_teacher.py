@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftforge.train.families.features import Features
-from draftforge.train.families.teacher import LiveTeacher
-from draftforge.train.rows import Head
+from draftforge.train.families.target_features import Features, LiveTeacher
+from draftforge.train.losses.linear_head import Head
 
 N, H, V = 12, 6, 50
 

@@ -29,10 +29,10 @@ from draftforge.errors import (
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats.checkpoint import load_draft
 from draftforge.train import checkpoints, loop
-from draftforge.train.families.backbone import Backbone
+from draftforge.train.families.medusa import Backbone
 from draftforge.train.families.small import SmallFamily
-from draftforge.train.footprint import Footprint
 from draftforge.train.loop import train
+from draftforge.train.memory_estimate import Footprint
 from draftforge.train.stopping import TrainingStoppedError
 
 

@@ -38,10 +38,9 @@ from draftforge.specdec.formats.checkpoint import ORIGINAL_TARGET, load_draft
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
 from draftforge.train.families import build
-from draftforge.train.families.prepare import prepare
+from draftforge.train.families.initial_draft import prepare
 from draftforge.train.loop import train
-from draftforge.train.optimizers import make_optimizer
-from draftforge.train.schedule import learning_rate
+from draftforge.train.optimizers import learning_rate, make_optimizer
 from draftforge.train.settings import (
     BackboneSettings,
     SmallSettings,
@@ -332,7 +331,7 @@ def test_progress_line_of_each_step(
     tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("draftforge.train.pace.say", lines.append)
+    monkeypatch.setattr("draftforge.train.throughput.say", lines.append)
     assert progress.say is not None
     train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     assert lines[-1].startswith("step 6/6  100%  loss ") and lines[-1].endswith("supervised tok/s  0:00 left")

@@ -19,7 +19,7 @@ from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
 from draftforge.train.families import build
 from draftforge.train.families.medusa import MedusaFamily
-from draftforge.train.head import COUNT, LOSS
+from draftforge.train.losses.linear_head import COUNT, LOSS
 from draftforge.train.settings import MedusaSettings
 
 

@@ -7,8 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftforge.data.signals import Signals, teacher_signals
-from draftforge.train.objectives import (
+from draftforge.data.teacher_logprobs import Signals, teacher_signals
+from draftforge.train.losses.objectives import (
     FULL,
     OBJECTIVES,
     Entries,

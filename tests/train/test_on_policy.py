@@ -9,24 +9,23 @@ import torch
 from pydantic import ValidationError
 
 from draftforge.data.batches import Batch, BatchPlan, Tokens, collate
-from draftforge.data.requests import seed_of
+from draftforge.data.conversation import seed_of
 from draftforge.data.store import Capture, Sample
 from draftforge.errors import DeviceMemoryError, InputError
+from draftforge.specdec.continuous_batching import PlainDecoder
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.plain import PlainDecoder
-from draftforge.specdec.requests import Request
+from draftforge.specdec.requests import Request, TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.settings import TargetSettings
 from draftforge.specdec.targets import Target
-from draftforge.train.closed_form import Whole
 from draftforge.train.families import build, on_policy
+from draftforge.train.families.initial_weights import prune
 from draftforge.train.families.on_policy import Exchange, exchanges_of
-from draftforge.train.families.prune import prune
 from draftforge.train.families.small import SmallFamily
-from draftforge.train.head import COUNT, LossSettings
 from draftforge.train.loop import train
+from draftforge.train.losses.fused_torch import Whole
+from draftforge.train.losses.linear_head import COUNT, LossSettings
 from draftforge.train.settings import LoraSettings, OnPolicySettings, SmallSettings
 
 STEP = 5

@@ -14,11 +14,10 @@ from draftforge.data.store import Capture
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.train.families import build
 from draftforge.train.families.base import Family
-from draftforge.train.families.prepare import prepare
+from draftforge.train.families.initial_draft import prepare
 from draftforge.train.families.small import SmallFamily
-from draftforge.train.muon import Muon, orthogonal
-from draftforge.train.optimizers import make_optimizer, read_moments, set_rate, write_moments
-from draftforge.train.rows import LossSettings
+from draftforge.train.losses.linear_head import LossSettings
+from draftforge.train.optimizers import Muon, make_optimizer, orthogonal, read_moments, set_rate, write_moments
 from draftforge.train.settings import Eagle3Settings, LoraSettings, Settings, SmallSettings
 
 MUON = Eagle3Settings(

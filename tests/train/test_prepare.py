@@ -16,9 +16,9 @@ from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats.checkpoint import load_draft, read_meta
 from draftforge.specdec.targets import Target
-from draftforge.train.families.fit import default_aux_layers
-from draftforge.train.families.prepare import prepare
-from draftforge.train.families.prune import prune, prune_config, spread
+from draftforge.train.families.base import default_aux_layers
+from draftforge.train.families.initial_draft import prepare
+from draftforge.train.families.initial_weights import prune, prune_config, spread
 from draftforge.train.settings import Eagle3Settings, EagleSettings, MedusaSettings, Settings, SmallSettings
 
 LoadTarget = Callable[[], Target]

@@ -7,14 +7,14 @@ import pytest
 import torch.distributed as dist
 from ports import free_port
 
+from draftforge.distributed import process_group
+from draftforge.distributed.process_group import join, wait_until
 from draftforge.errors import LostRankError
-from draftforge.train import distributed
-from draftforge.train.distributed import join, wait_until
 
 
 def test_waiting_ends_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(distributed, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(process_group, "_POLL_SECONDS", 0.0)
     polls = itertools.count()
     wait_until(lambda: next(polls) == 60, "capture")
     assert next(polls) == 61
@@ -24,7 +24,7 @@ def test_waiting_ends_when_the_first_ranks_launcher_is_gone(monkeypatch: pytest.
     port = free_port()
     for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(distributed, "_CONNECT_LIMIT", timedelta(milliseconds=300))
+    monkeypatch.setattr(process_group, "_CONNECT_LIMIT", timedelta(milliseconds=300))
     with pytest.raises(LostRankError, match=rf"capture was waited for, but torchrun at 127.0.0.1:{port} is gone"):
         wait_until(lambda: False, "capture")
 
@@ -35,10 +35,10 @@ def test_who_does_not_start_is_named_while_it_is_waited_for(
     port = free_port()
     for name, value in (("RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(distributed, "COLLECTIVE_LIMIT", timedelta(seconds=2))
-    monkeypatch.setattr(distributed, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(process_group, "COLLECTIVE_LIMIT", timedelta(seconds=2))
+    monkeypatch.setattr(process_group, "PATIENCE_SECONDS", 0.1)
     with pytest.raises(LostRankError, match=f"the first rank at 127.0.0.1:{port} was not there within 2 s"):
-        distributed.connect()
+        process_group.connect()
     said = capsys.readouterr().err
     assert said == f"rank 1: waiting for the first rank at 127.0.0.1:{port} to start, for 2 s at most\n"
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from draftforge.train.schedule import learning_rate
+from draftforge.train.optimizers import learning_rate
 from draftforge.train.settings import (
     DraftSettings,
     Eagle3Settings,

@@ -7,10 +7,10 @@ from draftforge.data.batches import collate
 from draftforge.data.store import Capture
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.targets import Target
-from draftforge.train.families.prune import prune
+from draftforge.train.families.initial_weights import prune
 from draftforge.train.families.small import SmallFamily
-from draftforge.train.head import COUNT, LOSS, LossSettings
-from draftforge.train.objectives import OBJECTIVES, stored_entries
+from draftforge.train.losses.linear_head import COUNT, LOSS, LossSettings
+from draftforge.train.losses.objectives import OBJECTIVES, stored_entries
 from draftforge.train.settings import LoraSettings, SmallSettings
 
 

@@ -9,11 +9,11 @@ import torch
 
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
-from draftforge.specdec.settings import TargetSettings
+from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
-from draftforge.train.families.backbone import check_trainable
-from draftforge.train.families.features import FeatureSource
+from draftforge.train.families.medusa import check_trainable
+from draftforge.train.families.target_features import FeatureSource
 from draftforge.train.settings import (
     DFlashSettings,
     Eagle3Settings,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from draftforge.train.standing import Standing, best, stalled
+from draftforge.train.stopping import Standing, best, stalled
 
 
 def scores(*taus: float, half: float = 0.1) -> list[Standing]:

@@ -9,7 +9,7 @@ from ...data.store import Capture
 from ...errors import InputError
 from ...specdec.formats.checkpoint import load_draft
 from ...specdec.formats.fit import check_fits
-from ..head import LossSettings
+from ..losses.linear_head import LossSettings
 from ..precision import matrix_dtype
 from ..settings import Settings
 from .base import Family, LoadTarget

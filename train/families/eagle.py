@@ -14,18 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...data.batches import Batch, moved
-from ...data.requests import seed_of
+from ...data.conversation import seed_of
 from ...data.store import Capture
 from ...specdec.drafts.eagle import EagleConfig, EagleDraft
 from ...specdec.sampling import Purpose, uniforms
 from ...specdec.targets import Target
-from ..head import on_device
-from ..rows import Head, LossSettings, Rows
+from ..losses.linear_head import Head, LossSettings, Rows, on_device
 from ..settings import EagleSettings
-from .alignment import Alignment
 from .base import Extra, Inputs, LoadTarget, Start
-from .shape import layer_fields
-from .taught import TaughtFamily, fresh
+from .feature_family import TaughtFamily, fresh
+from .initial_weights import layer_fields
+from .ttt_alignment import Alignment
 
 _NOISE_LENGTH = 512
 """The original project multiplies its noise by 512 over the text's length in tokens."""

@@ -13,13 +13,12 @@ from ...specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from ...specdec.models import CausalModel
 from ...specdec.targets import Target
 from .. import vocabulary
-from ..rows import Head, LossSettings, Rows
+from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import Eagle3Settings
-from .alignment import Alignment
-from .base import Inputs, LoadTarget, Start
-from .fit import aux_layers_of
-from .shape import layer_fields
-from .taught import TaughtFamily, copy_tables, fresh, head_misfit
+from .base import Inputs, LoadTarget, Start, aux_layers_of
+from .feature_family import TaughtFamily, copy_tables, fresh, head_misfit
+from .initial_weights import layer_fields
+from .ttt_alignment import Alignment
 
 
 class Eagle3Family(TaughtFamily[Eagle3Settings, Eagle3Draft]):

@@ -12,8 +12,10 @@ whose loss is its divergence from the target as it was, beside `heads_weight` ti
 target said before. The heads' weight is the same from the first step on: AdamW's steps do not depend on it.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,19 +23,66 @@ from torch import Tensor, nn
 
 from ...data.batches import Batch
 from ...data.store import Capture
+from ...errors import InputError
 from ...specdec.drafts.layers import take
 from ...specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from ...specdec.formats.checkpoint import META_FILE, ORIGINAL_TARGET, OWN_TARGET, read_meta
 from ...specdec.models import CausalModel, head_arithmetic
-from ...specdec.targets import Target
+from ...specdec.requests import TargetSettings
+from ...specdec.targets import Target, copy_tokenizer, locate, target_fingerprint
 from ...storage import write_json
-from ..head import head_loss
-from ..rows import Head, LossSettings, Rows
+from ..losses.linear_head import Head, LossSettings, Rows, head_loss
 from ..settings import BackboneSettings, MedusaSettings
-from .alignment import Alignment
-from .backbone import Backbone, check_trainable
 from .base import Extra, Inputs, LoadTarget, Start, bytes_of
-from .taught import TaughtFamily
+from .feature_family import TaughtFamily
+from .initial_weights import add_lora, merged_weights
+from .ttt_alignment import Alignment
+
+
+class Backbone:
+    """The target's layers with adapters, on the target's own weights, which are held once and stay as they are."""
+
+    def __init__(self, target: Target, settings: BackboneSettings, recompute: bool) -> None:
+        """`recompute`: activations, in the backward pass."""
+        check_trainable(target)
+        self._target = target
+        model = target.model
+        weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+        self._model = copy.deepcopy(model, weights)  # modules of its own around the same tensors
+        add_lora(self._model, settings.lora, "draft.backbone.lora")
+        self.adapters = _adapters(self._model).float()
+        """The trainable modules: every A and B."""
+        self._lm = CausalModel(self._model, target.settings.context)
+        if recompute:
+            self._model.train()
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def states(self, batch: Batch) -> Tensor:
+        """Post-norm states [B, T, H], with gradients to the adapters."""
+        return self._lm.states(batch.ids_BT, documents=batch.documents).hidden_BTH
+
+    def save(self, folder: Path) -> str:
+        """Write the model with merged adapters as a transformers folder; returns its fingerprint as a target."""
+        self._target.model.save_pretrained(folder, state_dict=merged_weights(self._model))
+        copy_tokenizer(locate(self._target.settings).folder, folder)
+        return target_fingerprint(TargetSettings(model=str(folder), context=self._target.settings.context))
+
+
+def check_trainable(target: Target) -> None:
+    """Raise InputError for a target that has no plain weights to write back."""
+    if target.collective:
+        raise InputError("draft.backbone: target.shard is true: a spread target cannot be trained")
+    if getattr(target.model.config, "quantization_config", None) is not None:
+        raise InputError("draft.backbone: the target is quantised; train the model that it was made of")
+
+
+def _adapters(model: nn.Module) -> nn.ModuleList:
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    return nn.ModuleList(
+        part[name] for layer in layers for name in layer.active_adapters for part in (layer.lora_A, layer.lora_B)
+    )
 
 
 class MedusaFamily(TaughtFamily[MedusaSettings, MedusaDraft]):

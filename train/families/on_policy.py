@@ -14,11 +14,11 @@ from typing import NamedTuple
 from torch import nn
 
 from ...data.batches import Batch, collate
-from ...data.requests import seed_of
+from ...data.conversation import seed_of
 from ...data.split import unit
 from ...errors import DeviceMemoryError, InputError
+from ...specdec.continuous_batching import Asked, PlainDecoder
 from ...specdec.drafts.small import SmallDraft
-from ...specdec.plain import Asked, PlainDecoder
 from ...specdec.requests import Request
 from ...specdec.sampling import SamplingSettings
 from ..settings import OnPolicySettings

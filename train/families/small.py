@@ -11,24 +11,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ...data.batches import Batch, moved
 from ...data.conversation import Split
-from ...data.signals import Signals
 from ...data.store import Capture
+from ...data.teacher_logprobs import Signals
 from ...errors import InputError, MissingFileError
 from ...specdec.drafts.small import SmallDraft
 from ...specdec.loading import load_model, load_tokenizer
 from ...specdec.targets import Target, tokenizer_digest
-from ..chains import chains_of_runs
-from ..head import head_of
-from ..objectives import stored_entries
-from ..rows import Head, LossSettings, Rows, Sparse
+from ..losses.expected_length import chains_of_runs
+from ..losses.linear_head import Head, LossSettings, Rows, Sparse, head_of
+from ..losses.objectives import stored_entries
 from ..settings import SmallSettings
-from .base import Family, Inputs, LoadTarget, Start
-from .features import FeatureSource
-from .fit import same_tokenizer
-from .lora import add_lora, merged_weights
+from .base import Family, Inputs, LoadTarget, Start, same_tokenizer
+from .initial_weights import add_lora, check_layers, merged_weights, prune, spread
 from .on_policy import OwnAnswers
-from .prune import check_layers, prune, spread
-from .teacher import LiveTeacher, check_live
+from .target_features import FeatureSource, LiveTeacher, check_live
 
 
 @dataclass(frozen=True)

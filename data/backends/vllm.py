@@ -1,0 +1,333 @@
+"""Answers from a vLLM server: one request an answer, token ids in and out, through /v1/completions."""
+
+import math
+import os
+import queue
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import EngineError, InputError, one_line
+from ...specdec.continuous_batching import Answered, Asked
+from ...specdec.requests import Request
+from ...specdec.sampling import SamplingSettings
+from ...specdec.targets import Target, locate
+from ..settings import VllmBackend
+from ..teacher_logprobs import FLOOR
+from .http_json import JsonServer, RefusedError, UnusableError
+
+_LEAST_TEMPERATURE = 0.01  # vLLM raises any lower one to this
+_MOST_MASS = 1.01
+_NOT_RAW = "capture.backend: the engine's log-probs are not raw ones; set --logprobs-mode raw_logprobs"
+
+
+class Wanted(NamedTuple):
+    """What is kept of an engine's log-probs."""
+
+    top_k: int
+    """Likeliest tokens a position; 0: the answer's own alone."""
+    vocab_size: int
+    dtype: torch.dtype
+    """Of the stored top-k."""
+
+
+def check_sampling(settings: Iterable[SamplingSettings]) -> None:
+    """Raise InputError, naming it, for a setting under which vLLM would draw from another distribution."""
+    for one in dict.fromkeys(settings):
+        if one.greedy:
+            continue
+        if one.temperature < _LEAST_TEMPERATURE:
+            raise InputError(
+                f"capture.backend: sampling {one.key}: vLLM takes no temperature between 0 and {_LEAST_TEMPERATURE}"
+            )
+        if one.min_p > 0 and one.top_p < 1:
+            raise InputError(f"capture.backend: sampling {one.key}: vLLM applies min_p before top_p, not after it")
+
+
+def sampling_arguments(request: Request, logprobs: int) -> dict[str, Any]:
+    """The request's settings as both of vLLM's interfaces name them; nothing is left to a server's defaults.
+
+    `ignore_eos`: only our own stop ids end an answer.
+    """
+    sampling = request.sampling
+    drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    return {
+        **(greedy if sampling.greedy else drawn),
+        "min_p": 0.0 if sampling.greedy else sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": request.seed,
+        "max_tokens": request.max_new_tokens,
+        "stop_token_ids": sorted(request.stop_ids),
+        "ignore_eos": True,
+        "logprobs": logprobs,
+    }
+
+
+def answer_of(
+    asked: Asked, tokens: Sequence[int], finish: object, logp: Sequence[Mapping[int, float]], wanted: Wanted
+) -> Answered:
+    """An engine's reply as an answer. `logp`: of each token by id, its own and at least the `top_k` likeliest.
+
+    Raises UnusableError for a reply that no engine should give to this request.
+    """
+    request = asked.request
+    if not tokens or len(tokens) > request.max_new_tokens:
+        raise UnusableError(f"{len(tokens)} tokens, must be 1 to {request.max_new_tokens}")
+    if not all(0 <= token < wanted.vocab_size for token in tokens):
+        raise UnusableError(f"token ids up to {max(tokens)}, the vocabulary has {wanted.vocab_size}")
+    stopped = tokens[-1] in request.stop_ids
+    if finish not in ("stop", "length") or (finish == "stop" and not stopped):
+        raise UnusableError(f"finish {finish!r} after token {tokens[-1]}")
+    if not stopped and len(tokens) != request.max_new_tokens:
+        raise UnusableError(f"{len(tokens)} tokens, {request.max_new_tokens} asked for")
+    if any(token in request.stop_ids for token in tokens[:-1]):
+        raise UnusableError("goes on after a stop token")
+    if len(logp) != len(tokens) or any(token not in of for token, of in zip(tokens, logp)):
+        raise UnusableError(f"log-probs of {len(logp)} of {len(tokens)} tokens")
+    own_n = torch.tensor([of[token] for token, of in zip(tokens, logp)], dtype=torch.float32)
+    columns = {"logp_n": own_n, **(_top(logp, wanted) if wanted.top_k else {})}
+    return Answered(asked.name, list(tokens), "stop" if stopped else "length", columns)
+
+
+def _top(logp: Sequence[Mapping[int, float]], wanted: Wanted) -> dict[str, Tensor]:
+    """The signals of a truncated tail: its mass is known, no draws from it are."""
+    k = min(wanted.top_k, wanted.vocab_size)
+    best = [sorted(of.items(), key=lambda pair: -pair[1])[:k] for of in logp]
+    if any(len(one) < k for one in best):
+        raise UnusableError(f"log-probs of fewer than {k} tokens")
+    topk_logp_nk = torch.tensor([[value for _, value in one] for one in best], dtype=torch.float64)
+    mass_n = topk_logp_nk.exp().sum(-1)
+    if bool((mass_n > _MOST_MASS).any()):
+        raise InputError(_NOT_RAW)
+    none_n0 = torch.empty(len(best), 0)
+    return {
+        "topk_ids_nk": torch.tensor([[token for token, _ in one] for one in best], dtype=torch.int32),
+        "topk_logp_nk": topk_logp_nk.clamp_min(FLOOR).to(wanted.dtype),
+        "tail_logmass_n": (1 - mass_n).clamp_min(0).log().clamp_min(FLOOR).float(),
+        "tail_ids_nM": none_n0.int(),
+        "tail_logp_nM": none_n0.to(wanted.dtype),
+    }
+
+
+def check_raw(logp: Mapping[int, float]) -> None:
+    """Raise InputError unless these log-probs, of a token drawn at temperature 2 from the best one alone, are raw.
+
+    Processed ones would give that token all the mass; logits add up to anything.
+    """
+    values = sorted(logp.values(), reverse=True)
+    if values[1] < -1e3 or sum(map(math.exp, values)) > _MOST_MASS:
+        raise InputError(_NOT_RAW)
+
+
+_MOST_WORKERS = 512
+_PROBE = "Where is my order? It cost 3.50 €: naïve, 你好.\n\n  def f(x):"  # several kinds of tokens
+_TOKEN = "token_id:"
+_PATH = "/v1/completions"
+
+
+class VllmServer:
+    """A server that was checked: the model's name, context, tokenizer and kind of log-probs.
+
+    `longest`: tokens of the longest prompt and answer together; `slots`: requests that it gets at once.
+    """
+
+    def __init__(
+        self, backend: VllmBackend, url: str, target: Target, wanted: Wanted, longest: int, slots: int
+    ) -> None:
+        self._wanted = wanted
+        self._server = JsonServer("capture.backend.url", url, _key(backend), backend.timeout_seconds, backend.retries)
+        self._model, context = self._served(backend.model)
+        if context is not None and context < longest:
+            raise InputError(
+                f"{self._server.name}: its context is {context} tokens, the longest conversation may take {longest}; "
+                f"start it with --max-model-len {longest}"
+            )
+        self.about: dict[str, Any] = {
+            "name": "vllm",
+            "version": self._version(),
+            "model": self._model,
+            "signals": backend.signals,
+            "tokenizer_compared": self._compare_tokenizer(target),
+        }
+        self._check_logprobs(target)
+        self._tasks: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Answered | Exception] = queue.SimpleQueue()
+        self._closed = False
+        # Daemons: a thread that waits for a server that hangs must not keep the process alive.
+        self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(min(slots, _MOST_WORKERS))]
+        for worker in self._workers:
+            worker.start()
+
+    def submit(self, asked: Asked) -> None:
+        """Ask it."""
+        self._tasks.put(asked)
+
+    def collect(self) -> list[Answered]:
+        """Wait for an answer; give those that are there. Raises EngineError, InputError."""
+        found = [self._done.get()]
+        while not self._done.empty():
+            found.append(self._done.get())
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+        return [one for one in found if isinstance(one, Answered)]
+
+    def close(self) -> None:
+        """Ask no more. Does not wait for replies that are still to come."""
+        self._closed = True
+        self._server.close()
+        for _ in self._workers:
+            self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (asked := self._tasks.get()) is not None and not self._closed:
+            try:
+                self._done.put(self._answer(asked, self._wanted)[0])
+            except Exception as error:  # raised again by who collects
+                self._done.put(error)
+
+    def _answer(self, asked: Asked, wanted: Wanted) -> tuple[Answered, list[dict[int, float]]]:
+        """The answer, and the log-probs of each of its tokens by id."""
+
+        def use(reply: Any) -> tuple[Answered, list[dict[int, float]]]:
+            (choice,) = reply["choices"]
+            if choice["prompt_token_ids"] != asked.request.prompt_ids:
+                raise UnusableError("an answer to another prompt; vLLM must know return_token_ids")
+            positions = choice["logprobs"]["top_logprobs"]
+            logp = [{_id_of(name): float(value) for name, value in of.items()} for of in positions]
+            return answer_of(asked, choice["token_ids"], choice["finish_reason"], logp, wanted), logp
+
+        body = {
+            "model": self._model,
+            "prompt": asked.request.prompt_ids,
+            **sampling_arguments(asked.request, wanted.top_k),
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        return self._server.post(_PATH, body, use)
+
+    def _served(self, wanted: str | None) -> tuple[str, int | None]:
+        """The model's name, and its context where the server tells it."""
+        models = self._server.get("/v1/models", lambda reply: {str(one["id"]): one for one in reply["data"]})
+        if wanted is None and len(models) > 1:
+            raise InputError(f"{self._server.name}: serves {', '.join(models)}; name one in capture.backend.model")
+        name = wanted or next(iter(models), "")
+        if name not in models:
+            raise InputError(f"{self._server.name}: serves {', '.join(models) or 'nothing'}, not {name!r}")
+        context = models[name].get("max_model_len")
+        return name, context if isinstance(context, int) else None
+
+    def _version(self) -> str:
+        try:
+            return self._server.get("/version", lambda reply: str(reply["version"]))
+        except RefusedError:  # hidden by a proxy
+            return "unknown"
+
+    def _compare_tokenizer(self, target: Target) -> bool:
+        """Whether it could be compared. Raises InputError where it gives other ids than the target's."""
+        body = {"model": self._model, "prompt": _PROBE, "add_special_tokens": False}
+        try:
+            theirs = self._server.post("/tokenize", body, lambda reply: list(reply["tokens"]))
+        except RefusedError:
+            return False
+        if theirs != target.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]:
+            raise InputError(f"{self._server.name}: {self._model} has another tokenizer than the target")
+        return True
+
+    def _check_logprobs(self, target: Target) -> None:
+        prompt = target.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+        asked = Asked("probe", Request(prompt, SamplingSettings(temperature=2.0, top_k=1), 0, 1))
+        wanted = self._wanted._replace(top_k=max(2, self._wanted.top_k))
+        try:
+            check_raw(self._answer(asked, wanted)[1][0])
+        except RefusedError as error:
+            hint = f"; it must take {wanted.top_k} log-probs (--max-logprobs)" if error.status == 400 else ""
+            raise InputError(f"{error}{hint}") from None
+
+
+def _id_of(name: str) -> int:
+    if not name.startswith(_TOKEN):
+        raise UnusableError(f"token {name!r}; vLLM must know return_tokens_as_token_ids")
+    return int(name.removeprefix(_TOKEN))
+
+
+def _key(backend: VllmBackend) -> str | None:
+    if backend.api_key_env is None:
+        return None
+    key = os.environ.get(backend.api_key_env)
+    if not key:
+        raise InputError(f"capture.backend.api_key_env: the environment variable {backend.api_key_env} is not set")
+    return key
+
+
+class LocalVllm:
+    """vLLM's engine, stepped here. `longest`: tokens of the longest prompt and answer together; `slots`: at once."""
+
+    def __init__(self, backend: VllmBackend, target: Target, wanted: Wanted, longest: int, slots: int) -> None:
+        try:
+            import vllm
+        except ImportError as error:
+            said = f"vLLM cannot be imported here ({one_line(error, 100)}); install it, or give a server's url"
+            raise InputError(f"capture.backend: {said}") from None
+        source = locate(target.settings)
+        if target.settings.adapter is not None or source.gguf_file is not None:
+            raise InputError(
+                "capture.backend: vLLM in this process takes a plain model folder; merge target.adapter, or serve it"
+            )
+        self._wanted, self._sampling = wanted, vllm.SamplingParams
+        self._asked: dict[str, Asked] = {}
+        on_gpu = target.device.type == "cuda"
+        self._engine: Any = vllm.LLM(
+            model=str(source.folder),
+            dtype=str(target.dtype).removeprefix("torch."),
+            trust_remote_code=target.settings.trust_remote_code,
+            max_model_len=longest,
+            max_num_seqs=slots,
+            max_logprobs=max(1, wanted.top_k),
+            logprobs_mode="raw_logprobs",
+            tensor_parallel_size=backend.tensor_parallel or 1,
+            generation_config="vllm",
+            seed=0,
+            **({"gpu_memory_utilization": backend.gpu_memory_share or 0.5} if on_gpu else {"enforce_eager": True}),
+        ).llm_engine
+        self.about: dict[str, Any] = {"name": "vllm", "version": str(vllm.__version__), "signals": backend.signals}
+
+    def submit(self, asked: Asked) -> None:
+        """Ask it. Raises InputError where vLLM refuses."""
+        self._asked[asked.name] = asked
+        arguments = sampling_arguments(asked.request, self._wanted.top_k)
+        prompt = {"prompt_token_ids": asked.request.prompt_ids}
+        try:
+            self._engine.add_request(asked.name, prompt, self._sampling(**arguments))
+        except ValueError as error:
+            raise InputError(f"capture.backend: vLLM refuses {asked.name}: {one_line(error)}") from None
+
+    def collect(self) -> list[Answered]:
+        """Step until an answer is there. Raises EngineError."""
+        found: list[Answered] = []
+        while not found:
+            if not self._engine.has_unfinished_requests():
+                raise EngineError(f"capture.backend: vLLM lost {len(self._asked)} requests")
+            found += [self._answer(output) for output in self._engine.step() if output.finished]
+        return found
+
+    def close(self) -> None:
+        """Forget what was asked, and give the memory back."""
+        self._engine.abort_request(list(self._asked))
+        self._asked.clear()
+        self._engine.engine_core.shutdown()
+
+    def _answer(self, output: Any) -> Answered:
+        asked = self._asked.pop(output.request_id)
+        (completion,) = output.outputs
+        logp = [{token: float(of.logprob) for token, of in one.items()} for one in completion.logprobs]
+        try:
+            return answer_of(asked, list(completion.token_ids), completion.finish_reason, logp, self._wanted)
+        except UnusableError as error:
+            raise EngineError(f"capture.backend: vLLM: answer to {asked.name}: {error}") from None

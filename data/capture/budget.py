@@ -1,0 +1,229 @@
+"""What a capture has cost, what it will cost, and whether its budget and the disk have room for more.
+
+Answers still to come count with the mean length of those that ended; until one did, with their limits. Where ranks
+share a capture, each has a meter with its share of the budget; what others did is heard of now and then.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ... import storage
+from ...distributed.shared_work import Work, solo
+from ...errors import DiskFullError
+from ..conversation import Planned, Prompts, ShardPlan, Split, answer_bytes
+from ..settings import BudgetSettings, CaptureSettings
+from ..store import Sample
+
+_SPARE_BYTES = 1 << 20  # records, the manifest, and what others write meanwhile
+_NOTE_SECONDS = 0.5
+
+
+@dataclass
+class _Answers:
+    """Sums over answers of one split that are not there yet."""
+
+    count: int = 0
+    limits: int = 0
+    prompts: int = 0
+
+    def add(self, answer: Planned, prompt: int, sign: int = 1) -> None:
+        self.count += sign
+        self.limits += sign * answer.max_new_tokens
+        self.prompts += sign * prompt
+
+
+class _Sums(NamedTuple):
+    """What was done."""
+
+    answers: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+class Meter:
+    """Counts the answers of one run on top of those of earlier ones (`records`); `left`: the shards to answer, of all
+    that share the `work`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        left: Iterable[ShardPlan],
+        records: Iterable[Mapping[str, Any]],
+        prompts: Prompts,
+        settings: CaptureSettings,
+        budget: BudgetSettings | None,
+        tick: Callable[..., None] = lambda amount, note="": None,
+        clock: Callable[[], float] = time.monotonic,
+        work: Work | None = None,
+    ) -> None:
+        self._work = work or solo()
+        self._told = self._others = _Sums()
+        self._folder, self._prompts, self._settings = folder, prompts, settings
+        self._limits = {} if budget is None else budget.limits
+        self._tick, self._clock, self._start, self._noted = tick, clock, clock(), 0.0
+        earlier = list(records)
+        self._answers, self._tokens, self._bytes, self._seconds = (
+            sum(record[name] for record in earlier) for name in ("samples", "tokens", "bytes", "seconds")
+        )
+        self._written = self._bytes
+        self._earlier_bytes = self._bytes
+        self._to_come: dict[bool, _Answers] = {True: _Answers(), False: _Answers()}  # by whether they train
+        self._unwritten: dict[bool, _Answers] = {True: _Answers(), False: _Answers()}
+        for shard in left:
+            for sums in (self._to_come, self._unwritten):
+                self._count(sums, shard)
+        self._begun: dict[bool, _Answers] = {True: _Answers(), False: _Answers()}
+        self._ended = self._emitted = self._emitted_of_ended = 0
+        self.ended_by: str | None = None
+        """The limit that kept a shard from being begun when nothing else was being answered."""
+
+    def may_open(self, shard: ShardPlan) -> bool:
+        """Whether another shard may be begun; if so it counts as begun. Only the train split is ever cut."""
+        if shard.split == "train" and self._limits:
+            reached = self._reached()
+            self.ended_by = None if any(sums.count for sums in self._begun.values()) else reached
+            if reached is not None:
+                return False
+        self._count(self._begun, shard)
+        return True
+
+    def emitted(self, tokens: int) -> None:
+        """So many answer tokens more are there."""
+        self._emitted += tokens
+        self._show(0)
+
+    def ended(self, answer: Planned, sample: Sample | None) -> None:
+        """An answer is complete; None: it was left out."""
+        for sums in (self._begun, self._to_come):
+            sums[answer.conversation.split == "train"].add(answer, self._prompts.length(answer), -1)
+        self._ended += 1
+        if sample is not None:
+            length = len(sample.answer_ids)
+            self._answers += 1
+            self._tokens += length
+            self._emitted_of_ended += length
+            self._bytes += answer_bytes(sample.split, len(sample.prompt_ids), length, self._settings)
+        self._show(1)
+
+    def wrote(self, shard: ShardPlan, size: int) -> None:
+        """A shard is on disk. Raises DiskFullError where what is left would not fit, as far as can be foreseen."""
+        self._count(self._unwritten, shard, -1)
+        self._written += size
+        self._hear()
+        need = max(0, self._bytes_of(self._unwritten, self._mean) - self._others.bytes)
+        if "gigabytes" in self._limits:
+            need = min(need, self._work.size * max(0, int(self._limits["gigabytes"] * 1e9) - self._written))
+        self._require(need, "; what is finished stays, and the same command goes on from it")
+
+    def require_space_for(self, shard: ShardPlan) -> None:
+        """Raise DiskFullError unless the disk has room for this shard, should every answer use its limit."""
+        first = {True: _Answers(), False: _Answers()}
+        self._count(first, shard)
+        self._require(self._bytes_of(first, mean=None), "")
+
+    def _count(self, sums: dict[bool, _Answers], shard: ShardPlan, sign: int = 1) -> None:
+        for answer in shard.answers:
+            sums[shard.split == "train"].add(answer, self._prompts.length(answer), sign)
+
+    @property
+    def _mean(self) -> float | None:
+        return self._tokens / self._answers if self._answers else None
+
+    def _tokens_of(self, sums: dict[bool, _Answers]) -> float:
+        return sum(_length(of, self._mean) for of in sums.values())
+
+    def _bytes_of(self, sums: dict[bool, _Answers], mean: float | None = None) -> int:
+        total = 0
+        for trains, of in sums.items():
+            split: Split = "train" if trains else "holdout"
+            per_token = answer_bytes(split, 0, 1, self._settings) - answer_bytes(split, 0, 0, self._settings)
+            fixed = answer_bytes(split, 0, 0, self._settings) * of.count + 4 * of.prompts
+            total += fixed + int(per_token * _length(of, mean))
+        return total
+
+    def _reached(self) -> str | None:
+        """The limit that is used up once all that was begun is answered, if one is."""
+        spent = {
+            "tokens": self._tokens + self._tokens_of(self._begun),
+            "hours": self._hours(),
+            "gigabytes": (self._bytes + self._bytes_of(self._begun, self._mean)) / 1e9,
+        }
+        return next((name for name, limit in self._limits.items() if spent[name] >= limit), None)
+
+    def _hours(self) -> float:
+        return float(self._seconds + self._clock() - self._start) / 3600
+
+    def _require(self, need: int, rest: str) -> None:
+        free = storage.free_bytes(self._folder)
+        if free < need + _SPARE_BYTES:
+            raise DiskFullError(
+                f"{self._folder}: {free / 1e9:.2f} GB free, about {(need + _SPARE_BYTES) / 1e9:.2f} GB needed; free "
+                f"some, or set capture.budget.gigabytes or a smaller capture.top_k{rest}"
+            )
+
+    def hear(self) -> None:
+        """Show what others did since the last note, and tell them what was done here."""
+        heard = self._hear()
+        if heard:
+            self._tick(heard, self.note())
+
+    def _hear(self) -> int:
+        """How many answers of others were not heard of before."""
+        mine = _Sums(self._ended, self._emitted, self._written - self._earlier_bytes)
+        change = {name: value - told for (name, value), told in zip(mine._asdict().items(), self._told)}
+        total = self._work.add(change)
+        before, self._told = self._others.answers, mine
+        self._others = _Sums(*(total[name] - value for name, value in mine._asdict().items()))
+        return self._others.answers - before
+
+    def _show(self, answers: int) -> None:
+        now = self._clock()
+        last = answers and sum(sums.count for sums in self._to_come.values()) <= self._others.answers
+        if now - self._noted < _NOTE_SECONDS and not last:
+            if answers:
+                self._tick(answers)
+            return
+        self._noted = now
+        self._tick(answers + self._hear(), self.note())
+
+    def note(self) -> str:
+        """`12,345 tokens, 900 tok/s, 40 s left, 0.01 GB written, 84.0 GB free`."""
+        emitted = self._emitted + self._others.tokens
+        rate = emitted / max(1e-9, self._clock() - self._start)
+        left = self.seconds_left()
+        parts = [f"{emitted:,} tokens", f"{rate:,.0f} tok/s", *([] if left is None else [_duration(left)])]
+        free = storage.free_bytes(self._folder)
+        return ", ".join(
+            [*parts, f"{(self._written + self._others.bytes) / 1e9:.2f} GB written", f"{free / 1e9:.1f} GB free"]
+        )
+
+    def seconds_left(self) -> float | None:
+        """Time to the end of the answers, or of the budget if that comes first; None: nothing to tell it from yet."""
+        elapsed = self._clock() - self._start
+        if not self._answers or not self._emitted or elapsed <= 0:
+            return None
+        partial = self._emitted - self._emitted_of_ended  # of answers that have not ended
+        tokens = (self._tokens_of(self._to_come) - partial - self._others.tokens) / self._work.size
+        if "tokens" in self._limits:
+            tokens = min(tokens, self._limits["tokens"] - self._tokens - partial)
+        if "gigabytes" in self._limits:
+            tokens = min(
+                tokens, (self._limits["gigabytes"] * 1e9 - self._bytes) / (self._bytes / self._tokens) - partial
+            )
+        seconds = max(0.0, tokens) * elapsed / self._emitted
+        if "hours" in self._limits:
+            seconds = min(seconds, max(0.0, self._limits["hours"] - self._hours()) * 3600)
+        return seconds
+
+
+def _length(of: _Answers, mean: float | None) -> float:
+    return of.limits if mean is None else min(of.limits, of.count * mean)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s left"
+    return f"{seconds / 60:.0f} min left" if seconds < 7200 else f"{seconds / 3600:.1f} h left"

@@ -1,0 +1,350 @@
+"""What a capture's folder says of itself: header, shards with their records, manifest; and whose folder it is."""
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ... import __version__, fingerprint, storage
+from ...errors import CorruptDataError, InputError, MissingFileError, OwnershipError, StaleInputError
+from ...progress import track
+from ...specdec.sampling import SamplingSettings
+from ...specdec.targets import Target
+from ..conversation import PLAN, Conversation, ShardPlan, plan_shards, settings_record
+from ..settings import BudgetSettings, CaptureSettings
+from ..store import FORMAT, HEADER, MANIFEST, SHARDS, check_shard, read_record, shard_path, write_shard
+from .reuse import answers_digest
+from .scheduler import Answers
+
+Json = dict[str, Any]
+
+PART = "part"
+
+
+def inputs_record(
+    target_fingerprint: str,
+    dtype: str,
+    conversations: Sequence[Conversation],
+    settings: CaptureSettings,
+    scored: Sequence[SamplingSettings],
+) -> Json:
+    """The part of a header that says what a capture is made from; told without loading the target."""
+    return {
+        "format": FORMAT,
+        "plan": PLAN,
+        "target": target_fingerprint,
+        "mix": fingerprint.of_json([conversation.model_dump() for conversation in conversations]),
+        "dtype": dtype.removeprefix("torch."),
+        "settings": settings_record(settings, scored),
+        **({} if settings.answers is None else {"answers": answers_digest(settings.answers)}),
+        **({"tail": "truncated"} if settings.engine is not None and settings.engine.signals == "engine" else {}),
+    }
+
+
+def header_of(target: Target, inputs: Json, shards: int, part: str | None) -> Json:
+    """The whole header. `part`: such as 2/5, of a folder that holds no more than that."""
+    tokenizer = target.tokenizer
+    return {
+        **inputs,
+        "tokenizer": target.tokenizer_digest,
+        "template": fingerprint.of_json(tokenizer.chat_template),
+        "vocab_size": target.vocab_size,
+        "stop_ids": sorted(target.stop_ids),
+        "special_ids": sorted(set(tokenizer.all_special_ids)),
+        "shard_count": shards,
+    } | ({} if part is None else {PART: part})
+
+
+def claimed(folder: Path, header: Json) -> bool:
+    """Whether the folder was begun by a run like this one. Raises StaleInputError, OwnershipError for any other."""
+    if not folder.is_dir():
+        if folder.exists():
+            raise OwnershipError(f"{folder}: a file, must be a capture folder or not exist")
+        return False
+    if not (folder / HEADER).is_file():
+        foreign = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+        if foreign:
+            raise OwnershipError(f"{folder}: holds {foreign[0]} and no {HEADER}; not a capture, give another folder")
+        return False
+    differing = differences(storage.read_object(folder / HEADER), header)
+    if differing:
+        raise StaleInputError(
+            f"{folder}: captured with another {', '.join(differing)}; delete it or give another folder"
+        )
+    return True
+
+
+def differences(found: Json, header: Json) -> list[str]:
+    """What an earlier run, or another machine, had otherwise: `name (its value, now ours)`.
+
+    Tokenizer and template are part of the target, so a change of theirs is named instead of the target. Where `header`
+    lacks them, the target alone is compared.
+    """
+
+    def compare(name: str, old: Any, new: Any) -> list[str]:
+        return [] if old == new else [f"{name} ({_brief(old)}, now {_brief(new)})"]
+
+    parts = [key for key in ("tokenizer", "template") if key in header]
+    own = [line for key in parts for line in compare(key, found.get(key), header[key])]
+    own = own or compare("target", found.get("target"), header["target"])
+    keys = ("mix", "dtype", "format", "plan", "answers")
+    other = [line for key in keys for line in compare(key, found.get(key), header.get(key))]
+    old, new = found.get("settings", {}), header["settings"]
+    changed = [line for key in {**old, **new} for line in compare(f"setting {key}", old.get(key), new.get(key))]
+    return own + other + changed
+
+
+def _brief(value: Any) -> str:
+    return fingerprint.short(value) if isinstance(value, str) and len(value) == 64 else str(value)
+
+
+def finished_records(folder: Path, shards: Iterable[ShardPlan], content: bool) -> dict[str, Json]:
+    """Records of the shards that are done, each compared with its file. Raises CorruptDataError naming the file.
+
+    A shard whose file was deleted counts as not done.
+    """
+    records: dict[str, Json] = {}
+    for shard in shards:
+        with suppress(MissingFileError):
+            record = read_record(folder, shard.name)
+            check_shard(folder, record, content)
+            records[shard.name] = record
+    return records
+
+
+def is_captured(folder: Path, budget: BudgetSettings | None) -> bool:
+    """Whether a capture (or the part of one) is complete, or was ended by a limit that is no higher now."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return False
+    ended = storage.read_object(path).get("budget")
+    if not isinstance(ended, dict):
+        return True
+    limit = None if budget is None else budget.limits.get(ended["ended_by"])
+    return limit is not None and limit <= ended["limits"][ended["ended_by"]]
+
+
+def content_digest(manifest: Json) -> str | None:
+    """64 hex digits of what a budget left of a capture; None: it is whole, and its inputs say what it holds."""
+    if "budget" not in manifest:
+        return None
+    return fingerprint.of_json(sorted([record["name"], record["sha256"]] for record in manifest["shards"]))
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the content of an answer."""
+    return {"draftforge": __version__} | {name: version(name) for name in ("torch", "transformers", "tokenizers")}
+
+
+def manifest_of(
+    header: Json, shards: Sequence[ShardPlan], records: Mapping[str, Json], ended_by: str | None, limits: Json
+) -> Json:
+    """What is written last. `ended_by`: the limit of the budget that left out the shards without a record."""
+    done = [records[shard.name] for shard in shards if shard.name in records]
+    splits: dict[str, Json] = {}
+    for record in done:
+        split = splits.setdefault(record["split"], {"samples": 0, "tokens": 0, "domains": {}})
+        split["samples"] += record["samples"]
+        split["tokens"] += record["tokens"]
+        for name, counts in record["domains"].items():
+            domain = split["domains"].setdefault(name, dict.fromkeys(counts, 0))
+            split["domains"][name] = {key: domain[key] + count for key, count in counts.items()}
+    tokens, seconds = (sum(record[key] for record in done) for key in ("tokens", "seconds"))
+    engines = [record["engine"] for record in done if "engine" in record]
+    cut = {"budget": {"ended_by": ended_by, "limits": limits, "unanswered": _unanswered(shards, records)}}
+    return {
+        **header,
+        "complete": True,
+        "versions": versions(),
+        "splits": splits,
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
+        **({"engines": [engine for i, engine in enumerate(engines) if engine not in engines[:i]]} if engines else {}),
+        **({} if ended_by is None else cut),
+        "skipped": [skipped for record in done for skipped in record["skipped"]],
+        "shards": [
+            {key: value for key, value in record.items() if key not in ("domains", "skipped", "engine")}
+            for record in done
+        ],
+    }
+
+
+def _unanswered(shards: Iterable[ShardPlan], records: Mapping[str, Json]) -> dict[str, dict[str, int]]:
+    """Conversations without answers, by split and domain."""
+    left = {a.conversation.id: a.conversation for s in shards if s.name not in records for a in s.answers}
+    counts: dict[str, dict[str, int]] = {}
+    for conversation in left.values():
+        domains = counts.setdefault(conversation.split, {})
+        domains[conversation.domain] = domains.get(conversation.domain, 0) + 1
+    return counts
+
+
+def write_answers(folder: Path, shard: ShardPlan, answers: Answers, seconds: float, about: Json) -> Json:
+    """Write and record one shard. The record comes last: without it the shard does not count.
+
+    `about`: the engine that answered. `seconds`: since the shard before it was complete, so that those of all shards
+    add up to the run's.
+    """
+    path = write_shard(folder, shard.name, answers.samples, answers.columns)
+    record = {
+        "name": shard.name,
+        "split": shard.split,
+        "bytes": path.stat().st_size,
+        "sha256": fingerprint.of_file(path),
+        "samples": len(answers.samples),
+        "tokens": sum(len(sample.answer_ids) for sample in answers.samples),
+        "seconds": round(seconds, 3),
+        "domains": _count_domains(answers),
+        "skipped": [skipped._asdict() for skipped in answers.skipped],
+        **about,
+    }
+    if answers.logp_difference is not None:
+        record["logp_difference"] = round(answers.logp_difference, 6)
+    storage.write_json(folder / SHARDS / f"{shard.name}.json", record)
+    return record
+
+
+def _count_domains(answers: Answers) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {}
+    for sample in answers.samples:
+        domain = counts.setdefault(sample.domain, {"samples": 0, "prompt_tokens": 0, "tokens": 0})
+        domain["samples"] += 1
+        domain["prompt_tokens"] += len(sample.prompt_ids)
+        domain["tokens"] += len(sample.answer_ids)
+    return counts
+
+
+class Part(NamedTuple):
+    """Part `number` (from 1) of `total`."""
+
+    number: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.total}"
+
+    @property
+    def suffix(self) -> str:
+        """What its folder's name ends with."""
+        return f".part-{self.number}-of-{self.total}"
+
+    def of(self, shards: Sequence[ShardPlan]) -> list[ShardPlan]:
+        """Its shards."""
+        return list(shards[self.number - 1 :: self.total])
+
+    def share(self, settings: CaptureSettings) -> CaptureSettings:
+        """The settings with its share of the budget."""
+        budget = settings.budget and settings.budget.share(self.total)
+        return settings.model_copy(update={"budget": budget})
+
+
+def parse_part(text: str) -> Part:
+    """`2/5`. Raises InputError for anything else."""
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
+    part = Part(int(found[1]), int(found[2])) if found else Part(0, 0)
+    if not 1 <= part.number <= part.total:
+        raise InputError(f"--part {text}: must be NUMBER/COUNT such as 2/5, the number between 1 and the count")
+    return part
+
+
+def check_part(
+    part: Part, conversations: Sequence[Conversation], settings: CaptureSettings, scored: Sequence[SamplingSettings]
+) -> None:
+    """Raise InputError for a division into more parts than there are shards: some would have nothing to answer."""
+    count = len(plan_shards(conversations, settings, scored))
+    if part.total > count:
+        raise InputError(
+            f"--part {part}: there are {count} shards (of about capture.shard_samples {settings.shard_samples}); "
+            "at most so many parts have something to answer"
+        )
+
+
+def join(
+    folders: Sequence[Path],
+    target_fingerprint: str,
+    dtype: str,
+    conversations: Sequence[Conversation],
+    settings: CaptureSettings,
+    scored: Sequence[SamplingSettings],
+    folder: Path,
+) -> None:
+    """Make the capture `folder` of the part folders of every machine. The target need not be loaded.
+
+    Raises MissingFileError for a part that is missing or not finished, StaleInputError for one of other inputs or
+    versions, CorruptDataError, InputError. A stopped join goes on where it was.
+    """
+    inputs = inputs_record(target_fingerprint, dtype, conversations, settings, scored)
+    manifests = _all_parts(folders, inputs)
+    first = manifests[0][1]
+    header = {key: first[key] for key in storage.read_object(manifests[0][0] / HEADER) if key != PART}
+    shards = plan_shards(conversations, settings, scored)
+    with storage.lock(folder / ".lock", what="another capture into this folder"):
+        if not claimed(folder, header):
+            storage.write_json(folder / HEADER, header)
+        records: dict[str, Json] = finished_records(folder, shards, content=True)
+        copies = [(part, record) for part, manifest in manifests for record in manifest["shards"]]
+        for part, listed in track(copies, "Joining", unit="shards"):
+            record = read_record(part, listed["name"])
+            if record["sha256"] != listed["sha256"]:
+                raise CorruptDataError(f"{part}: {record['name']}: its record is not the one in {MANIFEST}")
+            if records.get(record["name"], record)["sha256"] != record["sha256"]:
+                raise StaleInputError(f"{folder}: holds another {record['name']} than {part}; delete one of them")
+            _copy(part, folder, record)
+            records[record["name"]] = record
+        cuts = [manifest["budget"] for _, manifest in manifests if "budget" in manifest]
+        ended_by, limits = (cuts[0]["ended_by"], cuts[0]["limits"]) if cuts else (None, {})
+        storage.write_json(folder / MANIFEST, manifest_of(header, shards, records, ended_by, limits))
+
+
+def _all_parts(folders: Sequence[Path], inputs: Json) -> list[tuple[Path, Json]]:
+    """The parts in order, with their manifests."""
+    found: dict[Part, tuple[Path, Json]] = {}
+    for folder in folders:
+        part, manifest = _read_part(folder, inputs)
+        if part in found:
+            raise InputError(f"--join: {found[part][0]} and {folder} are both part {part}; give one of them")
+        found[part] = (folder, manifest)
+    totals = sorted({part.total for part in found})
+    if len(totals) != 1:
+        raise InputError(f"--join: parts of {' and of '.join(map(str, totals))}; all must be of one division")
+    missing = [str(part) for i in range(totals[0]) if (part := Part(i + 1, totals[0])) not in found]
+    if missing:
+        raise MissingFileError(f"--join: {', '.join(missing)} missing; give the folder of every part")
+    parts = [found[part] for part in sorted(found)]
+    for folder, manifest in parts[1:]:
+        for name, value in manifest["versions"].items():
+            if parts[0][1]["versions"].get(name) != value:
+                theirs = parts[0][1]["versions"].get(name)
+                raise StaleInputError(f"{folder}: made with {name} {value}, {parts[0][0]} with {theirs}; must be equal")
+    return parts
+
+
+def _read_part(folder: Path, inputs: Json) -> tuple[Part, Json]:
+    if not (folder / HEADER).is_file():
+        raise MissingFileError(f"--join {folder}: not the folder of a part (no {HEADER})")
+    header = storage.read_object(folder / HEADER)
+    if PART not in header:
+        raise InputError(f"--join {folder}: a whole capture, not a part of one")
+    differing = differences(header, inputs)
+    if differing:
+        raise StaleInputError(f"{folder}: captured with another {', '.join(differing)}")
+    part = parse_part(str(header[PART]))
+    if not (folder / MANIFEST).is_file():
+        raise MissingFileError(f"{folder}: part {part} is not finished; run it again with --part {part}")
+    manifest = storage.read_object(folder / MANIFEST)
+    for record in manifest["shards"]:
+        check_shard(folder, record)
+    return part, manifest
+
+
+def _copy(part: Path, folder: Path, record: Json) -> None:
+    """One shard, its record last."""
+    place = shard_path(folder, record["name"])
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with storage.new_file(place) as new:
+        shutil.copyfile(shard_path(part, record["name"]), new)
+    storage.write_json(folder / SHARDS / f"{record['name']}.json", record)

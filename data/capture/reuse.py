@@ -1,0 +1,189 @@
+"""Answers that the target has given before: only their ids are kept, and one pass over them gives the signals again.
+
+    answers.json                 whose answers they are; files with their sha256
+    answers-00000.safetensors    ids of all answers in a row, offsets; the answers' records as JSON in the metadata
+
+An answer is used where the same target is asked the same prompt at the same sampling setting.
+
+Shapes: N answer tokens, C of them at a time, M tail draws.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ... import fingerprint, storage
+from ...errors import CorruptDataError, MissingFileError, StaleInputError
+from ...specdec.targets import Target
+from ..batches import collate
+from ..conversation import SPLITS, Planned, tail_seed_of
+from ..settings import CaptureSettings
+from ..store import MANIFEST, SHARDS, Capture, Sample, check_shard, read_record, shard_path
+from ..teacher_logprobs import emitted_logp, stored_signals
+
+FORMAT = 1
+INDEX = "answers.json"
+FILE_TOKENS = 7_000_000
+"""A file holds so many tokens at most: below 16 MB for vocabularies that fit 16 bits."""
+_CHUNK_BYTES = 1 << 28
+_ROW_TOKENS = 8192
+_CUDA_TOKENS, _CPU_TOKENS = 1 << 16, 1 << 12  # of one pass
+
+
+class Recorded(NamedTuple):
+    """One answer as it was given."""
+
+    tokens: list[int]
+    finish: Literal["stop", "length"]
+
+
+class _Kept(NamedTuple):
+    prompt: str
+    finish: Literal["stop", "length"]
+    ids: Tensor
+
+
+def answers_digest(folder: Path) -> str:
+    """64 hex digits of what a folder of recorded answers holds."""
+    return fingerprint.of_json(storage.read_object(folder / INDEX))
+
+
+def save_answers(capture: Capture, folder: Path) -> int:
+    """Write the answers of a capture's every split into a new folder, without signals. Returns their tokens."""
+    small = capture.vocab_size <= 1 << 16
+    samples = [sample for split in SPLITS for sample in capture.answers(split)]
+    with storage.new_folder(folder) as new:
+        files = {}
+        for number, part in enumerate(_runs(samples, lambda sample: len(sample.answer_ids), FILE_TOKENS)):
+            name = f"answers-{number:05d}.safetensors"
+            ids = torch.tensor([token for sample in part for token in sample.answer_ids], dtype=torch.int64)
+            tensors = {
+                "ids": ids.to(torch.uint16 if small else torch.int32),
+                "offsets": torch.tensor([0, *(len(sample.answer_ids) for sample in part)]).cumsum(0),
+            }
+            records = json.dumps([[sample.id, _digest(sample.prompt_ids), sample.finish] for sample in part])
+            storage.write_bytes(new / name, safetensors.torch.save(tensors, {"records": records}))
+            files[name] = fingerprint.of_file(new / name)
+        index = {"format": FORMAT, "target": capture.target_fingerprint, "files": files}
+        storage.write_json(new / INDEX, index)
+    return sum(len(sample.answer_ids) for sample in samples)
+
+
+class RecordedAnswers:
+    """The answers of one folder, by id."""
+
+    def __init__(self, folder: Path, target_fingerprint: str) -> None:
+        """Read `folder`. Raises MissingFileError, CorruptDataError, or StaleInputError for another target's."""
+        index = storage.read_object(folder / INDEX)
+        if index.get("format") != FORMAT or not isinstance(index.get("files"), dict):
+            raise CorruptDataError(f"{folder / INDEX}: not an index of recorded answers of format {FORMAT}")
+        if index.get("target") != target_fingerprint:
+            raise StaleInputError(
+                f"capture.answers: {folder}: of target {fingerprint.short(str(index.get('target')))}, the target is "
+                f"{fingerprint.short(target_fingerprint)}"
+            )
+        self._kept: dict[str, _Kept] = {}
+        for name, digest in index["files"].items():
+            path = storage.inside(folder, name)
+            if not path.is_file():
+                raise MissingFileError(f"{path}: no such file, {INDEX} names it")
+            if fingerprint.of_file(path) != digest:
+                raise CorruptDataError(f"{path}: sha256 is not the one in {INDEX}")
+            self._kept.update(_read(path))
+
+    def find(self, planned: Planned, prompt_ids: Sequence[int], room: int) -> Recorded | None:
+        """The answer to that prompt, at most `room` tokens of it; None where there is none, or too short a one."""
+        kept = self._kept.get(planned.id)
+        if kept is None or kept.prompt != _digest(prompt_ids):
+            return None
+        tokens: list[int] = kept.ids[:room].tolist()
+        if len(kept.ids) > room or (kept.finish == "length" and len(tokens) == room):
+            return Recorded(tokens, "length")
+        return Recorded(tokens, "stop") if kept.finish == "stop" else None
+
+
+@torch.no_grad()
+def forced_signals(target: Target, samples: Sequence[Sample], settings: CaptureSettings) -> dict[str, Tensor]:
+    """The columns of a shard, from one pass over prompts and answers: train answers have all, others `logp_n`.
+
+    Where nothing asks for that pass (`top_k` 0), `logp_n` is not known: NaN.
+
+    Tail draws are those of the decoding capture: the same numbers for the same answer.
+    """
+    if not settings.reads_given:
+        return {"logp_n": torch.full((sum(len(sample.answer_ids) for sample in samples),), torch.nan)}
+    parts: list[dict[str, Tensor]] = []
+    on_cuda = target.device.type == "cuda"
+    for batch_samples in _runs(samples, _whole, _CUDA_TOKENS if on_cuda else _CPU_TOKENS):
+        batch = collate(batch_samples, row_tokens=_ROW_TOKENS if on_cuda else 0).to(target.device)
+        states = target.states(batch.ids_BT, documents=batch.documents)
+        hidden_NH = states.hidden_BTH.flatten(0, 1)[batch.positions_N]
+        tokens_N = batch.ids_BT.flatten()[batch.positions_N + 1]
+        tails = [tail_seed_of(settings.seed, sample.id) for sample in batch_samples]
+        counts = torch.tensor([len(sample.answer_ids) for sample in batch_samples])
+        seed_N = torch.repeat_interleave(torch.tensor(tails), counts).to(target.device)
+        emitted_N = torch.cat([torch.arange(count) for count in counts.tolist()]).to(target.device)
+        chunk = max(1, _CHUNK_BYTES // (4 * target.vocab_size))
+        for at in (slice(start, start + chunk) for start in range(0, len(tokens_N), chunk)):
+            logits_CV = target.logits(hidden_NH[at])
+            if samples[0].split != "train" or not settings.top_k:
+                parts.append({"logp_n": emitted_logp(logits_CV, tokens_N[at]).cpu()})
+                continue
+            columns = stored_signals(logits_CV, tokens_N[at], seed_N[at], emitted_N[at], settings)
+            parts.append({name: column.cpu() for name, column in columns.items()})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def _runs(samples: Iterable[Sample], size: Callable[[Sample], int], limit: int) -> Iterator[list[Sample]]:
+    """Consecutive samples, as many at a time as have at most `limit` together, at least one."""
+    current: list[Sample] = []
+    total = 0
+    for sample in samples:
+        if current and total + size(sample) > limit:
+            yield current
+            current, total = [], 0
+        current.append(sample)
+        total += size(sample)
+    if current:
+        yield current
+
+
+def _whole(sample: Sample) -> int:
+    return len(sample.prompt_ids) + len(sample.answer_ids)
+
+
+def _read(path: Path) -> Iterator[tuple[str, _Kept]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            records: list[list[Any]] = json.loads(file.metadata()["records"])
+            ids, offsets = file.get_tensor("ids").int(), file.get_tensor("offsets").tolist()
+        for (name, prompt, finish), (start, end) in zip(records, itertools.pairwise(offsets), strict=True):
+            yield str(name), _Kept(str(prompt), finish, ids[start:end])
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CorruptDataError(f"{path}: unreadable ({error})") from None
+
+
+def _digest(prompt_ids: Sequence[int]) -> str:
+    return fingerprint.of_json(list(prompt_ids))[:16]
+
+
+def mend(folder: Path) -> list[str]:
+    """Remove every shard whose content is not as recorded, and the manifest with it. Names of the shards removed."""
+    damaged = []
+    for record in sorted((folder / SHARDS).glob("*.json")):
+        try:
+            check_shard(folder, read_record(folder, record.stem))
+        except (CorruptDataError, MissingFileError):
+            damaged.append(record.stem)
+    for name in damaged:
+        (folder / MANIFEST).unlink(missing_ok=True)  # first: a capture without a shard must not look finished
+        shard_path(folder, name).unlink(missing_ok=True)
+        (folder / SHARDS / f"{name}.json").unlink(missing_ok=True)
+    return damaged

@@ -1,0 +1,215 @@
+"""All sources read once: records redacted, each content once on disk, and what is known of every one in columns."""
+
+import json
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import storage
+from ..specdec.sampling import SamplingSettings
+from .concurrency import Traffic
+from .conversation import SPLITS, Message, Split
+from .dedup import SIGNATURE_LENGTH, Member, Threads, group_key, signature
+from .records import Record
+from .redact import Redactor
+from .settings import MixSettings
+from .sources import SamplePrompts, SourceCounts, read_records
+from .split import weighted_choice
+from .stratify import LogTable
+
+_IN_MEMORY_BYTES = 32 << 20
+
+
+class Spool:
+    """Records by the number that `add` gave them."""
+
+    def __init__(self, beside: Path) -> None:
+        """A small spool stays in memory; a larger one lies on the file system of `beside`."""
+        beside.mkdir(parents=True, exist_ok=True)
+        self._place = beside
+        self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(beside))  # noqa: SIM115  closed by __exit__
+        self._ends = array("Q", [0])
+
+    def __enter__(self) -> "Spool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def add(self, record: Record) -> int:
+        """Keep a record; its number."""
+        line = json.dumps(_plain(record), ensure_ascii=False).encode()
+        with storage.disk_errors(self._place):
+            self._file.seek(self._ends[-1])
+            self._file.write(line)
+        self._ends.append(self._ends[-1] + len(line))
+        return len(self._ends) - 2
+
+    def __getitem__(self, number: int) -> Record:
+        """The record that was kept under this number."""
+        start, end = self._ends[number], self._ends[number + 1]
+        self._file.seek(start)
+        return _record(json.loads(self._file.read(end - start)))
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    values["messages"] = [message.model_dump(exclude_none=True) for message in record.messages]
+    values["sampling"] = record.sampling and record.sampling.model_dump()
+    values["template_args"] = record.template_args and dict(record.template_args)
+    return values
+
+
+def _record(values: dict[str, Any]) -> Record:
+    sampling = values["sampling"]
+    parsed = {
+        "messages": tuple(Message.model_validate(message) for message in values["messages"]),
+        "sampling": None if sampling is None else SamplingSettings.model_validate(sampling),
+    }
+    return Record(**{**values, **parsed})
+
+
+_FIRST_CAPACITY = 1024
+
+
+class Gathered:
+    """What the sources hold. A content has a number; of its copies, the one with the smallest key stands for all."""
+
+    def __init__(self, settings: MixSettings, spool: Spool) -> None:
+        self._settings, self._spool = settings, spool
+        self._redactor = Redactor(settings.redact)
+        self._number_of: dict[str, int] = {}
+        self._stands = array("Q")
+        self._signatures = np.empty((_FIRST_CAPACITY, SIGNATURE_LENGTH), dtype=np.uint32)
+        self._groups: list[str | None] = []
+        self._rows = array("Q")
+        self._number_at_row = array("Q")
+        self._bound: dict[str, Split] = {}
+        self._threads = Threads()
+        self.log = LogTable()
+        self.traffic = Traffic()
+        self.sources: list[SourceCounts] = []
+
+    @property
+    def redacted(self) -> Mapping[str, int]:
+        """How much was redacted, by kind."""
+        return self._redactor.counts
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the distinct contents, by number."""
+        return list(self._number_of)
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The log table's row that stands for each content."""
+        return np.array(self._rows, dtype=np.int64)
+
+    @property
+    def number_at_row(self) -> NDArray[np.int64]:
+        """The content of each row of the log table."""
+        return np.array(self._number_at_row, dtype=np.int64)
+
+    @property
+    def bound(self) -> dict[str, Split]:
+        """Splits that sources name for some contents, by id."""
+        return self._bound
+
+    def continued(self) -> dict[str, str]:
+        """The longest conversation that goes on from each that any goes on from, by ids."""
+        return self._threads.continued(self.ids)
+
+    def record(self, number: int) -> Record:
+        """The record that stands for a content."""
+        return self._spool[self._stands[number]]
+
+    def members(self) -> Iterator[Member]:
+        """The contents as clustering sees them."""
+        turns = self._threads.each()
+        for number, id in enumerate(self._number_of):
+            yield Member(id, self._groups[number], self._signatures[number], turns[number])
+
+    def add(self, found: Record) -> None:
+        """Take one record in."""
+        record = redacted(found, self._redactor)
+        row = self.log.add(record, sampling_of(record, self._settings)[0])
+        number = self._number_of.setdefault(record.id, len(self._rows))
+        self._number_at_row.append(number)
+        if number == len(self._rows):
+            self._rows.append(row)
+            self._stands.append(self._spool.add(record))
+            self._groups.append(_group_of(record))
+            self._sign(number, record)
+            self._threads.add(record)
+        elif (record.key, record.source) < ((standing := self.record(number)).key, standing.source):
+            self._rows[number], self._stands[number] = row, self._spool.add(record)
+            self._groups[number] = _group_of(record)
+        only = self._settings.sources[record.source].only
+        if only is not None:
+            self._bound[record.id] = strictest([only, self._bound.get(record.id, only)])
+
+    def _sign(self, number: int, record: Record) -> None:
+        if number == len(self._signatures):
+            self._signatures = np.concatenate([self._signatures, np.empty_like(self._signatures)])
+        self._signatures[number] = signature(record.user_text)
+
+
+def gather(settings: MixSettings, base_dir: Path, sample_prompts: SamplePrompts | None, spool: Spool) -> Gathered:
+    """Read every source of a mix."""
+    gathered = Gathered(settings, spool)
+    for index, source in enumerate(settings.sources):
+        counts = SourceCounts()
+        gathered.sources.append(counts)
+        for record in read_records(source, base_dir, index, counts, sample_prompts, gathered.traffic):
+            gathered.add(record)
+    return gathered
+
+
+def redacted(record: Record, redactor: Redactor) -> Record:
+    """The record without what the redactor finds, in everything that the target is shown."""
+    messages = tuple(
+        message.model_copy(
+            update={
+                "content": redactor.text(message.content),
+                "name": redactor.value(message.name),
+                "tool_call_id": redactor.value(message.tool_call_id),
+                "tool_calls": redactor.value(message.tool_calls),
+            }
+        )
+        for message in record.messages
+    )
+    arguments = None if record.template_args is None else redactor.value(dict(record.template_args))
+    return replace(record, messages=messages, tools=redactor.value(record.tools), template_args=arguments)
+
+
+def sampling_of(record: Record, settings: MixSettings) -> tuple[SamplingSettings | None, int | None]:
+    """How the target is sampled on a record, and its longest answer: as logged, else drawn as the recipe says."""
+    sampling = record.sampling if settings.logged_sampling else None
+    max_new_tokens = record.max_new_tokens if settings.logged_sampling else None
+    if settings.sampling and (sampling is None or max_new_tokens is None):
+        weights = [choice.weight for choice in settings.sampling]
+        drawn = weighted_choice(settings.sampling, weights, "sampling", settings.salt, record.id)
+        sampling = sampling or drawn.settings
+        max_new_tokens = max_new_tokens or drawn.max_new_tokens
+    return sampling, max_new_tokens
+
+
+def strictest(splits: Iterable[Split]) -> Split:
+    """Holdout before selection before train: what one source judges on, no other may train on."""
+    return max(splits, key=SPLITS.index)
+
+
+def _group_of(record: Record) -> str | None:
+    return None if record.group is None else group_key(record.domain, record.group)

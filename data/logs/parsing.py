@@ -1,0 +1,203 @@
+"""Back from a rendered prompt to its messages, where nothing has to be guessed.
+
+Engines log what their chat template made of a request. A prompt is taken apart only if all of it is made of one
+markup's turns: each opened and closed, no other control token inside, the last one the opened turn of the assistant.
+Rendered again by a template of that markup, the messages give the same text: what the template itself added (a default
+system message, tool descriptions, tool results inside a user turn) stays part of the message it stands in.
+"""
+
+import ast
+import math
+import re
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+_NO_THINKING = "<think>\n\n</think>\n\n"
+_OPEN_THINKING = "<think>\n"
+_DATES = re.compile(r"Cutting Knowledge Date: [^\n]{1,40}\nToday Date: ([^\n]{1,40})\n\n")
+
+
+class Rendered(NamedTuple):
+    """What a prompt was rendered from."""
+
+    messages: list[dict[str, str]]
+    template_args: dict[str, Any]
+
+
+class _Markup(NamedTuple):
+    begin: str
+    """Text before the first turn, if the tokenizer prints it."""
+    turn: re.Pattern[str]
+    """One closed turn: role and content."""
+    opened: str
+    """What opens the assistant's answer."""
+    control: re.Pattern[str]
+    """Control tokens, none of which may be left in a content."""
+    roles: dict[str, str]
+
+
+_CHATML = _Markup(
+    begin="",
+    turn=re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n?", re.DOTALL),
+    opened="<|im_start|>assistant\n",
+    control=re.compile(r"<\|[\w-]+\|>"),
+    roles={"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"},
+)
+_LLAMA3 = _Markup(
+    begin="<|begin_of_text|>",
+    turn=re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n(.*?)<\|eot_id\|>", re.DOTALL),
+    opened="<|start_header_id|>assistant<|end_header_id|>\n\n",
+    control=re.compile(r"<\|[\w-]+\|>"),
+    roles={
+        "system": "system",
+        "user": "user",
+        "assistant": "assistant",
+    },  # `ipython` turns and their calls are not text
+)
+_GEMMA = _Markup(
+    begin="<bos>",
+    turn=re.compile(r"<start_of_turn>(\w+)\n(.*?)<end_of_turn>\n", re.DOTALL),
+    opened="<start_of_turn>model\n",
+    control=re.compile(r"<(?:start_of_turn|end_of_turn|start_of_image|bos|eos)>"),
+    roles={"user": "user", "model": "assistant"},
+)
+_MARKUPS = (_CHATML, _LLAMA3, _GEMMA)
+
+
+def unrender(prompt: str) -> Rendered | None:
+    """The messages of a rendered prompt; None where it is of no known markup, cut, or goes on with an answer."""
+    return next((found for markup in _MARKUPS if (found := _read(prompt, markup)) is not None), None)
+
+
+def is_chat(prompt: str) -> bool:
+    """Whether a prompt holds the turns of a chat at all, in any markup with control tokens."""
+    return re.search(r"<[|｜][\w ▁]+[|｜]>|<start_of_turn>|\[INST\]", prompt) is not None
+
+
+def _read(prompt: str, markup: _Markup) -> Rendered | None:
+    at = len(markup.begin) if prompt.startswith(markup.begin) else 0
+    messages: list[dict[str, str]] = []
+    arguments: dict[str, Any] = {}
+    while turn := markup.turn.match(prompt, at):
+        role = markup.roles.get(turn[1])
+        if role is None or markup.control.search(turn[2]):
+            return None
+        messages.append({"role": role, "content": turn[2]})
+        at = turn.end()
+    rest = prompt[at:]
+    if not rest.startswith(markup.opened):
+        return None
+    opening = rest.removeprefix(markup.opened)
+    if opening == _NO_THINKING:
+        arguments["enable_thinking"] = False
+    elif opening not in ("", _OPEN_THINKING):
+        return None
+    if not _dated(messages, markup, arguments) or not any(message["role"] == "user" for message in messages):
+        return None
+    return Rendered([message for message in messages if message["content"].strip()], arguments)
+
+
+def _dated(messages: list[dict[str, str]], markup: _Markup, arguments: dict[str, Any]) -> bool:
+    """Llama's template writes dates above the system message and would write them again: they become an argument."""
+    if markup is not _LLAMA3 or not messages or messages[0]["role"] != "system":
+        return True
+    dates = _DATES.match(messages[0]["content"])
+    if dates:
+        messages[0] = {"role": "system", "content": messages[0]["content"][dates.end() :]}
+        arguments["date_string"] = dates[1]
+    return "Environment: ipython" not in messages[0]["content"].splitlines()
+
+
+# A string with its escapes; a bracket; a comma. What stands between them belongs to the value it stands in.
+_TOKENS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[(\[{]|[)\]}]|,""", re.DOTALL)
+_NAME = re.compile(r"\s*([A-Za-z_][\w ]*?)\s*(?:=|: ?)")
+_CUT = re.compile(r"""['"\]] \.\.\. ['"\[]""")
+
+
+def fields(text: str) -> dict[str, str]:
+    """The named parts of a text, split at the commas outside all strings and brackets, up to a bracket that closes
+    more than was opened. Parts without a name are left out."""
+    found: dict[str, str] = {}
+    depth, start = 0, 0
+    for token in _TOKENS.finditer(text):
+        mark = token[0]
+        if mark in ("(", "[", "{"):
+            depth += 1
+        elif mark in (")", "]", "}"):
+            depth -= 1
+            if depth < 0:
+                _add(found, text[start : token.start()])
+                return found
+        elif mark == "," and depth == 0:
+            _add(found, text[start : token.start()])
+            start = token.end()
+    _add(found, text[start:])
+    return found
+
+
+def arguments(text: str) -> dict[str, str]:
+    """The keyword arguments of `Name(a=1, b='x')`; empty where it is no call."""
+    name, opened, inside = text.partition("(")
+    return fields(inside) if opened and name.strip().isidentifier() else {}
+
+
+def literal(text: str | None) -> Any:
+    """The value that a part prints. Raises ValueError where it is no plain literal, as of an object or a cut text."""
+    if text is None:
+        return None
+    try:
+        return ast.literal_eval(text.strip())
+    except (SyntaxError, TypeError, MemoryError, RecursionError):
+        raise ValueError("not a plain Python literal") from None
+
+
+def is_cut(text: str) -> bool:
+    """Whether a log replaced the middle of a text or a list by three dots."""
+    return _CUT.search(text) is not None
+
+
+def _add(found: dict[str, str], part: str) -> None:
+    name = _NAME.match(part)
+    if name:
+        found.setdefault(name[1], part[name.end() :].strip())
+
+
+_PER_SECOND = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))  # nanoseconds, microseconds, milliseconds since 1970
+_YEAR_10000 = 253402300800.0
+_FRACTION = re.compile(r"(?<=\d)[.,](\d+)")
+
+
+def seconds(value: Any) -> float | None:
+    """Unix seconds of a number (seconds down to nanoseconds, told apart by their size) or of a date in ISO 8601.
+
+    A date without a zone counts as UTC. None of anything else, and of times before 1970 or after 9999.
+    """
+    if isinstance(value, datetime):
+        found: float | None = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    else:
+        found = number(value)
+        if found is not None:
+            found = next((found / scale for least, scale in _PER_SECOND if found >= least), found)
+        elif isinstance(value, str):
+            return _of_text(value.strip())
+    return found if found is not None and 0 <= found < _YEAR_10000 else None
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or a text that is one; None of anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _of_text(text: str) -> float | None:
+    # Python reads at most six digits of a fraction, and a point before them.
+    text = _FRACTION.sub(lambda match: f".{match[1][:6].ljust(6, '0')}", text, count=1)
+    try:
+        return seconds(datetime.fromisoformat(text.removesuffix(" UTC")))
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,172 @@
+"""Prompts to be answered once, from files of any shape that mixes read, in an order that mixes their domains."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import InputError
+from ..progress import bar
+from ..specdec.continuous_batching import Asked, PlainDecoder
+from ..specdec.models import CausalModel
+from ..specdec.requests import Request
+from ..specdec.sampling import SamplingSettings
+from ..specdec.targets import Target
+from .conversation import Conversation, Message, require_chat_template, turns
+from .files import first_line
+from .records import DEFAULT_COLUMNS, Record
+from .settings import FileSource, Shape
+from .sources import SamplePrompts, read
+from .split import unit
+
+
+def read_prompts(paths: Sequence[Path], most: int | None = None) -> list[Record]:
+    """The distinct conversations of some files, domain by domain in turn; at most so many of them.
+
+    Which ones, and their order, follows from what they say and not from where they stand. The first line of a file
+    tells its shape; where it names no domain, the file's name is the domain of all. Raises InputError naming file and
+    line, MissingFileError.
+    """
+    if most is not None and most < 1:
+        raise InputError(f"--max-prompts {most}: must be >= 1")
+    found: dict[str, Record] = {}
+    for path in paths:
+        for record in read(source_of(path), Path(), 0)[0]:
+            found.setdefault(record.id, record)
+    return _by_turns(found.values())[:most]
+
+
+def asked_of(record: Record) -> list[Message]:
+    """What the target is asked: the last turn whose context is known. Of user turns alone that is the first one: the
+    others wait for its answer."""
+    conversation = Conversation(
+        id=record.id, domain=record.domain, messages=list(record.messages), cluster=record.id, split="selection"
+    )
+    known = [turn for turn in turns(conversation) if turn.waits_for is None]
+    if not known:
+        raise InputError(f"conversation {record.id}: no answer follows a user message; nothing to ask")
+    return known[-1].messages
+
+
+def source_of(path: Path) -> FileSource:
+    """A file as a source: its first line tells its shape."""
+    line = first_line(path)
+    if line is None:
+        raise InputError(f"{path}: is empty; must hold at least one prompt")
+    names = line if isinstance(line, dict) else {}
+    shape: Shape = next((shape for shape, column in DEFAULT_COLUMNS.items() if column in names), "turns")
+    domain = None if "domain" in names else re.sub(r"[^\w-]", "-", path.name.split(".")[0])[:64] or "prompts"
+    return FileSource(kind=shape, path=str(path), domain=domain, limit=None, weight=None)
+
+
+def _by_turns(records: Iterable[Record]) -> list[Record]:
+    domains: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda record: record.id):
+        domains.setdefault(record.domain, []).append(record)
+    return [
+        one for some in zip_longest(*(domains[name] for name in sorted(domains))) for one in some if one is not None
+    ]
+
+
+_SENTINEL = "zqxUSERTEXTqxz"
+_MOST_WAVES = 4
+_AS_THE_MODEL_SAMPLES = SamplingSettings(temperature=1.0)
+
+
+class UserTurn(NamedTuple):
+    """What a chat template puts around a first user message."""
+
+    prefix_ids: list[int]
+    ending: str
+    """Text that closes the message, e.g. `<|im_end|>`; empty: the template closes it with nothing."""
+    ending_id: int | None
+    """The special token that the ending starts with, if it does."""
+
+
+def user_turn(tokenizer: Any) -> UserTurn:
+    """Find the user-turn prefix by rendering a sentinel message and cutting before it.
+
+    Raises InputError for a tokenizer without chat template, or with one that does not show the user's text once.
+    """
+    require_chat_template(tokenizer)
+    message = [{"role": "user", "content": _SENTINEL}]
+    text: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    if text.count(_SENTINEL) != 1:
+        raise InputError(f"{tokenizer.name_or_path}: its chat template does not show a user message once and unchanged")
+    prefix, suffix = text.split(_SENTINEL)
+    prefix_ids: list[int] = tokenizer(prefix, add_special_tokens=False)["input_ids"]
+    if not prefix_ids:
+        raise InputError(f"{tokenizer.name_or_path}: its chat template puts nothing before a user message")
+    suffix_ids = tokenizer(suffix.lstrip(), add_special_tokens=False)["input_ids"]
+    ending_id = next((id for id in suffix_ids[:1] if id in set(tokenizer.all_special_ids)), None)
+    ending = tokenizer.decode([ending_id]) if ending_id is not None else (suffix.split() or [""])[0]
+    return UserTurn(prefix_ids, ending, ending_id)
+
+
+def prompts_of(target: Target, batch_size: int = 16) -> SamplePrompts:
+    """`sample_prompts(count, seed, max_tokens)` for `build_mix`: temperature 1, the same prompts for the same seed.
+
+    Prompts that are empty, or not finished within `max_tokens`, are drawn anew, at most four times `count` in all;
+    after that fewer come back.
+    """
+
+    def sample_prompts(count: int, seed: int, max_tokens: int) -> list[str]:
+        return sample(target, target.tokenizer, target.stop_ids, count, seed, max_tokens, batch_size)
+
+    return sample_prompts
+
+
+def sample(
+    target: CausalModel,
+    tokenizer: Any,
+    stop_ids: frozenset[int],
+    count: int,
+    seed: int,
+    max_tokens: int,
+    batch_size: int,
+) -> list[str]:
+    """What `prompts_of` does, on a model and its tokenizer."""
+    turn = user_turn(tokenizer)
+    stops = stop_ids | ({turn.ending_id} if turn.ending_id is not None else set())
+    found: list[str] = []
+    with bar("prompts of the target", count, "prompts") as advance:
+        for wave in range(_MOST_WAVES):
+            requests = [
+                Request(turn.prefix_ids, _AS_THE_MODEL_SAMPLES, _seed_of(seed, wave * count + i), max_tokens, stops)
+                for i in range(count - len(found))
+            ]
+            drawn: dict[int, str] = {}
+            for index, tokens in _answers(target, requests, batch_size):
+                text = _user_text(tokenizer, tokens, turn, stops)
+                if text is not None:
+                    drawn[index] = text
+                    advance()
+            found += [drawn[index] for index in sorted(drawn)]
+            if len(found) >= count:
+                break
+    return found
+
+
+def _answers(target: CausalModel, requests: Sequence[Request], batch_size: int) -> Iterator[tuple[int, list[int]]]:
+    """Index and tokens of each, as they come."""
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+    budget = max(request.max_new_tokens for request in requests)
+    decoder = PlainDecoder(target, min(batch_size, len(requests)), longest, budget)
+    decoder.ask([Asked(str(index), request) for index, request in enumerate(requests)])
+    while not decoder.idle:
+        for answered in decoder.step():
+            yield int(answered.name), answered.tokens
+
+
+def _user_text(tokenizer: Any, tokens: list[int], turn: UserTurn, stops: frozenset[int]) -> str | None:
+    """The prompt that the tokens spell; None where it is empty or has no end."""
+    text = tokenizer.decode([token for token in tokens if token not in stops], skip_special_tokens=True)
+    ended = bool(tokens) and tokens[-1] in stops
+    if turn.ending and turn.ending_id is None and turn.ending in text:
+        text, ended = text.split(turn.ending)[0], True
+    return text.strip() or None if ended else None
+
+
+def _seed_of(seed: int, number: int) -> int:
+    return int(unit("self prompt", str(seed), str(number)) * (1 << 53))

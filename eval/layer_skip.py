@@ -1,0 +1,246 @@
+"""What skipping a set of the target's sublayers is worth: expected speed-up, by replay and measured times.
+
+Shapes in names: K drafted tokens.
+
+Expected speed-up is tau x plain / (draft + verify + rest), at the best K. tau comes from recorded answers, one pass of
+the view over each. Times are measured three times, not for every set: with nothing skipped, without attention, and
+without MLPs. A drafted token takes a part of its own, and the same for every attention and for every MLP that is kept.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..data.store import Sample
+from ..errors import CorruptDataError, MissingFileError
+from ..progress import say
+from ..specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
+from ..specdec.models import CausalModel
+from ..specdec.proposers import make_proposer
+from ..specdec.replay.replay import replay
+from ..storage import read_json, write_json
+from .costs import CostTable
+from .draft_configs import Plan, rules_for
+from .settings import ScoreSettings
+from .target_pass_cache import TraceCache
+
+Sublayer = tuple[str, int]
+"""A field of SkippedLayers, and a layer."""
+Counts = dict[int, tuple[float, float]]
+"""By K: tokens and rounds."""
+_Stored = TypeAdapter(dict[str, dict[str, Counts]])
+
+
+class RoundTimes(NamedTuple):
+    """Times of a round at one K, in those of a plain token."""
+
+    fixed: float
+    """The target's pass, the rest, and what a draft takes without any sublayer."""
+    attention: float
+    """Of each layer that keeps it."""
+    mlp: float
+
+    @classmethod
+    def fit(cls, K: int, layers: int, whole: CostTable, no_attention: CostTable, no_mlp: CostTable) -> "RoundTimes":
+        """From the times of drafts that skip nothing, every attention, and every MLP."""
+        tables = (whole, no_attention, no_mlp)
+        costs = [table.cost(Plan(K)) for table in tables]
+        draft = [cost.draft_seconds / table.plain_seconds for cost, table in zip(costs, tables)]
+        others = [(c.verify_seconds + c.rest_seconds) / table.plain_seconds for c, table in zip(costs, tables)]
+        attention, mlp = (max(0.0, (draft[0] - one) / layers) for one in draft[1:])
+        bare = max(0.0, draft[0] - layers * (attention + mlp))
+        return cls(sum(others) / len(others) + bare, attention, mlp)
+
+    def of(self, layers: int, skipped: SkippedLayers) -> float:
+        """The round of a draft that skips so much of so many layers."""
+        attention, mlp = layers - len(skipped.attention), layers - len(skipped.mlp)
+        return self.fixed + attention * self.attention + mlp * self.mlp
+
+
+class Worth(NamedTuple):
+    """Of one set, at its best K."""
+
+    speedup: float
+    tau: float
+    K: int
+
+
+class Tried:
+    """Counts of the sets that were tried, by domain, kept in a file from one call to the next."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known = _read(path)
+
+    def get(self, skipped: SkippedLayers, domain: str) -> Counts | None:
+        return self._known.get(_key(skipped), {}).get(domain)
+
+    def keep(self, skipped: SkippedLayers, counts: Mapping[str, Counts]) -> None:
+        self._known[_key(skipped)] = {**self._known.get(_key(skipped), {}), **counts}
+        write_json(self._path, _Stored.dump_python(self._known, mode="json"))
+
+
+class SkipScorer:
+    """Replays views of one target on recorded answers."""
+
+    def __init__(
+        self,
+        target: CausalModel,
+        samples: Mapping[str, Sequence[Sample]],
+        times: Mapping[int, RoundTimes],
+        settings: ScoreSettings,
+        tried: Tried,
+    ) -> None:
+        """`samples`: those of each domain. `times`: by K; these are the K that are compared."""
+        self._target, self._samples, self._times = target, samples, times
+        self._settings, self._tried = settings, tried
+        self._traces = TraceCache(target, settings.trace_bytes, settings.replay_tokens)
+
+    def worth(self, skipped: SkippedLayers, domains: Sequence[str]) -> Worth:
+        """Expected speed-up of a set over some domains together; of equal K the smaller one."""
+        counts = self._counts(skipped, domains)
+
+        def at(K: int) -> Worth:
+            tokens, rounds = (sum(column) for column in zip(*(counts[domain][K] for domain in domains)))
+            tau = tokens / rounds if rounds else 1.0
+            return Worth(tau / self._times[K].of(self._target.num_layers, skipped), tau, K)
+
+        return max(map(at, sorted(self._times)), key=lambda worth: worth.speedup)
+
+    def _counts(self, skipped: SkippedLayers, domains: Sequence[str]) -> dict[str, Counts]:
+        known = {domain: self._tried.get(skipped, domain) for domain in domains}
+        found = {domain: counts for domain, counts in known.items() if counts is not None}
+        missing = [domain for domain in domains if domain not in found]
+        if missing:
+            fresh = {domain: self._replay(skipped, self._samples[domain]) for domain in missing}
+            self._tried.keep(skipped, fresh)
+            found |= fresh
+        return found
+
+    def _replay(self, skipped: SkippedLayers, samples: Sequence[Sample]) -> Counts:
+        """Tokens and rounds of all answers together, each under the rule that decides at its sampling setting."""
+        proposer = make_proposer(SkippedDraft(self._target, skipped), self._target)
+        depths, totals = sorted(self._times), dict.fromkeys(self._times, (0.0, 0.0))
+        for traced in self._traces.along(samples, proposer):
+            rules = rules_for(traced.sampling, proposer, self._settings)[:1]
+            for counted in replay(proposer, traced, rules, depths):
+                for one in counted:
+                    tokens, rounds = totals[one.draft_tokens]
+                    totals[one.draft_tokens] = tokens + one.counts.tokens, rounds + one.counts.rounds
+        return totals
+
+
+def sublayers(layers: int) -> list[Sublayer]:
+    """All that can be skipped."""
+    return [(kind, layer) for layer in range(layers) for kind in SkippedLayers.model_fields]
+
+
+def skipping(parts: frozenset[Sublayer]) -> SkippedLayers:
+    """The set as a draft's settings."""
+    return SkippedLayers(**{kind: tuple(n for one, n in parts if one == kind) for kind in SkippedLayers.model_fields})
+
+
+def _key(skipped: SkippedLayers) -> str:
+    return skipped.model_dump_json()
+
+
+def _read(path: Path) -> dict[str, dict[str, Counts]]:
+    try:
+        return _Stored.validate_python(read_json(path))
+    except MissingFileError:
+        return {}
+    except (CorruptDataError, ValidationError):
+        say(f"{path}: not a readable list of tries; trying again")
+        return {}
+
+
+P = TypeVar("P")
+
+
+class Found(NamedTuple, Generic[P]):
+    """The best set that was tried."""
+
+    parts: frozenset[P]
+    value: float
+    tries: int
+    """Sets that were tried."""
+
+
+def search(
+    parts: Sequence[P],
+    value: Callable[[frozenset[P]], float],
+    tries: int,
+    seed: int,
+    start: Iterable[frozenset[P]] = (),
+) -> Found[P]:
+    """The set of the highest value among at most `tries` different ones; of equal ones the one that was tried first.
+
+    The sets of `start` are tried first of all. The same arguments give the same sets in the same order.
+    """
+    looked = _Looked(value, tries)
+    try:
+        for known in start:
+            looked.at(known)
+        order = _by_worth(parts, looked, random.Random(seed))
+        _nested(order, looked)
+        _climb(parts, looked, random.Random(seed))
+    except _SpentError:
+        pass
+    return Found(looked.best, looked.values[looked.best], len(looked.values))
+
+
+class _SpentError(Exception):
+    """All tries are used up."""
+
+
+class _Looked(Generic[P]):
+    """Values of the sets that were tried, the best of them, and how many more may be."""
+
+    def __init__(self, value: Callable[[frozenset[P]], float], tries: int) -> None:
+        self._value, self._tries = value, tries
+        self.values: dict[frozenset[P], float] = {}
+        self.best: frozenset[P] = frozenset()
+
+    def at(self, parts: frozenset[P]) -> float:
+        if parts not in self.values:
+            if len(self.values) >= self._tries:
+                raise _SpentError
+            self.values[parts] = self._value(parts)
+            if len(self.values) == 1 or self.values[parts] > self.values[self.best]:
+                self.best = parts
+        return self.values[parts]
+
+
+def _by_worth(parts: Sequence[P], looked: _Looked[P], chance: random.Random) -> list[P]:
+    """Parts by the value of leaving each out alone, the best first."""
+    worth = {place: looked.at(frozenset([parts[place]])) for place in chance.sample(range(len(parts)), len(parts))}
+    return [parts[place] for place in sorted(worth, key=lambda place: (-worth[place], place))]
+
+
+def _nested(order: Sequence[P], looked: _Looked[P]) -> None:
+    """The first m parts, for m on a grid of an eighth of them, then on ever finer ones beside the best m."""
+
+    def value(count: int) -> float:
+        return looked.at(frozenset(order[:count]))
+
+    step = max(1, len(order) // 8)
+    best = max(range(0, len(order) + 1, step), key=value)
+    while step > 1:
+        step = (step + 1) // 2
+        best = max((m for m in (best, best - step, best + step) if 0 <= m <= len(order)), key=value)
+
+
+def _climb(parts: Sequence[P], looked: _Looked[P], chance: random.Random) -> None:
+    """Go to a better neighbour while there is one."""
+    while True:
+        here = looked.best
+        inside = [part for part in parts if part in here]
+        outside = [part for part in parts if part not in here]
+        one_off = [here ^ {part} for part in parts]
+        swapped = [here ^ {one, other} for one in inside for other in outside]
+        around = [*chance.sample(one_off, len(one_off)), *chance.sample(swapped, len(swapped))]
+        if not any(looked.at(near) > looked.values[here] for near in around):
+            return

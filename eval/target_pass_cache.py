@@ -1,0 +1,70 @@
+"""The target's passes over recorded answers, many answers at a time, and drafts replayed along them."""
+
+from collections.abc import Iterator, Sequence
+
+from ..data.batches import buckets
+from ..data.store import Sample
+from ..specdec.models import CausalModel
+from ..specdec.proposers.base import Proposer
+from ..specdec.replay.replay import Counted, replay
+from ..specdec.replay.target_trace import Recorded, TargetTrace, trace_target
+from ..specdec.sampling import SamplingSettings
+from .draft_configs import exact_rules
+from .settings import ScoreSettings
+
+_PASS_TOKENS = {"cuda": 16384, "cpu": 2048}
+"""Tokens of one pass where the settings name none. A GPU takes as long for a few as for thousands; on a CPU larger
+passes only add padding."""
+
+
+class TraceCache:
+    """Remembers the target's passes over recorded answers, for the next checkpoint, up to a budget of bytes.
+
+    `pass_tokens`: tokens of a pass, padding included; 0: what suits the device.
+    """
+
+    def __init__(self, target: CausalModel, budget_bytes: int, pass_tokens: int = 0) -> None:
+        self._target, self._left = target, budget_bytes
+        self._tokens = pass_tokens or _PASS_TOKENS.get(target.device.type, _PASS_TOKENS["cpu"])
+        self._known: dict[tuple[tuple[str, ...], tuple[int, ...], bool], TargetTrace] = {}
+
+    def packs(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Indexes of the samples that go through one pass: of one sampling setting, and of about one length."""
+        members: dict[SamplingSettings, list[int]] = {}
+        for index, sample in enumerate(samples):
+            members.setdefault(sample.sampling, []).append(index)
+        found: list[list[int]] = []
+        for indexes in members.values():
+            lengths = [len(samples[index].prompt_ids) + len(samples[index].answer_ids) for index in indexes]
+            found += [[indexes[place] for place in group] for group in buckets(lengths, self._tokens)]
+        return found
+
+    def of(self, pack: Sequence[Sample], proposer: Proposer) -> TargetTrace:
+        """The target's states along the answers of a pack, as far as the proposer reads them."""
+        key = tuple(sample.id for sample in pack), proposer.aux_layers, proposer.reads_states
+        traced = self._known.get(key)
+        if traced is None:
+            answers = [Recorded(one.prompt_ids, one.answer_ids, one.max_new_tokens) for one in pack]
+            traced = trace_target(self._target, answers, pack[0].sampling, *key[1:])
+            if traced.nbytes <= self._left:
+                self._left -= traced.nbytes
+                self._known[key] = traced
+        return traced
+
+    def along(self, samples: Sequence[Sample], proposer: Proposer) -> Iterator[TargetTrace]:
+        """The passes over all samples, in no order."""
+        for pack in self.packs(samples):
+            yield self.of([samples[index] for index in pack], proposer)
+
+
+def replay_samples(
+    proposer: Proposer,
+    traces: TraceCache,
+    samples: Sequence[Sample],
+    depths: Sequence[int],
+    settings: ScoreSettings,
+) -> Iterator[tuple[int, list[Counted]]]:
+    """Each sample's index and its counts, under every scored rule that a replay can tell, pack by pack."""
+    for pack in traces.packs(samples):
+        traced = traces.of([samples[index] for index in pack], proposer)
+        yield from zip(pack, replay(proposer, traced, exact_rules(traced.sampling, proposer, settings), depths))

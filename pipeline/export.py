@@ -1,0 +1,100 @@
+"""Drafts leave the work folder here: copied, read back, and scored again before anyone may use them."""
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from .. import fingerprint
+from ..data.store import Sample
+from ..errors import FormatError, InputError
+from ..eval.score import spread
+from ..eval.target_pass_cache import replay_samples
+from ..specdec.formats import Format, Verifier, convert_draft, read_draft
+from ..specdec.replay.replay import Counted
+from ..storage import new_folder
+from .scoring import Scorer
+from .workspace import Workspace
+
+_CHECKED_CONVERSATIONS = 4
+
+
+def export_draft(
+    scorer: Scorer,
+    folder: Path,
+    out: Path,
+    layout: Format | None = None,
+    verifier: Verifier | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Copy a draft (without its trainer's state) to `out`, which must not exist or be empty.
+
+    `layout`: write it in this format instead; `verifier` and `tokenizer`, the target's, are for those that hold them.
+    What was written is loaded again and must give the same counts on recorded answers. Raises FormatError otherwise,
+    and leaves nothing behind.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out}: exists and is not empty; name a new folder")
+    if layout is None and not folder.is_dir():
+        raise InputError(f"--draft {folder}: is a file: name the format to write it in, --format")
+    with new_folder(out) as beside:
+        if layout is not None:
+            convert_draft(folder, beside, layout, verifier, tokenizer)
+        else:
+            for path in sorted(path for path in folder.iterdir() if path.is_file()):
+                shutil.copyfile(path, beside / path.name)
+        if not same_counts(scorer, folder, beside):
+            raise FormatError(f"{out}: the exported draft does not score as the checkpoint {folder} does")
+
+
+def rewrite_draft(
+    folder: Path, out: Path, layout: Format, verifier: Verifier | None, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Write a draft in another format where no answers are at hand to score it on. `out` must not exist or be empty.
+
+    What was written is read again and must hold the same weights, to the bit. Raises FormatError otherwise, and leaves
+    nothing behind.
+    """
+    with new_folder(out) as beside:
+        convert_draft(folder, beside, layout, verifier, tokenizer)
+        if not _same_weights(folder, beside):
+            raise FormatError(f"{out}: the {layout} draft does not read back as the one that is stored")
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    first, second = (read_draft(place).state_dict() for place in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def verifier_of(space: Workspace, target_id: str | None) -> Verifier:
+    """The target under its hub id: the given one, else the recipe's model where that is one."""
+    name = space.recipe.target.model if target_id is None else target_id
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise InputError(f"--target-id {name}: must be the target's hub id (owner/name), which the format names")
+    model = space.target.model
+    return Verifier(name, list(model.config.architectures or [type(model).__name__]))
+
+
+def is_copy(out: Path, folder: Path) -> bool:
+    """Whether `out` holds exactly the files that `export_draft` copies from `folder`."""
+    one, other = (
+        {path.name: fingerprint.of_file(path) for path in place.glob("*") if path.is_file()} for place in (folder, out)
+    )
+    return one == other
+
+
+def same_counts(scorer: Scorer, one: Path, other: Path) -> bool:
+    """Whether two draft folders give equal replay counts on a few recorded answers."""
+    chosen = spread(scorer.samples, _CHECKED_CONVERSATIONS)
+    samples = [sample for sample in scorer.samples if sample.conversation in chosen]
+    return _counts(scorer, one, samples) == _counts(scorer, other, samples)
+
+
+def _counts(scorer: Scorer, folder: Path, samples: Sequence[Sample]) -> list[list[Counted]]:
+    """What each sample's answer is worth to the draft's chains, under every rule that a replay can tell."""
+    proposer, settings = scorer.proposer(scorer.load(folder)), scorer.settings
+    counted = dict(replay_samples(proposer, scorer.traces, samples, settings.draft_tokens, settings))
+    return [counted[index] for index in range(len(samples))]

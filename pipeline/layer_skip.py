@@ -1,0 +1,136 @@
+"""`draftforge skip-layers`: which of the target's own layers a draft can do without, by domain."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from .. import fingerprint
+from ..data.store import Sample
+from ..errors import InputError
+from ..eval.costs import CostTable
+from ..eval.draft_configs import Drafting
+from ..eval.layer_skip import RoundTimes, SkipScorer, Sublayer, Tried, Worth, search, skipping, sublayers
+from ..eval.score import spread
+from ..eval.settings import SELECTION_SPLIT
+from ..eval.table import SkipRow, show_skips
+from ..progress import bar, say
+from ..specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
+from ..specdec.formats.layer_skip import SkipFile, check_writable, write_skipped
+from ..specdec.proposers import make_proposer
+from .scoring import Scorer
+from .stages import Stage, capture_stage, mix_stage
+from .workspace import Workspace
+
+POOLED = "all domains"
+TRIES_FILE = "tries.json"
+
+
+def skip_layers(
+    space: Workspace,
+    domain: str | None,
+    draft_tokens: int | None,
+    tries: int,
+    conversations: int,
+    seed: int,
+    out: Path | None,
+) -> None:
+    """Search on recorded answers of the selection split, over all domains together and in each (or in one), and write
+    what was found: `out` for all domains or the one, beside it `<out>-<domain>.json` for each of several.
+
+    What was tried is kept in the work folder: the same search again only reads, one of more tries goes on from there.
+    """
+    out = space.root / "skip-layers.json" if out is None else out
+    check_writable(out)
+    captured = capture_stage(space, mix_stage(space))
+    if not space.first_rank:
+        return
+    scorer = Scorer(space, captured, SELECTION_SPLIT)
+    samples = _samples(scorer, domain, conversations)
+    depths = scorer.settings.draft_tokens if draft_tokens is None else [draft_tokens]
+    places = _places(list(samples), out)
+    for place in places.values():
+        check_writable(place)
+    times = _times(scorer, space, depths)
+    tried = Tried(_folder(space, captured, scorer, depths, conversations) / TRIES_FILE)
+    worth = SkipScorer(space.target, samples, times, scorer.settings, tried)
+    rows: list[SkipRow] = []
+    best: list[frozenset[Sublayer]] = []  # of all domains together: where the search in each begins
+    for name, place in places.items():
+        asked = list(samples) if name == POOLED else [name]
+        found, row = _search(space, worth, name, asked, tries, seed, best)
+        best = best or [found]
+        rows.append(row)
+        how = {**row.record(), "seed": seed, "conversations": conversations, "capture": captured.fingerprint}
+        file = SkipFile(target_fingerprint=space.target_fingerprint, skipped=row.skipped, found=how)
+        write_skipped(place, file)
+    show_skips(rows)
+    for row, place in zip(rows, places.values()):
+        if row.speedup < 1:
+            say(f"skipping layers loses here: {row.domain}: {row.speedup:.2f}x of plain decoding at best")
+        say(f"{place}: {row.domain}; a draft: --draft {place}")
+
+
+def _samples(scorer: Scorer, domain: str | None, conversations: int) -> dict[str, list[Sample]]:
+    """By domain, of some of its conversations."""
+    domains = sorted({sample.domain for sample in scorer.samples})
+    if domain is not None and domain not in domains:
+        raise InputError(f"--domain {domain}: must be a domain of the selection split ({', '.join(domains)})")
+    found: dict[str, list[Sample]] = {}
+    for name in domains if domain is None else [domain]:
+        mine = [sample for sample in scorer.samples if sample.domain == name]
+        kept = spread(mine, conversations)
+        found[name] = [sample for sample in mine if sample.conversation in kept]
+    if not found:
+        raise InputError("no answers to search on: the selection split is empty; give the mix more conversations")
+    return found
+
+
+def _places(domains: Sequence[str], out: Path) -> dict[str, Path]:
+    """Files by what they are for."""
+    if len(domains) == 1:
+        return {domains[0]: out}
+    return {POOLED: out, **{name: out.with_name(f"{out.stem}-{name}{out.suffix}") for name in domains}}
+
+
+def _times(scorer: Scorer, space: Workspace, depths: Sequence[int]) -> dict[int, RoundTimes]:
+    """Of rounds at every K, from three drafts that are timed: with all sublayers, without attention, without MLPs."""
+    target = space.target
+    every = tuple(range(target.num_layers))
+
+    def timed(skipped: SkippedLayers) -> CostTable:
+        draft = SkippedDraft(target, skipped)
+        return scorer.costs(draft, [Drafting(partial(make_proposer, draft, target), tuple(depths))])
+
+    tables = [timed(SkippedLayers()), timed(SkippedLayers(attention=every)), timed(SkippedLayers(mlp=every))]
+    return {K: RoundTimes.fit(K, target.num_layers, *tables) for K in depths}
+
+
+def _folder(space: Workspace, captured: Stage, scorer: Scorer, depths: Sequence[int], conversations: int) -> Path:
+    """Where the counts of these answers lie. They know of no seed and no times."""
+    inputs = [captured.fingerprint, scorer.settings.sampled_rules, list(depths), conversations]
+    return space.folder("skip", fingerprint.of_json(["skip-layers", inputs]))
+
+
+def _search(
+    space: Workspace,
+    worth: SkipScorer,
+    name: str,
+    domains: Sequence[str],
+    tries: int,
+    seed: int,
+    start: Sequence[frozenset[Sublayer]],
+) -> tuple[frozenset[Sublayer], SkipRow]:
+    """The best set for some domains together, with a bar."""
+    seen: dict[frozenset[Sublayer], Worth] = {}
+
+    with bar(f"skip layers, {name}", tries, "sets") as advance:
+
+        def value(parts: frozenset[Sublayer]) -> float:
+            seen[parts] = worth.worth(skipping(parts), domains)
+            advance(note=f"best {max(one.speedup for one in seen.values()):.2f}x")
+            return seen[parts].speedup
+
+        found = search(sublayers(space.target.num_layers), value, tries, seed, start)
+    best = seen[found.parts]
+    row = SkipRow(name, skipping(found.parts), space.target.num_layers, best.K, best.tau, best.speedup, found.tries)
+    return found.parts, row

@@ -1,0 +1,341 @@
+"""`inspect-mix`: the mix beside the log that it comes from, as tables, and as pictures where they are asked for."""
+
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .. import storage
+from ..data.conversation import SPLITS
+from ..data.profile import DISTINCT, JOINT, LOG, MIX, QUANTILES, SIDES, Profile, Shares, profile
+from ..data.stratify import DAY, NONE
+from ..errors import InputError
+from ..eval.table import UNKNOWN, show_cells
+from ..progress import say
+from .preflight import known_context
+from .stages import mix_stage
+from .workspace import Workspace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_BARS = 14
+_COLOURS = {LOG: "#59636e", MIX: "#3b78b8", SPLITS[2]: "#d9822b"}
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#1f2328}
+table{border-collapse:collapse;margin:.4rem 0}
+td,th{padding:.15rem .7rem;border-bottom:1px solid #d0d7de;text-align:right}
+td:first-child,th:first-child{text-align:left}caption{text-align:left;font-weight:600;padding:.8rem 0 .2rem}
+p.note{color:#59636e;margin:.1rem 0 1.2rem;white-space:pre-line}figure{margin:1rem 0}svg{max-width:100%;height:auto}"""
+
+
+Cells = list[list[str]]
+
+
+class Table(NamedTuple):
+    """A table as text: a header and rows."""
+
+    title: str
+    cells: Cells
+    note: str
+
+
+def check_place(out: Path) -> None:
+    """Raise InputError unless `out` is a page to write or a folder to make."""
+    if out.suffix == ".html":
+        if out.is_dir():
+            raise InputError(f"--out {out}: is a folder; must be a file to write")
+    elif out.exists():
+        raise InputError(f"--out {out}: exists; give a new folder, or a file that ends in .html")
+
+
+def write_page(out: Path, name: str, tables: Sequence[Table], found: Profile) -> None:
+    """One HTML file with pictures and tables."""
+    title = f"The mix of {escape(name)}"
+    parts = [f"<h1>{title}</h1>"]
+    parts += [f"<figure>{_svg(figure)}</figure>" for _, figure in pictures(found)]
+    parts += [_html(table) for table in tables]
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+    storage.write_bytes(out, page.encode())
+
+
+def write_pictures(out: Path, found: Profile) -> None:
+    """A folder of pictures, each as PNG and SVG."""
+    with storage.new_folder(out) as folder:
+        for name, figure in pictures(found):
+            figure.savefig(folder / f"{name}.png", dpi=150)
+            (folder / f"{name}.svg").write_text(_svg(figure))
+
+
+def pictures(found: Profile) -> Iterator[tuple[str, "Figure"]]:
+    """Name and picture: shares of each label, days, lengths."""
+    for one in found.shares:
+        if one.key == DAY and len(one.labels) > 1:
+            yield "days", _days(one)
+        elif one.key not in (DAY, JOINT):
+            yield one.key, _bars(one)
+    yield "lengths", _lengths_figure(found)
+
+
+def _figure(width: float, height: float, panels: int = 1) -> tuple["Figure", list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = list(np.atleast_1d(figure.subplots(1, panels)))
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _bars(one: Shares) -> "Figure":
+    """Shares of the most frequent labels of the log, side by side."""
+    sizes = one.counts[LOG]
+    shown = sorted(sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))[:_MOST_BARS])
+    figure, (ax,) = _figure(7, 1.4 + 0.42 * len(shown))
+    places, height = np.arange(len(shown)), 0.8 / len(_COLOURS)
+    for turn, (side, colour) in enumerate(_COLOURS.items()):
+        share = one.counts[side][shown] / max(1, one.counts[side].sum())
+        ax.barh(places + (turn - 1) * height, share, height, color=colour, label=side)
+    ax.set_yticks(places, [one.labels[i] for i in shown])
+    ax.invert_yaxis()
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    left = len(sizes) - len(shown)
+    ax.set_title(f"By {one.key}" + (f" ({left} rarer ones not shown)" if left else ""), loc="left")
+    ax.legend(frameon=False)
+    return figure
+
+
+def _days(one: Shares) -> "Figure":
+    """Shares of each day."""
+    figure, (ax,) = _figure(9, 3)
+    for side, colour in _COLOURS.items():
+        share = one.counts[side] / max(1, one.counts[side].sum())
+        ax.plot(one.labels, share, color=colour, label=side, marker="." if len(one.labels) < 60 else None)
+    ax.set_xticks(np.unique(np.linspace(0, len(one.labels) - 1, min(8, len(one.labels))).astype(int)))
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+    ax.set_title("By day", loc="left")
+    ax.legend(frameon=False)
+    return figure
+
+
+def _lengths_figure(found: Profile) -> "Figure":
+    """How many records are at most so long."""
+    known = {name: sides for name, sides in found.tokens.items() if len(sides[LOG])}
+    figure, axes = _figure(4.5 * len(known), 3, len(known))
+    for ax, (name, sides) in zip(axes, known.items()):
+        for side, values in sides.items():
+            if len(values):
+                ax.ecdf(np.maximum(values, 1), color=_COLOURS[side], label=f"{side} ({len(values):,})")
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        ax.set_title(f"Tokens of the {name}, at most", loc="left")
+        ax.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        ax.legend(frameon=False)
+    return figure
+
+
+def _svg(figure: "Figure") -> str:
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "draftforge", "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    whole = text.getvalue()
+    return whole[whole.index("<svg") :]
+
+
+def _html(table: Table) -> str:
+    title, (header, *rows), note = table
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    caption = f"<caption>{escape(title)}</caption>"
+    return f'<table>{caption}<tr>{head}</tr>{body}</table><p class="note">{escape(note)}</p>'
+
+
+_MOST_ROWS = 12
+_TURNS = {
+    "holdout_turns": "turns in the holdout",
+    "asked_in_train": "of them asked in this mix's train",
+    "asked_in_ancestors_train": "of them asked in an ancestor's train",
+    "ancestors_without_turns": "ancestors' conversations whose turns are not known",
+}
+_NOT_TIMED = {"untimed": "without times", "zero_length": "of no length", "skewed": "ended before they started"}
+
+
+def inspect_mix(space: Workspace, out: Path | None) -> None:
+    """Show the recipe's mix, which is made where it is missing; write a page or pictures to `out`."""
+    if out is not None:
+        check_place(out)
+    folder = mix_stage(space).folder
+    if not space.first_rank:
+        return
+    found = profile(folder)
+    tables = tables_of(found, known_context(space.recipe.target), space.recipe.retrain.old_share)
+    for title, cells, note in tables:
+        show_cells(title, cells, [""] * (len(cells) - 1), note, numeric=cells[0][1:])
+    if out is None:
+        return
+    if out.suffix == ".html":
+        write_page(out, space.recipe.name, tables, found)
+    else:
+        write_pictures(out, found)
+    say(f"{out}: written")
+
+
+def tables_of(found: Profile, context: int | None = None, old_share: float = 0.0) -> list[Table]:
+    """Everything that a profile says; `context`: positions of the target; `old_share`: what a retraining adds."""
+    shares = [one for one in found.shares if one.key != JOINT]
+    return [
+        _fates(found, context, old_share),
+        *(_shares(one, found) for one in shares if len(one.labels) > 1 or one.key != DAY),
+        _distances(found.shares),
+        _lengths(found),
+        *_in_flight(found),
+        *_redacted(found),
+        _contamination(found),
+        *_clusters(found),
+    ]
+
+
+def _fates(found: Profile, context: int | None, old_share: float) -> Table:
+    manifest = found.manifest
+    sources = manifest["sources"]
+    read, skipped = (sum(source[name] for source in sources) for name in ("read", "skipped"))
+    rows = [["read", str(read)], ["broken, skipped", str(skipped)]]
+    rows += [[f"left out: {reason}", str(count)] for reason, count in _left_out(sources).items()]
+    over = read - skipped - sum(_left_out(sources).values()) - found.sizes[LOG]
+    rows += [["over a source's limit", str(over)]] if over else []
+    rows += [["the log, as compared below", str(found.sizes[LOG])]]
+    names = {
+        "exact_copies": "exact copies",
+        "continued": "continued by a longer one",
+        "near_copies": "near-copies",
+        "over_share": "over the mix's shares or limit",
+    }
+    rows += [[names.get(name, "near an evaluation set"), str(count)] for name, count in manifest["left_out"].items()]
+    rows += [[f"mix: {split}", str(found.sizes[split])] for split in SPLITS]
+    if context is not None:
+        long = int((found.tokens["prompt"][MIX] >= context).sum())
+        rows.append([f"of the mix, prompts of {context} tokens or more", str(long)])
+    clusters = ", ".join(f"{count} in {split}" for split, count in manifest["clusters"].items())
+    note = f"clusters of near ones: {clusters}"
+    if old_share:
+        note += (
+            f"\nretrain.old_share {old_share:g}: a retraining adds conversations of the champion's mix until they are "
+            "this share of train; they are not counted here"
+        )
+    return Table("What became of the log", [["conversations", "count"], *rows], note)
+
+
+def _left_out(sources: Sequence[Mapping[str, object]]) -> dict[str, int]:
+    """Lines of logs that hold no conversation, by the reason, over all sources."""
+    found: dict[str, int] = {}
+    for source in sources:
+        told = source.get("left_out")
+        for reason, count in (told if isinstance(told, dict) else {}).items():
+            found[reason] = found.get(reason, 0) + count
+    return found
+
+
+def _shares(one: Shares, found: Profile) -> Table:
+    sizes = one.counts[LOG]
+    order = sorted(range(len(one.labels)), key=lambda i: (-sizes[i], i))
+    shown = sorted(order[:_MOST_ROWS]) if one.key != "system" else order[:_MOST_ROWS]
+    characters = found.manifest["system_characters"]
+    extra = ["characters"] if one.key == "system" else []
+    cells = [[one.key, *extra, "in the log", *SIDES]]
+    for i in shown:
+        length = [str(characters.get(one.labels[i], 0)) if one.labels[i] != NONE else "-"] if extra else []
+        percents = [_share(one.counts[side][i], one.counts[side].sum()) for side in SIDES]
+        cells.append([one.labels[i], *length, str(sizes[i]), *percents])
+    rest = order[_MOST_ROWS:]
+    if rest:
+        percents = [_share(one.counts[side][rest].sum(), one.counts[side].sum()) for side in SIDES]
+        cells.append([f"{len(rest)} others", *["" for _ in extra], str(sizes[rest].sum()), *percents])
+    return Table(f"By {one.key}", cells, f"{DISTINCT}: the log without copies")
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count / total:.1%}" if total else UNKNOWN
+
+
+def _distances(shares: Sequence[Shares]) -> Table:
+    cells = [["label", *(f"{d.of} | {d.against}" for d in shares[0].distances)]]
+    for one in shares:
+        cells.append([one.key, *(_distance(d.variation, d.by_chance, d.p) for d in one.distances)])
+    note = (
+        "total variation distance (the part that would have to have another label), in brackets what a random sample "
+        "of that size would have on average; p: chi-square test, told below 0.01"
+    )
+    return Table("Distances between shares", cells, note)
+
+
+def _distance(value: float, by_chance: float, p: float) -> str:
+    if math.isnan(value):
+        return UNKNOWN
+    told = f", p {p:.0e}" if p < 0.01 else ""
+    return f"{value:.3f} ({by_chance:.3f}{told})"
+
+
+def _lengths(found: Profile) -> Table:
+    cells = [["tokens", *(f"p{q * 100:.0f}" for q in QUANTILES)]]
+    for name, by_side in found.lengths.items():
+        for side in (LOG, MIX, *SPLITS):
+            values = by_side[side]
+            cells.append([f"{name}, {side}", *(UNKNOWN if math.isnan(value) else f"{value:,.0f}" for value in values)])
+    note = f"counted by the log for {found.counted:.0%} of its records, else estimated: four characters a token"
+    return Table("Lengths", cells, note)
+
+
+def _in_flight(found: Profile) -> list[Table]:
+    told = found.manifest["in_flight"]
+    if told is None:
+        return []
+    cells = [["replica", "p50", "p95", "most", "mean", "busy seconds"]]
+    for name, level in [*told["replicas"].items(), ("all", told["all"])]:
+        numbers = [str(level["p50"]), str(level["p95"]), str(level["most"]), f"{level['mean']:.1f}"]
+        cells.append([name, *numbers, f"{level['busy_seconds']:,.0f}"])
+    left = ", ".join(f"{told[name]} {words}" for name, words in _NOT_TIMED.items() if told[name])
+    note = f"while any is, over {told['requests']} requests" + (f"; not counted: {left}" if left else "")
+    return [Table("Requests in flight", cells, f"{note}\nto score drafts at this load:\n{told['load'].rstrip()}")]
+
+
+def _redacted(found: Profile) -> list[Table]:
+    kinds = found.manifest["redacted"]
+    cells = [["kind", "replaced"], *([kind, str(count)] for kind, count in kinds.items())]
+    return [Table("Personal data and secrets", cells, "in all that was read, copies included")] if kinds else []
+
+
+def _contamination(found: Profile) -> Table:
+    told = found.manifest["contamination"]
+    rows = [
+        ["clusters in the holdout", str(told["holdout_clusters"])],
+        ["of them near this mix's train", str(told["near_train"])],
+        ["of them near an ancestor's train", str(told["near_ancestors_train"])],
+        *([f"of them near {name}", str(count)] for name, count in told["near_evaluation_sets"].items()),
+        *([f"conversations near {name}", str(count)] for name, count in told["near_conversations"].items()),
+        *([words, str(told[name])] for name, words in _TURNS.items() if name in told),
+        *(
+            [f"turns of {split} that count elsewhere", str(count)]
+            for split, count in told.get("turns_asked_elsewhere", {}).items()
+        ),
+    ]
+    return Table("The holdout", [["what", "count"], *rows], "what is near a train, or asked in one, must be 0")
+
+
+def _clusters(found: Profile) -> list[Table]:
+    told = found.manifest["domain_clusters"]
+    if told is None:
+        return []
+    cells = [["domain", "words"], *([name, " ".join(words)] for name, words in told["terms"].items())]
+    agreement = told["agreement_of_halves"]
+    note = (
+        "names of an ancestor's" if agreement is None else f"two halves of the log agree by {agreement:.2f} (1: fully)"
+    )
+    return [Table("Domains by clusters", cells, note)]

@@ -1,0 +1,236 @@
+"""`draftforge fetch`: a registered draft of exactly one target, in the layout that is asked for."""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from .. import fingerprint
+from ..errors import DraftforgeError, InputError, RegistryError
+from ..fingerprint import short
+from ..progress import say
+from ..recipe import Recipe
+from ..registry import versions
+from ..registry.connect import Tracking
+from ..registry.listing import ListedTarget, ListedVersion, Listing, listing
+from ..specdec.formats import Format, Verifier, check_family, known_format, needs_verifier
+from ..specdec.formats.layouts import NATIVE
+from ..specdec.loading import as_the_file_says, load_tokenizer
+from ..specdec.requests import TargetSettings
+from ..specdec.targets import Source, locate, target_fingerprint
+from ..storage import read_object
+from .export import rewrite_draft
+from .workspace import open_store, store_of
+
+_FIELD, _NO_ID = "target.model: ", "not a hub id (owner/name)"
+_PREFIX = re.compile("[0-9a-f]{6,64}")
+
+
+def fetch(
+    out: Path,
+    target: str,
+    model: str | None,
+    tracking_uri: str | None,
+    workdir: Path | None,
+    alias: str,
+    layout: str | None,
+    target_id: str | None,
+) -> None:
+    """A registered draft of exactly this target, in `out`.
+
+    `target`: its model (folder, GGUF file or hub id), or at least 6 hex digits of its fingerprint. `layout`: a format
+    of `draftforge.specdec.formats`; None: as it is stored, which is vLLM's.
+    """
+    chosen = None if layout is None else known_format(layout)
+    tracking = open_store(model, tracking_uri, workdir)
+    settings = _settings(target)
+    with _as_given():
+        found = _fingerprint(tracking, target) if settings is None else target_fingerprint(settings)
+    if chosen is None or chosen == NATIVE:
+        version = versions.fetch(tracking, found, out, alias)
+    else:
+        version = versions.require(tracking, found, alias)
+        check_family(chosen, version.lineage.family)
+        source = None if settings is None else locate(settings)
+        verifier = _verifier(source, target, target_id) if needs_verifier(chosen) else None
+        versions.refuse_occupied(out)
+        with tempfile.TemporaryDirectory() as beside:
+            stored = Path(beside) / "stored"
+            versions.fetch(tracking, found, stored, alias)
+            rewrite_draft(stored, out, chosen, verifier, _tokenizer(source, stored, chosen))
+    written = f" as {chosen}, read back equal" if chosen else ""
+    say(f"{version.reference}: {alias} of target {fingerprint.short(found)}, in {out}{written}")
+
+
+@contextmanager
+def _as_given() -> Iterator[None]:
+    """Errors name the option, not the field of a recipe that nobody gave."""
+    try:
+        yield
+    except DraftforgeError as error:
+        before, field, rest = str(error).partition(_FIELD)
+        if before or not field:
+            raise
+        rest = rest.replace(_NO_ID, f"{_NO_ID}, nor 6 hex digits or more of a fingerprint")
+        raise type(error)(f"--target {rest}") from None
+
+
+def _settings(target: str) -> TargetSettings | None:
+    """The model that the words name; None where they are hex digits of a fingerprint."""
+    is_digits = _PREFIX.fullmatch(target) is not None and not Path(target).exists()
+    return None if is_digits else TargetSettings(model=target)
+
+
+def _fingerprint(tracking: Tracking, prefix: str) -> str:
+    """The registry's only target whose fingerprint begins so; a whole one is taken as it is."""
+    if fingerprint.is_fingerprint(prefix):
+        return prefix
+    known = versions.targets(tracking)
+    found = [entry for entry in known if entry.fingerprint.startswith(prefix)]
+    if len(found) == 1:
+        return found[0].fingerprint
+    listed = ", ".join(f"{entry.target_name} ({fingerprint.short(entry.fingerprint)})" for entry in found or known)
+    problem = "is the beginning of several targets" if found else "is the beginning of no target here"
+    raise RegistryError(f"--target {prefix}: {problem}: {listed or 'none is registered'}")
+
+
+def _verifier(source: Source | None, target: str, target_id: str | None) -> Verifier:
+    """The target under its hub id, with the architecture that its folder names."""
+    name = target_id or target
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or (target_id is None and Path(name).exists()):
+        raise InputError(f"--target-id {name}: must be the target's hub id (owner/name), which the format names")
+    if source is None:
+        raise InputError(f"--target {target}: must be the target's model: the format names its architecture")
+    config = read_object(source.folder / "config.json")
+    return Verifier(name, [str(one) for one in config.get("architectures") or []])
+
+
+def _tokenizer(source: Source | None, stored: Path, layout: Format) -> PreTrainedTokenizerBase | None:
+    """The target's tokenizer, for the format that holds it; a small draft has the same beside its weights."""
+    if layout != "gguf":
+        return None
+    if (stored / "tokenizer.json").is_file():
+        return load_tokenizer(stored, str(stored), trust_remote_code=False)
+    if source is None:
+        raise InputError("--format gguf: holds the target's tokenizer: name the target's model with --target")
+    file, where = source.gguf_file, f"{_FIELD}{source.folder}"
+    with _as_given():
+        if file is None:
+            return load_tokenizer(source.folder, where, trust_remote_code=False)
+        tokenizer = load_tokenizer(source.folder, where, trust_remote_code=False, gguf_file=file)
+        return as_the_file_says(tokenizer, source.folder / file, where)
+
+
+_PIPED_COLUMNS = 160  # a file has no width to keep to
+
+
+def registry(
+    recipe: Recipe | None,
+    model: str | None,
+    tracking_uri: str | None,
+    workdir: Path | None,
+    target: str | None,
+    decisions: bool,
+    as_json: bool,
+) -> None:
+    """Print which draft serves which target, and where each draft serves."""
+    if target is not None and not re.fullmatch("[0-9a-f]{1,64}", target):
+        raise InputError(f"--target {target}: must be the beginning of a fingerprint, hex digits")
+    options = {"--model": (model, "registry.model"), "--tracking-uri": (tracking_uri, "registry.tracking_uri")}
+    for option, (given, field) in {**options, "--workdir": (workdir, "workdir")}.items():
+        if recipe is not None and given is not None:
+            raise InputError(f"{option} {given}: the recipe names the registry; give {field}={given} instead")
+    tracking = open_store(model, tracking_uri, workdir) if recipe is None else store_of(recipe)
+    found = listing(tracking, target or "", decisions)
+    if as_json:
+        print(found.model_dump_json(indent=2))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPED_COLUMNS)
+    if not found.targets:
+        console.print("no target has a draft here" + (f" (--target {target})" if target else ""))
+        return
+    console.print(_by_target(found))
+    console.print(_by_draft(found))
+    if decisions:
+        for entry in found.targets:
+            for version in entry.versions:
+                _show_decisions(console, version)
+
+
+def _by_target(found: Listing) -> Table:
+    table = Table(title="By target", title_justify="left")
+    for heading in (
+        "target",
+        "alias",
+        "version",
+        "draft",
+        "tau",
+        "speed-up",
+        "registered",
+        "run",
+        "started from",
+        "gate",
+    ):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("tau", "speed-up", "version"))
+    for entry in found.targets:
+        for count, (alias, version) in enumerate(_shown(entry)):
+            table.add_row(
+                escape(f"{entry.target}\n{short(entry.fingerprint)}") if count == 0 else "",
+                alias,
+                version.reference.rpartition("/")[2],
+                f"{version.family} {version.step} {version.plan}",
+                "-" if version.tau is None else f"{version.tau:.2f}",
+                "-" if version.speedup is None else f"{version.speedup:.2f}x",
+                f"{version.registered:%Y-%m-%d %H:%M}",
+                escape(version.run_name or version.run[:8]),
+                (version.parent or "-").removeprefix(f"{entry.name}/"),
+                _gate(version),
+            )
+        table.add_section()
+    return table
+
+
+def _shown(entry: ListedTarget) -> list[tuple[str, ListedVersion]]:
+    """The versions with an alias; where none has one, the newest."""
+    return entry.named() or [("-", version) for version in entry.versions[:1]]
+
+
+def _gate(version: ListedVersion) -> str:
+    if version.rolled_back is not None:
+        return f"rolled back: {escape(version.rolled_back)}"
+    return {"promote": "promoted", "refuse": f"refused: {escape(version.reasons)}"}.get(version.decision, "-")
+
+
+def _by_draft(found: Listing) -> Table:
+    table = Table(title="By draft", title_justify="left")
+    for heading in ("draft", "family", "step", "run", "recipe", "registered for"):
+        table.add_column(heading, overflow="fold")
+    for draft in found.drafts:
+        places = [
+            f"{one.target} {short(one.fingerprint)}: {one.reference}" + "".join(f" @{alias}" for alias in one.aliases)
+            for one in draft.serves
+        ]
+        cells = [draft.draft, draft.family, str(draft.step), draft.run_name or draft.run[:8], draft.recipe]
+        table.add_row(*map(escape, cells), escape("\n".join(places)))
+    return table
+
+
+def _show_decisions(console: Console, version: ListedVersion) -> None:
+    for record in version.decisions or []:
+        verdict = "promoted" if record.promote else "refused"
+        console.print(f"\n{record.version} {verdict} {record.at:%Y-%m-%d %H:%M} against {record.compared or 'none'}")
+        for reason in record.reasons:
+            console.print(f"  {reason}", markup=False, soft_wrap=True)
+        gain = record.numbers.gain
+        for name, one in [("all", gain), *((name, verdict.gain) for name, verdict in record.numbers.domains.items())]:
+            if one is not None:
+                figures = " ".join(f"{100 * value:+.1f}" for value in (one.value, one.low, one.high))
+                console.print(f"  gain, {name}: {figures} % (value, low, high)", markup=False)

@@ -1,0 +1,255 @@
+"""Is the champion stale? Looks at the target, at recent traffic and at the mix, and only as far as it must.
+
+Nothing changed: nothing is answered. The logs changed: the mix is made anew, and a few of its new conversations are
+answered. The target changed: a draft is due whatever the answers say; a few show how far the old one fell.
+"""
+
+import math
+import shutil
+from collections.abc import Collection, Sequence
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+
+from .. import fingerprint
+from ..data.capture.capture import capture_conversations
+from ..data.capture.reuse import mend
+from ..data.conversation import Conversation, turns
+from ..data.dedup import Asking, asked_elsewhere, asking
+from ..data.mix import load_members, load_mix
+from ..data.replay_mix import base_of
+from ..data.split import unit
+from ..errors import CorruptDataError, LostFilesError
+from ..eval.counts import values
+from ..eval.draft_configs import Drafting
+from ..eval.score import Identity
+from ..eval.select import serving
+from ..eval.settings import HOLDOUT_SPLIT
+from ..progress import say
+from ..registry.lineage import Version, ancestors, cluster_digest, training_clusters
+from ..registry.versions import champion, latest_champion, missing_file, resolve_models_uri
+from ..specdec.drafts import AnyDraft
+from ..specdec.formats import read_meta
+from ..specdec.proposers import make_proposer
+from .promotion import kept_counts
+from .scoring import Scorer
+from .stages import Stage, mix_place, mix_stage
+from .staleness import Cause, Change, Staleness, mix_drift, tau_change
+from .workspace import Workspace, at
+
+
+def new_conversations(
+    space: Workspace, version: Version, mix: Sequence[Conversation], known: Collection[str]
+) -> list[Conversation]:
+    """Conversations of a mix that a version's own mix (ids `known`) does not have and that lie near nothing that it or
+    an ancestor was trained on, without turns that one of them was trained on: as new to it as its holdout was."""
+    trained: set[str] = set()
+    for one in (version, *ancestors(space.tracking, version)):
+        trained |= training_clusters(space.tracking, one)
+    fresh = [one for one in mix if one.id not in known and cluster_digest(one.cluster) not in trained]
+    folder = space.folder("mix", version.lineage.mix_fingerprint)
+    members = load_members([folder] if folder.is_dir() else [])
+    before: list[Asking] = [(one.split, one.member.turn_keys) for one in members if one.split == "train"]
+    left_out = asked_elsewhere([asking(HOLDOUT_SPLIT, one) for one in fresh], before)
+    found = [one.model_copy(update={"asked_elsewhere": places}) for one, places in zip(fresh, left_out)]
+    return [one for one in found if turns(one)]
+
+
+def sample(space: Workspace, conversations: Sequence[Conversation], first: Collection[str] = ()) -> list[Conversation]:
+    """At most `retrain.probe_conversations` of them, an even choice by hash; those whose id is in `first` go first."""
+    salt, most = space.recipe.mix.salt, space.recipe.retrain.probe_conversations
+    ranked = sorted(conversations, key=lambda one: (one.id not in first, unit("probe", salt, one.id), one.id))
+    return sorted(ranked[:most], key=lambda one: one.id)
+
+
+def answered(space: Workspace, conversations: Sequence[Conversation]) -> Stage:
+    """The target's answers to them at the scored sampling settings, in a folder that the next probe replaces."""
+    recipe, target = space.recipe, space.target
+    inputs = [
+        [(one.id, one.cluster, one.asked_elsewhere) for one in conversations],
+        recipe.capture.identity(),
+        [sampling.model_dump() for sampling in recipe.score.sampling],
+        [target.fingerprint, str(target.dtype)],
+    ]
+    found = fingerprint.of_json(["probe", inputs])
+    stage = Stage(space.folder("probe", found), found)
+    for earlier in space.root.glob("probe-*"):
+        if earlier != stage.folder and not earlier.is_symlink():
+            shutil.rmtree(earlier)
+    held_out = [one.model_copy(update={"split": HOLDOUT_SPLIT}) for one in conversations]
+    mend(stage.folder)  # of a killed run; few and small
+    capture_conversations(target, held_out, recipe.capture, recipe.score.sampling, stage.folder)
+    return stage
+
+
+def counts_of(space: Workspace, version: Version, folder: Path, captured: Stage) -> pa.Table:
+    """Counts of a registered version, drafting as it was promoted, on captured answers; only what decides."""
+    settings = space.recipe.score.model_copy(update={"decode_conversations": 0, "max_conversations": 0})
+    scorer = Scorer(space.with_recipe(space.recipe.model_copy(update={"score": settings})), captured, HOLDOUT_SPLIT)
+    draft, step = scorer.load(folder), version.lineage.step
+    table, _ = scorer.counts([_drafting(scorer, space, draft, version)], Identity("champion", step))
+    return serving(table, settings)
+
+
+def _drafting(scorer: Scorer, space: Workspace, draft: AnyDraft, version: Version) -> Drafting:
+    lineage = version.lineage
+    if lineage.tree is not None:
+        return scorer.tree_of(draft, str(lineage.tree_name), lineage.tree)
+    K = lineage.draft_tokens or max(space.recipe.score.draft_tokens)
+    return Drafting(partial(make_proposer, draft, space.target), (K,))
+
+
+def judge(space: Workspace) -> Staleness:
+    """What a look at the recipe's target, its champion and its traffic comes to. Hold the work folder's lock."""
+    now = champion(space.tracking, space.target_fingerprint)
+    missing = None if now is None else missing_file(space.tracking, now)
+    if now is not None and missing is None:
+        return Staleness(now, tuple(_traffic(space, now)))
+    causes = []
+    if now is not None:
+        text = f"champion {now.reference}: its files are gone ({missing}): this target needs a draft again"
+        causes.append(Cause("files", "stale", text, {"missing": str(missing)}))
+    old = latest_champion(space.tracking)
+    if old is None:
+        text = "no champion of any target yet: distilling from the recipe's start"
+        return Staleness(None, (*causes, Cause("first", "stale", text, {})))
+    if old.lineage.target_fingerprint != space.target_fingerprint:
+        then, here = (fingerprint.short(one) for one in (old.lineage.target_fingerprint, space.target_fingerprint))
+        text = f"target changed: {old.reference} drafts for another one ({then}, now {here})"
+        causes.append(Cause("target", "stale", text, {"then": then, "now": here}))
+    return Staleness(old, (*causes, *_new_target(space, old)))
+
+
+def inherit_mix(space: Workspace, stale: Version) -> None:
+    """Keep what the champion was trained on out of the new holdout, where the recipe now makes another mix."""
+    theirs = stale.lineage.mix_fingerprint
+    if _unchanged(space, stale):
+        return
+    if space.folder("mix", theirs).is_dir():
+        space.inherit(theirs)
+        return
+    say(
+        f"{stale.reference}: its mix {fingerprint.short(theirs)} is not in {space.root}: what it was trained on, "
+        "or its near-copies, may be held out"
+    )
+    before = (one.lineage.mix_fingerprint for one in ancestors(space.tracking, stale))
+    nearest = next((mix for mix in before if space.folder("mix", mix).is_dir()), None)
+    if nearest is not None:  # it carries on what the ones before it held
+        space.inherit(nearest)
+
+
+def _unchanged(space: Workspace, version: Version) -> bool:
+    """Whether the recipe makes the mix that this version was trained on (old conversations aside)."""
+    theirs, place = version.lineage.mix_fingerprint, mix_place(space).fingerprint
+    folder = space.folder("mix", theirs)
+    return place == theirs or (folder.is_dir() and base_of(folder) == place)
+
+
+def _new_target(space: Workspace, old: Version) -> list[Cause]:
+    """How far another target's champion falls on this one."""
+    with at("mix"):
+        inherit_mix(space, old)
+        mix = load_mix(mix_stage(space).folder)
+    with at("probe"):
+        try:
+            folder = resolve_models_uri(space.tracking, old.uri, space.root / "models", afresh=True)
+        except LostFilesError as error:
+            text = f"{old.reference}: its files are gone or damaged ({error})"
+            return [Cause("files", "unknown", text, {"missing": str(error)})]
+        if read_meta(folder).tokenizer_digest != space.target.tokenizer_digest:
+            text = f"{old.reference}: drafts with another tokenizer; it cannot serve the new target"
+            return [Cause("acceptance", "unknown", text, {})]
+        before = _kept(space, old)
+        known = [] if before is None else values(before, "conversation")
+        held_out = [one for one in mix if one.split == HOLDOUT_SPLIT]
+        captured = answered(space, sample(space, held_out, known))
+        try:
+            now = counts_of(space, old, folder, captured)
+        except CorruptDataError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            text = f"{old.reference}: cannot draft for the new target ({str(error).splitlines()[0]})"
+            return [Cause("acceptance", "unknown", text, {})]
+        return [_fall(space, old, before, now, "on the new target")]
+
+
+def _traffic(space: Workspace, now: Version) -> list[Cause]:
+    """What became of the champion's own target's traffic since it was promoted."""
+    with at("mix"):
+        if _unchanged(space, now):
+            return []
+        inherit_mix(space, now)
+        stage = mix_stage(space)
+        mix, theirs = load_mix(stage.folder), _mix_of(space, now)
+        known = set() if theirs is None else {one.id for one in load_mix(theirs.folder)}
+    with at("probe"):
+        return [_drift(space, now, theirs, mix), _recent(space, now, mix, known)]
+
+
+def _mix_of(space: Workspace, version: Version) -> Stage | None:
+    folder = space.folder("mix", version.lineage.mix_fingerprint)
+    return Stage(folder, version.lineage.mix_fingerprint) if folder.is_dir() else None
+
+
+def _drift(space: Workspace, now: Version, theirs: Stage | None, mix: Sequence[Conversation]) -> Cause:
+    """The mix now against the champion's, without the old conversations that were blended into that."""
+    if theirs is None:
+        text = f"{now.reference}: its mix is not in {space.root}: nothing to see a drift against"
+        return Cause("drift", "unknown", text, {})
+    base = base_of(theirs.folder)
+    folder = theirs.folder if base is None or not space.folder("mix", base).is_dir() else space.folder("mix", base)
+    settings = space.recipe.retrain
+    drift = mix_drift(load_mix(folder), mix, space.recipe.capture.sampling, settings.drift_margin)
+    verdict = drift.verdict(settings.drift_margin, settings.confidence)
+    words = {
+        "stale": "the mix drifted",
+        "held": "the mix is as it was",
+        "unknown": "cannot tell whether the mix drifted",
+    }
+    text = (
+        f"{words[verdict]}: {drift.distance:.1%} of it moved, allowed is {settings.drift_margin:.1%} "
+        f"(p = {drift.p_value:.3g}; {drift.conversations_before} conversations then, {drift.conversations_now} now; "
+        f"most: {drift.moved})"
+    )
+    return Cause("drift", verdict, text, drift._asdict() | {"margin": settings.drift_margin})
+
+
+def _recent(space: Workspace, now: Version, mix: Sequence[Conversation], known: set[str]) -> Cause:
+    """The champion on conversations that it has never seen."""
+    fresh = new_conversations(space, now, mix, known)
+    if not fresh:
+        return Cause("acceptance", "held", "no new conversations to measure acceptance on", {"conversations": 0})
+    before = _kept(space, now)
+    if before is None:
+        text = f"{now.reference}: was promoted without its counts being kept: nothing to see a fall against"
+        return Cause("acceptance", "unknown", text, {})
+    captured = answered(space, sample(space, fresh))
+    folder = resolve_models_uri(space.tracking, now.uri, space.root / "models")
+    return _fall(space, now, before, counts_of(space, now, folder, captured), "on recent traffic")
+
+
+def _kept(space: Workspace, version: Version) -> pa.Table | None:
+    kept = kept_counts(space.tracking, version)
+    return None if kept is None else serving(kept, space.recipe.score)
+
+
+def _fall(space: Workspace, version: Version, before: pa.Table | None, now: pa.Table, where: str) -> Cause:
+    settings = space.recipe.retrain
+    change = tau_change(now.slice(0, 0) if before is None else before, now, settings.confidence)
+    conversations = len(values(now, "conversation"))
+    numbers = {**change._asdict(), "conversations": conversations, "margin": settings.acceptance_margin}
+    verdict = change.verdict(settings.acceptance_margin)
+    return Cause("acceptance", verdict, _told(version, change, verdict, conversations, where), numbers)
+
+
+def _told(version: Version, change: Change, verdict: str, conversations: int, where: str) -> str:
+    """`tiny/1: tau fell on the new target: 1.90, was 2.40 (-20.8 %, at least -17.1 %; 64 conversations)`."""
+    words = {"stale": "fell", "held": "held"}.get(verdict)
+    said = f"tau {words} {where}" if words else f"cannot tell whether tau fell {where}"
+    was = "unknown" if math.isnan(change.before) else f"{change.before:.2f}"
+    numbers = f"{change.now:.2f}, was {was}"
+    if not math.isnan(change.upper):
+        numbers += f" ({change.ratio - 1:+.1%}, between {change.lower - 1:+.1%} and {change.upper - 1:+.1%}"
+        return f"{version.reference}: {said}: {numbers}; {conversations} conversations)"
+    return f"{version.reference}: {said}: {numbers} ({conversations} conversations)"

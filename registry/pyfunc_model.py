@@ -1,0 +1,145 @@
+"""A registered draft as an MLflow model: `mlflow.pyfunc` loads it, and it answers through the decoder.
+
+The target is not in the registry. It is taken from, in this order: `model_config={"target": …}` at loading, the
+environment's DRAFTFORGE_TARGET_MODEL, and what the recipe called it when the draft was registered. Whichever it is,
+its fingerprint must be the one that the draft was made for.
+
+Imported by the code beside a registered draft (`wrapping.py`), never by the rest of draftforge: it loads MLflow's
+pyfunc.
+"""
+
+import ast
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlflow.pyfunc
+import pandas as pd
+from pydantic import ValidationError
+
+from ..data.conversation import Message, render
+from ..errors import InputError, StaleInputError
+from ..eval.draft_configs import rules_for
+from ..eval.settings import ScoreSettings
+from ..fingerprint import short
+from ..specdec.decoder import Generation, Request, generate
+from ..specdec.formats import check_context, check_fits, load_draft
+from ..specdec.proposers import Proposer, make_proposer
+from ..specdec.requests import TargetSettings
+from ..specdec.sampling import SamplingSettings
+from ..specdec.targets import Target
+from .versions import DRAFT, PARAMETERS, TARGET_VARIABLE
+
+_DROPPED = re.compile(r"Unrecognized params (\[.*?\]) are ignored for inference\. Supported params are: (\{.*?\})\.")
+
+
+class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
+    """The target with the draft's help."""
+
+    def load_context(self, context: Any) -> None:
+        """Load target and draft. Raises StaleInputError for a target that the draft was not made for."""
+        warns = logging.getLogger("mlflow.models.utils")
+        warns.setLevel(logging.WARNING)  # heard, whether or not it is shown
+        warns.addFilter(_refuse_dropped)
+        folder = Path(context.artifacts[DRAFT])
+        settings: Mapping[str, Any] = context.model_config or {}
+        self.target = Target.load(_target_settings(settings))
+        loaded = load_draft(folder, self.target.device, self.target.dtype)
+        if loaded.meta.target_fingerprint != self.target.fingerprint:
+            raise StaleInputError(
+                f"target {self.target.settings.model}: is {short(self.target.fingerprint)}, the draft was made for "
+                f"{short(loaded.meta.target_fingerprint)}; name that one, {TARGET_VARIABLE} or model_config['target']"
+            )
+        check_fits(loaded.draft, self.target, str(folder))
+        self._draft, self._folder = loaded.draft, folder
+        self.proposer: Proposer = make_proposer(loaded.draft, self.target)
+
+    # No type hint on `model_input`: MLflow would take it for a schema. It comes as the signature says.
+    def predict(self, context: Any, model_input, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:  # type: ignore[no-untyped-def]
+        """Answer each row: a prompt (text), or a conversation (list of messages, or `{"messages": […]}`).
+
+        Gives, for each, text, tokens, rounds, tau, and how many drafted tokens were accepted of how many.
+        """
+        asked = params or {}
+        _require_known(asked)
+        sampling = SamplingSettings(temperature=asked.get("temperature", 0.0))
+        longest, K = int(asked.get("max_new_tokens", 128)), int(asked.get("draft_tokens", 4))
+        if longest < 1 or not 1 <= K <= 64:
+            raise InputError(f"max_new_tokens {longest}, draft_tokens {K}: must be at least 1, and 1 to 64")
+        requests = []
+        for index, row in enumerate(_rows(model_input)):
+            ids = render(self.target.tokenizer, _messages(row, index))
+            check_context(self._draft, len(ids) + longest, self._folder)
+            requests.append(Request(ids, sampling, int(asked.get("seed", 0)) + index, longest, self.target.stop_ids))
+        rule = rules_for(sampling, self.proposer, ScoreSettings())[0]
+        done = dict(generate(self.target, self.proposer, requests, rule=rule, draft_tokens=K))
+        return [self._answer(done[index]) for index in range(len(requests))]
+
+    def _answer(self, generation: Generation) -> dict[str, Any]:
+        rounds, tokens = len(generation.rounds), generation.tokens
+        said = [token for token in tokens if token not in self.target.stop_ids]
+        return {
+            "text": self.target.tokenizer.decode(said, skip_special_tokens=True),
+            "finish": generation.finish,
+            "tokens": len(tokens),
+            "rounds": rounds,
+            "tau": (len(tokens) - 1) / rounds if rounds else None,  # the first token comes with the prompt's pass
+            "drafted": sum(one.drafted for one in generation.rounds),
+            "accepted": sum(one.accepted for one in generation.rounds),
+        }
+
+
+def _require_known(asked: Iterable[str]) -> None:
+    unknown = sorted(set(asked) - set(PARAMETERS))
+    if unknown:
+        raise InputError(f"params: {', '.join(unknown)}: not known; must be among {', '.join(PARAMETERS)}")
+
+
+def _refuse_dropped(record: logging.LogRecord) -> bool:
+    """A filter of MLflow's log. MLflow drops parameters that a signature lacks before a model sees them, and warns: an
+    error where it is our signature. Raises InputError."""
+    found = _DROPPED.match(record.getMessage())
+    if found is not None and ast.literal_eval(found[2]) == set(PARAMETERS):
+        _require_known(map(str, ast.literal_eval(found[1])))
+    return record.levelno >= logging.getLogger("mlflow").getEffectiveLevel()
+
+
+def _target_settings(config: Mapping[str, Any]) -> TargetSettings:
+    recorded, named = dict(config.get("recorded_target") or {}), config.get("target")
+    named = named or os.environ.get(TARGET_VARIABLE)
+    if named:  # another place, and so another revision, file or adapter, unless they are given with it
+        recorded = dict(named) if isinstance(named, Mapping) else {"model": str(named)}
+    if not recorded:
+        raise InputError(f"{TARGET_VARIABLE}: must name the target; none was recorded with this draft")
+    try:
+        return TargetSettings.model_validate(recorded)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise InputError(f"target.{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+
+
+def _rows(given: Any) -> list[Any]:
+    """What is asked, one a row: MLflow hands over a table of one column, or what the caller gave."""
+    if isinstance(given, pd.DataFrame):
+        if given.shape[1] != 1 or given.columns[0] not in (0, "prompt", "messages"):
+            raise InputError(f"columns {list(given.columns)}: must be one, prompt or messages")
+        return list(given.iloc[:, 0])
+    return [given] if isinstance(given, str | Mapping) else list(given)
+
+
+def _messages(row: Any, index: int) -> list[Message]:
+    row = row.get("messages", row.get("prompt")) if isinstance(row, Mapping) else row
+    if isinstance(row, str) and row.strip():
+        return [Message(role="user", content=row)]
+    listed = isinstance(row, Sequence) or hasattr(row, "tolist")  # a table keeps lists as arrays
+    if not listed or isinstance(row, str) or not len(row):
+        raise InputError(f"row {index}: must be a prompt, or a list of messages with role and content")
+    try:
+        return [Message.model_validate(message) for message in row]
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"])) or "message"
+        raise InputError(f"row {index}: {where}: {problem['msg']}") from None

@@ -1,0 +1,351 @@
+"""Versions and aliases: one registered model a target, `<name>-<12 hex>`, with `candidate`, `champion`, `previous`.
+
+A server that still runs an old target keeps that target's champion.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model, ModelSignature
+from mlflow.pyfunc import add_to_model
+from mlflow.types import DataType, ParamSchema, ParamSpec, Schema
+from mlflow.types.schema import AnyType, ColSpec
+from mlflow.utils.uri import append_to_uri_path
+
+from .. import storage
+from ..errors import FormatError, InputError, OwnershipError, RegistryError
+from ..fingerprint import of_bytes, of_file, of_json, short
+from ..progress import say
+from ..specdec.requests import TargetSettings
+from .artifacts import difference, download, download_verified, file_digests, stored_files
+from .connect import Tracking, mlflow_errors, redacted
+from .lineage import CLUSTERS_NAME, CONTENT_TAG, LINEAGE_TAG, Lineage, Version, as_version, clusters_file, get_version
+
+CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
+TARGET_TAG = "draftforge.target_fingerprint"
+TARGET_NAME_TAG = "draftforge.target_name"
+
+
+class TargetEntry(NamedTuple):
+    """One registered model, that is, one target."""
+
+    name: str
+    fingerprint: str
+    target_name: str
+    champion: int | None
+
+
+def model_name(tracking: Tracking, target_fingerprint: str) -> str:
+    """The registered model that belongs to a target (its fingerprint, or at least its first 12 hex digits)."""
+    if not re.fullmatch(r"[0-9a-f]{12,64}", target_fingerprint):
+        raise InputError(f"target {target_fingerprint}: must be a fingerprint, 12 to 64 hex digits")
+    return f"{tracking.settings.model}-{short(target_fingerprint)}"
+
+
+@contextmanager
+def aliases_lock(tracking: Tracking, name: str) -> Iterator[None]:
+    """One process of this host at a time moves a model's aliases. Other hosts are only seen by re-reading."""
+    with storage.lock(tracking.lock_folder / f"{name}.lock", timeout_seconds=60, what="another promotion or rollback"):
+        yield
+
+
+def register_version(
+    tracking: Tracking,
+    run_id: str,
+    folder: Path,
+    lineage: Lineage,
+    train_clusters: Iterable[str],
+    target: TargetSettings | None = None,
+) -> Version:
+    """Upload a draft folder into the run, register it under its target and call it `candidate`.
+
+    `target`: where the target lies, for those who load the version as an MLflow model.
+
+    The same draft (same files) is registered once; again, the version that exists comes back, unless files of its own
+    are gone from the store: then they are uploaded again, as a new version.
+    """
+    clusters = clusters_file(train_clusters)
+    update = {"files": file_digests(folder), "clusters_digest": of_bytes(clusters)}
+    lineage = Lineage.model_validate(lineage.model_dump() | update)
+    name = model_name(tracking, lineage.target_fingerprint)
+    with aliases_lock(tracking, name), mlflow_errors(tracking.uri):
+        _ensure_model(tracking, name, lineage)
+        known = same_content(tracking, name, lineage.content)
+        version = next((one for one in known if missing_file(tracking, one) is None), None)
+        if version is None:
+            if known:
+                say(f"{known[-1].reference}: its files are gone from the registry: the draft is registered again")
+            to = f"drafts/{short(lineage.content)}" + (f"-{len(known) + 1}" if known else "")  # apart from remains
+            version = _upload(tracking, run_id, folder, to, lineage, clusters, target)
+        if aliases(tracking, name).get(CHAMPION) != version.number:
+            tracking.client.set_registered_model_alias(name, CANDIDATE, str(version.number))
+    return version
+
+
+def _ensure_model(tracking: Tracking, name: str, lineage: Lineage) -> None:
+    tags = {TARGET_TAG: lineage.target_fingerprint, TARGET_NAME_TAG: lineage.target_name}
+    try:
+        tracking.client.create_registered_model(name, tags=tags)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+        found = tracking.client.get_registered_model(name).tags.get(TARGET_TAG)
+        if found != lineage.target_fingerprint:
+            raise RegistryError(
+                f"{name}: belongs to target {found}, not {lineage.target_fingerprint}; set another registry.model"
+            ) from None
+
+
+def same_content(tracking: Tracking, name: str, content: str) -> list[Version]:
+    """Every version of a registered model that has these files on record, oldest first."""
+    with mlflow_errors(tracking.uri):
+        found = tracking.client.search_model_versions(f"name = '{name}' and tags.`{CONTENT_TAG}` = '{content}'")
+    return sorted((as_version(record) for record in found), key=lambda version: version.number)
+
+
+def missing_file(tracking: Tracking, version: Version) -> str | None:
+    """The first of a version's files that its store no longer has. An error where the store does not answer."""
+    missing = sorted(set(version.lineage.files) - set(stored_files(tracking, version.source)))
+    return missing[0] if missing else None
+
+
+def _upload(
+    tracking: Tracking,
+    run_id: str,
+    folder: Path,
+    to: str,
+    lineage: Lineage,
+    clusters: bytes,
+    target: TargetSettings | None,
+) -> Version:
+    """Files first, the version last: a version that exists is complete."""
+    pass
+
+    client, name = tracking.client, model_name(tracking, lineage.target_fingerprint)
+    with tempfile.TemporaryDirectory() as beside:
+        lineage = lineage.model_copy(update={"beside": wrap(Path(beside), lineage, target)})
+        client.log_artifacts(run_id, str(folder), to)
+        client.log_artifacts(run_id, beside, to)
+    client.log_text(run_id, lineage.model_dump_json(indent=2), f"{lineage.folder}/lineage.json")
+    with tempfile.TemporaryDirectory() as beside:
+        path = Path(beside) / CLUSTERS_NAME
+        path.write_bytes(clusters)
+        client.log_artifact(run_id, str(path), lineage.folder)
+    tags = {
+        LINEAGE_TAG: lineage.model_dump_json(),
+        CONTENT_TAG: lineage.content,
+        TARGET_TAG: lineage.target_fingerprint,
+        "draftforge.mix": lineage.mix_fingerprint,
+        "draftforge.capture": lineage.capture_fingerprint,
+        "draftforge.counts": lineage.counts_digest,
+        "draftforge.family": lineage.family,
+        "draftforge.step": str(lineage.step),
+    }
+    source: str = append_to_uri_path(client.get_run(run_id).info.artifact_uri, to)  # type: ignore[no-untyped-call]
+    return as_version(client.create_model_version(name, source, run_id=run_id, tags=tags))
+
+
+def aliases(tracking: Tracking, name: str) -> dict[str, int]:
+    """Alias -> version number of a registered model; empty when there is no such model."""
+    try:
+        with mlflow_errors(tracking.uri):
+            found = tracking.client.get_registered_model(name).aliases
+    except RegistryError:
+        return {}
+    return {alias: int(number) for alias, number in found.items()}
+
+
+def champion(tracking: Tracking, target_fingerprint: str) -> Version | None:
+    """The champion of exactly this target, if it has one."""
+    return by_alias(tracking, target_fingerprint, CHAMPION)
+
+
+def by_alias(tracking: Tracking, target_fingerprint: str, alias: str) -> Version | None:
+    """The version that an alias of this target names, if any."""
+    name = model_name(tracking, target_fingerprint)
+    number = aliases(tracking, name).get(alias)
+    if number is None:
+        return None
+    version = get_version(tracking, f"{name}/{number}")
+    if not version.lineage.target_fingerprint.startswith(target_fingerprint):
+        raise RegistryError(
+            f"{version.uri}: is for target {version.lineage.target_fingerprint}, not for {target_fingerprint}"
+        )
+    return version
+
+
+def targets(tracking: Tracking) -> list[TargetEntry]:
+    """Every target that drafts were registered for."""
+    entries: list[TargetEntry] = []
+    token: str | None = None
+    while True:
+        with mlflow_errors(tracking.uri):
+            page = tracking.client.search_registered_models(
+                f"name LIKE '{tracking.settings.model}-%'", max_results=100, page_token=token
+            )
+        for model in page:
+            if fingerprint := model.tags.get(TARGET_TAG):
+                number = model.aliases.get(CHAMPION)
+                named = model.tags.get(TARGET_NAME_TAG, "")
+                entries.append(TargetEntry(model.name, fingerprint, named, int(number) if number else None))
+        token = page.token
+        if not token:
+            return sorted(entries)
+
+
+def fetch(tracking: Tracking, target_fingerprint: str, out: Path, alias: str = CHAMPION) -> Version:
+    """Download the champion of exactly this target into `out`: all files, each verified, or nothing."""
+    out = out.absolute()
+    refuse_occupied(out)
+    version = require(tracking, target_fingerprint, alias)
+    with storage.new_folder(out) as folder:
+        download_verified(tracking, version.source, version.lineage.files, folder, version.lineage.beside)
+    return version
+
+
+def refuse_occupied(out: Path) -> None:
+    """Raise OwnershipError where something is that a fetch would overwrite."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OwnershipError(f"{out}: exists and is not empty; name a new folder")
+
+
+def require(tracking: Tracking, target_fingerprint: str, alias: str) -> Version:
+    """The version that an alias of this target names. RegistryError, naming targets that have one, where none is."""
+    version = by_alias(tracking, target_fingerprint, alias)
+    if version is None:
+        known = [f"{entry.target_name} ({short(entry.fingerprint)})" for entry in targets(tracking) if entry.champion]
+        listed = "targets with a champion: " + ", ".join(known) if known else "no target has a champion"
+        raise RegistryError(f"target {short(target_fingerprint)}: has no {alias} in the registry; {listed}")
+    return version
+
+
+def latest_champion(tracking: Tracking) -> Version | None:
+    """The champion, of whatever target, whose version is the newest: what a changed target starts from."""
+    found: list[tuple[int, str]] = []
+    for entry in targets(tracking):
+        if entry.champion is not None:
+            with mlflow_errors(tracking.uri):
+                record = tracking.client.get_model_version(entry.name, str(entry.champion))
+            found.append((int(record.creation_timestamp), f"{entry.name}/{entry.champion}"))
+    return get_version(tracking, max(found)[1]) if found else None
+
+
+_ADDRESS = re.compile(r"models:/(?P<name>[^/@:.][^/@:]*)(?:/(?P<number>\d+)|@(?P<alias>[\w-]+))")
+
+
+def is_models_uri(text: str) -> bool:
+    """Whether a recipe's model is an address in the registry."""
+    return text.startswith("models:/")
+
+
+def resolve_models_uri(tracking: Tracking, uri: str, folder: Path, afresh: bool = False) -> Path:
+    """The local copy, below `folder`, of `models:/name/version` or `models:/name@alias`.
+
+    Drafts of ours are verified against their recorded digests, a copy that is here already too: a damaged one is
+    downloaded again. Other models (a fine-tuned target) are taken as they are, without pickles; what MLflow's
+    transformers flavour spreads over folders is put into one. `afresh`: download even where a sound copy is here,
+    to see what the registry itself holds.
+    """
+    match = _ADDRESS.fullmatch(uri)
+    if match is None:
+        raise InputError(f"{uri}: must read models:/name/version or models:/name@alias")
+    name, number, alias = match["name"], match["number"], match["alias"]
+    with mlflow_errors(tracking.uri):
+        if alias is not None:
+            number = str(_aliased(tracking, name, alias))
+        record = tracking.client.get_model_version(name, number)
+        source = tracking.client.get_model_version_download_uri(name, number)
+    identity = short(of_json([redacted(tracking.uri), source, record.creation_timestamp]))
+    place = storage.inside(folder, f"{name}-{number}-{identity}")
+    lineage = as_version(record).lineage if LINEAGE_TAG in (record.tags or {}) else None
+    digests = None if lineage is None else lineage.files
+    if place.is_dir() and not afresh:
+        damage = None if digests is None else difference(place, digests)
+        if damage is None:
+            return place
+        say(f"{place}/{damage}; downloading it again")
+    with storage.new_folder(place) as beside:
+        if lineage is not None:
+            download_verified(tracking, source, lineage.files, beside, lineage.beside)
+        else:
+            _download_foreign(tracking, source, beside)
+    return place
+
+
+def _aliased(tracking: Tracking, name: str, alias: str) -> int:
+    known = tracking.client.get_registered_model(name).aliases
+    if alias not in known:
+        listed = ", ".join(sorted(known)) or "none"
+        raise RegistryError(f"models:/{name}@{alias}: no such alias; {name} has: {listed}")
+    return int(known[alias])
+
+
+def _download_foreign(tracking: Tracking, source: str, into: Path) -> None:
+    files = stored_files(tracking, source)
+    if not files:
+        raise RegistryError(f"{source}: holds no files")
+    download(tracking, source, files, into)
+    if not (into / "config.json").exists() and (into / "model" / "config.json").is_file():
+        for part in (into / "components" / "tokenizer", into / "model"):
+            for path in sorted(part.glob("*")):
+                path.replace(into / path.name)
+
+
+DRAFT = "draft"
+TARGET_VARIABLE = "DRAFTFORGE_TARGET_MODEL"
+MODEL_FILE, CODE_FILE = "MLmodel", "draftforge_model.py"
+PARAMETERS = ("max_new_tokens", "temperature", "draft_tokens", "seed")
+"""How an answer may be asked for: all that the signature names."""
+_CODE = """\
+import warnings
+
+from mlflow.models import set_model
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # MLflow asks for type hints; the signature says what the model reads
+    from draftforge.registry.pyfunc_model import DraftModel
+
+set_model(DraftModel())
+"""
+
+
+def wrap(folder: Path, lineage: Lineage, target: TargetSettings | None) -> dict[str, str]:
+    """Write both files into a folder of their own; name -> SHA-256. FormatError where the draft has such a file.
+
+    `target`: where the draft's target lies, for whoever loads the model without naming it.
+    """
+    for taken in (MODEL_FILE, CODE_FILE):
+        if taken in lineage.files:
+            raise FormatError(f"{taken}: the name of a file that the registry puts beside a draft's own")
+    recorded = None if target is None else target.model_dump(mode="json", exclude_defaults=True)
+    config = {"recorded_target": recorded, "target": None}  # only keys that are here can be set at loading
+    # The same draft gives the same file: no time, and an identity made of its content.
+    model = Model(utc_time_created="1970-01-01 00:00:00", model_uuid=lineage.content[:32], signature=signature(lineage))
+    add_to_model(  # type: ignore[no-untyped-call]
+        model,
+        loader_module="mlflow.pyfunc.model",
+        model_config=config,
+        model_code_path=CODE_FILE,
+        artifacts={DRAFT: {"path": ".", "uri": "."}},
+    )
+    model.save(str(folder / MODEL_FILE))
+    (folder / CODE_FILE).write_text(_CODE)
+    return {name: of_file(folder / name) for name in (MODEL_FILE, CODE_FILE)}
+
+
+def signature(lineage: Lineage) -> ModelSignature:
+    """One column of prompts or conversations; how to answer, K being what the draft was chosen at."""
+
+    def param(name: str, kind: DataType, default: Any) -> ParamSpec:
+        return ParamSpec(name, kind, default)
+
+    kinds = (DataType.long, DataType.double, DataType.long, DataType.long)
+    defaults = (128, 0.0, lineage.draft_tokens or 4, 0)
+    params = [param(*one) for one in zip(PARAMETERS, kinds, defaults, strict=True)]
+    anything = AnyType()  # type: ignore[no-untyped-call]
+    return ModelSignature(inputs=Schema([ColSpec(anything)]), params=ParamSchema(params))

@@ -1,0 +1,147 @@
+"""One text in two tokenizers' ids: what a draft with another tokenizer than the target's reads and says.
+
+Text goes over as text (string-level exact match, Timor et al. 2025, arXiv 2502.05202, algorithm 2): what the target has
+emitted is decoded and encoded again, and so is what the draft says. Nothing here need be exact for the output to be: a
+text that comes out otherwise costs accepted tokens only.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from .drafts.small import SmallDraft
+
+_CONTEXT = 4  # ids before a piece that tell how it is written there
+_WINDOW = 32  # target tokens that are spelled again together
+_WORD = 16  # target tokens in which a word to go on from is looked for
+_BROKEN = "\ufffd"  # stands where bytes are no whole character
+_LINE = "\n"  # text before a piece, so that the tokenizer takes it for no beginning
+
+
+class Spelling:
+    """A tokenizer that reads and writes pieces of longer texts. `size`: ids that its model knows; others are left out.
+
+    Special tokens are text like any other: where the tokenizer knows such a text as a token, it reads it as one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
+        self._tokenizer, self._size = tokenizer, size
+        self._line = self.encode(_LINE)
+        bos = tokenizer.bos_token_id
+        begins = bos is not None and self._ids("a", add_special_tokens=True)[:1] == [bos]
+        self._bos: list[int] = [bos] if begins else []
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a whole text, without what the tokenizer puts around it."""
+        return self._ids(text, add_special_tokens=False)
+
+    def opening(self, text: str) -> list[int]:
+        """The ids of a text's beginning, with the token that the tokenizer lets texts begin with."""
+        ids = self.encode(text)
+        return ids if ids[: len(self._bos)] == self._bos else [*self._bos, *ids]
+
+    def inside(self, text: str) -> list[int]:
+        """The ids of a piece that follows other text: many tokenizers put a space before what they are given alone."""
+        ids = self.encode(_LINE + text)
+        return ids[len(self._line) :] if ids[: len(self._line)] == self._line else self.encode(text)
+
+    def text(self, ids: Sequence[int], start: int, stop: int) -> str:
+        """What ids[start:stop] say where they stand."""
+        first = max(start - _CONTEXT, 0)
+        before, whole = self._decode(ids[first:start]), self._decode(ids[first:stop])
+        return whole[len(before) :] if whole.startswith(before) else self._decode(ids[start:stop])
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+        return [token for token in ids if token < self._size]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+
+class Respelled:
+    """A growing text, known in one tokenizer's ids, in another's.
+
+    Its beginning is spelled once, cut before words; only the last tokens are spelled anew as the text grows. Where it
+    is cut depends on the ids alone, not on how many came at once.
+    """
+
+    def __init__(self, known: Spelling, own: Spelling, ids: Sequence[int]) -> None:
+        self._known, self._own = known, own
+        self._ids, self._start = list(ids), 0
+        self._words: dict[int, bool] = {}  # whether a word begins at a place, of those that were asked for
+        self.settled: list[int] = []
+        """Own ids of the text's beginning at first, then of each part that `extend` settles."""
+        if len(ids) > _WINDOW:
+            self.settled = self._settle(self._cut(range(len(ids) - 1, len(ids) - _WINDOW, -1)))
+
+    def extend(self, ids: Sequence[int]) -> list[int]:
+        """The text goes on with these. Returns own ids that are settled by it."""
+        self._ids += ids
+        settled: list[int] = []
+        while len(self._ids) - self._start >= 2 * _WINDOW:
+            settled += self._settle(self._cut(range(self._start + _WINDOW, self._start, -1)))
+        return settled
+
+    @property
+    def tail(self) -> list[int]:
+        """Own ids of what is not settled, up to its last whole character."""
+        return self._spell(self._whole_text(self._start))
+
+    def following(self, said: str) -> list[int]:
+        """The known tokenizer's ids of a text that goes on like this; none where that would change ids before it."""
+        first = self._cut(range(len(self._ids) - 1, max(len(self._ids) - _WORD, 0), -1)) if len(self._ids) > 1 else 0
+        text, known = self._whole_text(first) + said.rstrip(_BROKEN), self._ids[first:]
+        ids = self._known.inside(text) if first else self._known.encode(text)
+        return ids[len(known) :] if ids[: len(known)] == known else []
+
+    def _settle(self, stop: int) -> list[int]:
+        ids = self._spell(self._known.text(self._ids, self._start, stop))
+        self._start = stop
+        return ids
+
+    def _spell(self, text: str) -> list[int]:
+        return self._own.inside(text) if self._start else self._own.opening(text)
+
+    def _whole_text(self, start: int) -> str:
+        return self._known.text(self._ids, start, len(self._ids)).rstrip(_BROKEN)
+
+    def _cut(self, places: Sequence[int]) -> int:
+        """The first of these places at which a word begins with its space; else a character; else the first."""
+        words = (at for at in places if self._begins_word(at))
+        whole = (at for at in places if not self._known.text(self._ids, max(at - _CONTEXT, 0), at).endswith(_BROKEN))
+        return next(chain(words, whole), places[0])
+
+    def _begins_word(self, at: int) -> bool:
+        if at not in self._words:
+            self._words[at] = bool(re.match(r" \S", self._known.text(self._ids, at, at + 1)))
+        return self._words[at]
+
+
+class ForeignDraft(nn.Module):
+    """A small model, its tokenizer (`own`) and the target's (`known`). Neither trained nor registered: it serves as it
+    is."""
+
+    family = "foreign"
+
+    def __init__(self, small: SmallDraft, own: Spelling, known: Spelling, ends: dict[int, int | None]) -> None:
+        """`ends`: ids of the draft's that say no text, and the target's id that each stands for, if any."""
+        super().__init__()
+        self.model, self.lm = small.model, small.lm
+        self.own, self.known, self.ends = own, known, ends
+
+    @classmethod
+    def of(
+        cls, small: SmallDraft, own: PreTrainedTokenizerBase, known: PreTrainedTokenizerBase, known_size: int
+    ) -> "ForeignDraft":
+        """`known_size`: tokens that the target knows. Both ends of texts mean the same; other special tokens do not."""
+        ends: dict[int, int | None] = dict.fromkeys(own.all_special_ids)
+        stops = small.model.generation_config.eos_token_id
+        for token in (own.eos_token_id, *(stops if isinstance(stops, list) else [stops])):
+            if token is not None:
+                ends[token] = known.eos_token_id
+        return cls(small, Spelling(own, small.vocab_size), Spelling(known, known_size), ends)

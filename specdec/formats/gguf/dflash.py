@@ -1,0 +1,99 @@
+"""DFlash drafts as GGUF in float32; `d2t` holds target ids, not offsets. q and k keep transformers' order of rows.
+
+llama.cpp refuses no missing key or tensor that it can do without, so the whole set is checked.
+"""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from ....errors import FormatError
+from ...drafts.dflash import DFlashConfig, DFlashDraft
+from ...drafts.layers import Llama3Rope
+from .. import dflash
+from ..eagle3 import check_draft_ids, mapping_specs
+from ..llama import validated
+from ..tensors import Spec, check_count, check_tensors
+from .file import GgufFile, write_gguf
+from .llama import (
+    LAYER,
+    dimensions,
+    open_gguf,
+    plain_weights,
+    read_dimensions,
+    scaling_fields,
+    take_scaling,
+    vocabulary_fields,
+)
+
+_NAMES = {"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "output_norm.weight": "norm.weight"}
+_OWN = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
+_LAYER = {**LAYER, "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_MASK = "tokenizer.ggml.mask_token_id"
+_FIXED = {"attention.causal": False, "sample_from_anchor": False, "attention.sliding_window": 0, "logit_scale": 0.0}
+
+
+def write_dflash(draft: DFlashDraft, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Write a draft. `tokenizer`: the target's, whose keys llama.cpp wants in both files."""
+    config, weights = draft.config, draft.state_dict()
+    if config.target_hidden_size != config.hidden_size:
+        sizes = f"{config.hidden_size} and {config.target_hidden_size}"
+        raise FormatError(f"format gguf: llama.cpp takes a dflash draft to be as wide as its target; {sizes} differ")
+    if isinstance(config.rope_scaling, Llama3Rope):
+        raise FormatError("format gguf: rope_scaling llama3: llama.cpp does not read its factors in a dflash draft")
+    names, expected = _names(config, weights)
+    tensors = {name: weights[source] for name, source in names.items()}
+    if config.reduced:
+        tensors["d2t"] = draft.draft_ids
+    fields = dimensions("dflash", config, config.num_hidden_layers, config.rope_theta)
+    fields |= scaling_fields("dflash", config.rope_scaling)
+    fields |= {
+        "dflash.block_size": config.block_size,
+        "dflash.target_layers": list(config.aux_layers),
+        "dflash.attention.causal": False,
+        "dflash.sample_from_anchor": False,
+        **vocabulary_fields(tokenizer, config.vocab_size),
+        _MASK: config.mask_token_id,
+    }
+    write_gguf(path, GgufFile("dflash", fields, plain_weights(path, tensors, expected)))
+
+
+def read_dflash(path: Path) -> DFlashDraft:
+    """Load a draft, in float32. Raises FormatError naming the key or tensor that is wrong."""
+    content = open_gguf(path, "dflash")
+    for key, value in _FIXED.items():
+        if content.fields.get(f"dflash.{key}", value) != value:
+            raise FormatError(f"{path}: dflash.{key} {content.fields[f'dflash.{key}']}: must be {value}")
+    fields, tensors = read_dimensions(content, path), dict(content.tensors)
+    layers, draft_ids = content.get(path, "dflash.block_count", int), tensors.get("d2t")
+    check_count(path, "dflash.block_count", layers, tensors)
+    fields |= {
+        "rope_scaling": take_scaling(content, tensors, path, fields["rope_theta"], fields["head_dim"]),
+        "num_hidden_layers": layers,
+        "target_hidden_size": fields["hidden_size"],
+        "draft_vocab_size": fields["vocab_size"] if draft_ids is None else len(draft_ids),
+        "aux_layers": content.get(path, "dflash.target_layers", list),
+        "block_size": content.get(path, "dflash.block_size", int),
+        "mask_token_id": content.get(path, _MASK, int),
+    }
+    config = validated(DFlashConfig, path, fields)
+    names, expected = _names(config, {_OWN[name]: tensor for name, tensor in tensors.items() if name in _OWN})
+    check_tensors(path, tensors, expected)
+    if draft_ids is not None:
+        check_draft_ids(path, draft_ids, config.vocab_size)
+    draft = DFlashDraft(config, draft_ids, "token_embd.weight" in tensors, "output.weight" in tensors)
+    stored = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+    draft.load_state_dict(draft.state_dict() | stored)
+    return draft.eval()
+
+
+def _names(config: DFlashConfig, own: dict[str, object]) -> tuple[dict[str, str], dict[str, Spec]]:
+    """GGUF's name -> the checkpoint's name of every weight; and what all tensors must be."""
+    names = {**_NAMES, **{name: source for name, source in _OWN.items() if source in own}}
+    for layer in range(config.num_hidden_layers):
+        names |= {f"blk.{layer}.{ours}.weight": f"layers.{layer}.{name}.weight" for ours, name in _LAYER.items()}
+    if config.reduced:
+        names["output.weight"] = "lm_head.weight"
+    specs = {**dflash.tensor_specs(config), **dflash.optional_specs(config)}
+    expected = {name: specs[source] for name, source in names.items()}
+    return names, expected | ({"d2t": mapping_specs(config)["d2t"]} if config.reduced else {})

@@ -1,0 +1,92 @@
+"""EAGLE-3 heads as GGUF in float32. The layer's tensors are in `blk.0`; `d2t` holds target ids, not offsets."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from ....errors import FormatError
+from ...drafts.eagle3 import Eagle3Config, Eagle3Draft
+from .. import eagle3
+from ..llama import embedding_specs, validated
+from ..tensors import Spec
+from .file import GgufFile, write_gguf
+from .llama import (
+    LAYER,
+    dimensions,
+    factor_tensors,
+    from_ggml,
+    open_gguf,
+    read_dimensions,
+    scaling_fields,
+    shapes_of,
+    take_scaling,
+    to_ggml,
+    vocabulary_fields,
+)
+
+_NAMES = {
+    "fc.weight": "fc.weight",
+    "output_norm.weight": "norm.weight",
+    "output.weight": "lm_head.weight",
+    "blk.0.attn_norm_2.weight": "midlayer.hidden_norm.weight",
+    **{f"blk.0.{ours}.weight": f"midlayer.{name}.weight" for ours, name in LAYER.items()},
+}
+
+
+def write_eagle3(draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Write a head. `tokenizer`: the target's, whose keys llama.cpp wants in both files."""
+    config, weights = draft.config, draft.state_dict()
+    for flag in ("fc_norm", "norm_output"):
+        if getattr(config, flag):
+            raise FormatError(f"format gguf: {flag} true: llama.cpp has no place for it")
+    names, expected = _names(config, draft.embed_tokens is not None)
+    tensors = {name: weights[source] for name, source in names.items()}
+    if eagle3.reduced(config):
+        tensors["d2t"] = draft.draft_ids
+    factors = factor_tensors(config.rope_theta, config.head_dim, config.rope_scaling)
+    tensors |= factors
+    expected |= shapes_of(factors)
+    fields = dimensions("eagle3", config, 1, config.rope_theta) | scaling_fields("eagle3", config.rope_scaling)
+    fields |= {
+        "eagle3.target_layers": list(config.aux_layers),
+        "eagle3.target_hidden_size": config.target_hidden_size,
+        "eagle3.norm_before_residual": config.norm_before_residual,
+        "eagle3.norm_before_fc": False,
+        **vocabulary_fields(tokenizer, config.vocab_size),
+    }
+    write_gguf(path, GgufFile("eagle3", fields, to_ggml(path, tensors, expected, config)))
+
+
+def read_eagle3(path: Path) -> Eagle3Draft:
+    """Load a head, in float32. Raises FormatError naming the key or tensor that is wrong."""
+    content = open_gguf(path, "eagle3")
+    if content.fields.get("eagle3.norm_before_fc"):
+        raise FormatError(f"{path}: eagle3.norm_before_fc true: only false is supported")
+    fields, tensors = read_dimensions(content, path), dict(content.tensors)
+    vocabulary, draft_ids = fields["vocab_size"], tensors.get("d2t")
+    fields |= {
+        "rope_scaling": take_scaling(content, tensors, path, fields["rope_theta"], fields["head_dim"]),
+        "target_hidden_size": content.get(path, "eagle3.target_hidden_size", int),
+        "draft_vocab_size": vocabulary if draft_ids is None else len(draft_ids),
+        "aux_layers": content.get(path, "eagle3.target_layers", list),
+        "norm_before_residual": content.get(path, "eagle3.norm_before_residual", bool, False),
+    }
+    config = validated(Eagle3Config, path, fields)
+    own = "token_embd.weight" in content.tensors
+    names, expected = _names(config, own)
+    tensors = from_ggml(path, tensors, expected, config)
+    ids = tensors.pop("d2t", None)
+    if ids is not None:
+        eagle3.check_draft_ids(path, ids, vocabulary)
+    draft = Eagle3Draft(config, ids, own_embeddings=own)
+    draft.load_state_dict(draft.state_dict() | {names[name]: tensor for name, tensor in tensors.items()})
+    return draft.eval()
+
+
+def _names(config: Eagle3Config, own_embeddings: bool) -> tuple[dict[str, str], dict[str, Spec]]:
+    """GGUF's name -> the checkpoint's name of every weight; and what all tensors must be."""
+    names, specs = dict(_NAMES), {**eagle3.tensor_specs(config, eagle3.LAYER), **embedding_specs(config)}
+    if own_embeddings:
+        names["token_embd.weight"] = "embed_tokens.weight"
+    expected = {name: specs[source] for name, source in names.items()}
+    return names, expected | ({"d2t": eagle3.mapping_specs(config)["d2t"]} if eagle3.reduced(config) else {})

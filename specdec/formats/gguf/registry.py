@@ -1,0 +1,55 @@
+"""Drafts as GGUF, the format of llama.cpp: one file, which names the architecture of what it holds.
+
+A missing tensor or key may load silently there: the whole set is checked, written, and read back.
+"""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from ....errors import FormatError
+from ...drafts.dflash import DFlashDraft
+from ...drafts.eagle3 import Eagle3Draft
+from ...drafts.small import SmallDraft
+from .dflash import read_dflash, write_dflash
+from .eagle3 import read_eagle3, write_eagle3
+from .file import read_architecture
+from .llama import read_llama, write_llama
+
+DRAFT_FILE = "draft.gguf"
+_SUFFIX = ".gguf"
+
+
+def write(draft: SmallDraft | Eagle3Draft | DFlashDraft, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write draft.gguf. `tokenizer`: the target's; llama.cpp wants its keys in both files."""
+    if isinstance(draft, SmallDraft):
+        write_llama(draft.model, tokenizer, folder / DRAFT_FILE)
+    elif isinstance(draft, DFlashDraft):
+        write_dflash(draft, tokenizer, folder / DRAFT_FILE)
+    else:
+        write_eagle3(draft, tokenizer, folder / DRAFT_FILE)
+
+
+def read(place: Path) -> SmallDraft | Eagle3Draft | DFlashDraft:
+    """Load the draft of a file or folder, in float32."""
+    path = file_in(place) or place
+    architecture = read_architecture(path)
+    if architecture == "llama":
+        return SmallDraft(read_llama(path))
+    if architecture == "eagle3":
+        return read_eagle3(path)
+    if architecture == "dflash":
+        return read_dflash(path)
+    raise FormatError(f"{path}: general.architecture {architecture!r}: a draft is 'llama', 'eagle3' or 'dflash'")
+
+
+def file_in(place: Path) -> Path | None:
+    """The GGUF file that a draft is read from: the path itself, or the only one of a folder without safetensors."""
+    if not place.is_dir():
+        return place if place.suffix == _SUFFIX else None
+    files = sorted(place.glob(f"*{_SUFFIX}"))
+    if not files or any(place.glob("*.safetensors")):
+        return None
+    if len(files) > 1:
+        raise FormatError(f"{place}: holds {files[0].name} and {files[1].name}; name the file that is the draft")
+    return files[0]

@@ -1,0 +1,149 @@
+"""Work on rows of tokens and logits that every way of drafting needs.
+
+Shapes: B slots, F nodes a slot, N tokens, R ranks of tokens or round starts of recorded texts, H hidden size,
+V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..models import States
+from ..replay.packing import Pack
+from ..sampling import SamplingSettings, penalised, probabilities
+from .base import UNRANKED, Trace
+
+MOST_PAIRS = 1 << 22
+"""Pairs of query and key of the texts that are traced at once: attention off packed rows holds a score for each."""
+_MOST_LOGITS = 1 << 25
+Head = Callable[[Tensor], Tensor]
+
+
+def over_vocabulary(logits: Tensor, ids_R: Tensor, size: int) -> Tensor:
+    """Logits [..., R] of some tokens as logits [..., V]: -inf for all others, nothing renormalised."""
+    full = logits.new_full((*logits.shape[:-1], size), float("-inf"))
+    full[..., ids_R] = logits
+    return full
+
+
+@cache
+def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers that do not change from round to round, brought to the device once."""
+    return torch.tensor(values, device=device, dtype=dtype)
+
+
+def process_rows(logits: Tensor, sampling: Sequence[SamplingSettings], seen: Tensor | None = None) -> Tensor:
+    """Each slot's logits [B, ..., V] through its own processors: probabilities in fp32.
+
+    `seen` marks the tokens that stand before each row, for repetition penalties; None: no slot has one.
+    """
+    if len(set(sampling)) == 1:
+        return probabilities(logits, sampling[0], seen)
+    p = torch.empty_like(logits, dtype=torch.float32)
+    for setting in set(sampling):
+        rows = constant(tuple(row for row, other in enumerate(sampling) if other == setting), logits.device)
+        p[rows] = probabilities(logits[rows], setting, None if seen is None else seen[rows])
+    return p
+
+
+def penalised_rows(logits: Tensor, sampling: Sequence[SamplingSettings], seen: Tensor | None) -> Tensor:
+    """Each slot's logits [B, ..., V] as they are ranked where nothing is drawn: only a penalty changes the order."""
+    if seen is None:
+        return logits
+    rows = [penalised(row, setting, known) for row, setting, known in zip(logits, sampling, seen)]
+    return torch.stack(rows)
+
+
+def see(seen: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """The marks [..., V] with one more token [...] each."""
+    return None if seen is None else seen.scatter(-1, tokens[..., None], True)
+
+
+def gather_rows(x: Tensor, index_BF: Tensor) -> Tensor:
+    """Rows [B, F, ...] of x [B, N, ...]."""
+    index = index_BF.reshape(*index_BF.shape, *[1] * (x.dim() - 2))
+    return x.gather(1, index.expand(*index_BF.shape, *x.shape[2:]))
+
+
+def pick_states(states: States, index_BN: Tensor) -> States:
+    """The states of some positions of each row."""
+    aux = None if states.aux_BTA is None else gather_rows(states.aux_BTA, index_BN)
+    return States(gather_rows(states.hidden_BTH, index_BN), aux)
+
+
+def last_of(x_BNH: Tensor, counts_B: Tensor) -> Tensor:
+    """[B, H]: what stands at the end of each right-padded row."""
+    return gather_rows(x_BNH, (counts_B - 1).clamp(min=0)[:, None])[:, 0]
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best logits [..., R] of each row [..., V], best first, and their tokens; of a tie the lower ones.
+
+    That is the order of `argmax`. `topk` promises none: on the CPU it returns any of the tokens that tie, in any order,
+    even for a count of 1, and in bfloat16 many rows have ties near the top.
+    """
+    if count == 1:
+        tokens = logits.argmax(-1, keepdim=True)
+        return logits.gather(-1, tokens), tokens
+    best = logits.topk(count, dim=-1)
+    last = best.values[..., -1:]
+    above = best.values != last  # better than the last: surely among them; of those that tie with it the lowest are
+    backwards_V = torch.arange(logits.shape[-1], 0, -1, dtype=torch.int32, device=logits.device)
+    lowest = torch.where(logits == last, backwards_V, 0).topk(count, dim=-1).indices
+    tokens = best.indices.sort(-1).values
+    tokens = tokens.gather(-1, logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True).indices)
+    rank_R = torch.arange(count, device=logits.device)
+    nth = (rank_R - above.sum(-1, keepdim=True)).clamp(min=0)
+    return best.values, torch.where(above, tokens, lowest.gather(-1, nth))
+
+
+def trace_levels(
+    pack: Pack, count: int, levels: Iterable[tuple[Tensor, Head]], vocab_size: int, sampling: SamplingSettings
+) -> Trace:
+    """The trace of a draft that says level j of every round, from the j-th of `levels`: its states [R, H] and the head
+    that reads them. There may be fewer of these than `count`."""
+    columns = [trace_level(pack, j, *level, vocab_size, sampling) for j, level in enumerate(levels)]
+    rank_RK, q_RK = (torch.stack(column, 1) for column in zip(*columns))
+    missing = count - len(columns)
+    if not missing:
+        return Trace(rank_RK, q_RK)
+    offered_R = torch.full((pack.rounds,), len(columns), device=rank_RK.device)
+    return Trace(F.pad(rank_RK, (0, missing), value=UNRANKED), F.pad(q_RK, (0, missing)), offered_R)
+
+
+def trace_level(
+    pack: Pack, ahead: int, state_RH: Tensor, head: Head, vocab_size: int, sampling: SamplingSettings
+) -> tuple[Tensor, Tensor]:
+    """Rank and probability [R] of the token that follows the known ones and `ahead` more, which are the draft's.
+
+    `head`: states to logits [N, V], which are made of a few round starts at a time.
+    """
+    answer_R, inside_R = pack.next_tokens(ahead)
+    first_BV = None if sampling.repetition_penalty == 1.0 else pack.first_places(vocab_size)
+    step = max(1, _MOST_LOGITS // vocab_size)
+    found: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, max(pack.rounds, 1), step):
+        rows = slice(start, start + step)
+        seen_NV = None if first_BV is None else pack.seen(first_BV, rows, ahead)
+        found.append(trace_from_logits(head(state_RH[rows]), answer_R[rows], sampling, seen_NV))
+    rank_R, q_R = (torch.cat(part) for part in zip(*found))
+    return torch.where(inside_R, rank_R, UNRANKED), torch.where(inside_R, q_R, 0.0)
+
+
+def trace_from_logits(
+    logits_NV: Tensor, answer_N: Tensor, sampling: SamplingSettings, seen_NV: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Per row: the rank of the answer's token among the draft's, as `likeliest` orders them, and its processed
+    probability."""
+    answer_N1 = answer_N[:, None]
+    scores_NV = penalised(logits_NV, sampling, seen_NV)
+    answer_score_N1 = scores_NV.gather(-1, answer_N1)
+    lower_NV = torch.arange(logits_NV.shape[-1], device=logits_NV.device) < answer_N1
+    before_NV = (scores_NV > answer_score_N1) | ((scores_NV == answer_score_N1) & lower_NV)
+    rank_N = torch.where(answer_score_N1[:, 0].isfinite(), before_NV.sum(-1, dtype=torch.int32), UNRANKED)
+    if sampling.greedy:
+        return rank_N, (rank_N == 0).float()
+    return rank_N, probabilities(logits_NV, sampling, seen_NV).gather(-1, answer_N1)[:, 0]

@@ -1,0 +1,124 @@
+"""A draft on another device than the target, or in another precision. All that crosses, crosses here.
+
+To the draft: texts, the nodes to read, and the target's states where it reads them. Back: logits over the vocabulary,
+and traces. What a head borrows of the target, its embeddings or its head, is copied to the draft's place once a target,
+when it is first read.
+
+Shapes: B active slots, F nodes read at once, V vocabulary.
+"""
+
+import copy
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..cuda_graphs import running
+from ..drafts import AnyDraft
+from ..drafts.layer_skip import SkippedDraft
+from ..models import CausalModel, States
+from ..replay.packing import Pack
+from ..sampling import SamplingSettings
+from .base import Drafter, Texts, Trace
+
+
+class Place(NamedTuple):
+    """Where tensors lie, and their precision."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def place_of(model: AnyDraft | CausalModel) -> Place:
+    """Where a draft or a target lies. Layers that are skipped lie where the others do."""
+    if isinstance(model, SkippedDraft):
+        model = model.lm
+    tensor = model if isinstance(model, CausalModel) else next(model.parameters())
+    return Place(tensor.device, tensor.dtype)
+
+
+class ElsewhereDrafter:
+    """A drafter that lies elsewhere, for a proposer that works where the target lies."""
+
+    def __init__(self, drafter: Drafter, here: torch.device, there: torch.device) -> None:
+        self._drafter, self._here, self._there = drafter, here, there
+        self.aux_layers, self.reads_states, self.nested = drafter.aux_layers, drafter.reads_states, drafter.nested
+        self.levels, self.width = drafter.levels, drafter.width
+        self.waits = True  # what crosses waits for either device
+
+    def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
+        with running(self._there):
+            self._drafter.reserve(slots, tokens, nodes, levels)
+
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        with running(self._there):
+            self._drafter.begin(slots_R.to(self._there), self._told(known), self._sent(states))
+
+    def open(self, batch: int, chain: bool) -> Tensor:
+        with running(self._there):
+            return self._drafter.open(batch, chain).to(self._here)
+
+    def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
+        with running(self._there):
+            logits_BFV = self._drafter.expand(tokens_BF.to(self._there), parents_BF.to(self._there), depth)
+            return logits_BFV.to(self._here)
+
+    def observe(self, new: Texts, states: States) -> None:
+        with running(self._there):
+            self._drafter.observe(self._told(new), self._sent(states))
+
+    def move(self, source: int, destination: int) -> None:
+        with running(self._there):
+            self._drafter.move(source, destination)
+
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        with running(self._there):
+            sent = None if states is None else self._sent(states)
+            trace = self._drafter.trace(Pack(pack.texts, self._there), count, sampling, sent)
+        offered_R = None if trace.offered_R is None else trace.offered_R.to(self._here)
+        return Trace(trace.rank_RK.to(self._here), trace.q_RK.to(self._here), offered_R)
+
+    def _told(self, texts: Texts) -> Texts:
+        return Texts(texts.ids_BT.to(self._there), texts.counts_B.to(self._there), texts.known)
+
+    def _sent(self, states: States) -> States:
+        """A draft that reads none gets them as they are: nothing is sent for it."""
+        if not self.reads_states:
+            return states
+        aux = None if states.aux_BTA is None else states.aux_BTA.to(self._there)
+        return States(states.hidden_BTH.to(self._there), aux)
+
+
+def lent(target: CausalModel, place: Place) -> CausalModel:
+    """The target as heads that lie elsewhere borrow it: `embed` and `logits`, no more."""
+    known = _LENT.setdefault(target, {})
+    if place not in known:
+        known[place] = _Lent(target, place)
+    return known[place]
+
+
+class _Lent(CausalModel):
+    """Copies what is asked for when it is asked for. Embeddings that are the head's weights too are copied once."""
+
+    def __init__(self, target: CausalModel, place: Place) -> None:
+        self.__dict__.update(target.__dict__)  # loaded and checked already
+        self._place, self._memo, self._brought = place, dict[int, Any](), set[str]()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        self._bring("_embedding")
+        return super().embed(ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self._bring("_head")
+        return super().logits(hidden)
+
+    def _bring(self, name: str) -> None:
+        if name not in self._brought:
+            theirs: nn.Module = getattr(self, name)
+            with torch.inference_mode(False), torch.no_grad():
+                setattr(self, name, copy.deepcopy(theirs, self._memo).to(*self._place))
+            self._brought.add(name)
+
+
+_LENT: WeakKeyDictionary[CausalModel, dict[Place, _Lent]] = WeakKeyDictionary()

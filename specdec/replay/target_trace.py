@@ -1,0 +1,79 @@
+"""Recorded answers, and what the target says along them: what every replay starts from.
+
+Shapes: B answers, T tokens of the longest with its prompt, R round starts of all answers, H hidden size.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..cuda_graphs import running
+from ..models import CausalModel, States
+from ..proposers.logits import trace_level
+from ..sampling import SamplingSettings
+from .packing import Pack, Text
+
+
+class Recorded(NamedTuple):
+    """An answer of the target's."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    max_new_tokens: int
+
+    @property
+    def text(self) -> Text:
+        """Rounds start after the answer's first token, which comes from the prefill."""
+        return Text(self.prompt_ids + self.answer_ids, len(self.prompt_ids) + 1)
+
+
+class TargetTrace(NamedTuple):
+    """One teacher-forced pass of the target over prompts and answers; the same for every draft that needs it."""
+
+    answers: Sequence[Recorded]
+    sampling: SamplingSettings
+    pack: Pack
+    states: States | None  # [B, T, ...]; None where nobody asked for features
+    p_R: Tensor | None  # processed probability of the token that follows each round start; None at temperature 0
+    vocab_size: int
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [self.pack.ids_BT, self.p_R, *(self.states or ())]
+        return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+
+def trace_target(
+    target: CausalModel,
+    answers: Sequence[Recorded],
+    sampling: SamplingSettings,
+    aux_layers: Sequence[int] = (),
+    reads_states: bool = False,
+) -> TargetTrace:
+    """States of the target along answers of one sampling setting, and how likely each of their tokens was.
+
+    A draft that reads no states is scored at temperature 0 without the target: nothing is run.
+    """
+    with running(target.device):
+        return _trace(target, answers, sampling, aux_layers, reads_states)
+
+
+def _trace(
+    target: CausalModel,
+    answers: Sequence[Recorded],
+    sampling: SamplingSettings,
+    aux_layers: Sequence[int],
+    reads_states: bool,
+) -> TargetTrace:
+    pack = Pack([answer.text for answer in answers], target.device)
+    traced = TargetTrace(answers, sampling, pack, None, None, target.vocab_size)
+    wanted = bool(aux_layers) or reads_states
+    if sampling.greedy and not wanted:
+        return traced
+    states = target.states(pack.ids_BT, aux_layers=aux_layers)
+    if not sampling.greedy:
+        hidden_RH = pack.pick(states.hidden_BTH, -1)
+        _, p_R = trace_level(pack, 0, hidden_RH, target.logits, target.vocab_size, sampling)
+        traced = traced._replace(p_R=p_R)
+    return traced._replace(states=states) if wanted else traced

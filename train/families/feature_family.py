@@ -1,0 +1,96 @@
+"""What families share whose frozen target runs beside them: its features, and its head as the teacher.
+
+Shapes: V vocabulary, H hidden size.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from typing_extensions import TypeVar
+
+from ... import fingerprint
+from ...data.batches import Batch
+from ...specdec.drafts.dflash import DFlashDraft
+from ...specdec.drafts.eagle3 import Eagle3Draft
+from ...specdec.models import CausalModel
+from ...specdec.targets import Target
+from ..losses.linear_head import LossSettings, head_of
+from ..settings import DFlashSettings, Eagle3Settings, EagleSettings, MedusaSettings
+from .base import DraftT, Family
+from .target_features import Features, FeatureSource, LiveTeacher, check_live
+
+TaughtT = TypeVar("TaughtT", bound=MedusaSettings | EagleSettings | Eagle3Settings | DFlashSettings)
+HeadSettings = Eagle3Settings | DFlashSettings
+
+
+class TaughtFamily(Family[TaughtT, DraftT]):
+    """Trains all of the draft, unless the family freezes a part, by what the target says of each batch."""
+
+    def __init__(
+        self,
+        draft: DraftT,
+        settings: TaughtT,
+        loss: LossSettings,
+        target: Target | None,
+        aux_layers: Sequence[int] = (),
+        draft_ids: Tensor | None = None,
+    ) -> None:
+        """`aux_layers`: target layers that are read; empty: its last state. `draft_ids`: of a reduced vocabulary."""
+        super().__init__(draft, settings, loss, target)
+        assert target is not None
+        self._target = target
+        self.step_weights = settings.weight_of_steps()
+        draft.requires_grad_(True)
+        self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
+        self._target_head = head_of(target)
+        self._teacher_head = self._target_head if self._draft_ids is None else self._target_head.only(self._draft_ids)
+        self._features = FeatureSource(
+            target, aux_layers, settings.features_bytes, settings.logits_bytes, loss.dtype, self._draft_ids is not None
+        )
+
+    @classmethod
+    def needs_target(cls, settings: TaughtT) -> bool:
+        """Always: for its features."""
+        return True
+
+    def teacher(self, features: Features) -> LiveTeacher:
+        """The target's distribution at the supervised positions of a batch."""
+        return LiveTeacher(self._teacher_head, features, self._draft_ids, self._target_head)
+
+    def check_teacher(self, batch: Batch) -> None:
+        """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
+        check_live(self._target, batch)
+
+
+@contextmanager
+def fresh(family: str, seed: int) -> Iterator[None]:
+    """Inside, random weights follow from the family and the recipe's seed; outside, nothing is drawn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(fingerprint.of_json([family, seed])[:15], 16))
+        yield
+
+
+@torch.no_grad()
+def copy_tables(draft: Eagle3Draft | DFlashDraft, target: CausalModel) -> None:
+    """Start a head and embeddings of the draft's own from the target's."""
+    if draft.lm_head is not None:
+        rows_VH = target.model.get_output_embeddings().weight.float().cpu()
+        draft.lm_head.weight.copy_(rows_VH[draft.draft_ids])
+    if draft.embed_tokens is not None:
+        draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight.float().cpu())
+
+
+def head_misfit(settings: HeadSettings, draft: Eagle3Draft | DFlashDraft, source: str) -> str | None:
+    """Read layers, vocabulary, width, embeddings: the first that the recipe wants otherwise."""
+    config = draft.config
+    if settings.aux_layers not in (None, config.aux_layers):
+        return f"aux_layers = {list(settings.aux_layers or ())}: {source} reads {list(config.aux_layers)}"
+    if settings.draft_vocabulary not in (None, config.draft_vocab_size):
+        return f"draft_vocabulary = {settings.draft_vocabulary}: {source} drafts {config.draft_vocab_size} tokens"
+    if settings.intermediate_size not in (None, config.intermediate_size):
+        return f"intermediate_size = {settings.intermediate_size}: {source} has {config.intermediate_size}"
+    if settings.train_embeddings and draft.embed_tokens is None:
+        return f"train_embeddings = true: {source} has no embeddings of its own"
+    return None

@@ -1,0 +1,63 @@
+"""The initial draft, made once before step 0: often the only place that needs the target's weights.
+
+It is stored as a draft folder, `init/`. A family that trains from stored signals needs no target once it is there.
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from ... import __version__
+from ...data.store import Capture
+from ...errors import InputError
+from ...specdec.formats.checkpoint import META_FILE, DraftMeta, load_draft, read_meta, save_draft
+from ..settings import Settings
+from . import family_of
+from .base import LoadTarget, Start, same_tokenizer
+
+INIT = "init"
+
+
+def prepare(settings: Settings, seed: int, capture: Capture, folder: Path, load_target: LoadTarget) -> Path:
+    """Store the initial draft in `folder/init` unless it is there already; returns that folder."""
+    init = folder / INIT
+    if (init / META_FILE).is_file():
+        return init
+    if settings.init_from is not None:
+        start = _warm(settings, settings.init_from, capture)
+    else:
+        start = family_of(settings).start(settings, seed, capture, load_target)
+    meta = DraftMeta(
+        family=settings.family,
+        target_fingerprint=capture.target_fingerprint,
+        tokenizer_digest=capture.tokenizer_digest,
+        step=0,
+        draft_tokens=settings.draft_tokens,
+        draftforge_version=__version__,
+        extra=start.extra,
+    )
+    with tempfile.TemporaryDirectory() as files:
+        tokenizer = start.tokenizer
+        if tokenizer is not None and not isinstance(tokenizer, Path):
+            tokenizer.save_pretrained(files)
+            tokenizer = Path(files)
+        save_draft(start.draft, init, meta, tokenizer_folder=tokenizer)
+    return init
+
+
+def _warm(settings: Settings, source: Path, capture: Capture) -> Start:
+    meta = read_meta(source)
+    where = f"draft.init_from: {source}"
+    if meta.family != settings.family:
+        raise InputError(f"{where}: is of family {meta.family}, but draft.family is {settings.family}")
+    same_tokenizer("draft.init_from", str(source), meta.tokenizer_digest, capture)
+    draft = load_draft(source, torch.device("cpu"), torch.float32).draft
+    if draft.vocab_size != capture.vocab_size:
+        raise InputError(f"{where}: vocabulary {draft.vocab_size}, the target's is {capture.vocab_size}")
+    family = family_of(settings)
+    if (odd := family.misfit(settings, draft, f"init_from {source}")) is not None:
+        raise InputError(f"draft.{odd}")
+    family.check_capture(draft, capture, where)
+    has_tokenizer = settings.family == "small"
+    return Start(draft, {"warm_start_step": meta.step}, source if has_tokenizer else None)

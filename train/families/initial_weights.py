@@ -1,0 +1,151 @@
+"""Weights a draft starts from: pruned layers, LoRA adapters, layer dimensions and rotary settings of its target."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ...errors import InputError, one_line
+from ...specdec.models import CausalModel
+from ..settings import LoraSettings
+
+
+def add_lora(model: PreTrainedModel, lora: LoraSettings, field: str) -> None:
+    """Put adapters into the model's linear layers and freeze everything else. `field` begins an error's line."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0)
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise InputError(f"{field}: targets {lora.targets}: {' '.join(str(error).split())}") from None
+
+
+@torch.no_grad()
+def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of the same model without adapters, in its own type: W + alpha / rank * B A; these on the CPU."""
+    from peft.tuners.lora import LoraLayer
+
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if ".lora_" not in name:
+            weights[name.replace(".base_layer.", ".")] = tensor
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            base: Tensor = module.get_base_layer().weight
+            delta = sum(module.get_delta_weight(adapter) for adapter in module.active_adapters)
+            weights[f"{name}.weight"] = (base + delta).to("cpu", base.dtype)
+    return weights
+
+
+def spread(count: int, total: int) -> list[int]:
+    """`count` of `total` layers, evenly spread, first and last included."""
+    if not 2 <= count <= total:
+        raise InputError(f"draft.layers {count}: must be between 2 and the target's {total}")
+    return [round(index * (total - 1) / (count - 1)) for index in range(count)]
+
+
+def check_layers(layers: list[int], total: int) -> None:
+    """Raise InputError unless the list names existing layers, first and last among them."""
+    if layers[0] != 0 or layers[-1] != total - 1:
+        raise InputError(f"draft.layers {layers}: must start at 0 and end at {total - 1}, the target's last layer")
+
+
+@torch.no_grad()
+def prune(target: CausalModel, layers: list[int]) -> PreTrainedModel:
+    """A float32 copy of a model with only these layers. Embeddings, norms and head are copied."""
+    model, config = target.model, target.config
+    prefix = layers_prefix(model, config.num_hidden_layers)
+    small: PreTrainedModel = AutoModelForCausalLM.from_config(prune_config(config, layers), dtype=torch.float32)
+    kept = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
+    for index, layer in enumerate(layers):
+        kept |= {f"{prefix}{index}.{name}": tensor for name, tensor in target.layer_weights(layer).items()}
+    try:
+        small.load_state_dict(kept)
+    except RuntimeError as error:
+        raise InputError(f"draft.layers {layers}: {type(model).__name__} cannot be pruned: {one_line(error)}") from None
+    small.tie_weights()
+    small.generation_config = copy.deepcopy(model.generation_config)
+    return small
+
+
+def prune_config(config: Any, layers: list[int]) -> Any:
+    """A configuration for the kept layers; every list with an entry per layer is cut to them."""
+    total = config.num_hidden_layers
+    pruned = copy.deepcopy(config)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list | tuple) and len(value) == total and name != "architectures":
+            setattr(pruned, name, [value[layer] for layer in layers])
+    pruned.num_hidden_layers = len(layers)
+    return pruned
+
+
+def layers_prefix(model: nn.Module, total: int) -> str:
+    found = [
+        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == total
+    ]
+    if not found:
+        raise InputError(f"draft.layers: {type(model).__name__} has no list of {total} layers to prune")
+    return f"{found[0]}."
+
+
+_LLAMA_THETA = 10000.0
+_FIELDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+}
+
+
+def rope_fields(target: CausalModel, head_dim: int) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of a head.
+
+    Where layers differ, the head takes after those that see the whole past, as it does. A scaling that does nothing
+    within the context (dynamic), or whose factors are those of a part of each head, is left out.
+    """
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    theta = rope.get("rope_theta") or getattr(target.config, "rope_theta", None) or _LLAMA_THETA
+    return {"rope_theta": float(theta), "rope_scaling": _scaling(target, rope, head_dim)}
+
+
+def _scaling(target: CausalModel, rope: dict[str, Any], head_dim: int) -> dict[str, Any] | None:
+    kind = rope.get("rope_type")
+    if kind == "longrope" and 2 * len(rope["long_factor"]) == head_dim:
+        return {"rope_type": kind, **_long_fields(target, rope)}
+    if kind not in _FIELDS:
+        return None
+    return {"rope_type": kind} | {name: rope[name] for name in _FIELDS[kind] if rope.get(name) is not None}
+
+
+def _long_fields(target: CausalModel, rope: dict[str, Any]) -> dict[str, Any]:
+    """The factors that the target takes at the context that it is served with, whichever an engine would choose."""
+    original = rope["original_max_position_embeddings"]
+    factors = rope["long_factor" if target.max_positions > original else "short_factor"]
+    _, stretch = ROPE_INIT_FUNCTIONS["longrope"](target.config, target.device)
+    return {
+        **dict.fromkeys(("short_factor", "long_factor"), factors),
+        **dict.fromkeys(("attention_factor", "short_mscale", "long_mscale"), stretch),
+        "original_max_position_embeddings": original,
+    }
+
+
+def layer_fields(target: CausalModel, intermediate_size: int | None = None) -> dict[str, Any]:
+    """Fields of LayerConfig: the target's own, its rotary embedding included; `intermediate_size` may be another."""
+    config = target.config
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads
+    return {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": intermediate_size or config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": target.max_positions,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        **rope_fields(target, head_dim),
+    }

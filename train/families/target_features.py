@@ -1,0 +1,183 @@
+"""What the frozen target says of a batch: recomputed each time, or remembered per sample.
+
+Shapes: B rows, T tokens, A features of all captured layers, H hidden size, N supervised tokens (n of one sample).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...data.batches import Batch
+from ...errors import StaleInputError
+from ...specdec.kernels.documents import Documents
+from ...specdec.targets import Target
+from ..losses.fused_torch import Whole
+from ..losses.linear_head import Head
+from ..losses.objectives import places
+
+_CPU_BUDGET_BYTES = 1 << 31  # a CPU has more memory to spare than time
+
+
+class Features(NamedTuple):
+    """Features of every token; at the supervised positions, what gives the target's distribution."""
+
+    aux_BTA: Tensor
+    """Of the captured layers; where none is, the post-norm states."""
+    hidden_NH: Tensor
+    """Post-norm states: what the head reads."""
+    lse_N: Tensor | None
+    """log sum exp of the logits over the whole vocabulary. None: to be read off the teacher's logits."""
+    best_N: Tensor | None
+    """The likeliest token; None with `lse_N`."""
+
+
+def summary(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """log sum exp, float32, and likeliest token of each row; on CUDA in one sweep, without a float32 copy."""
+    if logits_CV.is_cuda and find_spec("triton") is not None:
+        from ..losses.fused_triton import summarize
+
+        return summarize(logits_CV)
+    logits_CV = logits_CV.float()
+    return logits_CV.logsumexp(-1), logits_CV.argmax(-1)
+
+
+class FeatureSource:
+    """Runs the target. With a budget, samples that come again are not run again.
+
+    Then each sample is run on its own, so that what is remembered does not depend on the batch in which the sample
+    first came: a resumed run, which remembers nothing, sees the same numbers bit for bit.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        aux_layers: Sequence[int] | None,
+        budget_bytes: int | None,
+        logits_bytes: int,
+        matrix_dtype: torch.dtype = torch.float32,
+        summarised: bool = True,
+    ) -> None:
+        """`aux_layers` empty: the post-norm states are the features; None: there are none.
+
+        `budget_bytes` None: 2 GiB where the target is on the CPU, 0 elsewhere; 0 for a spread target, which all ranks
+        must run equally often. `summarised`: `lse` and `best` are
+        wanted even of what is not remembered.
+        """
+        if target.collective:
+            budget_bytes = 0
+        if budget_bytes is None:
+            budget_bytes = _CPU_BUDGET_BYTES if target.device.type == "cpu" else 0
+        self._target, self._aux_layers = target, aux_layers
+        # A float32 target's layers run in the precision that the draft trains in; its head stays in float32.
+        self._half = target.dtype == torch.float32 and matrix_dtype == torch.bfloat16
+        self._left_bytes = budget_bytes
+        self._chunk = max(1, logits_bytes // (4 * target.vocab_size))
+        self._remembers = budget_bytes > 0
+        self._summarises = summarised or self._remembers
+        self._known: dict[int, Features] = {}
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, samples: Sequence[int]) -> Features:
+        """Features of a batch of the samples of these indexes."""
+        if not self._remembers or batch.empty:
+            return self._run(batch.ids_BT, batch.positions_N, batch.documents)
+        known = [self._of_sample(batch, number, index) for number, index in enumerate(samples)]
+        aux_BTA = known[0].aux_BTA.new_zeros(*batch.ids_BT.shape, known[0].aux_BTA.shape[-1])
+        for place, features in zip(batch.places, known, strict=True):
+            aux_BTA[place.row, place.start : place.start + place.length] = features.aux_BTA[0]
+        return Features(aux_BTA, *(torch.cat(parts) for parts in list(zip(*known))[1:]))
+
+    def _of_sample(self, batch: Batch, number: int, index: int) -> Features:
+        if index in self._known:
+            return self._known[index]
+        row, start, length, _ = batch.places[number]
+        mine = slice(batch.offsets[number], batch.offsets[number + 1])
+        positions_n = batch.positions_N[mine] - (row * batch.ids_BT.shape[1] + start)
+        features = self._run(batch.ids_BT[row : row + 1, start : start + length], positions_n)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in features if tensor is not None)
+        if size <= self._left_bytes:
+            self._known[index] = features
+            self._left_bytes -= size
+        return features
+
+    def _run(self, ids_BT: Tensor, positions_N: Tensor, documents: Documents | None = None) -> Features:
+        with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=self._half):
+            states = self._target.states(ids_BT, aux_layers=self._aux_layers or (), documents=documents)
+        if self._aux_layers is None:
+            aux_BTA = states.hidden_BTH[..., :0]
+        else:
+            aux_BTA = states.hidden_BTH if states.aux_BTA is None else states.aux_BTA
+        hidden_NH = states.hidden_BTH.flatten(0, 1)[positions_N].to(self._target.dtype)
+        aux_BTA = aux_BTA.to(self._target.dtype)
+        if not self._summarises:
+            return Features(aux_BTA, hidden_NH, None, None)
+        lse, best = [hidden_NH.new_zeros(0, dtype=torch.float32)], [positions_N[:0]]
+        for part_CH in torch.split(hidden_NH, self._chunk):
+            lse_C, best_C = summary(self._target.logits(part_CH))
+            lse.append(lse_C)
+            best.append(best_C)
+        return Features(aux_BTA, hidden_NH, torch.cat(lse), torch.cat(best))
+
+
+_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.5, torch.bfloat16: 1.0}
+_CHECKED_LOGP = -8.0  # rarer tokens are not compared: rounding alone moves them far
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """The target's head on its own hidden states, a few positions at a time: only the rows that the draft has."""
+
+    head: Head
+    """Of the draft's tokens; of all where `draft_ids` is None."""
+    features: Features
+    """With `lse` and `best` where the vocabulary is reduced: its logits do not tell them."""
+    draft_ids: Tensor | None
+    whole_head: Head | None = None
+    """Of all tokens: what a reduced vocabulary needs at temperatures other than 1."""
+    live = True
+
+    @torch.no_grad()
+    def at(self, rows: slice, temperatures: Sequence[float]) -> Whole:
+        """The whole draft vocabulary, in the target's dtype."""
+        hidden_CH = self.features.hidden_NH[rows]
+        logits_CV = self.head.logits(hidden_CH)
+        if self.features.lse_N is None or self.features.best_N is None:
+            lse_C, best_C = summary(logits_CV)
+        else:
+            lse_C, best_C = self.features.lse_N[rows], self.features.best_N[rows]
+        if self.draft_ids is None:
+            lse = [lse_C if t == 1.0 else _lse(logits_CV, t) for t in temperatures]
+        else:
+            lse = [lse_C if t == 1.0 else self._whole_lse(hidden_CH, t) for t in temperatures]
+        return Whole(logits_CV, torch.stack(lse), places(best_C, self.draft_ids))
+
+    def _whole_lse(self, hidden_CH: Tensor, temperature: float) -> Tensor:
+        """log sum exp over the whole vocabulary, with no more logits at a time than the draft's tokens have."""
+        assert self.whole_head is not None
+        size = max(1, len(hidden_CH) * self.head.weight_VH.shape[0] // self.whole_head.weight_VH.shape[0])
+        return torch.cat([_lse(self.whole_head.logits(part), temperature) for part in torch.split(hidden_CH, size)])
+
+
+def _lse(logits_CV: Tensor, temperature: float) -> Tensor:
+    return (logits_CV.float() / temperature).logsumexp(-1)
+
+
+@torch.no_grad()
+def check_live(target: Target, batch: Batch) -> None:
+    """Compare the live head with the stored top-k of a batch. Raises StaleInputError where they part."""
+    assert batch.signals is not None
+    hidden_NH = target.states(batch.ids_BT).hidden_BTH.flatten(0, 1)[batch.positions_N]
+    logp_NV = target.logits(hidden_NH).float().log_softmax(-1)
+    stored_NK = batch.signals.topk_logp_nk
+    difference_NK = (logp_NV.gather(-1, batch.signals.topk_ids_nk.long()) - stored_NK).abs()
+    largest = float(difference_NK.masked_fill(stored_NK < _CHECKED_LOGP, 0.0).max())
+    limit = _TOLERANCE[target.dtype]
+    if not largest <= limit:
+        raise StaleInputError(
+            f"capture: stored log-probs differ from the loaded target's by up to {largest:.3g}, "
+            f"must be within {limit:g} for {target.dtype}; capture again"
+        )

@@ -1,0 +1,51 @@
+"""Which state of a draft meets which supervised token, for families that draft several tokens from one position.
+
+Shapes: B rows, M trained positions a row, S steps ahead, N supervised positions, D samples.
+
+Position i of a sample holds the target's state of x_i and drafts x_{i+2+k} at step k. So the token x_{j+1}, supervised
+by the target's distribution at j, is drafted at step k from position j - 1 - k, and the loss mask is that of x_{j+1}.
+A sample with n supervised tokens has n trained positions, from the one that drafts the first of them at step 0 on.
+"""
+
+import torch
+from torch import Tensor
+
+from ...data.batches import Batch, moved
+from ...specdec.kernels.documents import Sight
+
+
+class Alignment:
+    """Where the draft's states stand, and which supervised token each of them drafts."""
+
+    def __init__(self, batch: Batch) -> None:
+        ranges: list[list[Tensor]] = [[] for _ in range(batch.ids_BT.shape[0])]
+        filled = [0] * len(ranges)
+        columns = [torch.zeros(0, dtype=torch.int64)]
+        rows, lates = [], []
+        for place, low, high in zip(batch.places, batch.offsets, batch.offsets[1:]):
+            wanted = place.start + place.prompt - 2  # drafts the first supervised token at step 0
+            first = max(wanted, place.start)
+            ranges[place.row].append(torch.arange(first, first + high - low))
+            columns.append(torch.arange(filled[place.row], filled[place.row] + high - low) - (first - wanted))
+            lates.append(filled[place.row])
+            rows.append(place.row)
+            filled[place.row] += high - low
+        self.width = max(1, *filled)
+        """Trained positions a row, M."""
+        counts = torch.tensor(batch.offsets).diff()
+        at_BM = torch.zeros(len(ranges), self.width, dtype=torch.int64)
+        for row, parts in enumerate(ranges):
+            if filled[row]:
+                at_BM[row, : filled[row]] = torch.cat(parts)
+        self._row_N = moved(torch.repeat_interleave(torch.tensor(rows), counts), batch.ids_BT.device)
+        self._first_N = moved(torch.repeat_interleave(torch.tensor(lates), counts), batch.ids_BT.device)
+        self._column_N = moved(torch.cat(columns), batch.ids_BT.device)
+        self.trained = Sight(batch.documents, moved(at_BM, batch.ids_BT.device))
+        """The positions that draft, [B, M]; a row that has fewer repeats its first token, which then means nothing."""
+
+    def rows(self, steps: int) -> tuple[Tensor, Tensor]:
+        """[S, N] where each supervised token is drafted, in the flattened [B, M] states, and whether it is."""
+        step_S1 = torch.arange(steps, device=self._row_N.device)[:, None]
+        column_SN = self._column_N - step_S1
+        valid_SN = column_SN >= self._first_N
+        return self._row_N * self.width + torch.where(valid_SN, column_SN, self._first_N), valid_SN

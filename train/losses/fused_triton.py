@@ -1,0 +1,259 @@
+"""The closed form in two Triton kernels, for CUDA: no float32 copy of any logits, and the gradient in their place.
+
+Shapes: T temperatures, R rows, C teacher positions that row r shares as r % C, V draft vocabulary.
+
+A program takes one row and sweeps the vocabulary in blocks: `_stats` twice (log sum exp online, then the sums that
+need it), `_gradient` once. Logits are bfloat16 or float32; every sum and all arithmetic is float32, and only the
+gradient is rounded, to the dtype of the draft's logits.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...data.teacher_logprobs import FLOOR
+from .fused_torch import COEFFICIENTS, LOG_2, STATS, Plan, Whole
+
+_BLOCK = 2048
+_WARPS = 8
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _to_middle(x, log_2):  # type: ignore[no-untyped-def]
+    """log q / m of x = log q / p; of -x it is log p / m."""
+    return log_2 - tl.maximum(-x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit(do_not_specialize=["rows", "positions"])  # type: ignore[untyped-decorator,unused-ignore]
+def _stats(  # type: ignore[no-untyped-def]
+    draft_ptr,
+    target_ptr,
+    scale_ptr,
+    lse_ptr,
+    best_ptr,
+    out_ptr,
+    rows,
+    positions,
+    vocabulary,
+    floor: tl.constexpr,
+    log_2: tl.constexpr,
+    width: tl.constexpr,
+    middle: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Columns of closed_form.py's statistics of one row at one temperature."""
+    row = tl.program_id(0)
+    number = tl.program_id(1)
+    position = row % positions
+    draft = draft_ptr + row.to(tl.int64) * vocabulary
+    target = target_ptr + position.to(tl.int64) * vocabulary
+    scale = tl.load(scale_ptr + number)
+    lse_p = tl.load(lse_ptr + number * positions + position)
+    best = tl.load(best_ptr + position)
+    lanes = tl.arange(0, block)
+
+    top = tl.full([], -float("inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    for start in range(0, vocabulary, block):
+        at = start + lanes
+        u = tl.load(draft + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32) * scale
+        higher = tl.maximum(top, tl.max(u, 0))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(u - higher), 0)
+        top = higher
+    lse_q = top + tl.log(total)
+
+    alpha = tl.zeros([block], tl.float32)
+    below = tl.zeros([block], tl.float32)
+    mass = tl.zeros([block], tl.float32)
+    kl = tl.zeros([block], tl.float32)
+    reverse = tl.zeros([block], tl.float32)
+    js_p = tl.zeros([block], tl.float32)
+    js_q = tl.zeros([block], tl.float32)
+    for start in range(0, vocabulary, block):
+        at = start + lanes
+        inside = at < vocabulary
+        u = tl.load(draft + at, mask=inside, other=-float("inf")).to(tl.float32) * scale
+        v = tl.load(target + at, mask=inside, other=-float("inf")).to(tl.float32) * scale
+        # Where both are at the floor, past the end too, p = q = 0 and x = 0: nothing is added.
+        logq = tl.maximum(u - lse_q, floor)
+        logp = tl.maximum(v - lse_p, floor)
+        q = tl.exp(logq)
+        p = tl.exp(logp)
+        x = logq - logp
+        alpha += tl.minimum(p, q)
+        below += tl.where(x < 0.0, q, 0.0)
+        mass += p
+        kl -= p * x
+        reverse += q * x
+        if middle:
+            js_p += p * _to_middle(-x, log_2)
+            js_q += q * _to_middle(x, log_2)
+
+    known = best >= 0
+    u_best = tl.load(draft + tl.maximum(best, 0)).to(tl.float32) * scale
+    out = out_ptr + (number.to(tl.int64) * rows + row) * width
+    tl.store(out + 0, lse_q)
+    tl.store(out + 1, tl.sum(alpha, 0))
+    tl.store(out + 2, tl.sum(below, 0))
+    tl.store(out + 3, tl.sum(mass, 0))
+    tl.store(out + 4, tl.sum(kl, 0))
+    tl.store(out + 5, tl.sum(reverse, 0))
+    tl.store(out + 6, tl.sum(js_p, 0))
+    tl.store(out + 7, tl.sum(js_q, 0))
+    tl.store(out + 8, tl.where(known, u_best - lse_q, 0.0))
+    tl.store(out + 9, tl.where(known & (u_best >= top), 1.0, 0.0))
+
+
+@triton.jit(do_not_specialize=["rows", "positions"])  # type: ignore[untyped-decorator,unused-ignore]
+def _gradient(  # type: ignore[no-untyped-def]
+    draft_ptr,
+    target_ptr,
+    scale_ptr,
+    lse_ptr,
+    best_ptr,
+    stats_ptr,
+    coefficients_ptr,
+    rows,
+    positions,
+    vocabulary,
+    floor: tl.constexpr,
+    log_2: tl.constexpr,
+    stats_width: tl.constexpr,
+    width: tl.constexpr,
+    middle: tl.constexpr,
+    first: tl.constexpr,
+    temperatures: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One row's gradient, summed over temperatures from `first` on, over its logits."""
+    row = tl.program_id(0)
+    position = row % positions
+    draft = draft_ptr + row.to(tl.int64) * vocabulary
+    target = target_ptr + position.to(tl.int64) * vocabulary
+    best = tl.load(best_ptr + position)
+    lanes = tl.arange(0, block)
+    for start in range(0, vocabulary, block):
+        at = start + lanes
+        inside = at < vocabulary
+        z = tl.load(draft + at, mask=inside, other=-float("inf")).to(tl.float32)
+        t = tl.load(target + at, mask=inside, other=-float("inf")).to(tl.float32)
+        gradient = tl.zeros([block], tl.float32)
+        for number in tl.static_range(first, temperatures):
+            scale = tl.load(scale_ptr + number)
+            line = number * rows + row
+            logq = tl.maximum(z * scale - tl.load(stats_ptr + line.to(tl.int64) * stats_width), floor)
+            logp = tl.maximum(t * scale - tl.load(lse_ptr + number * positions + position), floor)
+            x = logq - logp
+            f = coefficients_ptr + line.to(tl.int64) * width
+            factor = tl.load(f) + tl.where(x < 0.0, tl.load(f + 1), 0.0) + tl.load(f + 2) * x
+            if middle:
+                factor += tl.load(f + 3) * _to_middle(x, log_2)
+            gradient += tl.exp(logq) * factor - tl.load(f + 4) * tl.exp(logp)
+            gradient -= tl.where(at == best, tl.load(f + 5), 0.0)
+        tl.store(draft + at, gradient.to(draft_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["vocabulary"])  # type: ignore[untyped-decorator,unused-ignore]
+def _summary(  # type: ignore[no-untyped-def]
+    logits_ptr, lse_ptr, best_ptr, vocabulary, block: tl.constexpr
+):
+    """log sum exp and the place of the largest of one row."""
+    row = tl.program_id(0)
+    logits = logits_ptr + row.to(tl.int64) * vocabulary
+    lanes = tl.arange(0, block)
+    top = tl.full([], -float("inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    best = tl.full([], 0, tl.int32)
+    for start in range(0, vocabulary, block):
+        at = start + lanes
+        z = tl.load(logits + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        largest = tl.max(z, 0)
+        if largest > top:
+            best = start + tl.argmax(z, 0)
+        higher = tl.maximum(top, largest)
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher), 0)
+        top = higher
+    tl.store(lse_ptr + row, top + tl.log(total))
+    tl.store(best_ptr + row, best.to(tl.int64))
+
+
+def summarize(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """log sum exp [C], float32, and id of the likeliest token [C] of rows of logits."""
+    count, vocabulary = logits_CV.shape
+    lse_C = torch.empty(count, device=logits_CV.device)
+    best_C = torch.empty(count, dtype=torch.int64, device=logits_CV.device)
+    if count:
+        _summary[(count,)](logits_CV.contiguous(), lse_C, best_C, vocabulary, block=_BLOCK, num_warps=_WARPS)
+    return lse_C, best_C
+
+
+@lru_cache
+def _scales(temperatures: tuple[float, ...], device: torch.device) -> Tensor:
+    """[T] 1 / temperature, made once: a copy from the host would wait for the device."""
+    return torch.tensor([1.0 / t for t in temperatures], device=device)
+
+
+class FusedSweep:
+    """Rows of logits [R, V], which it overwrites with their gradient."""
+
+    def __init__(self, logits_RV: Tensor, whole: Whole, plan: Plan) -> None:
+        self._logits_RV = logits_RV
+        self._target_CV, self._lse_TC = whole.logits_CV.contiguous(), whole.lse_TC.contiguous()
+        self._rows, self._vocabulary = logits_RV.shape
+        self._best_C = whole.best_C.contiguous()
+        self.best_R = self._best_C.repeat(self._rows // len(self._best_C))
+        self._plan = plan
+        self._scale_T = _scales(tuple(plan.temperatures), logits_RV.device)
+        self._stats_TRX: Tensor | None = None
+
+    def stats(self) -> Tensor:
+        """[T, R, STATS]."""
+        temperatures = len(self._scale_T)
+        stats_TRX = torch.empty(temperatures, self._rows, STATS, device=self._logits_RV.device)
+        _stats[(self._rows, temperatures)](
+            self._logits_RV,
+            self._target_CV,
+            self._scale_T,
+            self._lse_TC,
+            self._best_C,
+            stats_TRX,
+            self._rows,
+            len(self._best_C),
+            self._vocabulary,
+            floor=FLOOR,
+            log_2=LOG_2,
+            width=STATS,
+            middle=self._plan.has("jsd"),
+            block=_BLOCK,
+            num_warps=_WARPS,
+        )
+        self._stats_TRX = stats_TRX
+        return stats_TRX
+
+    def gradient(self, coefficients_TR6: Tensor) -> None:
+        """Over the logits, in their dtype."""
+        assert self._stats_TRX is not None
+        _gradient[(self._rows,)](
+            self._logits_RV,
+            self._target_CV,
+            self._scale_T,
+            self._lse_TC,
+            self._best_C,
+            self._stats_TRX,
+            coefficients_TR6.contiguous(),
+            self._rows,
+            len(self._best_C),
+            self._vocabulary,
+            floor=FLOOR,
+            log_2=LOG_2,
+            stats_width=STATS,
+            width=COEFFICIENTS,
+            middle=self._plan.has("jsd"),
+            first=0 if self._plan.terms[0] else 1,
+            temperatures=len(self._scale_T),
+            block=_BLOCK,
+            num_warps=_WARPS,
+        )

@@ -1,0 +1,134 @@
+"""What a person sees: the batch arithmetic before the first step, then each step's number, loss, speed, time left."""
+
+import hashlib
+import json
+import struct
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from .. import storage
+from ..data.batches import BatchPlan
+from ..distributed.process_group import Ranks
+from ..errors import CorruptDataError
+from ..progress import say
+from .families.base import Family
+from .settings import Settings
+
+_SMOOTHING = 0.9
+_UNTIMED_STEPS = 1  # the first step allocates memory and compiles kernels
+
+
+def smooth(average: float, loss: float, step: int) -> float:
+    """Exponential average of the loss; `step` counts from 0, where the average starts."""
+    return loss if step == 0 else _SMOOTHING * average + (1.0 - _SMOOTHING) * loss
+
+
+class Pace:
+    """Speed over all timed steps of this process; scoring and saving do not count."""
+
+    def __init__(self, steps: int, start: int) -> None:
+        self._steps, self._start = steps, start
+        self._seconds = 0.0
+        self._timed = 0
+        self._supervised = 0
+        self._begun = 0.0
+
+    def begin(self) -> None:
+        """A step starts."""
+        self._begun = time.perf_counter()
+
+    def end(self, step: int, supervised: int) -> float:
+        """Step number `step` (1-based) is done; returns its seconds."""
+        seconds = time.perf_counter() - self._begun
+        if step - self._start > _UNTIMED_STEPS:
+            self._seconds += seconds
+            self._timed += 1
+            self._supervised += supervised
+        return seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Supervised tokens a second; 0 while nothing is timed."""
+        return self._supervised / self._seconds if self._seconds else 0.0
+
+    def line(self, step: int, loss: float) -> str:
+        """The progress line."""
+        speed, left = "", ""
+        if self._timed:
+            speed = f"  {self.tokens_per_second:,.0f} supervised tok/s"
+            left = f"  {_clock((self._steps - step) * self._seconds / self._timed)} left"
+        return f"step {step}/{self._steps}  {100 * step // self._steps:>3}%  loss {loss:.4f}{speed}{left}"
+
+    def show(self, step: int, loss: float) -> None:
+        """Print the progress line."""
+        say(self.line(step, loss))
+
+
+def _clock(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def describe(settings: Settings, family: Family, plan: BatchPlan, samples: int, ranks: Ranks, engine: str) -> None:
+    """What is about to be trained, and the batch arithmetic."""
+    trained = sum(parameter.numel() for parameter in family.trainable().values()) / 1e6
+    dtype = str(family.loss_settings.dtype).removeprefix("torch.")
+    world, epoch = ranks.world_size, plan.steps_per_epoch()
+    say(
+        f"training {family.name}: {trained:.1f} M parameters, {engine}, {world} x {ranks.device.type}, {dtype} products"
+    )
+    say(
+        f"{settings.steps} steps of about {settings.tokens_per_step:,} tokens = {world} x {settings.accumulation} "
+        f"micro-batches (ranks x accumulation); {samples:,} samples make {epoch} steps an epoch, so "
+        f"{settings.steps / epoch:.1f} epochs; {100 * plan.padding_share():.0f}% padding"
+    )
+
+
+class MetricSink(Protocol):
+    """Receives figures by step. The registry's MLflow run is one."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Record the values of one step."""
+        ...
+
+
+class NoSink:
+    """Records nothing."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Record nothing."""
+
+
+class MetricLog:
+    """One JSON object a line, in order of steps, no step twice."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Append a line."""
+        with storage.disk_errors(self._path), self._path.open("a") as stream:
+            stream.write(json.dumps({"step": step, **values}) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """All complete lines; a last line cut short by a kill is left out."""
+        if not self._path.is_file():
+            return []
+        lines = self._path.read_text().split("\n")
+        try:
+            read = [json.loads(line) for line in lines[:-1]]
+            return [line | {"step": int(line["step"])} for line in read]
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorruptDataError(f"{self._path}: not JSON lines with a step ({error}); delete it") from None
+
+    def truncate(self, step: int) -> None:
+        """Forget everything after `step`: a resumed run will log it again."""
+        kept = [line for line in self.read() if line["step"] <= step]
+        storage.write_bytes(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+
+def extend_digest(digest: str, step: int, loss: float) -> str:
+    """Digest of the loss sequence so far: equal digests mean that every loss was equal, bit for bit."""
+    return hashlib.sha256(digest.encode() + struct.pack("<qd", step, loss)).hexdigest()
