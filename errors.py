@@ -88,7 +88,7 @@ class ServedError(DraftforgeError, ConnectionError):
     exit_code = 3
 
 
-class PromiseBrokenError(DraftforgeError, ArithmeticError):
+class AcceptanceMismatchError(DraftforgeError, ArithmeticError):
     """What is served parts from what was promised, and the caller asked for an error then."""
 
     exit_code = 3

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import fingerprint
 from ..errors import InputError
-from ..specdec.kernels.documents import PADDING, Documents, Runs
+from ..specdec.kernels.documents import PADDING, Documents, PackedSpans
 from .teacher_logprobs import Signals
 
 MOST_PADDING = 0.05
@@ -97,7 +97,7 @@ class Position(NamedTuple):
     step: int = 0
 
 
-class Step(NamedTuple):
+class OptimizerStep(NamedTuple):
     """One optimizer step, as one rank sees it."""
 
     micro_batches: list[list[int]]
@@ -139,7 +139,7 @@ class BatchPlan:
         self._world_size, self._rank, self._accumulation = world_size, rank, accumulation
         self._row_tokens = row_tokens
 
-    def steps(self, start: Position | Sequence[int] = Position()) -> Iterator[Step]:  # noqa: B008 - immutable
+    def steps(self, start: Position | Sequence[int] = Position()) -> Iterator[OptimizerStep]:  # noqa: B008 - immutable
         """Steps from `start` on, without end."""
         epoch, index = start
         while True:
@@ -190,9 +190,9 @@ class BatchPlan:
             loads_R2[rank] += shares_S2[at]
         return [run[ranks_S == rank] for rank in range(self._world_size)]
 
-    def _step(self, group: np.ndarray, after: Position) -> Step:
+    def _step(self, group: np.ndarray, after: Position) -> OptimizerStep:
         mine = self._deal(group)[self._rank :: self._world_size]
-        return Step(
+        return OptimizerStep(
             micro_batches=[part.tolist() for part in mine],
             samples=group.tolist(),
             supervised=int(self._answers[group].sum()),
@@ -209,7 +209,7 @@ def _cut(order: np.ndarray, lengths: np.ndarray, parts: int) -> list[np.ndarray]
     return np.split(order, np.searchsorted(part, np.arange(1, parts)))
 
 
-class Place(NamedTuple):
+class SamplePlace(NamedTuple):
     """Where a sample lies in a batch."""
 
     row: int
@@ -235,7 +235,7 @@ class Batch:
     """int64, padded on the right with a valid id that means nothing."""
     documents: Documents
     """Which sample each token is of, and its position in it."""
-    places: list[Place]
+    places: list[SamplePlace]
     """Of each sample."""
     positions_N: Tensor
     """int64: b * T + t of every t that is trained to predict the answer token at t + 1, sample by sample; entry i goes
@@ -266,7 +266,8 @@ class Batch:
                 moved(self.documents.document_BT, device),
                 moved(self.documents.positions_BT, device),
                 self.documents.packed,
-                self.documents.runs and Runs(moved(self.documents.runs.starts_D, device), self.documents.runs.longest),
+                self.documents.runs
+                and PackedSpans(moved(self.documents.runs.starts_D, device), self.documents.runs.longest),
             ),
             positions_N=moved(self.positions_N, device),
             signals=self.signals and Signals(*(moved(tensor, device) for tensor in self.signals)),
@@ -304,23 +305,23 @@ def collate(samples: Sequence[Tokens], signals: Sequence[Signals] | None = None,
     )
 
 
-def _places(rows: list[list[int]], samples: Sequence[Tokens]) -> list[Place]:
+def _places(rows: list[list[int]], samples: Sequence[Tokens]) -> list[SamplePlace]:
     found = {}
     for row, members in enumerate(rows):
         start = 0
         for index in members:
             prompt = len(samples[index].prompt_ids)
-            found[index] = Place(row, start, prompt + len(samples[index].answer_ids), prompt)
+            found[index] = SamplePlace(row, start, prompt + len(samples[index].answer_ids), prompt)
             start += found[index].length
     return [found[index] for index in range(len(samples))]
 
 
-def _runs(places: Sequence[Place], rows: int, tokens: int) -> Runs:
+def _runs(places: Sequence[SamplePlace], rows: int, tokens: int) -> PackedSpans:
     """Documents, and the padding after them, row by row."""
     starts = {place.row * tokens + place.start for place in places}
     ends = {place.row * tokens + place.start + place.length for place in places}
     edges = torch.tensor(sorted(starts | ends | {rows * tokens}), dtype=torch.int32)
-    return Runs(edges, int(edges.diff().max()))
+    return PackedSpans(edges, int(edges.diff().max()))
 
 
 def _empty_batch() -> Batch:
@@ -328,7 +329,7 @@ def _empty_batch() -> Batch:
     return Batch(
         ids_BT=ids_BT,
         documents=Documents.rows(ids_BT),
-        places=[Place(0, 0, _EMPTY_LENGTH, _EMPTY_LENGTH)],
+        places=[SamplePlace(0, 0, _EMPTY_LENGTH, _EMPTY_LENGTH)],
         positions_N=torch.zeros(0, dtype=torch.int64),
         offsets=[0, 0],
         signals=None,

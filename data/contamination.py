@@ -10,7 +10,7 @@ import numpy as np
 from .. import progress
 from ..errors import named
 from .conversation import SPLITS
-from .dedup import NO_TURNS, Index, Known, Member, Signature, TurnKeys, sharing_a_band, signature
+from .dedup import NO_TURNS, Index, Member, PlacedMember, Signature, TurnKeys, sharing_a_band, signature
 from .ingest import redacted
 from .prompts import source_of
 from .redact import Redactor
@@ -51,7 +51,10 @@ def near_any(members: Iterable[Member], signatures: Sequence[Signature], thresho
 
 
 def holdout_report(
-    placed: Mapping[str, Known], known: Sequence[Known], near_sets: Mapping[str, Collection[str]], threshold: float
+    placed: Mapping[str, PlacedMember],
+    known: Sequence[PlacedMember],
+    near_sets: Mapping[str, Collection[str]],
+    threshold: float,
 ) -> dict[str, object]:
     """Clusters of the holdout, and how many of them are near this mix's train, an ancestor's, or an evaluation set.
 
@@ -74,7 +77,7 @@ def holdout_report(
 
 
 def turn_report(
-    placed: Mapping[str, Known], elsewhere: Mapping[str, Sequence[int]], known: Sequence[Known]
+    placed: Mapping[str, PlacedMember], elsewhere: Mapping[str, Sequence[int]], known: Sequence[PlacedMember]
 ) -> dict[str, object]:
     """Turns of the holdout that count, how many of them train or an ancestor's train asks in the very same context, and
     how many are left out of each split because they are asked elsewhere.
@@ -82,7 +85,7 @@ def turn_report(
     The second and third are 0: where a turn is seen most, only there it counts.
     """
 
-    def keys_of(items: Iterable[Known]) -> TurnKeys:
+    def keys_of(items: Iterable[PlacedMember]) -> TurnKeys:
         return np.concatenate([NO_TURNS, *(item.member.turn_keys for item in items)])
 
     trained = keys_of(item for item in placed.values() if item.split == "train")

@@ -174,7 +174,7 @@ _ORDER: tuple[Split, ...] = ("selection", "holdout", "train")
 _RECORD_BYTES = 512
 
 
-class Planned(NamedTuple):
+class TurnRequest(NamedTuple):
     """One answer to be drawn."""
 
     id: str
@@ -193,7 +193,7 @@ class ShardPlan(NamedTuple):
 
     name: str
     split: Split
-    answers: list[Planned]
+    answers: list[TurnRequest]
 
 
 def plan_shards(
@@ -209,7 +209,7 @@ def plan_shards(
     _check_distinct("scored sampling settings", [setting.key for setting in scored])
     shards: list[ShardPlan] = []
     for split in _ORDER:
-        current: list[Planned] = []
+        current: list[TurnRequest] = []
         own = [conversation for conversation in conversations if conversation.split == split]
         if split == "train":
             own.sort(key=lambda conversation: seed_of(settings.seed, f"{conversation.id}/order"))
@@ -232,16 +232,16 @@ def _check_distinct(what: str, names: Sequence[str]) -> None:
         raise InputError(f"{what}: {twice} occurs more than once; they must differ")
 
 
-def _shard(index: int, split: Split, answers: list[Planned]) -> ShardPlan:
+def _shard(index: int, split: Split, answers: list[TurnRequest]) -> ShardPlan:
     return ShardPlan(f"{index:05d}-{split}", split, answers)
 
 
-def _plan_turns(conversation: Conversation, sampling: SamplingSettings, settings: CaptureSettings) -> list[Planned]:
+def _plan_turns(conversation: Conversation, sampling: SamplingSettings, settings: CaptureSettings) -> list[TurnRequest]:
     def name(turn: int) -> str:
         return f"{conversation.id}/{turn}/{sampling.key}"
 
     return [
-        Planned(
+        TurnRequest(
             id=name(turn.index),
             conversation=conversation,
             turn=turn,
@@ -287,18 +287,18 @@ class Prompts:
                 self._check_fits(answer, len(prompt))
                 self._ready[key] = array("i", prompt)
 
-    def of(self, answer: Planned, earlier: Sequence[str] = ()) -> list[int]:
+    def of(self, answer: TurnRequest, earlier: Sequence[str] = ()) -> list[int]:
         """The prompt of an answer, given the text of the conversation's earlier answers where it waits for them."""
         if answer.waits_for is None:
             return self._ready[answer.conversation.id, answer.turn.index].tolist()
         return self._render(answer, answer.turn.context(earlier))
 
-    def length(self, answer: Planned) -> int:
+    def length(self, answer: TurnRequest) -> int:
         """Tokens of its prompt, as far as they are known at the start."""
         ready = self._ready.get((answer.conversation.id, answer.turn.index))
         return 0 if ready is None else len(ready)
 
-    def most(self, answer: Planned) -> int:
+    def most(self, answer: TurnRequest) -> int:
         """Tokens that its prompt will hardly exceed: earlier answers that it waits for count at their limits."""
         if answer.waits_for is None:
             return self.length(answer)
@@ -306,18 +306,18 @@ class Prompts:
         bare = self._render(answer, answer.turn.context([""] * before))
         return len(bare) + before * answer.max_new_tokens
 
-    def room(self, answer: Planned, prompt: Sequence[int]) -> int:
+    def room(self, answer: TurnRequest, prompt: Sequence[int]) -> int:
         """Tokens that the answer may have: its limit, or what the context leaves of it; 0 where the prompt fills it."""
         return max(0, min(answer.max_new_tokens, self._target.max_positions - len(prompt)))
 
-    def _render(self, answer: Planned, messages: Sequence[Message]) -> list[int]:
+    def _render(self, answer: TurnRequest, messages: Sequence[Message]) -> list[int]:
         conversation = answer.conversation
         try:
             return render(self._target.tokenizer, messages, conversation.tools, conversation.template_args)
         except InputError as error:
             raise InputError(f"conversation {conversation.id}: {error}") from None
 
-    def _check_fits(self, answer: Planned, length: int) -> None:
+    def _check_fits(self, answer: TurnRequest, length: int) -> None:
         if length >= self._target.max_positions and not self._skips:
             raise ContextLengthError(
                 f"conversation {answer.conversation.id}, turn {answer.turn.index}: the prompt has {length} tokens, the "

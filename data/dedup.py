@@ -163,7 +163,7 @@ class Member(NamedTuple):
     """Of the context of every turn that it asks; none: not known."""
 
 
-class Known(NamedTuple):
+class PlacedMember(NamedTuple):
     """A member of an earlier mix, with its placement there."""
 
     member: Member
@@ -213,7 +213,10 @@ def similarity(left: Signature, right: Signature) -> float:
 
 
 def place(
-    members: Iterable[Member], known: Iterable[Known], threshold: float, continued: Mapping[str, str] | None = None
+    members: Iterable[Member],
+    known: Iterable[PlacedMember],
+    threshold: float,
+    continued: Mapping[str, str] | None = None,
 ) -> dict[str, Placement]:
     """Cluster new members (ids distinct) among the known ones. The result does not depend on any order.
 
@@ -257,7 +260,7 @@ def place(
 
 
 def _placements(
-    nodes: Sequence[Member], known: Sequence[Known], union: "_Union", copy_of: dict[int, str]
+    nodes: Sequence[Member], known: Sequence[PlacedMember], union: "_Union", copy_of: dict[int, str]
 ) -> dict[str, Placement]:
     groups: dict[int, list[str]] = {}
     ids: dict[int, list[str]] = {}

@@ -28,7 +28,7 @@ from . import clusters
 from .concurrency import in_flight_told
 from .contamination import holdout_report, near_any, read_evaluation_sets, turn_report
 from .conversation import SPLITS, Conversation, Split
-from .dedup import NO_TURNS, SIGNATURE_LENGTH, Known, Member, Placement, asked_elsewhere, place, turn_keys
+from .dedup import NO_TURNS, SIGNATURE_LENGTH, Member, PlacedMember, Placement, asked_elsewhere, place, turn_keys
 from .ingest import Gathered, Spool, gather, sampling_of, strictest
 from .settings import MixSettings
 from .sources import SamplePrompts, input_digests, name_of
@@ -143,16 +143,16 @@ def check_members(folder: Path) -> None:
     _checked(folder, MEMBERS)
 
 
-def load_members(folders: Iterable[Path]) -> list[Known]:
+def load_members(folders: Iterable[Path]) -> list[PlacedMember]:
     """Placements that earlier mixes hold, their own and those they carry on, each once; in an order of their own."""
-    known: dict[tuple[str, str, str, str], Known] = {}
+    known: dict[tuple[str, str, str, str], PlacedMember] = {}
     for row in (row for folder in folders for row in _rows_of_members(folder)):
         signature = np.frombuffer(row["signature"], dtype="<u4").astype(np.uint32)
         keys = row["turn_keys"]
         member = Member(row["id"], row["group"], signature, NO_TURNS if not keys else np.array(keys, dtype=np.uint64))
         placement = (row["id"], row["cluster"], row["split"], row["group"] or "")
         if keys or placement not in known:
-            known[placement] = Known(member, row["cluster"], row["split"])
+            known[placement] = PlacedMember(member, row["cluster"], row["split"])
     return [known[placement] for placement in sorted(known)]
 
 
@@ -186,7 +186,9 @@ def _name_clusters(gathered: Gathered, settings: MixSettings, earlier: Sequence[
 class _Mix:
     """What becomes of every record, and the files that say so."""
 
-    def __init__(self, settings: MixSettings, base_dir: Path, gathered: Gathered, known: Sequence[Known]) -> None:
+    def __init__(
+        self, settings: MixSettings, base_dir: Path, gathered: Gathered, known: Sequence[PlacedMember]
+    ) -> None:
         self._settings, self._gathered, self._known = settings, gathered, known
         ids = gathered.ids
         self._continued = gathered.continued()
@@ -200,9 +202,9 @@ class _Mix:
         kept_N = self._chosen(able, [ids[n] for n in able], self._latest(placed))
         self.kept = [n for n, kept in zip(able, kept_N.tolist()) if kept]
         members = list(gathered.members())
-        self.placements = {ids[n]: Known(members[n], placed[ids[n]].cluster, splits[ids[n]]) for n in self.kept}
+        self.placements = {ids[n]: PlacedMember(members[n], placed[ids[n]].cluster, splits[ids[n]]) for n in self.kept}
         self._seen = {  # with the parts of those that stay: a later log may hold them alone
-            id: Known(members[n], placed[id].cluster, splits[id])
+            id: PlacedMember(members[n], placed[id].cluster, splits[id])
             for n, id in enumerate(ids)
             if id in self.placements or (id in self._continued and self._stands(placed, id) in self.placements)
         }
@@ -368,7 +370,7 @@ def _row(conversation: Conversation) -> dict[str, Any]:
     return row
 
 
-def _member_rows(seen: Mapping[str, Known], known: Sequence[Known]) -> Iterator[dict[str, Any]]:
+def _member_rows(seen: Mapping[str, PlacedMember], known: Sequence[PlacedMember]) -> Iterator[dict[str, Any]]:
     """This mix's members and the inherited ones; a conversation in both stands once, as it is placed now."""
     rest = [item for item in known if item.member.id not in seen]
     for item in sorted([*seen.values(), *rest], key=lambda item: (item.member.id, item.cluster, item.split)):

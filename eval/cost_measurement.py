@@ -21,13 +21,13 @@ from ..progress import Advance, bar, say
 from ..specdec.decoder import decode_rounds
 from ..specdec.memory_fit import takes_graphs
 from ..specdec.models import CausalModel
-from ..specdec.requests import Request, RoundSeconds, Run
+from ..specdec.requests import DecodeRun, Request, RoundSeconds
 from ..specdec.sampling import SamplingSettings
 from ..storage import lock, read_json, write_json
 from .bench.run import draft_bytes
 from .cost_model import PLAIN_WAY, CostFit, Point, PromptPoint, way_of
 from .costs import PLAIN_MODE, CostKey, Mode, Parts, by_turns, lower_quartile, most_tokens, plain_seconds, typical
-from .draft_configs import Drafting, Plan
+from .draft_configs import DraftConfig, Drafting
 from .settings import LoadSettings, ScoreSettings
 
 _PROMPT_REPEATS = 3
@@ -124,7 +124,7 @@ def _stored(path: Path) -> CostFit | None:
         return None
 
 
-def _some(drafting: Drafting) -> list[Plan]:
+def _some(drafting: Drafting) -> list[DraftConfig]:
     """Of chains the least, the middle and the largest K."""
     plans = sorted(drafting.plans)
     return sorted({plans[0], plans[(len(plans) - 1) // 2], plans[-1]})
@@ -168,7 +168,7 @@ def _point(mode: Mode, parts: Parts, size: int, context: int) -> Point:
 
 def _rounds(
     target: CausalModel, modes: Sequence[Mode], text: Sequence[int], size: int, context: int, settings: ScoreSettings
-) -> dict[Plan, list[RoundSeconds]]:
+) -> dict[DraftConfig, list[RoundSeconds]]:
     """Timed rounds of every mode: of as many runs as give each batch size about as many prompts."""
     asked, found = settings.costs, {mode.plan: list[RoundSeconds]() for mode in modes}
     length = max(context - asked.rounds // 2, 1)  # so that the rounds' mean context is the one asked for
@@ -214,6 +214,6 @@ def _prompt_seconds(
     """From when a prompt's turn comes to when the next one's does, of answers that end with their first token."""
     prompts = _prompts(text, _PROMPTS_A_RUN, length)
     requests = [Request(prompt, sampling, seed, 1) for seed, prompt in enumerate(prompts)]
-    run = Run(target, mode.proposer, requests, mode.rule, max(mode.plan.levels, 1))
+    run = DecodeRun(target, mode.proposer, requests, mode.rule, max(mode.plan.levels, 1))
     done = sorted((index, one.begun) for finished in decode_rounds(run) for index, one in finished)
     return [after - before for (_, before), (_, after) in pairwise(done[_SETTLING_PROMPTS:])]

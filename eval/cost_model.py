@@ -18,13 +18,13 @@ from scipy.optimize import nnls
 from ..errors import CorruptDataError, InputError
 from ..storage import read_object, write_json
 from .costs import CostKey, RoundCost
-from .draft_configs import Plan
+from .draft_configs import DraftConfig
 
 Floats = NDArray[np.float64]
 _NAMES = ("1", "levels", "batch", "batch*levels", "batch*context", "batch*levels*context", "batch>1")
 
 
-class Where(NamedTuple):
+class GridPoint(NamedTuple):
     """A round of `batch` sequences of `context` cached tokens: `levels` of draft, then `tokens` new ones of each."""
 
     batch: float
@@ -33,7 +33,7 @@ class Where(NamedTuple):
     context: float
 
 
-class Surface(BaseModel):
+class CostSurface(BaseModel):
     """Seconds by where; all weights are at least 0."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -44,7 +44,7 @@ class Surface(BaseModel):
     """Tokens of a pass (batch x tokens) from which each one more costs; the weights `tokens>N` are theirs."""
 
     @classmethod
-    def fit(cls, places: Sequence[Where], seconds: Sequence[float], scale: Sequence[float]) -> "Surface":
+    def fit(cls, places: Sequence[GridPoint], seconds: Sequence[float], scale: Sequence[float]) -> "CostSurface":
         """The best in the least squares of (error / scale). `scale`: what an error is measured against, such as the
         whole round's time."""
         knots = _knots(places)
@@ -55,20 +55,20 @@ class Surface(BaseModel):
         found = {name: float(weight) for name, weight in zip(names, weights_F / size_F) if weight > 0}
         return cls(weights=found, knots=knots)
 
-    def __call__(self, where: Where) -> float:
+    def __call__(self, where: GridPoint) -> float:
         """Seconds there."""
         names = [*_NAMES, *(f"tokens>{knot}" for knot in self.knots)]
         weights_F = np.array([self.weights.get(name, 0.0) for name in names])
         return float(_parts([where], self.knots)[0] @ weights_F)
 
 
-def _knots(places: Sequence[Where]) -> list[int]:
+def _knots(places: Sequence[GridPoint]) -> list[int]:
     """Powers of two inside the range of tokens of a pass."""
     totals = [where.batch * where.tokens for where in places]
     return [1 << n for n in range(1, 21) if min(totals) < 1 << n < max(totals)]
 
 
-def _parts(places: Sequence[Where], knots: Sequence[int]) -> Floats:
+def _parts(places: Sequence[GridPoint], knots: Sequence[int]) -> Floats:
     """[P, F]: what each weight is multiplied by."""
     B, L, N, C = (np.array(column, dtype=np.float64) for column in zip(*places))
     columns = [np.ones_like(B), L, B, B * L, B * C, B * L * C, (B > 1).astype(np.float64)]
@@ -100,8 +100,8 @@ class Point(_Record):
     rounds: int = Field(ge=1)
 
     @property
-    def where(self) -> Where:
-        return Where(self.batch_size, self.levels, self.tokens, self.context_tokens)
+    def where(self) -> GridPoint:
+        return GridPoint(self.batch_size, self.levels, self.tokens, self.context_tokens)
 
     @property
     def seconds(self) -> float:
@@ -129,9 +129,9 @@ class PromptPoint(_Record):
 class RoundFit(_Record):
     """Rounds of one way of drafting."""
 
-    draft: Surface
-    verify: Surface
-    rest: Surface
+    draft: CostSurface
+    verify: CostSurface
+    rest: CostSurface
     levels: tuple[int, int]
     """Fewest and most that were measured."""
     error: float = Field(ge=0)
@@ -164,7 +164,7 @@ class RoundFit(_Record):
 
     def at(self, levels: int, batch_size: int, context: float) -> RoundCost:
         """A round's parts there. Between measured levels of a chain, so many tokens and one."""
-        where = Where(batch_size, levels, self.tokens_per_level.get(levels, levels + 1), context)
+        where = GridPoint(batch_size, levels, self.tokens_per_level.get(levels, levels + 1), context)
         return RoundCost(
             draft_seconds=self.draft(where), verify_seconds=self.verify(where), rest_seconds=self.rest(where), rounds=1
         )
@@ -260,7 +260,7 @@ class CostFit(_Record):
         """Seconds of a round without a draft."""
         return self.rounds[PLAIN_WAY].at(0, batch_size, context).seconds
 
-    def round(self, plan: Plan, batch_size: int, context: int) -> RoundCost:
+    def round(self, plan: DraftConfig, batch_size: int, context: int) -> RoundCost:
         """A round that drafts so. Raises InputError for a way, or levels, that were not measured."""
         fit = self.rounds.get(way_of(plan))
         if fit is None or not fit.levels[0] <= plan.levels <= fit.levels[1]:
@@ -273,7 +273,7 @@ class CostFit(_Record):
         return _grown(self.prompts.plain, tokens), _grown(self.prompts.draft, tokens)
 
 
-def way_of(plan: Plan) -> str:
+def way_of(plan: DraftConfig) -> str:
     """Rounds that one fit describes: chains of every K together, each tree by itself."""
     return f"tree {plan.tree}" if plan.tree else CHAIN_WAY
 
@@ -300,13 +300,13 @@ def read_fits(path: Path) -> list[CostFit]:
 
 def fit_for(key: CostKey, fits: Sequence[CostFit], path: Path) -> CostFit:
     """The fit of this target and draft shape, on whatever hardware. Raises InputError where there is none."""
-    why = [misfit(key, fit.key) for fit in fits]
+    why = [incompatibility(key, fit.key) for fit in fits]
     if None not in why:
         raise InputError(f"score.costs.fit {path}: holds no times of this target and draft: {'; '.join(map(str, why))}")
     return fits[why.index(None)]
 
 
-def misfit(asked: CostKey, known: CostKey) -> str | None:
+def incompatibility(asked: CostKey, known: CostKey) -> str | None:
     """Why times of one key are not another's, hardware, software and precision aside."""
     for name in ("target", "draft"):
         one, other = getattr(asked, name), getattr(known, name)
@@ -333,18 +333,18 @@ def _is_covered(label: str, plan: Mapping[str, Any], known: Mapping[str, Mapping
     return other is not None and (other["levels"], other["tree"]) == (plan["levels"], plan["tree"])
 
 
-def _surfaces(points: Sequence[Point]) -> tuple[Surface, Surface, Surface]:
+def _surfaces(points: Sequence[Point]) -> tuple[CostSurface, CostSurface, CostSurface]:
     """Of draft, verify and rest: errors of each count as shares of the whole round."""
     places, whole = [point.where for point in points], [point.seconds for point in points]
 
-    def part(of: Callable[[Point], float]) -> Surface:
-        return Surface.fit(places, [of(point) for point in points], whole)
+    def part(of: Callable[[Point], float]) -> CostSurface:
+        return CostSurface.fit(places, [of(point) for point in points], whole)
 
     verify = part(lambda point: point.verify_seconds)
     return part(lambda point: point.draft_seconds), verify, part(lambda point: point.rest_seconds)
 
 
-def _error(fitted: Sequence[Surface], point: Point) -> float:
+def _error(fitted: Sequence[CostSurface], point: Point) -> float:
     return abs(sum(surface(point.where) for surface in fitted) / point.seconds - 1)
 
 

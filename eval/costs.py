@@ -21,10 +21,10 @@ from ..progress import bar, say
 from ..specdec.decoder import decode_rounds
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
-from ..specdec.requests import Request, RoundSeconds, RoundTimer, Run
+from ..specdec.requests import DecodeRun, Request, RoundSeconds, RoundTimer
 from ..specdec.sampling import SamplingSettings
 from ..storage import lock, read_json, write_json
-from .draft_configs import Drafting, Plan, rules_for
+from .draft_configs import DraftConfig, Drafting, rules_for
 from .settings import ScoreSettings
 from .speedup import Gain
 
@@ -34,19 +34,19 @@ _FEWEST_ROUNDS = 5
 class Mode(NamedTuple):
     """One of the decoders that take turns."""
 
-    plan: Plan
+    plan: DraftConfig
     proposer: Proposer | None
     rule: str
     nodes: int
     """Of a full draft."""
 
     @classmethod
-    def of(cls, plan: Plan, drafting: Drafting, settings: ScoreSettings) -> "Mode":
+    def of(cls, plan: DraftConfig, drafting: Drafting, settings: ScoreSettings) -> "Mode":
         proposer = drafting.make()
         return cls(plan, proposer, deciding_rule(drafting, settings), proposer.most_nodes(plan.levels))
 
 
-PLAIN_MODE = Mode(Plan(0), None, "greedy", 0)
+PLAIN_MODE = Mode(DraftConfig(0), None, "greedy", 0)
 
 
 class Parts(NamedTuple):
@@ -75,7 +75,7 @@ def by_turns(
     prompts: Sequence[list[int]],
     sampling: SamplingSettings,
     rounds: int,
-) -> dict[Plan, list[RoundSeconds]]:
+) -> dict[DraftConfig, list[RoundSeconds]]:
     """Every mode decodes the prompts, all of them at once; they take turns after each round."""
     timers = {mode.plan: RoundTimer(target.device) for mode in modes}
     turns = [decode_rounds(_run(target, mode, prompts, sampling, rounds, timers[mode.plan])) for mode in modes]
@@ -92,10 +92,10 @@ def _run(
     sampling: SamplingSettings,
     rounds: int,
     timer: RoundTimer,
-) -> Run:
+) -> DecodeRun:
     longest, levels = most_tokens(rounds, mode.plan.levels), max(mode.plan.levels, 1)
     requests = [Request(prompt, sampling, seed, longest) for seed, prompt in enumerate(prompts)]
-    return Run(target, mode.proposer, requests, mode.rule, levels, batch_size=len(prompts), timer=timer)
+    return DecodeRun(target, mode.proposer, requests, mode.rule, levels, batch_size=len(prompts), timer=timer)
 
 
 def plain_seconds(plain: Sequence[RoundSeconds]) -> float:
@@ -193,19 +193,19 @@ class CostTable(BaseModel):
             raise ValueError(f"by_plan {sorted(self.by_plan)}: must hold the key's plans {sorted(self.key.plans)}")
         return self
 
-    def cost(self, plan: Plan) -> RoundCost:
+    def cost(self, plan: DraftConfig) -> RoundCost:
         """The cost of a round that drafts so. Raises InputError for a plan that was not measured."""
         if plan.label not in self.by_plan or self.key.plans[plan.label]["levels"] != plan.levels:
             known = ", ".join(f"{label} ({shape['levels']} levels)" for label, shape in self.key.plans.items())
             raise InputError(f"{plan} ({plan.levels} levels): no times measured; there are times for {known}")
         return self.by_plan[plan.label]
 
-    def round_seconds(self, plan: Plan, drafted_share: float = 1.0) -> float:
+    def round_seconds(self, plan: DraftConfig, drafted_share: float = 1.0) -> float:
         """A round's time. `drafted_share`: share of rounds that draft at all; the others cost a plain token."""
         full = self.cost(plan).seconds
         return full if drafted_share == 1.0 else drafted_share * full + (1 - drafted_share) * self.plain_seconds
 
-    def gain(self, plan: Plan, drafted_share: float = 1.0) -> Gain:
+    def gain(self, plan: DraftConfig, drafted_share: float = 1.0) -> Gain:
         """What drafting so makes of a tau: prompts are left out, so tau x plain / (draft + verify + rest)."""
         return Gain(0.0, self.round_seconds(plan, drafted_share) / self.plain_seconds)
 
@@ -266,7 +266,7 @@ def measure_costs(
             f"target's context of {target.max_positions}; at most {most} do (more with smaller score.draft_tokens)"
         )
     prompts = [prompt[-room:] for prompt in prompts[: asked.prompts]]  # their ends: the answer needs the rest
-    rounds: dict[Plan, list[RoundSeconds]] = {mode.plan: [] for mode in modes}
+    rounds: dict[DraftConfig, list[RoundSeconds]] = {mode.plan: [] for mode in modes}
     with bar("measure times", len(prompts) + 1, "prompts") as advance:
         # Allocations, kernel choices and clocks settle before anything counts.
         by_turns(target, modes, prompts[:1], sampling, asked.rounds)

@@ -19,7 +19,7 @@ PLAINEST = ("multiround", "recursive", "token", "onehot")
 chains by the third, chosen tokens by the last."""
 
 
-class Plan(NamedTuple):
+class DraftConfig(NamedTuple):
     """How a round drafts: a chain, or the tree of that name."""
 
     levels: int
@@ -54,8 +54,8 @@ class Drafting:
         return self.make()
 
     @property
-    def plans(self) -> list[Plan]:
-        return [Plan(depth, self.tree) for depth in self.depths]
+    def plans(self) -> list[DraftConfig]:
+        return [DraftConfig(depth, self.tree) for depth in self.depths]
 
     @property
     def work(self) -> dict[str, Any] | None:

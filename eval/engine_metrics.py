@@ -194,7 +194,7 @@ _DEPTH_SLACK = 0.02  # of K: drafts that engines count in flight when they are l
 
 
 @dataclass(frozen=True)
-class Promise:
+class ExpectedAcceptance:
     """What a draft does on the holdout, at the K or tree that it was chosen at."""
 
     draft_tokens: int
@@ -220,7 +220,7 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Parting:
+class AcceptanceMismatch:
     """Served beside promised."""
 
     served: Estimate
@@ -233,13 +233,13 @@ class Parting:
     """In words, numbers included."""
 
 
-def promise_of(table: pa.Table, bootstrap: Bootstrap) -> Promise:
+def promise_of(table: pa.Table, bootstrap: Bootstrap) -> ExpectedAcceptance:
     """From the counts that decide (`serving`), all of one K or tree."""
     K = int(values(table, "draft_tokens")[0])
     sums = cluster_sums(table, K)
     drafting_C = sums.sums_CF[:, 4]  # reached position 1: something was drafted
     drafts = ratio(drafting_C + sums.column("accepted"), drafting_C, bootstrap, "rounds with a draft")
-    return Promise(
+    return ExpectedAcceptance(
         draft_tokens=K,
         tree=str(values(table, "tree")[0]),
         taus={"rounds": tau(table, bootstrap), "drafts": drafts, "unclipped": unclipped_tau(table, bootstrap)},
@@ -250,7 +250,7 @@ def promise_of(table: pa.Table, bootstrap: Bootstrap) -> Promise:
     )
 
 
-def compare(served: Counters, promise: Promise, margin: float) -> Parting:
+def compare(served: Counters, promise: ExpectedAcceptance, margin: float) -> AcceptanceMismatch:
     """Part they do where the whole interval of the difference lies further than `margin` x promised from 0."""
     promised = promise.taus[served.booking]
     spread = _served_spread(served) if served.accepted_at else promise.spread
@@ -266,7 +266,7 @@ def compare(served: Counters, promise: Promise, margin: float) -> Parting:
         f"counting: {_said(difference, '+')}"
     )
     verdict = f"not judged: {unknown}" if unknown else f"{'parts from' if parts else 'keeps'} the promise"
-    return Parting(here, promised, difference, parts, f"{words}; {verdict} (margin {margin:.0%})")
+    return AcceptanceMismatch(here, promised, difference, parts, f"{words}; {verdict} (margin {margin:.0%})")
 
 
 def round_variance(at_least_K: Sequence[float]) -> float:
@@ -280,7 +280,7 @@ def _served_spread(served: Counters) -> float:
     return round_variance([count / served.rounds for count in served.accepted_at]) if served.rounds > 0 else math.nan
 
 
-def _unknown(served: Counters, promise: Promise, difference: Estimate) -> str:
+def _unknown(served: Counters, promise: ExpectedAcceptance, difference: Estimate) -> str:
     """Why nothing can be said; empty: something can."""
     if served.rounds < FEWEST_ROUNDS:
         return f"{served.rounds:,.0f} rounds, at least {FEWEST_ROUNDS} are needed"

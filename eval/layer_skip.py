@@ -23,7 +23,7 @@ from ..specdec.proposers import make_proposer
 from ..specdec.replay.replay import replay
 from ..storage import read_json, write_json
 from .costs import CostTable
-from .draft_configs import Plan, rules_for
+from .draft_configs import DraftConfig, rules_for
 from .settings import ScoreSettings
 from .target_pass_cache import TraceCache
 
@@ -47,7 +47,7 @@ class RoundTimes(NamedTuple):
     def fit(cls, K: int, layers: int, whole: CostTable, no_attention: CostTable, no_mlp: CostTable) -> "RoundTimes":
         """From the times of drafts that skip nothing, every attention, and every MLP."""
         tables = (whole, no_attention, no_mlp)
-        costs = [table.cost(Plan(K)) for table in tables]
+        costs = [table.cost(DraftConfig(K)) for table in tables]
         draft = [cost.draft_seconds / table.plain_seconds for cost, table in zip(costs, tables)]
         others = [(c.verify_seconds + c.rest_seconds) / table.plain_seconds for c, table in zip(costs, tables)]
         attention, mlp = (max(0.0, (draft[0] - one) / layers) for one in draft[1:])
@@ -60,7 +60,7 @@ class RoundTimes(NamedTuple):
         return self.fixed + attention * self.attention + mlp * self.mlp
 
 
-class Worth(NamedTuple):
+class SkipScore(NamedTuple):
     """Of one set, at its best K."""
 
     speedup: float
@@ -68,7 +68,7 @@ class Worth(NamedTuple):
     K: int
 
 
-class Tried:
+class SkipTrial:
     """Counts of the sets that were tried, by domain, kept in a file from one call to the next."""
 
     def __init__(self, path: Path) -> None:
@@ -92,21 +92,21 @@ class SkipScorer:
         samples: Mapping[str, Sequence[Sample]],
         times: Mapping[int, RoundTimes],
         settings: ScoreSettings,
-        tried: Tried,
+        tried: SkipTrial,
     ) -> None:
         """`samples`: those of each domain. `times`: by K; these are the K that are compared."""
         self._target, self._samples, self._times = target, samples, times
         self._settings, self._tried = settings, tried
         self._traces = TraceCache(target, settings.trace_bytes, settings.replay_tokens)
 
-    def worth(self, skipped: SkippedLayers, domains: Sequence[str]) -> Worth:
+    def worth(self, skipped: SkippedLayers, domains: Sequence[str]) -> SkipScore:
         """Expected speed-up of a set over some domains together; of equal K the smaller one."""
         counts = self._counts(skipped, domains)
 
-        def at(K: int) -> Worth:
+        def at(K: int) -> SkipScore:
             tokens, rounds = (sum(column) for column in zip(*(counts[domain][K] for domain in domains)))
             tau = tokens / rounds if rounds else 1.0
-            return Worth(tau / self._times[K].of(self._target.num_layers, skipped), tau, K)
+            return SkipScore(tau / self._times[K].of(self._target.num_layers, skipped), tau, K)
 
         return max(map(at, sorted(self._times)), key=lambda worth: worth.speedup)
 
@@ -160,7 +160,7 @@ def _read(path: Path) -> dict[str, dict[str, Counts]]:
 P = TypeVar("P")
 
 
-class Found(NamedTuple, Generic[P]):
+class SearchResult(NamedTuple, Generic[P]):
     """The best set that was tried."""
 
     parts: frozenset[P]
@@ -175,12 +175,12 @@ def search(
     tries: int,
     seed: int,
     start: Iterable[frozenset[P]] = (),
-) -> Found[P]:
+) -> SearchResult[P]:
     """The set of the highest value among at most `tries` different ones; of equal ones the one that was tried first.
 
     The sets of `start` are tried first of all. The same arguments give the same sets in the same order.
     """
-    looked = _Looked(value, tries)
+    looked = _Trials(value, tries)
     try:
         for known in start:
             looked.at(known)
@@ -189,14 +189,14 @@ def search(
         _climb(parts, looked, random.Random(seed))
     except _SpentError:
         pass
-    return Found(looked.best, looked.values[looked.best], len(looked.values))
+    return SearchResult(looked.best, looked.values[looked.best], len(looked.values))
 
 
 class _SpentError(Exception):
     """All tries are used up."""
 
 
-class _Looked(Generic[P]):
+class _Trials(Generic[P]):
     """Values of the sets that were tried, the best of them, and how many more may be."""
 
     def __init__(self, value: Callable[[frozenset[P]], float], tries: int) -> None:
@@ -214,13 +214,13 @@ class _Looked(Generic[P]):
         return self.values[parts]
 
 
-def _by_worth(parts: Sequence[P], looked: _Looked[P], chance: random.Random) -> list[P]:
+def _by_worth(parts: Sequence[P], looked: _Trials[P], chance: random.Random) -> list[P]:
     """Parts by the value of leaving each out alone, the best first."""
     worth = {place: looked.at(frozenset([parts[place]])) for place in chance.sample(range(len(parts)), len(parts))}
     return [parts[place] for place in sorted(worth, key=lambda place: (-worth[place], place))]
 
 
-def _nested(order: Sequence[P], looked: _Looked[P]) -> None:
+def _nested(order: Sequence[P], looked: _Trials[P]) -> None:
     """The first m parts, for m on a grid of an eighth of them, then on ever finer ones beside the best m."""
 
     def value(count: int) -> float:
@@ -233,7 +233,7 @@ def _nested(order: Sequence[P], looked: _Looked[P]) -> None:
         best = max((m for m in (best, best - step, best + step) if 0 <= m <= len(order)), key=value)
 
 
-def _climb(parts: Sequence[P], looked: _Looked[P], chance: random.Random) -> None:
+def _climb(parts: Sequence[P], looked: _Trials[P], chance: random.Random) -> None:
     """Go to a better neighbour while there is one."""
     while True:
         here = looked.best

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ..errors import InputError
 from .cost_model import PLAIN_WAY, CostFit
 from .costs import CostKey, RoundCost
-from .draft_configs import Plan
+from .draft_configs import DraftConfig
 from .figures import Estimate
 from .settings import LoadSettings
 from .speedup import Gain, chain_alpha, pooled
@@ -34,7 +34,7 @@ class Memory(NamedTuple):
     """At the load's largest batch size, of prompts and answers of its lengths."""
 
 
-class Losing(NamedTuple):
+class BreakEvenPoint(NamedTuple):
     """Up to which batch size drafting pays."""
 
     above: int | None
@@ -72,7 +72,7 @@ class LoadTimes:
         """Seconds of a plain round at the load's main batch size."""
         return self.fit.plain(self.load.main, self.load.context_tokens)
 
-    def cost(self, plan: Plan) -> RoundCost:
+    def cost(self, plan: DraftConfig) -> RoundCost:
         """A round's parts there."""
         return self.fit.round(plan, self.load.main, self.load.context_tokens)
 
@@ -84,12 +84,12 @@ class LoadTimes:
             f"{self.fit.rounds[PLAIN_WAY].left_out_error:.0%}); draft and verify ms at batch {self.load.main}"
         )
 
-    def gain(self, plan: Plan, drafted_share: float = 1.0) -> Gain:
+    def gain(self, plan: DraftConfig, drafted_share: float = 1.0) -> Gain:
         """Over the whole load."""
         shares = self.load.shares
         return pooled([self.gain_at(size, plan, drafted_share) for size in shares], list(shares.values()))
 
-    def gain_at(self, batch_size: int, plan: Plan, drafted_share: float = 1.0) -> Gain:
+    def gain_at(self, batch_size: int, plan: DraftConfig, drafted_share: float = 1.0) -> Gain:
         """At one batch size. `drafted_share`: share of a slot's rounds that draft at all; a round in which no slot does
         costs a plain one, and slots draft independently of one another."""
         place = batch_size, plan, drafted_share
@@ -98,11 +98,11 @@ class LoadTimes:
         return self._gains[place]
 
     @cached_property
-    def _gains(self) -> dict[tuple[int, Plan, float], Gain]:
+    def _gains(self) -> dict[tuple[int, DraftConfig, float], Gain]:
         """Known ones: checkpoints and domains ask for the same."""
         return {}
 
-    def _gain_at(self, batch_size: int, plan: Plan, drafted_share: float) -> Gain:
+    def _gain_at(self, batch_size: int, plan: DraftConfig, drafted_share: float) -> Gain:
         context, later = self.load.context_tokens, self.load.answer_tokens - 1
         prompt, draft_prompt = self.fit.prompt(self.load.prompt_tokens)
         plain = self.fit.plain(batch_size, context)
@@ -123,14 +123,14 @@ class LoadTimes:
         """Over the whole load, by shares of time."""
         return sum(share * self.plain_goodput_at(size) for size, share in self.load.shares.items())
 
-    def losing(self, plan: Plan, tau: float, drafted_share: float = 1.0) -> Losing:
+    def losing(self, plan: DraftConfig, tau: float, drafted_share: float = 1.0) -> BreakEvenPoint:
         """The batch size above which drafting so loses, looked for at every one at which times hold."""
         least, largest = min(self.fit.batch_sizes), max(self.fit.batch_sizes)
         pays = (size for size in range(largest, least - 1, -1) if self._pays(size, plan, tau, drafted_share))
         above = next(pays, 0)
-        return Losing(None if above == largest else above, largest)
+        return BreakEvenPoint(None if above == largest else above, largest)
 
-    def _pays(self, batch_size: int, plan: Plan, tau: float, drafted_share: float) -> bool:
+    def _pays(self, batch_size: int, plan: DraftConfig, tau: float, drafted_share: float) -> bool:
         return self.gain_at(batch_size, plan, drafted_share).speedup(tau) >= 1
 
     @property
@@ -148,7 +148,7 @@ class LoadTimes:
 class Candidate(NamedTuple):
     """A plan and how it does on the conversations."""
 
-    plan: Plan
+    plan: DraftConfig
     tau: Estimate
     drafted: float
     """Tokens a round."""
@@ -162,7 +162,7 @@ class BatchFigures:
     batch_size: int
     share: float
     """Of the load; 0: not part of it."""
-    plan: Plan
+    plan: DraftConfig
     tau: Estimate
     speedup: Estimate
     goodput: Estimate
@@ -198,7 +198,7 @@ class LoadFigures:
     engine_tau: Estimate
     """Tokens a round as the engine's own counters will show them."""
     break_even_alpha: float
-    losing: Losing | None
+    losing: BreakEvenPoint | None
     """None where tau is not known."""
     memory: Memory
     batches: tuple[BatchFigures, ...]
@@ -228,7 +228,7 @@ class LoadFigures:
 
 
 def load_figures(
-    times: LoadTimes, candidates: Sequence[Candidate], plan: Plan, engine_tau: Estimate, tie_share: float
+    times: LoadTimes, candidates: Sequence[Candidate], plan: DraftConfig, engine_tau: Estimate, tie_share: float
 ) -> LoadFigures:
     """Of one draft, served at `plan`, which is among the candidates."""
     mine = next(one for one in candidates if one.plan == plan)
@@ -273,7 +273,7 @@ def _at(times: LoadTimes, batch_size: int, candidates: Sequence[Candidate], tie_
     )
 
 
-def _alpha(tau: float, plan: Plan) -> float:
+def _alpha(tau: float, plan: DraftConfig) -> float:
     return math.nan if plan.tree else chain_alpha(tau, plan.levels)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import fingerprint
-from .draft_configs import Plan
+from .draft_configs import DraftConfig
 from .speedup import Gain
 
 Floats = NDArray[np.float64]
@@ -39,7 +39,7 @@ class Arm(NamedTuple):
 
     draft: str
     step: int
-    plan: Plan
+    plan: DraftConfig
     gain: Gain
 
 

@@ -28,7 +28,7 @@ from ..specdec.replay.replay import Counted, rank_accuracies
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
 from .counts import CountRow, context_bucket, to_table
-from .draft_configs import Drafting, Plan, exact_rules, rules_for
+from .draft_configs import DraftConfig, Drafting, exact_rules, rules_for
 from .settings import ScoreSettings
 from .target_pass_cache import TraceCache, replay_samples
 
@@ -116,7 +116,7 @@ def spread(samples: Iterable[Sample], count: int) -> set[str]:
 class _Answer(NamedTuple):
     sample: Sample
     rule: str
-    plan: Plan
+    plan: DraftConfig
     counts: RoundCounts
     tokens: list[int] | None = None  # of a decoded answer
 
@@ -178,7 +178,7 @@ def _replay(work: _Work, traces: TraceCache, settings: ScoreSettings, advance: A
         done[index] = counted
         advance(note="replay")
     return [
-        _Answer(sample, rule, Plan(depth, drafting.tree), counts)
+        _Answer(sample, rule, DraftConfig(depth, drafting.tree), counts)
         for index, sample in enumerate(samples)
         for rule, depth, counts in done[index]
     ]
@@ -196,7 +196,7 @@ def _decode(target: Target, work: _Work, settings: ScoreSettings, advance: Advan
                 advance(note="decode")
             for index, sample in enumerate(samples):
                 counts = count_rounds(done[index].rounds, depth)
-                answers.append(_Answer(sample, rule, Plan(depth, drafting.tree), counts, done[index].tokens))
+                answers.append(_Answer(sample, rule, DraftConfig(depth, drafting.tree), counts, done[index].tokens))
     return answers
 
 

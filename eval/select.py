@@ -23,9 +23,9 @@ from ..errors import InputError
 from ..specdec.rules import RULES
 from .costs import CostKey, RoundCost
 from .counts import concat, groups, values, where
-from .draft_configs import PLAINEST, Plan
+from .draft_configs import PLAINEST, DraftConfig
 from .figures import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_difference
-from .load import BatchFigures, Candidate, LoadFigures, LoadTimes, Losing, batch_figures, finite, load_figures
+from .load import BatchFigures, BreakEvenPoint, Candidate, LoadFigures, LoadTimes, batch_figures, finite, load_figures
 from .settings import ScoreSettings
 from .speedup import Gain
 
@@ -50,10 +50,10 @@ class Times(Protocol):
     def said(self) -> str:
         """Where the times hold and come from, in words."""
 
-    def cost(self, plan: Plan) -> RoundCost:
+    def cost(self, plan: DraftConfig) -> RoundCost:
         """A round's parts."""
 
-    def gain(self, plan: Plan, drafted_share: float = 1.0) -> Gain:
+    def gain(self, plan: DraftConfig, drafted_share: float = 1.0) -> Gain:
         """What drafting so makes of a tau. `drafted_share`: share of rounds that draft at all."""
 
 
@@ -63,7 +63,7 @@ class Row:
 
     draft: str
     step: int
-    plan: Plan
+    plan: DraftConfig
     drafted: float
     """Tokens drafted a round, on average."""
     tau: Estimate
@@ -128,7 +128,7 @@ class DomainRow:
 
     draft: str
     step: int
-    plan: Plan
+    plan: DraftConfig
     domain: str
     setting: str
     rule: str
@@ -141,7 +141,7 @@ class DomainRow:
     """Expected, were all traffic like this domain's."""
     goodput: Estimate = _UNKNOWN
     """Tokens a second at the load; NaN where none is stated."""
-    losing: Losing | None = None
+    losing: BreakEvenPoint | None = None
     """Up to which batch size drafting pays in this domain."""
     taus: tuple[tuple[str, Estimate], ...] = ()
     """tau under every rule that was scored, the deciding one among them, by the rule's label."""
@@ -251,7 +251,9 @@ def plain_row(costs: Times) -> Row:
     """The baseline of baselines: decoding without a draft."""
     one = Estimate(1.0, 1.0, 1.0)
     none = Estimate(math.nan, reason="nothing is drafted")
-    return Row(PLAIN, 0, Plan(0), 0.0, one, none, (), 0.0, costs.plain_seconds, one, Gain(0.0, 1.0), baseline=True)
+    return Row(
+        PLAIN, 0, DraftConfig(0), 0.0, one, none, (), 0.0, costs.plain_seconds, one, Gain(0.0, 1.0), baseline=True
+    )
 
 
 def domain_rows(
@@ -303,7 +305,9 @@ def _batches(
     if times is None:
         return ()
     candidates = [
-        Candidate(Plan(K, tree), tau(part, settings.bootstrap), _a_round(part["drafted"], part), _share(part, baseline))
+        Candidate(
+            DraftConfig(K, tree), tau(part, settings.bootstrap), _a_round(part["drafted"], part), _share(part, baseline)
+        )
         for (K, tree), part in groups(table, "draft_tokens", "tree")
     ]
     return batch_figures(times, candidates, settings.tie_share)
@@ -340,7 +344,7 @@ def serving(table: pa.Table, settings: ScoreSettings) -> pa.Table:
     return concat(kept)
 
 
-def at_plan(table: pa.Table, plan: Plan) -> pa.Table:
+def at_plan(table: pa.Table, plan: DraftConfig) -> pa.Table:
     """The rows of one plan."""
     return where(table, draft_tokens=plan.levels, tree=plan.tree)
 
@@ -357,7 +361,7 @@ def _rows(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings
 def _row(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings) -> Row:
     """The row of one draft, step and plan."""
     draft, step, K, tree = (values(table, column)[0] for column in ("draft", "step", "draft_tokens", "tree"))
-    plan, pooled = Plan(K, tree), tau(table, settings.bootstrap)
+    plan, pooled = DraftConfig(K, tree), tau(table, settings.bootstrap)
     cost, share = costs.cost(plan), _share(table, baseline)
     gain = costs.gain(plan, share)
     return Row(

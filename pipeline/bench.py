@@ -24,10 +24,21 @@ from ..data.conversation import render
 from ..data.prompts import asked_of, read_prompts
 from ..errors import DraftforgeError, InputError, OwnershipError, one_line
 from ..eval.bench.plot import picture
-from ..eval.bench.run import PLAIN, BenchPrompt, Failure, Report, RunFolder, Setting, Surroundings, Way, Work, run_all
+from ..eval.bench.run import (
+    PLAIN,
+    BenchEntry,
+    BenchPrompt,
+    BenchRun,
+    Environment,
+    Failure,
+    Report,
+    RunFolder,
+    Setting,
+    run_all,
+)
 from ..eval.bench.table import bench_rows, show_bench, words
 from ..eval.costs import hardware_name
-from ..eval.draft_configs import Drafting, Plan, rules_for
+from ..eval.draft_configs import DraftConfig, Drafting, rules_for
 from ..eval.figures import Bootstrap
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..progress import say, track
@@ -44,7 +55,7 @@ from ..specdec.requests import check_proposer
 from ..specdec.rules import RULES, known_rule
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
-from .generate import NO_DRAFT, Helping, check_tree, find_draft, helper_of
+from .generate import NO_DRAFT, CascadeDrafter, check_tree, find_draft, helper_of
 from .scoring import Scorer, any_draft_for
 from .stages import capture_stage, mix_stage
 from .workspace import Workspace
@@ -112,7 +123,7 @@ TreeOf = Callable[[AnyDraft, str, TreeSettings], Drafting]
 
 
 @dataclass(frozen=True)
-class Method:
+class BenchMethod:
     """A draft, or what drafts without one, and the ways in which it drafts."""
 
     name: str
@@ -120,7 +131,7 @@ class Method:
     """Where the draft lies; "" where there is none."""
     digest: str
     """Of its files, and of where it runs."""
-    ways: list[Way]
+    ways: list[BenchEntry]
 
 
 class MethodFinder:
@@ -128,7 +139,7 @@ class MethodFinder:
 
     def __init__(self, target: Target, settings: BenchSettings, score: ScoreSettings, longest: int) -> None:
         self._target, self._settings, self._score, self._longest = target, settings, score, longest
-        self.methods = [Method(PLAIN, "", "", [Way(Setting(method=PLAIN, levels=0, batch_size=1), None)])]
+        self.methods = [BenchMethod(PLAIN, "", "", [BenchEntry(Setting(method=PLAIN, levels=0, batch_size=1), None)])]
         self.failures: list[Failure] = []
         self.helped = 0
         """Small drafts that their helper is smaller than."""
@@ -143,7 +154,7 @@ class MethodFinder:
         find: Callable[[], Path],
         trees: dict[str, TreeSettings],
         tree_of: TreeOf | None = None,
-        helping: Helping | None = None,
+        helping: CascadeDrafter | None = None,
     ) -> None:
         """A trained draft: its chains and its trees; a small one also helped. `find` gives its folder or file."""
         name = f"{name} (given)" if name in (PLAIN, *TRAINING_FREE) else name
@@ -152,7 +163,7 @@ class MethodFinder:
             return
         loaded: list[AnyDraft | ForeignDraft] = []
 
-        def ways() -> tuple[str, list[Way]]:
+        def ways() -> tuple[str, list[BenchEntry]]:
             draft = any_draft_for(self._target, place, self._score.draft_device)
             loaded.append(draft)
             found = self._chains(name, partial(make_proposer, draft, self._target))
@@ -163,21 +174,21 @@ class MethodFinder:
             for tree, asked in trees.items():
                 drafting = self._tried(name, tree, partial(tree_of, draft, tree, asked)) if tree_of else None
                 if drafting is not None:
-                    found += self._way(name, Plan(drafting.depths[0], tree), drafting.make)
+                    found += self._way(name, DraftConfig(drafting.depths[0], tree), drafting.make)
             return digest, found
 
         self._add(name, str(place), ways)
         if helping is not None and loaded and isinstance(loaded[0], SmallDraft):
             self._add_cascade(name, place, loaded[0], helping)
 
-    def _add_cascade(self, alone: str, place: Path, draft: SmallDraft, helping: Helping) -> None:
+    def _add_cascade(self, alone: str, place: Path, draft: SmallDraft, helping: CascadeDrafter) -> None:
         device, shown = self._score.draft_device, helping.name
         helper = shown
         if helping.place is not None:
             shown, helper = Path(shown).resolve().name, _digest(helping.place, device)
         name = f"{alone} helped by {shown}"
 
-        def ways() -> tuple[str, list[Way]]:
+        def ways() -> tuple[str, list[BenchEntry]]:
             helping.check_smaller(draft, alone)
             self.helped += 1
             digest = fingerprint.of_json([_digest(place, device), helper])
@@ -185,19 +196,19 @@ class MethodFinder:
 
         self._add(name, str(place), ways)
 
-    def _add(self, name: str, place: str, ways: Callable[[], tuple[str, list[Way]]]) -> None:
+    def _add(self, name: str, place: str, ways: Callable[[], tuple[str, list[BenchEntry]]]) -> None:
         known = any(method.name == name for method in self.methods)
         found = None if known else self._tried(name, None, ways)
         if found is not None and found[1]:
-            self.methods.append(Method(name, place, found[0], found[1]))
+            self.methods.append(BenchMethod(name, place, found[0], found[1]))
 
-    def _chains(self, name: str, make: Callable[[], Proposer]) -> list[Way]:
+    def _chains(self, name: str, make: Callable[[], Proposer]) -> list[BenchEntry]:
         """Of every K; one that is more than it can draft is as much as it can."""
         proposer, wanted = make(), sorted(set(self._settings.draft_tokens))
         depths = [min(K, proposer.most_nodes(K)) if proposer.chain else K for K in wanted]
-        return [way for K in dict.fromkeys(depths) for way in self._way(name, Plan(K), make)]
+        return [way for K in dict.fromkeys(depths) for way in self._way(name, DraftConfig(K), make)]
 
-    def _way(self, name: str, plan: Plan, make: Callable[[], Proposer]) -> list[Way]:
+    def _way(self, name: str, plan: DraftConfig, make: Callable[[], Proposer]) -> list[BenchEntry]:
         """One, or none where no rule takes it."""
         sampling, proposer = self._settings.sampling, make()
         rule = self._settings.rule or rules_for(sampling, proposer, self._score)[0]
@@ -208,7 +219,7 @@ class MethodFinder:
             return []
         judged = "greedy" if sampling.greedy else rule
         setting = Setting(method=name, levels=plan.levels, tree=plan.tree, rule=judged, batch_size=1)
-        return [Way(setting, make)]
+        return [BenchEntry(setting, make)]
 
     def _tried(self, name: str, tree: str | None, find: Callable[[], T]) -> T | None:
         try:
@@ -252,7 +263,7 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
     return finder
 
 
-def _helps_none(helping: Helping, failures: Sequence[Failure]) -> InputError:
+def _helps_none(helping: CascadeDrafter, failures: Sequence[Failure]) -> InputError:
     why = "; ".join(f"{one.method}: {one.reason}" for one in failures)
     return InputError(f"--helped-by {helping.name}: no small draft here that it could help{why and f' ({why})'}")
 
@@ -340,11 +351,11 @@ def surroundings(
     settings: BenchSettings,
     prompts: Sequence[BenchPrompt],
     left_out: int,
-    methods: Sequence[Method],
+    methods: Sequence[BenchMethod],
     bootstrap: Bootstrap,
-) -> Surroundings:
+) -> Environment:
     """Where the figures come from."""
-    return Surroundings(
+    return Environment(
         hardware=hardware_name(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
         torch=torch.__version__,
@@ -365,7 +376,7 @@ def surroundings(
 
 
 def bench_fingerprint(
-    about: Surroundings, settings: BenchSettings, prompts: Sequence[BenchPrompt], methods: Sequence[Method]
+    about: Environment, settings: BenchSettings, prompts: Sequence[BenchPrompt], methods: Sequence[BenchMethod]
 ) -> str:
     """64 hex digits of what the figures depend on: not of where files lie, nor of the bootstrap."""
     shown = about.model_dump(mode="json", exclude={"command", "target", "drafts", "confidence"})
@@ -397,12 +408,12 @@ def measure(
     settings: BenchSettings,
     prompts: Sequence[BenchPrompt],
     finder: MethodFinder,
-    about: Surroundings,
+    about: Environment,
     folder: Path,
     bootstrap: Bootstrap,
 ) -> Report:
     """The report, written to the folder. Raises InputError where nothing but plain decoding can run."""
-    work = Work(target, prompts, settings.max_new_tokens, settings.sampling, target.stop_ids, settings.seed)
+    work = BenchRun(target, prompts, settings.max_new_tokens, settings.sampling, target.stop_ids, settings.seed)
     ways = [way for method in finder.methods for way in method.ways]
     sizes = sorted(set(settings.batch_sizes))
     records, failed = run_all(work, ways, sizes, settings.repeats, RunFolder(folder / RUNS))

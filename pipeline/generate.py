@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..data.conversation import Message, render
 from ..errors import InputError, RegistryError
-from ..eval.draft_configs import Plan, rules_for
+from ..eval.draft_configs import DraftConfig, rules_for
 from ..eval.settings import SELECTION_SPLIT
 from ..recipe import Recipe
 from ..registry.versions import champion, resolve_models_uri
@@ -35,13 +35,13 @@ _NO_CHAMPION = "this target has no champion yet: run `draftforge distill`, or na
 
 
 @dataclass(frozen=True)
-class Spoken:
+class GeneratedAnswer:
     """What was said, and with which draft."""
 
     generation: Generation
     draft: str
     rule: str
-    plan: Plan
+    plan: DraftConfig
 
 
 def require_champion(recipe: Recipe, draft: str | None) -> None:
@@ -68,7 +68,7 @@ def find_draft(space: Workspace, name: str | None, option: str = "--draft") -> P
     return found[max(found)]
 
 
-def speak(
+def answer_prompt(
     space: Workspace,
     prompt: str,
     draft: str | None,
@@ -79,7 +79,7 @@ def speak(
     max_new_tokens: int,
     temperature: float,
     seed: int,
-) -> Spoken:
+) -> GeneratedAnswer:
     """Answer one prompt. At temperature 0 the rule is greedy, else the first of the recipe's that takes the draft."""
     _check_prompt(prompt)
     target, sampling = space.target, SamplingSettings(temperature=temperature)
@@ -93,7 +93,7 @@ def speak(
     name = draft or "champion"
     if isinstance(proposer, CascadeProposer):
         name += f" helped by {helped_by} ({proposer.passes} of its passes instead of {proposer.passes_alone})"
-    return Spoken(generation, name, rule, Plan(K if proposer is not None else 0, tree or ""))
+    return GeneratedAnswer(generation, name, rule, DraftConfig(K if proposer is not None else 0, tree or ""))
 
 
 def _check_prompt(prompt: str) -> None:
@@ -157,7 +157,7 @@ def _cascade(space: Workspace, target: Target, draft: str | None, helped_by: str
 
 
 @dataclass(frozen=True)
-class Helping:
+class CascadeDrafter:
     """What drafts for small drafts."""
 
     name: str
@@ -181,19 +181,19 @@ def _parameters(draft: SmallDraft) -> int:
     return sum(parameter.numel() for parameter in draft.parameters())
 
 
-def helper_of(space: Workspace, target: Target, helped_by: str, longest: int) -> Helping:
+def helper_of(space: Workspace, target: Target, helped_by: str, longest: int) -> CascadeDrafter:
     """What drafts for a small draft: prompt lookup, or a smaller draft by name or folder."""
     if helped_by in HELPERS:
-        return Helping(helped_by, HELPERS[helped_by])
+        return CascadeDrafter(helped_by, HELPERS[helped_by])
     place = find_draft(space, helped_by, "--helped-by")
     helper = draft_for(target, place, space.recipe.score.draft_device)
     if not isinstance(helper, SmallDraft):
         raise InputError(f"--helped-by {helped_by}: must be a small draft or {', '.join(HELPERS)}, not {helper.family}")
     check_context(helper, longest, place)
-    return Helping(helped_by, partial(SmallHelper, helper), place, _parameters(helper))
+    return CascadeDrafter(helped_by, partial(SmallHelper, helper), place, _parameters(helper))
 
 
-def show(target: Target, spoken: Spoken) -> None:
+def show(target: Target, spoken: GeneratedAnswer) -> None:
     """Print the answer with accepted drafted tokens coloured, then one line of figures."""
     console, text = Console(highlight=False), Text()
     for piece, drafted in pieces(target, spoken.generation):

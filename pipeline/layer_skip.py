@@ -9,7 +9,7 @@ from ..data.store import Sample
 from ..errors import InputError
 from ..eval.costs import CostTable
 from ..eval.draft_configs import Drafting
-from ..eval.layer_skip import RoundTimes, SkipScorer, Sublayer, Tried, Worth, search, skipping, sublayers
+from ..eval.layer_skip import RoundTimes, SkipScore, SkipScorer, SkipTrial, Sublayer, search, skipping, sublayers
 from ..eval.score import spread
 from ..eval.settings import SELECTION_SPLIT
 from ..eval.table import SkipRow, show_skips
@@ -51,7 +51,7 @@ def skip_layers(
     for place in places.values():
         check_writable(place)
     times = _times(scorer, space, depths)
-    tried = Tried(_folder(space, captured, scorer, depths, conversations) / TRIES_FILE)
+    tried = SkipTrial(_folder(space, captured, scorer, depths, conversations) / TRIES_FILE)
     worth = SkipScorer(space.target, samples, times, scorer.settings, tried)
     rows: list[SkipRow] = []
     best: list[frozenset[Sublayer]] = []  # of all domains together: where the search in each begins
@@ -121,7 +121,7 @@ def _search(
     start: Sequence[frozenset[Sublayer]],
 ) -> tuple[frozenset[Sublayer], SkipRow]:
     """The best set for some domains together, with a bar."""
-    seen: dict[frozenset[Sublayer], Worth] = {}
+    seen: dict[frozenset[Sublayer], SkipScore] = {}
 
     with bar(f"skip layers, {name}", tries, "sets") as advance:
 

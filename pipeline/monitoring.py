@@ -21,15 +21,15 @@ from prometheus_client.registry import Collector
 
 from .. import storage
 from ..errors import (
+    AcceptanceMismatchError,
     CorruptDataError,
     DraftforgeError,
     InputError,
     MissingFileError,
-    PromiseBrokenError,
     RegistryError,
     ServedError,
 )
-from ..eval.engine_metrics import Counters, Parting, Promise, compare, parse, promise_of
+from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptance, compare, parse, promise_of
 from ..eval.figures import Estimate
 from ..eval.select import serving
 from ..progress import say
@@ -44,7 +44,7 @@ from .workspace import Workspace
 
 
 @dataclass(frozen=True)
-class Standing:
+class ChampionStatus:
     """What the registry and the work folder say of a target's champion."""
 
     target: str
@@ -73,7 +73,7 @@ class Standing:
     run_succeeded: bool | None = None
 
 
-def champion_families(standing: Standing, now: float) -> Iterator[Metric]:
+def champion_families(standing: ChampionStatus, now: float) -> Iterator[Metric]:
     """The champion: who, how good, how old, stale or not; the last decision and the last run."""
     labels = {"target": standing.target[:12], "model": standing.model}
     about = labels | {
@@ -100,7 +100,7 @@ def champion_families(standing: Standing, now: float) -> Iterator[Metric]:
     yield from _known("last_retrain_success", "Whether the last run ended well.", labels, succeeded)
 
 
-def served_families(counters: Counters | None, parting: Parting | None) -> Iterator[Metric]:
+def served_families(counters: Counters | None, parting: AcceptanceMismatch | None) -> Iterator[Metric]:
     """What an engine counts, beside what was promised. No counters: the engine did not answer."""
     yield _one("served_up", "Whether the engine's counters could be read.", {}, float(counters is not None))
     if counters is None:
@@ -116,7 +116,7 @@ def served_families(counters: Counters | None, parting: Parting | None) -> Itera
     yield from _known("served_parts", "1: served tau parts from the promised one; absent: not known.", labels, parts)
 
 
-def _quality(standing: Standing, labels: Mapping[str, str]) -> Iterator[Metric]:
+def _quality(standing: ChampionStatus, labels: Mapping[str, str]) -> Iterator[Metric]:
     if standing.tau is not None:
         yield from _estimate("champion_tau", "Tokens per pass of the target, on the holdout.", labels, standing.tau)
     yield from _known(
@@ -134,7 +134,7 @@ def _quality(standing: Standing, labels: Mapping[str, str]) -> Iterator[Metric]:
     yield positions
 
 
-def _ages(standing: Standing, labels: Mapping[str, str], now: float) -> Iterator[Metric]:
+def _ages(standing: ChampionStatus, labels: Mapping[str, str], now: float) -> Iterator[Metric]:
     created, promoted = standing.created_at, standing.promoted_at
     yield from _known("champion_created_timestamp_seconds", "When the version was registered.", labels, created)
     yield from _known("champion_promoted_timestamp_seconds", "When it became champion.", labels, promoted)
@@ -143,7 +143,7 @@ def _ages(standing: Standing, labels: Mapping[str, str], now: float) -> Iterator
     yield from _known("champion_age_seconds", "Since it became champion.", labels, age)
 
 
-def _staleness_metrics(standing: Standing, labels: Mapping[str, str]) -> Iterator[Metric]:
+def _staleness_metrics(standing: ChampionStatus, labels: Mapping[str, str]) -> Iterator[Metric]:
     stale = None if standing.stale is None else float(standing.stale)
     yield from _known("champion_stale", "Whether the last check found a new draft due.", labels, stale)
     causes = _gauge("champion_stale_cause", "Why; always 1.", labels, "cause")
@@ -181,7 +181,7 @@ def _gauge(name: str, text: str, labels: Mapping[str, str], *more: str) -> Gauge
 DECISION_TAG, RECORD_TAG = "draftforge.decision", "draftforge.decision_record"
 
 
-def standing_of(space: Workspace) -> tuple[Standing, Version | None]:
+def standing_of(space: Workspace) -> tuple[ChampionStatus, Version | None]:
     """What is known of the champion of the recipe's target, and the version itself."""
     tracking, target = space.tracking, space.target_fingerprint
     name = model_name(tracking, target)
@@ -191,7 +191,7 @@ def standing_of(space: Workspace) -> tuple[Standing, Version | None]:
     known |= _staleness(space.root / STALENESS_FILE, reference) | _last_run(tracking, space.recipe.name)
     known |= _last_decision(tracking, name)
     if number is None:
-        return Standing(**known), None
+        return ChampionStatus(**known), None
     version = get_version(tracking, f"{name}/{number}")
     lineage = version.lineage
     with mlflow_errors(tracking.uri):
@@ -206,7 +206,7 @@ def standing_of(space: Workspace) -> tuple[Standing, Version | None]:
         "promoted_at": _promoted_at(tracking, name, number),
         "speedup": _speedup(tracking, version, record.tags or {}),
     }
-    return Standing(**known), version
+    return ChampionStatus(**known), version
 
 
 def _promoted_at(tracking: Tracking, name: str, number: int) -> float | None:
@@ -305,16 +305,16 @@ class Served(NamedTuple):
     fail: bool = False
 
 
-class Told(Collector):
+class ChampionCollector(Collector):
     """Asks registry, work folder and engines anew at each scrape. What cannot be read is absent, and said once."""
 
     def __init__(self, space: Workspace, served: Served) -> None:
         self._space, self._served = space, served
-        self._promises: dict[str, Promise | None] = {}
+        self._promises: dict[str, ExpectedAcceptance | None] = {}
         self._looks: deque[tuple[float, Counters]] = deque()  # each with all that was counted since the first one
         self._last: Counters | None = None
         self._complained = ""
-        self.parting: Parting | None = None
+        self.parting: AcceptanceMismatch | None = None
         self.unread: DraftforgeError | None = None
         """Why the engines' counters could not be read or put together the last time."""
 
@@ -331,7 +331,7 @@ class Told(Collector):
         if self._served.sources:
             yield from self._compared(promise)
 
-    def _standing(self) -> tuple[Standing, Promise | None]:
+    def _standing(self) -> tuple[ChampionStatus, ExpectedAcceptance | None]:
         self._space = self._space.again()
         standing, version = standing_of(self._space)
         if version is None:
@@ -348,7 +348,7 @@ class Told(Collector):
         figures: dict[str, Any] = {"tau": promise.taus["rounds"], "acceptance": promise.acceptance}
         return _with(standing, **figures, alphas=promise.alphas), promise
 
-    def _compared(self, promise: Promise | None) -> Iterator[Metric]:
+    def _compared(self, promise: ExpectedAcceptance | None) -> Iterator[Metric]:
         self.parting = self.unread = None
         try:
             counters = self._counted()
@@ -387,7 +387,7 @@ def metrics(space: Workspace, out: Path | None, listen: str | None, served: Serv
     """
     _check(out, listen, served)
     assert space.tracking  # a store that does not answer is an error now, not a gap in a file
-    told = Told(space, served)
+    told = ChampionCollector(space, served)
     if listen is not None:
         _listen(told, listen)
         return None
@@ -419,13 +419,13 @@ def _check(out: Path | None, listen: str | None, served: Served) -> None:
         raise InputError("--listen: serves until stopped; --out and --fail-on-parting go without it")
 
 
-def _judge(parting: Parting | None, served: Served) -> None:
+def _judge(parting: AcceptanceMismatch | None, served: Served) -> None:
     if parting is None:
         say("served: the champion has no counts of a promotion; nothing to compare with")
         return
     say(f"{'WARNING: ' if parting.parts else ''}served: {parting.why}")
     if parting.parts and served.fail:
-        raise PromiseBrokenError(f"served: {parting.why}")
+        raise AcceptanceMismatchError(f"served: {parting.why}")
 
 
 def look_at(sources: Sequence[str]) -> Counters:
@@ -456,7 +456,7 @@ def _text(source: str) -> str:
     return answer.text
 
 
-def _listen(told: Told, where: str) -> None:
+def _listen(told: ChampionCollector, where: str) -> None:
     """Serve until the process is stopped."""
     host, colon, port = where.rpartition(":")
     if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -477,5 +477,5 @@ def _listen(told: Told, where: str) -> None:
             server.server_close()
 
 
-def _with(standing: Standing, **changes: Any) -> Standing:
-    return Standing(**{**vars(standing), **changes})
+def _with(standing: ChampionStatus, **changes: Any) -> ChampionStatus:
+    return ChampionStatus(**{**vars(standing), **changes})

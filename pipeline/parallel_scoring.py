@@ -20,7 +20,7 @@ from ..data.store import Sample
 from ..distributed.shared_work import ALONE, Crew, Work
 from ..errors import CorruptDataError, MissingFileError
 from ..eval import counts
-from ..eval.draft_configs import Drafting, Plan
+from ..eval.draft_configs import DraftConfig, Drafting
 from ..eval.racing import Arm, Race, blocks_of, racing_order
 from ..eval.score import Identity, scored_samples, spread
 from ..eval.select import Checkpoint, Times, serving
@@ -339,7 +339,7 @@ class Board:
                 free.add(one)
                 continue
             for (K, tree), _ in counts.groups(deciding, "draft_tokens", "tree"):
-                plan = Plan(K, tree)
+                plan = DraftConfig(K, tree)
                 arms.append(Arm(*one, plan, self.times[one].gain(plan)))
         if free:
             names = ", ".join(f"{name} {step}" for name, step in sorted(free))
@@ -389,11 +389,11 @@ def _observe(
     racing: Race, tables: Mapping[Checkpoint, pa.Table], block: Sequence[str], sizes: Mapping[str, float]
 ) -> None:
     """Let the race see a block, cluster by cluster."""
-    rounds: dict[tuple[Checkpoint, Plan], dict[str, float]] = {}
+    rounds: dict[tuple[Checkpoint, DraftConfig], dict[str, float]] = {}
     for one, table in tables.items():
         columns = (table[name].to_pylist() for name in ("draft_tokens", "tree", "cluster", "rounds"))
         for K, tree, cluster, number in zip(*columns):
-            of = rounds.setdefault((one, Plan(K, tree)), {})
+            of = rounds.setdefault((one, DraftConfig(K, tree)), {})
             of[cluster] = of.get(cluster, 0.0) + number
     for cluster in block:
         seen = [rounds.get(((arm.draft, arm.step), arm.plan), {}).get(cluster, 0.0) for arm in racing.arms]

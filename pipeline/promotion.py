@@ -18,7 +18,7 @@ from .. import fingerprint, storage
 from ..data.store import Capture
 from ..errors import HookError, InputError, LostFilesError
 from ..eval import counts
-from ..eval.draft_configs import Plan
+from ..eval.draft_configs import DraftConfig
 from ..eval.figures import Estimate, tau, tau_difference
 from ..eval.report.page import holdout_record
 from ..eval.score import Identity
@@ -349,7 +349,7 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
     table, lossless = scorer.counts([mine], Identity(name, lineage.step))
     times = scorer.times(draft, known)
     if lineage.tree is None and lineage.draft_tokens in scorer.settings.draft_tokens:
-        table = at_plan(table, Plan(lineage.draft_tokens))
+        table = at_plan(table, DraftConfig(lineage.draft_tokens))
     (row,) = leaderboard([table], {(name, lineage.step): times}, scorer.settings)
     row = replace(row, chosen=False)  # there was nothing to choose from
     return _Measured(row, at_plan(table, row.plan), times, lossless)

@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 from sqlalchemy.engine import make_url
 
 from .. import storage
-from ..data.capture.reuse import mend
+from ..data.capture.reuse import drop_damaged
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..errors import CorruptDataError, InputError, TrackingError
 from ..progress import say
@@ -52,7 +52,7 @@ class Retrained:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RetrainPlan:
     """How a stale champion's heir is trained."""
 
     space: Workspace
@@ -92,7 +92,7 @@ def retrain(space: Workspace) -> Retrained:
             _note_champion(space)
 
 
-def _announce(space: Workspace, work: Plan | None) -> None:
+def _announce(space: Workspace, work: RetrainPlan | None) -> None:
     """Tell the other ranks what is to be done, if anything is."""
     todo: dict[str, Any] = {}
     if work is not None:
@@ -132,7 +132,7 @@ def _note(space: Workspace, record: dict[str, Any]) -> None:
     storage.write_json(space.root / STALENESS_FILE, {"checked_at": time.time(), **record})
 
 
-def _distilled(work: Plan, found: Staleness) -> Outcome | None:
+def _distilled(work: RetrainPlan, found: Staleness) -> Outcome | None:
     """Distil; damaged answers on disk, which nobody is there to delete, are given anew once: at once by one process, by
     the next start where there are several."""
     try:
@@ -140,7 +140,7 @@ def _distilled(work: Plan, found: Staleness) -> Outcome | None:
     except CorruptDataError as error:
         captured = capture_place(work.space, work.mix)
         with work.space.alone():
-            damaged = mend(captured.folder)
+            damaged = drop_damaged(captured.folder)
             for name in work.space.drafts if damaged else ():  # begun on answers that are no longer there
                 shutil.rmtree(trained(work.space, name, captured).folder, ignore_errors=True)
         if not damaged or work.space.crew.size > 1:
@@ -157,20 +157,20 @@ def tell(found: Staleness) -> None:
         say("up to date: this target has its champion")
 
 
-def plan(space: Workspace, found: Staleness) -> Plan:
+def plan(space: Workspace, found: Staleness) -> RetrainPlan:
     """The mix, with a share of old conversations, and drafts that start from the champion where they can."""
     with at("mix"):
         mix = mix_stage(space)
     stale = found.champion
     if stale is None:
-        return Plan(space, mix, None)
+        return RetrainPlan(space, mix, None)
     with at("mix"):
         mix = blended_stage(space, mix, stale.lineage.mix_fingerprint)
     with at("start"):
         if found.lost:
             say(f"cold start, not from {found.lost}")
         started = _warm(space, stale) if space.recipe.retrain.warm_start and not found.lost else None
-    return Plan(space, mix, None) if started is None else Plan(started, mix, stale.reference)
+    return RetrainPlan(space, mix, None) if started is None else RetrainPlan(started, mix, stale.reference)
 
 
 def _warm(space: Workspace, stale: Version) -> Workspace | None:
@@ -182,7 +182,7 @@ def _warm(space: Workspace, stale: Version) -> Workspace | None:
     odd = {
         name: why
         for name, settings in mine.items()
-        if (why := family_of(settings).misfit(settings, draft, stale.reference))
+        if (why := family_of(settings).incompatibility(settings, draft, stale.reference))
     }
     why = _obstacle(space, draft, meta)
     if why is None and len(odd) == len(mine):
@@ -218,7 +218,7 @@ def _started_from(recipe: Recipe, folder: Path, names: Collection[str]) -> Recip
     return recipe.model_copy(update={"drafts": drafts})
 
 
-def rehearse(recipe: Recipe) -> Staleness:
+def dry_run(recipe: Recipe) -> Staleness:
     """Judge, and say what `retrain` would do. Changes nothing in the work folder or in MLflow."""
     with rehearsing(recipe) as space:
         require_whole(space.recipe, "a retraining")
@@ -266,7 +266,7 @@ def _store(recipe: Recipe, real: Path, root: Path) -> str:
     return uri if there else f"sqlite:///{root / 'none.db'}"
 
 
-def _steps(recipe: Recipe, work: Plan, found: Staleness) -> list[str]:
+def _steps(recipe: Recipe, work: RetrainPlan, found: Staleness) -> list[str]:
     """What would be run, in order; what is on disk already is said to be done."""
     space, real = work.space, recipe.workdir.resolve()
 

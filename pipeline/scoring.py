@@ -47,7 +47,7 @@ from ..specdec.kernels.fused import can_fuse, fuse
 from ..specdec.loading import load_tokenizer
 from ..specdec.proposers import Proposer, make_proposer
 from ..specdec.proposers.lookup import PromptLookup
-from ..specdec.proposers.other_device import Place, place_of
+from ..specdec.proposers.other_device import DraftDevice, place_of
 from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
 from ..specdec.targets import Target, tokenizer_digest
@@ -275,7 +275,7 @@ def any_draft_for(target: Target, place: Path, device: str | None = None) -> Any
     return ForeignDraft.of(small, theirs, target.tokenizer, target.vocab_size)
 
 
-def _draft_place(target: Target, device: str | None) -> Place:
+def _draft_place(target: Target, device: str | None) -> DraftDevice:
     """A device that the recipe names, and the precision there: between a GPU and a CPU, the usual one of each."""
     here = place_of(target)
     if device is None:
@@ -284,7 +284,7 @@ def _draft_place(target: Target, device: str | None) -> Place:
     found = torch.empty(0, device=found).device  # with its number: cuda alone is the current one
     if found == here.device:
         return here
-    return Place(found, usual if "cpu" in (found.type, here.device.type) else here.dtype)
+    return DraftDevice(found, usual if "cpu" in (found.type, here.device.type) else here.dtype)
 
 
 def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> Scored:

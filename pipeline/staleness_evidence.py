@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from .. import fingerprint
 from ..data.capture.capture import capture_conversations
-from ..data.capture.reuse import mend
+from ..data.capture.reuse import drop_damaged
 from ..data.conversation import Conversation, turns
 from ..data.dedup import Asking, asked_elsewhere, asking
 from ..data.mix import load_members, load_mix
@@ -78,7 +78,7 @@ def answered(space: Workspace, conversations: Sequence[Conversation]) -> Stage:
         if earlier != stage.folder and not earlier.is_symlink():
             shutil.rmtree(earlier)
     held_out = [one.model_copy(update={"split": HOLDOUT_SPLIT}) for one in conversations]
-    mend(stage.folder)  # of a killed run; few and small
+    drop_damaged(stage.folder)  # of a killed run; few and small
     capture_conversations(target, held_out, recipe.capture, recipe.score.sampling, stage.folder)
     return stage
 

@@ -33,7 +33,6 @@ from .promotion import check_command, follow_champion, promote_stage
 from .registry_commands import fetch as fetch
 from .registry_commands import registry as registry
 from .report import find_scored, log_report, write_report
-from .retrain import rehearse
 from .scoring import Scorer, help_score, help_score_foreign, score_foreign, score_stage
 from .stages import Stage, capture_stage, join_stage, mix_stage, prepare_drafts, train_stage
 from .staleness import pinned
@@ -217,7 +216,7 @@ def retrain(recipe: Recipe, dry_run: bool) -> int:
         return 0
     recipe = pinned(recipe)
     if dry_run:
-        rehearse(recipe)
+        again.dry_run(recipe)
         return 0
     return REFUSED if again.retrain(Workspace(recipe)).refused else 0
 
@@ -233,22 +232,20 @@ def watch(
     address: str,
 ) -> int:
     """Retrain now and then, and when a webhook says that the target changed. `path`: the recipe's file."""
-    start = watching.child(path, overrides)
+    start = watching.retrain_command(path, overrides)
     every_seconds = watching.seconds_of(every, "--every")
     jitter_seconds = 0.0 if jitter is None else watching.seconds_of(jitter, "--jitter")
     if once and port is not None:
         raise InputError(f"--webhook {port}: cannot be heard with --once; leave one of them out")
     if once:
-        return watching.once(start)
-    schedule = watching.Watch(start, every_seconds, jitter_seconds)
+        return watching.run_once(start)
+    schedule = watching.RetrainScheduler(start, every_seconds, jitter_seconds)
     say(f"watching {recipe.name}: a retraining now, then every {every}")
     if port is None:
         schedule.serve()
         return 0
-    name, alias = watching.followed(recipe.target.model)
-    receiver = watching.Receiver(
-        watching.secret_of(), lambda event: watching.concerns(event, name, alias), schedule.ask
-    )
+    name, alias = watching.watched_alias(recipe.target.model)
+    receiver = watching.Receiver(watching.secret_of(), lambda event: watching.matches(event, name, alias), schedule.ask)
     with watching.listening(receiver, address, port) as found:
         say(f"listening for webhooks of {name}@{alias} on {address}:{found}")
         schedule.serve()
@@ -290,7 +287,7 @@ def generate(
     require_whole(recipe, "an answer")
     answering.require_champion(recipe, draft)
     space = Workspace(recipe)
-    spoken = answering.speak(
+    spoken = answering.answer_prompt(
         space, prompt, draft, rule, draft_tokens, tree, helped_by, max_new_tokens, temperature, seed
     )
     answering.show(space.target, spoken)

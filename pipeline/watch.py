@@ -51,13 +51,13 @@ def seconds_of(text: str, option: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def child(recipe: str, overrides: Sequence[str]) -> Start:
+def retrain_command(recipe: str, overrides: Sequence[str]) -> Start:
     """How a retraining of this recipe is started."""
     command = [sys.executable, "-m", "draftforge.cli", "retrain", recipe, *overrides]
     return lambda: subprocess.Popen(command)
 
 
-class Watch:
+class RetrainScheduler:
     """The schedule of one recipe's retrainings."""
 
     def __init__(self, start: Start, every_seconds: float, jitter_seconds: float = 0.0) -> None:
@@ -117,7 +117,7 @@ class Watch:
             self._stopping = True
             running = self._running
         if running is not None:
-            end(running)
+            terminate(running)
         if self._scheduler.running:
             self._scheduler.shutdown()
 
@@ -142,18 +142,18 @@ class Watch:
                     return
 
 
-def once(start: Start) -> int:
+def run_once(start: Start) -> int:
     """One retraining now; its exit code."""
     started, process = time.monotonic(), start()
     try:
         code = process.wait()
     finally:
-        end(process)
+        terminate(process)
     say(ended(code, time.monotonic() - started))
     return code if code >= 0 else 128 - code
 
 
-def end(process: "subprocess.Popen[bytes]") -> None:
+def terminate(process: "subprocess.Popen[bytes]") -> None:
     """End a retraining if it still runs: first kindly, so that it can close its run, then not."""
     if process.poll() is not None:
         return
@@ -192,7 +192,7 @@ def signature(secret: str, delivery: str, timestamp: str, body: bytes) -> str:
     return "v1," + base64.b64encode(hmac.new(secret.encode(), signed, hashlib.sha256).digest()).decode()
 
 
-def concerns(event: Any, name: str, alias: str) -> bool:
+def matches(event: Any, name: str, alias: str) -> bool:
     """Whether an event says that `models:/name@alias` names a version anew."""
     if not isinstance(event, dict) or not isinstance(event.get("data"), dict):
         return False
@@ -200,7 +200,7 @@ def concerns(event: Any, name: str, alias: str) -> bool:
     return kind == ("model_version_alias", "created") and (data.get("name"), data.get("alias")) == (name, alias)
 
 
-def followed(model: str) -> tuple[str, str]:
+def watched_alias(model: str) -> tuple[str, str]:
     """Name and alias of a target that follows an alias. InputError for any other: no event could concern it."""
     name, at, alias = model.removeprefix("models:/").partition("@")
     if not (model.startswith("models:/") and at):

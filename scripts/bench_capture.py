@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.capture.scheduler import answer_shards
-from draftforge.data.conversation import Conversation, Message, Planned, Prompts, ShardPlan, plan_shards, render
+from draftforge.data.conversation import Conversation, Message, Prompts, ShardPlan, TurnRequest, plan_shards, render
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture, Sample
 from draftforge.progress import say
@@ -113,7 +113,7 @@ def profile_steps(target: Target, conversations: Sequence[Conversation], setting
         def may_open(self, shard: ShardPlan) -> bool:
             return True
 
-        def ended(self, answer: Planned, sample: Sample | None) -> None:
+        def ended(self, answer: TurnRequest, sample: Sample | None) -> None:
             pass
 
         def emitted(self, tokens: int) -> None:

@@ -24,7 +24,17 @@ from draftforge import storage
 from draftforge.data.batches import buckets
 from draftforge.errors import DraftforgeError, InputError, MissingFileError
 from draftforge.eval.bench.latency import Timeline, mean, median
-from draftforge.eval.bench.run import EVERY, PLAIN, BenchPrompt, BenchRow, Report, RoundParts, Way, Work, run_once
+from draftforge.eval.bench.run import (
+    EVERY,
+    PLAIN,
+    BenchEntry,
+    BenchPrompt,
+    BenchRow,
+    BenchRun,
+    Report,
+    RoundParts,
+    run_once,
+)
 from draftforge.eval.figures import Bootstrap
 from draftforge.eval.settings import ScoreSettings
 from draftforge.eval.table import show_cells
@@ -44,7 +54,7 @@ from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.proposers.training_free import TRAINING_FREE
 from draftforge.specdec.replay.replay import replay
-from draftforge.specdec.replay.target_trace import Recorded, trace_target
+from draftforge.specdec.replay.target_trace import ReplayText, trace_target
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target, locate, place
@@ -55,7 +65,7 @@ _UNKNOWN = RoundParts(draft_seconds=float("nan"), verify_seconds=float("nan"), r
 
 
 def at_context(
-    target: Target, ways: Sequence[Way], prompts: Sequence[BenchPrompt], context: int, rounds: int, repeats: int
+    target: Target, ways: Sequence[BenchEntry], prompts: Sequence[BenchPrompt], context: int, rounds: int, repeats: int
 ) -> dict[str, Any]:
     """Milliseconds of a plain token and of each way's round, by turns, after a prompt of `context` tokens."""
     text = [token for prompt in prompts for token in prompt.ids]
@@ -66,7 +76,7 @@ def at_context(
         for way in ways:
             tokens = 1 + rounds * (way.setting.levels + 1)
             prompt = BenchPrompt("context", "context", text[:context])
-            found = run_once(Work(target, [prompt], tokens, GREEDY, frozenset()), way, 1, repeat, _UNKNOWN)
+            found = run_once(BenchRun(target, [prompt], tokens, GREEDY, frozenset()), way, 1, repeat, _UNKNOWN)
             if repeat:  # the first turn warms up
                 timed = Timeline(found.answers, found.seconds).round_seconds()
                 seconds[way.setting.way].append(mean(timed))
@@ -146,12 +156,12 @@ class Library:
 
 
 def replays(
-    target: Target, ways: Sequence[Way], prompts: Sequence[BenchPrompt], max_new_tokens: int, batch_size: int
+    target: Target, ways: Sequence[BenchEntry], prompts: Sequence[BenchPrompt], max_new_tokens: int, batch_size: int
 ) -> dict[str, float]:
     """Recorded answer tokens that replay scores a second, the target's own pass over them included."""
-    requests = Work(target, prompts, max_new_tokens, GREEDY, target.stop_ids).requests()
+    requests = BenchRun(target, prompts, max_new_tokens, GREEDY, target.stop_ids).requests()
     found = dict(generate(target, None, requests, batch_size=batch_size))
-    answers = [Recorded(prompt.ids, found[index].tokens, max_new_tokens) for index, prompt in enumerate(prompts)]
+    answers = [ReplayText(prompt.ids, found[index].tokens, max_new_tokens) for index, prompt in enumerate(prompts)]
     packs = buckets([len(one.text.ids) for one in answers], _PASS_TOKENS)
     rates: dict[str, float] = {}
     for way in ways:
@@ -169,7 +179,7 @@ def replays(
 
 
 def beside_the_library(
-    target: Target, ways: Sequence[Way], prompts: Sequence[BenchPrompt], asked: argparse.Namespace
+    target: Target, ways: Sequence[BenchEntry], prompts: Sequence[BenchPrompt], asked: argparse.Namespace
 ) -> dict[str, Any]:
     """transformers' `generate` and assisted generation beside ours, on a few prompts that spread over all."""
     some = prompts[:: -(-len(prompts) // asked.library_prompts)]
@@ -183,13 +193,13 @@ def beside_the_library(
         name = "generate" if folder is None else f"assisted by {way.setting.method}"
         assistant = None if folder is None else library.assistant(folder, asked.draft_tokens)
         theirs = library.time(name, some, asked.max_new_tokens, asked.repeats, assistant)
-        ours = _rate(Work(target, some, asked.max_new_tokens, GREEDY, target.stop_ids), way, asked.repeats)
+        ours = _rate(BenchRun(target, some, asked.max_new_tokens, GREEDY, target.stop_ids), way, asked.repeats)
         ratio = ours / theirs["tokens_per_second"]
         found[name] = {"prompts": len(some), **theirs, "ours_per_second": ours, "ours_over_theirs": ratio}
     return found
 
 
-def _rate(work: Work, way: Way, repeats: int) -> float:
+def _rate(work: BenchRun, way: BenchEntry, repeats: int) -> float:
     """Tokens a second at batch 1, prompts read within it: the median of the repeats after one that warms up."""
     runs = [run_once(work, way, 1, repeat, _UNKNOWN) for repeat in range(repeats + 1)]
     return median(sum(answer.tokens for answer in run.answers) / run.seconds for run in runs[1:])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from draftforge.train.families.target_features import summary
-from draftforge.train.losses.fused_torch import Whole
+from draftforge.train.losses.fused_torch import FullDistribution
 from draftforge.train.losses.linear_head import Head, LossSettings, Rows, head_loss
 from draftforge.train.losses.schedule import Objective
 
@@ -42,9 +42,9 @@ class RandomTeacher:
         parts = [summary(part @ weight_VH.T) for part in torch.split(hidden_NH, _PART)]
         return cls(hidden_NH, weight_VH, torch.cat([lse for lse, _ in parts]), torch.cat([best for _, best in parts]))
 
-    def at(self, rows: slice, temperatures: Sequence[float]) -> Whole:
+    def at(self, rows: slice, temperatures: Sequence[float]) -> FullDistribution:
         lse_TC = torch.stack([self.lse_N[rows]] * len(temperatures))
-        return Whole(self.hidden_NH[rows] @ self.weight_VH.T, lse_TC, self.best_N[rows])
+        return FullDistribution(self.hidden_NH[rows] @ self.weight_VH.T, lse_TC, self.best_N[rows])
 
 
 def measure(given: argparse.Namespace, objective: Objective, chunk_bytes: int, device: torch.device) -> dict[str, Any]:

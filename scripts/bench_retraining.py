@@ -42,7 +42,7 @@ from draftforge.data.sources import read
 from draftforge.data.store import Capture, Sample
 from draftforge.errors import DraftforgeError, InputError
 from draftforge.eval.counts import values, where
-from draftforge.eval.draft_configs import Plan
+from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.figures import Estimate, tau_difference
 from draftforge.eval.load import finite
 from draftforge.eval.score import Identity, spread
@@ -217,7 +217,7 @@ def measure(space: Workspace, captured: Stage, folder: Path, name: str, among: C
     samples = [one for one in scorer.samples if one.conversation in among]
     table, _ = scorer.counts([scorer.chains(draft)], Identity(name, 0), samples, decoded=False)
     times = {(name, 0): scorer.times(draft, scorer.draftings(draft))}
-    table = at_plan(table, Plan(max(settings.draft_tokens)))
+    table = at_plan(table, DraftConfig(max(settings.draft_tokens)))
     rows = leaderboard([table], times, settings)
     return Measured(name, rows[0], table, domain_rows([table], rows, settings, times))
 

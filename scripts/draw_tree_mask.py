@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftforge.specdec.cache import KVCache, Step
+from draftforge.specdec.cache import CacheStep, KVCache
 from draftforge.specdec.tree import ROOT, DraftTree, TreeBatch
 from draftforge.specdec.verify_batch import verify_batch
 
@@ -66,7 +66,7 @@ def play() -> Scene:
     return Scene(tree, step.visible_BNL[0].tolist(), step.positions_BN[0].tolist(), kept, before, after)
 
 
-def _write(cache: KVCache, step: Step, words: range) -> None:
+def _write(cache: KVCache, step: CacheStep, words: range) -> None:
     key_BGND = torch.tensor([*words], dtype=torch.float32)[None, None, :, None]
     cache.write(0, step, key_BGND, key_BGND)
 

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import draftforge.cli
-from draftforge.data.batches import Batch, Step
+from draftforge.data.batches import Batch, OptimizerStep
 from draftforge.train import loop
 from draftforge.train.families import base
 
@@ -43,9 +43,9 @@ def main(out: Path, arguments: list[str]) -> None:
     """Run draftforge with its training loop traced."""
     found: dict[str, Any] = {}
     base.head_loss = ranged(LOSS, base.head_loss)
-    whole = loop.Run.loop
+    whole = loop.Trainer.loop
 
-    def traced(self: loop.Run) -> list[Path]:
+    def traced(self: loop.Trainer) -> list[Path]:
         self.family.inputs = ranged(TARGET, self.family.inputs)  # type: ignore[method-assign]
         self.family.rows = ranged(DRAFT, self.family.rows)  # type: ignore[method-assign]
         self.engine.accumulate = ranged(BACKWARD, self.engine.accumulate)  # type: ignore[method-assign]
@@ -54,7 +54,7 @@ def main(out: Path, arguments: list[str]) -> None:
         one_step = self.one_step
         profiler: profile | None = None
 
-        def traced_step(step: Step, batches: list[Batch]) -> dict[str, float]:
+        def traced_step(step: OptimizerStep, batches: list[Batch]) -> dict[str, float]:
             nonlocal profiler
             if self.state.step == _FIRST and self.ranks.first:
                 profiler = profile(activities=_activities())
@@ -72,7 +72,7 @@ def main(out: Path, arguments: list[str]) -> None:
         self.one_step = traced_step  # type: ignore[method-assign]
         return whole(self)
 
-    loop.Run.loop = traced  # type: ignore[method-assign]
+    loop.Trainer.loop = traced  # type: ignore[method-assign]
     draftforge.cli.main(arguments)
 
 

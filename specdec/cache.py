@@ -4,7 +4,7 @@ Shapes: S slots, B rows of one pass (the first B slots), N new tokens a row, F t
 G key-value heads, L cached positions, D head size (of a path: its depth).
 
 transformers changes its cache API between minor releases, so no model here ever sees one: the attention function
-(`attention.py`) writes into and reads from a `Step` of this cache.
+(`attention.py`) writes into and reads from a `CacheStep` of this cache.
 """
 
 from dataclasses import dataclass
@@ -39,27 +39,27 @@ class KVCache:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
-    def prefill(self, slots_R: Tensor, lengths_R: Tensor) -> "Step":
+    def prefill(self, slots_R: Tensor, lengths_R: Tensor) -> "CacheStep":
         """A step that fills fresh slots with right-padded prompts; each sees only itself, causally."""
         self.lengths_S[slots_R] = lengths_R
         return self.fill(slots_R)
 
-    def fill(self, slots_B: Tensor) -> "Step":
+    def fill(self, slots_B: Tensor) -> "CacheStep":
         """`prefill` for callers that keep the lengths themselves."""
-        return Step(self, slots_B, None, None)
+        return CacheStep(self, slots_B, None, None)
 
-    def follow(self, past_B: Tensor, longest: int | None) -> "Step":
+    def follow(self, past_B: Tensor, longest: int | None) -> "CacheStep":
         """A step that adds one token to each of the first B slots, whose lengths the caller keeps on the device.
 
         `longest`: the largest of them; None: the attention reads each from `past_B` and no mask is made.
         """
         rows, at_B1 = torch.arange(len(past_B), device=self.device), past_B[:, None]
         if longest is None:
-            return Step(self, rows, at_B1, at_B1, past_B=past_B)
+            return CacheStep(self, rows, at_B1, at_B1, past_B=past_B)
         visible_BNL = torch.arange(longest + 1, device=self.device) <= at_B1[..., None]
-        return Step(self, rows, at_B1, at_B1, visible_BNL)
+        return CacheStep(self, rows, at_B1, at_B1, visible_BNL)
 
-    def extend(self, batch: int, tokens: int, skip: int = 0) -> "Step":
+    def extend(self, batch: int, tokens: int, skip: int = 0) -> "CacheStep":
         """A step that adds `tokens` tokens to each of the first `batch` slots; call `keep` after it.
 
         Rows shorter than `tokens` are padded on the right: causality hides the padding from real tokens. `skip`: so
@@ -73,12 +73,12 @@ class KVCache:
             positions_BN = positions_BN + torch.arange(tokens, device=self.device)
         rows = torch.arange(batch, device=self.device)
         if reads_lengths(self.device):
-            return Step(self, rows, positions_BN, positions_BN, past_B=past_B)
+            return CacheStep(self, rows, positions_BN, positions_BN, past_B=past_B)
         longest = int(past_B.max()) + tokens
         visible_BNL = torch.arange(longest, device=self.device) <= positions_BN[..., None]
-        return Step(self, rows, positions_BN, positions_BN, visible_BNL)
+        return CacheStep(self, rows, positions_BN, positions_BN, visible_BNL)
 
-    def branch(self, depth_BF: Tensor, visible_BNF: Tensor) -> "Step":
+    def branch(self, depth_BF: Tensor, visible_BNF: Tensor) -> "CacheStep":
         """A step that adds the last N of F tree entries to each of the first B slots; call `keep_path` after it.
 
         The entries stand side by side past a slot's length. Each sees the slot's past and the entries that
@@ -90,7 +90,7 @@ class KVCache:
         positions_BN = length_B1 + depth_BF[:, entries - new :]
         at_BN = length_B1 + torch.arange(entries - new, entries, device=self.device)
         if reads_lengths(self.device):
-            return Step(self, rows, positions_BN, at_BN, past_B=past_B, tree=(visible_BNF, depth_BF))
+            return CacheStep(self, rows, positions_BN, at_BN, past_B=past_B, tree=(visible_BNF, depth_BF))
         keys_L = torch.arange(int(past_B.max()) + entries, device=self.device)
         entry_BL = keys_L - length_B1
         inside_BL = (entry_BL >= 0) & (entry_BL < entries)
@@ -98,7 +98,7 @@ class KVCache:
         among_BNL = visible_BNF.gather(2, entry_BL[:, None].expand(-1, new, -1))
         visible_BNL = (keys_L < length_B1)[:, None] | (inside_BL[:, None] & among_BNL)
         key_positions_BL = torch.where(inside_BL, length_B1 + depth_BF.gather(1, entry_BL), keys_L)
-        return Step(self, rows, positions_BN, at_BN, visible_BNL, key_positions_BL)
+        return CacheStep(self, rows, positions_BN, at_BN, visible_BNL, key_positions_BL)
 
     def keep(self, counts_B: Tensor) -> None:
         """Let the first `counts[b]` tokens of the last step stay in slot b."""
@@ -147,7 +147,7 @@ class KVCache:
             self._values[layer] = value_BGND.new_zeros(*shape, value_BGND.shape[-1])
         return self._keys[layer], self._values[layer]
 
-    def write(self, layer: int, step: "Step", key_BGND: Tensor, value_BGND: Tensor) -> None:
+    def write(self, layer: int, step: "CacheStep", key_BGND: Tensor, value_BGND: Tensor) -> None:
         """Store a layer's new keys and values where the step puts them."""
         keys, values = self.layer(layer, key_BGND, value_BGND)
         if step.at_BN is None:
@@ -164,7 +164,7 @@ class KVCache:
 
 
 @dataclass(frozen=True)
-class Step:
+class CacheStep:
     """Where one forward pass writes its keys and what each of its tokens may see."""
 
     cache: KVCache

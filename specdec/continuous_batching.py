@@ -194,7 +194,7 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class _Late:
+class _DeferredAnswers:
     """Work that waits until the device has come by."""
 
     passed: "torch.cuda.Event | None"
@@ -236,7 +236,7 @@ class PlainDecoder:
         self._count = 0
         self._slots: list[_Slot | None] = []  # of the rows that are in use or were
         self._size = slots
-        self._late: deque[_Late] = deque()
+        self._late: deque[_DeferredAnswers] = deque()
         self._active = 0
         self._living = 0  # of these, as far as the host has looked
         self._settings: SettingRows | None = None
@@ -430,7 +430,7 @@ class PlainDecoder:
         if self._target.device.type == "cuda":
             passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
             passed.record()
-        self._late.append(_Late(passed, work))
+        self._late.append(_DeferredAnswers(passed, work))
 
 
 def _answers(asked: Sequence[Asked], counts: list[int], columns: Columns) -> list[Answered]:

@@ -23,13 +23,13 @@ from .cuda_graphs import running
 from .models import CausalModel
 from .proposers.base import Proposer
 from .replay.packing import Pack, Text
-from .replay.target_trace import Recorded, trace_target
+from .replay.target_trace import ReplayText, trace_target
 from .sampling import SamplingSettings
 
-Counting = Literal["draftforge", "llamacpp", "transformers", "vllm"]
+CountingConvention = Literal["draftforge", "llamacpp", "transformers", "vllm"]
 
 
-class Runs(NamedTuple):
+class CountedRounds(NamedTuple):
     """What a draft says along a text, by the number t of tokens known."""
 
     right_T: Sequence[int]
@@ -60,7 +60,7 @@ class EngineCounts(NamedTuple):
 
 
 def engine_rounds(
-    counting: Counting, runs: Runs, K: int, max_new_tokens: int, stopped_after: int | None = None
+    counting: CountingConvention, runs: CountedRounds, K: int, max_new_tokens: int, stopped_after: int | None = None
 ) -> list[EngineRound]:
     """The rounds of one greedy answer.
 
@@ -90,7 +90,7 @@ def engine_rounds(
 
 def matched_runs(
     target: CausalModel, proposer: Proposer, prompt_ids: list[int], text_ids: list[int], K: int, known: int = 1
-) -> Runs:
+) -> CountedRounds:
     """What a draft says along the target's greedy text, for rows known .. len(text_ids) - 1; 0 in rows before.
 
     Rows nearer to the text's end than K are cut short: the text must go on K tokens beyond the answer that is counted.
@@ -99,10 +99,10 @@ def matched_runs(
         raise InputError(f"known {known}: a draft that reads the target's states drafts after its first token")
     ids, greedy = prompt_ids + text_ids, SamplingSettings()
     with running(target.device):
-        recorded = [Recorded(prompt_ids, text_ids, len(text_ids))]
+        recorded = [ReplayText(prompt_ids, text_ids, len(text_ids))]
         traced = trace_target(target, recorded, greedy, proposer.aux_layers, proposer.reads_states)
         pack = Pack([Text(ids, len(prompt_ids) + known)], target.device)
         trace = proposer.trace(pack, K, greedy, traced.states)
     right = (trace.rank_RK == 0).long().cumprod(1).sum(1).tolist()
     offered = [K] * len(right) if trace.offered_R is None else trace.offered_R.tolist()
-    return Runs([0] * known + right, [0] * known + offered)
+    return CountedRounds([0] * known + right, [0] * known + offered)

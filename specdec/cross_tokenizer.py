@@ -21,7 +21,7 @@ _BROKEN = "\ufffd"  # stands where bytes are no whole character
 _LINE = "\n"  # text before a piece, so that the tokenizer takes it for no beginning
 
 
-class Spelling:
+class TokenizerBridge:
     """A tokenizer that reads and writes pieces of longer texts. `size`: ids that its model knows; others are left out.
 
     Special tokens are text like any other: where the tokenizer knows such a text as a token, it reads it as one.
@@ -63,14 +63,14 @@ class Spelling:
         return str(text)
 
 
-class Respelled:
+class Retokenized:
     """A growing text, known in one tokenizer's ids, in another's.
 
     Its beginning is spelled once, cut before words; only the last tokens are spelled anew as the text grows. Where it
     is cut depends on the ids alone, not on how many came at once.
     """
 
-    def __init__(self, known: Spelling, own: Spelling, ids: Sequence[int]) -> None:
+    def __init__(self, known: TokenizerBridge, own: TokenizerBridge, ids: Sequence[int]) -> None:
         self._known, self._own = known, own
         self._ids, self._start = list(ids), 0
         self._words: dict[int, bool] = {}  # whether a word begins at a place, of those that were asked for
@@ -128,7 +128,9 @@ class ForeignDraft(nn.Module):
 
     family = "foreign"
 
-    def __init__(self, small: SmallDraft, own: Spelling, known: Spelling, ends: dict[int, int | None]) -> None:
+    def __init__(
+        self, small: SmallDraft, own: TokenizerBridge, known: TokenizerBridge, ends: dict[int, int | None]
+    ) -> None:
         """`ends`: ids of the draft's that say no text, and the target's id that each stands for, if any."""
         super().__init__()
         self.model, self.lm = small.model, small.lm
@@ -144,4 +146,4 @@ class ForeignDraft(nn.Module):
         for token in (own.eos_token_id, *(stops if isinstance(stops, list) else [stops])):
             if token is not None:
                 ends[token] = known.eos_token_id
-        return cls(small, Spelling(own, small.vocab_size), Spelling(known, known_size), ends)
+        return cls(small, TokenizerBridge(own, small.vocab_size), TokenizerBridge(known, known_size), ends)

@@ -154,7 +154,7 @@ def running(device: torch.device) -> Iterator[None]:
         yield
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which operations run under it that a graph cannot hold."""
 
     def __init__(self) -> None:

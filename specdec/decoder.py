@@ -30,9 +30,9 @@ from .cache import KVCache
 from .cuda_graphs import Replays, Shapes, read_back, running, send
 from .memory_fit import takes_graphs
 from .models import States
-from .proposers.base import Ask, Draft, HearsRows, Texts
+from .proposers.base import Ask, Draft, ObservesTargetArgmax, Texts
 from .proposers.logits import pick_states, process_rows
-from .requests import Generation, Request, Round, Run, until_stop
+from .requests import DecodeRun, Generation, Request, Round, until_stop
 from .rules import RULES
 from .sampling import Purpose, SamplingSettings, categorical, uniforms
 from .tree import TreeBatch
@@ -130,7 +130,7 @@ class _Slot:
         return self.stopped or self.remaining <= 0
 
 
-def decode_rounds(run: Run) -> Iterator[list[Finished]]:
+def decode_rounds(run: DecodeRun) -> Iterator[list[Finished]]:
     """Answer every request, step by step: the first step reads the first prompts, each later one is a round.
 
     Each step yields what finished in it. Two runs may take turns; each needs a proposer of its own.
@@ -138,16 +138,16 @@ def decode_rounds(run: Run) -> Iterator[list[Finished]]:
     return _Decoder(run).steps()
 
 
-def _one_by_one(ask: Callable[P, Run]) -> Callable[P, Iterator[Finished]]:
+def _one_by_one(ask: Callable[P, DecodeRun]) -> Callable[P, Iterator[Finished]]:
     def generate(*args: P.args, **kwargs: P.kwargs) -> Iterator[Finished]:
-        """Answer every request of a `Run`, whose arguments these are; yields each as it finishes."""
+        """Answer every request of a `DecodeRun`, whose arguments these are; yields each as it finishes."""
         for finished in decode_rounds(ask(*args, **kwargs)):
             yield from finished
 
     return generate
 
 
-generate = _one_by_one(Run)
+generate = _one_by_one(DecodeRun)
 
 
 class _Judged(NamedTuple):
@@ -162,11 +162,11 @@ class _Judged(NamedTuple):
 class _Decoder:
     """State of one run: the slots, the target's cache, the queue of waiting requests."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: DecodeRun) -> None:
         target, proposer, requests = run.target, run.proposer, run.requests
         self.target, self.proposer, self.rule = target, proposer, RULES[run.rule]
         self.draft_tokens, self.decode, self.timer = run.draft_tokens, run.decode, run.timer
-        self.listener = proposer if isinstance(proposer, HearsRows) else None
+        self.listener = proposer if isinstance(proposer, ObservesTargetArgmax) else None
         self.aux_layers = proposer.aux_layers if proposer is not None else ()
         self.waiting, self.barriers = deque(enumerate(requests)), run.barriers
         self.slots: list[_Slot] = []

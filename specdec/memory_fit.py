@@ -7,7 +7,7 @@ import torch
 
 from ..errors import InputError
 from .cache import KVCache, reads_lengths
-from .cuda_graphs import Watch, running
+from .cuda_graphs import OpCounter, running
 from .models import CausalModel
 
 _WORKING = 48  # bytes that one row of the vocabulary takes a token while it is sampled and listened to
@@ -31,7 +31,7 @@ _probed: WeakKeyDictionary[CausalModel, Probe] = WeakKeyDictionary()
 
 
 def _probe(target: CausalModel) -> Probe:
-    cache, watch = KVCache(1, 1, target.device), Watch()
+    cache, watch = KVCache(1, 1, target.device), OpCounter()
     one = torch.ones(1, dtype=torch.long, device=target.device)
     ids_BT, step = one[None], cache.prefill(one - 1, one)
     with running(target.device), watch:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import FormatError
-from .cache import KVCache, Step
+from .cache import CacheStep, KVCache
 from .cuda_graphs import current
 from .kernels.attention import NAME, attend
 from .kernels.documents import Documents
@@ -57,7 +57,7 @@ def _probe(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    kv_step: Step | None = None,
+    kv_step: CacheStep | None = None,
     calls: list[Call] | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
@@ -78,7 +78,7 @@ AttentionInterface.register(PROBE, _probe)
 
 
 @torch.no_grad()
-def probe(decoder: nn.Module, ids_BT: Tensor, step: Step) -> Probe:
+def probe(decoder: nn.Module, ids_BT: Tensor, step: CacheStep) -> Probe:
     """Prefill the stack once; the model's attention implementation must be PROBE."""
     calls: list[Call] = []
     positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
@@ -223,7 +223,7 @@ class CausalModel:
     def states(
         self,
         ids_BT: Tensor,
-        step: Step | None = None,
+        step: CacheStep | None = None,
         aux_layers: Sequence[int] = (),
         documents: Documents | None = None,
     ) -> States:

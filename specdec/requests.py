@@ -120,7 +120,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Run:
+class DecodeRun:
     """What a decoding run answers, and how.
 
     Raises ContextLengthError for a request that does not fit the target, InputError for one that cannot be answered or

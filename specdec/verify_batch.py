@@ -30,7 +30,7 @@ class BatchVerdict(NamedTuple):
     """The correction or bonus that follows them."""
 
 
-class Given(NamedTuple):
+class VerifyInputs(NamedTuple):
     """One round's numbers."""
 
     p_BMV: Tensor
@@ -121,7 +121,7 @@ def _distribution(rows_BV: Tensor) -> Tensor:
     return norm(rows_BV, rows_BV)
 
 
-def siblings(given: Given) -> BatchVerdict:
+def siblings(given: VerifyInputs) -> BatchVerdict:
     """multiround and recursive. Parents stand before children and siblings in order, so one scan tries each in turn."""
     tree, walk, rest_BV = given.tree, Walk(given.tree), given.p(ROOT)
     rejected = _Rejected(tree, rest_BV)
@@ -153,7 +153,7 @@ class _Rejected:
             self.tokens_BV.scatter_(1, token_B[:, None], self.tokens_BV.gather(1, token_B[:, None]) | slots_B[:, None])
 
 
-def traversal(given: Given) -> BatchVerdict:
+def traversal(given: VerifyInputs) -> BatchVerdict:
     """Traversal verification, leaf to root, without climbing.
 
     What becomes of a node's weight and of its p once all below it is rejected depends on no uniform. So one scan finds
@@ -225,7 +225,7 @@ def _post_order(tree: TreeBatch, ancestors_BNN: Tensor) -> Tensor:
     return (ancestors_BNN * elders_BN[:, None]).sum(2) + family_BN - 1
 
 
-def typical(given: Given) -> BatchVerdict:
+def typical(given: VerifyInputs) -> BatchVerdict:
     """Typical acceptance. A node is accepted with all its ancestors, so no walk is needed."""
     tree, ancestors_BNN = given.tree, given.tree.ancestors_BNN
     is_typical: list[Tensor] = []
@@ -275,7 +275,7 @@ def verify_batch(
         raise ValueError(f"p: {p_BMV.shape[1]} rows: must be {nodes + 1} for this draft")
     if needs_q and (q_BNV is None or q_BNV.shape[1] != nodes):
         raise ValueError(f"q: {None if q_BNV is None else q_BNV.shape[1]} rows: must be {nodes} for rule {rule!r}")
-    given = Given(p_BMV, p_BMV[:, :0] if q_BNV is None else q_BNV, tree, u_BN, u_final_BD)
+    given = VerifyInputs(p_BMV, p_BMV[:, :0] if q_BNV is None else q_BNV, tree, u_BN, u_final_BD)
     if nodes == 0 and rule != "greedy":
         return Walk(tree).end(given.draw(given.p(ROOT)))
     return _VERIFY[rule](given)
@@ -295,7 +295,7 @@ def _path(length_B: Tensor, depth: int) -> Tensor:
     return torch.where(index_D < length_B[:, None], index_D, -1)
 
 
-def _greedy(given: Given) -> BatchVerdict:
+def _greedy(given: VerifyInputs) -> BatchVerdict:
     best_BM, walk = given.p_BMV.argmax(-1), Walk(given.tree)
     for _ in range(given.tree.depth):
         best_B1 = best_BM.gather(1, walk.node_B[:, None] + 1)
@@ -303,7 +303,7 @@ def _greedy(given: Given) -> BatchVerdict:
     return walk.end(best_BM.gather(1, walk.node_B[:, None] + 1)[:, 0])
 
 
-def _match(given: Given) -> BatchVerdict:
+def _match(given: VerifyInputs) -> BatchVerdict:
     walk = Walk(given.tree)
     token_B = categorical(given.p(ROOT), given.u_final_BD[:, 0])
     for level in range(1, given.tree.depth + 1):
@@ -314,7 +314,7 @@ def _match(given: Given) -> BatchVerdict:
     return walk.end(token_B)
 
 
-def _onehot(given: Given) -> BatchVerdict:
+def _onehot(given: VerifyInputs) -> BatchVerdict:
     walk = Walk(given.tree)
     for _ in range(given.tree.depth):
         children_BN = given.children(walk.node_B)
@@ -332,7 +332,7 @@ def _take_out(p_BV: Tensor, tokens_BN: Tensor, children_BN: Tensor) -> tuple[Ten
     return p_BN, p_BV.scatter_add(1, tokens_BN, -p_BN)
 
 
-def _token(given: Given) -> BatchVerdict:
+def _token(given: VerifyInputs) -> BatchVerdict:
     drafted_BK = given.tree.candidate_BN.long().cumprod(1)
     accepted = [
         given.u_BN[:, k] < ratio(given.p(k - 1), given.q(k), given.tree.tokens_BN[:, k])
@@ -342,7 +342,7 @@ def _token(given: Given) -> BatchVerdict:
     return _end_of_chain(given, length_B, drafted_BK.sum(1), torch.ones_like(given.u_BN[:, 0]))
 
 
-def _block(given: Given) -> BatchVerdict:
+def _block(given: VerifyInputs) -> BatchVerdict:
     drafted_B = given.tree.candidate_BN.long().cumprod(1).sum(1)
     nodes = given.tree.tokens_BN.shape[1]
     weight_B = torch.ones_like(given.u_BN[:, 0])
@@ -361,7 +361,7 @@ def _block(given: Given) -> BatchVerdict:
     return _end_of_chain(given, length_B, drafted_B, weight_at_length_B)
 
 
-def _end_of_chain(given: Given, length_B: Tensor, drafted_B: Tensor, weight_B: Tensor) -> BatchVerdict:
+def _end_of_chain(given: VerifyInputs, length_B: Tensor, drafted_B: Tensor, weight_B: Tensor) -> BatchVerdict:
     """Emit from norm(max(P p - q, 0)) after so many accepted tokens, or after all that were drafted from p."""
     p_BV = given.p(length_B - 1)
     residual_BV = residual(weight_B, p_BV, given.q(length_B.clamp(max=given.tree.tokens_BN.shape[1] - 1)))

@@ -28,7 +28,7 @@ from ..specdec.formats.checkpoint import DraftMeta, save_draft
 from ..storage import disk_errors, new_folder, read_object, write_json
 from .optimizers import Moments
 from .settings import Settings
-from .stopping import Standing
+from .stopping import BestCheckpoints
 
 FOLDER, TRAINER = "checkpoints", "trainer"
 STATE_FILE, RECORD_FILE = "state.safetensors", "trainer.json"
@@ -48,7 +48,7 @@ class LoopState:
     """Steps whose drafts are kept."""
     written: list[int] = field(default_factory=list)
     """Steps that were saved and not yet dropped."""
-    standings: list[Standing] = field(default_factory=list)
+    standings: list[BestCheckpoints] = field(default_factory=list)
     """What was scored while training."""
     stopped: bool = False
     """Whether training ended before its last step, for want of progress."""
@@ -103,10 +103,10 @@ def save(
     """
     place = step_folder(folder, state.step)
     state.written = sorted({*state.written, state.step})
-    with new_folder(place) as beside:
-        save_draft(draft, beside, meta, tokenizer_folder)
-        complete(beside)
-        trainer = beside / TRAINER
+    with new_folder(place) as extra_files:
+        save_draft(draft, extra_files, meta, tokenizer_folder)
+        complete(extra_files)
+        trainer = extra_files / TRAINER
         trainer.mkdir()
         tensors = {f"weights/{name}": tensor for name, tensor in weights.items()}
         tensors |= {f"{key}/{name}": x for name, moment in moments.items() for key, x in moment.items()}
@@ -148,7 +148,7 @@ def _read_record(folder: Path, step: int) -> tuple[LoopState, list[dict[str, Any
     record = read_object(trainer / RECORD_FILE)
     try:
         state = LoopState(**record["state"])
-        state.standings = [Standing(*one) for one in state.standings]
+        state.standings = [BestCheckpoints(*one) for one in state.standings]
         rng = [dict(parts) for parts in record["rng"]]
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptDataError(
@@ -183,7 +183,7 @@ def restore_rng(parts: list[dict[str, Any]], ranks: Ranks) -> None:
 
 
 @contextmanager
-def beside(folder: Path) -> Iterator[Path]:
+def extra_files(folder: Path) -> Iterator[Path]:
     """Where a draft may lie for a moment, among the checkpoints; gone afterwards."""
     place = folder / FOLDER / ".scored"
     try:
@@ -192,7 +192,7 @@ def beside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def sweep(folder: Path) -> None:
+def delete_old(folder: Path) -> None:
     """Remove what a killed run left half-written beside the checkpoints."""
     for leftover in (folder / FOLDER).glob(".*"):
         shutil.rmtree(leftover)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import fingerprint
-from ..data.batches import Batch, BatchPlan, Step, collate
+from ..data.batches import Batch, BatchPlan, OptimizerStep, collate
 from ..data.store import Capture, Sample
 from ..distributed import process_group
 from ..distributed.process_group import Ranks
@@ -36,7 +36,7 @@ from .losses.schedule import phase_at
 from .memory_estimate import Footprint, forget_peak, longest, memory_named, peak
 from .optimizers import forget, learning_rate, make_optimizer
 from .settings import Settings
-from .stopping import Standing, StopRequest, TrainingStoppedError, best, on_sigterm, stalled
+from .stopping import BestCheckpoints, StopRequest, TrainingStoppedError, best, on_sigterm, stalled
 from .throughput import MetricLog, MetricSink, Pace, describe, extend_digest, smooth
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ def train(
     with process_group.join(use_deepspeed) as ranks, on_sigterm() as stop, ExitStack() as inside:
         if ranks.first:
             claim(folder, settings, seed, capture)
-            checkpoints.sweep(folder)
+            checkpoints.delete_old(folder)
             prepare(settings, seed, capture, folder, load_target)
         ranks.after_first()
 
@@ -141,7 +141,9 @@ def train(
         )
         check_teacher(family, capture, samples, ranks)
         describe(settings, family, plan, len(samples), ranks, engine.name)
-        run = Run(settings, folder, capture, family, engine, plan, samples, ranks, sink, scorer, stop, state, footprint)
+        run = Trainer(
+            settings, folder, capture, family, engine, plan, samples, ranks, sink, scorer, stop, state, footprint
+        )
         if not run.finished:
             if ranks.first:
                 require_free_space(folder, footprint.rest(settings, state.step))
@@ -159,7 +161,7 @@ def train(
         return run.loop()
 
 
-class Run:
+class Trainer:
     """The loop and what it needs."""
 
     def __init__(
@@ -244,7 +246,7 @@ class Run:
         except TrainingDivergedError as error:
             raise TrainingDivergedError(f"before {error}") from None
 
-    def one_step(self, step: Step, batches: list[Batch]) -> dict[str, float]:
+    def one_step(self, step: OptimizerStep, batches: list[Batch]) -> dict[str, float]:
         """Forward, backward and update on one global batch. Advances the state only when all of it is done."""
         settings, state = self.settings, self.state
         phase = self.enter_phase()
@@ -271,7 +273,7 @@ class Run:
         phases = settings.phases
         return {"phase": float(phase_at(phases, step) + 1)} if len(phases) > 1 else {}
 
-    def accumulate(self, step: Step, batches: list[Batch]) -> Tensor:
+    def accumulate(self, step: OptimizerStep, batches: list[Batch]) -> Tensor:
         """Forward and backward of this rank's micro-batches; their sums, [A, S, 4]."""
         scale = 1.0 / max(1, step.supervised)
         sums_AS4 = []
@@ -281,16 +283,18 @@ class Run:
                 sums_AS4.append(self.engine.accumulate(inputs, scale, last=number == len(step.micro_batches)))
         return torch.stack(sums_AS4)
 
-    def update(self, step: Step, rate: float) -> float:
+    def update(self, step: OptimizerStep, rate: float) -> float:
         """One step of the optimizer; the gradient's norm."""
         try:
             with memory_named(self.settings, self.ranks.rank):
                 return self.engine.step(rate)
         except NonFiniteGradientError as error:
             alone = self.ranks.world_size == 1  # a gradient is a sum over ranks: any of them may have spoilt it
-            raise TrainingDivergedError(self.blame(step, str(error), self.ranks.rank if alone else None)) from None
+            raise TrainingDivergedError(
+                self.name_nonfinite_parameter(step, str(error), self.ranks.rank if alone else None)
+            ) from None
 
-    def batches(self, step: Step) -> list[Batch]:
+    def batches(self, step: OptimizerStep) -> list[Batch]:
         """This rank's micro-batches as tensors on the CPU."""
         found = []
         for indexes in step.micro_batches:
@@ -299,7 +303,7 @@ class Run:
             found.append(collate(chosen, signals, self.settings.row_tokens))
         return found
 
-    def reduce(self, sums_AS4: Tensor, step: Step) -> tuple[float, dict[str, float]]:
+    def reduce(self, sums_AS4: Tensor, step: OptimizerStep) -> tuple[float, dict[str, float]]:
         """Mean loss and figures over all ranks. Raises TrainingDivergedError on every rank if one is not finite."""
         broken_A = ~sums_AS4.isfinite().flatten(1).all(-1)
         broken_R = torch.zeros(self.ranks.world_size, device=sums_AS4.device)
@@ -308,7 +312,9 @@ class Run:
         everything = self.ranks.sum(torch.cat([sums_S4.flatten(), broken_R]).double())
         broken = everything[sums_S4.numel() :].nonzero()[:, 0].tolist()
         if broken:
-            raise TrainingDivergedError(self.blame(step, "the loss is not finite", broken[0], broken_A.tolist()))
+            raise TrainingDivergedError(
+                self.name_nonfinite_parameter(step, "the loss is not finite", broken[0], broken_A.tolist())
+            )
         sums = everything[: sums_S4.numel()].view_as(sums_S4).tolist()
         values, extra = {}, self.family.extra
         beside = 0.0 if extra is None else sums.pop()[LOSS]
@@ -321,7 +327,9 @@ class Run:
             values[f"agree_{number}"] = row[AGREE] / max(1.0, row[COUNT])
         return loss / max(1, step.supervised), values
 
-    def blame(self, step: Step, what: str, rank: int | None, broken: list[bool] | None = None) -> str:
+    def name_nonfinite_parameter(
+        self, step: OptimizerStep, what: str, rank: int | None, broken: list[bool] | None = None
+    ) -> str:
         """Step, rank (None: any) and samples behind a number that is not finite; where known, of its micro-batches."""
         indexes = step.samples
         if rank == self.ranks.rank:
@@ -336,7 +344,7 @@ class Run:
         if self.scorer is None:
             return
         state, figures_3 = self.state, torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
-        with checkpoints.beside(self.folder) as place:
+        with checkpoints.extra_files(self.folder) as place:
             with self.engine.whole():
                 if self.ranks.first:
                     save_draft(self.family.export(), place, self.meta(), self.folder / INIT)
@@ -348,7 +356,7 @@ class Run:
                     [values[name] for name in ("tau", "tau_low", "tau_high")], dtype=torch.float64
                 )
         self.ranks.after_first()
-        state.standings.append(Standing(state.step, *self.ranks.sum(figures_3).tolist()))
+        state.standings.append(BestCheckpoints(state.step, *self.ranks.sum(figures_3).tolist()))
         if self.settings.patience is not None and stalled(state.standings, self.settings.patience):
             state.stopped = True
             say(f"stopping early: tau has not risen for {self.settings.patience} scored steps")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..data.batches import BatchPlan, Step
+from ..data.batches import BatchPlan, OptimizerStep
 from ..data.store import Sample
 from ..errors import DeviceMemoryError, one_line
 from .families.base import Family
@@ -38,10 +38,10 @@ class Footprint:
         return kept * self.draft + self.checkpoint + self.trainer if step < settings.steps else 0
 
 
-def longest(plan: BatchPlan, samples: list[Sample], epoch: int) -> Step:
+def longest(plan: BatchPlan, samples: list[Sample], epoch: int) -> OptimizerStep:
     """The step of an epoch that holds its longest sample: the one that needs most memory, or nearly."""
 
-    def size(step: Step) -> tuple[int, int]:
+    def size(step: OptimizerStep) -> tuple[int, int]:
         lengths = (len(samples[at].prompt_ids) + len(samples[at].answer_ids) for at in step.samples)
         return max(lengths), step.tokens
 

@@ -211,7 +211,7 @@ class SmallSettings(_Training):
         return said if self.on_policy is not None else {name: said[name] for name in said if name != "on_policy"}
 
 
-class TaughtSettings(_Training):
+class FeatureSettings(_Training):
     """What families share that draft several tokens from one state, with the frozen target loaded."""
 
     step_weights: StepWeights = 0.8
@@ -222,7 +222,7 @@ class TaughtSettings(_Training):
     where the target is on the CPU, 0 elsewhere."""
 
     @model_validator(mode="after")
-    def _one_weight_a_token(self) -> "TaughtSettings":
+    def _one_weight_a_token(self) -> "FeatureSettings":
         if isinstance(self.step_weights, list) and len(self.step_weights) != self.draft_tokens:
             raise ValueError(f"step_weights {self.step_weights}: must be as many as draft_tokens {self.draft_tokens}")
         if (least := min(self.weight_of_steps())) < _LEAST_WEIGHT:
@@ -243,7 +243,7 @@ class TaughtSettings(_Training):
         return said if isinstance(self.step_weights, list) else said | {"step_decay": said.pop("step_weights")}
 
 
-class Eagle3Settings(TaughtSettings):
+class Eagle3Settings(FeatureSettings):
     """One decoder layer on the target's features, trained with the frozen target loaded."""
 
     family: Literal["eagle3"] = "eagle3"
@@ -270,7 +270,7 @@ class Eagle3Settings(TaughtSettings):
         return self
 
 
-class EagleSettings(TaughtSettings):
+class EagleSettings(FeatureSettings):
     """EAGLE-1: one decoder layer on the target's last state, under the target's own frozen head and embeddings."""
 
     family: Literal["eagle"] = "eagle"
@@ -297,7 +297,7 @@ class BackboneSettings(Section):
     """Weight of the heads' loss beside the divergence from the target as it was."""
 
 
-class MedusaSettings(TaughtSettings):
+class MedusaSettings(FeatureSettings):
     """Heads that each draft one of the next draft_tokens tokens from the target's last state."""
 
     family: Literal["medusa"] = "medusa"
@@ -331,7 +331,7 @@ class MedusaSettings(TaughtSettings):
         return self
 
 
-class DFlashSettings(TaughtSettings):
+class DFlashSettings(FeatureSettings):
     """A few decoder layers that draft a block of `draft_tokens` in one pass, trained with the frozen target loaded."""
 
     family: Literal["dflash"] = "dflash"

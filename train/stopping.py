@@ -43,7 +43,7 @@ def on_sigterm() -> Iterator[StopRequest]:
         before(signal.SIGTERM, None)
 
 
-class Standing(NamedTuple):
+class BestCheckpoints(NamedTuple):
     """Acceptance of one step's draft on the conversations that are scored while training."""
 
     step: int
@@ -53,12 +53,12 @@ class Standing(NamedTuple):
     """The interval of tau."""
 
 
-def best(scores: Sequence[Standing], count: int) -> set[int]:
+def best(scores: Sequence[BestCheckpoints], count: int) -> set[int]:
     """Steps of the `count` highest tau; of equals the earlier."""
     return {one.step for one in sorted(scores, key=lambda one: (-one.tau, one.step))[:count]}
 
 
-def stalled(scores: Sequence[Standing], patience: int) -> bool:
+def stalled(scores: Sequence[BestCheckpoints], patience: int) -> bool:
     """Whether the last `patience` scores brought no rise.
 
     A rise lies above the interval of the last rise, at first of the first score: small steps up add up to one.

@@ -9,12 +9,12 @@ import torch
 from ...specdec.continuous_batching import Answered, Asked
 from ...specdec.requests import Request
 from ...specdec.targets import Target
-from ..conversation import Planned, Prompts
+from ..conversation import Prompts, TurnRequest
 from ..settings import CaptureSettings
-from .vllm import Wanted, check_sampling
+from .vllm import LogprobRequest, check_sampling
 
 
-class Engine(Protocol):
+class CaptureBackend(Protocol):
     """Something that answers many requests at once."""
 
     about: dict[str, Any]
@@ -33,7 +33,7 @@ class Engine(Protocol):
 class EngineDecoder:
     """An engine as a decoder (see `specdec.plain.PlainDecoder`): it is told so many requests at once at most."""
 
-    def __init__(self, engine: Engine, slots: int, advance: Callable[[int], None]) -> None:
+    def __init__(self, engine: CaptureBackend, slots: int, advance: Callable[[int], None]) -> None:
         self._engine, self._slots, self._advance = engine, slots, advance
         self._waiting = 0
 
@@ -72,8 +72,8 @@ class EngineDecoder:
 
 @contextmanager
 def open_engine(
-    target: Target, answers: Sequence[Planned], prompts: Prompts, settings: CaptureSettings
-) -> Iterator[Engine | None]:
+    target: Target, answers: Sequence[TurnRequest], prompts: Prompts, settings: CaptureSettings
+) -> Iterator[CaptureBackend | None]:
     """The engine of the recipe, checked against the target and what it will be asked; None: the target answers.
 
     Raises InputError, EngineError.
@@ -88,8 +88,8 @@ def open_engine(
         longest *= 2  # an answer that is read again may take more tokens than it was given in
     longest = min(longest, target.max_positions)
     top_k = min(settings.top_k, target.vocab_size) if backend.signals == "engine" else 0
-    wanted = Wanted(top_k, target.vocab_size, getattr(torch, settings.store_dtype))
-    engine: Engine
+    wanted = LogprobRequest(top_k, target.vocab_size, getattr(torch, settings.store_dtype))
+    engine: CaptureBackend
     if backend.url is not None:
         from .vllm import VllmServer
 

@@ -24,7 +24,7 @@ _MOST_MASS = 1.01
 _NOT_RAW = "capture.backend: the engine's log-probs are not raw ones; set --logprobs-mode raw_logprobs"
 
 
-class Wanted(NamedTuple):
+class LogprobRequest(NamedTuple):
     """What is kept of an engine's log-probs."""
 
     top_k: int
@@ -70,7 +70,7 @@ def sampling_arguments(request: Request, logprobs: int) -> dict[str, Any]:
 
 
 def answer_of(
-    asked: Asked, tokens: Sequence[int], finish: object, logp: Sequence[Mapping[int, float]], wanted: Wanted
+    asked: Asked, tokens: Sequence[int], finish: object, logp: Sequence[Mapping[int, float]], wanted: LogprobRequest
 ) -> Answered:
     """An engine's reply as an answer. `logp`: of each token by id, its own and at least the `top_k` likeliest.
 
@@ -95,7 +95,7 @@ def answer_of(
     return Answered(asked.name, list(tokens), "stop" if stopped else "length", columns)
 
 
-def _top(logp: Sequence[Mapping[int, float]], wanted: Wanted) -> dict[str, Tensor]:
+def _top(logp: Sequence[Mapping[int, float]], wanted: LogprobRequest) -> dict[str, Tensor]:
     """The signals of a truncated tail: its mass is known, no draws from it are."""
     k = min(wanted.top_k, wanted.vocab_size)
     best = [sorted(of.items(), key=lambda pair: -pair[1])[:k] for of in logp]
@@ -138,7 +138,7 @@ class VllmServer:
     """
 
     def __init__(
-        self, backend: VllmBackend, url: str, target: Target, wanted: Wanted, longest: int, slots: int
+        self, backend: VllmBackend, url: str, target: Target, wanted: LogprobRequest, longest: int, slots: int
     ) -> None:
         self._wanted = wanted
         self._server = JsonServer("capture.backend.url", url, _key(backend), backend.timeout_seconds, backend.retries)
@@ -192,7 +192,7 @@ class VllmServer:
             except Exception as error:  # raised again by who collects
                 self._done.put(error)
 
-    def _answer(self, asked: Asked, wanted: Wanted) -> tuple[Answered, list[dict[int, float]]]:
+    def _answer(self, asked: Asked, wanted: LogprobRequest) -> tuple[Answered, list[dict[int, float]]]:
         """The answer, and the log-probs of each of its tokens by id."""
 
         def use(reply: Any) -> tuple[Answered, list[dict[int, float]]]:
@@ -269,7 +269,7 @@ def _key(backend: VllmBackend) -> str | None:
 class LocalVllm:
     """vLLM's engine, stepped here. `longest`: tokens of the longest prompt and answer together; `slots`: at once."""
 
-    def __init__(self, backend: VllmBackend, target: Target, wanted: Wanted, longest: int, slots: int) -> None:
+    def __init__(self, backend: VllmBackend, target: Target, wanted: LogprobRequest, longest: int, slots: int) -> None:
         try:
             import vllm
         except ImportError as error:

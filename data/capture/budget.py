@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ... import storage
 from ...distributed.shared_work import Work, solo
 from ...errors import DiskFullError
-from ..conversation import Planned, Prompts, ShardPlan, Split, answer_bytes
+from ..conversation import Prompts, ShardPlan, Split, TurnRequest, answer_bytes
 from ..settings import BudgetSettings, CaptureSettings
 from ..store import Sample
 
@@ -29,7 +29,7 @@ class _Answers:
     limits: int = 0
     prompts: int = 0
 
-    def add(self, answer: Planned, prompt: int, sign: int = 1) -> None:
+    def add(self, answer: TurnRequest, prompt: int, sign: int = 1) -> None:
         self.count += sign
         self.limits += sign * answer.max_new_tokens
         self.prompts += sign * prompt
@@ -43,7 +43,7 @@ class _Sums(NamedTuple):
     bytes: int = 0
 
 
-class Meter:
+class CaptureBudget:
     """Counts the answers of one run on top of those of earlier ones (`records`); `left`: the shards to answer, of all
     that share the `work`."""
 
@@ -95,7 +95,7 @@ class Meter:
         self._emitted += tokens
         self._show(0)
 
-    def ended(self, answer: Planned, sample: Sample | None) -> None:
+    def ended(self, answer: TurnRequest, sample: Sample | None) -> None:
         """An answer is complete; None: it was left out."""
         for sums in (self._begun, self._to_come):
             sums[answer.conversation.split == "train"].add(answer, self._prompts.length(answer), -1)

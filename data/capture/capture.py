@@ -24,7 +24,7 @@ from ..conversation import Conversation, Prompts, ShardPlan, plan_shards
 from ..mix import load_mix
 from ..settings import BudgetSettings, CaptureSettings
 from ..store import HEADER, MANIFEST, SHARDS
-from .budget import Meter
+from .budget import CaptureBudget
 from .manifest import (
     PART,
     Part,
@@ -122,7 +122,7 @@ def _lead(plan: _Plan, crew: Crew) -> None:
     left = _unfinished(shards, finished_records(folder, shards, content=False))
     prompts = Prompts(plan.target, shards, plan.settings)
     if left:
-        Meter(folder, left, [], prompts, plan.settings, None).require_space_for(left[0])
+        CaptureBudget(folder, left, [], prompts, plan.settings, None).require_space_for(left[0])
     with storage.lock(folder / ".lock", what="another capture into this folder"):
         if not claimed(folder, plan.header):
             storage.write_json(folder / HEADER, plan.header)
@@ -219,7 +219,7 @@ def _answer(
         bar("Capturing", len(answers), "answers", remaining=False) as tick,
         ThreadPoolExecutor(1) as writer,
     ):
-        meter = Meter(plan.folder, left, [earlier], prompts, settings, settings.budget, tick, work=work)
+        meter = CaptureBudget(plan.folder, left, [earlier], prompts, settings, settings.budget, tick, work=work)
         start, writing = time.monotonic(), list[tuple[ShardPlan, Future[Json]]]()
         about = {} if engine is None else {"engine": engine.about}
         for shard, found in answer_shards(plan.target, left, prompts, settings, meter, plan.recorded, engine, work):
@@ -242,7 +242,7 @@ def _own(settings: CaptureSettings, answers: int, earlier: Json, size: int) -> C
     return settings.model_copy(update={"batch_size": max(1, slots), "budget": budget})
 
 
-def _finish(writing: list[tuple[ShardPlan, Future[Json]]], records: dict[str, Json], meter: Meter) -> None:
+def _finish(writing: list[tuple[ShardPlan, Future[Json]]], records: dict[str, Json], meter: CaptureBudget) -> None:
     """Wait for the shard that is being written, and add its record."""
     while writing:
         shard, written = writing.pop()

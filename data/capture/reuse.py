@@ -23,7 +23,7 @@ from ... import fingerprint, storage
 from ...errors import CorruptDataError, MissingFileError, StaleInputError
 from ...specdec.targets import Target
 from ..batches import collate
-from ..conversation import SPLITS, Planned, tail_seed_of
+from ..conversation import SPLITS, TurnRequest, tail_seed_of
 from ..settings import CaptureSettings
 from ..store import MANIFEST, SHARDS, Capture, Sample, check_shard, read_record, shard_path
 from ..teacher_logprobs import emitted_logp, stored_signals
@@ -37,7 +37,7 @@ _ROW_TOKENS = 8192
 _CUDA_TOKENS, _CPU_TOKENS = 1 << 16, 1 << 12  # of one pass
 
 
-class Recorded(NamedTuple):
+class RecordedAnswer(NamedTuple):
     """One answer as it was given."""
 
     tokens: list[int]
@@ -98,15 +98,15 @@ class RecordedAnswers:
                 raise CorruptDataError(f"{path}: sha256 is not the one in {INDEX}")
             self._kept.update(_read(path))
 
-    def find(self, planned: Planned, prompt_ids: Sequence[int], room: int) -> Recorded | None:
+    def find(self, planned: TurnRequest, prompt_ids: Sequence[int], room: int) -> RecordedAnswer | None:
         """The answer to that prompt, at most `room` tokens of it; None where there is none, or too short a one."""
         kept = self._kept.get(planned.id)
         if kept is None or kept.prompt != _digest(prompt_ids):
             return None
         tokens: list[int] = kept.ids[:room].tolist()
         if len(kept.ids) > room or (kept.finish == "length" and len(tokens) == room):
-            return Recorded(tokens, "length")
-        return Recorded(tokens, "stop") if kept.finish == "stop" else None
+            return RecordedAnswer(tokens, "length")
+        return RecordedAnswer(tokens, "stop") if kept.finish == "stop" else None
 
 
 @torch.no_grad()
@@ -174,7 +174,7 @@ def _digest(prompt_ids: Sequence[int]) -> str:
     return fingerprint.of_json(list(prompt_ids))[:16]
 
 
-def mend(folder: Path) -> list[str]:
+def drop_damaged(folder: Path) -> list[str]:
     """Remove every shard whose content is not as recorded, and the manifest with it. Names of the shards removed."""
     damaged = []
     for record in sorted((folder / SHARDS).glob("*.json")):

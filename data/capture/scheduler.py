@@ -20,12 +20,12 @@ from ...specdec.continuous_batching import Answered, Asked, PlainDecoder
 from ...specdec.memory_fit import fitting_slots
 from ...specdec.requests import Request
 from ...specdec.targets import Target
-from ..backends.base import Engine, EngineDecoder
-from ..conversation import Planned, Prompts, ShardPlan, tail_seed_of
+from ..backends.base import CaptureBackend, EngineDecoder
+from ..conversation import Prompts, ShardPlan, TurnRequest, tail_seed_of
 from ..settings import CaptureSettings
 from ..store import Sample
 from ..teacher_logprobs import emitted_logp, stored_signals
-from .reuse import Recorded, RecordedAnswers, forced_signals
+from .reuse import RecordedAnswer, RecordedAnswers, forced_signals
 
 Columns = dict[str, Tensor]
 
@@ -42,7 +42,7 @@ class Progress(Protocol):
     def emitted(self, tokens: int) -> None:
         """So many answer tokens more are there."""
 
-    def ended(self, answer: Planned, sample: Sample | None) -> None:
+    def ended(self, answer: TurnRequest, sample: Sample | None) -> None:
         """An answer is complete; None: it was left out."""
 
 
@@ -118,7 +118,7 @@ def answer_shards(
     settings: CaptureSettings,
     progress: Progress,
     recorded: RecordedAnswers | None = None,
-    engine: Engine | None = None,
+    engine: CaptureBackend | None = None,
     work: Work | None = None,
 ) -> Iterator[tuple[ShardPlan, Answers]]:
     """Answer shards, about in their order; yields each once all of it is there. What is `recorded` is not drawn anew.
@@ -142,7 +142,7 @@ class _Stream:
         settings: CaptureSettings,
         progress: Progress,
         recorded: RecordedAnswers | None,
-        engine: Engine | None,
+        engine: CaptureBackend | None,
         work: Work,
     ) -> None:
         self._recorded, self._engine, self._work = recorded, engine, work
@@ -152,8 +152,8 @@ class _Stream:
         self._unopened_answers = sum(len(shard.answers) for shard in shards)
         self._next: tuple[int, ShardPlan] | None = None  # ours, and not yet begun
         self._open: dict[str, _Open] = {}  # by the shard's name
-        self._asked: dict[str, tuple[_Open, Planned, Request]] = {}  # by the answer's id
-        self._followers: dict[str, list[Planned]] = defaultdict(list)
+        self._asked: dict[str, tuple[_Open, TurnRequest, Request]] = {}  # by the answer's id
+        self._followers: dict[str, list[TurnRequest]] = defaultdict(list)
         self._ready: list[Asked] = []
         self._listener = _Listener(settings)
         self._slots = min(settings.batch_size, max(1, sum(len(shard.answers) for shard in shards)))
@@ -163,7 +163,7 @@ class _Stream:
             yield from self._drain(EngineDecoder(self._engine, self._slots, self._progress.emitted))
             return
         if self._target.collective:
-            yield from self._drain(_Nobody())
+            yield from self._drain(_NullBackend())
             return
         longest = self._target.max_positions
         answers = [answer for _, shard in self._unopened for answer in shard.answers]
@@ -234,7 +234,7 @@ class _Stream:
             if answer.waits_for is None:
                 self._prepare(shard, answer)
 
-    def _prepare(self, shard: _Open, answer: Planned) -> None:
+    def _prepare(self, shard: _Open, answer: TurnRequest) -> None:
         """Make an answer's request ready, or skip it and all that wait for it."""
         request = self._request(shard, answer)
         if isinstance(request, Skipped):
@@ -252,11 +252,11 @@ class _Stream:
             tail_seed = tail_seed_of(self._settings.seed, answer.id)
             self._ready.append(Asked(answer.id, request, tail_seed, shard.number))
 
-    def _go_on(self, shard: _Open, answer: Planned) -> None:
+    def _go_on(self, shard: _Open, answer: TurnRequest) -> None:
         for follower in self._followers.pop(answer.id, ()):
             self._prepare(shard, follower)
 
-    def _request(self, shard: _Open, answer: Planned) -> Request | Skipped:
+    def _request(self, shard: _Open, answer: TurnRequest) -> Request | Skipped:
         if answer.waits_for is not None and answer.waits_for not in shard.done:
             return Skipped(answer.id, "an earlier turn was skipped")
         prompt = self._prompts.of(answer, self._earlier_texts(shard, answer))
@@ -265,7 +265,7 @@ class _Stream:
             return Skipped(answer.id, f"prompt of {len(prompt)} tokens, context of {self._target.max_positions}")
         return Request(prompt, answer.sampling, answer.seed, room, self._target.stop_ids)
 
-    def _earlier_texts(self, shard: _Open, answer: Planned) -> list[str]:
+    def _earlier_texts(self, shard: _Open, answer: TurnRequest) -> list[str]:
         """What the target answered in this dialogue so far, as a chat client would send it back."""
         if answer.waits_for is None:
             return []
@@ -331,7 +331,7 @@ def _length(request: Request) -> int:
     return len(request.prompt_ids) + request.max_new_tokens
 
 
-def _sample(answer: Planned, request: Request, answered: Answered | Recorded) -> Sample:
+def _sample(answer: TurnRequest, request: Request, answered: Answered | RecordedAnswer) -> Sample:
     return Sample(
         id=answer.id,
         conversation=answer.conversation.id,
@@ -348,7 +348,7 @@ def _sample(answer: Planned, request: Request, answered: Answered | Recorded) ->
     )
 
 
-class _Nobody:
+class _NullBackend:
     """In the place of a decoder, where a spread target cannot decode: all answers must have been recorded."""
 
     hungry = starved = idle = True

@@ -25,10 +25,10 @@ from ...specdec.decoder import decode_rounds
 from ...specdec.memory_fit import takes_graphs
 from ...specdec.models import CausalModel
 from ...specdec.proposers.base import Proposer
-from ...specdec.requests import Generation, Request, RoundTimer, Run
+from ...specdec.requests import DecodeRun, Generation, Request, RoundTimer
 from ...specdec.sampling import SamplingSettings
 from ...storage import read_json, write_bytes
-from ..draft_configs import Plan
+from ..draft_configs import DraftConfig
 from ..figures import Estimate
 from .latency import TimedAnswer, mean
 
@@ -70,8 +70,8 @@ class Setting(_Record):
     batch_size: int = Field(ge=1)
 
     @property
-    def plan(self) -> Plan:
-        return Plan(self.levels, self.tree)
+    def plan(self) -> DraftConfig:
+        return DraftConfig(self.levels, self.tree)
 
     @property
     def plain(self) -> bool:
@@ -195,7 +195,7 @@ class Failure(_Record):
     reason: str
 
 
-class Surroundings(_Record):
+class Environment(_Record):
     """Where figures come from."""
 
     hardware: str
@@ -223,7 +223,7 @@ class Report(_Record):
     """All of it; what bench.json holds."""
 
     version: int = 1
-    surroundings: Surroundings
+    surroundings: Environment
     rows: list[BenchRow]
     failures: list[Failure]
     words: list[str]
@@ -235,7 +235,7 @@ _MICROSECOND = 6
 
 
 @dataclass(frozen=True)
-class Way:
+class BenchEntry:
     """A method that can be run, and how much it drafts."""
 
     setting: Setting
@@ -248,7 +248,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Work:
+class BenchRun:
     """What every method answers."""
 
     target: CausalModel
@@ -294,7 +294,7 @@ class RunFolder:
 
 
 def run_all(
-    work: Work, ways: Sequence[Way], batch_sizes: Sequence[int], repeats: int, folder: RunFolder
+    work: BenchRun, ways: Sequence[BenchEntry], batch_sizes: Sequence[int], repeats: int, folder: RunFolder
 ) -> tuple[list[RunRecord], list[Failure]]:
     """Records of all runs, plain decoding (the first way) beside each, and what could not be run, with the reason."""
     records: list[RunRecord] = []
@@ -326,7 +326,7 @@ def run_all(
     return records, list(failures.values())
 
 
-def warm_up(work: Work, way: Way, batch_size: int) -> RoundParts:
+def warm_up(work: BenchRun, way: BenchEntry, batch_size: int) -> RoundParts:
     """Two short runs: one for what happens once, and one under a timer for the parts of a round."""
     requests = work.requests(2 * batch_size, _WARM_TOKENS)
     for timer in (None, RoundTimer(work.target.device)):
@@ -344,8 +344,8 @@ def warm_up(work: Work, way: Way, batch_size: int) -> RoundParts:
 
 
 def run_once(
-    work: Work,
-    way: Way,
+    work: BenchRun,
+    way: BenchEntry,
     batch_size: int,
     repeat: int,
     parts: RoundParts,
@@ -376,7 +376,7 @@ def run_once(
     )
 
 
-def _settling(work: Work, batch_size: int) -> tuple[list[Request], frozenset[int]]:
+def _settling(work: BenchRun, batch_size: int) -> tuple[list[Request], frozenset[int]]:
     """Short answers that come before those that are timed, and where the next wait for all before them.
 
     A run records each part of its rounds, and each size in which prompts are read, when it comes up for the second
@@ -469,19 +469,19 @@ def _start_memory(device: torch.device) -> int:
 
 
 def _run(
-    work: Work,
-    way: Way,
+    work: BenchRun,
+    way: BenchEntry,
     batch_size: int,
     requests: list[Request],
     proposer: Proposer | None,
     timer: RoundTimer | None = None,
     barriers: frozenset[int] = frozenset(),
-) -> Run:
+) -> DecodeRun:
     levels, rule = max(way.setting.levels, 1), way.setting.rule
-    return Run(work.target, proposer, requests, rule, levels, batch_size, timer=timer, barriers=barriers)
+    return DecodeRun(work.target, proposer, requests, rule, levels, batch_size, timer=timer, barriers=barriers)
 
 
-def _proposer(way: Way) -> Proposer | None:
+def _proposer(way: BenchEntry) -> Proposer | None:
     return None if way.make is None else way.make()
 
 

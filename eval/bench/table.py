@@ -21,6 +21,7 @@ from .run import (
     EVERY,
     BenchPrompt,
     BenchRow,
+    Environment,
     Failure,
     Interval,
     LengthRow,
@@ -28,7 +29,6 @@ from .run import (
     RunRecord,
     Setting,
     Spread,
-    Surroundings,
 )
 
 LENGTHS = (16, 64, 256, 1024)
@@ -207,7 +207,7 @@ def verdict(speedup: Spread) -> Verdict:
     return "loses" if speedup.high < 1 else "no clear difference"
 
 
-class _Way(NamedTuple):
+class _EntryRows(NamedTuple):
     """The rows of one method at one K or tree."""
 
     name: str
@@ -229,12 +229,12 @@ def words(rows: Sequence[BenchRow], repeats: int, half: bool) -> list[str]:
     return said
 
 
-def _ways(rows: Sequence[BenchRow]) -> list[_Way]:
+def _ways(rows: Sequence[BenchRow]) -> list[_EntryRows]:
     found: dict[str, list[BenchRow]] = {}
     for row in rows:
         if not row.setting.plain:
             found.setdefault(row.setting.way, []).append(row)
-    return [_Way(name, some) for name, some in found.items()]
+    return [_EntryRows(name, some) for name, some in found.items()]
 
 
 def _best(rows: Sequence[BenchRow]) -> Iterator[str]:
@@ -255,7 +255,7 @@ def _best(rows: Sequence[BenchRow]) -> Iterator[str]:
                 yield f"At batch {batch_size} nothing is clearly faster than plain decoding: the best is {what}."
 
 
-def _batches(way: _Way) -> Iterator[str]:
+def _batches(way: _EntryRows) -> Iterator[str]:
     """The batch sizes at which a way loses, at which it gains, at which that is not clear; and the tau it needs."""
     clauses = []
     for kind in ("loses", "no clear difference", "gains", "not measured"):
@@ -274,7 +274,7 @@ def _needed(row: BenchRow) -> str:
     return f"; tau {row.tau.value:.2f}, a round pays from {row.break_even_tau:.2f}"
 
 
-def _domains(way: _Way) -> Iterator[str]:
+def _domains(way: _EntryRows) -> Iterator[str]:
     """Domains that lose where all together do not, and why."""
     for row in way.rows:
         whole = next(one for one in way.of(EVERY) if one.setting == row.setting)
@@ -291,7 +291,7 @@ def _domains(way: _Way) -> Iterator[str]:
             yield f"{where}."
 
 
-def _lengths(way: _Way) -> Iterator[str]:
+def _lengths(way: _EntryRows) -> Iterator[str]:
     """Lengths of answers at which it loses though not on the whole, or is clearly slower than on the whole."""
     for row in way.of(EVERY):
         for some in row.lengths if len(row.lengths) > 1 else []:
@@ -308,7 +308,7 @@ def _share(row: BenchRow | LengthRow) -> str:
     return "an unknown part" if math.isnan(row.first_token_share) else f"{row.first_token_share:.0%}"
 
 
-def _least_accepted(ways: Sequence[_Way]) -> Iterator[str]:
+def _least_accepted(ways: Sequence[_EntryRows]) -> Iterator[str]:
     """For each method, the domain in which its first drafted tokens are accepted least."""
     said: set[str] = set()
     for way in ways:
@@ -322,7 +322,7 @@ def _least_accepted(ways: Sequence[_Way]) -> Iterator[str]:
             yield f"{way.name}: first drafted tokens are accepted {ends}."
 
 
-def _equal(ways: Sequence[_Way], half: bool) -> Iterator[str]:
+def _equal(ways: Sequence[_EntryRows], half: bool) -> Iterator[str]:
     """Answers that are not plain decoding's, at temperature 0."""
     for way in ways:
         for row in way.of(EVERY):
@@ -363,7 +363,7 @@ _MEMORY = ("draft MB", "caches MB", "peak MB")
 _STYLES = {"gains": "green", "loses": "red"}
 
 
-def show_bench(rows: Sequence[BenchRow], failures: Sequence[Failure], about: Surroundings) -> None:
+def show_bench(rows: Sequence[BenchRow], failures: Sequence[Failure], about: Environment) -> None:
     """Print both tables."""
     repeats = f"{about.repeats} repeats" if about.repeats > 1 else "one repeat"
     note = (

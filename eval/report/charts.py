@@ -345,7 +345,7 @@ FRONTIER_HEIGHT = 400
 _SPEEDUPS = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
-class Place(NamedTuple):
+class ChartPoint(NamedTuple):
     """One way of drafting."""
 
     row: Record
@@ -354,18 +354,18 @@ class Place(NamedTuple):
     tau: float
 
 
-def places(plans: Sequence[Record]) -> list[Place]:
+def places(plans: Sequence[Record]) -> list[ChartPoint]:
     """Where the rows stand whose cost and tau are known."""
     return [
-        Place(row, row["tau"]["value"] / row["speedup"]["value"] - 1.0, row["tau"]["value"])
+        ChartPoint(row, row["tau"]["value"] / row["speedup"]["value"] - 1.0, row["tau"]["value"])
         for row in plans
         if row["tau"]["value"] is not None and row["speedup"]["value"]
     ]
 
 
-def pareto(found: Sequence[Place]) -> list[Place]:
+def pareto(found: Sequence[ChartPoint]) -> list[ChartPoint]:
     """Those that no other beats in both: more tau for no more cost. Cheapest first."""
-    best: list[Place] = []
+    best: list[ChartPoint] = []
     for place in sorted(found, key=lambda place: (place.cost, -place.tau)):
         if not best or place.tau > best[-1].tau:
             best.append(place)
@@ -382,7 +382,7 @@ def frontier(plans: Sequence[Record], chosen: Record, colours: Palette) -> Chart
     y_axis = svg.numeric_axis([*taus, *(end for place in found for end in _ends(place))], "tau", at_least=[1.0])
     frame = Frame(x_axis, y_axis, FRONTIER_HEIGHT)
     elements = [_slower(frame), *_equal_speeds(frame)]
-    best = pareto([Place({}, 0.0, 1.0), *found]) if min(costs) >= 0 else pareto(found)
+    best = pareto([ChartPoint({}, 0.0, 1.0), *found]) if min(costs) >= 0 else pareto(found)
     elements.append(svg.polyline(((frame.x(one.cost), frame.y(one.tau)) for one in best), "frontier"))
     elements.append(svg.group([svg.circle(frame.x(0.0), frame.y(1.0), 4.5, "dot")], "plain decoding", "s-plain"))
     last = {place.row["draft"]: place.row["step"] for place in sorted(found, key=lambda place: int(place.row["step"]))}
@@ -400,7 +400,7 @@ def frontier(plans: Sequence[Record], chosen: Record, colours: Palette) -> Chart
     return Chart(svg.picture("cost-against-tau", described, frame, elements), [*words, ("slower", "slower than plain")])
 
 
-def _mark(place: Place, frame: Frame, colours: Palette, named: bool) -> Markup:
+def _mark(place: ChartPoint, frame: Frame, colours: Palette, named: bool) -> Markup:
     """A dot with its interval; `named`: its K or tree beside it."""
     row, (x, y) = place.row, (frame.x(place.cost), frame.y(place.tau))
     tip = (
@@ -419,7 +419,7 @@ def _is(row: Record, chosen: Record) -> bool:
     return all(row[name] == chosen[name] for name in ("draft", "step", "draft_tokens", "tree"))
 
 
-def _ends(place: Place) -> list[float]:
+def _ends(place: ChartPoint) -> list[float]:
     low, high = place.row["tau"]["low"], place.row["tau"]["high"]
     return [] if low is None or high is None else [low, high]
 

@@ -20,9 +20,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..cache import Step
+from ..cache import CacheStep
 from ..kernels.attention import attend, attention
-from ..kernels.documents import Sight
+from ..kernels.documents import QueryMask
 from .layers import Attention, DecoderLayer, LayerConfig, RMSNorm, Waves, ids_of, vocabulary_maps
 
 _TOGETHER = 1024
@@ -134,7 +134,7 @@ class DFlashDraft(nn.Module):
         waves = attns[0].rope.waves(positions_BT, values[0].dtype)
         return [(attn.key(z_BTH, waves), value) for attn, value in zip(attns, values)]
 
-    def remember(self, aux_BTA: Tensor, step: Step) -> None:
+    def append_context(self, aux_BTA: Tensor, step: CacheStep) -> None:
         """Write a step's context into the draft's cache."""
         positions_BT = step.positions_BN
         if positions_BT is None:
@@ -142,7 +142,7 @@ class DFlashDraft(nn.Module):
         for layer, (key, value) in enumerate(self.context(aux_BTA, positions_BT)):
             step.cache.write(layer, step, key, value)
 
-    def decode(self, embeds_BWH: Tensor, step: Step) -> Tensor:
+    def decode(self, embeds_BWH: Tensor, step: CacheStep) -> Tensor:
         """Normed states [B, W, H] of one block a row, on the draft's own cache."""
 
         def on_cache(_: int, attn: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class DFlashDraft(nn.Module):
         assert step.positions_BN is not None
         return self._run(embeds_BWH, step.positions_BN, on_cache)
 
-    def forward(self, embeds_BMWH: Tensor, aux_BTA: Tensor, anchors: Sight) -> Tensor:
+    def forward(self, embeds_BMWH: Tensor, aux_BTA: Tensor, anchors: QueryMask) -> Tensor:
         """Normed states [B, M, W, H] of many blocks: as each is drafted where its anchor is the last known token.
 
         `anchors`: places [B, M] of the blocks' first tokens. A block sees its document before its anchor, and no other

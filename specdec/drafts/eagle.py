@@ -10,7 +10,7 @@ checkpoint layout that vLLM reads.
 import torch
 from torch import Tensor, nn
 
-from ..kernels.documents import Sight
+from ..kernels.documents import QueryMask
 from .layers import DecoderLayer, FeatureDraft, LayerConfig
 
 
@@ -43,6 +43,6 @@ class EagleDraft(FeatureDraft):
         mixed_BNH = self.fc(torch.cat([embeds_BNH, state_BNH], dim=-1))
         return mixed_BNH, mixed_BNH
 
-    def forward(self, embeds_BTH: Tensor, hidden_BTH: Tensor, trained: Sight, steps: int) -> list[Tensor]:
+    def forward(self, embeds_BTH: Tensor, hidden_BTH: Tensor, trained: QueryMask, steps: int) -> list[Tensor]:
         """Training-time test from the target's post-norm states; see `FeatureDraft.unroll`."""
         return self.unroll(embeds_BTH, hidden_BTH, trained, steps)

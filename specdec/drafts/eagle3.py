@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..kernels.documents import Sight
+from ..kernels.documents import QueryMask
 from .layers import DecoderLayer, FeatureDraft, LayerConfig, RMSNorm, ids_of, vocabulary_maps
 
 
@@ -113,6 +113,6 @@ class Eagle3Draft(FeatureDraft):
         """States [..., H] -> logits over the draft vocabulary [..., Vd]."""
         return self.lm_head(self.normed(state))  # type: ignore[no-any-return]
 
-    def forward(self, embeds_BTH: Tensor, aux_BTA: Tensor, trained: Sight, steps: int) -> list[Tensor]:
+    def forward(self, embeds_BTH: Tensor, aux_BTA: Tensor, trained: QueryMask, steps: int) -> list[Tensor]:
         """Training-time test from the target's features; see `FeatureDraft.unroll`."""
         return self.unroll(embeds_BTH, self.fc(aux_BTA), trained, steps)

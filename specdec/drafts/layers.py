@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from ..cache import Step, runs_triton
+from ..cache import CacheStep, runs_triton
 from ..kernels.attention import attend
-from ..kernels.documents import Sight, flex
+from ..kernels.documents import QueryMask, flex
 
 
 class _Scaling(BaseModel):
@@ -325,7 +325,7 @@ class FeatureDraft(nn.Module, ABC):
         """The state that comes out, [B, N, H]."""
         return self.layer.finish(residual_BNH, attended_BNQD)
 
-    def decode(self, embeds_BNH: Tensor, state_BNH: Tensor, step: Step) -> Tensor:
+    def decode(self, embeds_BNH: Tensor, state_BNH: Tensor, step: CacheStep) -> Tensor:
         """One pass over the draft's own cache. `state` is the target's for true positions, else the last output."""
         attn, positions_BN = self.layer.self_attn, step.positions_BN
         if positions_BN is None:
@@ -336,7 +336,7 @@ class FeatureDraft(nn.Module, ABC):
         attended, _ = attend(attn, query, key, value, None, kv_step=step)
         return self.leave(residual_BNH, attended)
 
-    def unroll(self, embeds_BTH: Tensor, state_BTH: Tensor, trained: Sight, steps: int) -> list[Tensor]:
+    def unroll(self, embeds_BTH: Tensor, state_BTH: Tensor, trained: QueryMask, steps: int) -> list[Tensor]:
         """Training-time test: the states of steps 0..steps-1 at the positions that `trained` names.
 
         `embeds` and `state` are of x_0 .. x_{T-1}, of one document a row or of several. Returns `steps` tensors
@@ -363,7 +363,7 @@ class FeatureDraft(nn.Module, ABC):
         return states
 
 
-def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: Sight) -> Tensor:
+def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: QueryMask) -> Tensor:
     """Attention of the training-time test. Returns [B, M, Q, D].
 
     keys[0] [B, G, T, D] are the true states', of which a position sees its document's up to itself; keys[j]
@@ -384,7 +384,7 @@ def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor],
     return output.flatten(1, 2).transpose(1, 2)
 
 
-def _merged_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: Sight) -> Tensor:
+def _merged_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: QueryMask) -> Tensor:
     """The same without scores of all pairs: FlexAttention over the true states, joined with the own columns by their
     normalisers."""
     dtype = values[0].dtype

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ...errors import FormatError
-from ..cache import Step
-from .documents import Documents, Sight, attend_runs, flex, takes_runs
+from ..cache import CacheStep
+from .documents import Documents, QueryMask, attend_runs, flex, takes_runs
 
 NAME = "draftforge"
 
@@ -25,7 +25,7 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    kv_step: Step | None = None,
+    kv_step: CacheStep | None = None,
     documents: Documents | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
@@ -93,7 +93,7 @@ def attention_within(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sight: Sight,
+    sight: QueryMask,
     scaling: float | None,
     softcap: float | None = None,
     window: int | None = None,
@@ -130,7 +130,7 @@ def _softcapped(
     return _ungroup(scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value, query)
 
 
-def _inside_window(keys: int, queries: int, step: Step | None, window: int, device: torch.device) -> Tensor:
+def _inside_window(keys: int, queries: int, step: CacheStep | None, window: int, device: torch.device) -> Tensor:
     """True where the key lies less than `window` tokens before the query. [B or 1, 1, N, L]."""
     query_BN, key_BL = (None, None) if step is None else (step.positions_BN, step.key_positions_BL)
     if query_BN is None:

@@ -20,7 +20,7 @@ PADDING = -1
 _BLOCK = 128
 
 
-class Runs(NamedTuple):
+class PackedSpans(NamedTuple):
     """Documents, and the padding between them, one after the other through all rows."""
 
     starts_D: Tensor
@@ -32,7 +32,7 @@ class Documents:
     """Where each token of a packed batch belongs."""
 
     def __init__(
-        self, document_BT: Tensor, positions_BT: Tensor, packed: bool = True, runs: "Runs | None" = None
+        self, document_BT: Tensor, positions_BT: Tensor, packed: bool = True, runs: "PackedSpans | None" = None
     ) -> None:
         """`document` numbers ascend along a row, padding comes last; `positions` count from 0 in each document.
 
@@ -40,7 +40,7 @@ class Documents:
         documents, and what fills rows up, begin.
         """
         self.document_BT, self.positions_BT, self.packed, self.runs = document_BT, positions_BT, packed, runs
-        self._everyone: Sight | None = None
+        self._everyone: QueryMask | None = None
 
     @classmethod
     def rows(cls, ids_BT: Tensor) -> "Documents":
@@ -48,15 +48,15 @@ class Documents:
         at_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         return cls(torch.zeros_like(at_BT), at_BT, packed=False)
 
-    def everyone(self) -> "Sight":
+    def everyone(self) -> "QueryMask":
         """All tokens as queries. Its masks are made once for all layers."""
         if self._everyone is None:
             at_T = torch.arange(self.document_BT.shape[1], device=self.document_BT.device)
-            self._everyone = Sight(self, at_T.expand_as(self.document_BT))
+            self._everyone = QueryMask(self, at_T.expand_as(self.document_BT))
         return self._everyone
 
 
-class Sight:
+class QueryMask:
     """What the tokens at chosen places of each row see: `at_BM` are indexes into the row."""
 
     def __init__(self, documents: Documents, at_BM: Tensor) -> None:
@@ -130,7 +130,7 @@ def takes_runs(query: Tensor, softcap: float | None) -> bool:
 
 
 def attend_runs(
-    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, runs: PackedSpans, scaling: float | None, window: int | None
 ) -> Tensor:
     """Causal attention inside each run: query [B, H, T, D] over [B, G, T, D] -> [B, H, T, D]."""
     from torch.nn.attention.varlen import varlen_attn

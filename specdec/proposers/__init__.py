@@ -17,7 +17,7 @@ from .dynamic_tree import DynamicProposer
 from .eagle import Eagle3Drafter, EagleDrafter
 from .medusa import MedusaDrafter
 from .merged import MergedProposer
-from .other_device import ElsewhereDrafter, lent, place_of
+from .other_device import ElsewhereDrafter, place_of, remote_copy
 from .shape import TreeShape
 from .small import SmallDrafter
 from .static_tree import StaticProposer
@@ -46,7 +46,7 @@ def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
     here, there = place_of(target), place_of(draft)
     if here == there:
         return _drafter(draft, target)
-    return ElsewhereDrafter(_drafter(draft, lent(target, there)), here.device, there.device)
+    return ElsewhereDrafter(_drafter(draft, remote_copy(target, there)), here.device, there.device)
 
 
 def _drafter(draft: AnyDraft, target: CausalModel) -> Drafter:

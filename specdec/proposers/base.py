@@ -212,7 +212,7 @@ class Proposer(Reader, Protocol):
 
 
 @runtime_checkable
-class HearsRows(Proposer, Protocol):
+class ObservesTargetArgmax(Proposer, Protocol):
     """A proposer that learns from all nodes of a round, accepted or not."""
 
     def hear(self, best_BM: Tensor) -> None:

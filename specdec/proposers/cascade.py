@@ -117,7 +117,7 @@ class SmallHelper:
         rows = [list(row) for row in drafted]
         for _ in range(min(max(counts), self._most)):
             for slot, row in enumerate(rows):
-                self._texts.look_ahead(slot, row)
+                self._texts.append_text(slot, row)
             logits_B1V = self._texts.logits([1] * len(rows)).to(choose.device)
             tokens_B1 = choose(logits_B1V, rows, [len(row) for row in rows]).tokens_BR
             for row, (token,) in zip(rows, tokens_B1.tolist()):
@@ -198,7 +198,7 @@ class CascadeProposer:
         guesses = self._helper.guess(drafted, counts, choose) if any(counts) else [[] for _ in drafted]
         read = [[*row, *guess] for row, guess in zip(drafted, guesses)]
         for slot, row in enumerate(read):
-            self._texts.look_ahead(slot, row)
+            self._texts.append_text(slot, row)
         return read
 
 

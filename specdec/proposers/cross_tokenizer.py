@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..cache import KVCache, reads_lengths
-from ..cross_tokenizer import ForeignDraft, Respelled
+from ..cross_tokenizer import ForeignDraft, Retokenized
 from ..cuda_graphs import running, send
 from ..models import CausalModel, States
 from ..replay.packing import Pack
@@ -54,10 +54,10 @@ class TextReader:
 
     def extend(self, slot: int, tokens: Sequence[int]) -> None:
         """The settled part goes on with these; what stood past it is gone, but for what equals them."""
-        self.look_ahead(slot, tokens)
+        self.append_text(slot, tokens)
         self._settled[slot] += len(tokens)
 
-    def look_ahead(self, slot: int, tokens: Sequence[int]) -> None:
+    def append_text(self, slot: int, tokens: Sequence[int]) -> None:
         """These stand past the settled part from now on."""
         ids, place = self._ids[slot], self._settled[slot]
         for token in tokens:
@@ -67,7 +67,7 @@ class TextReader:
         ids[place:] = tokens[place - self._settled[slot] :]
         self._read[slot] = min(self._read[slot], place)
 
-    def shorten(self, slot: int, tokens: int) -> None:
+    def truncate(self, slot: int, tokens: int) -> None:
         """Forget all but the last so many tokens; they are read again, as a text of their own."""
         gone = max(len(self._ids[slot]) - tokens, 0)
         if gone:
@@ -141,7 +141,7 @@ class ForeignProposer:
 
     def __init__(self, draft: ForeignDraft) -> None:
         self._draft, self._texts = draft, TextReader(draft.lm)
-        self._known: list[Respelled] = []
+        self._known: list[Retokenized] = []
         self._tails: list[list[int]] = []
         self._device = torch.device("cpu")  # of the target
 
@@ -196,7 +196,7 @@ class ForeignProposer:
             for slot, token in enumerate(best_B.tolist()):
                 if going[slot]:
                     said[slot].append(token)
-                    self._texts.look_ahead(slot, [*self._tails[slot], *said[slot]])
+                    self._texts.append_text(slot, [*self._tails[slot], *said[slot]])
         return said
 
     def _respell(self, slot: int, said: list[int], limit: int) -> list[int]:
@@ -214,10 +214,10 @@ class ForeignProposer:
     def _read_on(self, slot: int, settled: list[int]) -> None:
         self._texts.extend(slot, settled)
         self._tails[slot] = self._known[slot].tail
-        self._texts.look_ahead(slot, self._tails[slot])
+        self._texts.append_text(slot, self._tails[slot])
         if self._texts.length(slot) > self._most:
-            self._texts.shorten(slot, self._most // 2)
+            self._texts.truncate(slot, self._most // 2)
             self._tails[slot] = self._tails[slot][-self._texts.length(slot) :]
 
-    def _respelled(self, ids: list[int]) -> Respelled:
-        return Respelled(self._draft.known, self._draft.own, ids)
+    def _respelled(self, ids: list[int]) -> Retokenized:
+        return Retokenized(self._draft.known, self._draft.own, ids)

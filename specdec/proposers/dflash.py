@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..cache import KVCache
 from ..drafts.dflash import DFlashDraft
-from ..kernels.documents import Sight
+from ..kernels.documents import QueryMask
 from ..models import CausalModel, States
 from ..replay.packing import Pack
 from ..sampling import SamplingSettings
@@ -43,7 +43,7 @@ class DFlashDrafter:
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
         self._last_S[slots_R] = known.last()
         counts_R = known.counts_B - 1
-        self._draft.remember(self._read(states), self._cache.prefill(slots_R, counts_R))
+        self._draft.append_context(self._read(states), self._cache.prefill(slots_R, counts_R))
 
     def open(self, batch: int, chain: bool) -> Tensor:
         depth_BW = torch.arange(self._block, device=self._cache.device).expand(batch, -1)
@@ -58,7 +58,7 @@ class DFlashDrafter:
     def observe(self, new: Texts, states: States) -> None:
         new = new.cut()
         batch, width = new.ids_BT.shape
-        self._draft.remember(self._read(states)[:, :width], self._cache.extend(batch, width))
+        self._draft.append_context(self._read(states)[:, :width], self._cache.extend(batch, width))
         self._cache.keep(new.counts_B)
         self._last_S[:batch] = new.last()
 
@@ -75,7 +75,7 @@ class DFlashDrafter:
         blocks_BMWH = blocks_NWH.view(*at_BM.shape, *blocks_NWH.shape[1:])
         tokens = at_BM.shape[1] * (1 + masks)
         parts = [
-            self._draft(blocks_BMWH[some], read_BTA[some], Sight(pack.documents(some), at_BM[some]))
+            self._draft(blocks_BMWH[some], read_BTA[some], QueryMask(pack.documents(some), at_BM[some]))
             for some in pack.groups(tokens * (tokens + read_BTA.shape[1]), MOST_PAIRS)
         ]
         states_RWH = pack.unplaced(torch.cat(parts))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ..cache import KVCache, Step
+from ..cache import CacheStep, KVCache
 from ..models import States
 from ..replay.packing import Pack
 from ..sampling import SamplingSettings
@@ -118,7 +118,7 @@ class Branches:
         self._depth_BE = torch.zeros(batch, 0, dtype=torch.long, device=cache.device)
         self._above_BEE = torch.zeros(batch, 0, 0, dtype=torch.bool, device=cache.device)
 
-    def grow(self, parents_BF: Tensor, depth: int) -> Step:
+    def grow(self, parents_BF: Tensor, depth: int) -> CacheStep:
         """The step that reads F more nodes of one level, each below an earlier one or the root (-1)."""
         batch, new = parents_BF.shape
         if self._chain:

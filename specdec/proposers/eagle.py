@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..cache import KVCache, Step
+from ..cache import CacheStep, KVCache
 from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
-from ..kernels.documents import Sight
+from ..kernels.documents import QueryMask
 from ..models import CausalModel, States
 from ..replay.packing import Pack
 from ..sampling import SamplingSettings
@@ -92,13 +92,13 @@ class FeatureDrafter(ABC, Generic[D]):
             raise ValueError("EAGLE heads need the target's states; ask for proposer.reads_states")
         embeds_BTH, read_BTA, at_BM = self._embed(pack.ids_BT), self._read(states), pack.places(-2)
         parts = [
-            self._draft(embeds_BTH[some], read_BTA[some], Sight(pack.documents(some), at_BM[some]), count)
+            self._draft(embeds_BTH[some], read_BTA[some], QueryMask(pack.documents(some), at_BM[some]), count)
             for some in pack.groups(at_BM.shape[1] * embeds_BTH.shape[1], MOST_PAIRS)
         ]
         levels = ((pack.unplaced(torch.cat(level)), self._logits) for level in zip(*parts))
         return trace_levels(pack, count, levels, self._draft.vocab_size, sampling)
 
-    def _read_pairs(self, after: Texts, states: States, step: Step) -> Tensor:
+    def _read_pairs(self, after: Texts, states: States, step: CacheStep) -> Tensor:
         """Feed pairs (state, token after it); each row's last state [B, H], from which the next tree starts."""
         true_BNH = self._true_states(states)[:, : after.ids_BT.shape[1]]
         return last_of(self._draft.decode(self._embed(after.ids_BT), true_BNH, step), after.counts_B)

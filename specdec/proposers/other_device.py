@@ -23,19 +23,19 @@ from ..sampling import SamplingSettings
 from .base import Drafter, Texts, Trace
 
 
-class Place(NamedTuple):
+class DraftDevice(NamedTuple):
     """Where tensors lie, and their precision."""
 
     device: torch.device
     dtype: torch.dtype
 
 
-def place_of(model: AnyDraft | CausalModel) -> Place:
+def place_of(model: AnyDraft | CausalModel) -> DraftDevice:
     """Where a draft or a target lies. Layers that are skipped lie where the others do."""
     if isinstance(model, SkippedDraft):
         model = model.lm
     tensor = model if isinstance(model, CausalModel) else next(model.parameters())
-    return Place(tensor.device, tensor.dtype)
+    return DraftDevice(tensor.device, tensor.dtype)
 
 
 class ElsewhereDrafter:
@@ -90,18 +90,18 @@ class ElsewhereDrafter:
         return States(states.hidden_BTH.to(self._there), aux)
 
 
-def lent(target: CausalModel, place: Place) -> CausalModel:
+def remote_copy(target: CausalModel, place: DraftDevice) -> CausalModel:
     """The target as heads that lie elsewhere borrow it: `embed` and `logits`, no more."""
     known = _LENT.setdefault(target, {})
     if place not in known:
-        known[place] = _Lent(target, place)
+        known[place] = _RemoteWeights(target, place)
     return known[place]
 
 
-class _Lent(CausalModel):
+class _RemoteWeights(CausalModel):
     """Copies what is asked for when it is asked for. Embeddings that are the head's weights too are copied once."""
 
-    def __init__(self, target: CausalModel, place: Place) -> None:
+    def __init__(self, target: CausalModel, place: DraftDevice) -> None:
         self.__dict__.update(target.__dict__)  # loaded and checked already
         self._place, self._memo, self._brought = place, dict[int, Any](), set[str]()
 
@@ -121,4 +121,4 @@ class _Lent(CausalModel):
             self._brought.add(name)
 
 
-_LENT: WeakKeyDictionary[CausalModel, dict[Place, _Lent]] = WeakKeyDictionary()
+_LENT: WeakKeyDictionary[CausalModel, dict[DraftDevice, _RemoteWeights]] = WeakKeyDictionary()

@@ -58,7 +58,7 @@ class StaticProposer(FollowsDrafter):
             return self._likeliest_chain(ask, len(shape))
         drawn: Drawn = "deterministic" if ask.uniforms is None else self.drawn
         logits_BFV = self._drafter.open(batch, self.chain)[:, None]
-        growing = _Growing(shape, ask, drawn, logits_BFV)
+        growing = _PartialTree(shape, ask, drawn, logits_BFV)
         for depth, level in enumerate(shape.levels):
             growing.draw(level, logits_BFV)
             inner = [node for node in level if node in growing.entry]
@@ -82,7 +82,7 @@ class StaticProposer(FollowsDrafter):
         return Draft.of_chains(tokens_BK, torch.minimum(ask.limits_B, said_B), "deterministic")
 
 
-class _Growing:
+class _PartialTree:
     """The trees of one round as they grow, on the device; their shape is on the host."""
 
     def __init__(self, shape: TreeShape, ask: Ask, drawn: Drawn, logits_BFV: Tensor) -> None:

@@ -215,14 +215,14 @@ class SuffixProposer:
                 score = best.score * times(place) / total
                 if score >= self._min_score:
                     offered += 1
-                    heapq.heappush(queue, _Offer(-score, offered, token, node, way, place, best.match + 1))
+                    heapq.heappush(queue, _CandidateNode(-score, offered, token, node, way, place, best.match + 1))
         return DraftTree.of(tokens, parents, self.drawn)
 
-    def _first_level(self, text: "_Text") -> list["_Offer"]:
+    def _first_level(self, text: "_Text") -> list["_CandidateNode"]:
         """What followed the text's end before, by ever shorter matches, each with what the longer ones leave to it."""
         end = text.ids[-self._max_match :]
         found = [*text.trie.contexts(end), *self._memory.trie.contexts(end)]
-        offers: dict[int, _Offer] = {}
+        offers: dict[int, _CandidateNode] = {}
         left = 1.0
         for match, context in sorted(found, key=lambda one: -one[0]):  # stable: its own text first
             follows = following(context)
@@ -230,14 +230,14 @@ class SuffixProposer:
             for token, place in follows:
                 score = left * times(place) / total
                 if score >= self._min_score and token not in offers:
-                    offers[token] = _Offer(-score, len(offers), token, ROOT, (), place, match + 1)
+                    offers[token] = _CandidateNode(-score, len(offers), token, ROOT, (), place, match + 1)
             left *= 1 / match / total
             if left < self._min_score:
                 break
         return list(offers.values())
 
 
-class _Offer(NamedTuple):
+class _CandidateNode(NamedTuple):
     """A node that may be drafted; the first of a sorted list is the best, and of equals the earliest."""
 
     negative_score: float

@@ -91,7 +91,7 @@ def _count_ways(
     else:
         asked = [max(draft_tokens)] if proposer.nested else draft_tokens
         traces = {K: proposer.trace(traced.pack, K, traced.sampling, traced.states) for K in asked}
-        along = {K: _Along(trace, traced) for K, trace in traces.items()}
+        along = {K: _StaticReplay(trace, traced) for K, trace in traces.items()}
         for (law, K), counts in ways.items():
             counts += along.get(K, along[max(asked)]).count(shape.cut(K), law, K)
     return ways
@@ -111,7 +111,7 @@ def _draws(proposer: Proposer, rule: str, sampling: SamplingSettings) -> bool:
     return RULES[rule].draws and proposer.drawn != "deterministic" and not sampling.greedy
 
 
-class _Along:
+class _StaticReplay:
     """What a draft says along answers, on the host."""
 
     def __init__(self, trace: Trace, traced: TargetTrace) -> None:

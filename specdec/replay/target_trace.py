@@ -15,7 +15,7 @@ from ..sampling import SamplingSettings
 from .packing import Pack, Text
 
 
-class Recorded(NamedTuple):
+class ReplayText(NamedTuple):
     """An answer of the target's."""
 
     prompt_ids: list[int]
@@ -31,7 +31,7 @@ class Recorded(NamedTuple):
 class TargetTrace(NamedTuple):
     """One teacher-forced pass of the target over prompts and answers; the same for every draft that needs it."""
 
-    answers: Sequence[Recorded]
+    answers: Sequence[ReplayText]
     sampling: SamplingSettings
     pack: Pack
     states: States | None  # [B, T, ...]; None where nobody asked for features
@@ -46,7 +46,7 @@ class TargetTrace(NamedTuple):
 
 def trace_target(
     target: CausalModel,
-    answers: Sequence[Recorded],
+    answers: Sequence[ReplayText],
     sampling: SamplingSettings,
     aux_layers: Sequence[int] = (),
     reads_states: bool = False,
@@ -61,7 +61,7 @@ def trace_target(
 
 def _trace(
     target: CausalModel,
-    answers: Sequence[Recorded],
+    answers: Sequence[ReplayText],
     sampling: SamplingSettings,
     aux_layers: Sequence[int],
     reads_states: bool,

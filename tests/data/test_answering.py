@@ -11,7 +11,7 @@ import draftforge.data.capture.capture as capturing
 import draftforge.data.capture.manifest as capture_folder
 import draftforge.data.capture.scheduler as answering
 import draftforge.specdec.continuous_batching as plain
-from draftforge.data.capture.budget import Meter
+from draftforge.data.capture.budget import CaptureBudget
 from draftforge.data.capture.scheduler import Answers, answer_shards
 from draftforge.data.conversation import Conversation, Message, Prompts, ShardPlan, plan_shards, seed_of
 from draftforge.data.settings import CaptureSettings
@@ -59,7 +59,7 @@ def fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(target: Target, settings: CaptureSettings = SETTINGS) -> Iterator[tuple[ShardPlan, Answers]]:
     shards = plan_shards(MIX, settings, SCORED)
     prompts = Prompts(target, shards, settings)
-    return answer_shards(target, shards, prompts, settings, Meter(Path(), shards, [], prompts, settings, None))
+    return answer_shards(target, shards, prompts, settings, CaptureBudget(Path(), shards, [], prompts, settings, None))
 
 
 def reference(target: Target, samples: list[Sample]) -> list[tuple[list[int], Signals]]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftforge.data.batches import BatchPlan, Position, Step, collate
+from draftforge.data.batches import BatchPlan, OptimizerStep, Position, collate
 from draftforge.data.teacher_logprobs import Signals
 from draftforge.errors import InputError
 from draftforge.specdec.kernels.documents import PADDING
@@ -29,7 +29,7 @@ def make_samples(lengths: list[tuple[int, int]]) -> list[Tokens]:
     ]
 
 
-def take(plan: BatchPlan, count: int, start: Position = Position()) -> list[Step]:  # noqa: B008 - immutable
+def take(plan: BatchPlan, count: int, start: Position = Position()) -> list[OptimizerStep]:  # noqa: B008 - immutable
     return list(itertools.islice(plan.steps(start), count))
 
 

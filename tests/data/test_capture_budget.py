@@ -11,7 +11,7 @@ from pydantic import ValidationError
 import draftforge.data.capture.capture as capturing
 import draftforge.data.capture.manifest as capture_folder
 from draftforge import storage
-from draftforge.data.capture.budget import Meter
+from draftforge.data.capture.budget import CaptureBudget
 from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.capture.manifest import content_digest, is_captured
 from draftforge.data.conversation import SPLITS, Conversation, Message, Prompts, plan_shards
@@ -116,7 +116,7 @@ def test_hours_count_those_of_earlier_runs(target: Target, whole: Capture, tmp_p
     earlier = [{"samples": 9, "tokens": 40, "bytes": 900, "seconds": 3000.0}]
     now = iter(range(0, 100_000, 300))
     settings = limited(hours=1.0)
-    meter = Meter(
+    meter = CaptureBudget(
         tmp_path, shards, earlier, Prompts(target, shards, settings), settings, settings.budget, clock=now.__next__
     )
     assert meter.may_open(train)  # 3300 s of 3600
@@ -138,7 +138,7 @@ def test_open_answers_count_with_the_mean_length_so_far(
 ) -> None:
     settings = limited(tokens=30)
     train = [shard for shard in plan_shards(MIX, settings, SCORED) if shard.split == "train"]
-    meter = Meter(tmp_path, train, earlier, Prompts(target, train, settings), settings, settings.budget)
+    meter = CaptureBudget(tmp_path, train, earlier, Prompts(target, train, settings), settings, settings.budget)
     assert [meter.may_open(shard) for shard in train[:5]] == [i < opened for i in range(5)]
 
 
@@ -199,7 +199,7 @@ def test_the_progress_line_tells_speed_time_and_disk(target: Target, tmp_path: P
     prompts = Prompts(target, [shard], settings)
     now = [0.0]
     lines: list[str] = []
-    meter = Meter(
+    meter = CaptureBudget(
         tmp_path, [shard], [], prompts, settings, None, lambda amount, note="": lines.append(note), lambda: now[0]
     )
     assert meter.seconds_left() is None

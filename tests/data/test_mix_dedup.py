@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from draftforge.data.conversation import Split
 from draftforge.data.dedup import (
-    Known,
     Member,
+    PlacedMember,
     Placement,
     group_key,
     place,
@@ -126,7 +126,7 @@ def test_what_ancestors_trained_on_stays_in_train(
     earlier = place(built(old), [], 0.8)
     split_of = {cluster: rng.choice(splits) for cluster in sorted({p.cluster for p in earlier.values()})}
     known = [
-        Known(item, earlier[item.id].cluster, split_of[earlier[item.id].cluster])
+        PlacedMember(item, earlier[item.id].cluster, split_of[earlier[item.id].cluster])
         for item in built(old)
         if earlier[item.id].copy_of is None
     ]
@@ -141,7 +141,7 @@ def test_what_ancestors_trained_on_stays_in_train(
 
 
 def test_of_ancestors_that_disagree_on_a_cluster_the_one_that_trained_wins() -> None:
-    known = [Known(member("a", text(1)), "k", "train"), Known(member("b", text(2)), "k", "holdout")]
+    known = [PlacedMember(member("a", text(1)), "k", "train"), PlacedMember(member("b", text(2)), "k", "holdout")]
     assert place([member("c", near_copy(text(2), 0))], known, 0.8)["c"] == Placement("k", "train", None)
     assert place([member("c", near_copy(text(2), 0))], known[1:], 0.8)["c"] == Placement("k", "holdout", None)
 

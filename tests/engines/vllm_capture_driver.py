@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftforge.data.backends.base import open_engine
-from draftforge.data.capture.budget import Meter
+from draftforge.data.capture.budget import CaptureBudget
 from draftforge.data.capture.scheduler import answer_shards
 from draftforge.data.conversation import Conversation, Prompts, plan_shards
 from draftforge.data.settings import CaptureSettings
@@ -24,7 +24,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     conversations = [Conversation.model_validate(one) for one in job["mix"]]
     shards = plan_shards(conversations, settings, [SamplingSettings.model_validate(one) for one in job["scored"]])
     prompts = Prompts(target, shards, settings)
-    meter = Meter(Path(), shards, [], prompts, settings, None)
+    meter = CaptureBudget(Path(), shards, [], prompts, settings, None)
     with open_engine(target, [answer for shard in shards for answer in shard.answers], prompts, settings) as engine:
         assert engine is not None
         found = [answers for _, answers in answer_shards(target, shards, prompts, settings, meter, engine=engine)]

@@ -5,7 +5,7 @@ import math
 import pytest
 from benched import PARTS, PLAIN, SMALL, answer, run
 
-from draftforge.eval.bench.run import EVERY, BenchPrompt, BenchRow, Report, RunRecord, Setting, Surroundings
+from draftforge.eval.bench.run import EVERY, BenchPrompt, BenchRow, Environment, Report, RunRecord, Setting
 from draftforge.eval.bench.table import bench_rows, length_range
 from draftforge.eval.figures import Bootstrap
 
@@ -127,7 +127,7 @@ def test_answers_without_a_round() -> None:
 
 def test_a_report_is_read_back_as_it_was() -> None:
     rows = bench_rows(runs(), PROMPTS, Bootstrap(50), greedy=False)
-    about = Surroundings(
+    about = Environment(
         hardware="h", dtype="float32", torch="2", transformers="5", draftforge="0", commit=None, command=["x"],
         target="t", target_fingerprint="0", drafts={}, prompts={"math": 1}, prompts_left_out=0, max_new_tokens=7,
         sampling="t0", repeats=1, confidence=0.95,

@@ -13,11 +13,11 @@ from draftforge.errors import InputError
 from draftforge.eval.bench import run
 from draftforge.eval.bench.latency import Timeline
 from draftforge.eval.bench.run import (
+    BenchEntry,
     BenchPrompt,
+    BenchRun,
     RunFolder,
     Setting,
-    Way,
-    Work,
     draft_bytes,
     run_all,
     run_once,
@@ -29,10 +29,10 @@ from draftforge.specdec.decoder import decode_rounds
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
-from draftforge.specdec.requests import Run
+from draftforge.specdec.requests import DecodeRun
 from draftforge.specdec.sampling import SamplingSettings
 
-PLAIN = Way(Setting(method="plain", levels=0, batch_size=1), None)
+PLAIN = BenchEntry(Setting(method="plain", levels=0, batch_size=1), None)
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +41,17 @@ def target() -> CausalModel:
 
 
 @pytest.fixture
-def work(target: CausalModel) -> Work:
+def work(target: CausalModel) -> BenchRun:
     prompts = [BenchPrompt(f"p{i}", "ab"[i % 2], ids) for i, ids in enumerate(stand_ins.prompts(5))]
-    return Work(target, prompts, 12, SamplingSettings(), frozenset({7}))
+    return BenchRun(target, prompts, 12, SamplingSettings(), frozenset({7}))
 
 
-def ways(target: CausalModel) -> list[Way]:
+def ways(target: CausalModel) -> list[BenchEntry]:
     draft = stand_ins.near_copy(target)
     return [
         PLAIN,
-        Way(Setting(method="small", levels=3, batch_size=1), lambda: make_proposer(draft, target)),
-        Way(Setting(method="lookup", levels=2, batch_size=1), PromptLookup),
+        BenchEntry(Setting(method="small", levels=3, batch_size=1), lambda: make_proposer(draft, target)),
+        BenchEntry(Setting(method="lookup", levels=2, batch_size=1), PromptLookup),
     ]
 
 
@@ -60,7 +60,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Method, batch size and repeat of every run that was really made."""
     made: list[tuple[str, int, int]] = []
 
-    def listening(work: Work, way: Way, batch_size: int, repeat: int, *rest: Any) -> Any:
+    def listening(work: BenchRun, way: BenchEntry, batch_size: int, repeat: int, *rest: Any) -> Any:
         made.append((way.setting.method, batch_size, repeat))
         return run_once(work, way, batch_size, repeat, *rest)
 
@@ -69,7 +69,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 
 def test_methods_take_turns_and_say_what_plain_decoding_says(
-    work: Work, tmp_path: Path, started: list[tuple[str, int, int]]
+    work: BenchRun, tmp_path: Path, started: list[tuple[str, int, int]]
 ) -> None:
     records, failures = run_all(work, ways(work.target), [1, 2], 2, RunFolder(tmp_path))
     assert not failures
@@ -95,14 +95,14 @@ def test_methods_take_turns_and_say_what_plain_decoding_says(
 
 
 def test_a_killed_benchmark_goes_on(
-    work: Work, tmp_path: Path, started: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
+    work: BenchRun, tmp_path: Path, started: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class KilledError(Exception):
         pass
 
     real = run.run_once
 
-    def dies(work: Work, way: Way, batch_size: int, repeat: int, *rest: Any) -> Any:
+    def dies(work: BenchRun, way: BenchEntry, batch_size: int, repeat: int, *rest: Any) -> Any:
         if (way.setting.method, repeat) == ("small", 1):
             raise KilledError
         return real(work, way, batch_size, repeat, *rest)
@@ -120,7 +120,7 @@ def test_a_killed_benchmark_goes_on(
 
 
 def test_a_damaged_record_is_run_again(
-    work: Work, tmp_path: Path, started: list[tuple[str, int, int]], capsys: pytest.CaptureFixture[str]
+    work: BenchRun, tmp_path: Path, started: list[tuple[str, int, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_all(work, ways(work.target)[::2], [1], 1, RunFolder(tmp_path))
     for path in tmp_path.iterdir():
@@ -139,10 +139,10 @@ def failing(error: Exception) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("error", [InputError("no such thing"), torch.OutOfMemoryError("no room\nfor it")])
 def test_what_cannot_run_does_not_stop_the_others(
-    work: Work, tmp_path: Path, started: list[tuple[str, int, int]], error: Exception
+    work: BenchRun, tmp_path: Path, started: list[tuple[str, int, int]], error: Exception
 ) -> None:
     plain, small, _ = ways(work.target)
-    bad = Way(Setting(method="bad", levels=2, batch_size=1), failing(error))
+    bad = BenchEntry(Setting(method="bad", levels=2, batch_size=1), failing(error))
     records, failures = run_all(work, [plain, bad, small], [1, 2], 2, RunFolder(tmp_path))
     assert {record.setting.method for record in records} == {"plain", "small"} and len(records) == 8
     reason = str(error).splitlines()[0]
@@ -153,11 +153,11 @@ def test_what_cannot_run_does_not_stop_the_others(
 
 
 def test_without_plain_decoding_nothing_is_compared(
-    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: BenchRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = run.warm_up
 
-    def no_room(work: Work, way: Way, batch_size: int) -> Any:
+    def no_room(work: BenchRun, way: BenchEntry, batch_size: int) -> Any:
         if way.make is None and batch_size == 4:
             raise torch.OutOfMemoryError("no room")
         return real(work, way, batch_size)
@@ -169,7 +169,7 @@ def test_without_plain_decoding_nothing_is_compared(
     assert "nothing to compare with" in failures[1].reason
 
 
-def test_every_method_gets_the_same_numbers_and_a_prompt_keeps_its_own(work: Work) -> None:
+def test_every_method_gets_the_same_numbers_and_a_prompt_keeps_its_own(work: BenchRun) -> None:
     sampled = replace(work, sampling=SamplingSettings(temperature=0.9))
     seeds = [request.seed for request in sampled.requests()]
     assert len(set(seeds)) == 5
@@ -178,19 +178,19 @@ def test_every_method_gets_the_same_numbers_and_a_prompt_keeps_its_own(work: Wor
     assert [request.max_new_tokens for request in sampled.requests(2, 4)] == [4, 4]
 
 
-def test_parts_are_of_the_fullest_rounds(work: Work) -> None:
+def test_parts_are_of_the_fullest_rounds(work: BenchRun) -> None:
     parts = warm_up(work, ways(work.target)[1], 2)
     assert min(parts.draft_seconds, parts.verify_seconds, parts.rest_seconds) > 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_where_graphs_are_recorded_that_comes_before_what_is_timed(
-    work: Work, batch_size: int, monkeypatch: pytest.MonkeyPatch
+    work: BenchRun, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole batch of short answers, then one with refills; they are in no figure."""
-    way, decoded = ways(work.target)[1], list[Run]()
+    way, decoded = ways(work.target)[1], list[DecodeRun]()
 
-    def listening(run: Run) -> Any:
+    def listening(run: DecodeRun) -> Any:
         decoded.append(run)
         return decode_rounds(run)
 
@@ -209,17 +209,17 @@ def test_where_graphs_are_recorded_that_comes_before_what_is_timed(
     assert max(one.arrivals[-1] for one in found.answers) <= found.seconds
 
 
-def memory_of(target: CausalModel, way: Way, work: Work, batch_size: int) -> tuple[int, int]:
+def memory_of(target: CausalModel, way: BenchEntry, work: BenchRun, batch_size: int) -> tuple[int, int]:
     found = run_once(work, way, batch_size, 0, warm_up(work, way, batch_size)).memory
     return found.weights, found.state
 
 
-def test_memory_counts_what_drafting_adds(work: Work, target: CausalModel) -> None:
+def test_memory_counts_what_drafting_adds(work: BenchRun, target: CausalModel) -> None:
     def tensors(names: Sequence[torch.nn.Module]) -> int:
         return sum(x.nbytes for module in names for x in [*module.parameters(), *module.buffers()])
 
     small = stand_ins.near_copy(target)
-    way = Way(Setting(method="small", levels=3, batch_size=1), lambda: make_proposer(small, target))
+    way = BenchEntry(Setting(method="small", levels=3, batch_size=1), lambda: make_proposer(small, target))
     weights, state = memory_of(target, way, work, 1)
     own = {x.data_ptr(): x.nbytes for x in [*small.parameters(), *small.buffers()]}
     assert weights == sum(own.values())
@@ -232,5 +232,5 @@ def test_memory_counts_what_drafting_adds(work: Work, target: CausalModel) -> No
     head = stand_ins.random_eagle3(target)
     borrowed = tensors([head.lm_head])
     head.lm_head.weight = target.model.get_output_embeddings().weight
-    eagle = Way(Setting(method="eagle3", levels=3, batch_size=1), lambda: make_proposer(head, target))
+    eagle = BenchEntry(Setting(method="eagle3", levels=3, batch_size=1), lambda: make_proposer(head, target))
     assert memory_of(target, eagle, work, 1)[0] == tensors([head]) - borrowed

@@ -17,14 +17,14 @@ from pydantic import ValidationError
 
 from draftforge.errors import InputError, LockedError
 from draftforge.eval import costs
-from draftforge.eval.draft_configs import Drafting, Plan
+from draftforge.eval.draft_configs import DraftConfig, Drafting
 from draftforge.eval.figures import Estimate
 from draftforge.eval.settings import CostSettings, ScoreSettings
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
 from draftforge.specdec.proposers.trees import StaticTree
-from draftforge.specdec.requests import RoundSeconds, Run
+from draftforge.specdec.requests import DecodeRun, RoundSeconds
 from draftforge.storage import lock
 
 
@@ -55,7 +55,7 @@ class FakeDecoder:
     def __init__(self, by_K: dict[int, list[RoundSeconds]]) -> None:
         self.by_K, self.calls, self.turns = by_K, list[tuple[int, list[int]]](), list[int]()
 
-    def __call__(self, run: Run) -> Iterator[list[Any]]:
+    def __call__(self, run: DecodeRun) -> Iterator[list[Any]]:
         K = run.draft_tokens if run.proposer is not None else 0
         assert len(run.requests) == 1 and not run.requests[0].stop_ids and run.timer is not None
         self.calls.append((K, run.requests[0].prompt_ids))
@@ -109,7 +109,7 @@ def test_a_speedup_does_not_move_when_the_machine_is_busy_for_a_while(
     plain = [RoundSeconds(0.0, 0.02 * f, 0.001 * f, 0, 1) for f in factors]
     drafted = [RoundSeconds(0.01 * f, 0.03 * f, 0.002 * f, 2, 1) for f in factors]
     table = measure(target, monkeypatch, FakeDecoder({0: plain, 2: drafted}))
-    assert table.gain(Plan(2)).speedup(1.0) == pytest.approx(21 / 42)
+    assert table.gain(DraftConfig(2)).speedup(1.0) == pytest.approx(21 / 42)
     if busy_rounds < 12:
         assert table.by_plan["2"].seconds == pytest.approx(0.042)
 
@@ -140,7 +140,7 @@ def test_real_rounds_are_timed(target: CausalModel) -> None:
     key = costs.cost_key(target, draft, draftings, settings)
     prompts = [*stand_ins.prompts(2), [7] * target.max_positions]
     table = costs.measure_costs(key, target, draftings, prompts, settings)
-    assert list(table.by_plan) == ["1", "3", "wide"] and table.cost(Plan(2, "wide")).draft_seconds > 0
+    assert list(table.by_plan) == ["1", "3", "wide"] and table.cost(DraftConfig(2, "wide")).draft_seconds > 0
     assert table.plain_seconds > 0 and table.plain_rounds == 3 * 11
     assert all(cost.rounds == 3 * 11 for cost in table.by_plan.values())  # not one draft was clipped
     assert all(cost.draft_seconds > 0 and cost.verify_seconds > 0 for cost in table.by_plan.values())
@@ -267,23 +267,23 @@ def test_break_even_is_a_speedup_of_one(tau: float, K: int, plain: float) -> Non
         plans={"1": {"levels": 1}, "2": {"levels": 2}},
     )  # fmt: skip
     table = table_of(key, plain)
-    speedup = table.gain(Plan(K)).estimate(Estimate(tau, tau - 0.1, tau + 0.1, 5))
+    speedup = table.gain(DraftConfig(K)).estimate(Estimate(tau, tau - 0.1, tau + 0.1, 5))
     seconds = 0.002 * K + 0.031 + 0.001
     assert speedup.value == pytest.approx(tau * plain / seconds)
     assert speedup.low == pytest.approx((tau - 0.1) * plain / seconds)
-    even = table.gain(Plan(K)).break_even_tau
-    assert table.gain(Plan(K)).estimate(Estimate(even)).value == pytest.approx(1.0)
-    assert table.round_seconds(Plan(K), 0.0) == pytest.approx(plain)
-    assert table.round_seconds(Plan(K), 0.25) == pytest.approx(0.25 * seconds + 0.75 * plain)
+    even = table.gain(DraftConfig(K)).break_even_tau
+    assert table.gain(DraftConfig(K)).estimate(Estimate(even)).value == pytest.approx(1.0)
+    assert table.round_seconds(DraftConfig(K), 0.0) == pytest.approx(plain)
+    assert table.round_seconds(DraftConfig(K), 0.25) == pytest.approx(0.25 * seconds + 0.75 * plain)
 
 
 def test_an_unmeasured_depth_is_named(target: CausalModel) -> None:
     with pytest.raises(InputError, match=r"K=4 \(4 levels\): no times .* for 1 \(1 levels\), 2 \(2 levels\)"):
-        table_of(key_of(target)).gain(Plan(4))
+        table_of(key_of(target)).gain(DraftConfig(4))
     with pytest.raises(InputError, match=r"tree wide \(2 levels\): no times measured"):
-        table_of(key_of(target)).cost(Plan(2, "wide"))
+        table_of(key_of(target)).cost(DraftConfig(2, "wide"))
     deep = Drafting(PromptLookup, (3,), "wide")
     table = table_of(costs.cost_key(target, "lookup", [deep], ScoreSettings()))
-    assert table.cost(Plan(3, "wide")).rounds == 9
+    assert table.cost(DraftConfig(3, "wide")).rounds == 9
     with pytest.raises(InputError, match=r"tree wide \(2 levels\): no times measured; .* wide \(3 levels\)"):
-        table.cost(Plan(2, "wide"))
+        table.cost(DraftConfig(2, "wide"))

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from draftforge.errors import CorruptDataError, InputError
 from draftforge.eval import cost_model
 from draftforge.eval.advice import advice, verdict
-from draftforge.eval.draft_configs import Plan
+from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.figures import Estimate
-from draftforge.eval.load import LoadTimes, Losing
+from draftforge.eval.load import BreakEvenPoint, LoadTimes
 from draftforge.eval.select import Row, domain_rows, engine_tau, leaderboard, speedup_difference
 from draftforge.eval.settings import LoadSettings, ScoreSettings
 
@@ -48,32 +48,32 @@ def test_one_batch_size_by_hand() -> None:
     drafted = plain + 3 * 2e-4  # 32 tokens of a pass: still bound by memory
     prompt = 2e-5 * 448
     without, with_draft = 8 * prompt + 127 * plain, 8 * prompt * 1.1 + 127 / 2.5 * drafted
-    gain = times.gain(Plan(3))
+    gain = times.gain(DraftConfig(3))
     assert gain.speedup(2.5) == pytest.approx(without / with_draft, rel=1e-3)
     assert times.plain_goodput == pytest.approx(8 * 128 / without, rel=1e-3)
     even = 127 * drafted / (127 * plain - 8 * prompt * 0.1)
     assert gain.break_even_tau == pytest.approx(even, rel=1e-3)
     assert times.plain_seconds == pytest.approx(plain, rel=1e-3)
-    assert times.cost(Plan(3)).draft_seconds == pytest.approx(6e-4, rel=1e-3)
+    assert times.cost(DraftConfig(3)).draft_seconds == pytest.approx(6e-4, rel=1e-3)
     assert tuple(times.memory) == pytest.approx((12_000_000, 512 * (448 + 128) * 8))
 
 
 def test_shares_are_of_time_and_the_work_is_what_plain_decoding_does_in_it() -> None:
     one, eight = (LoadTimes(DEAR, load_of(batch_sizes={size: 1})) for size in (1, 8))
     both = LoadTimes(DEAR, load_of(batch_sizes={1: 3, 8: 1}))
-    speedups = [times.gain(Plan(2)).speedup(2.2) for times in (one, eight)]
+    speedups = [times.gain(DraftConfig(2)).speedup(2.2) for times in (one, eight)]
     tokens = [0.75 * one.plain_goodput, 0.25 * eight.plain_goodput]  # in a second of plain decoding
     goodputs = [times.plain_goodput * speedup for times, speedup in zip((one, eight), speedups)]
     seconds = sum(work / rate for work, rate in zip(tokens, goodputs))
     assert both.plain_goodput == pytest.approx(sum(tokens))
-    assert both.gain(Plan(2)).speedup(2.2) == pytest.approx(1 / seconds)
-    assert both.plain_goodput / seconds == pytest.approx(sum(tokens) * both.gain(Plan(2)).speedup(2.2))
+    assert both.gain(DraftConfig(2)).speedup(2.2) == pytest.approx(1 / seconds)
+    assert both.plain_goodput / seconds == pytest.approx(sum(tokens) * both.gain(DraftConfig(2)).speedup(2.2))
 
 
 def test_a_round_is_plain_only_where_no_slot_drafts() -> None:
     """Prompt lookup drafts in half of a slot's rounds: in three of four rounds of two slots."""
     times = LoadTimes(DEAR, load_of(batch_sizes={2: 1}))
-    never, always, half = (times.gain_at(2, Plan(2), share).rounds for share in (0.0, 1.0, 0.5))
+    never, always, half = (times.gain_at(2, DraftConfig(2), share).rounds for share in (0.0, 1.0, 0.5))
     assert never < always and half == pytest.approx(0.75 * always + 0.25 * never)
 
 
@@ -88,7 +88,9 @@ def test_a_draft_without_rounds_is_not_known_to_lose() -> None:
 def test_short_answers_gain_less() -> None:
     """Most of their time passes before the first token, which no draft shortens."""
     speedups = [
-        LoadTimes(CHEAP, load_of(context_tokens=448 + tokens // 2, answer_tokens=tokens)).gain(Plan(3)).speedup(2.5)
+        LoadTimes(CHEAP, load_of(context_tokens=448 + tokens // 2, answer_tokens=tokens))
+        .gain(DraftConfig(3))
+        .speedup(2.5)
         for tokens in (4, 16, 64, 256)
     ]
     assert speedups == sorted(speedups) and speedups[0] < 1.5 < 2.0 < speedups[-1]
@@ -100,7 +102,7 @@ def test_the_load_decides_which_draft_is_picked() -> None:
         rows_of(settings_of(batch_sizes={size: 1}), ("weak", WEAK, CHEAP), ("strong", STRONG, DEAR)) for size in (1, 64)
     )
     assert [row.draft for row in alone if row.chosen] == ["strong"]
-    assert next(row for row in alone if row.chosen).plan == Plan(4)
+    assert next(row for row in alone if row.chosen).plan == DraftConfig(4)
     assert [row.draft for row in full if row.chosen] == ["weak"]
     assert {row.draft: row.plan.levels for row in full} == {"weak": 1, "strong": 1}
     assert all(row.speedup.low < row.speedup.value < row.speedup.high for row in (*alone, *full))
@@ -108,7 +110,7 @@ def test_the_load_decides_which_draft_is_picked() -> None:
 
 def test_where_it_loses_is_looked_up_batch_size_by_batch_size() -> None:
     (row,) = rows_of(settings_of(batch_sizes={1: 1, 64: 0}), ("strong", STRONG, DEAR))
-    assert row.load is not None and row.plan == Plan(4) and row.load.losing is not None
+    assert row.load is not None and row.plan == DraftConfig(4) and row.load.losing is not None
     above, times = row.load.losing.above, LoadTimes(DEAR, load_of())
     assert above is not None and 16 < above < 64
     assert times.gain_at(above, row.plan).speedup(3.9) >= 1 > times.gain_at(above + 1, row.plan).speedup(3.9)
@@ -119,7 +121,9 @@ def test_where_it_loses_is_looked_up_batch_size_by_batch_size() -> None:
     for one in row.load.batches:
         even = times.gain_at(one.batch_size, one.plan).speedup(one.break_even_tau)
         assert even == pytest.approx(1.0) and one.goodput.value == pytest.approx(one.speedup.value * one.plain_goodput)
-    assert times.losing(Plan(4), 1.0) == Losing(0, 64) and times.losing(Plan(1), 9.0) == Losing(None, 64)
+    assert times.losing(DraftConfig(4), 1.0) == BreakEvenPoint(0, 64) and times.losing(
+        DraftConfig(1), 9.0
+    ) == BreakEvenPoint(None, 64)
 
 
 def test_a_domain_has_a_speedup_of_its_own() -> None:
@@ -129,12 +133,12 @@ def test_a_domain_has_a_speedup_of_its_own() -> None:
     times = {("strong", 10): LoadTimes(DEAR, settings.load)}
     rows = leaderboard(tables, times, settings)
     chat, support = domain_rows(tables, rows, settings, times)
-    assert chat.speedup.value < 1 < support.speedup.value and chat.losing == Losing(0, 64)
+    assert chat.speedup.value < 1 < support.speedup.value and chat.losing == BreakEvenPoint(0, 64)
     assert chat.speedup.value == pytest.approx(rows[0].gain.speedup(1.1))
     assert support.goodput.value == pytest.approx(support.speedup.value * times["strong", 10].plain_goodput)
     record = json.loads(json.dumps(chat.record(), allow_nan=False))
     assert record["loses_above"] == 0 and len(record["batches"]) == len(loads.SIZES)
-    assert {one.plan for one in chat.batches} == {Plan(1)} and support.batches[0].plan == Plan(4)
+    assert {one.plan for one in chat.batches} == {DraftConfig(1)} and support.batches[0].plan == DraftConfig(4)
     said = advice(rows, [chat, support], settings)
     assert any(line.startswith("domain 'chat' (t0) does not pay: 0.") for line in said)
     assert not any("domain 'support' (t0) does not" in line for line in said)
@@ -221,7 +225,7 @@ def test_nothing_is_said_beyond_what_was_measured(changes: dict[str, Any], messa
     with pytest.raises(InputError, match=message):
         LoadTimes(CHEAP, load_of(**changes))
     with pytest.raises(InputError, match=r"K=5 \(5 levels\): no times measured; there are times for .*chain \(1 to 4"):
-        LoadTimes(CHEAP, load_of()).gain(Plan(5))
+        LoadTimes(CHEAP, load_of()).gain(DraftConfig(5))
 
 
 @pytest.mark.parametrize(
@@ -269,9 +273,9 @@ def test_a_fit_is_read_where_its_shapes_are_known(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="; no 9"):
         cost_model.fit_for(longer, fits, path)
     between = asked.model_copy(update={"plans": {"3": {"rule": "greedy", "levels": 3, "tree": None}}})
-    assert cost_model.misfit(between, other.key) is None
+    assert cost_model.incompatibility(between, other.key) is None
     tree = asked.model_copy(update={"plans": {"wide": {"rule": "greedy", "levels": 2, "tree": {}}}})
-    assert cost_model.misfit(tree, other.key) == "no wide"
+    assert cost_model.incompatibility(tree, other.key) == "no wide"
     path.write_text(path.read_text().replace('"verify_seconds"', '"verified"', 1))
     with pytest.raises(CorruptDataError, match=r"times.json: fits\.0\.points\.0\."):
         cost_model.read_fits(path)
@@ -282,10 +286,10 @@ def test_a_fit_is_read_where_its_shapes_are_known(tmp_path: Path) -> None:
 
 def test_a_tree_has_times_of_its_own() -> None:
     fit = loads.fit_of(lambda B, L, N, C: 1e-3 * L, trees={"wide": (2, 20)})
-    assert fit.round(Plan(2, "wide"), 8, 512).verify_seconds == pytest.approx(
+    assert fit.round(DraftConfig(2, "wide"), 8, 512).verify_seconds == pytest.approx(
         5e-3 + 2e-8 * 8 * 512 + 5e-5 * 104, rel=0.01
     )
-    assert fit.round(Plan(2), 8, 512).verify_seconds == pytest.approx(5e-3 + 2e-8 * 8 * 512, rel=0.01)
+    assert fit.round(DraftConfig(2), 8, 512).verify_seconds == pytest.approx(5e-3 + 2e-8 * 8 * 512, rel=0.01)
     assert fit.error < 0.02 and all(one.worst_error < 0.02 for one in fit.rounds.values())
 
 
@@ -297,5 +301,5 @@ def test_a_busy_place_of_the_grid_does_not_move_speedups() -> None:
     busy = cost_model.CostFit.of(quiet.key, points, quiet.prompt_points, 0, 0.0)
     assert busy.rounds["plain"].error > 0.1 > 0.02 > busy.error
     for batch in (1, 8, 64):
-        ratios = [fit.round(Plan(3), batch, 512).seconds / fit.plain(batch, 512) for fit in (quiet, busy)]
+        ratios = [fit.round(DraftConfig(3), batch, 512).seconds / fit.plain(batch, 512) for fit in (quiet, busy)]
         assert ratios[1] == pytest.approx(ratios[0], rel=0.04)

@@ -14,7 +14,7 @@ from draftforge.eval import cost_measurement
 from draftforge.eval.cost_measurement import Grid
 from draftforge.eval.cost_model import CostFit
 from draftforge.eval.costs import CostKey, cost_key
-from draftforge.eval.draft_configs import Drafting, Plan
+from draftforge.eval.draft_configs import DraftConfig, Drafting
 from draftforge.eval.load import LoadTimes
 from draftforge.eval.settings import CostSettings, LoadSettings, ScoreSettings
 from draftforge.specdec.models import CausalModel
@@ -66,7 +66,11 @@ def test_real_rounds_and_prompts_are_fitted(target: CausalModel) -> None:
     assert keys_and_values <= fit.cache_bytes_per_token < 1.5 * keys_and_values
     assert CostFit.model_validate_json(fit.model_dump_json()) == fit
     times = LoadTimes(fit, LOAD)
-    assert times.plain_seconds > 0 and times.cost(Plan(3)).draft_seconds > 0 and times.gain(Plan(2, "wide")).rounds > 0
+    assert (
+        times.plain_seconds > 0
+        and times.cost(DraftConfig(3)).draft_seconds > 0
+        and times.gain(DraftConfig(2, "wide")).rounds > 0
+    )
     assert fit.prompt(32)[0] > 0
 
 

@@ -9,27 +9,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftforge.eval.counts import CountRow, to_table
-from draftforge.eval.engine_metrics import FEWEST_ROUNDS, Counters, Promise, compare, promise_of, round_variance
+from draftforge.eval.engine_metrics import (
+    FEWEST_ROUNDS,
+    Counters,
+    ExpectedAcceptance,
+    compare,
+    promise_of,
+    round_variance,
+)
 from draftforge.eval.figures import Bootstrap
-from draftforge.specdec.counting import EngineRound, Runs, engine_rounds
+from draftforge.specdec.counting import CountedRounds, EngineRound, engine_rounds
 from draftforge.specdec.replay.expected_rounds import count_rounds
 
 K, LENGTH = 4, 30
 BOOTSTRAP = Bootstrap(samples=400)
 
 
-def texts(conversations: int, alpha: float, seed: int, spread: float = 0.12) -> list[Runs]:
+def texts(conversations: int, alpha: float, seed: int, spread: float = 0.12) -> list[CountedRounds]:
     """What a draft gets right along answers, each conversation with an acceptance of its own."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(conversations):
         own = float(np.clip(alpha + rng.normal(0, spread), 0.02, 0.98))
         right = np.minimum.accumulate(rng.random((LENGTH + K + 1, K)) < own, axis=1).sum(axis=1)
-        found.append(Runs(right.tolist(), [K] * len(right)))
+        found.append(CountedRounds(right.tolist(), [K] * len(right)))
     return found
 
 
-def counted(runs: Sequence[Runs]) -> pa.Table:
+def counted(runs: Sequence[CountedRounds]) -> pa.Table:
     """As a score counts them."""
     rows = []
     for number, one in enumerate(runs):
@@ -44,7 +51,7 @@ def counted(runs: Sequence[Runs]) -> pa.Table:
     return to_table(rows)
 
 
-def engine(runs: Sequence[Runs], name: str, by_position: bool = True) -> Counters:
+def engine(runs: Sequence[CountedRounds], name: str, by_position: bool = True) -> Counters:
     """As an engine counts the same answers."""
     booking = {"vllm": "unclipped", "llamacpp": "drafts"}[name]
     rounds: list[EngineRound] = []
@@ -94,11 +101,11 @@ def test_rounds_of_one_conversation_are_alike() -> None:
 
 
 @pytest.fixture(scope="module")
-def promise() -> Promise:
+def promise() -> ExpectedAcceptance:
     return promise_of(counted(texts(300, 0.65, 5)), BOOTSTRAP)
 
 
-def test_less_than_promised_parts_and_as_much_keeps(promise: Promise) -> None:
+def test_less_than_promised_parts_and_as_much_keeps(promise: ExpectedAcceptance) -> None:
     kept = compare(engine(texts(400, 0.65, 6), "vllm"), promise, margin=0.05)
     assert kept.parts is False and "keeps the promise (margin 5%)" in kept.why
     lost = compare(engine(texts(400, 0.45, 7), "vllm"), promise, margin=0.05)
@@ -108,13 +115,13 @@ def test_less_than_promised_parts_and_as_much_keeps(promise: Promise) -> None:
     assert compare(engine(texts(400, 0.45, 7), "vllm"), promise, margin=0.9).parts is False
 
 
-def test_a_small_fall_within_the_margin_is_let_pass(promise: Promise) -> None:
+def test_a_small_fall_within_the_margin_is_let_pass(promise: ExpectedAcceptance) -> None:
     fallen = engine(texts(3000, 0.63, 9), "vllm")
     assert compare(fallen, promise, margin=0.0).difference.value < 0
     assert compare(fallen, promise, margin=0.1).parts is False
 
 
-def test_what_cannot_be_judged_says_why(promise: Promise) -> None:
+def test_what_cannot_be_judged_says_why(promise: ExpectedAcceptance) -> None:
     few = Counters("vllm", "unclipped", FEWEST_ROUNDS - 1.0, 100.0, 4.0 * (FEWEST_ROUNDS - 1), (80.0, 20.0))
     assert compare(few, promise, 0.05).parts is None and "at least 200 are needed" in compare(few, promise, 0.05).why
     none = Counters("vllm", "unclipped", 0.0, 0.0, 0.0)

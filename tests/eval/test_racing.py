@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from draftforge.eval.draft_configs import Plan
+from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.racing import Arm, Race, blocks_of, racing_order
 from draftforge.eval.speedup import Gain
 
@@ -15,7 +15,7 @@ COST = 1.3
 
 
 def arms(count: int) -> list[Arm]:
-    return [Arm("draft", step, Plan(4), Gain(0.0, COST)) for step in range(count)]
+    return [Arm("draft", step, DraftConfig(4), Gain(0.0, COST)) for step in range(count)]
 
 
 def population(rng: np.random.Generator, count: int, clusters: int, slower: float = 0.0) -> tuple[Floats, Floats]:
@@ -61,7 +61,7 @@ def test_a_slower_draft_is_dropped_early() -> None:
 
 def test_prompts_count_in_a_race_too() -> None:
     """Equal rounds, but one draft pays more that no round shows."""
-    race = Race([Arm("a", 1, Plan(4), Gain(0.0, 1.0)), Arm("b", 1, Plan(4), Gain(0.3, 1.0))], 100.0, 0.05)
+    race = Race([Arm("a", 1, DraftConfig(4), Gain(0.0, 1.0)), Arm("b", 1, DraftConfig(4), Gain(0.3, 1.0))], 100.0, 0.05)
     for _ in range(60):
         race.observe(1.0, np.array([0.5, 0.5]))
     assert race.standing == {("a", 1)}
@@ -77,9 +77,9 @@ def test_what_can_no_longer_be_made_up_for_ends_it() -> None:
 
 def test_a_draft_stands_while_one_of_its_plans_does() -> None:
     some = [
-        Arm("a", 1, Plan(1), Gain(0.0, 2.0)),
-        Arm("a", 1, Plan(4), Gain(0.0, 1.0)),
-        Arm("b", 1, Plan(4), Gain(0.0, 1.0)),
+        Arm("a", 1, DraftConfig(1), Gain(0.0, 2.0)),
+        Arm("a", 1, DraftConfig(4), Gain(0.0, 1.0)),
+        Arm("b", 1, DraftConfig(4), Gain(0.0, 1.0)),
     ]
     race = Race(some, 200.0, 0.05)
     for _ in range(100):

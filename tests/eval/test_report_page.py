@@ -11,7 +11,17 @@ from reported import SETTINGS, sample_holdout, sample_records, sample_rows, samp
 
 from draftforge.eval.figures import tau
 from draftforge.eval.report import svg
-from draftforge.eval.report.charts import Palette, Place, bucket, by_batch_size, interval, joint, number, pareto, places
+from draftforge.eval.report.charts import (
+    ChartPoint,
+    Palette,
+    bucket,
+    by_batch_size,
+    interval,
+    joint,
+    number,
+    pareto,
+    places,
+)
 from draftforge.eval.report.page import heat_map, holdout_record, report_page, verdict
 
 ATTACK = '"><script>alert(1)</script><img src=x onerror=alert(2)>&{{7*7}}'
@@ -138,7 +148,7 @@ def test_a_round_costs_what_its_speedup_says() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(1, 5)), min_size=1, max_size=12))
 def test_the_frontier_is_what_nothing_else_beats(points: list[tuple[float, float]]) -> None:
-    found = [Place({}, cost, value) for cost, value in points]
+    found = [ChartPoint({}, cost, value) for cost, value in points]
     best = pareto(found)
     for one in found:
         better = [o for o in found if o.tau >= one.tau and o.cost <= one.cost and o[1:] != one[1:]]

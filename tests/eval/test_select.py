@@ -12,7 +12,7 @@ from draftforge.errors import InputError
 from draftforge.eval import select
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
 from draftforge.eval.counts import CountRow, concat, to_table
-from draftforge.eval.draft_configs import Plan
+from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.report.page import score_record
 from draftforge.eval.select import (
     Row,
@@ -104,11 +104,13 @@ def test_a_tree_competes_with_chains() -> None:
     tables = [counts_of("small", 20, {2: 2.1}), counts_of("small", 20, {2: 2.4}, tree="wide", drafted=700.0)]
     costs = {"small": costs_of(1.0)}
     (row,) = board(tables, costs, SETTINGS)
-    assert row.plan == Plan(2, "wide") and row.plan.label == "wide" and row.drafted == pytest.approx(7.0)
+    assert row.plan == DraftConfig(2, "wide") and row.plan.label == "wide" and row.drafted == pytest.approx(7.0)
     assert row.record()["tree"] == "wide" and row.record()["draft_tokens"] == 2
-    assert [d.plan for d in domain_rows(tables, [row], SETTINGS, {("small", 20): costs["small"]})] == [Plan(2, "wide")]
+    assert [d.plan for d in domain_rows(tables, [row], SETTINGS, {("small", 20): costs["small"]})] == [
+        DraftConfig(2, "wide")
+    ]
     even = [tables[0], counts_of("small", 20, {2: 2.11}, tree="wide", drafted=700.0)]
-    assert board(even, costs, SETTINGS)[0].plan == Plan(2)  # within a hundredth: the fewest drafted tokens win
+    assert board(even, costs, SETTINGS)[0].plan == DraftConfig(2)  # within a hundredth: the fewest drafted tokens win
     difference = speedup_difference(tables, row, board(even, costs, SETTINGS)[0], SETTINGS)
     assert difference.value == pytest.approx((2.4 - 2.1) * 30 / 33)
 

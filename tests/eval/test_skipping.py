@@ -11,9 +11,9 @@ import torch
 from draftforge.data.store import Sample
 from draftforge.eval import layer_skip
 from draftforge.eval.costs import CostTable, RoundCost, cost_key
-from draftforge.eval.draft_configs import Drafting, Plan
+from draftforge.eval.draft_configs import DraftConfig, Drafting
 from draftforge.eval.figures import Bootstrap, tau
-from draftforge.eval.layer_skip import RoundTimes, SkipScorer, Tried, search, sublayers
+from draftforge.eval.layer_skip import RoundTimes, SkipScorer, SkipTrial, search, sublayers
 from draftforge.eval.score import Identity, score_draft
 from draftforge.eval.select import at_plan, serving
 from draftforge.eval.settings import ScoreSettings
@@ -68,7 +68,7 @@ def samples(target: Target) -> dict[str, list[Sample]]:
 
 @pytest.fixture
 def scorer(target: Target, samples: dict[str, list[Sample]], tmp_path: Path) -> SkipScorer:
-    return SkipScorer(target, samples, TIMES, SETTINGS, Tried(tmp_path / "tries.json"))
+    return SkipScorer(target, samples, TIMES, SETTINGS, SkipTrial(tmp_path / "tries.json"))
 
 
 def table(target: CausalModel, plain: float, draft: float, verify: float, rest: float) -> CostTable:
@@ -103,7 +103,7 @@ def test_tau_is_the_scores(
     for domains in (["chat"], ["code"], ["chat", "code"]):
         mine = [sample for domain in domains for sample in samples[domain]]
         counts = score_draft(target, [Drafting(make, (1, 3))], mine, SETTINGS, Identity("skipped", 0)).counts
-        taus = {K: tau(at_plan(serving(counts, SETTINGS), Plan(K)), Bootstrap(10)).value for K in (1, 3)}
+        taus = {K: tau(at_plan(serving(counts, SETTINGS), DraftConfig(K)), Bootstrap(10)).value for K in (1, 3)}
         speedups = {K: taus[K] / TIMES[K].of(4, skipped) for K in taus}
         worth = scorer.worth(skipped, domains)
         assert max(speedups, key=lambda K: speedups[K]) == worth.K
@@ -143,7 +143,7 @@ def test_tries_are_kept_by_domain(
     monkeypatch.setattr(SkipScorer, "_replay", spy)
 
     def fresh() -> SkipScorer:
-        return SkipScorer(target, samples, TIMES, SETTINGS, Tried(path))
+        return SkipScorer(target, samples, TIMES, SETTINGS, SkipTrial(path))
 
     first = fresh().worth(skipped, ["chat"])
     both = fresh().worth(skipped, ["chat", "code"])

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from draftforge.eval.draft_configs import Plan
+from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.figures import Estimate
-from draftforge.eval.load import BatchFigures, LoadFigures, Losing, Memory
+from draftforge.eval.load import BatchFigures, BreakEvenPoint, LoadFigures, Memory
 from draftforge.eval.select import DomainRow, Row
 from draftforge.eval.speedup import Gain
 from draftforge.eval.table import domain_cells, leaderboard_cells, plain_text, show_domains, show_leaderboard, show_load
@@ -17,7 +17,7 @@ NAN = math.nan
 SMALL = Row(
     draft="small",
     step=60,
-    plan=Plan(3),
+    plan=DraftConfig(3),
     drafted=2.9,
     tau=Estimate(2.06, 1.95, 2.17, 20),
     acceptance=Estimate(0.5),
@@ -30,9 +30,9 @@ SMALL = Row(
 )
 LOOKUP = replace(SMALL, draft="lookup", step=0, tau=Estimate(1.2), speedup=Estimate(NAN), baseline=True, chosen=False)
 ONE = Estimate(1, 1, 1)
-PLAIN = Row("plain", 0, Plan(0), 0.0, ONE, Estimate(NAN), (), 0.0, 0.035, ONE, Gain(0.0, 1.0), baseline=True)
+PLAIN = Row("plain", 0, DraftConfig(0), 0.0, ONE, Estimate(NAN), (), 0.0, 0.035, ONE, Gain(0.0, 1.0), baseline=True)
 FIGURES = (SMALL.tau, SMALL.acceptance, SMALL.alphas)
-SUPPORT = DomainRow("small", 60, Plan(3), "support [new]", "t0", "greedy", 12, *FIGURES)
+SUPPORT = DomainRow("small", 60, DraftConfig(3), "support [new]", "t0", "greedy", 12, *FIGURES)
 
 
 def shown(rows: list[Row], terminal: bool) -> str:
@@ -54,7 +54,7 @@ def test_plain_text_is_aligned_and_never_wrapped() -> None:
 
 
 def test_a_tree_is_shown_by_its_name() -> None:
-    cells = leaderboard_cells([replace(SMALL, plan=Plan(4, "wide"))])
+    cells = leaderboard_cells([replace(SMALL, plan=DraftConfig(4, "wide"))])
     assert cells[1][cells[0].index("K")] == "wide"
 
 
@@ -79,7 +79,9 @@ def test_domains_print_brackets_as_they_are() -> None:
         assert "support [new]" in stream.getvalue() and "12" in stream.getvalue()
 
 
-AT_8 = BatchFigures(8, 0.25, Plan(2), SMALL.tau, Estimate(0.9, 0.8, 1.0), Estimate(812, 790, 833), 900.0, 2.3, NAN)
+AT_8 = BatchFigures(
+    8, 0.25, DraftConfig(2), SMALL.tau, Estimate(0.9, 0.8, 1.0), Estimate(812, 790, 833), 900.0, 2.3, NAN
+)
 LOAD = LoadFigures(
     load="vllm, batch 1 (75%), 8 (25%), context 512, answers of 128",
     hardware="card, bfloat16",
@@ -88,7 +90,7 @@ LOAD = LoadFigures(
     plain_goodput=300.0,
     engine_tau=SMALL.tau,
     break_even_alpha=0.3,
-    losing=Losing(5, 8),
+    losing=BreakEvenPoint(5, 8),
     memory=Memory(12_000_000, 3.4e6),
     batches=(AT_8, replace(AT_8, batch_size=16, share=0.0, break_even_tau=math.inf)),
 )
@@ -100,7 +102,7 @@ def test_a_load_adds_its_columns() -> None:
     assert rows[1]["goodput"] == "412 [400, 420]" and rows[1]["break-even tau"] == "1.50"
     assert rows[1]["loses above"] == "5" and rows[1]["draft MB"] == "12.0" and rows[1]["cache MB"] == "3.4"
     assert rows[0]["goodput"] == "-" and [row[""] for row in rows] == ["baseline", "<- chosen", "dropped at 40%"]
-    domain = dict(zip(*domain_cells([replace(SUPPORT, speedup=Estimate(1.1), losing=Losing(None, 8))])))
+    domain = dict(zip(*domain_cells([replace(SUPPORT, speedup=Estimate(1.1), losing=BreakEvenPoint(None, 8))])))
     assert domain["loses above"] == "> 8?" and domain["expected speed-up"] == "1.10x" and domain["goodput"] == "n/a"
     assert "goodput" not in domain_cells([SUPPORT])[0]
 

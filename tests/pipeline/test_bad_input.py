@@ -28,7 +28,7 @@ from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.formats import tensors
 from draftforge.train import checkpoints
-from draftforge.train.loop import Run
+from draftforge.train.loop import Trainer
 
 Damage = Callable[[Path], object]
 Fails = Callable[..., str]
@@ -438,15 +438,15 @@ def test_sigterm_unwinds_and_the_same_command_goes_on(
 
 def test_sigterm_in_the_last_save_stops_after_it(write_recipe: Callable[..., Path], fails: Fails) -> None:
     recipe = write_recipe(drafts={"small": SMALL})
-    plain = Run.save
+    plain = Trainer.save
 
-    def save(run: Run) -> None:
+    def save(run: Trainer) -> None:
         if run.state.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         plain(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "save", save)
+        patch.setattr(Trainer, "save", save)
         patch.setattr(scoring, "score_draft", lambda *_: pytest.fail("went on to the next stage"))
         assert "stopped by SIGTERM" in fails(143, "score", recipe)
 

@@ -20,9 +20,9 @@ from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.layer_skip import SkippedLayers
 from draftforge.specdec.formats import write_draft
 from draftforge.specdec.formats.layer_skip import SkipFile, write_skipped
-from draftforge.specdec.proposers.other_device import ElsewhereDrafter, Place, place_of
+from draftforge.specdec.proposers.other_device import DraftDevice, ElsewhereDrafter, place_of
 
-THERE = Place(torch.device("cpu"), torch.float64)
+THERE = DraftDevice(torch.device("cpu"), torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_drafts_lie_where_they_are_told_to(
     seen: list[ElsewhereDrafter] = []
     inner, init = scoring._draft_place, ElsewhereDrafter.__init__
 
-    def elsewhere(target: Any, device: str | None) -> Place:
+    def elsewhere(target: Any, device: str | None) -> DraftDevice:
         asked.append(device)
         return inner(target, device) if device is None else THERE
 
@@ -117,5 +117,5 @@ def test_the_precision_there(
 ) -> None:
     """Meta stands for a GPU."""
     monkeypatch.setattr(targets, "_computes", lambda device: True)
-    monkeypatch.setattr(scoring, "place_of", lambda target: Place(torch.device(here[0]), here[1]))
-    assert scoring._draft_place(None, device) == Place(torch.device(there[0]), there[1])  # type: ignore[arg-type]
+    monkeypatch.setattr(scoring, "place_of", lambda target: DraftDevice(torch.device(here[0]), here[1]))
+    assert scoring._draft_place(None, device) == DraftDevice(torch.device(there[0]), there[1])  # type: ignore[arg-type]

@@ -12,13 +12,13 @@ from drafted import add_idle_layer
 
 from draftforge.errors import InputError
 from draftforge.pipeline import generate
-from draftforge.pipeline.generate import Spoken
+from draftforge.pipeline.generate import GeneratedAnswer
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.formats import write_draft
 
-Say = Callable[..., Spoken]
+Say = Callable[..., GeneratedAnswer]
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,11 @@ def longer(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -
 
 @pytest.fixture(scope="module")
 def say(space: Workspace, longer: Path) -> Say:
-    def speak(helped_by: str | None, temperature: float = 0.0, draft: object = longer, **options: object) -> Spoken:
+    def speak(
+        helped_by: str | None, temperature: float = 0.0, draft: object = longer, **options: object
+    ) -> GeneratedAnswer:
         asked = {"rule": None, "draft_tokens": None, "tree": None, "max_new_tokens": 17, "seed": 7, **options}
-        return generate.speak(
+        return generate.answer_prompt(
             space,
             "hi there",
             str(draft),

@@ -14,7 +14,7 @@ from draftforge.data.conversation import Message
 from draftforge.pipeline import retrain as retraining
 from draftforge.pipeline import staleness_evidence
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.retrain import rehearse, retrain
+from draftforge.pipeline.retrain import dry_run, retrain
 from draftforge.pipeline.workspace import STAGE_TAG, Workspace, at, recorded, stage_of
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.registry.tracking import FAILURE_TAG
@@ -125,13 +125,13 @@ def test_a_dry_run_changes_nothing(
     before = contents(work)
     version = champion(Workspace(small(distilled)).tracking, Workspace(small(distilled)).target_fingerprint)
     assert version is not None
-    found = rehearse(small(distilled))
+    found = dry_run(small(distilled))
     said = capsys.readouterr().err
     assert found.stale and contents(work) == before
     assert f"would train small: 4 steps, warm, from {version.reference}: to do" in said
     assert f"would score, register, and meet the gate against champion {version.reference}" in said
     shutil.rmtree(work)
-    assert not rehearse(small(distilled)).champion and not work.exists()
+    assert not dry_run(small(distilled)).champion and not work.exists()
     assert "no champion of any target yet" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftforge.errors import InputError
 from draftforge.eval.settings import ScoreSettings
 from draftforge.pipeline import generate, verbs
-from draftforge.pipeline.generate import Spoken
+from draftforge.pipeline.generate import GeneratedAnswer
 from draftforge.pipeline.scoring import Scored, any_draft_for
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
@@ -42,8 +42,12 @@ def theirs(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -
 def test_it_is_generated_with(recipe: Recipe, theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     space = Workspace(recipe)
 
-    def said(draft: object, tree: str | None = None, temperature: float = 0.0, helped_by: str | None = None) -> Spoken:
-        return generate.speak(space, "How do I reset it?", str(draft), None, 3, tree, helped_by, 20, temperature, 7)
+    def said(
+        draft: object, tree: str | None = None, temperature: float = 0.0, helped_by: str | None = None
+    ) -> GeneratedAnswer:
+        return generate.answer_prompt(
+            space, "How do I reset it?", str(draft), None, 3, tree, helped_by, 20, temperature, 7
+        )
 
     assert said(theirs).generation.tokens == said("none").generation.tokens
     assert "has another tokenizer than the target's" in capsys.readouterr().err.replace("\n", " ")

@@ -15,12 +15,12 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftforge.cli import main
-from draftforge.errors import InputError, MissingFileError, PromiseBrokenError, ServedError
+from draftforge.errors import AcceptanceMismatchError, InputError, MissingFileError, ServedError
 from draftforge.eval.engine_metrics import promise_of
 from draftforge.eval.select import serving
 from draftforge.pipeline import monitoring
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.monitoring import Served, Told, look_at, metrics
+from draftforge.pipeline.monitoring import ChampionCollector, Served, look_at, metrics
 from draftforge.pipeline.promotion import kept_counts
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
@@ -133,7 +133,7 @@ def test_a_champion_is_told_of(
     assert value(told, "served_tau") == pytest.approx(1 + 0.9 * K) and value(told, "served_parts") == 1
     assert value(told, "promised_tau") == promise.taus["unclipped"].value
     assert "WARNING: served: vllm has tau" in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(PromiseBrokenError, match="parts from the promise"):
+    with pytest.raises(AcceptanceMismatchError, match="parts from the promise"):
         metrics(space, tmp_path / "e.prom", None, Served([address], fail=True))
     assert "draftforge_served_parts" in (tmp_path / "e.prom").read_text()  # written all the same
     right = 1000 * (promise.taus["unclipped"].value - 1)
@@ -194,7 +194,7 @@ def test_the_window_moves_on(write_recipe: WriteRecipe, monkeypatch: pytest.Monk
     space, now = Workspace(load_recipe(write_recipe())), [0.0]
     monkeypatch.setattr(monitoring.time, "monotonic", lambda: now[0])
     source = tmp_path / "scrape.prom"
-    told = Told(space, Served([str(source)], interval_seconds=60.0))
+    told = ChampionCollector(space, Served([str(source)], interval_seconds=60.0))
     registry = CollectorRegistry()
     registry.register(told)
     seen = []

@@ -10,10 +10,10 @@ import pytest
 
 from draftforge.errors import InputError
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
-from draftforge.eval.draft_configs import Plan
+from draftforge.eval.draft_configs import DraftConfig
 from draftforge.pipeline import generate, scoring
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.generate import Spoken
+from draftforge.pipeline.generate import GeneratedAnswer
 from draftforge.pipeline.stages import capture_stage, mix_stage
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
@@ -78,12 +78,14 @@ def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path])
     capture_stage(space, mix_stage(space))
     folder = tmp_draft(space)
 
-    def said(tree: str | None, temperature: float = 0.0, draft: str = folder, rule: str | None = None) -> Spoken:
-        return generate.speak(space, "hi there", draft, rule, None, tree, None, 12, temperature, 7)
+    def said(
+        tree: str | None, temperature: float = 0.0, draft: str = folder, rule: str | None = None
+    ) -> GeneratedAnswer:
+        return generate.answer_prompt(space, "hi there", draft, rule, None, tree, None, 12, temperature, 7)
 
     plain = said(None, draft="none").generation.tokens
     for tree in TREES:
-        assert said(tree).generation.tokens == plain and said(tree).plan == Plan(2, tree)
+        assert said(tree).generation.tokens == plain and said(tree).plan == DraftConfig(2, tree)
     assert said("best", 0.9).rule == "onehot" and said(None, 0.9).rule == "token"
     assert len(said("grown", 0.9, rule="typical").generation.tokens) > 0
     with pytest.raises(InputError, match=r"--tree wide: must be one of the recipe's score.trees \(grown, best\)"):

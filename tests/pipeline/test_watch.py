@@ -15,7 +15,7 @@ import pytest
 
 from draftforge.errors import InputError
 from draftforge.pipeline import watch as watching
-from draftforge.pipeline.watch import Watch, ended, once, seconds_of
+from draftforge.pipeline.watch import RetrainScheduler, ended, run_once, seconds_of
 
 Popen = subprocess.Popen[bytes]
 
@@ -37,12 +37,12 @@ class Starts:
 
 
 @pytest.fixture
-def ticking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Watch], None]]:
+def ticking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RetrainScheduler], None]]:
     """Serve a watch in a thread until the test ends."""
     monkeypatch.setattr(watching, "_TICK_SECONDS", 0.05)
-    served: list[tuple[Watch, threading.Thread]] = []
+    served: list[tuple[RetrainScheduler, threading.Thread]] = []
 
-    def serve(watch: Watch) -> None:
+    def serve(watch: RetrainScheduler) -> None:
         watch._scheduler.start()
 
         def loop() -> None:
@@ -80,27 +80,29 @@ def test_times_are_read() -> None:
             seconds_of(text, "--every")
 
 
-def test_the_first_retraining_starts_at_once_and_the_others_follow(ticking: Callable[[Watch], None]) -> None:
+def test_the_first_retraining_starts_at_once_and_the_others_follow(ticking: Callable[[RetrainScheduler], None]) -> None:
     starts = Starts()
-    ticking(Watch(starts, every_seconds=1))
+    ticking(RetrainScheduler(starts, every_seconds=1))
     until(lambda: len(starts.at) >= 3)
     gaps = [after - before for before, after in zip(starts.at, starts.at[1:])]
     assert all(0.7 < gap < 1.6 for gap in gaps[:2])
 
 
-def test_a_long_retraining_is_not_joined_by_another(ticking: Callable[[Watch], None], tmp_path: Path) -> None:
+def test_a_long_retraining_is_not_joined_by_another(
+    ticking: Callable[[RetrainScheduler], None], tmp_path: Path
+) -> None:
     """Each one leaves its times; no two overlap."""
     log = tmp_path / "log"
     code = f"import time; t = time.time(); time.sleep(1.3); open({str(log)!r}, 'a').write(f'{{t}} {{time.time()}}\\n')"
-    ticking(Watch(Starts(code), every_seconds=1))
+    ticking(RetrainScheduler(Starts(code), every_seconds=1))
     until(lambda: log.exists() and len(log.read_text().splitlines()) >= 3)
     spans = [[float(text) for text in line.split()] for line in log.read_text().splitlines()]
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
-def test_what_is_asked_for_meanwhile_is_done_once_afterwards(ticking: Callable[[Watch], None]) -> None:
+def test_what_is_asked_for_meanwhile_is_done_once_afterwards(ticking: Callable[[RetrainScheduler], None]) -> None:
     starts = Starts("import time; time.sleep(0.8)")
-    watch = Watch(starts, every_seconds=3600)
+    watch = RetrainScheduler(starts, every_seconds=3600)
     ticking(watch)
     until(lambda: len(starts.at) == 1)
     for _ in range(5):
@@ -115,7 +117,10 @@ def test_what_is_asked_for_meanwhile_is_done_once_afterwards(ticking: Callable[[
 
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
 def test_a_clock_that_is_set_neither_skips_nor_doubles(
-    jump: float, ticking: Callable[[Watch], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    jump: float,
+    ticking: Callable[[RetrainScheduler], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shift = [0.0]
     honest = time.time
@@ -129,7 +134,7 @@ def test_a_clock_that_is_set_neither_skips_nor_doubles(
         monkeypatch.setattr(f"{module}.datetime", Clock)
     monkeypatch.setattr(watching.time, "time", lambda: honest() + shift[0])
     starts = Starts()
-    watch = Watch(starts, every_seconds=2)
+    watch = RetrainScheduler(starts, every_seconds=2)
     ticking(watch)
     until(lambda: len(starts.at) == 1)
     time.sleep(0.5)
@@ -141,7 +146,7 @@ def test_a_clock_that_is_set_neither_skips_nor_doubles(
 
 
 def test_a_disciplined_clock_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch(Starts(), every_seconds=3600)
+    watch = RetrainScheduler(Starts(), every_seconds=3600)
     watch._scheduler.start(paused=True)
     before = watch._scheduler.get_job("retrain").next_run_time
     honest = time.time
@@ -155,7 +160,7 @@ def test_a_disciplined_clock_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     watch.stop()
 
 
-def test_stopping_ends_the_child_kindly(ticking: Callable[[Watch], None], tmp_path: Path) -> None:
+def test_stopping_ends_the_child_kindly(ticking: Callable[[RetrainScheduler], None], tmp_path: Path) -> None:
     mark = tmp_path / "unwound"
     ready = tmp_path / "ready"
     code = (
@@ -163,7 +168,7 @@ def test_stopping_ends_the_child_kindly(ticking: Callable[[Watch], None], tmp_pa
         f"signal.signal(signal.SIGTERM, lambda *_: (open({str(mark)!r}, 'w').close(), sys.exit(143)))\n"
         f"open({str(ready)!r}, 'w').close()\ntime.sleep(60)"
     )
-    watch = Watch(Starts(code), every_seconds=3600)
+    watch = RetrainScheduler(Starts(code), every_seconds=3600)
     ticking(watch)
     until(ready.exists)
     running = watch._running
@@ -183,12 +188,12 @@ def test_a_child_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch)
         stdout=subprocess.PIPE,
     )
     assert process.stdout is not None and process.stdout.read(1) == b"1"
-    watching.end(process)
+    watching.terminate(process)
     assert process.wait(5) == -signal.SIGKILL
 
 
 def test_a_start_that_fails_is_said_and_tried_again(
-    ticking: Callable[[Watch], None], capsys: pytest.CaptureFixture[str]
+    ticking: Callable[[RetrainScheduler], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     tries = []
 
@@ -196,7 +201,7 @@ def test_a_start_that_fails_is_said_and_tried_again(
         tries.append(1)
         raise OSError("no more processes")
 
-    ticking(Watch(refuse, every_seconds=1))
+    ticking(RetrainScheduler(refuse, every_seconds=1))
     until(lambda: len(tries) >= 2)
     assert "cannot be started (no more processes)" in capsys.readouterr().err
 
@@ -217,8 +222,8 @@ def test_every_end_is_one_line(code: int, said: str) -> None:
 
 
 def test_once_gives_the_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert once(script("raise SystemExit(5)")) == 5
-    assert once(script("import os; os.kill(os.getpid(), 9)")) == 137
+    assert run_once(script("raise SystemExit(5)")) == 5
+    assert run_once(script("import os; os.kill(os.getpid(), 9)")) == 137
     assert "refused" in capsys.readouterr().err
 
 

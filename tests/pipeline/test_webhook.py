@@ -13,7 +13,16 @@ from mlflow.webhooks import delivery as mlflow_delivery
 
 from draftforge.errors import InputError
 from draftforge.pipeline import watch
-from draftforge.pipeline.watch import DELIVERY, SIGNATURE, TIMESTAMP, Receiver, concerns, followed, listening, secret_of
+from draftforge.pipeline.watch import (
+    DELIVERY,
+    SIGNATURE,
+    TIMESTAMP,
+    Receiver,
+    listening,
+    matches,
+    secret_of,
+    watched_alias,
+)
 
 SECRET = "not a real secret"
 MOVED = {
@@ -27,7 +36,7 @@ MOVED = {
 class Server:
     def __init__(self) -> None:
         self.asked = 0
-        self.receiver = Receiver(SECRET, lambda event: concerns(event, "assistant", "production"), self._ask)
+        self.receiver = Receiver(SECRET, lambda event: matches(event, "assistant", "production"), self._ask)
         self.port = 0
 
     def _ask(self) -> None:
@@ -146,10 +155,10 @@ def test_without_a_secret_or_an_alias_nothing_listens() -> None:
     assert secret_of({watch.SECRET_VARIABLE: "s"}) == "s"
     with pytest.raises(InputError, match="DRAFTFORGE_WEBHOOK_SECRET: is not set"):
         secret_of({})
-    assert followed("models:/assistant@production") == ("assistant", "production")
+    assert watched_alias("models:/assistant@production") == ("assistant", "production")
     for model in ("models:/assistant/3", "./folder", "owner/name@production"):
         with pytest.raises(InputError, match="must be models:/NAME@ALIAS"):
-            followed(model)
+            watched_alias(model)
 
 
 def test_a_taken_port_is_one_line(server: Server) -> None:

@@ -6,7 +6,14 @@ import pytest
 from stand_ins import near_copy, prompts, random_eagle3, target
 
 from draftforge.errors import InputError
-from draftforge.specdec.counting import Counting, EngineCounts, EngineRound, Runs, engine_rounds, matched_runs
+from draftforge.specdec.counting import (
+    CountedRounds,
+    CountingConvention,
+    EngineCounts,
+    EngineRound,
+    engine_rounds,
+    matched_runs,
+)
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import Proposer, make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
@@ -14,7 +21,7 @@ from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.sampling import SamplingSettings
 
 # Row t: what of three drafted tokens is right when t tokens of the answer are known. Eight tokens are asked for.
-RUNS = Runs([2, 3, 0, 1, 0, 0, 2, 3, 0, 0, 0], [3] * 11)
+RUNS = CountedRounds([2, 3, 0, 1, 0, 0, 2, 3, 0, 0, 0], [3] * 11)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +33,7 @@ RUNS = Runs([2, 3, 0, 1, 0, 0, 2, 3, 0, 0, 0], [3] * 11)
         ("vllm", [(3, 3), (3, 0), (3, 2)]),  # at 1, 5, 6: nothing is clipped, the surplus is accepted
     ],
 )
-def test_an_answer_that_ends_by_length(counting: Counting, expected: list[tuple[int, int]]) -> None:
+def test_an_answer_that_ends_by_length(counting: CountingConvention, expected: list[tuple[int, int]]) -> None:
     assert engine_rounds(counting, RUNS, 3, 8) == expected
 
 
@@ -38,14 +45,14 @@ def test_an_answer_that_ends_by_length(counting: Counting, expected: list[tuple[
         ("vllm", [(3, 3)]),
     ],
 )
-def test_an_answer_that_ends_inside_a_draft(counting: Counting, expected: list[tuple[int, int]]) -> None:
+def test_an_answer_that_ends_inside_a_draft(counting: CountingConvention, expected: list[tuple[int, int]]) -> None:
     assert engine_rounds(counting, RUNS, 3, 8, stopped_after=3) == expected
 
 
 def test_llamacpp_accepts_a_stop_token_only_as_the_drafts_last() -> None:
-    assert engine_rounds("llamacpp", Runs([9, 3], [3, 3]), 3, 8, stopped_after=4) == [(3, 3)]
-    assert engine_rounds("llamacpp", Runs([9, 2], [3, 3]), 3, 8, stopped_after=3) == [(3, 1)]
-    assert engine_rounds("draftforge", Runs([9, 2], [3, 3]), 3, 8, stopped_after=3) == [(3, 2)]
+    assert engine_rounds("llamacpp", CountedRounds([9, 3], [3, 3]), 3, 8, stopped_after=4) == [(3, 3)]
+    assert engine_rounds("llamacpp", CountedRounds([9, 2], [3, 3]), 3, 8, stopped_after=3) == [(3, 1)]
+    assert engine_rounds("draftforge", CountedRounds([9, 2], [3, 3]), 3, 8, stopped_after=3) == [(3, 2)]
 
 
 def test_a_last_round_of_one_token_drafts_nothing_and_llamacpp_does_not_count_it() -> None:
@@ -67,9 +74,9 @@ def test_one_token_is_no_round_but_for_transformers() -> None:
         ("vllm", [(2, 2), (3, 2)]),
     ],
 )
-def test_a_round_without_a_draft(counting: Counting, expected: list[tuple[int, int]]) -> None:
+def test_a_round_without_a_draft(counting: CountingConvention, expected: list[tuple[int, int]]) -> None:
     """Prompt lookup: nothing to copy after 1 and 5 tokens, two after 2, three after 6."""
-    runs = Runs([0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 0])
+    runs = CountedRounds([0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 0])
     assert engine_rounds(counting, runs, 3, 8) == expected
 
 

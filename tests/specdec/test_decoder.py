@@ -15,7 +15,7 @@ from draftforge.specdec.decoder import decode_rounds, generate
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Proposer
 from draftforge.specdec.proposers.base import Ask, Draft
-from draftforge.specdec.requests import Generation, Request, RoundTimer, Run
+from draftforge.specdec.requests import DecodeRun, Generation, Request, RoundTimer
 from draftforge.specdec.sampling import SamplingSettings, probabilities
 from draftforge.specdec.tree import TreeBatch
 
@@ -246,7 +246,9 @@ def enumerate_law(
 def test_timer_collects_every_round() -> None:
     model, requests = target(), greedy_requests(2)
     timer = RoundTimer(model.device)
-    steps = [dict(done) for done in decode_rounds(Run(model, proposer_named("small", model), requests, timer=timer))]
+    steps = [
+        dict(done) for done in decode_rounds(DecodeRun(model, proposer_named("small", model), requests, timer=timer))
+    ]
     answers = {index: answer for done in steps for index, answer in done.items()}
     assert len(timer.rounds) == sum(len(answer.rounds) for answer in answers.values()) == len(steps) - 1
     assert all(r.draft > 0 and r.verify > 0 and r.total > r.draft + r.verify for r in timer.rounds)
@@ -255,7 +257,7 @@ def test_timer_collects_every_round() -> None:
 def test_two_decoders_may_take_turns() -> None:
     model, requests = target(), greedy_requests(2)
     alone = [run(model, proposer_named("small", model), [request]) for request in requests]
-    turns = [decode_rounds(Run(model, proposer_named("small", model), [request])) for request in requests]
+    turns = [decode_rounds(DecodeRun(model, proposer_named("small", model), [request])) for request in requests]
     done: list[dict[int, Generation]] = [{}, {}]
     for steps in itertools.zip_longest(*turns, fillvalue=[]):
         for found, step in zip(done, steps):

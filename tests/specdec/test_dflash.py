@@ -16,13 +16,13 @@ from draftforge.specdec.cache import KVCache
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts import dflash
 from draftforge.specdec.drafts.dflash import DFlashDraft
-from draftforge.specdec.kernels.documents import Documents, Sight
+from draftforge.specdec.kernels.documents import Documents, QueryMask
 from draftforge.specdec.proposers import DynamicProposer, StaticProposer, TreeShape, make_drafter, make_proposer
 from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.replay.dynamic import drive
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.replay import replay
-from draftforge.specdec.replay.target_trace import Recorded, trace_target
+from draftforge.specdec.replay.target_trace import ReplayText, trace_target
 from draftforge.specdec.sampling import SamplingSettings
 
 GREEDY = SamplingSettings()
@@ -82,16 +82,16 @@ def test_training_and_drafting_compute_what_is_written_down(together: int, monke
     aux_BTA = 2 * torch.randn(2, TOKENS, 60, generator=generator) + 0.5
     anchor_BM = torch.tensor([[1, 3, 4, 9], [11, 2, 7, 7]])
     embeds_BMWH = torch.randn(2, 4, WIDTH, 24, generator=generator)
-    trained = draft(embeds_BMWH, aux_BTA, Sight(Documents.rows(aux_BTA[..., 0]), anchor_BM))
+    trained = draft(embeds_BMWH, aux_BTA, QueryMask(Documents.rows(aux_BTA[..., 0]), anchor_BM))
     for row in range(2):
         for block, anchor in enumerate(anchor_BM[row].tolist()):
             expected = plainly(draft, embeds_BMWH[row, block], aux_BTA[row], anchor)
             torch.testing.assert_close(trained[row, block], expected, **CLOSE)
             cache = KVCache(1, TOKENS + WIDTH, torch.device("cpu"))
             first = min(3, anchor)
-            draft.remember(aux_BTA[row, None, :first], cache.prefill(torch.tensor([0]), torch.tensor([first])))
+            draft.append_context(aux_BTA[row, None, :first], cache.prefill(torch.tensor([0]), torch.tensor([first])))
             if anchor > first:  # the rest arrives as it does in a round
-                draft.remember(aux_BTA[row, None, first:anchor], cache.extend(1, anchor - first))
+                draft.append_context(aux_BTA[row, None, first:anchor], cache.extend(1, anchor - first))
                 cache.keep(torch.tensor([anchor - first]))
             depth = torch.arange(WIDTH)[None]
             for _ in range(2):  # a block leaves nothing behind
@@ -107,7 +107,7 @@ def test_blocks_of_documents_that_share_a_row() -> None:
     aux_BTA, embeds_BMWH = (torch.randn(1, *sizes, generator=generator) for sizes in ((TOKENS, 72), (3, WIDTH, 24)))
     document_BT = torch.tensor([[0] * 5 + [1] * 6 + [-1]])
     positions_BT = torch.tensor([[*range(5), *range(6), 0]])
-    anchors = Sight(Documents(document_BT, positions_BT), torch.tensor([[3, 7, 10]]))
+    anchors = QueryMask(Documents(document_BT, positions_BT), torch.tensor([[3, 7, 10]]))
     packed = draft(embeds_BMWH, aux_BTA, anchors)[0]
     for block, (start, anchor) in enumerate([(0, 3), (5, 2), (5, 5)]):
         expected = plainly(draft, embeds_BMWH[0, block], aux_BTA[0, start:], anchor)
@@ -122,7 +122,7 @@ def test_every_number_of_levels_is_replayed_as_it_is_decoded() -> None:
     shorter: list[int] = []
     for ids in prompts(8):
         ((_, answer),) = generate(model, None, [Request(ids, GREEDY, 0, 28)])
-        traced = trace_target(model, [Recorded(ids, answer.tokens, 28)], GREEDY, proposer.aux_layers)
+        traced = trace_target(model, [ReplayText(ids, answer.tokens, 28)], GREEDY, proposer.aux_layers)
         for _, K, counts in replay(proposer, traced, ["greedy"], [1, 2, 3, 7])[0]:
             ((_, decoded),) = generate(model, proposer, [Request(ids, GREEDY, 0, 28)], draft_tokens=K)
             assert counts == count_rounds(decoded.rounds, K)
@@ -145,7 +145,7 @@ def test_trees_have_blocks_as_long_as_they_are_deep(levels: int) -> None:
         for ids in prompts(4):
             request = Request(ids, GREEDY, 0, 20)
             ((_, decoded),) = generate(model, proposer, [request], draft_tokens=levels)
-            traced = trace_target(model, [Recorded(ids, decoded.tokens, 20)], GREEDY, proposer.aux_layers)
+            traced = trace_target(model, [ReplayText(ids, decoded.tokens, 20)], GREEDY, proposer.aux_layers)
             ((counted,),) = replay(proposer, traced, ["greedy"], [levels])
             assert counted.counts == count_rounds(decoded.rounds, levels) == drive(proposer, traced, levels)[0]
 

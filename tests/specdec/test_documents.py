@@ -8,7 +8,7 @@ from torch import Tensor
 from draftforge.specdec.drafts import layers
 from draftforge.specdec.drafts.layers import _merged_columns, attend_columns
 from draftforge.specdec.kernels.attention import attention_within
-from draftforge.specdec.kernels.documents import PADDING, Documents, Sight, flex
+from draftforge.specdec.kernels.documents import PADDING, Documents, QueryMask, flex
 from draftforge.specdec.models import CausalModel
 
 LENGTHS = [[70, 1, 150, 40], [200, 33]]
@@ -27,11 +27,11 @@ def packed(lengths: list[list[int]] = LENGTHS, padding: int = 5) -> Documents:
     return Documents(document_BT, position_BT)
 
 
-def some_queries(documents: Documents, count: int = 131) -> Sight:
+def some_queries(documents: Documents, count: int = 131) -> QueryMask:
     tokens = documents.document_BT.shape[1]
     torch.manual_seed(3)
     at_BM = torch.stack([torch.randperm(tokens)[:count].sort().values for _ in documents.document_BT])
-    return Sight(documents, at_BM)
+    return QueryMask(documents, at_BM)
 
 
 def test_what_is_seen_by_enumeration() -> None:
@@ -77,7 +77,7 @@ def test_flex_attention_equals_the_dense_mask(window: int | None, softcap: float
     torch.testing.assert_close(flexed, plain, atol=1e-5, rtol=1e-5)
 
 
-def with_normaliser(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+def with_normaliser(query: Tensor, key: Tensor, value: Tensor, sight: QueryMask) -> tuple[Tensor, Tensor]:
     repeats = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(repeats, 1).transpose(-1, -2) * query.shape[-1] ** -0.5
     lse = scores.masked_fill(~sight.dense()[:, None], float("-inf")).logsumexp(-1)

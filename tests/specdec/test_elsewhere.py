@@ -33,11 +33,11 @@ from draftforge.specdec.proposers import (
     make_proposer,
 )
 from draftforge.specdec.proposers.base import Drafter, Texts, Trace
-from draftforge.specdec.proposers.other_device import ElsewhereDrafter, Place, lent, place_of
+from draftforge.specdec.proposers.other_device import DraftDevice, ElsewhereDrafter, place_of, remote_copy
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.replay.replay import replay
-from draftforge.specdec.replay.target_trace import Recorded, trace_target
+from draftforge.specdec.replay.target_trace import ReplayText, trace_target
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.tree import ROOT
 
@@ -110,7 +110,7 @@ def test_greedy_answers_are_the_targets_and_counted_alike(name: str, way: str) -
     for index, answer in dict(generate(model, proposer, requests, draft_tokens=3, batch_size=3)).items():
         assert answer.tokens == plain[index].tokens
         ids = requests[index].prompt_ids
-        recorded = [Recorded(ids, answer.tokens, 16)]
+        recorded = [ReplayText(ids, answer.tokens, 16)]
         traced = trace_target(model, recorded, GREEDY, proposer.aux_layers, proposer.reads_states)
         ((replayed,),) = replay(proposer, traced, ["greedy"], [3])
         assert replayed.counts == count_rounds(answer.rounds, 3)
@@ -218,9 +218,9 @@ def storages(model: CausalModel) -> Iterator[int]:
 
 @pytest.mark.parametrize("make", [target, tied], ids=["untied", "tied"])
 def test_what_is_borrowed_is_copied_once_and_when_it_is_read(make: Callable[[], CausalModel]) -> None:
-    model, place = make(), Place(CPU, torch.float64)
-    there = lent(model, place)
-    assert lent(model, place) is there and lent(model, Place(META, torch.float32)) is not there
+    model, place = make(), DraftDevice(CPU, torch.float64)
+    there = remote_copy(model, place)
+    assert remote_copy(model, place) is there and remote_copy(model, DraftDevice(META, torch.float32)) is not there
     ids, hidden = torch.tensor([[3, 1]]), torch.randn(2, 48)
     assert list(storages(there)) == list(storages(model))  # nothing is copied yet
     with torch.inference_mode():

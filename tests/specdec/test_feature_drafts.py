@@ -12,7 +12,7 @@ from torch import Tensor
 from draftforge.specdec.cache import KVCache
 from draftforge.specdec.drafts.eagle import EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
-from draftforge.specdec.kernels.documents import Documents, Sight
+from draftforge.specdec.kernels.documents import Documents, QueryMask
 
 TOKENS, STEPS = 9, 4
 CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-3}  # float32; the un-normed states of EAGLE-1 reach the hundreds
@@ -108,7 +108,7 @@ def test_training_and_drafting_compute_what_is_written_down(name: str) -> None:
     draft: Head = make(**options)
     embeds_TH, seen_TX = inputs(draft)
     first, width = 2, TOKENS - STEPS - 2
-    places = Sight(Documents.rows(torch.zeros(1, TOKENS)), torch.arange(first, first + width)[None])
+    places = QueryMask(Documents.rows(torch.zeros(1, TOKENS)), torch.arange(first, first + width)[None])
     trained = draft(embeds_TH[None], seen_TX[None], places, STEPS)
     true_TH = torch.stack([true_state(draft, seen) for seen in seen_TX])
     for column in range(width):

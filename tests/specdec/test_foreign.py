@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftforge.errors import InputError
 from draftforge.specdec import decoder
-from draftforge.specdec.cache import Step
+from draftforge.specdec.cache import CacheStep
 from draftforge.specdec.cross_tokenizer import ForeignDraft
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
@@ -25,7 +25,7 @@ from draftforge.specdec.proposers import Ask, Draft, ForeignProposer, make_propo
 from draftforge.specdec.proposers.trees import StaticTree
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.replay import replay
-from draftforge.specdec.replay.target_trace import Recorded, trace_target
+from draftforge.specdec.replay.target_trace import ReplayText, trace_target
 from draftforge.specdec.requests import Generation, Request
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -173,7 +173,7 @@ def test_replay_equals_decoding_count_by_count(rule: str, trained_drafts: Traine
     draft = ForeignDraft.of(trained_drafts.draft("small"), model.tokenizer, model.tokenizer, model.vocab_size)
     requests = trained_requests(model.tokenizer)
     answers = run(model, draft, requests, rule, draft_tokens=3)
-    recorded = [Recorded(request.prompt_ids, answer.tokens, 60) for request, answer in zip(requests, answers)]
+    recorded = [ReplayText(request.prompt_ids, answer.tokens, 60) for request, answer in zip(requests, answers)]
     replayed = replay(ForeignProposer(draft), trace_target(model, recorded, GREEDY), [rule], [3])
     assert [counted.counts for (counted,) in replayed] == [count_rounds(answer.rounds, 3) for answer in answers]
 
@@ -240,7 +240,7 @@ def test_a_text_that_is_too_long_for_the_draft_is_read_from_its_middle_on(
     read: list[int] = []
     states = draft.lm.states
 
-    def listening(ids_BN: torch.Tensor, step: Step) -> States:
+    def listening(ids_BN: torch.Tensor, step: CacheStep) -> States:
         read.append(ids_BN.shape[1] if step.at_BN is None else 1 + int(step.at_BN.max()))
         return states(ids_BN, step)
 

@@ -10,7 +10,7 @@ from draftforge.errors import InputError
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Proposer
-from draftforge.specdec.requests import Generation, Request, Run
+from draftforge.specdec.requests import DecodeRun, Generation, Request
 from draftforge.specdec.rules import RULES
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -58,10 +58,10 @@ def test_a_run_takes_exactly_the_rules_that_suit_the_draft(name: str) -> None:
     proposer, warm = proposer_named(name, model), [Request([1], SETTINGS[0], 0, 2)]
     for rule in (rule for rule in RULES if rule != "greedy"):
         if takes(rule, name):
-            Run(model, proposer, warm, rule)
+            DecodeRun(model, proposer, warm, rule)
         else:
             with pytest.raises(InputError, match=f"rule: '{rule}': "):
-                Run(model, proposer, warm, rule)
+                DecodeRun(model, proposer, warm, rule)
 
 
 @pytest.mark.parametrize(("name", "rule"), [(name, rule) for name in NAMES for rule in RULES if takes(rule, name)])

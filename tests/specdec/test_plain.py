@@ -13,7 +13,7 @@ from torch import Tensor
 import draftforge.specdec.continuous_batching as plain
 from draftforge.errors import ContextLengthError, InputError
 from draftforge.specdec.continuous_batching import Answered, Asked, PlainDecoder
-from draftforge.specdec.cuda_graphs import Shapes, Watch
+from draftforge.specdec.cuda_graphs import OpCounter, Shapes
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.requests import Generation, Request
@@ -154,14 +154,14 @@ def test_a_step_waits_for_nothing(family: str, lengths_on_device: None, monkeypa
         model, 5, CAPACITY, BUDGET, shapes=lambda slots, capacity, graphed: Shapes(slots, capacity, True)
     )
     decoder.ask([Asked(str(index), request) for index, request in enumerate(asked)])
-    with Watch() as watch:
+    with OpCounter() as watch:
         decoder.step()
         decoder.step()
     assert not watch.waiting
 
 
 def test_waiting_is_seen() -> None:
-    with Watch() as watch:
+    with OpCounter() as watch:
         CausalModel(tiny(*SUPPORTED["mixtral"])).states(torch.tensor([[1, 2]]))
     assert watch.waiting
 

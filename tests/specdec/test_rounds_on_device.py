@@ -13,7 +13,7 @@ from stand_ins import target
 from torch import Tensor
 
 from draftforge.specdec import cache, decoder
-from draftforge.specdec.cuda_graphs import Replays, Watch
+from draftforge.specdec.cuda_graphs import OpCounter, Replays
 from draftforge.specdec.decoder import Generation, generate
 from draftforge.specdec.kernels.attention import attention
 from draftforge.specdec.requests import Request
@@ -139,7 +139,7 @@ def test_graphs_can_hold_every_part(
         if part not in known:
             known.add(part)
             return run(self, part, function, *args)
-        with Watch() as watch:
+        with OpCounter() as watch:
             output = run(self, part, function, *args)
         assert not watch.waiting and not watch.bringing, f"{part}: {watch.waiting} {watch.bringing}"
         proposer = getattr(function, "__self__", None)

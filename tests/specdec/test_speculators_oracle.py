@@ -11,7 +11,7 @@ from stand_ins import first_positions
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftforge.specdec.formats import Verifier, read_draft, write_draft
-from draftforge.specdec.kernels.documents import Documents, Sight
+from draftforge.specdec.kernels.documents import Documents, QueryMask
 
 speculators = pytest.importorskip("speculators", reason="an oracle, not a dependency: make test-vllm has it")
 TOKENS, STEPS = 12, 3
@@ -96,7 +96,7 @@ def test_it_loads_our_dflash_folder_and_computes_the_same_blocks(
     anchors = places.view(blocks, 6)[:, 0]
     block_ids = torch.full((1, blocks, 6), 60)
     block_ids[0, :, 0] = ids[0, anchors]
-    states = ours(theirs.embed_tokens(block_ids), aux, Sight(Documents.rows(ids), anchors[None]))
+    states = ours(theirs.embed_tokens(block_ids), aux, QueryMask(Documents.rows(ids), anchors[None]))
     torch.testing.assert_close(theirs.lm_head(states).flatten(1, 2), logits, rtol=1e-4, atol=1e-4)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from draftforge.specdec.cross_tokenizer import Respelled, Spelling
+from draftforge.specdec.cross_tokenizer import Retokenized, TokenizerBridge
 
 TEXT = [
     "The order has shipped and will arrive on Monday, said the other one.",
@@ -64,9 +64,9 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 }
 
 
-def spelling(name: str) -> Spelling:
+def spelling(name: str) -> TokenizerBridge:
     tokenizer = TOKENIZERS[name]()
-    return Spelling(tokenizer, len(tokenizer))
+    return TokenizerBridge(tokenizer, len(tokenizer))
 
 
 def known_ids(name: str, text: str) -> list[int]:
@@ -81,7 +81,7 @@ def test_it_does_not_matter_how_many_ids_come_at_once(
     known: str, own: str, start: str, more: list[str], said: str
 ) -> None:
     ids, grown = known_ids(known, start), [token for text in more for token in spelling(known).encode(text)]
-    at_once, one_by_one = (Respelled(spelling(known), spelling(own), ids) for _ in range(2))
+    at_once, one_by_one = (Retokenized(spelling(known), spelling(own), ids) for _ in range(2))
     settled = [*at_once.settled, *at_once.extend(grown)]
     assert settled == [*one_by_one.settled, *(own for token in grown for own in one_by_one.extend([token]))]
     assert at_once.tail == one_by_one.tail and at_once.following(said) == one_by_one.following(said)
@@ -92,7 +92,7 @@ def test_a_long_text_that_is_cut_before_words_is_spelled_as_a_whole() -> None:
     text = " ".join([*TEXT[:2], *TEXT[:2], *TEXT[:2]]) * 3
     ids, own = spelling("bytes").encode(text), spelling("sentencepiece")
     for start in (1, 40, 200):
-        respelled = Respelled(spelling("bytes"), own, ids[:start])
+        respelled = Retokenized(spelling("bytes"), own, ids[:start])
         settled = [*respelled.settled, *respelled.extend(ids[start:])]
         assert [*settled, *respelled.tail] == own.opening(text) and len(settled) > len(respelled.tail)
 
@@ -102,7 +102,7 @@ def test_a_long_text_that_is_cut_before_words_is_spelled_as_a_whole() -> None:
 def test_byte_level_tokenizers_read_the_very_text(start: str, more: list[str]) -> None:
     """Cut anywhere; but for the bytes at its end that are no whole character yet."""
     ids = known_ids("bytes", start)
-    respelled, own = Respelled(spelling("bytes"), spelling("other-bytes"), ids), list[int]()
+    respelled, own = Retokenized(spelling("bytes"), spelling("other-bytes"), ids), list[int]()
     own += respelled.settled
     for text in more:
         new = spelling("bytes").encode(text)
@@ -117,7 +117,7 @@ def test_byte_level_tokenizers_read_the_very_text(start: str, more: list[str]) -
 @given(start=texts, said=texts)
 def test_what_follows_extends_the_ids_and_the_text(known: str, start: str, said: str) -> None:
     ids = known_ids(known, start)
-    following = Respelled(spelling(known), spelling("words"), ids).following(said)
+    following = Retokenized(spelling(known), spelling("words"), ids).following(said)
     assert all(0 <= token < len(TOKENIZERS[known]()) for token in following)
     if following and known == "bytes":
         text = spelling(known).text([*ids, *following], 0, len(ids) + len(following))
@@ -125,7 +125,7 @@ def test_what_follows_extends_the_ids_and_the_text(known: str, start: str, said:
 
 
 def following(known: str, ids: list[int], said: str) -> list[int]:
-    return Respelled(spelling(known), spelling("words"), ids).following(said)
+    return Retokenized(spelling(known), spelling("words"), ids).following(said)
 
 
 @pytest.mark.parametrize("known", ["bytes", "sentencepiece"])
@@ -160,7 +160,7 @@ def test_half_a_character_is_completed_or_left_alone() -> None:
     ids = spell.encode("Köln 日")
     for missing in (1, 2):
         half = ids[:-missing]
-        respelled = Respelled(spell, spelling("other-bytes"), half)
+        respelled = Retokenized(spell, spelling("other-bytes"), half)
         assert spelling("other-bytes").text(respelled.tail, 0, 99) == "Köln "
         assert respelled.following("日本") == [*ids[-missing:], *spell.encode("本")]
         assert respelled.following(" the") == []
@@ -169,8 +169,8 @@ def test_half_a_character_is_completed_or_left_alone() -> None:
 
 def test_what_a_model_does_not_know_is_left_out() -> None:
     tokenizer = bytes_of(300)
-    assert all(token < 290 for token in Spelling(tokenizer, 290).encode(" ".join(TEXT)))
-    assert any(token >= 290 for token in Spelling(tokenizer, 300).encode(" ".join(TEXT)))
+    assert all(token < 290 for token in TokenizerBridge(tokenizer, 290).encode(" ".join(TEXT)))
+    assert any(token >= 290 for token in TokenizerBridge(tokenizer, 300).encode(" ".join(TEXT)))
 
 
 def test_texts_begin_with_what_the_tokenizer_lets_them_begin_with() -> None:

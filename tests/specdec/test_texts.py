@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from stand_ins import VOCAB, prompts, target
 from torch import Tensor
 
-from draftforge.specdec.cache import Step
+from draftforge.specdec.cache import CacheStep
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import cross_tokenizer as texts_of_draft
 from draftforge.specdec.proposers.cross_tokenizer import TextReader
@@ -58,7 +58,7 @@ def check_texts(
     for step in steps:
         known = []
         for slot, (settles, new) in enumerate(step):
-            (texts.extend if settles else texts.look_ahead)(slot, new)
+            (texts.extend if settles else texts.append_text)(slot, new)
             settled[slot] += new if settles else []
             known.append(settled[slot] if settles else settled[slot] + new)
         agree(texts, known, [data.draw(st.integers(1, len(ids))) for ids in known])
@@ -71,7 +71,7 @@ def test_only_what_changed_is_read_again(few_widths: bool, widths: list[int], mo
     texts, read = TextReader(MODEL), list[int]()
     states = MODEL.states
 
-    def listening(ids_BN: Tensor, step: Step) -> States:
+    def listening(ids_BN: Tensor, step: CacheStep) -> States:
         read.append(ids_BN.shape[1])
         return states(ids_BN, step)
 
@@ -79,10 +79,10 @@ def test_only_what_changed_is_read_again(few_widths: bool, widths: list[int], mo
     texts.reserve(2, 40)
     with torch.no_grad():
         texts.begin([0, 1], [[1, 2, 3, 4, 5, 6], [3, 4]])
-        texts.look_ahead(0, [7, 8, 9])
+        texts.append_text(0, [7, 8, 9])
         texts.logits([1, 1])
         texts.extend(0, [7, 8])
-        texts.look_ahead(0, [5])
+        texts.append_text(0, [5])
         texts.logits([1, 1])
         texts.logits([2, 1])
     assert read == widths
@@ -93,7 +93,7 @@ def test_what_is_replaced_by_as_many_others_is_read_again() -> None:
     texts.reserve(1, 40)
     texts.begin([0], [[1, 2, 3]])
     for ahead in ([4, 5, 6], [7, 8, 6], [7, 9, 6]):
-        texts.look_ahead(0, ahead)
+        texts.append_text(0, ahead)
         agree(texts, [[1, 2, 3, *ahead]], [1])
 
 
@@ -105,10 +105,10 @@ def test_slots_move_are_refilled_and_shortened() -> None:
     texts.extend(0, [5, 6])
     agree(texts, [[*rows[2], 5, 6], rows[1]], [2, 1])
     texts.begin([2], [[9, 9, 1]])
-    texts.shorten(0, 3)
+    texts.truncate(0, 3)
     agree(texts, [[*rows[2], 5, 6][-3:], rows[1], [9, 9, 1]], [1, 1, 3])
-    texts.look_ahead(0, [4])
-    texts.shorten(0, 2)
+    texts.append_text(0, [4])
+    texts.truncate(0, 2)
     texts.extend(0, [4, 8])
     agree(texts, [[6, 4, 8], rows[1], [9, 9, 1]], [1, 1, 1])
 

@@ -22,10 +22,10 @@ from draftforge.pipeline import scoring, stages
 from draftforge.train import loop
 
 rank, step, how, *arguments = sys.argv[1:]
-whole_reduce, whole_capture = loop.Run.reduce, stages.capture
+whole_reduce, whole_capture = loop.Trainer.reduce, stages.capture
 
 
-def mortal_reduce(self: loop.Run, *args: Any) -> Any:
+def mortal_reduce(self: loop.Trainer, *args: Any) -> Any:
     """Between backward and the collective that sums the losses."""
     if self.state.step == int(step) and self.ranks.rank == int(rank):
         if how == "kill":
@@ -71,5 +71,5 @@ if how == "answer":
     capturing.write_answers = dying_after(capturing.write_answers)
 if how == "fail":
     scoring.Scorer.counts = dying_after(scoring.Scorer.counts)  # type: ignore[method-assign]
-loop.Run.reduce = mortal_reduce  # type: ignore[assignment, method-assign]
+loop.Trainer.reduce = mortal_reduce  # type: ignore[assignment, method-assign]
 main(arguments)

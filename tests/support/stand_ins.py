@@ -15,7 +15,7 @@ from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.drafts.small import SmallDraft
-from draftforge.specdec.kernels.documents import Documents, Sight
+from draftforge.specdec.kernels.documents import Documents, QueryMask
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -130,17 +130,17 @@ def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int
     place_V = torch.full((model.vocab_size,), -100).index_copy(0, ids, torch.arange(len(ids)))
 
     def loss() -> Tensor:
-        states = draft(model.embed(block_BMW).detach(), aux_BTA, Sight(Documents.rows(ids_BT), anchor_BM))[:, :, 1:]
+        states = draft(model.embed(block_BMW).detach(), aux_BTA, QueryMask(Documents.rows(ids_BT), anchor_BM))[:, :, 1:]
         logits = model.logits(states) if draft.lm_head is None else draft.lm_head(states)
         return F.cross_entropy(logits.flatten(0, 2), place_V[ahead_BMK.flatten()])
 
     return _taught(draft, loss, steps)
 
 
-def first_positions(ids_BT: Tensor, width: int) -> Sight:
+def first_positions(ids_BT: Tensor, width: int) -> QueryMask:
     """The first `width` positions of rows of one document each."""
     at_BM = torch.arange(width).expand(len(ids_BT), width)
-    return Sight(Documents.rows(ids_BT), at_BM)
+    return QueryMask(Documents.rows(ids_BT), at_BM)
 
 
 def taught_medusa(model: CausalModel, heads: int = 3, steps: int = 100) -> MedusaDraft:

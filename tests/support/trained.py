@@ -31,7 +31,7 @@ from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats import DraftMeta, load_draft, save_draft
-from draftforge.specdec.kernels.documents import Documents, Sight
+from draftforge.specdec.kernels.documents import Documents, QueryMask
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target, tokenizer_digest
@@ -240,7 +240,7 @@ def train_dflash(target: CausalModel, text: Tensor, draft_ids: Tensor | None = N
         block_BMW = torch.full((len(ids_BT), len(anchor_M), BLOCK), MASK_TOKEN)
         block_BMW[..., 0] = ids_BT[:, anchor_M]
         embeds_BMWH = target.embed(block_BMW).detach()
-        anchors = Sight(Documents.rows(ids_BT), anchor_M.expand(len(ids_BT), -1))
+        anchors = QueryMask(Documents.rows(ids_BT), anchor_M.expand(len(ids_BT), -1))
         states_BMKH = draft(embeds_BMWH, features.aux_BTA, anchors)[:, :, 1:]
         logits = target.logits(states_BMKH) if draft.lm_head is None else draft.lm_head(states_BMKH)
         place_MK = anchor_M[:, None] + torch.arange(BLOCK - 1)

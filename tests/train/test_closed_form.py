@@ -14,9 +14,9 @@ from draftforge.train.losses.fused_torch import (
     ALPHA,
     EagerSweep,
     EagerTeacher,
-    Plan,
-    Weighing,
-    Whole,
+    FullDistribution,
+    LossPlan,
+    LossWeights,
     coefficients,
 )
 from draftforge.train.losses.objectives import OBJECTIVES, acceptance, live_entries, places, weighted_loss
@@ -43,8 +43,8 @@ class Problem(NamedTuple):
     def lse(self, temperature: float) -> Tensor:
         return (self.target_RV / temperature).logsumexp(-1)
 
-    def whole(self, plan: Plan) -> Whole:
-        return Whole(self.kept, torch.stack([self.lse(t) for t in plan.temperatures]), self.best)
+    def whole(self, plan: LossPlan) -> FullDistribution:
+        return FullDistribution(self.kept, torch.stack([self.lse(t) for t in plan.temperatures]), self.best)
 
 
 def problem(target_RV: Tensor, draft_RV: Tensor, kept: set[int] | None) -> Problem:
@@ -64,8 +64,8 @@ def by_definition(found: Problem, objective: Objective, weight_R: Tensor) -> tup
     return loss_R.detach().float(), gradient.float()
 
 
-def in_closed_form(found: Problem, objective: Objective, weighing: Weighing) -> tuple[Tensor, Tensor, Tensor]:
-    plan = Plan.of(objective, ETA)
+def in_closed_form(found: Problem, objective: Objective, weighing: LossWeights) -> tuple[Tensor, Tensor, Tensor]:
+    plan = LossPlan.of(objective, ETA)
     logits = found.draft_RJ.clone()
     sweep = EagerSweep(logits, EagerTeacher.of(found.whole(plan), plan), plan)
     stats = sweep.stats()
@@ -98,7 +98,7 @@ def test_value_and_gradient_are_those_of_the_definition(
     assume_apart(found)
     weight_R = torch.tensor([1.0, 0.8, 0.3])
     valid_R = torch.tensor([True, True, False])
-    loss, gradient, stats = in_closed_form(found, MIXES[mix], Weighing(weight_R, valid_R, None))
+    loss, gradient, stats = in_closed_form(found, MIXES[mix], LossWeights(weight_R, valid_R, None))
     expected, wanted = by_definition(found, MIXES[mix], weight_R * valid_R)
     torch.testing.assert_close(loss, expected * valid_R, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(gradient, wanted, atol=2e-5, rtol=2e-4)
@@ -113,7 +113,7 @@ def test_value_and_gradient_are_those_of_the_definition(
 def test_a_likeliest_token_that_the_draft_lacks_is_not_pulled_at() -> None:
     found = problem(torch.eye(R, V) * 9, torch.randn(R, V, generator=torch.Generator().manual_seed(0)), {1, 2, 7})
     assert found.best.tolist() == [-1, 0, 1]
-    weighing = Weighing(torch.ones(R), torch.ones(R, dtype=torch.bool), None)
+    weighing = LossWeights(torch.ones(R), torch.ones(R, dtype=torch.bool), None)
     loss, gradient, _ = in_closed_form(found, {"ce": 1.0}, weighing)
     assert float(loss[0]) == 0 and float(gradient[0].abs().sum()) == 0 and float(gradient[1].abs().sum()) > 0
 
@@ -121,7 +121,7 @@ def test_a_likeliest_token_that_the_draft_lacks_is_not_pulled_at() -> None:
 def test_no_overlap_at_all_stays_finite() -> None:
     target, draft = torch.zeros(1, V), torch.zeros(1, V)
     target[0, 0], draft[0, 1] = 500.0, 500.0
-    weighing = Weighing(torch.ones(1), torch.ones(1, dtype=torch.bool), None)
+    weighing = LossWeights(torch.ones(1), torch.ones(1, dtype=torch.bool), None)
     objective = dict.fromkeys(OBJECTIVES, 1.0)
     loss, gradient, _ = in_closed_form(problem(target, draft, None), objective, weighing)
     assert bool(loss.isfinite().all()) and bool(gradient.isfinite().all())
@@ -134,7 +134,7 @@ def test_the_slope_of_chains_is_added_unweighted() -> None:
     everything = torch.ones(R, dtype=torch.bool)
     slope_R = torch.tensor([-1.0, -0.5, -2.0])
     _, chained, _ = in_closed_form(
-        found, {"expected_length": 1.0}, Weighing(torch.full((R,), 0.3), everything, slope_R)
+        found, {"expected_length": 1.0}, LossWeights(torch.full((R,), 0.3), everything, slope_R)
     )
-    _, tv, _ = in_closed_form(found, {"tv": 1.0}, Weighing(-slope_R, everything, None))
+    _, tv, _ = in_closed_form(found, {"tv": 1.0}, LossWeights(-slope_R, everything, None))
     torch.testing.assert_close(chained, tv)

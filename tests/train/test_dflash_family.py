@@ -234,7 +234,7 @@ def test_the_token_of_a_mask(target: Target) -> None:
 )
 def test_starts_of_another_shape(update: dict[str, Any], message: str | None, target: Target) -> None:
     settings = DFlashSettings(**{"draft_tokens": K, "layers": 2, **update})
-    assert DFlashFamily.misfit(settings, family_of(target).draft, "x") == message
+    assert DFlashFamily.incompatibility(settings, family_of(target).draft, "x") == message
 
 
 def test_layers_out_of_order() -> None:

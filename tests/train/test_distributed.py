@@ -87,16 +87,16 @@ def run_all(capture: str, target: str, jobs: list[dict[str, Any]]) -> list[dict[
     """
     torch.set_num_threads(1)
     opened = Capture.open(Path(capture), verify=False)
-    original = loop.Run.anyone_asked
+    original = loop.Trainer.anyone_asked
     found = []
     for job in jobs:
         stop = job.get("stop", STEPS)
 
-        def asked(self: loop.Run, stop: int = stop) -> bool:
+        def asked(self: loop.Trainer, stop: int = stop) -> bool:
             self.stop.asked = self.state.step == stop < STEPS and self.ranks.rank == self.ranks.world_size - 1
             return original(self)
 
-        loop.Run.anyone_asked = asked  # type: ignore[method-assign]
+        loop.Trainer.anyone_asked = asked  # type: ignore[method-assign]
         sink, settings = Figures(), SETTINGS[job["name"]].model_copy(update=job["update"])
         try:
             scorer = None if "taus" not in job else taught(job["taus"])
@@ -105,7 +105,7 @@ def run_all(capture: str, target: str, jobs: list[dict[str, Any]]) -> list[dict[
         except TrainingStoppedError:
             assert stop < STEPS
         found.append({"losses": sink.losses, "norms": sink.norms})
-    loop.Run.anyone_asked = original  # type: ignore[method-assign]
+    loop.Trainer.anyone_asked = original  # type: ignore[method-assign]
     return found
 
 
@@ -123,10 +123,10 @@ def run_into_infinity(capture: str, target: str, jobs: list[dict[str, Any]]) -> 
     """Trainings whose last rank's gradient is infinite in step 3: what is raised, and how far that step moved them."""
     torch.set_num_threads(1)
     opened = Capture.open(Path(capture), verify=False)
-    original = loop.Run.one_step
+    original = loop.Trainer.one_step
     found: list[dict[str, Any]] = []
 
-    def poisoned(self: loop.Run, step: Any, batches: Any) -> dict[str, float]:
+    def poisoned(self: loop.Trainer, step: Any, batches: Any) -> dict[str, float]:
         if self.state.step != 2:
             return original(self, step, batches)
         weights, moments = self.engine.weights(), self.engine.moments()
@@ -141,14 +141,14 @@ def run_into_infinity(capture: str, target: str, jobs: list[dict[str, Any]]) -> 
             same &= all(torch.equal(after[n][key], x) for n, parts in moments.items() for key, x in parts.items())
             found.append({"same": same, "moments": sum(map(len, moments.values()))})
 
-    loop.Run.one_step = poisoned  # type: ignore[method-assign]
+    loop.Trainer.one_step = poisoned  # type: ignore[method-assign]
     for job in jobs:
         settings = SETTINGS[job["name"]].model_copy(update=job["update"])
         try:
             loop.train(settings, 0, opened, Path(job["folder"]), lambda: load(target), Figures())
         except TrainingDivergedError as error:
             found[-1]["error"] = str(error)
-    loop.Run.one_step = original  # type: ignore[method-assign]
+    loop.Trainer.one_step = original  # type: ignore[method-assign]
     return found
 
 

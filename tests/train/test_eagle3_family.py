@@ -9,13 +9,13 @@ import torch
 from draftforge.data.batches import Batch, collate
 from draftforge.data.store import Capture
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
-from draftforge.specdec.kernels.documents import Documents, Sight
+from draftforge.specdec.kernels.documents import Documents, QueryMask
 from draftforge.specdec.targets import Target
 from draftforge.train.families.eagle3 import Eagle3Family, eagle3_config
 from draftforge.train.families.feature_family import copy_tables
 from draftforge.train.families.target_features import FeatureSource
 from draftforge.train.families.ttt_alignment import Alignment
-from draftforge.train.losses.fused_torch import Whole
+from draftforge.train.losses.fused_torch import FullDistribution
 from draftforge.train.losses.linear_head import LOSS, LossSettings
 from draftforge.train.losses.schedule import Weighted
 from draftforge.train.settings import Eagle3Settings
@@ -92,7 +92,7 @@ def test_the_loss_is_that_of_drafting_one_position_at_a_time(
         expected = [0.0, 0.0, 0.0]
         first = len(sample.prompt_ids) - 2
         for i in range(first, tokens.shape[1] - 2):
-            at = Sight(Documents.rows(tokens), torch.tensor([[i]]))
+            at = QueryMask(Documents.rows(tokens), torch.tensor([[i]]))
             for k, state in enumerate(family.draft(target.embed(tokens), states.aux_BTA, at, 3)):
                 j = i + 1 + k
                 if j < tokens.shape[1] - 1:
@@ -187,7 +187,7 @@ def test_a_reduced_vocabulary_keeps_its_share_at_other_temperatures(target: Targ
     assert inputs.features is not None
     for rows in (slice(0, 3), slice(3, 5)):
         found = teacher.at(rows, (1.0, 2.0))
-        assert isinstance(found, Whole)
+        assert isinstance(found, FullDistribution)
         whole = target.logits(inputs.features.hidden_NH[rows]).float()
         for temperature, lse_C in zip((1.0, 2.0), found.lse_TC):
             p = (found.logits_CV / temperature - lse_C[:, None]).exp()

@@ -12,11 +12,11 @@ from trained import SEED, Trained, sentences
 
 from draftforge.data.batches import Batch, collate
 from draftforge.data.store import Capture, Sample
-from draftforge.specdec.kernels.documents import Documents, Sight
+from draftforge.specdec.kernels.documents import Documents, QueryMask
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
 from draftforge.train.families.eagle import EagleFamily
-from draftforge.train.losses.fused_torch import Whole
+from draftforge.train.losses.fused_torch import FullDistribution
 from draftforge.train.losses.linear_head import COUNT, LOSS
 from draftforge.train.settings import EagleSettings
 
@@ -86,7 +86,7 @@ def test_a_perfect_state_costs_nothing(target: Target, tiny_capture: Capture) ->
     hidden_NH = inputs.features.hidden_NH
     assert float(family._regression(hidden_NH[None], hidden_NH, torch.ones(1, len(hidden_NH), dtype=torch.bool))) == 0.0
     whole = rows.teacher.at(slice(0, len(hidden_NH)), [1.0])
-    assert isinstance(whole, Whole)
+    assert isinstance(whole, FullDistribution)
     torch.testing.assert_close(family.head().logits(hidden_NH), whole.logits_CV, atol=1e-4, rtol=1e-4)
 
 
@@ -99,7 +99,7 @@ def test_the_targets_scale_and_soft_cap_are_part_of_its_head(kind: str) -> None:
     ids = torch.randint(1, model.vocab_size, (9,)).tolist()
     drafted = drafted_logits(draft, model, ids, [])[0]
     tokens = torch.tensor([ids])
-    last = Sight(Documents.rows(tokens), torch.tensor([[7]]))
+    last = QueryMask(Documents.rows(tokens), torch.tensor([[7]]))
     state = draft(model.embed(tokens), model.states(tokens).hidden_BTH, last, 1)[0][0, 0]
     torch.testing.assert_close(family.head().logits(state), drafted, atol=1e-4, rtol=1e-4)
     raw = torch.nn.functional.linear(state, family.head().weight_VH)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftforge.data.teacher_logprobs import teacher_signals
 from draftforge.train.losses import linear_head as chunked
-from draftforge.train.losses.fused_torch import Whole
+from draftforge.train.losses.fused_torch import FullDistribution
 from draftforge.train.losses.linear_head import AGREE, ALPHA, COUNT, LOSS, Head, LossSettings, Rows, Sparse, head_loss
 from draftforge.train.losses.objectives import (
     OBJECTIVES,
@@ -39,10 +39,12 @@ class Fixed(NamedTuple):
     def live(self) -> bool:
         return not self.stored
 
-    def at(self, rows: slice, temperatures: Sequence[float]) -> Whole | Sparse:
+    def at(self, rows: slice, temperatures: Sequence[float]) -> FullDistribution | Sparse:
         logits = self.logits_NV[rows]
         if self.live:
-            return Whole(logits, torch.stack([(logits / t).logsumexp(-1) for t in temperatures]), logits.argmax(-1))
+            return FullDistribution(
+                logits, torch.stack([(logits / t).logsumexp(-1) for t in temperatures]), logits.argmax(-1)
+            )
         entries, ids = self.entries(rows)
         assert ids is not None
         return Sparse(entries, ids)

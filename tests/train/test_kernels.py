@@ -12,7 +12,14 @@ from objective_mixes import ETA, MIXES
 
 from draftforge.train.losses import fused_triton
 from draftforge.train.losses import linear_head as heads
-from draftforge.train.losses.fused_torch import EagerSweep, EagerTeacher, Plan, Weighing, Whole, coefficients
+from draftforge.train.losses.fused_torch import (
+    EagerSweep,
+    EagerTeacher,
+    FullDistribution,
+    LossPlan,
+    LossWeights,
+    coefficients,
+)
 from draftforge.train.losses.linear_head import Head, LossSettings, Rows, head_loss
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,11 +40,11 @@ def draw(*shape: int, scale: float = 2.0, dtype: torch.dtype = torch.float32) ->
     return (torch.randn(*shape, generator=generator) * scale).to(DEVICE, dtype)
 
 
-def teacher_of(logits_CW: Tensor, plan: Plan) -> Whole:
+def teacher_of(logits_CW: Tensor, plan: LossPlan) -> FullDistribution:
     """A draft's vocabulary of V out of a larger one: P < 1, and some likeliest tokens are outside."""
     lse = torch.stack([(logits_CW.float() / t).logsumexp(-1) for t in plan.temperatures])
     best_C = logits_CW.argmax(-1)
-    return Whole(logits_CW[:, :V], lse, torch.where(best_C < V, best_C, -1))
+    return FullDistribution(logits_CW[:, :V], lse, torch.where(best_C < V, best_C, -1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,10 +52,10 @@ def teacher_of(logits_CW: Tensor, plan: Plan) -> Whole:
 def test_kernels_equal_the_eager_sweep(mix: str, dtype: torch.dtype) -> None:
     """Given the same logits, both compute in float32 and differ by the order of sums; the gradient is then rounded to
     bfloat16 (8 bits: a unit in the last place is up to 2 ** -7 of it, and the interpreter truncates)."""
-    plan = Plan.of(MIXES[mix], ETA)
+    plan = LossPlan.of(MIXES[mix], ETA)
     rows = STEPS * C
     logits, whole = draw(rows, V, dtype=dtype), teacher_of(draw(C, V + 60, dtype=dtype), plan)
-    weighing = Weighing(torch.linspace(0.3, 1.0, rows, device=DEVICE), torch.arange(rows, device=DEVICE) != 1, None)
+    weighing = LossWeights(torch.linspace(0.3, 1.0, rows, device=DEVICE), torch.arange(rows, device=DEVICE) != 1, None)
     fused = fused_triton.FusedSweep(logits.clone(), whole, plan)
     stats = fused.stats()
     loss, six = coefficients(plan, stats, fused.best_R, weighing)
@@ -73,8 +80,10 @@ class Live:
     def __init__(self, logits_NW: Tensor) -> None:
         self._logits_NW = logits_NW
 
-    def at(self, rows: slice, temperatures: Sequence[float]) -> Whole:
-        return teacher_of(self._logits_NW[rows], Plan.of({"kl": 1.0}, ETA)._replace(temperatures=tuple(temperatures)))
+    def at(self, rows: slice, temperatures: Sequence[float]) -> FullDistribution:
+        return teacher_of(
+            self._logits_NW[rows], LossPlan.of({"kl": 1.0}, ETA)._replace(temperatures=tuple(temperatures))
+        )
 
 
 @pytest.mark.parametrize("own_heads", [False, True])

@@ -21,7 +21,7 @@ from trainings import (
     scoring,
 )
 
-from draftforge.data.batches import Batch, Step
+from draftforge.data.batches import Batch, OptimizerStep
 from draftforge.data.store import Capture
 from draftforge.errors import (
     DeviceMemoryError,
@@ -96,14 +96,14 @@ def test_training_stops_when_tau_has_stopped_rising_whenever_it_was_killed(
     score = scoring({1: 1.0, 2: 1.6, 3: 1.3, 4: 1.65, 5: 9.0})
     if killed_in is not None:
         with monkeypatch.context() as patch:
-            original = loop.Run.save
+            original = loop.Trainer.save
 
-            def dying(self: loop.Run) -> None:  # scored, and decided, but not saved
+            def dying(self: loop.Trainer) -> None:  # scored, and decided, but not saved
                 if self.state.step == killed_in:
                     raise KilledError
                 original(self)
 
-            patch.setattr(loop.Run, "save", dying)
+            patch.setattr(loop.Trainer, "save", dying)
             with pytest.raises(KilledError):
                 train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder(), score)
     train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, make_recorder(), score)
@@ -128,20 +128,20 @@ def test_the_rehearsal_changes_nothing(
 ) -> None:
     settings = settings.model_copy(update={"save_every": 3})
     seen = make_recorder(), make_recorder()
-    rehearsed: list[Step] = []
-    original = loop.Run.rehearse
+    rehearsed: list[OptimizerStep] = []
+    original = loop.Trainer.rehearse
     for name, recorder in zip(("with", "without"), seen, strict=True):
 
-        def rehearse(self: loop.Run, name: str = name) -> None:
+        def rehearse(self: loop.Trainer, name: str = name) -> None:
             if name == "with":
                 original(self)
                 rehearsed.append(loop.longest(self.plan, self.samples, 0))
 
-        def stop_after_start(self: loop.Run) -> bool:
+        def stop_after_start(self: loop.Trainer) -> bool:
             return self.state.step == start > 0 and not (tmp_path / f"{self.folder.name}.on").exists()
 
-        monkeypatch.setattr(loop.Run, "rehearse", rehearse)
-        monkeypatch.setattr(loop.Run, "anyone_asked", stop_after_start)
+        monkeypatch.setattr(loop.Trainer, "rehearse", rehearse)
+        monkeypatch.setattr(loop.Trainer, "anyone_asked", stop_after_start)
         if start:
             with pytest.raises(TrainingStoppedError):
                 train(settings, 0, tiny_capture, tmp_path / name, load_tiny_target, recorder)
@@ -190,13 +190,13 @@ def test_what_fits_only_until_the_backbone_trains_fails_before_the_first_step_to
 def test_waiting_for_batches_is_part_of_a_steps_seconds(
     tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = loop.Run.batches
+    original = loop.Trainer.batches
 
-    def slow(self: loop.Run, step: Step) -> list[Batch]:
+    def slow(self: loop.Trainer, step: OptimizerStep) -> list[Batch]:
         time.sleep(0.3)
         return original(self, step)
 
-    monkeypatch.setattr(loop.Run, "batches", slow)
+    monkeypatch.setattr(loop.Trainer, "batches", slow)
     train(SMALL.model_copy(update={"steps": 3}), 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     assert sum(row["seconds"] for row in metrics(tmp_path / "t")) > 0.85
 

@@ -26,7 +26,7 @@ from trainings import (
 )
 
 from draftforge import progress
-from draftforge.data.batches import Batch, Step, collate
+from draftforge.data.batches import Batch, OptimizerStep, collate
 from draftforge.data.store import Capture
 from draftforge.errors import (
     MissingFileError,
@@ -82,14 +82,14 @@ def test_a_killed_run_goes_on_with_the_same_losses(
     whole, first, second = make_recorder(), make_recorder(), make_recorder()
     train(settings, 0, tiny_capture, tmp_path / "whole", load_tiny_target, whole)
     with monkeypatch.context() as patch:
-        original = loop.Run.reduce
+        original = loop.Trainer.reduce
 
-        def dying(self: loop.Run, *args: Any) -> Any:
+        def dying(self: loop.Trainer, *args: Any) -> Any:
             if self.state.step == killed_in:
                 raise KilledError
             return original(self, *args)
 
-        patch.setattr(loop.Run, "reduce", dying)
+        patch.setattr(loop.Trainer, "reduce", dying)
         with pytest.raises(KilledError):
             train(settings, 0, tiny_capture, tmp_path / "cut", load_tiny_target, first)
     torch.manual_seed(99)
@@ -261,10 +261,10 @@ def test_numbers_that_are_not_finite_stop_before_the_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = SMALL.model_copy(update={"save_every": 2})
-    original = loop.Run.accumulate
+    original = loop.Trainer.accumulate
     weights: list[torch.Tensor] = []
 
-    def poisoned(self: loop.Run, step: Step, batches: list[Batch]) -> Any:
+    def poisoned(self: loop.Trainer, step: OptimizerStep, batches: list[Batch]) -> Any:
         if self.state.step == 3:
             weight = next(iter(self.family.trainable().values()))
             weights.extend([weight, weight.detach().clone()])
@@ -275,7 +275,7 @@ def test_numbers_that_are_not_finite_stop_before_the_update(
                 weight.register_hook(lambda grad: grad * float("inf"))  # type: ignore[no-untyped-call]
         return original(self, step, batches)
 
-    monkeypatch.setattr(loop.Run, "accumulate", poisoned)
+    monkeypatch.setattr(loop.Trainer, "accumulate", poisoned)
     with pytest.raises(TrainingDivergedError, match=r"step 4, rank 0: .*samples c\d/0/t1") as error:
         train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     assert what in str(error.value)
@@ -354,15 +354,15 @@ def test_phases_take_turns_and_a_resumed_run_is_in_the_right_one(
     assert [row["phase"] for _, row in whole.rows] == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
     said: list[str] = []
     monkeypatch.setattr(loop, "say", said.append)
-    original = loop.Run.reduce
+    original = loop.Trainer.reduce
 
-    def dying(self: loop.Run, *args: Any) -> Any:
+    def dying(self: loop.Trainer, *args: Any) -> Any:
         if self.state.step == 3:
             raise KilledError
         return original(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Run, "reduce", dying)
+        patch.setattr(loop.Trainer, "reduce", dying)
         with pytest.raises(KilledError):
             train(settings, 0, tiny_capture, tmp_path / "cut", load_tiny_target, make_recorder())
     train(settings, 0, tiny_capture, tmp_path / "cut", load_tiny_target, resumed)

@@ -24,7 +24,7 @@ from draftforge.train.families.initial_weights import prune
 from draftforge.train.families.on_policy import Exchange, exchanges_of
 from draftforge.train.families.small import SmallFamily
 from draftforge.train.loop import train
-from draftforge.train.losses.fused_torch import Whole
+from draftforge.train.losses.fused_torch import FullDistribution
 from draftforge.train.losses.linear_head import COUNT, LossSettings
 from draftforge.train.settings import LoraSettings, OnPolicySettings, SmallSettings
 
@@ -106,7 +106,7 @@ def test_the_target_judges_the_drafts_tokens(tiny_capture: Capture, target: Targ
         lse.append(logits.logsumexp(-1))
         expected += float((logp.exp() * (logp - logq)).sum())
     taught = family.rows(inputs).teacher.at(slice(None), [1.0])
-    assert isinstance(taught, Whole)
+    assert isinstance(taught, FullDistribution)
     torch.testing.assert_close(taught.lse_TC[0], torch.cat(lse), atol=1e-4, rtol=1e-4)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
     assert int(sums[0, COUNT]) == sum(len(exchange.answer_ids) for exchange in exchanges)

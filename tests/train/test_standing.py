@@ -2,11 +2,11 @@
 
 import pytest
 
-from draftforge.train.stopping import Standing, best, stalled
+from draftforge.train.stopping import BestCheckpoints, best, stalled
 
 
-def scores(*taus: float, half: float = 0.1) -> list[Standing]:
-    return [Standing(step, tau, tau - half, tau + half) for step, tau in enumerate(taus, start=1)]
+def scores(*taus: float, half: float = 0.1) -> list[BestCheckpoints]:
+    return [BestCheckpoints(step, tau, tau - half, tau + half) for step, tau in enumerate(taus, start=1)]
 
 
 def test_the_best_are_those_of_the_highest_tau_and_the_earlier_of_equals() -> None:

@@ -114,7 +114,7 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
 
     @classmethod
     @abstractmethod
-    def misfit(cls, settings: SettingsT, draft: DraftT, source: str) -> str | None:
+    def incompatibility(cls, settings: SettingsT, draft: DraftT, source: str) -> str | None:
         """The first field in which the recipe wants another shape than the draft from `source` has; None: it fits."""
 
     @classmethod

@@ -15,14 +15,14 @@ from ...data.batches import Batch, moved
 from ...data.store import Capture
 from ...errors import InputError
 from ...specdec.drafts.dflash import DFlashConfig, DFlashDraft
-from ...specdec.kernels.documents import Sight
+from ...specdec.kernels.documents import QueryMask
 from ...specdec.models import CausalModel
 from ...specdec.targets import Target
 from .. import vocabulary
 from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import DFlashSettings
 from .base import Inputs, LoadTarget, Start
-from .feature_family import TaughtFamily, copy_tables, fresh, head_misfit
+from .feature_family import FeatureFamily, copy_tables, fresh, head_misfit
 from .initial_weights import layer_fields, spread
 
 
@@ -54,7 +54,7 @@ class Blocks:
             if filled[row]:
                 at_BM[row, : filled[row]] = torch.cat(parts)
         block_N, self.step_N = torch.cat(row_of) * width + torch.cat(block), moved(torch.cat(step), device)
-        self.anchors = Sight(batch.documents, moved(at_BM, device))
+        self.anchors = QueryMask(batch.documents, moved(at_BM, device))
         """Places [B, M] of the anchors; a row that has fewer repeats its first token, which then means nothing."""
         self.at_N = moved(block_N, device) * draft_tokens + self.step_N
         """The mask that drafts each supervised token, in the flattened [B, M, K]."""
@@ -88,7 +88,7 @@ class BlockInputs(Inputs):
     blocks: Blocks | None = None
 
 
-class DFlashFamily(TaughtFamily[DFlashSettings, DFlashDraft]):
+class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
     """Every supervised token is drafted once, in the block where it falls, as decoding would draft it there."""
 
     name = "dflash"
@@ -115,7 +115,7 @@ class DFlashFamily(TaughtFamily[DFlashSettings, DFlashDraft]):
         return Start(draft, extra | ({"layers": layers} if layers else {}))
 
     @classmethod
-    def misfit(cls, settings: DFlashSettings, draft: DFlashDraft, source: str) -> str | None:
+    def incompatibility(cls, settings: DFlashSettings, draft: DFlashDraft, source: str) -> str | None:
         """Blocks, layers, vocabulary, width, what it has of its own."""
         config = draft.config
         if settings.draft_tokens != config.block_size - 1:

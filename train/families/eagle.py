@@ -22,7 +22,7 @@ from ...specdec.targets import Target
 from ..losses.linear_head import Head, LossSettings, Rows, on_device
 from ..settings import EagleSettings
 from .base import Extra, Inputs, LoadTarget, Start
-from .feature_family import TaughtFamily, fresh
+from .feature_family import FeatureFamily, fresh
 from .initial_weights import layer_fields
 from .ttt_alignment import Alignment
 
@@ -30,7 +30,7 @@ _NOISE_LENGTH = 512
 """The original project multiplies its noise by 512 over the text's length in tokens."""
 
 
-class EagleFamily(TaughtFamily[EagleSettings, EagleDraft]):
+class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
     """Training-time test, one step of which is EAGLE-1 as published."""
 
     name = "eagle"
@@ -51,7 +51,7 @@ class EagleFamily(TaughtFamily[EagleSettings, EagleDraft]):
             return Start(EagleDraft(config))
 
     @classmethod
-    def misfit(cls, settings: EagleSettings, draft: EagleDraft, source: str) -> str | None:
+    def incompatibility(cls, settings: EagleSettings, draft: EagleDraft, source: str) -> str | None:
         """Width of the MLP; embeddings, of which there must be none."""
         if settings.intermediate_size not in (None, draft.config.intermediate_size):
             return f"intermediate_size = {settings.intermediate_size}: {source} has {draft.config.intermediate_size}"

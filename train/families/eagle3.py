@@ -16,12 +16,12 @@ from .. import vocabulary
 from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import Eagle3Settings
 from .base import Inputs, LoadTarget, Start, aux_layers_of
-from .feature_family import TaughtFamily, copy_tables, fresh, head_misfit
+from .feature_family import FeatureFamily, copy_tables, fresh, head_misfit
 from .initial_weights import layer_fields
 from .ttt_alignment import Alignment
 
 
-class Eagle3Family(TaughtFamily[Eagle3Settings, Eagle3Draft]):
+class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
     """Training-time test: step k reads what the draft itself made at step k - 1."""
 
     name = "eagle3"
@@ -46,7 +46,7 @@ class Eagle3Family(TaughtFamily[Eagle3Settings, Eagle3Draft]):
         return Start(draft, extra)
 
     @classmethod
-    def misfit(cls, settings: Eagle3Settings, draft: Eagle3Draft, source: str) -> str | None:
+    def incompatibility(cls, settings: Eagle3Settings, draft: Eagle3Draft, source: str) -> str | None:
         """Vocabulary, layers, width, embeddings."""
         if settings.fc_norm not in (None, draft.config.fc_norm):
             return f"fc_norm = {settings.fc_norm}: {source} has {draft.config.fc_norm}"

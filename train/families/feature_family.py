@@ -25,7 +25,7 @@ TaughtT = TypeVar("TaughtT", bound=MedusaSettings | EagleSettings | Eagle3Settin
 HeadSettings = Eagle3Settings | DFlashSettings
 
 
-class TaughtFamily(Family[TaughtT, DraftT]):
+class FeatureFamily(Family[TaughtT, DraftT]):
     """Trains all of the draft, unless the family freezes a part, by what the target says of each batch."""
 
     def __init__(

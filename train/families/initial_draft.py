@@ -56,7 +56,7 @@ def _warm(settings: Settings, source: Path, capture: Capture) -> Start:
     if draft.vocab_size != capture.vocab_size:
         raise InputError(f"{where}: vocabulary {draft.vocab_size}, the target's is {capture.vocab_size}")
     family = family_of(settings)
-    if (odd := family.misfit(settings, draft, f"init_from {source}")) is not None:
+    if (odd := family.incompatibility(settings, draft, f"init_from {source}")) is not None:
         raise InputError(f"draft.{odd}")
     family.check_capture(draft, capture, where)
     has_tokenizer = settings.family == "small"

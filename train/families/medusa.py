@@ -34,7 +34,7 @@ from ...storage import write_json
 from ..losses.linear_head import Head, LossSettings, Rows, head_loss
 from ..settings import BackboneSettings, MedusaSettings
 from .base import Extra, Inputs, LoadTarget, Start, bytes_of
-from .feature_family import TaughtFamily
+from .feature_family import FeatureFamily
 from .initial_weights import add_lora, merged_weights
 from .ttt_alignment import Alignment
 
@@ -85,7 +85,7 @@ def _adapters(model: nn.Module) -> nn.ModuleList:
     )
 
 
-class MedusaFamily(TaughtFamily[MedusaSettings, MedusaDraft]):
+class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
     """Heads on a frozen target (Medusa-1), or on one that is trained with them."""
 
     name = "medusa"
@@ -129,7 +129,7 @@ class MedusaFamily(TaughtFamily[MedusaSettings, MedusaDraft]):
         return settings.backbone is not None
 
     @classmethod
-    def misfit(cls, settings: MedusaSettings, draft: MedusaDraft, source: str) -> str | None:
+    def incompatibility(cls, settings: MedusaSettings, draft: MedusaDraft, source: str) -> str | None:
         """Heads and their blocks."""
         config = draft.config
         if settings.draft_tokens != config.num_heads:

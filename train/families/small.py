@@ -85,7 +85,7 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         return settings.needs_whole_distribution or settings.on_policy is not None
 
     @classmethod
-    def misfit(cls, settings: SmallSettings, draft: SmallDraft, source: str) -> str | None:
+    def incompatibility(cls, settings: SmallSettings, draft: SmallDraft, source: str) -> str | None:
         """`layers`."""
         wanted, found = settings.layers, draft.lm.num_layers
         if wanted is not None and (wanted if isinstance(wanted, int) else len(wanted)) != found:

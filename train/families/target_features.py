@@ -15,7 +15,7 @@ from ...data.batches import Batch
 from ...errors import StaleInputError
 from ...specdec.kernels.documents import Documents
 from ...specdec.targets import Target
-from ..losses.fused_torch import Whole
+from ..losses.fused_torch import FullDistribution
 from ..losses.linear_head import Head
 from ..losses.objectives import places
 
@@ -141,7 +141,7 @@ class LiveTeacher:
     live = True
 
     @torch.no_grad()
-    def at(self, rows: slice, temperatures: Sequence[float]) -> Whole:
+    def at(self, rows: slice, temperatures: Sequence[float]) -> FullDistribution:
         """The whole draft vocabulary, in the target's dtype."""
         hidden_CH = self.features.hidden_NH[rows]
         logits_CV = self.head.logits(hidden_CH)
@@ -153,7 +153,7 @@ class LiveTeacher:
             lse = [lse_C if t == 1.0 else _lse(logits_CV, t) for t in temperatures]
         else:
             lse = [lse_C if t == 1.0 else self._whole_lse(hidden_CH, t) for t in temperatures]
-        return Whole(logits_CV, torch.stack(lse), places(best_C, self.draft_ids))
+        return FullDistribution(logits_CV, torch.stack(lse), places(best_C, self.draft_ids))
 
     def _whole_lse(self, hidden_CH: Tensor, temperature: float) -> Tensor:
         """log sum exp over the whole vocabulary, with no more logits at a time than the draft's tokens have."""

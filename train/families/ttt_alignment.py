@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...data.batches import Batch, moved
-from ...specdec.kernels.documents import Sight
+from ...specdec.kernels.documents import QueryMask
 
 
 class Alignment:
@@ -40,7 +40,7 @@ class Alignment:
         self._row_N = moved(torch.repeat_interleave(torch.tensor(rows), counts), batch.ids_BT.device)
         self._first_N = moved(torch.repeat_interleave(torch.tensor(lates), counts), batch.ids_BT.device)
         self._column_N = moved(torch.cat(columns), batch.ids_BT.device)
-        self.trained = Sight(batch.documents, moved(at_BM, batch.ids_BT.device))
+        self.trained = QueryMask(batch.documents, moved(at_BM, batch.ids_BT.device))
         """The positions that draft, [B, M]; a row that has fewer repeats its first token, which then means nothing."""
 
     def rows(self, steps: int) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ ALPHA_FLOOR = 1e-30
 """`lk` takes a smaller overlap for this one, so that 1 / alpha stays finite."""
 
 
-class Whole(NamedTuple):
+class FullDistribution(NamedTuple):
     """The target's whole distribution at C positions."""
 
     logits_CV: Tensor
@@ -50,7 +50,7 @@ class Whole(NamedTuple):
     """Which entry is its likeliest token; -1 where the draft's vocabulary lacks it."""
 
 
-class Sweep(Protocol):
+class ChunkPass(Protocol):
     """Some rows of logits while their gradient is made."""
 
     best_R: Tensor
@@ -65,7 +65,7 @@ class Sweep(Protocol):
         ...
 
 
-class Plan(NamedTuple):
+class LossPlan(NamedTuple):
     """An objective, sorted for the sweeps."""
 
     temperatures: tuple[float, ...]
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
     lk_eta: float
 
     @classmethod
-    def of(cls, objective: Objective, lk_eta: float) -> "Plan":
+    def of(cls, objective: Objective, lk_eta: float) -> "LossPlan":
         """Group the objective's parts by temperature."""
         parts: dict[float, dict[str, float]] = {1.0: {}} | by_temperature(objective)
         return cls(tuple(parts), tuple(parts.values()), lk_eta)
@@ -90,7 +90,7 @@ class Plan(NamedTuple):
         return next((at for at, terms in enumerate(self.terms) if CHAINED in terms), None)
 
 
-class Weighing(NamedTuple):
+class LossWeights(NamedTuple):
     """How much R rows count."""
 
     weight_R: Tensor
@@ -100,12 +100,12 @@ class Weighing(NamedTuple):
     slope_R: Tensor | None
     """d loss / d alpha of `expected_length`, its weight included."""
 
-    def part(self, at: slice) -> "Weighing":
+    def part(self, at: slice) -> "LossWeights":
         """Some of the rows."""
-        return Weighing(self.weight_R[at], self.valid_R[at], None if self.slope_R is None else self.slope_R[at])
+        return LossWeights(self.weight_R[at], self.valid_R[at], None if self.slope_R is None else self.slope_R[at])
 
 
-def coefficients(plan: Plan, stats_TRX: Tensor, best_R: Tensor, weighing: Weighing) -> tuple[Tensor, Tensor]:
+def coefficients(plan: LossPlan, stats_TRX: Tensor, best_R: Tensor, weighing: LossWeights) -> tuple[Tensor, Tensor]:
     """Loss [R] of the objectives that look at one row alone, unweighted; coefficients [T, R, 6], weighted."""
     loss_R = torch.zeros_like(weighing.weight_R)
     found = []
@@ -167,7 +167,7 @@ class EagerTeacher(NamedTuple):
     mass_R: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, whole: Whole, plan: Plan) -> "EagerTeacher":
+    def of(cls, whole: FullDistribution, plan: LossPlan) -> "EagerTeacher":
         """p and what follows from it alone."""
         p, logp, negentropy, mass = [], [], [], []
         for temperature, lse_R in zip(plan.temperatures, whole.lse_TC):
@@ -190,7 +190,7 @@ class EagerTeacher(NamedTuple):
 class EagerSweep:
     """Rows of float32 logits, which it overwrites: with q at the last temperature, then with the gradient."""
 
-    def __init__(self, logits_RV: Tensor, teacher: EagerTeacher, plan: Plan) -> None:
+    def __init__(self, logits_RV: Tensor, teacher: EagerTeacher, plan: LossPlan) -> None:
         self.best_R = teacher.best_R
         self._logits_RV, self._teacher, self._plan = logits_RV, teacher, plan
         self._q_RV: list[Tensor] = []

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...data.teacher_logprobs import FLOOR
-from .fused_torch import COEFFICIENTS, LOG_2, STATS, Plan, Whole
+from .fused_torch import COEFFICIENTS, LOG_2, STATS, FullDistribution, LossPlan
 
 _BLOCK = 2048
 _WARPS = 8
@@ -199,7 +199,7 @@ def _scales(temperatures: tuple[float, ...], device: torch.device) -> Tensor:
 class FusedSweep:
     """Rows of logits [R, V], which it overwrites with their gradient."""
 
-    def __init__(self, logits_RV: Tensor, whole: Whole, plan: Plan) -> None:
+    def __init__(self, logits_RV: Tensor, whole: FullDistribution, plan: LossPlan) -> None:
         self._logits_RV = logits_RV
         self._target_CV, self._lse_TC = whole.logits_CV.contiguous(), whole.lse_TC.contiguous()
         self._rows, self._vocabulary = logits_RV.shape

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...specdec.models import CausalModel, head_arithmetic
 from . import fused_torch
 from .expected_length import ChainLoss, chain_loss, chains_of_steps
-from .fused_torch import EagerSweep, EagerTeacher, Plan, Sweep, Weighing, Whole, coefficients
+from .fused_torch import ChunkPass, EagerSweep, EagerTeacher, FullDistribution, LossPlan, LossWeights, coefficients
 from .objectives import CHAINED, Entries, LogProbsAt, acceptance, weighted_loss
 from .schedule import Objective
 
@@ -42,7 +42,7 @@ class Teacher(Protocol):
         """Whether `at` gives the whole of it."""
         ...
 
-    def at(self, rows: slice, temperatures: Sequence[float]) -> Whole | Sparse:
+    def at(self, rows: slice, temperatures: Sequence[float]) -> FullDistribution | Sparse:
         """Some positions' distribution. Stored signals know that of temperature 1 only."""
         ...
 
@@ -182,7 +182,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """Loss and sums; adds to the gradients of the states and of each head's weight and bias."""
     device = rows.states_SNH.device
-    plan = Plan.of(settings.objective, settings.lk_eta)
+    plan = LossPlan.of(settings.objective, settings.lk_eta)
     matrices = {id(head.weight_VH): head.weight_VH for head in heads}  # heads may share one
     cast = {key: matrix.detach().to(settings.dtype) for key, matrix in matrices.items()}
     weights = [cast[id(head.weight_VH)] for head in heads]
@@ -196,7 +196,7 @@ def _run(
         weight_R, valid_R = chunk.of(weight_SN), chunk.of(valid_SN)
         slope_R = None if chained is None else chunk.of(chained.slope_SN)
         logits_RV = chunk.logits()
-        figures_R4, grad_RV = chunk.sweep(logits_RV, Weighing(weight_R, valid_R, slope_R), plan)
+        figures_R4, grad_RV = chunk.sweep(logits_RV, LossWeights(weight_R, valid_R, slope_R), plan)
         if chained is not None:
             figures_R4[:, LOSS] += chunk.of(chained.loss_SN) / weight_R  # step weights are none of its business
         counted_KR = (chunk.of(step_SN) == steps_K1) & valid_R
@@ -213,7 +213,7 @@ def on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _chained(
-    rows: Rows, heads: Sequence[Head], weights: Sequence[Tensor], settings: LossSettings, plan: Plan
+    rows: Rows, heads: Sequence[Head], weights: Sequence[Tensor], settings: LossSettings, plan: LossPlan
 ) -> ChainLoss | None:
     """`expected_length` of all rows, times its weight, by a pass of its own; None where it is not asked for."""
     if plan.chained is None:
@@ -236,7 +236,7 @@ def fusible(rows: Rows, heads: Sequence[Head]) -> bool:
 
 
 def _chunks(
-    rows: Rows, heads: Sequence[Head], weights: Sequence[Tensor], settings: LossSettings, plan: Plan
+    rows: Rows, heads: Sequence[Head], weights: Sequence[Tensor], settings: LossSettings, plan: LossPlan
 ) -> "Iterator[_Chunk]":
     """All rows, so many at a time that their logits fit the memory that is set."""
     count, positions, _ = rows.states_SNH.shape
@@ -248,8 +248,8 @@ def _chunks(
         size = settings.logits_bytes // (4 * weights[0].shape[0])
     for start in range(0, positions, max(1, size)):
         at = slice(start, min(start + max(1, size), positions))
-        target: Whole | Sparse | EagerTeacher = rows.teacher.at(at, plan.temperatures)
-        if isinstance(target, Whole) and not fused:
+        target: FullDistribution | Sparse | EagerTeacher = rows.teacher.at(at, plan.temperatures)
+        if isinstance(target, FullDistribution) and not fused:
             target = EagerTeacher.of(target, plan)
         for step in range(0, count, together):
             steps, number = slice(step, step + together), min(step, len(heads) - 1)
@@ -269,7 +269,7 @@ class _Chunk:
     head: Head
     weight_VH: Tensor
     """The head's, in the dtype of matrix products."""
-    target: Whole | Sparse | EagerTeacher
+    target: FullDistribution | Sparse | EagerTeacher
 
     def of(self, values_SN: Tensor) -> Tensor:
         """The chunk's part, [R]."""
@@ -278,12 +278,12 @@ class _Chunk:
     def logits(self) -> Tensor:
         """[R, V] of the matrix product; float32 but for the kernels."""
         logits_RV = torch.nn.functional.linear(self.states_RH, self.weight_VH)
-        if isinstance(self.target, Whole):
+        if isinstance(self.target, FullDistribution):
             return logits_RV
         logits_RV = logits_RV.float()
         return logits_RV if self.head.bias_V is None else logits_RV.add_(self.head.bias_V.detach())
 
-    def sweep(self, logits_RV: Tensor, weighing: Weighing, plan: Plan) -> tuple[Tensor, Tensor]:
+    def sweep(self, logits_RV: Tensor, weighing: LossWeights, plan: LossPlan) -> tuple[Tensor, Tensor]:
         """Loss (unweighted), acceptance, agreement and 1 of each row [R, 4]; the weighted gradient on the logits."""
         if isinstance(self.target, Sparse):
             return self._sparse(self.target, logits_RV, weighing, plan)
@@ -304,7 +304,7 @@ class _Chunk:
             (work_RV,) = torch.autograd.grad(final_RV, raw_RV, work_RV)
         return torch.cat(figures), work_RV
 
-    def overlaps(self, plan: Plan) -> Tensor:
+    def overlaps(self, plan: LossPlan) -> Tensor:
         """Acceptance [R] where `expected_length` reads it."""
         assert plan.chained is not None
         logits_RV = self.logits()
@@ -312,9 +312,9 @@ class _Chunk:
         parts = [sweep.stats()[plan.chained, :, fused_torch.ALPHA] for _, sweep in self._sweeps(final_RV, plan)]
         return torch.cat(parts)
 
-    def _sweeps(self, logits_RV: Tensor, plan: Plan) -> Iterator[tuple[slice, Sweep]]:
+    def _sweeps(self, logits_RV: Tensor, plan: LossPlan) -> Iterator[tuple[slice, ChunkPass]]:
         """The rows, so many at a time as are best; each sweep writes into its part of the logits."""
-        if isinstance(self.target, Whole):
+        if isinstance(self.target, FullDistribution):
             from .fused_triton import FusedSweep
 
             yield slice(0, len(logits_RV)), FusedSweep(logits_RV, self.target, plan)
@@ -325,7 +325,9 @@ class _Chunk:
             part = slice(start, start + size)
             yield part, EagerSweep(logits_RV[part], self.target.part(part), plan)
 
-    def _sparse(self, target: Sparse, logits_RV: Tensor, weighing: Weighing, plan: Plan) -> tuple[Tensor, Tensor]:
+    def _sparse(
+        self, target: Sparse, logits_RV: Tensor, weighing: LossWeights, plan: LossPlan
+    ) -> tuple[Tensor, Tensor]:
         """The same from some entries, by autograd over these."""
         entries, ids_RJ = target
         with torch.enable_grad():
