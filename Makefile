@@ -54,7 +54,7 @@ test: $(INSTALLED) $(TARGET)
 
 test-vllm: $(INSTALLED) $(LINK)
 	@scripts/make_vllm_venv.sh $(VLLM_VENV) $(PYTHON)
-	@PYTHONPATH=$(abspath .typing) OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/specdec/test_speculators_oracle.py
+	@PYTHONPATH=$(abspath .typing) OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/specdec/formats/test_speculators_oracle.py
 	@OMP_NUM_THREADS=1 VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm --durations=0 tests/engines
 
 check: $(INSTALLED) $(LINK)
