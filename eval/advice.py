@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from .figures import Estimate
-from .load import BatchFigures, LoadFigures
-from .select import DomainRow, Row
+from .leaderboard import DomainRow, Row
+from .serving_load import BatchFigures, LoadFigures
 from .settings import ScoreSettings
 
 Verdict = Literal["gains", "loses", "not clear"]
@@ -40,7 +40,7 @@ def verdict(speedup: Estimate, error: float) -> Verdict:
 
 def _overall(row: Row, error: float) -> Iterator[str]:
     where = "at batch 1" if row.load is None else "at this load"
-    which, even = f"{row.draft} step {row.step} at {row.plan}", _even(row)
+    which, even = f"{row.draft} step {row.step} at {row.config}", _even(row)
     match verdict(row.speedup, error):
         case "gains":
             yield f"{which} gains {where}: {_times(row.speedup)}; tau {row.tau.value:.2f}, {even}."
@@ -78,11 +78,11 @@ def _by_batch(load: LoadFigures, error: float) -> Iterator[str]:
 def _advised(one: BatchFigures, error: float) -> str:
     match verdict(one.speedup, error):
         case "gains":
-            return str(one.plan)
+            return str(one.config)
         case "loses":
             return "no speculation"
         case _:
-            return f"{one.plan} without a clear gain"
+            return f"{one.config} without a clear gain"
 
 
 def _sizes(some: Sequence[BatchFigures]) -> str:
@@ -100,11 +100,11 @@ def _above(row: Row, load: LoadFigures) -> Iterator[str]:
     if losing is None:
         return
     if losing.above is None:
-        yield f"{row.plan} does not lose up to batch {losing.largest}, the largest that was measured."
+        yield f"{row.config} does not lose up to batch {losing.largest}, the largest that was measured."
     elif losing.above:
-        yield f"Switch speculation off above batch {losing.above}: there {row.plan} loses."
+        yield f"Switch speculation off above batch {losing.above}: there {row.config} loses."
     else:
-        yield f"{row.plan} loses at every batch size up to {losing.largest}."
+        yield f"{row.config} loses at every batch size up to {losing.largest}."
 
 
 def _costs(row: Row, load: LoadFigures) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _baselines(chosen: Row, rows: Sequence[Row]) -> Iterator[str]:
     """What needs no training and does as well."""
     for row in rows:
         if row.baseline and row.speedup.value >= chosen.speedup.value:
-            yield f"{row.draft} at {row.plan}, which takes no training, does as well: {_times(row.speedup)}."
+            yield f"{row.draft} at {row.config}, which takes no training, does as well: {_times(row.speedup)}."
 
 
 def _times(speedup: Estimate) -> str:

@@ -27,7 +27,7 @@ from ..storage import lock, read_json, write_json
 from .bench.run import draft_bytes
 from .cost_model import PLAIN_WAY, CostFit, Point, PromptPoint, way_of
 from .costs import PLAIN_MODE, CostKey, Mode, Parts, by_turns, lower_quartile, most_tokens, plain_seconds, typical
-from .draft_configs import DraftConfig, Drafting
+from .draft_configs import DraftConfig, ProposerSpec
 from .settings import LoadSettings, ScoreSettings
 
 _PROMPT_REPEATS = 3
@@ -71,7 +71,7 @@ class Grid(NamedTuple):
 def measure_fit(
     key: CostKey,
     target: CausalModel,
-    draftings: Sequence[Drafting],
+    specs: Sequence[ProposerSpec],
     prompts: Sequence[list[int]],
     settings: ScoreSettings,
     grid: Grid,
@@ -80,7 +80,7 @@ def measure_fit(
     text = [token for prompt in prompts for token in prompt]
     if not text:
         raise InputError("no prompts: times are measured on at least one")
-    modes = [PLAIN_MODE, *(Mode.of(plan, drafting, settings) for drafting in draftings for plan in _some(drafting))]
+    modes = [PLAIN_MODE, *(Mode.of(config, spec, settings) for spec in specs for config in _some(spec))]
     points: list[Point] = []
     memory = 0, 0.0
     with bar("measure times", len(grid.places) + len(grid.prompts) + 1, "points") as advance:
@@ -124,10 +124,10 @@ def _stored(path: Path) -> CostFit | None:
         return None
 
 
-def _some(drafting: Drafting) -> list[DraftConfig]:
+def _some(spec: ProposerSpec) -> list[DraftConfig]:
     """Of chains the least, the middle and the largest K."""
-    plans = sorted(drafting.plans)
-    return sorted({plans[0], plans[(len(plans) - 1) // 2], plans[-1]})
+    configs = sorted(spec.configs)
+    return sorted({configs[0], configs[(len(configs) - 1) // 2], configs[-1]})
 
 
 def _prompts(text: Sequence[int], count: int, length: int) -> list[list[int]]:
@@ -146,17 +146,19 @@ def _points(
         raise DeviceMemoryError(
             f"score.load: batch {size} at context {context} does not fit the device's memory; state a smaller one"
         ) from None
-    plain = rounds[PLAIN_MODE.plan]
-    parts = {mode: typical(mode, rounds[mode.plan], plain, f", batch {size}, context {context}") for mode in modes[1:]}
+    plain = rounds[PLAIN_MODE.config]
+    parts = {
+        mode: typical(mode, rounds[mode.config], plain, f", batch {size}, context {context}") for mode in modes[1:]
+    }
     bare = Parts(0.0, plain_seconds(plain), 0.0, len(plain))
     return [_point(mode, each, size, context) for mode, each in {PLAIN_MODE: bare, **parts}.items()]
 
 
 def _point(mode: Mode, parts: Parts, size: int, context: int) -> Point:
     return Point(
-        way=PLAIN_WAY if mode is PLAIN_MODE else way_of(mode.plan),
+        way=PLAIN_WAY if mode is PLAIN_MODE else way_of(mode.config),
         batch_size=size,
-        levels=mode.plan.levels,
+        levels=mode.config.levels,
         tokens=mode.nodes + 1,
         context_tokens=context,
         draft_seconds=parts.draft,
@@ -170,19 +172,19 @@ def _rounds(
     target: CausalModel, modes: Sequence[Mode], text: Sequence[int], size: int, context: int, settings: ScoreSettings
 ) -> dict[DraftConfig, list[RoundSeconds]]:
     """Timed rounds of every mode: of as many runs as give each batch size about as many prompts."""
-    asked, found = settings.costs, {mode.plan: list[RoundSeconds]() for mode in modes}
+    asked, found = settings.costs, {mode.config: list[RoundSeconds]() for mode in modes}
     length = max(context - asked.rounds // 2, 1)  # so that the rounds' mean context is the one asked for
     for _ in range(max(asked.prompts // size, 1)):
         prompts = _prompts(text, size, length)
-        for plan, rounds in by_turns(target, modes, prompts, settings.sampling[0], asked.rounds).items():
-            found[plan] += rounds[asked.warmup_rounds :]
+        for config, rounds in by_turns(target, modes, prompts, settings.sampling[0], asked.rounds).items():
+            found[config] += rounds[asked.warmup_rounds :]
     return found
 
 
 def _memory(target: CausalModel, mode: Mode, size: int, context: int, rounds: int) -> tuple[int, float]:
     """Bytes of the draft's weights, and of what it keeps of a token of a sequence, after rounds at that place."""
     weights, state = draft_bytes(mode.proposer, target)
-    capacity = max(context - rounds // 2, 1) + most_tokens(rounds, mode.plan.levels) + mode.nodes
+    capacity = max(context - rounds // 2, 1) + most_tokens(rounds, mode.config.levels) + mode.nodes
     return weights, state / ((size + takes_graphs(target)) * capacity)
 
 
@@ -214,6 +216,6 @@ def _prompt_seconds(
     """From when a prompt's turn comes to when the next one's does, of answers that end with their first token."""
     prompts = _prompts(text, _PROMPTS_A_RUN, length)
     requests = [Request(prompt, sampling, seed, 1) for seed, prompt in enumerate(prompts)]
-    run = DecodeRun(target, mode.proposer, requests, mode.rule, max(mode.plan.levels, 1))
+    run = DecodeRun(target, mode.proposer, requests, mode.rule, max(mode.config.levels, 1))
     done = sorted((index, one.begun) for finished in decode_rounds(run) for index, one in finished)
     return [after - before for (_, before), (_, after) in pairwise(done[_SETTLING_PROMPTS:])]

@@ -260,22 +260,22 @@ class CostFit(_Record):
         """Seconds of a round without a draft."""
         return self.rounds[PLAIN_WAY].at(0, batch_size, context).seconds
 
-    def round(self, plan: DraftConfig, batch_size: int, context: int) -> RoundCost:
+    def round(self, config: DraftConfig, batch_size: int, context: int) -> RoundCost:
         """A round that drafts so. Raises InputError for a way, or levels, that were not measured."""
-        fit = self.rounds.get(way_of(plan))
-        if fit is None or not fit.levels[0] <= plan.levels <= fit.levels[1]:
+        fit = self.rounds.get(way_of(config))
+        if fit is None or not fit.levels[0] <= config.levels <= fit.levels[1]:
             known = ", ".join(f"{way} ({fit.levels[0]} to {fit.levels[1]} levels)" for way, fit in self.rounds.items())
-            raise InputError(f"{plan} ({plan.levels} levels): no times measured; there are times for {known}")
-        return fit.at(plan.levels, batch_size, context)
+            raise InputError(f"{config} ({config.levels} levels): no times measured; there are times for {known}")
+        return fit.at(config.levels, batch_size, context)
 
     def prompt(self, tokens: int) -> tuple[float, float]:
         """Seconds in which the target reads a prompt, and what the draft adds to them."""
         return _grown(self.prompts.plain, tokens), _grown(self.prompts.draft, tokens)
 
 
-def way_of(plan: DraftConfig) -> str:
+def way_of(config: DraftConfig) -> str:
     """Rounds that one fit describes: chains of every K together, each tree by itself."""
-    return f"tree {plan.tree}" if plan.tree else CHAIN_WAY
+    return f"tree {config.tree}" if config.tree else CHAIN_WAY
 
 
 def write_fits(path: Path, fits: Iterable[CostFit]) -> None:
@@ -316,7 +316,7 @@ def incompatibility(asked: CostKey, known: CostKey) -> str | None:
         different = _differing(one.get("config") or {}, other.get("config") or {})
         if different:
             return f"{name} {different[0]} differs"
-    missing = sorted(label for label, plan in asked.plans.items() if not _is_covered(label, plan, known.plans))
+    missing = sorted(label for label, config in asked.plans.items() if not _is_covered(label, config, known.plans))
     return f"no {missing[0]}" if missing else None
 
 
@@ -325,12 +325,12 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in one.keys() & other.keys() if one[name] != other[name])
 
 
-def _is_covered(label: str, plan: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> bool:
-    if plan["tree"] is None and label.isdigit():  # a chain
+def _is_covered(label: str, config: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> bool:
+    if config["tree"] is None and label.isdigit():  # a chain
         measured = [other["levels"] for name, other in known.items() if name.isdigit()]
-        return bool(measured) and min(measured) <= plan["levels"] <= max(measured)
+        return bool(measured) and min(measured) <= config["levels"] <= max(measured)
     other = known.get(label)
-    return other is not None and (other["levels"], other["tree"]) == (plan["levels"], plan["tree"])
+    return other is not None and (other["levels"], other["tree"]) == (config["levels"], config["tree"])
 
 
 def _surfaces(points: Sequence[Point]) -> tuple[CostSurface, CostSurface, CostSurface]:

@@ -24,7 +24,7 @@ from ..specdec.proposers.base import Proposer
 from ..specdec.requests import DecodeRun, Request, RoundSeconds, RoundTimer
 from ..specdec.sampling import SamplingSettings
 from ..storage import lock, read_json, write_json
-from .draft_configs import DraftConfig, Drafting, rules_for
+from .draft_configs import DraftConfig, ProposerSpec, rules_for
 from .settings import ScoreSettings
 from .speedup import Gain
 
@@ -34,16 +34,16 @@ _FEWEST_ROUNDS = 5
 class Mode(NamedTuple):
     """One of the decoders that take turns."""
 
-    plan: DraftConfig
+    config: DraftConfig
     proposer: Proposer | None
     rule: str
     nodes: int
     """Of a full draft."""
 
     @classmethod
-    def of(cls, plan: DraftConfig, drafting: Drafting, settings: ScoreSettings) -> "Mode":
-        proposer = drafting.make()
-        return cls(plan, proposer, deciding_rule(drafting, settings), proposer.most_nodes(plan.levels))
+    def of(cls, config: DraftConfig, spec: ProposerSpec, settings: ScoreSettings) -> "Mode":
+        proposer = spec.make()
+        return cls(config, proposer, deciding_rule(spec, settings), proposer.most_nodes(config.levels))
 
 
 PLAIN_MODE = Mode(DraftConfig(0), None, "greedy", 0)
@@ -59,9 +59,9 @@ class Parts(NamedTuple):
     """Behind the times."""
 
 
-def deciding_rule(drafting: Drafting, settings: ScoreSettings) -> str:
+def deciding_rule(spec: ProposerSpec, settings: ScoreSettings) -> str:
     """The rule under which rounds are timed: that of the first sampling setting."""
-    return rules_for(settings.sampling[0], drafting.proposer, settings)[0]
+    return rules_for(settings.sampling[0], spec.proposer, settings)[0]
 
 
 def most_tokens(rounds: int, levels: int) -> int:
@@ -77,12 +77,12 @@ def by_turns(
     rounds: int,
 ) -> dict[DraftConfig, list[RoundSeconds]]:
     """Every mode decodes the prompts, all of them at once; they take turns after each round."""
-    timers = {mode.plan: RoundTimer(target.device) for mode in modes}
-    turns = [decode_rounds(_run(target, mode, prompts, sampling, rounds, timers[mode.plan])) for mode in modes]
+    timers = {mode.config: RoundTimer(target.device) for mode in modes}
+    turns = [decode_rounds(_run(target, mode, prompts, sampling, rounds, timers[mode.config])) for mode in modes]
     for _ in range(rounds + 1):  # the first turn reads the prompts
         for turn in turns:
             next(turn)
-    return {plan: timer.rounds for plan, timer in timers.items()}
+    return {config: timer.rounds for config, timer in timers.items()}
 
 
 def _run(
@@ -93,7 +93,7 @@ def _run(
     rounds: int,
     timer: RoundTimer,
 ) -> DecodeRun:
-    longest, levels = most_tokens(rounds, mode.plan.levels), max(mode.plan.levels, 1)
+    longest, levels = most_tokens(rounds, mode.config.levels), max(mode.config.levels, 1)
     requests = [Request(prompt, sampling, seed, longest) for seed, prompt in enumerate(prompts)]
     return DecodeRun(target, mode.proposer, requests, mode.rule, levels, batch_size=len(prompts), timer=timer)
 
@@ -112,7 +112,7 @@ def typical(mode: Mode, rounds: Sequence[RoundSeconds], plain: Sequence[RoundSec
     full = [(one, beside) for one, beside in pairs if one.drafted == mode.nodes]
     if len(full) < min(_FEWEST_ROUNDS, len(pairs)):
         say(
-            f"times of {mode.plan}{where}: only {len(full)} full rounds; taken from all {len(pairs)} that were not "
+            f"times of {mode.config}{where}: only {len(full)} full rounds; taken from all {len(pairs)} that were not "
             "warm-up"
         )
         full = pairs
@@ -185,7 +185,7 @@ class CostTable(BaseModel):
     context_tokens: float = Field(ge=0)
     """Mean context length at which times were taken."""
     by_plan: dict[str, RoundCost]
-    """By the plan's label."""
+    """By the config's label."""
 
     @model_validator(mode="after")
     def _covers_its_key(self) -> "CostTable":
@@ -193,21 +193,21 @@ class CostTable(BaseModel):
             raise ValueError(f"by_plan {sorted(self.by_plan)}: must hold the key's plans {sorted(self.key.plans)}")
         return self
 
-    def cost(self, plan: DraftConfig) -> RoundCost:
-        """The cost of a round that drafts so. Raises InputError for a plan that was not measured."""
-        if plan.label not in self.by_plan or self.key.plans[plan.label]["levels"] != plan.levels:
+    def cost(self, config: DraftConfig) -> RoundCost:
+        """The cost of a round that drafts so. Raises InputError for a config that was not measured."""
+        if config.label not in self.by_plan or self.key.plans[config.label]["levels"] != config.levels:
             known = ", ".join(f"{label} ({shape['levels']} levels)" for label, shape in self.key.plans.items())
-            raise InputError(f"{plan} ({plan.levels} levels): no times measured; there are times for {known}")
-        return self.by_plan[plan.label]
+            raise InputError(f"{config} ({config.levels} levels): no times measured; there are times for {known}")
+        return self.by_plan[config.label]
 
-    def round_seconds(self, plan: DraftConfig, drafted_share: float = 1.0) -> float:
+    def round_seconds(self, config: DraftConfig, drafted_share: float = 1.0) -> float:
         """A round's time. `drafted_share`: share of rounds that draft at all; the others cost a plain token."""
-        full = self.cost(plan).seconds
+        full = self.cost(config).seconds
         return full if drafted_share == 1.0 else drafted_share * full + (1 - drafted_share) * self.plain_seconds
 
-    def gain(self, plan: DraftConfig, drafted_share: float = 1.0) -> Gain:
+    def gain(self, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
         """What drafting so makes of a tau: prompts are left out, so tau x plain / (draft + verify + rest)."""
-        return Gain(0.0, self.round_seconds(plan, drafted_share) / self.plain_seconds)
+        return Gain(0.0, self.round_seconds(config, drafted_share) / self.plain_seconds)
 
     @property
     def said(self) -> str:
@@ -218,7 +218,7 @@ class CostTable(BaseModel):
 def cost_key(
     target: CausalModel,
     draft: nn.Module | str,
-    draftings: Sequence[Drafting],
+    specs: Sequence[ProposerSpec],
     settings: ScoreSettings,
 ) -> CostKey:
     """The key of this pair of shapes on this machine, at the first of the sampling settings.
@@ -227,9 +227,9 @@ def cost_key(
     """
     sampling = settings.sampling[0]
     plans = {
-        plan.label: {"rule": deciding_rule(drafting, settings), "levels": plan.levels, "tree": drafting.work}
-        for drafting in draftings
-        for plan in drafting.plans
+        config.label: {"rule": deciding_rule(spec, settings), "levels": config.levels, "tree": spec.work}
+        for spec in specs
+        for config in spec.configs
     }
     return CostKey(
         hardware=hardware_name(target.device),
@@ -245,19 +245,19 @@ def cost_key(
 def measure_costs(
     key: CostKey,
     target: CausalModel,
-    draftings: Sequence[Drafting],
+    specs: Sequence[ProposerSpec],
     prompts: Sequence[list[int]],
     settings: ScoreSettings,
 ) -> CostTable:
-    """Decode the first prompts plainly and with each plan of the key, by turns.
+    """Decode the first prompts plainly and with each config of the key, by turns.
 
     Answers do not stop before `costs.rounds`: times do not depend on what is said.
     """
     if not prompts:
         raise InputError("no prompts: times are measured on at least one")
     sampling, asked = settings.sampling[0], settings.costs
-    modes = [PLAIN_MODE, *(Mode.of(plan, drafting, settings) for drafting in draftings for plan in drafting.plans)]
-    deepest = max(mode.plan.levels for mode in modes)
+    modes = [PLAIN_MODE, *(Mode.of(config, spec, settings) for spec in specs for config in spec.configs)]
+    deepest = max(mode.config.levels for mode in modes)
     room = target.max_positions - most_tokens(asked.rounds, deepest)
     if room < 1:
         most = (target.max_positions - 2) // (deepest + 1)
@@ -266,23 +266,23 @@ def measure_costs(
             f"target's context of {target.max_positions}; at most {most} do (more with smaller score.draft_tokens)"
         )
     prompts = [prompt[-room:] for prompt in prompts[: asked.prompts]]  # their ends: the answer needs the rest
-    rounds: dict[DraftConfig, list[RoundSeconds]] = {mode.plan: [] for mode in modes}
+    rounds: dict[DraftConfig, list[RoundSeconds]] = {mode.config: [] for mode in modes}
     with bar("measure times", len(prompts) + 1, "prompts") as advance:
         # Allocations, kernel choices and clocks settle before anything counts.
         by_turns(target, modes, prompts[:1], sampling, asked.rounds)
         advance(note="warm-up")
         for prompt in prompts:
             timed = by_turns(target, modes, [prompt], sampling, asked.rounds)
-            for plan, seconds in timed.items():
-                rounds[plan] += seconds[asked.warmup_rounds :]
+            for config, seconds in timed.items():
+                rounds[config] += seconds[asked.warmup_rounds :]
             advance()
-    plain = rounds[PLAIN_MODE.plan]
+    plain = rounds[PLAIN_MODE.config]
     return CostTable(
         key=key,
         plain_seconds=plain_seconds(plain),
         plain_rounds=len(plain),
         context_tokens=statistics.fmean(map(len, prompts)) + asked.rounds / 2,
-        by_plan={mode.plan.label: _cost(typical(mode, rounds[mode.plan], plain)) for mode in modes[1:]},
+        by_plan={mode.config.label: _cost(typical(mode, rounds[mode.config], plain)) for mode in modes[1:]},
     )
 
 

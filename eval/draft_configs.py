@@ -37,7 +37,7 @@ class DraftConfig(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Drafting:
+class ProposerSpec:
     """One way of drafting: chains of some lengths, or one tree."""
 
     make: Callable[[], Proposer]
@@ -54,7 +54,7 @@ class Drafting:
         return self.make()
 
     @property
-    def plans(self) -> list[DraftConfig]:
+    def configs(self) -> list[DraftConfig]:
         return [DraftConfig(depth, self.tree) for depth in self.depths]
 
     @property

@@ -25,7 +25,7 @@ from ..storage import read_json, write_json
 from .costs import CostTable
 from .draft_configs import DraftConfig, rules_for
 from .settings import ScoreSettings
-from .target_pass_cache import TraceCache
+from .target_pass_cache import TargetPassCache
 
 Sublayer = tuple[str, int]
 """A field of SkippedLayers, and a layer."""
@@ -97,7 +97,7 @@ class SkipScorer:
         """`samples`: those of each domain. `times`: by K; these are the K that are compared."""
         self._target, self._samples, self._times = target, samples, times
         self._settings, self._tried = settings, tried
-        self._traces = TraceCache(target, settings.trace_bytes, settings.replay_tokens)
+        self._traces = TargetPassCache(target, settings.trace_bytes, settings.replay_tokens)
 
     def worth(self, skipped: SkippedLayers, domains: Sequence[str]) -> SkipScore:
         """Expected speed-up of a set over some domains together; of equal K the smaller one."""

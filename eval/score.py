@@ -28,9 +28,9 @@ from ..specdec.replay.replay import Counted, rank_accuracies
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
 from .counts import CountRow, context_bucket, to_table
-from .draft_configs import DraftConfig, Drafting, exact_rules, rules_for
+from .draft_configs import DraftConfig, ProposerSpec, exact_rules, rules_for
 from .settings import ScoreSettings
-from .target_pass_cache import TraceCache, replay_samples
+from .target_pass_cache import TargetPassCache, replay_samples
 
 
 class Identity(NamedTuple):
@@ -74,11 +74,11 @@ class Score:
 
 def score_draft(
     target: Target,
-    draftings: Sequence[Drafting],
+    specs: Sequence[ProposerSpec],
     samples: Sequence[Sample],
     settings: ScoreSettings,
     identity: Identity,
-    traces: TraceCache | None = None,
+    traces: TargetPassCache | None = None,
 ) -> Score:
     """Counts of one draft, in each way of drafting, on the samples of a scored split.
 
@@ -86,9 +86,9 @@ def score_draft(
     samples. Raises ReplayMismatchError in float32.
     """
     samples = scored_samples(samples, settings)
-    traces = traces or TraceCache(target, settings.trace_bytes, settings.replay_tokens)
+    traces = traces or TargetPassCache(target, settings.trace_bytes, settings.replay_tokens)
     title = f"score {identity.name} step {identity.step}"
-    works = [_Work.of(drafting, samples, settings) for drafting in draftings]
+    works = [_Work.of(spec, samples, settings) for spec in specs]
     replayed: list[_Answer] = []
     decoded: list[_Answer] = []
     with bar(title, sum(work.answers for work in works), "answers") as advance:
@@ -100,7 +100,7 @@ def score_draft(
     return Score(to_table(_row(identity, answer) for answer in [*replayed, *decoded]), consistency)
 
 
-def spread(samples: Iterable[Sample], count: int) -> set[str]:
+def stratified_conversations(samples: Iterable[Sample], count: int) -> set[str]:
     """`count` conversations, taken in turn from each domain in the order of a hash: stable as others come and go."""
     by_domain: dict[str, set[str]] = {}
     for sample in samples:
@@ -116,7 +116,7 @@ def spread(samples: Iterable[Sample], count: int) -> set[str]:
 class _Answer(NamedTuple):
     sample: Sample
     rule: str
-    plan: DraftConfig
+    config: DraftConfig
     counts: RoundCounts
     tokens: list[int] | None = None  # of a decoded answer
 
@@ -133,15 +133,15 @@ class _Decoding(NamedTuple):
 class _Work:
     """What is replayed and what is decoded of one way of drafting."""
 
-    drafting: Drafting
+    spec: ProposerSpec
     replayed: list[Sample]
     decoded: list[_Decoding]
 
     @classmethod
-    def of(cls, drafting: Drafting, samples: Sequence[Sample], settings: ScoreSettings) -> "_Work":
+    def of(cls, spec: ProposerSpec, samples: Sequence[Sample], settings: ScoreSettings) -> "_Work":
         """Replay all that can be, and decode a part of it at the settings' depths; decode all of the rest."""
-        proposer, chosen = drafting.proposer, spread(samples, settings.decode_conversations)
-        some = [depth for depth in settings.decode_draft_tokens if depth in drafting.depths] or drafting.depths[-1:]
+        proposer, chosen = spec.proposer, stratified_conversations(samples, settings.decode_conversations)
+        some = [depth for depth in settings.decode_draft_tokens if depth in spec.depths] or spec.depths[-1:]
         replayed: list[Sample] = []
         groups: dict[str, tuple[list[Sample], Sequence[int]]] = {}
         for sample in samples:
@@ -150,9 +150,9 @@ class _Work:
                 replayed.append(sample)
             for rule in rules_for(sample.sampling, proposer, settings):
                 if rule not in exact or sample.conversation in chosen:
-                    depths = some if rule in exact else drafting.depths
+                    depths = some if rule in exact else spec.depths
                     groups.setdefault(rule, ([], depths))[0].append(sample)
-        return cls(drafting, replayed, [_Decoding(rule, *group) for rule, group in groups.items()])
+        return cls(spec, replayed, [_Decoding(rule, *group) for rule, group in groups.items()])
 
     @property
     def answers(self) -> int:
@@ -165,20 +165,20 @@ def scored_samples(samples: Sequence[Sample], settings: ScoreSettings) -> list[S
     if trained is not None:
         raise InputError(f"sample {trained.id}: split train; drafts are scored on selection or holdout only")
     if settings.max_conversations:
-        kept = spread(samples, settings.max_conversations)
+        kept = stratified_conversations(samples, settings.max_conversations)
         samples = [sample for sample in samples if sample.conversation in kept]
     if not samples:
         raise InputError("no samples to score: the split is empty; give the mix more conversations")
     return list(samples)
 
 
-def _replay(work: _Work, traces: TraceCache, settings: ScoreSettings, advance: Advance) -> list[_Answer]:
-    drafting, samples, done = work.drafting, work.replayed, dict[int, list[Counted]]()
-    for index, counted in replay_samples(drafting.proposer, traces, samples, drafting.depths, settings):
+def _replay(work: _Work, traces: TargetPassCache, settings: ScoreSettings, advance: Advance) -> list[_Answer]:
+    spec, samples, done = work.spec, work.replayed, dict[int, list[Counted]]()
+    for index, counted in replay_samples(spec.proposer, traces, samples, spec.depths, settings):
         done[index] = counted
         advance(note="replay")
     return [
-        _Answer(sample, rule, DraftConfig(depth, drafting.tree), counts)
+        _Answer(sample, rule, DraftConfig(depth, spec.tree), counts)
         for index, sample in enumerate(samples)
         for rule, depth, counts in done[index]
     ]
@@ -186,17 +186,17 @@ def _replay(work: _Work, traces: TraceCache, settings: ScoreSettings, advance: A
 
 def _decode(target: Target, work: _Work, settings: ScoreSettings, advance: Advance) -> list[_Answer]:
     """The order of the answers does not depend on which finishes first."""
-    drafting, answers = work.drafting, list[_Answer]()
+    spec, answers = work.spec, list[_Answer]()
     for rule, samples, depths in work.decoded:
         requests = [_request(target, sample, settings) for sample in samples]
         for depth in depths:
             done: dict[int, Generation] = {}
-            for index, generation in generate(target, drafting.proposer, requests, rule, depth, settings.batch_size):
+            for index, generation in generate(target, spec.proposer, requests, rule, depth, settings.batch_size):
                 done[index] = generation
                 advance(note="decode")
             for index, sample in enumerate(samples):
                 counts = count_rounds(done[index].rounds, depth)
-                answers.append(_Answer(sample, rule, DraftConfig(depth, drafting.tree), counts, done[index].tokens))
+                answers.append(_Answer(sample, rule, DraftConfig(depth, spec.tree), counts, done[index].tokens))
     return answers
 
 
@@ -218,8 +218,8 @@ def _row(identity: Identity, answer: _Answer) -> CountRow:
         context_bucket=context_bucket(len(sample.prompt_ids)),
         setting=sample.sampling.key,
         rule=answer.rule,
-        draft_tokens=answer.plan.levels,
-        tree=answer.plan.tree,
+        draft_tokens=answer.config.levels,
+        tree=answer.config.tree,
         method="replay" if answer.tokens is None else "decode",
         counts=answer.counts,
     )
@@ -228,17 +228,19 @@ def _row(identity: Identity, answer: _Answer) -> CountRow:
 def _compare(
     target: Target, replayed: Sequence[_Answer], decoded: Sequence[_Answer], settings: ScoreSettings
 ) -> Consistency:
-    expected = {(answer.sample.id, answer.plan): answer.counts for answer in replayed if answer.sample.sampling.greedy}
+    expected = {
+        (answer.sample.id, answer.config): answer.counts for answer in replayed if answer.sample.sampling.greedy
+    }
     tolerance = settings.tie_logits if target.dtype == torch.float32 else settings.tie_logits_half
     compared = ties = 0
     diverged: list[str] = []
     miscounted: list[str] = []
     for answer in decoded:
-        counts = expected.get((answer.sample.id, answer.plan))
+        counts = expected.get((answer.sample.id, answer.config))
         if counts is None or answer.tokens is None or not answer.sample.sampling.greedy:
             continue
         compared += 1
-        where = f"{answer.sample.id}, {answer.plan}"
+        where = f"{answer.sample.id}, {answer.config}"
         at = _first_difference(answer.tokens, answer.sample.answer_ids)
         if at is None:
             if answer.counts != counts:
@@ -288,7 +290,7 @@ def measured_tree(target: CausalModel, proposer: Proposer, samples: Sequence[Sam
     answers which pick a draft do not also shape it. Raises InputError where there are none."""
 
     def traces() -> Iterator[tuple[Pack, Trace]]:
-        for traced in TraceCache(target, 0).along(samples, proposer):
+        for traced in TargetPassCache(target, 0).along(samples, proposer):
             yield traced.pack, proposer.trace(traced.pack, tree.levels, traced.sampling, traced.states)
 
     with running(target.device):
@@ -302,7 +304,7 @@ _MOST = 700.0  # mean -log q whose exp is still a number
 _AS_TRAINED = SamplingSettings(temperature=1.0)
 
 
-def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TraceCache) -> float | None:
+def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TargetPassCache) -> float | None:
     """exp of the mean -log q of the answers' tokens at depth 1, temperature 1; None where that is no number.
 
     Tokens outside a reduced draft vocabulary have q = 0 and are left out, which flatters such a draft.

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from ..specdec.drafts.layer_skip import SkippedLayers
 from .figures import Estimate
-from .load import LoadFigures
-from .select import DomainRow, Row
+from .leaderboard import DomainRow, Row
+from .serving_load import LoadFigures
 
 _SCORES = ("step", "K", "tau", "draft ms", "verify ms", "expected speed-up", "perplexity", "conversations")
 _LOADS = ("goodput", "plain", "loses above", "share", "break-even alpha")
@@ -110,10 +110,10 @@ def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
             [
                 row.draft,
                 str(row.step) if row.step else "-",
-                row.plan.label if row.plan.levels else "-",
+                row.config.label if row.config.levels else "-",
                 interval(row.tau),
                 positions(row.alphas),
-                milliseconds(row.draft_seconds) if row.plan.levels else "-",
+                milliseconds(row.draft_seconds) if row.config.levels else "-",
                 milliseconds(row.verify_seconds),
                 interval(row.speedup, "x"),
                 number(row.perplexity),
@@ -146,7 +146,7 @@ def batch_cells(load: LoadFigures) -> list[list[str]]:
         share = f"{one.share:.0%}" if one.share else "-"
         gains = (interval(one.tau), interval(one.speedup, "x"), rate(one.goodput), f"{one.plain_goodput:.0f}")
         even = (number(one.break_even_tau), number(one.break_even_alpha))
-        cells.append([str(one.batch_size), share, one.plan.label, *gains, *even])
+        cells.append([str(one.batch_size), share, one.config.label, *gains, *even])
     return cells
 
 
@@ -165,7 +165,7 @@ def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
                 row.rule,
                 row.draft,
                 str(row.step) if row.step else "-",
-                row.plan.label,
+                row.config.label,
                 interval(row.tau),
                 positions(row.alphas),
                 str(row.conversations),

@@ -17,7 +17,7 @@ _PASS_TOKENS = {"cuda": 16384, "cpu": 2048}
 passes only add padding."""
 
 
-class TraceCache:
+class TargetPassCache:
     """Remembers the target's passes over recorded answers, for the next checkpoint, up to a budget of bytes.
 
     `pass_tokens`: tokens of a pass, padding included; 0: what suits the device.
@@ -59,7 +59,7 @@ class TraceCache:
 
 def replay_samples(
     proposer: Proposer,
-    traces: TraceCache,
+    traces: TargetPassCache,
     samples: Sequence[Sample],
     depths: Sequence[int],
     settings: ScoreSettings,

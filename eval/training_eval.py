@@ -9,12 +9,12 @@ from ..errors import InputError
 from ..specdec.formats import load_draft
 from ..specdec.proposers import make_proposer
 from ..specdec.targets import Target
-from .draft_configs import Drafting
+from .draft_configs import ProposerSpec
 from .figures import acceptance, tau
-from .score import Identity, score_draft, spread
-from .select import serving
+from .leaderboard import serving
+from .score import Identity, score_draft, stratified_conversations
 from .settings import ScoreSettings
-from .target_pass_cache import TraceCache
+from .target_pass_cache import TargetPassCache
 
 _DRAFTED = 3
 """Tokens of the shortest answer of which one is drafted: neither the first nor the last is. Others give no figures."""
@@ -35,7 +35,7 @@ class SampledScore:
         conversations: int,
     ) -> None:
         """Raises InputError where the samples have too few conversations for an interval."""
-        chosen = spread(samples, conversations)
+        chosen = stratified_conversations(samples, conversations)
         self._load_target = load_target
         self._samples = [sample for sample in samples if sample.conversation in chosen]
         clusters = len({sample.cluster for sample in self._samples if len(sample.answer_ids) >= _DRAFTED})
@@ -51,8 +51,8 @@ class SampledScore:
         """tau with its interval, and the share of drafted tokens that are accepted."""
         target = self._load_target()
         draft = load_draft(folder, target.device, target.dtype).draft
-        chains = Drafting(partial(make_proposer, draft, target), (self._draft_tokens,))
-        identity, traces = Identity("training", step), TraceCache(target, 0, self._settings.replay_tokens)
+        chains = ProposerSpec(partial(make_proposer, draft, target), (self._draft_tokens,))
+        identity, traces = Identity("training", step), TargetPassCache(target, 0, self._settings.replay_tokens)
         counts = score_draft(target, [chains], self._samples, self._settings, identity, traces).counts
         deciding = serving(counts, self._settings)
         found = tau(deciding, self._settings.bootstrap)

@@ -38,7 +38,7 @@ from ..eval.bench.run import (
 )
 from ..eval.bench.table import bench_rows, show_bench, words
 from ..eval.costs import hardware_name
-from ..eval.draft_configs import DraftConfig, Drafting, rules_for
+from ..eval.draft_configs import DraftConfig, ProposerSpec, rules_for
 from ..eval.figures import Bootstrap
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..progress import say, track
@@ -118,7 +118,7 @@ def _check_numbers(option: str, values: Sequence[int], most: int) -> None:
 
 CHAMPION = "champion"
 T = TypeVar("T")
-TreeOf = Callable[[AnyDraft, str, TreeSettings], Drafting]
+TreeOf = Callable[[AnyDraft, str, TreeSettings], ProposerSpec]
 """A tree as a draft drafts it."""
 
 
@@ -242,10 +242,10 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
     trees = _trees(recipe.score.trees, settings.trees)
     shorts = [Path(name).resolve().name for name in names if _is_place(name, recipe.drafts)]
 
-    def tree_of(draft: AnyDraft, name: str, tree: TreeSettings) -> Drafting:
+    def tree_of(draft: AnyDraft, name: str, tree: TreeSettings) -> ProposerSpec:
         if tree.kind == "measured":
             return Scorer(space, capture_stage(space, mix_stage(space)), SELECTION_SPLIT).tree_of(draft, name, tree)
-        return Drafting(partial(make_proposer, draft, space.target, tree), (tree.levels,), name, tree)
+        return ProposerSpec(partial(make_proposer, draft, space.target, tree), (tree.levels,), name, tree)
 
     helping = None
     if settings.helped_by is not None:

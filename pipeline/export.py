@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import fingerprint
 from ..data.store import Sample
 from ..errors import FormatError, InputError
-from ..eval.score import spread
+from ..eval.score import stratified_conversations
 from ..eval.target_pass_cache import replay_samples
 from ..specdec.formats import Format, Verifier, convert_draft, read_draft
 from ..specdec.replay.replay import Counted
@@ -88,7 +88,7 @@ def is_copy(out: Path, folder: Path) -> bool:
 
 def same_counts(scorer: Scorer, one: Path, other: Path) -> bool:
     """Whether two draft folders give equal replay counts on a few recorded answers."""
-    chosen = spread(scorer.samples, _CHECKED_CONVERSATIONS)
+    chosen = stratified_conversations(scorer.samples, _CHECKED_CONVERSATIONS)
     samples = [sample for sample in scorer.samples if sample.conversation in chosen]
     return _counts(scorer, one, samples) == _counts(scorer, other, samples)
 

@@ -41,7 +41,7 @@ class GeneratedAnswer:
     generation: Generation
     draft: str
     rule: str
-    plan: DraftConfig
+    config: DraftConfig
 
 
 def require_champion(recipe: Recipe, draft: str | None) -> None:
@@ -201,14 +201,14 @@ def show(target: Target, spoken: GeneratedAnswer) -> None:
     console.print(text, soft_wrap=True)
     generation = spoken.generation
     speed = f"{len(generation.tokens)} tokens in {generation.seconds:.2f} s"
-    if not spoken.plan.levels or not generation.rounds:
+    if not spoken.config.levels or not generation.rounds:
         console.print(f"{speed}, no draft", style="dim", soft_wrap=True)
         return
     rounds = len(generation.rounds)
     tau = (len(generation.tokens) - 1) / rounds
     accepted = sum(one.accepted for one in generation.rounds)
     proposed = sum(one.drafted for one in generation.rounds)
-    plan = f"{spoken.plan}, at most {spoken.plan.levels} levels" if spoken.plan.tree else str(spoken.plan)
+    plan = f"{spoken.config}, at most {spoken.config.levels} levels" if spoken.config.tree else str(spoken.config)
     console.print(
         f"{speed}; {spoken.draft}, rule {RULES[spoken.rule].label}, {plan}: tau {tau:.2f} "
         f"({rounds} rounds, {accepted} of {proposed} drafted tokens accepted)",

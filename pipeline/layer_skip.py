@@ -8,9 +8,9 @@ from .. import fingerprint
 from ..data.store import Sample
 from ..errors import InputError
 from ..eval.costs import CostTable
-from ..eval.draft_configs import Drafting
+from ..eval.draft_configs import ProposerSpec
 from ..eval.layer_skip import RoundTimes, SkipScore, SkipScorer, SkipTrial, Sublayer, search, skipping, sublayers
-from ..eval.score import spread
+from ..eval.score import stratified_conversations
 from ..eval.settings import SELECTION_SPLIT
 from ..eval.table import SkipRow, show_skips
 from ..progress import bar, say
@@ -78,7 +78,7 @@ def _samples(scorer: Scorer, domain: str | None, conversations: int) -> dict[str
     found: dict[str, list[Sample]] = {}
     for name in domains if domain is None else [domain]:
         mine = [sample for sample in scorer.samples if sample.domain == name]
-        kept = spread(mine, conversations)
+        kept = stratified_conversations(mine, conversations)
         found[name] = [sample for sample in mine if sample.conversation in kept]
     if not found:
         raise InputError("no answers to search on: the selection split is empty; give the mix more conversations")
@@ -99,7 +99,7 @@ def _times(scorer: Scorer, space: Workspace, depths: Sequence[int]) -> dict[int,
 
     def timed(skipped: SkippedLayers) -> CostTable:
         draft = SkippedDraft(target, skipped)
-        return scorer.costs(draft, [Drafting(partial(make_proposer, draft, target), tuple(depths))])
+        return scorer.costs(draft, [ProposerSpec(partial(make_proposer, draft, target), tuple(depths))])
 
     tables = [timed(SkippedLayers()), timed(SkippedLayers(attention=every)), timed(SkippedLayers(mlp=every))]
     return {K: RoundTimes.fit(K, target.num_layers, *tables) for K in depths}

@@ -31,7 +31,7 @@ from ..errors import (
 )
 from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptance, compare, parse, promise_of
 from ..eval.figures import Estimate
-from ..eval.select import serving
+from ..eval.leaderboard import serving
 from ..progress import say
 from ..registry.artifacts import download
 from ..registry.connect import Tracking, mlflow_errors, redacted

@@ -20,11 +20,11 @@ from ..data.store import Sample
 from ..distributed.shared_work import ALONE, Crew, Work
 from ..errors import CorruptDataError, MissingFileError
 from ..eval import counts
-from ..eval.draft_configs import DraftConfig, Drafting
-from ..eval.racing import Arm, Race, blocks_of, racing_order
-from ..eval.score import Identity, scored_samples, spread
-from ..eval.select import Checkpoint, Times, serving
+from ..eval.draft_configs import DraftConfig, ProposerSpec
+from ..eval.leaderboard import Checkpoint, Times, serving
+from ..eval.score import Identity, scored_samples, stratified_conversations
 from ..eval.settings import RaceSettings, ScoreSettings
+from ..eval.successive_elimination import Arm, Race, cut_into_blocks, elimination_order
 from ..progress import say
 from ..specdec.cross_tokenizer import ForeignDraft
 from ..specdec.drafts import AnyDraft
@@ -54,15 +54,15 @@ class Scores(Protocol):
 
     def draftings(
         self, draft: AnyDraft | ForeignDraft | None, fixed: Mapping[str, Tree] | None = None
-    ) -> list[Drafting]:
+    ) -> list[ProposerSpec]:
         """Its ways of drafting; None: prompt lookup's. `fixed`: its trees, where they were measured before."""
 
-    def times(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[Drafting]) -> Times:
+    def times(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[ProposerSpec]) -> Times:
         """What its rounds cost."""
 
     def counts(
         self,
-        draftings: Sequence[Drafting],
+        draftings: Sequence[ProposerSpec],
         identity: Identity,
         samples: Sequence[Sample] | None = None,
         decoded: bool = True,
@@ -107,7 +107,7 @@ class Counting:
 
     def __init__(self, scorer: Scores, parts: Path) -> None:
         self.scorer, self._parts = scorer, parts
-        self._opened: tuple[Checkpoint, AnyDraft | ForeignDraft | None, list[Drafting]] | None = None
+        self._opened: tuple[Checkpoint, AnyDraft | ForeignDraft | None, list[ProposerSpec]] | None = None
 
     @cached_property
     def sizes(self) -> dict[str, float]:
@@ -123,8 +123,8 @@ class Counting:
         """Clusters of each block of a race."""
         race = self.scorer.settings.race
         assert race is not None
-        order = racing_order(self.sizes, self.scorer.settings.seed)
-        return [list(block) for block in blocks_of(order, self.sizes, race.blocks)]
+        order = elimination_order(self.sizes, self.scorer.settings.seed)
+        return [list(block) for block in cut_into_blocks(order, self.sizes, race.blocks)]
 
     @cached_property
     def _samples(self) -> list[Sample]:
@@ -132,7 +132,7 @@ class Counting:
 
     def open(
         self, one: Checkpoint, folder: Path | None, trees: Mapping[str, Tree] | None = None
-    ) -> tuple[AnyDraft | ForeignDraft | None, list[Drafting]]:
+    ) -> tuple[AnyDraft | ForeignDraft | None, list[ProposerSpec]]:
         """A draft and its ways of drafting; the last one is remembered. `trees`: measured before."""
         if self._opened is None or self._opened[0] != one:
             self._opened = None  # before the next one takes room
@@ -173,7 +173,7 @@ class Counting:
         """What is missing of a checkpoint beside its replayed counts."""
         draft, draftings = self.open(job.one, job.folder, job.trees)
         table = counts.concat([counts.read(self._block_file(job.one, place)) for place in range(len(self.blocks))])
-        chosen = spread(self._samples, self.scorer.settings.decode_conversations)
+        chosen = stratified_conversations(self._samples, self.scorer.settings.decode_conversations)
         some, lossless = [sample for sample in self._samples if sample.conversation in chosen], None
         if some:
             again, lossless = self.scorer.counts(draftings, Identity(*job.one), some)
@@ -315,7 +315,7 @@ class Board:
         racing: Race | None = None
         free: set[Checkpoint] = set()  # whom no race can drop
         for number, block in enumerate(blocks):
-            running = [one for one in entrants if racing is None or one in free or one in racing.standing]
+            running = [one for one in entrants if racing is None or one in free or one in racing.survivors]
             self._count(running, block=number)
             for one in running:
                 tables[one].append(self._block(one, number))
@@ -396,5 +396,5 @@ def _observe(
             of = rounds.setdefault((one, DraftConfig(K, tree)), {})
             of[cluster] = of.get(cluster, 0.0) + number
     for cluster in block:
-        seen = [rounds.get(((arm.draft, arm.step), arm.plan), {}).get(cluster, 0.0) for arm in racing.arms]
+        seen = [rounds.get(((arm.draft, arm.step), arm.config), {}).get(cluster, 0.0) for arm in racing.arms]
         racing.observe(sizes[cluster], np.array(seen))

@@ -10,7 +10,7 @@ from ..data.capture.capture import check_spread
 from ..data.capture.manifest import is_captured
 from ..errors import DraftforgeError, InputError, MissingFileError
 from ..eval.cost_measurement import Grid, most_context
-from ..eval.load import LoadTimes
+from ..eval.serving_load import LoadTimes
 from ..recipe import Recipe
 from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.loading import refused

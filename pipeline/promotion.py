@@ -20,9 +20,9 @@ from ..errors import HookError, InputError, LostFilesError
 from ..eval import counts
 from ..eval.draft_configs import DraftConfig
 from ..eval.figures import Estimate, tau, tau_difference
+from ..eval.leaderboard import Row, Times, at_config, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from ..eval.report.page import holdout_record
 from ..eval.score import Identity
-from ..eval.select import Row, Times, at_plan, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from ..eval.settings import HOLDOUT_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
@@ -260,9 +260,9 @@ def _register(
         recipe_fingerprint=fingerprint.of_json(recipe.resolved()),
         family=meta.family,
         step=chosen.step,
-        draft_tokens=chosen.plan.levels,
-        tree_name=chosen.plan.tree or None,
-        tree=scored.trees[chosen.draft, chosen.step].get(chosen.plan.tree),
+        draft_tokens=chosen.config.levels,
+        tree_name=chosen.config.tree or None,
+        tree=scored.trees[chosen.draft, chosen.step].get(chosen.config.tree),
         parent=parent,
         git_commit=git_commit(),
     )
@@ -349,10 +349,10 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
     table, lossless = scorer.counts([mine], Identity(name, lineage.step))
     times = scorer.times(draft, known)
     if lineage.tree is None and lineage.draft_tokens in scorer.settings.draft_tokens:
-        table = at_plan(table, DraftConfig(lineage.draft_tokens))
+        table = at_config(table, DraftConfig(lineage.draft_tokens))
     (row,) = leaderboard([table], {(name, lineage.step): times}, scorer.settings)
     row = replace(row, chosen=False)  # there was nothing to choose from
-    return _Measured(row, at_plan(table, row.plan), times, lossless)
+    return _Measured(row, at_config(table, row.config), times, lossless)
 
 
 def _by_domain(candidate: _Measured, rival: _Measured, settings: ScoreSettings) -> dict[str, DomainFigures]:

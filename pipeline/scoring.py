@@ -17,25 +17,25 @@ from ..eval.advice import advice
 from ..eval.cost_measurement import Grid, cached_fit, measure_fit, most_context
 from ..eval.cost_model import CostFit, fit_for, write_fits
 from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
-from ..eval.draft_configs import Drafting
-from ..eval.load import LoadTimes
-from ..eval.report.page import score_record
-from ..eval.score import Identity, measured_tree, perplexity, score_draft, spread
-from ..eval.select import (
+from ..eval.draft_configs import ProposerSpec
+from ..eval.leaderboard import (
     PLAIN,
     Checkpoint,
     DomainRow,
     Row,
     Times,
-    by_plan,
+    by_config,
+    config_rows,
     domain_rows,
     leaderboard,
     plain_row,
-    plan_rows,
 )
+from ..eval.report.page import score_record
+from ..eval.score import Identity, measured_tree, perplexity, score_draft, stratified_conversations
+from ..eval.serving_load import LoadTimes
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard, show_load
-from ..eval.target_pass_cache import TraceCache
+from ..eval.target_pass_cache import TargetPassCache
 from ..progress import say
 from ..specdec.cross_tokenizer import ForeignDraft
 from ..specdec.drafts import AnyDraft
@@ -111,7 +111,7 @@ class Scorer:
         self._data = Capture.open(captured.folder, verify=False)
         self.settings: ScoreSettings = space.recipe.score
         self.samples: list[Sample] = self._data.samples(split)  # type: ignore[arg-type]
-        self.traces = TraceCache(space.target, self.settings.trace_bytes, self.settings.replay_tokens)
+        self.traces = TargetPassCache(space.target, self.settings.trace_bytes, self.settings.replay_tokens)
 
     def load(self, folder: Path) -> AnyDraft:
         """A stored draft, once it is seen to fit the target and what is scored."""
@@ -141,7 +141,7 @@ class Scorer:
 
     def draftings(
         self, draft: AnyDraft | ForeignDraft | None, fixed: Mapping[str, Tree] | None = None
-    ) -> list[Drafting]:
+    ) -> list[ProposerSpec]:
         """The ways of drafting that the recipe scores (None: prompt lookup, which drafts chains only, as foreign drafts
         do). `fixed`: trees of this draft that were measured before."""
         if draft is None or isinstance(draft, ForeignDraft):
@@ -149,27 +149,27 @@ class Scorer:
         known: Mapping[str, TreeSettings] = self.settings.trees if fixed is None else fixed
         return [self.chains(draft), *(self.tree_of(draft, name, tree) for name, tree in known.items())]
 
-    def chains(self, draft: AnyDraft | ForeignDraft | None) -> Drafting:
+    def chains(self, draft: AnyDraft | ForeignDraft | None) -> ProposerSpec:
         """Chains of every K of the recipe (None: prompt lookup's)."""
         make = PromptLookup if draft is None else partial(make_proposer, draft, self._space.target)
-        return Drafting(make, tuple(self.settings.draft_tokens))
+        return ProposerSpec(make, tuple(self.settings.draft_tokens))
 
-    def tree_of(self, draft: AnyDraft, name: str, tree: TreeSettings) -> Drafting:
+    def tree_of(self, draft: AnyDraft, name: str, tree: TreeSettings) -> ProposerSpec:
         """One tree of a draft; a measured one is measured here, on answers of the train split."""
         fixed = self._measured(draft, tree) if isinstance(tree, MeasuredTree) else tree
         make = partial(make_proposer, draft, self._space.target, fixed)
-        return Drafting(make, (fixed.levels,), name, fixed)
+        return ProposerSpec(make, (fixed.levels,), name, fixed)
 
     def _measured(self, draft: AnyDraft, tree: MeasuredTree) -> StaticTree:
         samples = self._data.samples("train")
-        kept = spread(samples, _MEASURED_CONVERSATIONS)
+        kept = stratified_conversations(samples, _MEASURED_CONVERSATIONS)
         return measured_tree(
             self._space.target, self.proposer(draft), [one for one in samples if one.conversation in kept], tree
         )
 
     def counts(
         self,
-        draftings: Sequence[Drafting],
+        draftings: Sequence[ProposerSpec],
         identity: Identity,
         samples: Sequence[Sample] | None = None,
         decoded: bool = True,
@@ -190,17 +190,17 @@ class Scorer:
         """Of the recorded answers under the draft; shown to people, used for nothing. A foreign one has none."""
         if isinstance(draft, ForeignDraft):
             return None
-        chosen = spread(self.samples, self.settings.decode_conversations or 1)
+        chosen = stratified_conversations(self.samples, self.settings.decode_conversations or 1)
         samples = [sample for sample in self.samples if sample.conversation in chosen]
         return perplexity(self.proposer(draft), samples, self.traces)
 
-    def times(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[Drafting]) -> Times:
+    def times(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[ProposerSpec]) -> Times:
         """Times of this shape (None: prompt lookup) at the recipe's load, or at batch 1 where it states none."""
         if self.settings.load is None:
             return self.costs(draft, draftings)
         return LoadTimes(self._fit(draft, draftings), self.settings.load)
 
-    def _fit(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[Drafting]) -> CostFit:
+    def _fit(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[ProposerSpec]) -> CostFit:
         """Fitted times of this shape: another machine's where the recipe gives some, else measured here, once."""
         settings, target = self.settings, self._space.target
         assert settings.load is not None
@@ -216,7 +216,7 @@ class Scorer:
 
         return cached_fit(self._space.root / "costs", key, grid, measure, settings.costs.wait_seconds)
 
-    def costs(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[Drafting]) -> CostTable:
+    def costs(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[ProposerSpec]) -> CostTable:
         """Times of this shape (None: prompt lookup) at batch 1 on this machine, measured once."""
         settings, target = self.settings, self._space.target
         key = cost_key(target, LOOKUP if draft is None else draft, draftings, settings)
@@ -348,7 +348,7 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     perplexities = {one: part.perplexity for one, part in parts.items() if part.perplexity is not None}
     shares = {one: part.share for one, part in parts.items()}
     made_for = {one: board.scorer.made_for(folder) for one, folder in folders.items()}
-    plans = plan_rows(tables, board.times, settings, [LOOKUP])
+    plans = config_rows(tables, board.times, settings, [LOOKUP])
     rows = [
         replace(row, trained_for=made_for.get((row.draft, row.step), ""))
         for row in leaderboard(tables, board.times, settings, [LOOKUP], perplexities, shares, plans)
@@ -363,7 +363,7 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     origin = {"at": time.time(), "target": target, "capture": captured.fingerprint, "advice": said}
     record = score_record(table, board.times, rows, settings, plans, domains)
     storage.write_json(stage.folder / SCORES_FILE, origin | record)
-    _show(scored, settings, by_plan(plans, scored.chosen))
+    _show(scored, settings, by_config(plans, scored.chosen))
     return scored
 
 

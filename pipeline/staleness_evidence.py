@@ -22,9 +22,9 @@ from ..data.replay_mix import base_of
 from ..data.split import unit
 from ..errors import CorruptDataError, LostFilesError
 from ..eval.counts import values
-from ..eval.draft_configs import Drafting
+from ..eval.draft_configs import ProposerSpec
+from ..eval.leaderboard import serving
 from ..eval.score import Identity
-from ..eval.select import serving
 from ..eval.settings import HOLDOUT_SPLIT
 from ..progress import say
 from ..registry.lineage import Version, ancestors, cluster_digest, training_clusters
@@ -92,12 +92,12 @@ def counts_of(space: Workspace, version: Version, folder: Path, captured: Stage)
     return serving(table, settings)
 
 
-def _drafting(scorer: Scorer, space: Workspace, draft: AnyDraft, version: Version) -> Drafting:
+def _drafting(scorer: Scorer, space: Workspace, draft: AnyDraft, version: Version) -> ProposerSpec:
     lineage = version.lineage
     if lineage.tree is not None:
         return scorer.tree_of(draft, str(lineage.tree_name), lineage.tree)
     K = lineage.draft_tokens or max(space.recipe.score.draft_tokens)
-    return Drafting(partial(make_proposer, draft, space.target), (K,))
+    return ProposerSpec(partial(make_proposer, draft, space.target), (K,))
 
 
 def judge(space: Workspace) -> Staleness:

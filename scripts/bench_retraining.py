@@ -44,9 +44,9 @@ from draftforge.errors import DraftforgeError, InputError
 from draftforge.eval.counts import values, where
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.figures import Estimate, tau_difference
-from draftforge.eval.load import finite
-from draftforge.eval.score import Identity, spread
-from draftforge.eval.select import DomainRow, Row, at_plan, domain_rows, leaderboard
+from draftforge.eval.leaderboard import DomainRow, Row, at_config, domain_rows, leaderboard
+from draftforge.eval.score import Identity, stratified_conversations
+from draftforge.eval.serving_load import finite
 from draftforge.eval.settings import HOLDOUT_SPLIT
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.retrain import retrain
@@ -102,7 +102,7 @@ def cycle(
     if not first.decision.promote:
         raise InputError(f"{first.version.reference}: the first draft was not promoted: {first.decision.reasons[0]}")
     captured = capture_of(old, first.version)
-    judged = spread(samples_of(captured), old.recipe.score.max_conversations or sys.maxsize)
+    judged = stratified_conversations(samples_of(captured), old.recipe.score.max_conversations or sys.maxsize)
     with timed(seconds, "measure"):
         before = measure(old, captured, fetched(old, first.version), "champion, old target", judged)
     told = {"first": training_told(first.scored.chosen_folder, captured)}
@@ -185,7 +185,7 @@ def mixes(
     both = set.intersection(*({one.conversation for one in samples_of(stage)} for stage in captures.values()))
     space, captured = spaces["production"], captures["production"]
     most = space.recipe.score.max_conversations or sys.maxsize
-    judged = spread((one for one in samples_of(captured) if one.conversation in both), most)
+    judged = stratified_conversations((one for one in samples_of(captured) if one.conversation in both), most)
     with timed(seconds, "measure"):
         found = [measure(space, captured, drafts[name], f"{name} mix", judged) for name in asked]
     by_domain = differences(found[0], found[1], space)
@@ -217,7 +217,7 @@ def measure(space: Workspace, captured: Stage, folder: Path, name: str, among: C
     samples = [one for one in scorer.samples if one.conversation in among]
     table, _ = scorer.counts([scorer.chains(draft)], Identity(name, 0), samples, decoded=False)
     times = {(name, 0): scorer.times(draft, scorer.draftings(draft))}
-    table = at_plan(table, DraftConfig(max(settings.draft_tokens)))
+    table = at_config(table, DraftConfig(max(settings.draft_tokens)))
     rows = leaderboard([table], times, settings)
     return Measured(name, rows[0], table, domain_rows([table], rows, settings, times))
 
@@ -386,7 +386,7 @@ def show(
         for name, row in parts:
             many = len(values(one.table if row is one.row else where(one.table, domain=name), "conversation"))
             alphas = " ".join(said(alpha, bounds=False) for alpha in row.alphas)
-            cells = (str(many), str(row.plan.levels), said(row.tau), alphas, said(row.speedup, "x"))
+            cells = (str(many), str(row.config.levels), said(row.tau), alphas, said(row.speedup, "x"))
             table.add_row(one.name, name, *cells)
     Console(width=160).print(table)
     for name, gain in gains.items():

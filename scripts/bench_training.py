@@ -24,7 +24,7 @@ from draftforge.data.prompts import prompts_of
 from draftforge.data.store import Capture
 from draftforge.eval import counts
 from draftforge.eval.figures import tau
-from draftforge.eval.select import Row, serving
+from draftforge.eval.leaderboard import Row, serving
 from draftforge.pipeline.scoring import Scored, score_stage
 from draftforge.pipeline.stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
 from draftforge.pipeline.workspace import Workspace
@@ -177,7 +177,9 @@ def _show(runs: dict[str, dict[str, float]], curves: dict[str, list[dict[str, An
     by_perplexity, by_speed = min(drafts, key=_perplexity), max(drafts, key=lambda row: row.speedup.value)
     for how, row in (("perplexity", by_perplexity), ("expected speed", by_speed)):
         rate = row.tau.value / (row.draft_seconds + row.verify_seconds)
-        print(f"{how} picks {row.draft} step {row.step} at {row.plan}: {rate:,.0f} tokens/s, {row.speedup.value:.2f}x")
+        print(
+            f"{how} picks {row.draft} step {row.step} at {row.config}: {rate:,.0f} tokens/s, {row.speedup.value:.2f}x"
+        )
 
 
 def _perplexity(row: Row) -> float:

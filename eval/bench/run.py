@@ -70,7 +70,7 @@ class Setting(_Record):
     batch_size: int = Field(ge=1)
 
     @property
-    def plan(self) -> DraftConfig:
+    def config(self) -> DraftConfig:
         return DraftConfig(self.levels, self.tree)
 
     @property
@@ -80,7 +80,7 @@ class Setting(_Record):
     @property
     def way(self) -> str:
         """The method and what it drafts, as sentences name it."""
-        return self.method if self.plain else f"{self.method} {self.plan}"
+        return self.method if self.plain else f"{self.method} {self.config}"
 
 
 class RoundParts(_Record):
@@ -490,4 +490,4 @@ def _seed(seed: int, name: str) -> int:
 
 
 def _failure(setting: Setting, reason: str) -> Failure:
-    return Failure(method=setting.method, plan=setting.plan.label, batch_size=setting.batch_size, reason=reason)
+    return Failure(method=setting.method, plan=setting.config.label, batch_size=setting.batch_size, reason=reason)

@@ -391,7 +391,7 @@ def speed_cells(rows: Sequence[BenchRow], failures: Sequence[Failure]) -> list[l
             [
                 str(row.setting.batch_size),
                 row.setting.method,
-                "-" if plain else row.setting.plan.label,
+                "-" if plain else row.setting.config.label,
                 row.domain,
                 "-" if plain else interval(row.tau.estimate),
                 positions([alpha.estimate for alpha in row.alphas]),
@@ -417,7 +417,7 @@ def waiting_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
             [
                 str(row.setting.batch_size),
                 row.setting.method,
-                "-" if plain else row.setting.plan.label,
+                "-" if plain else row.setting.config.label,
                 f"{milliseconds(row.first_token_p50)} / {milliseconds(row.first_token_p95)}",
                 f"{milliseconds(row.inter_token_p50)} / {milliseconds(row.inter_token_p95)}",
                 f"{row.rounds:.0f}",

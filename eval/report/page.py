@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..counts import concat, groups, values, where
 from ..figures import Estimate, acceptance, tau
-from ..select import Checkpoint, DomainRow, Plans, Row, Times, at_plan, by_plan, plain_row, serving
+from ..leaderboard import Checkpoint, ConfigRows, DomainRow, Row, Times, at_config, by_config, plain_row, serving
 from ..settings import ScoreSettings
 from . import charts
 from .charts import Palette, Record, frontier, interval, joined, name_of, number, plan_of
@@ -24,7 +24,7 @@ def score_record(
     costs: Mapping[Checkpoint, Times],
     rows: Sequence[Row],
     settings: ScoreSettings,
-    plans: Plans,
+    plans: ConfigRows,
     domains: Sequence[DomainRow],
 ) -> dict[str, Any]:
     """All checkpoints on the selection split: the leaderboard, each at every K and tree; the chosen one in parts.
@@ -37,7 +37,7 @@ def score_record(
     names = {(row.draft, row.step) for row in compared}
     return {
         "rows": [plain_row(times).record(), *(row.record() for row in rows)],
-        "plans": [one.record() for row in rows for one in by_plan(plans, row)],
+        "plans": [one.record() for row in rows for one in by_config(plans, row)],
         **_parts([table], compared, settings, [one for one in domains if (one.draft, one.step) in names]),
         "times": times_record(times),
     }
@@ -79,7 +79,7 @@ def _contexts(table: pa.Table, rows: Sequence[Row], settings: ScoreSettings) -> 
     """The rows' drafts by length of the prompt, all domains and sampling settings together, shortest first."""
     for (bucket,), part in groups(table, "context_bucket"):
         for row in rows:
-            mine = at_plan(where(part, draft=row.draft, step=row.step), row.plan)
+            mine = at_config(where(part, draft=row.draft, step=row.step), row.config)
             if len(mine):
                 yield {
                     "context_bucket": bucket,

@@ -14,8 +14,8 @@ from draftforge.eval import cost_measurement
 from draftforge.eval.cost_measurement import Grid
 from draftforge.eval.cost_model import CostFit
 from draftforge.eval.costs import CostKey, cost_key
-from draftforge.eval.draft_configs import DraftConfig, Drafting
-from draftforge.eval.load import LoadTimes
+from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
+from draftforge.eval.serving_load import LoadTimes
 from draftforge.eval.settings import CostSettings, LoadSettings, ScoreSettings
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
@@ -31,7 +31,7 @@ def target() -> CausalModel:
     return stand_ins.target()
 
 
-def key_of(target: CausalModel, draft: Any, draftings: list[Drafting]) -> CostKey:
+def key_of(target: CausalModel, draft: Any, draftings: list[ProposerSpec]) -> CostKey:
     return cost_key(target, draft, draftings, SETTINGS)
 
 
@@ -48,8 +48,8 @@ def test_the_grid_is_a_cross() -> None:
 def test_real_rounds_and_prompts_are_fitted(target: CausalModel) -> None:
     draft, tree = stand_ins.near_copy(target), StaticTree(kind="static", widths=[3, 2])
     draftings = [
-        Drafting(partial(make_proposer, draft, target), (1, 2, 4)),
-        Drafting(partial(make_proposer, draft, target, tree), (2,), "wide", tree),
+        ProposerSpec(partial(make_proposer, draft, target), (1, 2, 4)),
+        ProposerSpec(partial(make_proposer, draft, target, tree), (2,), "wide", tree),
     ]
     grid = Grid.of(LOAD, cost_measurement.most_context(target.max_positions, 4, 6))
     fit = cost_measurement.measure_fit(
@@ -75,7 +75,7 @@ def test_real_rounds_and_prompts_are_fitted(target: CausalModel) -> None:
 
 
 def test_what_drafts_without_weights_takes_no_memory(target: CausalModel) -> None:
-    draftings = [Drafting(PromptLookup, (1, 2))]
+    draftings = [ProposerSpec(PromptLookup, (1, 2))]
     grid = Grid([1], [32], 32, [16])
     fit = cost_measurement.measure_fit(
         key_of(target, "lookup", draftings), target, draftings, [[1, 2, 3]], SETTINGS, grid
@@ -92,7 +92,7 @@ def test_a_batch_that_does_not_fit_is_named(target: CausalModel, monkeypatch: py
         return inner(target, modes, prompts, *args)
 
     monkeypatch.setattr(cost_measurement, "by_turns", by_turns)
-    draftings = [Drafting(PromptLookup, (1,))]
+    draftings = [ProposerSpec(PromptLookup, (1,))]
     key = key_of(target, "lookup", draftings)
     with pytest.raises(DeviceMemoryError, match=r"score\.load: batch 3 at context 96 does not fit the device's memory"):
         cost_measurement.measure_fit(key, target, draftings, [[1, 2]], SETTINGS, Grid.of(LOAD, 128))

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from draftforge.errors import InputError, LockedError
 from draftforge.eval import costs
-from draftforge.eval.draft_configs import DraftConfig, Drafting
+from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.figures import Estimate
 from draftforge.eval.settings import CostSettings, ScoreSettings
 from draftforge.specdec.models import CausalModel
@@ -33,8 +33,8 @@ def target() -> CausalModel:
     return stand_ins.target()
 
 
-def lookup(*depths: int) -> list[Drafting]:
-    return [Drafting(PromptLookup, depths)]
+def lookup(*depths: int) -> list[ProposerSpec]:
+    return [ProposerSpec(PromptLookup, depths)]
 
 
 def key_of(target: CausalModel, draft: Any = "lookup", K: tuple[int, ...] = (1, 2)) -> costs.CostKey:
@@ -133,8 +133,8 @@ def test_real_rounds_are_timed(target: CausalModel) -> None:
     draft = stand_ins.near_copy(target)
     tree = StaticTree(kind="static", widths=[3, 2])
     draftings = [
-        Drafting(partial(make_proposer, draft, target), (1, 3)),
-        Drafting(partial(make_proposer, draft, target, tree), (2,), "wide", tree),
+        ProposerSpec(partial(make_proposer, draft, target), (1, 3)),
+        ProposerSpec(partial(make_proposer, draft, target, tree), (2,), "wide", tree),
     ]
     settings = ScoreSettings(costs=CostSettings(prompts=3, rounds=12, warmup_rounds=1))
     key = costs.cost_key(target, draft, draftings, settings)
@@ -282,7 +282,7 @@ def test_an_unmeasured_depth_is_named(target: CausalModel) -> None:
         table_of(key_of(target)).gain(DraftConfig(4))
     with pytest.raises(InputError, match=r"tree wide \(2 levels\): no times measured"):
         table_of(key_of(target)).cost(DraftConfig(2, "wide"))
-    deep = Drafting(PromptLookup, (3,), "wide")
+    deep = ProposerSpec(PromptLookup, (3,), "wide")
     table = table_of(costs.cost_key(target, "lookup", [deep], ScoreSettings()))
     assert table.cost(DraftConfig(3, "wide")).rounds == 9
     with pytest.raises(InputError, match=r"tree wide \(2 levels\): no times measured; .* wide \(3 levels\)"):

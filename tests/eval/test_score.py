@@ -14,10 +14,10 @@ from draftforge.data.store import Sample
 from draftforge.errors import InputError
 from draftforge.eval import score, target_pass_cache
 from draftforge.eval.counts import COUNTS_SCHEMA, values, where
-from draftforge.eval.draft_configs import Drafting, rules_for
+from draftforge.eval.draft_configs import ProposerSpec, rules_for
 from draftforge.eval.figures import Bootstrap, tau
+from draftforge.eval.leaderboard import serving
 from draftforge.eval.score import perplexity
-from draftforge.eval.select import serving
 from draftforge.eval.settings import RuleName, ScoreSettings
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer
@@ -69,11 +69,11 @@ def samples(target: Target) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def chains(target: Target) -> Drafting:
-    return Drafting(partial(make_proposer, stand_ins.near_copy(target, noise=0.1), target), (1, 3))
+def chains(target: Target) -> ProposerSpec:
+    return ProposerSpec(partial(make_proposer, stand_ins.near_copy(target, noise=0.1), target), (1, 3))
 
 
-def test_replay_covers_all_and_decoding_a_part(target: Target, samples: list[Sample], chains: Drafting) -> None:
+def test_replay_covers_all_and_decoding_a_part(target: Target, samples: list[Sample], chains: ProposerSpec) -> None:
     result = score.score_draft(target, [chains], samples, SETTINGS, ME)
     table = result.counts
     assert table.schema.equals(COUNTS_SCHEMA) and set(values(table, "draft")) == {"small"}
@@ -88,7 +88,7 @@ def test_replay_covers_all_and_decoding_a_part(target: Target, samples: list[Sam
     assert 1.0 < tau(where(replayed, setting="t0", draft_tokens=3), Bootstrap()).value < 4.0
 
 
-def test_decoded_counts_equal_replayed_ones(target: Target, samples: list[Sample], chains: Drafting) -> None:
+def test_decoded_counts_equal_replayed_ones(target: Target, samples: list[Sample], chains: ProposerSpec) -> None:
     greedy = [sample for sample in samples if sample.sampling.greedy]
     settings = ScoreSettings(draft_tokens=[1, 3], decode_draft_tokens=[1, 3], decode_conversations=99)
     table = score.score_draft(target, [chains], greedy, settings, ME).counts
@@ -102,7 +102,7 @@ def test_a_proposer_that_cannot_be_replayed_is_decoded(target: Target, samples: 
     class Unreplayable(PromptLookup):
         replayable = False
 
-    lookup = Drafting(Unreplayable, (1, 3))
+    lookup = ProposerSpec(Unreplayable, (1, 3))
     result = score.score_draft(target, [lookup], samples, SETTINGS, score.Identity("lookup", 0))
     assert values(result.counts, "method") == ["decode"]
     assert len(result.counts) == 12 * 2 and values(result.counts, "rule") == ["greedy", "onehot"]
@@ -118,12 +118,12 @@ TREES: dict[str, Tree] = {
 }
 
 
-def tree_of(target: Target, name: str) -> Drafting:
+def tree_of(target: Target, name: str) -> ProposerSpec:
     draft = stand_ins.near_copy(target, noise=0.1)
-    return Drafting(partial(make_proposer, draft, target, TREES[name]), (TREES[name].levels,), name, TREES[name])
+    return ProposerSpec(partial(make_proposer, draft, target, TREES[name]), (TREES[name].levels,), name, TREES[name])
 
 
-def test_trees_are_scored_like_chains(target: Target, samples: list[Sample], chains: Drafting) -> None:
+def test_trees_are_scored_like_chains(target: Target, samples: list[Sample], chains: ProposerSpec) -> None:
     """Trees whose siblings are chosen are replayed and equal decoding; drawn ones are replayed at T = 0 only."""
     ways = [chains, *(tree_of(target, name) for name in TREES)]
     settings = ScoreSettings(sampling=[GREEDY, WARM], rules=["token", "match"], decode_conversations=99)
@@ -146,7 +146,7 @@ def test_trees_are_scored_like_chains(target: Target, samples: list[Sample], cha
     assert all(value > 1.0 for value in taus.values())
 
 
-def test_each_way_of_drafting_has_a_rule(target: Target, samples: list[Sample], chains: Drafting) -> None:
+def test_each_way_of_drafting_has_a_rule(target: Target, samples: list[Sample], chains: ProposerSpec) -> None:
     ways = {name: tree_of(target, name).proposer for name in TREES} | {"": chains.proposer, "lookup": PromptLookup()}
 
     def rules(*names: RuleName) -> dict[str, list[str]]:
@@ -169,7 +169,7 @@ def test_each_way_of_drafting_has_a_rule(target: Target, samples: list[Sample], 
     assert all(rules_for(GREEDY, proposer, ScoreSettings(rules=["token"])) == ["greedy"] for proposer in ways.values())
 
 
-def test_a_lossy_rule_is_decoded_and_never_decides(target: Target, samples: list[Sample], chains: Drafting) -> None:
+def test_a_lossy_rule_is_decoded_and_never_decides(target: Target, samples: list[Sample], chains: ProposerSpec) -> None:
     settings = ScoreSettings(sampling=[WARM], rules=["token", "typical"], draft_tokens=[1, 3], decode_conversations=0)
     table = score.score_draft(target, [chains], samples[9:], settings, ME).counts
     assert values(where(table, rule="typical"), "method") == ["decode"]
@@ -180,7 +180,7 @@ def test_a_lossy_rule_is_decoded_and_never_decides(target: Target, samples: list
 
 
 def test_passes_of_the_target_are_shared_by_checkpoints(
-    target: Target, samples: list[Sample], chains: Drafting, monkeypatch: pytest.MonkeyPatch
+    target: Target, samples: list[Sample], chains: ProposerSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SETTINGS.model_copy(update={"decode_conversations": 0})
     answers: list[int] = []
@@ -194,7 +194,7 @@ def test_passes_of_the_target_are_shared_by_checkpoints(
     def passes(remembered: int, tokens: int) -> list[int]:
         """Answers of each pass that scoring two checkpoints takes."""
         answers.clear()
-        cache = target_pass_cache.TraceCache(target, remembered, tokens)
+        cache = target_pass_cache.TargetPassCache(target, remembered, tokens)
         first, second = (score.score_draft(target, [chains], samples[9:], settings, ME, cache) for _ in range(2))
         assert first.counts.equals(second.counts)
         return answers.copy()
@@ -208,7 +208,7 @@ def test_passes_of_the_target_are_shared_by_checkpoints(
 
 
 def test_a_false_replay_is_an_error_in_float32(
-    target: Target, samples: list[Sample], chains: Drafting, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    target: Target, samples: list[Sample], chains: ProposerSpec, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def wrong(_: Any, traced: TargetTrace, *args: Any) -> list[Any]:
         return [[("greedy", 1, RoundCounts(1, 2, 1, 1, (1,), (1,)))] for _ in traced.answers]
@@ -223,7 +223,7 @@ def test_a_false_replay_is_an_error_in_float32(
     assert "replay and decoding differ on 3 of 3" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_answers_of_another_target_are_found(target: Target, samples: list[Sample], chains: Drafting) -> None:
+def test_answers_of_another_target_are_found(target: Target, samples: list[Sample], chains: ProposerSpec) -> None:
     settings, chains = ScoreSettings(draft_tokens=[1], decode_conversations=3), replace(chains, depths=(1,))
     foreign = [replace(sample, answer_ids=[(sample.answer_ids[0] + 1) % stand_ins.VOCAB, 3, 5]) for sample in samples]
     with pytest.raises(score.ReplayMismatchError, match="the decoded answer leaves the recorded one at token 0"):
@@ -232,7 +232,7 @@ def test_answers_of_another_target_are_found(target: Target, samples: list[Sampl
 
 @torch.inference_mode()
 def test_a_tie_of_the_target_is_counted_not_refused(
-    target: Target, samples: list[Sample], chains: Drafting, monkeypatch: pytest.MonkeyPatch
+    target: Target, samples: list[Sample], chains: ProposerSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sample = samples[0]
     ids = torch.tensor([sample.prompt_ids])
@@ -250,20 +250,24 @@ def test_a_tie_of_the_target_is_counted_not_refused(
 
 def test_conversations_are_spread_and_stable(samples: list[Sample]) -> None:
     domain = {sample.conversation: sample.domain for sample in samples}
-    three = score.spread(samples, 3)
+    three = score.stratified_conversations(samples, 3)
     assert {domain[name] for name in three} == {"support", "code", "chat"}
-    assert three < score.spread(samples, 6) and len(score.spread(samples, 6)) == 6
-    assert three == score.spread(list(reversed(samples)), 3)
-    assert score.spread(samples, 0) == set() and len(score.spread(samples, 99)) == 12
+    assert three < score.stratified_conversations(samples, 6) and len(score.stratified_conversations(samples, 6)) == 6
+    assert three == score.stratified_conversations(list(reversed(samples)), 3)
+    assert (
+        score.stratified_conversations(samples, 0) == set() and len(score.stratified_conversations(samples, 99)) == 12
+    )
 
 
-def test_at_most_so_many_conversations(target: Target, samples: list[Sample], chains: Drafting) -> None:
+def test_at_most_so_many_conversations(target: Target, samples: list[Sample], chains: ProposerSpec) -> None:
     settings, chains = ScoreSettings(decode_conversations=1, max_conversations=3), replace(chains, depths=(1,))
     counts = score.score_draft(target, [chains], samples[:9], settings, ME).counts
-    assert set(values(counts, "conversation")) == score.spread(samples[:9], 3)
+    assert set(values(counts, "conversation")) == score.stratified_conversations(samples[:9], 3)
 
 
-def test_training_samples_and_empty_splits_are_refused(target: Target, samples: list[Sample], chains: Drafting) -> None:
+def test_training_samples_and_empty_splits_are_refused(
+    target: Target, samples: list[Sample], chains: ProposerSpec
+) -> None:
     with pytest.raises(InputError, match="no samples to score"):
         score.score_draft(target, [chains], [], SETTINGS, ME)
     with pytest.raises(InputError, match="c0/0/t0: split train"):
@@ -275,13 +279,13 @@ def test_answers_in_one_pass_are_worth_what_each_is_alone(target: Target, sample
     mixed = [sample for pair in zip(samples[:3], samples[9:]) for sample in pair]
     for name, way in {"chains": None, "wide": TREES["wide"]}.items():
         make = partial(make_proposer, stand_ins.taught_medusa(target, steps=20), target, way)
-        drafting = Drafting(make, (1, 3), "" if way is None else name, way)
+        drafting = ProposerSpec(make, (1, 3), "" if way is None else name, way)
         packed, single = (
             (
                 score.score_draft(target, [drafting], mixed, SETTINGS, ME, cache).counts.to_pylist(),
                 perplexity(drafting.proposer, mixed, cache),
             )
-            for cache in (target_pass_cache.TraceCache(target, 0), target_pass_cache.TraceCache(target, 0, 1))
+            for cache in (target_pass_cache.TargetPassCache(target, 0), target_pass_cache.TargetPassCache(target, 0, 1))
         )
         assert packed[1] == pytest.approx(single[1]) and packed[1] is not None
         for one, other in zip(packed[0], single[0], strict=True):
@@ -293,7 +297,7 @@ def test_answers_in_one_pass_are_worth_what_each_is_alone(target: Target, sample
 def test_packs_are_of_one_setting_and_within_their_tokens(target: Target, samples: list[Sample]) -> None:
     mixed = [*samples[9:], *samples[:9]]
     for tokens in (1, 60, 10_000):
-        packs = target_pass_cache.TraceCache(target, 0, tokens).packs(mixed)
+        packs = target_pass_cache.TargetPassCache(target, 0, tokens).packs(mixed)
         assert sorted(index for pack in packs for index in pack) == list(range(len(mixed)))
         for pack in packs:
             lengths = [len(mixed[index].prompt_ids) + len(mixed[index].answer_ids) for index in pack]

@@ -11,11 +11,11 @@ import torch
 from draftforge.data.store import Sample
 from draftforge.eval import layer_skip
 from draftforge.eval.costs import CostTable, RoundCost, cost_key
-from draftforge.eval.draft_configs import DraftConfig, Drafting
+from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.figures import Bootstrap, tau
 from draftforge.eval.layer_skip import RoundTimes, SkipScorer, SkipTrial, search, sublayers
+from draftforge.eval.leaderboard import at_config, serving
 from draftforge.eval.score import Identity, score_draft
-from draftforge.eval.select import at_plan, serving
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
@@ -72,7 +72,7 @@ def scorer(target: Target, samples: dict[str, list[Sample]], tmp_path: Path) -> 
 
 
 def table(target: CausalModel, plain: float, draft: float, verify: float, rest: float) -> CostTable:
-    key = cost_key(target, "lookup", [Drafting(PromptLookup, (3,))], SETTINGS)
+    key = cost_key(target, "lookup", [ProposerSpec(PromptLookup, (3,))], SETTINGS)
     cost = RoundCost(draft_seconds=draft, verify_seconds=verify, rest_seconds=rest, rounds=9)
     return CostTable(key=key, plain_seconds=plain, plain_rounds=9, context_tokens=9, by_plan={"3": cost})
 
@@ -102,8 +102,8 @@ def test_tau_is_the_scores(
     make = partial(make_proposer, SkippedDraft(target, skipped), target)
     for domains in (["chat"], ["code"], ["chat", "code"]):
         mine = [sample for domain in domains for sample in samples[domain]]
-        counts = score_draft(target, [Drafting(make, (1, 3))], mine, SETTINGS, Identity("skipped", 0)).counts
-        taus = {K: tau(at_plan(serving(counts, SETTINGS), DraftConfig(K)), Bootstrap(10)).value for K in (1, 3)}
+        counts = score_draft(target, [ProposerSpec(make, (1, 3))], mine, SETTINGS, Identity("skipped", 0)).counts
+        taus = {K: tau(at_config(serving(counts, SETTINGS), DraftConfig(K)), Bootstrap(10)).value for K in (1, 3)}
         speedups = {K: taus[K] / TIMES[K].of(4, skipped) for K in taus}
         worth = scorer.worth(skipped, domains)
         assert max(speedups, key=lambda K: speedups[K]) == worth.K

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.figures import Estimate
-from draftforge.eval.load import BatchFigures, BreakEvenPoint, LoadFigures, Memory
-from draftforge.eval.select import DomainRow, Row
+from draftforge.eval.leaderboard import DomainRow, Row
+from draftforge.eval.serving_load import BatchFigures, BreakEvenPoint, LoadFigures, Memory
 from draftforge.eval.speedup import Gain
 from draftforge.eval.table import domain_cells, leaderboard_cells, plain_text, show_domains, show_leaderboard, show_load
 
@@ -17,7 +17,7 @@ NAN = math.nan
 SMALL = Row(
     draft="small",
     step=60,
-    plan=DraftConfig(3),
+    config=DraftConfig(3),
     drafted=2.9,
     tau=Estimate(2.06, 1.95, 2.17, 20),
     acceptance=Estimate(0.5),
@@ -54,7 +54,7 @@ def test_plain_text_is_aligned_and_never_wrapped() -> None:
 
 
 def test_a_tree_is_shown_by_its_name() -> None:
-    cells = leaderboard_cells([replace(SMALL, plan=DraftConfig(4, "wide"))])
+    cells = leaderboard_cells([replace(SMALL, config=DraftConfig(4, "wide"))])
     assert cells[1][cells[0].index("K")] == "wide"
 
 

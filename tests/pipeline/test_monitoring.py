@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from draftforge.cli import main
 from draftforge.errors import AcceptanceMismatchError, InputError, MissingFileError, ServedError
 from draftforge.eval.engine_metrics import promise_of
-from draftforge.eval.select import serving
+from draftforge.eval.leaderboard import serving
 from draftforge.pipeline import monitoring
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.monitoring import ChampionCollector, Served, look_at, metrics

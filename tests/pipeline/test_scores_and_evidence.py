@@ -11,8 +11,8 @@ import pytest
 from draftforge.errors import LostFilesError, TrackingError
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
 from draftforge.eval.counts import CountRow, to_table
+from draftforge.eval.leaderboard import leaderboard
 from draftforge.eval.score import Identity
-from draftforge.eval.select import leaderboard
 from draftforge.pipeline import promotion, scoring
 from draftforge.pipeline.stages import Stage
 from draftforge.pipeline.workspace import Workspace

@@ -10,7 +10,7 @@ import pytest
 from draftforge.data.store import Sample
 from draftforge.errors import InputError
 from draftforge.eval import counts, figures
-from draftforge.eval.select import serving
+from draftforge.eval.leaderboard import serving
 from draftforge.eval.settings import ScoreSettings
 from draftforge.eval.training_eval import SampledScore
 from draftforge.pipeline import stages

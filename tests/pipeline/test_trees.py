@@ -60,9 +60,9 @@ def test_a_measured_tree_is_promoted_and_met_again(
     recipe = load_recipe(path, [f"score.trees={json.dumps(TREES)}"])
     outcome = distill(Workspace(recipe))
     assert outcome is not None and outcome.decision.promote
-    assert outcome.scored.chosen.plan.label == "best"
+    assert outcome.scored.chosen.config.label == "best"
     lineage = outcome.version.lineage
-    assert lineage.tree_name == "best" and lineage.draft_tokens == outcome.scored.chosen.plan.levels
+    assert lineage.tree_name == "best" and lineage.draft_tokens == outcome.scored.chosen.config.levels
     assert isinstance(lineage.tree, StaticTree) and lineage.tree.choices and 1 <= len(lineage.tree.choices) <= 5
     assert set(outcome.scored.counts["tree"].to_pylist()) == {"", "grown", "best"}
 
@@ -85,7 +85,7 @@ def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path])
 
     plain = said(None, draft="none").generation.tokens
     for tree in TREES:
-        assert said(tree).generation.tokens == plain and said(tree).plan == DraftConfig(2, tree)
+        assert said(tree).generation.tokens == plain and said(tree).config == DraftConfig(2, tree)
     assert said("best", 0.9).rule == "onehot" and said(None, 0.9).rule == "token"
     assert len(said("grown", 0.9, rule="typical").generation.tokens) > 0
     with pytest.raises(InputError, match=r"--tree wide: must be one of the recipe's score.trees \(grown, best\)"):

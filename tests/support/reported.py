@@ -8,8 +8,8 @@ import pyarrow as pa
 
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
 from draftforge.eval.counts import CountRow, concat, context_bucket, to_table
+from draftforge.eval.leaderboard import Checkpoint, Row, config_rows, domain_rows, leaderboard
 from draftforge.eval.report.page import Link, ReportRecords, holdout_record, score_record
-from draftforge.eval.select import Checkpoint, Row, domain_rows, leaderboard, plan_rows
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.replay.expected_rounds import RoundCounts
 from draftforge.specdec.sampling import SamplingSettings
@@ -110,7 +110,7 @@ def sample_rows(domains: dict[str, float] = DOMAINS) -> tuple[pa.Table, dict[Che
 def sample_scores(domains: dict[str, float] = DOMAINS) -> dict[str, Any]:
     """What a score leaves for a report."""
     table, costs, rows = sample_rows(domains)
-    plans = plan_rows([table], costs, SETTINGS, ["lookup"])
+    plans = config_rows([table], costs, SETTINGS, ["lookup"])
     return score_record(table, costs, rows, SETTINGS, plans, domain_rows([table], rows, SETTINGS, costs))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftforge.eval.costs import cost_key
-from draftforge.eval.draft_configs import Drafting
+from draftforge.eval.draft_configs import ProposerSpec
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec import cache
 from draftforge.specdec.decoder import Request, generate
@@ -244,7 +244,7 @@ def test_beside_the_target_nothing_is_between() -> None:
 
 def test_times_know_of_the_drafts_own_hardware() -> None:
     model = target()
-    chains = [Drafting(lambda: make_proposer(near_copy(model), model), (1,))]
+    chains = [ProposerSpec(lambda: make_proposer(near_copy(model), model), (1,))]
     draft = random_eagle3(model)
     beside, apart = (cost_key(model, one, chains, ScoreSettings()) for one in (draft, copy.deepcopy(draft).to("meta")))
     assert apart.draft == {**beside.draft, "hardware": "meta"} and "hardware" not in beside.draft

@@ -1,11 +1,12 @@
 """Picks the checkpoint, and how it drafts, by expected speed-up.
 
-1. One row a (draft, step, plan), a plan being a K or a tree: counts pooled over the split's mix as it is (no other
+1. One row a (draft, step, config), a config being a K or a tree: counts pooled over the split's mix as it is (no other
    domain weights), all scored sampling settings together, each under its serving rule; replayed counts where there are
    any, else decoded ones. Expected speed-up is at the recipe's load, or at batch 1 where it states none.
-2. A checkpoint's plan is the one with the best expected speed-up; plans within `tie_share` of it tie (times repeat no
+2. A checkpoint's config is the one with the best expected speed-up; those within `tie_share` of it tie (times repeat no
    better than that), and the fewest drafted tokens win.
-3. The checkpoint with the best expected speed-up at its plan is chosen; equal ones: fewer drafted tokens, earlier step.
+3. The checkpoint with the best expected speed-up at its config is chosen; of equal ones that with fewer drafted tokens,
+   then the earlier step.
 Perplexity is carried along for people to see. It decides nothing. Neither do baselines, which are never chosen; one
 that does not draft in every round (prompt lookup) pays a plain token's time for the rounds in which it does not. Nor is
 a checkpoint chosen that a race dropped: its counts are of a part of the conversations, the long ones first.
@@ -25,7 +26,16 @@ from .costs import CostKey, RoundCost
 from .counts import concat, groups, values, where
 from .draft_configs import PLAINEST, DraftConfig
 from .figures import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_difference
-from .load import BatchFigures, BreakEvenPoint, Candidate, LoadFigures, LoadTimes, batch_figures, finite, load_figures
+from .serving_load import (
+    BatchFigures,
+    BreakEvenPoint,
+    Candidate,
+    LoadFigures,
+    LoadTimes,
+    batch_figures,
+    finite,
+    load_figures,
+)
 from .settings import ScoreSettings
 from .speedup import Gain
 
@@ -50,10 +60,10 @@ class Times(Protocol):
     def said(self) -> str:
         """Where the times hold and come from, in words."""
 
-    def cost(self, plan: DraftConfig) -> RoundCost:
+    def cost(self, config: DraftConfig) -> RoundCost:
         """A round's parts."""
 
-    def gain(self, plan: DraftConfig, drafted_share: float = 1.0) -> Gain:
+    def gain(self, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
         """What drafting so makes of a tau. `drafted_share`: share of rounds that draft at all."""
 
 
@@ -63,7 +73,7 @@ class Row:
 
     draft: str
     step: int
-    plan: DraftConfig
+    config: DraftConfig
     drafted: float
     """Tokens drafted a round, on average."""
     tau: Estimate
@@ -99,9 +109,9 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """JSON-able: an unknown number is null."""
-        plan = {"draft_tokens": self.plan.levels, "tree": self.plan.tree, "break_even_tau": self.break_even_tau}
-        known: dict[str, Any] = finite({**plan, **vars(self), "dropped": self.dropped})
-        for name in ("plan", "gain", "load"):
+        config = {"draft_tokens": self.config.levels, "tree": self.config.tree, "break_even_tau": self.break_even_tau}
+        known: dict[str, Any] = finite({**config, **vars(self), "dropped": self.dropped})
+        for name in ("config", "gain", "load"):
             del known[name]
         for name in ("tau", "acceptance", "speedup"):
             known[name] = finite(getattr(self, name)._asdict())
@@ -111,7 +121,7 @@ class Row:
     def metrics(self) -> dict[str, float]:
         """Flat known numbers, for a run's metrics."""
         flat = {"tau": self.tau.value, "tau_low": self.tau.low, "tau_high": self.tau.high}
-        flat |= {"acceptance": self.acceptance.value, "draft_tokens": float(self.plan.levels)}
+        flat |= {"acceptance": self.acceptance.value, "draft_tokens": float(self.config.levels)}
         flat |= {"drafted": self.drafted}
         flat |= {f"alpha_{k + 1}": alpha.value for k, alpha in enumerate(self.alphas)}
         flat |= {"draft_ms": self.draft_seconds * 1e3, "verify_ms": self.verify_seconds * 1e3}
@@ -128,7 +138,7 @@ class DomainRow:
 
     draft: str
     step: int
-    plan: DraftConfig
+    config: DraftConfig
     domain: str
     setting: str
     rule: str
@@ -151,7 +161,7 @@ class DomainRow:
     def record(self) -> dict[str, Any]:
         """JSON-able."""
         known = {name: getattr(self, name) for name in ("draft", "step", "domain", "setting", "rule", "conversations")}
-        known |= {"draft_tokens": self.plan.levels, "tree": self.plan.tree, "baseline": self.baseline}
+        known |= {"draft_tokens": self.config.levels, "tree": self.config.tree, "baseline": self.baseline}
         for name in ("tau", "acceptance", "speedup", "goodput"):
             known[name] = finite(getattr(self, name)._asdict())
         known["loses_above"] = None if self.losing is None else self.losing.above
@@ -160,16 +170,16 @@ class DomainRow:
         return known | {"alphas": [finite(alpha._asdict()) for alpha in self.alphas]}
 
 
-Plans = Mapping[Checkpoint, Sequence[Row]]
+ConfigRows = Mapping[Checkpoint, Sequence[Row]]
 """Every checkpoint at every K and tree, nothing chosen yet."""
 
 
-def plan_rows(
+def config_rows(
     tables: Sequence[pa.Table],
     costs: Mapping[Checkpoint, Times],
     settings: ScoreSettings,
     baselines: Collection[str] = (),
-) -> Plans:
+) -> ConfigRows:
     """The figures that a leaderboard is made of: hundreds of bootstraps, to be drawn once."""
     return {
         (draft, step): _rows(table, _times(costs, draft, step), draft in baselines, settings)
@@ -184,19 +194,19 @@ def leaderboard(
     baselines: Collection[str] = (),
     perplexity: Mapping[Checkpoint, float] | None = None,
     scored_shares: Mapping[Checkpoint, float] | None = None,
-    plans: Plans | None = None,
+    configs: ConfigRows | None = None,
 ) -> list[Row]:
-    """One row a checkpoint, at its best plan, baselines first, the chosen one marked.
+    """One row a checkpoint, at its best config, baselines first, the chosen one marked.
 
-    `scored_shares`: of checkpoints that a race dropped, how much of the answers they were scored on. `plans`: of the
+    `scored_shares`: of checkpoints that a race dropped, how much of the answers they were scored on. `configs`: of the
     same arguments, where they are known already.
     """
-    known = plan_rows(tables, costs, settings, baselines) if plans is None else plans
+    known = config_rows(tables, costs, settings, baselines) if configs is None else configs
     best: list[Row] = []
     for (draft, step), table in groups(serving(concat(tables), settings), "draft", "step"):
         times, seen = _times(costs, draft, step), (perplexity or {}).get((draft, step), math.nan)
         rows = known[draft, step]
-        row = best_plan(rows, settings.tie_share)
+        row = best_config(rows, settings.tie_share)
         share = (scored_shares or {}).get((draft, step), 1.0)
         best.append(replace(row, perplexity=seen, scored_share=share, load=_load(table, times, rows, row, settings)))
     best.sort(key=lambda row: (not row.baseline, row.draft, row.step))
@@ -207,9 +217,9 @@ def leaderboard(
 def _load(table: pa.Table, times: Times, rows: Sequence[Row], row: Row, settings: ScoreSettings) -> LoadFigures | None:
     if not isinstance(times, LoadTimes):
         return None
-    candidates = [Candidate(one.plan, one.tau, one.drafted, one.drafted_share) for one in rows]
-    counted = engine_tau(at_plan(table, row.plan), settings)
-    return load_figures(times, candidates, row.plan, counted, settings.tie_share)
+    candidates = [Candidate(one.config, one.tau, one.drafted, one.drafted_share) for one in rows]
+    counted = engine_tau(at_config(table, row.config), settings)
+    return load_figures(times, candidates, row.config, counted, settings.tie_share)
 
 
 def engine_tau(table: pa.Table, settings: ScoreSettings) -> Estimate:
@@ -226,10 +236,10 @@ def engine_tau(table: pa.Table, settings: ScoreSettings) -> Estimate:
     return ratio(rounds + sums.column("accepted"), rounds, settings.bootstrap, "rounds that draft")
 
 
-def by_plan(plans: Plans, row: Row) -> list[Row]:
-    """The row's checkpoint at every K and tree, the fewest drafted tokens first; its own plan is marked."""
-    rows = sorted(plans[row.draft, row.step], key=lambda one: one.drafted)
-    return [replace(one, chosen=one.plan == row.plan) for one in rows]
+def by_config(configs: ConfigRows, row: Row) -> list[Row]:
+    """The row's checkpoint at every K and tree, the fewest drafted tokens first; its own config is marked."""
+    rows = sorted(configs[row.draft, row.step], key=lambda one: one.drafted)
+    return [replace(one, chosen=one.config == row.config) for one in rows]
 
 
 def choose(rows: Sequence[Row]) -> Row | None:
@@ -238,7 +248,7 @@ def choose(rows: Sequence[Row]) -> Row | None:
     return min(known, key=lambda row: (-row.speedup.value, row.drafted, row.step), default=None)
 
 
-def best_plan(rows: Sequence[Row], tie_share: float) -> Row:
+def best_config(rows: Sequence[Row], tie_share: float) -> Row:
     """Of one checkpoint's rows: the best expected speed-up, or the fewest drafted tokens within `tie_share` of it."""
     known = [row for row in rows if math.isfinite(row.speedup.value)]
     if not known:
@@ -262,24 +272,24 @@ def domain_rows(
     settings: ScoreSettings,
     costs: Mapping[Checkpoint, Times],
 ) -> list[DomainRow]:
-    """The rows' drafts per domain and sampling setting, each at the plan that its row has."""
+    """The rows' drafts per domain and sampling setting, each at the config that its row has."""
     everything = concat(tables)
     table = serving(everything, settings)
     found: list[DomainRow] = []
     for row in rows:
-        plans = where(table, draft=row.draft, step=row.step)
-        mine, all_rules = at_plan(plans, row.plan), _of(everything, row)
+        configs = where(table, draft=row.draft, step=row.step)
+        mine, all_rules = at_config(configs, row.config), _of(everything, row)
         times = _times(costs, row.draft, row.step)
         for (domain, setting, rule), part in groups(mine, "domain", "setting", "rule"):
             pooled = tau(part, settings.bootstrap)
             share = _share(part, row.baseline)
-            speedup = times.gain(row.plan, share).estimate(pooled)
+            speedup = times.gain(row.config, share).estimate(pooled)
             loaded = times if isinstance(times, LoadTimes) and math.isfinite(pooled.value) else None
             found.append(
                 DomainRow(
                     draft=row.draft,
                     step=row.step,
-                    plan=row.plan,
+                    config=row.config,
                     domain=domain,
                     setting=setting,
                     rule=RULES[rule].label,
@@ -291,8 +301,8 @@ def domain_rows(
                     speedup=speedup,
                     goodput=speedup.scaled(math.nan if loaded is None else loaded.plain_goodput),
                     taus=_taus(where(all_rules, domain=domain, setting=setting), settings),
-                    losing=None if loaded is None else loaded.losing(row.plan, pooled.value, share),
-                    batches=_batches(where(plans, domain=domain, setting=setting), row.baseline, loaded, settings),
+                    losing=None if loaded is None else loaded.losing(row.config, pooled.value, share),
+                    batches=_batches(where(configs, domain=domain, setting=setting), row.baseline, loaded, settings),
                 )
             )
     return sorted(found, key=lambda one: (one.domain, one.setting, not one.baseline, one.draft, one.step))
@@ -301,7 +311,7 @@ def domain_rows(
 def _batches(
     table: pa.Table, baseline: bool, times: LoadTimes | None, settings: ScoreSettings
 ) -> tuple[BatchFigures, ...]:
-    """The best plans of one draft and step on a part of the conversations."""
+    """The best configs of one draft and step on a part of the conversations."""
     if times is None:
         return ()
     candidates = [
@@ -344,30 +354,30 @@ def serving(table: pa.Table, settings: ScoreSettings) -> pa.Table:
     return concat(kept)
 
 
-def at_plan(table: pa.Table, plan: DraftConfig) -> pa.Table:
-    """The rows of one plan."""
-    return where(table, draft_tokens=plan.levels, tree=plan.tree)
+def at_config(table: pa.Table, config: DraftConfig) -> pa.Table:
+    """The rows of one config."""
+    return where(table, draft_tokens=config.levels, tree=config.tree)
 
 
 def _of(table: pa.Table, row: Row) -> pa.Table:
-    return at_plan(where(table, draft=row.draft, step=row.step), row.plan)
+    return at_config(where(table, draft=row.draft, step=row.step), row.config)
 
 
 def _rows(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings) -> list[Row]:
-    """A row for every plan of one draft and step."""
+    """A row for every config of one draft and step."""
     return [_row(part, costs, baseline, settings) for _, part in groups(table, "draft_tokens", "tree")]
 
 
 def _row(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings) -> Row:
-    """The row of one draft, step and plan."""
+    """The row of one draft, step and config."""
     draft, step, K, tree = (values(table, column)[0] for column in ("draft", "step", "draft_tokens", "tree"))
-    plan, pooled = DraftConfig(K, tree), tau(table, settings.bootstrap)
-    cost, share = costs.cost(plan), _share(table, baseline)
-    gain = costs.gain(plan, share)
+    config, pooled = DraftConfig(K, tree), tau(table, settings.bootstrap)
+    cost, share = costs.cost(config), _share(table, baseline)
+    gain = costs.gain(config, share)
     return Row(
         draft=draft,
         step=step,
-        plan=plan,
+        config=config,
         drafted=_a_round(table["drafted"], table),
         tau=pooled,
         acceptance=acceptance(table, settings.bootstrap),

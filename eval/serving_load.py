@@ -72,9 +72,9 @@ class LoadTimes:
         """Seconds of a plain round at the load's main batch size."""
         return self.fit.plain(self.load.main, self.load.context_tokens)
 
-    def cost(self, plan: DraftConfig) -> RoundCost:
+    def cost(self, config: DraftConfig) -> RoundCost:
         """A round's parts there."""
-        return self.fit.round(plan, self.load.main, self.load.context_tokens)
+        return self.fit.round(config, self.load.main, self.load.context_tokens)
 
     @property
     def said(self) -> str:
@@ -84,15 +84,15 @@ class LoadTimes:
             f"{self.fit.rounds[PLAIN_WAY].left_out_error:.0%}); draft and verify ms at batch {self.load.main}"
         )
 
-    def gain(self, plan: DraftConfig, drafted_share: float = 1.0) -> Gain:
+    def gain(self, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
         """Over the whole load."""
         shares = self.load.shares
-        return pooled([self.gain_at(size, plan, drafted_share) for size in shares], list(shares.values()))
+        return pooled([self.gain_at(size, config, drafted_share) for size in shares], list(shares.values()))
 
-    def gain_at(self, batch_size: int, plan: DraftConfig, drafted_share: float = 1.0) -> Gain:
+    def gain_at(self, batch_size: int, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
         """At one batch size. `drafted_share`: share of a slot's rounds that draft at all; a round in which no slot does
         costs a plain one, and slots draft independently of one another."""
-        place = batch_size, plan, drafted_share
+        place = batch_size, config, drafted_share
         if place not in self._gains:
             self._gains[place] = self._gain_at(*place)
         return self._gains[place]
@@ -102,11 +102,11 @@ class LoadTimes:
         """Known ones: checkpoints and domains ask for the same."""
         return {}
 
-    def _gain_at(self, batch_size: int, plan: DraftConfig, drafted_share: float) -> Gain:
+    def _gain_at(self, batch_size: int, config: DraftConfig, drafted_share: float) -> Gain:
         context, later = self.load.context_tokens, self.load.answer_tokens - 1
         prompt, draft_prompt = self.fit.prompt(self.load.prompt_tokens)
         plain = self.fit.plain(batch_size, context)
-        drafted = self.fit.round(plan, batch_size, context).seconds
+        drafted = self.fit.round(config, batch_size, context).seconds
         idle = (1 - drafted_share) ** batch_size
         seconds = (1 - idle) * drafted + idle * plain
         whole = batch_size * prompt + later * plain
@@ -123,15 +123,15 @@ class LoadTimes:
         """Over the whole load, by shares of time."""
         return sum(share * self.plain_goodput_at(size) for size, share in self.load.shares.items())
 
-    def losing(self, plan: DraftConfig, tau: float, drafted_share: float = 1.0) -> BreakEvenPoint:
+    def losing(self, config: DraftConfig, tau: float, drafted_share: float = 1.0) -> BreakEvenPoint:
         """The batch size above which drafting so loses, looked for at every one at which times hold."""
         least, largest = min(self.fit.batch_sizes), max(self.fit.batch_sizes)
-        pays = (size for size in range(largest, least - 1, -1) if self._pays(size, plan, tau, drafted_share))
+        pays = (size for size in range(largest, least - 1, -1) if self._pays(size, config, tau, drafted_share))
         above = next(pays, 0)
         return BreakEvenPoint(None if above == largest else above, largest)
 
-    def _pays(self, batch_size: int, plan: DraftConfig, tau: float, drafted_share: float) -> bool:
-        return self.gain_at(batch_size, plan, drafted_share).speedup(tau) >= 1
+    def _pays(self, batch_size: int, config: DraftConfig, tau: float, drafted_share: float) -> bool:
+        return self.gain_at(batch_size, config, drafted_share).speedup(tau) >= 1
 
     @property
     def sizes(self) -> list[int]:
@@ -146,9 +146,9 @@ class LoadTimes:
 
 
 class Candidate(NamedTuple):
-    """A plan and how it does on the conversations."""
+    """A config and how it does on the conversations."""
 
-    plan: DraftConfig
+    config: DraftConfig
     tau: Estimate
     drafted: float
     """Tokens a round."""
@@ -162,7 +162,7 @@ class BatchFigures:
     batch_size: int
     share: float
     """Of the load; 0: not part of it."""
-    plan: DraftConfig
+    config: DraftConfig
     tau: Estimate
     speedup: Estimate
     goodput: Estimate
@@ -175,7 +175,7 @@ class BatchFigures:
     def record(self) -> dict[str, Any]:
         """JSON-able: what is not known, or not finite, is null."""
         known: dict[str, Any] = {"batch_size": self.batch_size, "share": self.share}
-        known |= {"draft_tokens": self.plan.levels, "tree": self.plan.tree}
+        known |= {"draft_tokens": self.config.levels, "tree": self.config.tree}
         return known | {
             "tau": finite(self.tau._asdict()),
             "speedup": finite(self.speedup._asdict()),
@@ -223,16 +223,16 @@ class LoadFigures:
             flat["loses_above"] = float(self.losing.above)
         for one in self.batches:
             flat[f"speedup_batch_{one.batch_size}"] = one.speedup.value
-            flat[f"draft_tokens_batch_{one.batch_size}"] = float(one.plan.levels)
+            flat[f"draft_tokens_batch_{one.batch_size}"] = float(one.config.levels)
         return flat
 
 
 def load_figures(
-    times: LoadTimes, candidates: Sequence[Candidate], plan: DraftConfig, engine_tau: Estimate, tie_share: float
+    times: LoadTimes, candidates: Sequence[Candidate], config: DraftConfig, engine_tau: Estimate, tie_share: float
 ) -> LoadFigures:
-    """Of one draft, served at `plan`, which is among the candidates."""
-    mine = next(one for one in candidates if one.plan == plan)
-    gain = times.gain(plan, mine.drafted_share)
+    """Of one draft, served at `config`, which is among the candidates."""
+    mine = next(one for one in candidates if one.config == config)
+    gain = times.gain(config, mine.drafted_share)
     return LoadFigures(
         load=times.load.said,
         hardware=times.fit.place,
@@ -240,8 +240,8 @@ def load_figures(
         goodput=gain.estimate(mine.tau).scaled(times.plain_goodput),
         plain_goodput=times.plain_goodput,
         engine_tau=engine_tau,
-        break_even_alpha=_alpha(gain.break_even_tau, plan),
-        losing=times.losing(plan, mine.tau.value, mine.drafted_share) if math.isfinite(mine.tau.value) else None,
+        break_even_alpha=_alpha(gain.break_even_tau, config),
+        losing=times.losing(config, mine.tau.value, mine.drafted_share) if math.isfinite(mine.tau.value) else None,
         memory=times.memory,
         batches=batch_figures(times, candidates, tie_share),
     )
@@ -253,8 +253,8 @@ def batch_figures(times: LoadTimes, candidates: Sequence[Candidate], tie_share: 
 
 
 def _at(times: LoadTimes, batch_size: int, candidates: Sequence[Candidate], tie_share: float) -> BatchFigures:
-    """The best plan there; of those within `tie_share` of it the one that drafts the fewest tokens."""
-    gains = {one: times.gain_at(batch_size, one.plan, one.drafted_share) for one in candidates}
+    """The best config there; of those within `tie_share` of it the one that drafts the fewest tokens."""
+    gains = {one: times.gain_at(batch_size, one.config, one.drafted_share) for one in candidates}
     known = {one: gain.speedup(one.tau.value) for one, gain in gains.items() if math.isfinite(one.tau.value)}
     floor = max(known.values(), default=0.0) * (1 - tie_share)
     best = min((one for one in known if known[one] >= floor), key=lambda one: one.drafted, default=candidates[0])
@@ -263,18 +263,18 @@ def _at(times: LoadTimes, batch_size: int, candidates: Sequence[Candidate], tie_
     return BatchFigures(
         batch_size=batch_size,
         share=times.load.shares.get(batch_size, 0.0),
-        plan=best.plan,
+        config=best.config,
         tau=best.tau,
         speedup=speedup,
         goodput=speedup.scaled(plain),
         plain_goodput=plain,
         break_even_tau=gain.break_even_tau,
-        break_even_alpha=_alpha(gain.break_even_tau, best.plan),
+        break_even_alpha=_alpha(gain.break_even_tau, best.config),
     )
 
 
-def _alpha(tau: float, plan: DraftConfig) -> float:
-    return math.nan if plan.tree else chain_alpha(tau, plan.levels)
+def _alpha(tau: float, config: DraftConfig) -> float:
+    return math.nan if config.tree else chain_alpha(tau, config.levels)
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:

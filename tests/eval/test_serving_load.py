@@ -15,8 +15,8 @@ from draftforge.eval import cost_model
 from draftforge.eval.advice import advice, verdict
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.figures import Estimate
-from draftforge.eval.load import BreakEvenPoint, LoadTimes
-from draftforge.eval.select import Row, domain_rows, engine_tau, leaderboard, speedup_difference
+from draftforge.eval.leaderboard import Row, domain_rows, engine_tau, leaderboard, speedup_difference
+from draftforge.eval.serving_load import BreakEvenPoint, LoadTimes
 from draftforge.eval.settings import LoadSettings, ScoreSettings
 
 CHEAP = loads.fit_of(lambda B, L, N, C: 2e-4 * L)
@@ -102,24 +102,24 @@ def test_the_load_decides_which_draft_is_picked() -> None:
         rows_of(settings_of(batch_sizes={size: 1}), ("weak", WEAK, CHEAP), ("strong", STRONG, DEAR)) for size in (1, 64)
     )
     assert [row.draft for row in alone if row.chosen] == ["strong"]
-    assert next(row for row in alone if row.chosen).plan == DraftConfig(4)
+    assert next(row for row in alone if row.chosen).config == DraftConfig(4)
     assert [row.draft for row in full if row.chosen] == ["weak"]
-    assert {row.draft: row.plan.levels for row in full} == {"weak": 1, "strong": 1}
+    assert {row.draft: row.config.levels for row in full} == {"weak": 1, "strong": 1}
     assert all(row.speedup.low < row.speedup.value < row.speedup.high for row in (*alone, *full))
 
 
 def test_where_it_loses_is_looked_up_batch_size_by_batch_size() -> None:
     (row,) = rows_of(settings_of(batch_sizes={1: 1, 64: 0}), ("strong", STRONG, DEAR))
-    assert row.load is not None and row.plan == DraftConfig(4) and row.load.losing is not None
+    assert row.load is not None and row.config == DraftConfig(4) and row.load.losing is not None
     above, times = row.load.losing.above, LoadTimes(DEAR, load_of())
     assert above is not None and 16 < above < 64
-    assert times.gain_at(above, row.plan).speedup(3.9) >= 1 > times.gain_at(above + 1, row.plan).speedup(3.9)
+    assert times.gain_at(above, row.config).speedup(3.9) >= 1 > times.gain_at(above + 1, row.config).speedup(3.9)
     assert [one.batch_size for one in row.load.batches] == list(loads.SIZES)
-    plans = [one.plan.levels for one in row.load.batches]
+    plans = [one.config.levels for one in row.load.batches]
     assert plans == sorted(plans, reverse=True) and plans[0] == 4 and plans[-1] == 1
     assert [one.share for one in row.load.batches] == [1.0, *[0.0] * 6]
     for one in row.load.batches:
-        even = times.gain_at(one.batch_size, one.plan).speedup(one.break_even_tau)
+        even = times.gain_at(one.batch_size, one.config).speedup(one.break_even_tau)
         assert even == pytest.approx(1.0) and one.goodput.value == pytest.approx(one.speedup.value * one.plain_goodput)
     assert times.losing(DraftConfig(4), 1.0) == BreakEvenPoint(0, 64) and times.losing(
         DraftConfig(1), 9.0
@@ -138,7 +138,7 @@ def test_a_domain_has_a_speedup_of_its_own() -> None:
     assert support.goodput.value == pytest.approx(support.speedup.value * times["strong", 10].plain_goodput)
     record = json.loads(json.dumps(chat.record(), allow_nan=False))
     assert record["loses_above"] == 0 and len(record["batches"]) == len(loads.SIZES)
-    assert {one.plan for one in chat.batches} == {DraftConfig(1)} and support.batches[0].plan == DraftConfig(4)
+    assert {one.config for one in chat.batches} == {DraftConfig(1)} and support.batches[0].config == DraftConfig(4)
     said = advice(rows, [chat, support], settings)
     assert any(line.startswith("domain 'chat' (t0) does not pay: 0.") for line in said)
     assert not any("domain 'support' (t0) does not" in line for line in said)

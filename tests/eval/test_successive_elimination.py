@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from draftforge.eval.draft_configs import DraftConfig
-from draftforge.eval.racing import Arm, Race, blocks_of, racing_order
 from draftforge.eval.speedup import Gain
+from draftforge.eval.successive_elimination import Arm, Race, cut_into_blocks, elimination_order
 
 Floats = NDArray[np.float64]
 COST = 1.3
@@ -36,7 +36,7 @@ def run(rng: np.random.Generator, tokens_C: Floats, rounds_AC: Floats, error: fl
     for cluster in np.argsort(rng.exponential(size=len(tokens_C)) / tokens_C):
         race.observe(tokens_C[cluster], rounds_AC[:, cluster])
         seen += tokens_C[cluster]
-        if ("draft", 0) not in race.standing:
+        if ("draft", 0) not in race.survivors:
             return float(seen / tokens_C.sum())
     return math.inf
 
@@ -64,7 +64,7 @@ def test_prompts_count_in_a_race_too() -> None:
     race = Race([Arm("a", 1, DraftConfig(4), Gain(0.0, 1.0)), Arm("b", 1, DraftConfig(4), Gain(0.3, 1.0))], 100.0, 0.05)
     for _ in range(60):
         race.observe(1.0, np.array([0.5, 0.5]))
-    assert race.standing == {("a", 1)}
+    assert race.survivors == {("a", 1)}
 
 
 def test_what_can_no_longer_be_made_up_for_ends_it() -> None:
@@ -72,7 +72,7 @@ def test_what_can_no_longer_be_made_up_for_ends_it() -> None:
     race = Race(arms(2), 100.0, 1e-9)
     race.observe(90.0, np.array([90.0, 18.0]))
     race.observe(1.0, np.array([0.2, 0.2]))
-    assert race.standing == {("draft", 1)}
+    assert race.survivors == {("draft", 1)}
 
 
 def test_a_draft_stands_while_one_of_its_plans_does() -> None:
@@ -84,7 +84,7 @@ def test_a_draft_stands_while_one_of_its_plans_does() -> None:
     race = Race(some, 200.0, 0.05)
     for _ in range(100):
         race.observe(1.0, np.array([0.9, 0.5, 0.5]))
-    assert race.standing == {("a", 1), ("b", 1)} and race.alive_A.tolist() == [False, True, True]
+    assert race.survivors == {("a", 1), ("b", 1)} and race.alive_A.tolist() == [False, True, True]
 
 
 def test_copies_and_answers_of_one_token_decide_nothing() -> None:
@@ -93,23 +93,23 @@ def test_copies_and_answers_of_one_token_decide_nothing() -> None:
         race.observe(1.0, np.array([0.4, 0.4]))
         race.observe(0.0, np.array([0.0, 0.0]))
     race.observe(1.0, np.array([1.0, 0.2]))  # more than there were
-    assert len(race.standing) == 2
+    assert len(race.survivors) == 2
 
 
 def test_the_order_prefers_long_clusters_and_stays() -> None:
     sizes = {f"c{n}": 1.0 + 9.0 * (n % 2) for n in range(400)} | {"empty": 0.0}
-    order = racing_order(sizes, 0)
-    assert order == racing_order(dict(reversed(sizes.items())), 0) != racing_order(sizes, 1)
+    order = elimination_order(sizes, 0)
+    assert order == elimination_order(dict(reversed(sizes.items())), 0) != elimination_order(sizes, 1)
     assert sorted(order) == sorted(sizes) and order[-1] == "empty"
-    firsts = [racing_order(sizes, seed)[0] for seed in range(200)]
+    firsts = [elimination_order(sizes, seed)[0] for seed in range(200)]
     assert 0.8 < sum(sizes[first] == 10.0 for first in firsts) / 200 <= 1.0  # 10 of 11 tokens are theirs
 
 
 def test_blocks_hold_about_as_many_tokens() -> None:
     sizes = {f"c{n}": float(n % 7 + 1) for n in range(200)}
-    blocks = blocks_of(racing_order(sizes, 0), sizes, 8)
-    assert [cluster for block in blocks for cluster in block] == racing_order(sizes, 0) and len(blocks) == 8
+    blocks = cut_into_blocks(elimination_order(sizes, 0), sizes, 8)
+    assert [cluster for block in blocks for cluster in block] == elimination_order(sizes, 0) and len(blocks) == 8
     totals = [sum(sizes[cluster] for cluster in block) for block in blocks]
     assert max(totals) - min(totals) <= 14
-    assert blocks_of(["a", "b"], {"a": 1.0, "b": 1.0}, 8) == [["a"], ["b"]]
-    assert blocks_of(["a"], {"a": 0.0}, 4) == [["a"]]
+    assert cut_into_blocks(["a", "b"], {"a": 1.0, "b": 1.0}, 8) == [["a"], ["b"]]
+    assert cut_into_blocks(["a"], {"a": 0.0}, 4) == [["a"]]

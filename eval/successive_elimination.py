@@ -39,7 +39,7 @@ class Arm(NamedTuple):
 
     draft: str
     step: int
-    plan: DraftConfig
+    config: DraftConfig
     gain: Gain
 
 
@@ -52,7 +52,7 @@ class Race:
         self._fixed_A = np.array([arm.gain.fixed for arm in arms])
         self._rounds_A = np.array([arm.gain.rounds for arm in arms])
         most_A = self._fixed_A + self._rounds_A
-        least_A = self._fixed_A + self._rounds_A / np.array([arm.plan.levels + 1.0 for arm in arms])
+        least_A = self._fixed_A + self._rounds_A / np.array([arm.config.levels + 1.0 for arm in arms])
         self._least_AA = least_A[:, None] - most_A
         self._sum_AA = np.zeros_like(self._least_AA)
         self._capital_AAG = np.zeros((*self._least_AA.shape, len(_BETS_G)))  # logarithms
@@ -82,12 +82,12 @@ class Race:
         self.alive_A &= ~((mean_AA >= self._enough) & both_AA).any(axis=1)
 
     @property
-    def standing(self) -> set[tuple[str, int]]:
+    def survivors(self) -> set[tuple[str, int]]:
         """Drafts that can still win, at some K or tree."""
         return {(arm.draft, arm.step) for arm, alive in zip(self.arms, self.alive_A) if alive}
 
 
-def racing_order(sizes: Mapping[str, float], seed: int) -> list[str]:
+def elimination_order(sizes: Mapping[str, float], seed: int) -> list[str]:
     """Clusters without replacement, each next one with a probability proportional to its size among those left: in the
     order of exponential waiting times at rates of their sizes (Efraimidis and Spirakis 2006). Those of size 0 last."""
 
@@ -98,7 +98,7 @@ def racing_order(sizes: Mapping[str, float], seed: int) -> list[str]:
     return sorted(sizes, key=lambda cluster: (wait(cluster), cluster))
 
 
-def blocks_of(order: Iterable[str], sizes: Mapping[str, float], blocks: int) -> list[list[str]]:
+def cut_into_blocks(order: Iterable[str], sizes: Mapping[str, float], blocks: int) -> list[list[str]]:
     """The order cut into so many parts of about as many tokens each; fewer where there are too few clusters."""
     total, seen = sum(sizes.values()), 0.0
     found: list[list[str]] = [[] for _ in range(blocks)]

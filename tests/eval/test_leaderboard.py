@@ -9,21 +9,21 @@ import pytest
 from counted import counts_of
 
 from draftforge.errors import InputError
-from draftforge.eval import select
+from draftforge.eval import leaderboard as module
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
 from draftforge.eval.counts import CountRow, concat, to_table
 from draftforge.eval.draft_configs import DraftConfig
-from draftforge.eval.report.page import score_record
-from draftforge.eval.select import (
+from draftforge.eval.leaderboard import (
     Row,
     choose,
+    config_rows,
     domain_rows,
     leaderboard,
     plain_row,
-    plan_rows,
     serving,
     speedup_difference,
 )
+from draftforge.eval.report.page import score_record
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.replay.expected_rounds import RoundCounts
 
@@ -56,26 +56,26 @@ def test_speed_decides_not_tau() -> None:
     rows = board([slow, fast], costs, SETTINGS)
     chosen = next(row for row in rows if row.chosen)
     assert [(row.draft, row.chosen) for row in rows] == [("fast", True), ("slow", False)]
-    assert chosen.plan.levels == 2 and chosen.speedup.value == pytest.approx(1.9 * 30 / 35)
+    assert chosen.config.levels == 2 and chosen.speedup.value == pytest.approx(1.9 * 30 / 35)
     assert chosen.tau.value == pytest.approx(1.9) and chosen.tau.low < 1.9 < chosen.tau.high
     assert chosen.speedup.low == pytest.approx(chosen.tau.low * 30 / 35)
     assert chosen.break_even_tau == pytest.approx(35 / 30)
     assert chosen.draft_seconds == pytest.approx(0.004) and chosen.verify_seconds == pytest.approx(0.031)
-    assert rows[1].plan.levels == 3  # its own best K
+    assert rows[1].config.levels == 3  # its own best K
 
 
 def test_figures_of_every_plan_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [counts_of("small", step, {1: 1.5, 2: 1.5 + step / 100}) for step in (20, 40)]
     costs = {("small", step): costs_of(1.0) for step in (20, 40)}
-    alone, plans = leaderboard(tables, costs, SETTINGS), plan_rows(tables, costs, SETTINGS)
+    alone, plans = leaderboard(tables, costs, SETTINGS), config_rows(tables, costs, SETTINGS)
     domains = domain_rows(tables, alone, SETTINGS, costs)
 
     def again(*args: object) -> None:
         raise AssertionError("drawn again")
 
-    monkeypatch.setattr(select, "_row", again)
-    monkeypatch.setattr(select, "alphas", again)
-    rows = leaderboard(tables, costs, SETTINGS, plans=plans)
+    monkeypatch.setattr(module, "_row", again)
+    monkeypatch.setattr(module, "alphas", again)
+    rows = leaderboard(tables, costs, SETTINGS, configs=plans)
     assert rows == alone
     record = score_record(concat(tables), costs, rows, SETTINGS, plans, domains)
     told = [(one["step"], one["draft_tokens"], one["chosen"]) for one in record["plans"]]
@@ -93,24 +93,24 @@ def test_perplexity_is_shown_and_never_used() -> None:
 def test_depths_within_noise_tie_and_the_fewest_win() -> None:
     table = counts_of("small", 20, {1: 1.5, 2: 1.6, 3: 1.655})
     costs = {"small": costs_of(1.0)}  # expected speed-ups 1.406, 1.455, 1.460: the last two are within 1%
-    assert board([table], costs, SETTINGS)[0].plan.levels == 2
+    assert board([table], costs, SETTINGS)[0].config.levels == 2
     exact = SETTINGS.model_copy(update={"tie_share": 0.0})
-    assert board([table], costs, exact)[0].plan.levels == 3
+    assert board([table], costs, exact)[0].config.levels == 3
     wide = SETTINGS.model_copy(update={"tie_share": 0.05})
-    assert board([table], costs, wide)[0].plan.levels == 1
+    assert board([table], costs, wide)[0].config.levels == 1
 
 
 def test_a_tree_competes_with_chains() -> None:
     tables = [counts_of("small", 20, {2: 2.1}), counts_of("small", 20, {2: 2.4}, tree="wide", drafted=700.0)]
     costs = {"small": costs_of(1.0)}
     (row,) = board(tables, costs, SETTINGS)
-    assert row.plan == DraftConfig(2, "wide") and row.plan.label == "wide" and row.drafted == pytest.approx(7.0)
+    assert row.config == DraftConfig(2, "wide") and row.config.label == "wide" and row.drafted == pytest.approx(7.0)
     assert row.record()["tree"] == "wide" and row.record()["draft_tokens"] == 2
-    assert [d.plan for d in domain_rows(tables, [row], SETTINGS, {("small", 20): costs["small"]})] == [
+    assert [d.config for d in domain_rows(tables, [row], SETTINGS, {("small", 20): costs["small"]})] == [
         DraftConfig(2, "wide")
     ]
     even = [tables[0], counts_of("small", 20, {2: 2.11}, tree="wide", drafted=700.0)]
-    assert board(even, costs, SETTINGS)[0].plan == DraftConfig(2)  # within a hundredth: the fewest drafted tokens win
+    assert board(even, costs, SETTINGS)[0].config == DraftConfig(2)  # within a hundredth: the fewest drafted tokens win
     difference = speedup_difference(tables, row, board(even, costs, SETTINGS)[0], SETTINGS)
     assert difference.value == pytest.approx((2.4 - 2.1) * 30 / 33)
 
@@ -141,7 +141,7 @@ def test_baselines_come_first_and_are_never_chosen() -> None:
     assert [(row.draft, row.baseline, row.chosen) for row in rows] == [("lookup", True, False), ("small", False, True)]
     # 50 drafted tokens in 100 rounds of up to 3: a sixth of the rounds drafts, the others cost a plain token
     seconds = (31.3 + 5 * 30.0) / 6
-    assert rows[0].plan.levels == 3 and rows[0].speedup.value == pytest.approx(3.5 * 30 / seconds)
+    assert rows[0].config.levels == 3 and rows[0].speedup.value == pytest.approx(3.5 * 30 / seconds)
     plain = plain_row(costs_of(1.0))
     assert plain.speedup.value == plain.tau.value == 1.0 and plain.baseline and math.isnan(plain.acceptance.value)
 
