@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InputError
 from ..progress import bar
-from ..specdec.continuous_batching import Asked, PlainDecoder
+from ..specdec.continuous_batching import PlainDecoder, QueuedRequest
 from ..specdec.models import CausalModel
 from ..specdec.requests import Request
 from ..specdec.sampling import SamplingSettings
@@ -153,7 +153,7 @@ def _answers(target: CausalModel, requests: Sequence[Request], batch_size: int) 
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
     budget = max(request.max_new_tokens for request in requests)
     decoder = PlainDecoder(target, min(batch_size, len(requests)), longest, budget)
-    decoder.ask([Asked(str(index), request) for index, request in enumerate(requests)])
+    decoder.submit([QueuedRequest(str(index), request) for index, request in enumerate(requests)])
     while not decoder.idle:
         for answered in decoder.step():
             yield int(answered.name), answered.tokens

@@ -165,7 +165,7 @@ def draw(logits_RV: Tensor, settings: SettingRows, seen_RV: Tensor | None, u_R: 
 Columns = dict[str, Tensor]
 
 
-class Asked(NamedTuple):
+class QueuedRequest(NamedTuple):
     """A request, under its sender's name for it."""
 
     name: str
@@ -175,7 +175,7 @@ class Asked(NamedTuple):
     """Lower ones are begun first; of equals the longest prompts."""
 
 
-class Answered(NamedTuple):
+class DecodedAnswer(NamedTuple):
     """An answer. `tokens` includes the token that stopped it, where one did."""
 
     name: str
@@ -187,7 +187,7 @@ class Answered(NamedTuple):
 
 @dataclass(eq=False)
 class _Slot:
-    asked: Asked
+    asked: QueuedRequest
     index: int
     past: int  # tokens in the cache, as far as passes were started
     ended: bool = False
@@ -198,7 +198,7 @@ class _DeferredAnswers:
     """Work that waits until the device has come by."""
 
     passed: "torch.cuda.Event | None"
-    work: Callable[[], list[Answered]]
+    work: Callable[[], list[DecodedAnswer]]
 
 
 class PlainDecoder:
@@ -232,7 +232,7 @@ class PlainDecoder:
             self._cache = KVCache(slots + 1, self.capacity + 1, device)
             self._state = SlotState(slots, budget, device)
             self._replays = Replays(graphed)
-        self._waiting: dict[int, list[tuple[int, int, int, Asked]]] = {}  # heaps by width of the prompt
+        self._waiting: dict[int, list[tuple[int, int, int, QueuedRequest]]] = {}  # heaps by width of the prompt
         self._count = 0
         self._slots: list[_Slot | None] = []  # of the rows that are in use or were
         self._size = slots
@@ -248,12 +248,12 @@ class PlainDecoder:
         return sum(map(len, self._waiting.values()))
 
     @property
-    def hungry(self) -> bool:
+    def wants_more(self) -> bool:
         """Whether it could do with more requests."""
         return self.waiting < self._shapes.ahead + self._size - self._active
 
     @property
-    def starved(self) -> bool:
+    def has_free_slots(self) -> bool:
         """Whether slots stand empty that no waiting request will fill."""
         return self.waiting < self._size - self._active
 
@@ -267,27 +267,27 @@ class PlainDecoder:
         room = self.capacity - len(request.prompt_ids)
         return request.max_new_tokens <= min(self.budget, room)
 
-    def ask(self, asked: Sequence[Asked]) -> None:
+    def submit(self, requests: Sequence[QueuedRequest]) -> None:
         """Queue requests. Raises InputError, ContextLengthError for one that cannot be answered."""
-        check_requests(self._target, [one.request for one in asked], None)
-        for one in asked:
-            length = len(one.request.prompt_ids)
+        check_requests(self._target, [queued.request for queued in requests], None)
+        for queued in requests:
+            length = len(queued.request.prompt_ids)
             heap = self._waiting.setdefault(self._shapes.width(length), [])
-            heapq.heappush(heap, (one.order, -length, self._count, one))
+            heapq.heappush(heap, (queued.order, -length, self._count, queued))
             self._count += 1
 
-    def step(self) -> list[Answered]:
+    def step(self) -> list[DecodedAnswer]:
         """Begin what waits and finds room, decode a token of every active slot; gives the answers that came in."""
         with running(self._target.device):
             return self._step()
 
-    def _step(self) -> list[Answered]:
+    def _step(self) -> list[DecodedAnswer]:
         started = self._refill()
         if self._active:
             self._close_up()
             self._decode()
             started = True
-        answers: list[Answered] = []
+        answers: list[DecodedAnswer] = []
         while len(self._late) > (self._lag if started else 0):
             late = self._late.popleft()
             if late.passed is not None:
@@ -308,7 +308,7 @@ class PlainDecoder:
             started = True
         return started
 
-    def _prefill(self, asked: Sequence[Asked], width: int) -> None:
+    def _prefill(self, asked: Sequence[QueuedRequest], width: int) -> None:
         """Read prompts in one pass and emit their first tokens."""
         prompts = [one.request.prompt_ids for one in asked]
         slots = self._place(asked)
@@ -333,7 +333,7 @@ class PlainDecoder:
         hidden_RTH = self._target.states(ids_RT, self._cache.fill(rows_R)).hidden_BTH
         return self._target.logits(hidden_RTH[torch.arange(len(last_R), device=last_R.device), last_R])
 
-    def _place(self, asked: Sequence[Asked]) -> list[_Slot]:
+    def _place(self, asked: Sequence[QueuedRequest]) -> list[_Slot]:
         """Give requests the first free slots."""
         free = [index for index, slot in enumerate(self._slots) if slot is None]
         free += range(len(self._slots), self._size)
@@ -402,7 +402,7 @@ class PlainDecoder:
         """Have the host look at `ended` once the device has passed; `slots` are those of the rows now."""
         ended_R = ended_R.to("cpu", non_blocking=True)
 
-        def look() -> list[Answered]:
+        def look() -> list[DecodedAnswer]:
             self._living += begun
             self._advance(begun or self._living)
             ended = [(slots[row], int(ended_R[row])) for row in ended_R.nonzero()[:, 0].tolist()]
@@ -425,7 +425,7 @@ class PlainDecoder:
             self._slots[slot.index] = None
         self._when_passed(lambda: _answers([slot.asked for slot in slots], counts, columns))
 
-    def _when_passed(self, work: Callable[[], list[Answered]]) -> None:
+    def _when_passed(self, work: Callable[[], list[DecodedAnswer]]) -> None:
         passed = None
         if self._target.device.type == "cuda":
             passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -433,11 +433,11 @@ class PlainDecoder:
         self._late.append(_DeferredAnswers(passed, work))
 
 
-def _answers(asked: Sequence[Asked], counts: list[int], columns: Columns) -> list[Answered]:
+def _answers(asked: Sequence[QueuedRequest], counts: list[int], columns: Columns) -> list[DecodedAnswer]:
     parts = {name: torch.split(column.clone(), counts) for name, column in columns.items()}  # pinned ones are reused
-    answers: list[Answered] = []
+    answers: list[DecodedAnswer] = []
     for place, one in enumerate(asked):
         own = {name: part[place] for name, part in parts.items()}
         tokens = own.pop(TOKENS).tolist()
-        answers.append(Answered(one.name, tokens, "stop" if tokens[-1] in one.request.stop_ids else "length", own))
+        answers.append(DecodedAnswer(one.name, tokens, "stop" if tokens[-1] in one.request.stop_ids else "length", own))
     return answers

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...specdec.continuous_batching import Answered, Asked
+from ...specdec.continuous_batching import DecodedAnswer, QueuedRequest
 from ...specdec.requests import Request
 from ...specdec.targets import Target
 from ..conversation import Prompts, TurnRequest
@@ -20,10 +20,10 @@ class CaptureBackend(Protocol):
     about: dict[str, Any]
     """What a manifest says of it."""
 
-    def submit(self, asked: Asked) -> None:
+    def submit(self, asked: QueuedRequest) -> None:
         """Ask it."""
 
-    def collect(self) -> list[Answered]:
+    def collect(self) -> list[DecodedAnswer]:
         """Wait for an answer; give those that are there. Raises EngineError, InputError."""
 
     def close(self) -> None:
@@ -38,12 +38,12 @@ class EngineDecoder:
         self._waiting = 0
 
     @property
-    def hungry(self) -> bool:
+    def wants_more(self) -> bool:
         """Whether it could do with more requests."""
         return self._waiting < 2 * self._slots
 
     @property
-    def starved(self) -> bool:
+    def has_free_slots(self) -> bool:
         """Whether it has fewer requests than it may have at once."""
         return self._waiting < self._slots
 
@@ -56,13 +56,13 @@ class EngineDecoder:
         """Always: the engine's context was compared with the longest request before."""
         return True
 
-    def ask(self, asked: Sequence[Asked]) -> None:
+    def submit(self, requests: Sequence[QueuedRequest]) -> None:
         """Pass requests on."""
-        for one in asked:
-            self._engine.submit(one)
-        self._waiting += len(asked)
+        for queued in requests:
+            self._engine.submit(queued)
+        self._waiting += len(requests)
 
-    def step(self) -> list[Answered]:
+    def step(self) -> list[DecodedAnswer]:
         """Wait for answers."""
         answers = self._engine.collect()
         self._waiting -= len(answers)

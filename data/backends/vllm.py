@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import EngineError, InputError, one_line
-from ...specdec.continuous_batching import Answered, Asked
+from ...specdec.continuous_batching import DecodedAnswer, QueuedRequest
 from ...specdec.requests import Request
 from ...specdec.sampling import SamplingSettings
 from ...specdec.targets import Target, locate
@@ -70,8 +70,12 @@ def sampling_arguments(request: Request, logprobs: int) -> dict[str, Any]:
 
 
 def answer_of(
-    asked: Asked, tokens: Sequence[int], finish: object, logp: Sequence[Mapping[int, float]], wanted: LogprobRequest
-) -> Answered:
+    asked: QueuedRequest,
+    tokens: Sequence[int],
+    finish: object,
+    logp: Sequence[Mapping[int, float]],
+    wanted: LogprobRequest,
+) -> DecodedAnswer:
     """An engine's reply as an answer. `logp`: of each token by id, its own and at least the `top_k` likeliest.
 
     Raises UnusableError for a reply that no engine should give to this request.
@@ -92,7 +96,7 @@ def answer_of(
         raise UnusableError(f"log-probs of {len(logp)} of {len(tokens)} tokens")
     own_n = torch.tensor([of[token] for token, of in zip(tokens, logp)], dtype=torch.float32)
     columns = {"logp_n": own_n, **(_top(logp, wanted) if wanted.top_k else {})}
-    return Answered(asked.name, list(tokens), "stop" if stopped else "length", columns)
+    return DecodedAnswer(asked.name, list(tokens), "stop" if stopped else "length", columns)
 
 
 def _top(logp: Sequence[Mapping[int, float]], wanted: LogprobRequest) -> dict[str, Tensor]:
@@ -156,19 +160,19 @@ class VllmServer:
             "tokenizer_compared": self._compare_tokenizer(target),
         }
         self._check_logprobs(target)
-        self._tasks: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Answered | Exception] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[DecodedAnswer | Exception] = queue.SimpleQueue()
         self._closed = False
         # Daemons: a thread that waits for a server that hangs must not keep the process alive.
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(min(slots, _MOST_WORKERS))]
         for worker in self._workers:
             worker.start()
 
-    def submit(self, asked: Asked) -> None:
+    def submit(self, asked: QueuedRequest) -> None:
         """Ask it."""
         self._tasks.put(asked)
 
-    def collect(self) -> list[Answered]:
+    def collect(self) -> list[DecodedAnswer]:
         """Wait for an answer; give those that are there. Raises EngineError, InputError."""
         found = [self._done.get()]
         while not self._done.empty():
@@ -176,7 +180,7 @@ class VllmServer:
         for one in found:
             if isinstance(one, Exception):
                 raise one
-        return [one for one in found if isinstance(one, Answered)]
+        return [one for one in found if isinstance(one, DecodedAnswer)]
 
     def close(self) -> None:
         """Ask no more. Does not wait for replies that are still to come."""
@@ -192,10 +196,10 @@ class VllmServer:
             except Exception as error:  # raised again by who collects
                 self._done.put(error)
 
-    def _answer(self, asked: Asked, wanted: LogprobRequest) -> tuple[Answered, list[dict[int, float]]]:
+    def _answer(self, asked: QueuedRequest, wanted: LogprobRequest) -> tuple[DecodedAnswer, list[dict[int, float]]]:
         """The answer, and the log-probs of each of its tokens by id."""
 
-        def use(reply: Any) -> tuple[Answered, list[dict[int, float]]]:
+        def use(reply: Any) -> tuple[DecodedAnswer, list[dict[int, float]]]:
             (choice,) = reply["choices"]
             if choice["prompt_token_ids"] != asked.request.prompt_ids:
                 raise UnusableError("an answer to another prompt; vLLM must know return_token_ids")
@@ -242,7 +246,7 @@ class VllmServer:
 
     def _check_logprobs(self, target: Target) -> None:
         prompt = target.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
-        asked = Asked("probe", Request(prompt, SamplingSettings(temperature=2.0, top_k=1), 0, 1))
+        asked = QueuedRequest("probe", Request(prompt, SamplingSettings(temperature=2.0, top_k=1), 0, 1))
         wanted = self._wanted._replace(top_k=max(2, self._wanted.top_k))
         try:
             check_raw(self._answer(asked, wanted)[1][0])
@@ -281,7 +285,7 @@ class LocalVllm:
                 "capture.backend: vLLM in this process takes a plain model folder; merge target.adapter, or serve it"
             )
         self._wanted, self._sampling = wanted, vllm.SamplingParams
-        self._asked: dict[str, Asked] = {}
+        self._asked: dict[str, QueuedRequest] = {}
         on_gpu = target.device.type == "cuda"
         self._engine: Any = vllm.LLM(
             model=str(source.folder),
@@ -298,7 +302,7 @@ class LocalVllm:
         ).llm_engine
         self.about: dict[str, Any] = {"name": "vllm", "version": str(vllm.__version__), "signals": backend.signals}
 
-    def submit(self, asked: Asked) -> None:
+    def submit(self, asked: QueuedRequest) -> None:
         """Ask it. Raises InputError where vLLM refuses."""
         self._asked[asked.name] = asked
         arguments = sampling_arguments(asked.request, self._wanted.top_k)
@@ -308,9 +312,9 @@ class LocalVllm:
         except ValueError as error:
             raise InputError(f"capture.backend: vLLM refuses {asked.name}: {one_line(error)}") from None
 
-    def collect(self) -> list[Answered]:
+    def collect(self) -> list[DecodedAnswer]:
         """Step until an answer is there. Raises EngineError."""
-        found: list[Answered] = []
+        found: list[DecodedAnswer] = []
         while not found:
             if not self._engine.has_unfinished_requests():
                 raise EngineError(f"capture.backend: vLLM lost {len(self._asked)} requests")
@@ -323,7 +327,7 @@ class LocalVllm:
         self._asked.clear()
         self._engine.engine_core.shutdown()
 
-    def _answer(self, output: Any) -> Answered:
+    def _answer(self, output: Any) -> DecodedAnswer:
         asked = self._asked.pop(output.request_id)
         (completion,) = output.outputs
         logp = [{token: float(of.logprob) for token, of in one.items()} for one in completion.logprobs]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...distributed.shared_work import Work, solo
 from ...errors import InputError, StaleInputError
-from ...specdec.continuous_batching import Answered, Asked, PlainDecoder
+from ...specdec.continuous_batching import DecodedAnswer, PlainDecoder, QueuedRequest
 from ...specdec.memory_fit import fitting_slots
 from ...specdec.requests import Request
 from ...specdec.targets import Target
@@ -50,14 +50,14 @@ class Decoder(Protocol):
     """What the stream asks (see PlainDecoder)."""
 
     @property
-    def hungry(self) -> bool: ...
+    def wants_more(self) -> bool: ...
     @property
-    def starved(self) -> bool: ...
+    def has_free_slots(self) -> bool: ...
     @property
     def idle(self) -> bool: ...
     def fits(self, request: Request) -> bool: ...
-    def ask(self, asked: Sequence[Asked]) -> None: ...
-    def step(self) -> list[Answered]: ...
+    def submit(self, requests: Sequence[QueuedRequest]) -> None: ...
+    def step(self) -> list[DecodedAnswer]: ...
 
 
 class Skipped(NamedTuple):
@@ -154,7 +154,7 @@ class _Stream:
         self._open: dict[str, _Open] = {}  # by the shard's name
         self._asked: dict[str, tuple[_Open, TurnRequest, Request]] = {}  # by the answer's id
         self._followers: dict[str, list[TurnRequest]] = defaultdict(list)
-        self._ready: list[Asked] = []
+        self._ready: list[QueuedRequest] = []
         self._listener = _Listener(settings)
         self._slots = min(settings.batch_size, max(1, sum(len(shard.answers) for shard in shards)))
 
@@ -208,7 +208,7 @@ class _Stream:
         if self._full and not decoder.idle:
             return False
         ample = self._work.size == 1 or self._unopened_answers >= self._work.size * self._slots
-        return decoder.hungry if ample else decoder.starved
+        return decoder.wants_more if ample else decoder.has_free_slots
 
     @property
     def _full(self) -> bool:
@@ -250,7 +250,7 @@ class _Stream:
         else:
             self._asked[answer.id] = (shard, answer, request)
             tail_seed = tail_seed_of(self._settings.seed, answer.id)
-            self._ready.append(Asked(answer.id, request, tail_seed, shard.number))
+            self._ready.append(QueuedRequest(answer.id, request, tail_seed, shard.number))
 
     def _go_on(self, shard: _Open, answer: TurnRequest) -> None:
         for follower in self._followers.pop(answer.id, ()):
@@ -281,9 +281,9 @@ class _Stream:
         if fitting:
             self._ready = [asked for asked in self._ready if not decoder.fits(asked.request)]
             self._listener.expect(sum(self._asked[asked.name][0].plan.split == "train" for asked in fitting))
-            decoder.ask(fitting)
+            decoder.submit(fitting)
 
-    def _take(self, answered: Answered) -> None:
+    def _take(self, answered: DecodedAnswer) -> None:
         """Put an answer where it belongs, and make ready what waited for it."""
         shard, answer, request = self._asked.pop(answered.name)
         columns = answered.columns
@@ -331,7 +331,7 @@ def _length(request: Request) -> int:
     return len(request.prompt_ids) + request.max_new_tokens
 
 
-def _sample(answer: TurnRequest, request: Request, answered: Answered | RecordedAnswer) -> Sample:
+def _sample(answer: TurnRequest, request: Request, answered: DecodedAnswer | RecordedAnswer) -> Sample:
     return Sample(
         id=answer.id,
         conversation=answer.conversation.id,
@@ -351,18 +351,18 @@ def _sample(answer: TurnRequest, request: Request, answered: Answered | Recorded
 class _NullBackend:
     """In the place of a decoder, where a spread target cannot decode: all answers must have been recorded."""
 
-    hungry = starved = idle = True
+    wants_more = has_free_slots = idle = True
 
     def fits(self, request: Request) -> bool:
         return True
 
-    def ask(self, asked: Sequence[Asked]) -> None:
+    def submit(self, requests: Sequence[QueuedRequest]) -> None:
         raise InputError(
-            f"capture.answers: no answer to {asked[0].name}, and target.shard = true: nobody here gives it; set "
+            f"capture.answers: no answer to {requests[0].name}, and target.shard = true: nobody here gives it; set "
             "capture.backend to vllm with signals engine"
         )
 
-    def step(self) -> list[Answered]:
+    def step(self) -> list[DecodedAnswer]:
         return []
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import draftforge.specdec.continuous_batching as plain
 from draftforge.errors import ContextLengthError, InputError
-from draftforge.specdec.continuous_batching import Answered, Asked, PlainDecoder
+from draftforge.specdec.continuous_batching import DecodedAnswer, PlainDecoder, QueuedRequest
 from draftforge.specdec.cuda_graphs import OpCounter, Shapes
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import CausalModel
@@ -42,16 +42,16 @@ def requests(count: int, settings: list[SamplingSettings] = SETTINGS) -> list[Re
 
 def stream(
     model: CausalModel, asked: list[Request], slots: int, fixed: bool = False, **options: object
-) -> list[Answered]:
+) -> list[DecodedAnswer]:
     """Answers in the order of the requests, which are asked a few at a time."""
     options |= {"shapes": lambda slots, capacity, graphed: Shapes(slots, capacity, fixed)}
     decoder = PlainDecoder(model, slots, CAPACITY, BUDGET, **options)  # type: ignore[arg-type]
-    left: Iterator[Asked] = iter([Asked(str(index), request) for index, request in enumerate(asked)])
-    found: dict[str, Answered] = {}
+    left: Iterator[QueuedRequest] = iter([QueuedRequest(str(index), request) for index, request in enumerate(asked)])
+    found: dict[str, DecodedAnswer] = {}
     more = next(left, None)
     while more is not None or not decoder.idle:
-        while more is not None and decoder.hungry:
-            decoder.ask([more])
+        while more is not None and decoder.wants_more:
+            decoder.submit([more])
             more = next(left, None)
         for answer in decoder.step():
             assert answer.name not in found
@@ -64,7 +64,7 @@ def expected(model: CausalModel, asked: list[Request]) -> list[Generation]:
     return [answers[index] for index in range(len(asked))]
 
 
-def equal(found: list[Answered], answers: list[Generation]) -> bool:
+def equal(found: list[DecodedAnswer], answers: list[Generation]) -> bool:
     return [(f.tokens, f.finish) for f in found] == [(a.tokens, a.finish) for a in answers]
 
 
@@ -153,7 +153,7 @@ def test_a_step_waits_for_nothing(family: str, lengths_on_device: None, monkeypa
     decoder = PlainDecoder(
         model, 5, CAPACITY, BUDGET, shapes=lambda slots, capacity, graphed: Shapes(slots, capacity, True)
     )
-    decoder.ask([Asked(str(index), request) for index, request in enumerate(asked)])
+    decoder.submit([QueuedRequest(str(index), request) for index, request in enumerate(asked)])
     with OpCounter() as watch:
         decoder.step()
         decoder.step()
@@ -169,11 +169,11 @@ def test_waiting_is_seen() -> None:
 def test_what_cannot_be_answered_is_refused() -> None:
     decoder = PlainDecoder(target(), 2, CAPACITY, BUDGET)
     with pytest.raises(InputError, match="empty prompt"):
-        decoder.ask([Asked("a", Request([], SETTINGS[0], 0, 4))])
+        decoder.submit([QueuedRequest("a", Request([], SETTINGS[0], 0, 4))])
     with pytest.raises(InputError, match="stop_strings"):
-        decoder.ask([Asked("a", Request([1], SETTINGS[0], 0, 4, stop_strings=("x",)))])
+        decoder.submit([QueuedRequest("a", Request([1], SETTINGS[0], 0, 4, stop_strings=("x",)))])
     with pytest.raises(ContextLengthError):
-        decoder.ask([Asked("a", Request([1] * 300, SETTINGS[0], 0, 4))])
+        decoder.submit([QueuedRequest("a", Request([1] * 300, SETTINGS[0], 0, 4))])
     assert not decoder.fits(Request([1] * 40, SETTINGS[0], 0, 6))
     assert not decoder.fits(Request([1], SETTINGS[0], 0, 31))
     assert decoder.fits(Request([1] * 15, SETTINGS[0], 0, 30))

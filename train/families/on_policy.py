@@ -17,7 +17,7 @@ from ...data.batches import Batch, collate
 from ...data.conversation import seed_of
 from ...data.split import unit
 from ...errors import DeviceMemoryError, InputError
-from ...specdec.continuous_batching import Asked, PlainDecoder
+from ...specdec.continuous_batching import PlainDecoder, QueuedRequest
 from ...specdec.drafts.small import SmallDraft
 from ...specdec.requests import Request
 from ...specdec.sampling import SamplingSettings
@@ -72,7 +72,7 @@ class OwnAnswers:
         found: dict[int, list[int]] = {}
         with _evaluating(self._draft.model):
             decoder = self._decoder(batch)
-            decoder.ask([Asked(str(number), request) for number, request in enumerate(requests)])
+            decoder.submit([QueuedRequest(str(number), request) for number, request in enumerate(requests)])
             while not decoder.idle:
                 found.update((int(answered.name), answered.tokens) for answered in decoder.step())
         return [found[number] for number in range(len(requests))]

@@ -28,7 +28,7 @@ from draftforge.data.conversation import Conversation, Message
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import CorruptDataError, DiskFullError
-from draftforge.specdec.continuous_batching import Answered, Asked
+from draftforge.specdec.continuous_batching import DecodedAnswer, QueuedRequest
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -86,22 +86,22 @@ def fake_decoder(seconds: float = 0.0, heard: Callable[[int], None] = lambda see
         def __init__(
             self, target: Any, slots: int, capacity: int, budget: int, listen: Any, advance: Any, wanted: int
         ) -> None:
-            self.waiting: list[Asked] = []
+            self.waiting: list[QueuedRequest] = []
             self.listen, self.advance = listen, advance
 
         @property
         def idle(self) -> bool:
             return not self.waiting
 
-        hungry = starved = idle
+        wants_more = has_free_slots = idle
 
         def fits(self, request: Request) -> bool:
             return True
 
-        def ask(self, asked: Sequence[Asked]) -> None:
-            self.waiting += asked
+        def submit(self, requests: Sequence[QueuedRequest]) -> None:
+            self.waiting += requests
 
-        def step(self) -> list[Answered]:
+        def step(self) -> list[DecodedAnswer]:
             name, request, listener_seed, _ = self.waiting.pop(0)
             rng = torch.Generator().manual_seed(request.seed % 2**40)
             tokens: list[int] = []
@@ -118,7 +118,7 @@ def fake_decoder(seconds: float = 0.0, heard: Callable[[int], None] = lambda see
             heard(request.seed)
             time.sleep(seconds)
             columns = {key: torch.cat([one[key] for one in kept]) for key in kept[0]}
-            return [Answered(name, tokens, "length", columns)]
+            return [DecodedAnswer(name, tokens, "length", columns)]
 
     return Decoder
 
