@@ -57,7 +57,7 @@ from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
 from .generate import NO_DRAFT, CascadeDrafter, check_tree, find_draft, helper_of
 from .scoring import Scorer, any_draft_for
-from .stages import capture_stage, mix_stage
+from .stages import captured_stages
 from .workspace import Workspace
 
 _MOST_SLOTS = 65_536  # more than any GPU holds caches for; a slip of the keyboard should not be tried
@@ -244,7 +244,7 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
 
     def tree_of(draft: AnyDraft, name: str, tree: TreeSettings) -> ProposerSpec:
         if tree.kind == "measured":
-            return Scorer(space, capture_stage(space, mix_stage(space)), SELECTION_SPLIT).tree_of(draft, name, tree)
+            return Scorer(space, captured_stages(space).captured, SELECTION_SPLIT).tree_of(draft, name, tree)
         return ProposerSpec(partial(make_proposer, draft, space.target, tree), (tree.levels,), name, tree)
 
     helping = None

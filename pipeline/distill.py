@@ -5,19 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .. import fingerprint
 from ..progress import say
 from ..registry.connect import redacted
 from ..registry.gate import Decision
 from ..registry.lineage import Version
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.throughput import NoSink
-from .preflight import check_scoring
-from .promotion import check_command, follow_champion, promote_stage
+from .promotion import check_promotion, follow_champion, promote_stage
 from .report import log_report
 from .scoring import Scored, help_score, score_stage
-from .stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
-from .workspace import Workspace, at, require_whole, told
+from .stages import Stage, Stages, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
+from .workspace import Workspace, at, told
 
 
 @dataclass(frozen=True)
@@ -41,51 +39,48 @@ def distill(
     is done, kept in the run.
     """
     started = time.monotonic()
-    require_whole(space.recipe, "a distillation")
-    check_command(space.recipe.promotion)
-    check_scoring(space, space.recipe.drafts)
+    check_promotion(space, "a distillation")
+    stages = Stages(space, mix)
     if not space.first_rank:
-        captured = capture_stage(space, mix or mix_stage(space))
-        help_score(
-            space, captured, {name: train_stage(space, name, captured, NoSink()) for name in space.recipe.drafts}
-        )
+        mix_stage(stages)
+        capture_stage(stages)
+        for name in space.recipe.drafts:
+            train_stage(stages, name, NoSink())
+        help_score(stages, space.recipe.drafts)
         return None
     tracking = space.tracking  # a server that does not answer is found out before the work, not after it
     with space.alone():
         with at("mix"):
-            mix = mix or mix_stage(space)
-        identity = run_fingerprint(space, mix)
+            mix_stage(stages)
+        identity = stages.run_fingerprint
         with start_run(tracking, space.recipe.name, identity, run_id=find_run(tracking, identity)) as run, told(run):
             if notes is not None:
                 run.log_json(dict(notes), "staleness.json")
-            outcome = _tracked(space, run, mix, parent)
+            outcome = _tracked(stages, run, parent)
         follow_champion(space)
     seconds = time.monotonic() - started
     say(f"distilled in {seconds:.0f} s; to look at it: mlflow ui --backend-store-uri {redacted(tracking.uri)}")
     return outcome
 
 
-def run_fingerprint(space: Workspace, mix: Stage) -> str:
-    """What the MLflow run of this recipe, mix and target is found by, so that a later call goes on with it."""
-    return fingerprint.of_json([space.recipe.resolved(), mix.fingerprint, space.target_fingerprint])
-
-
-def _tracked(space: Workspace, run: TrackedRun, mix: Stage, parent: str | None) -> Outcome:
+def _tracked(stages: Stages, run: TrackedRun, parent: str | None) -> Outcome:
+    """The stages after the mix, with what each leaves in the MLflow run."""
+    space, drafts = stages.space, stages.recipe.drafts
     run.log_params(space.recipe.public())
     run.log_json(space.recipe.public(), "recipe.json")
     run.set_tags({"draftforge.target": space.target_fingerprint})
     with at("capture"):
-        captured = capture_stage(space, mix)
-        run.log_input("mix", mix.folder, mix.fingerprint)
+        captured = capture_stage(stages)
+        run.log_input("mix", stages.mix.folder, stages.mix.fingerprint)
         run.log_input("capture", captured.folder, captured.fingerprint)
     with at("train"):
-        prepare_drafts(space, captured)
-        trained = {name: train_stage(space, name, captured, run.sink(name)) for name in space.recipe.drafts}
+        prepare_drafts(stages)
+        trained = {name: train_stage(stages, name, run.sink(name)) for name in drafts}
     with at("score"):
-        scored = score_stage(space, captured, trained)
+        scored = score_stage(stages, drafts)
         _log_scores(run, scored, trained)
     with at("promote"):
-        version, decision = promote_stage(space, run.id, mix, captured, scored, parent)
+        version, decision = promote_stage(stages, run.id, scored, parent)
         log_report(space, scored.stage.folder, run)
     run.set_tags({"draftforge.version": version.reference, "draftforge.promoted": str(decision.promote).lower()})
     return Outcome(scored, version, decision)

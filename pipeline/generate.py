@@ -26,7 +26,7 @@ from ..specdec.rules import RULES
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
 from .scoring import Scorer, any_draft_for, draft_for
-from .stages import capture_stage, checkpoints_of, mix_stage, trained
+from .stages import captured_stages, checkpoints_of
 from .workspace import Workspace, is_there
 
 NO_DRAFT = "none"
@@ -62,7 +62,7 @@ def find_draft(space: Workspace, name: str | None, option: str = "--draft") -> P
             return Path(name)
         known = ", ".join(space.recipe.drafts)
         raise InputError(f"{option} {name}: must be a draft folder or one of the recipe's drafts ({known})")
-    found = checkpoints_of(trained(space, name, capture_stage(space, mix_stage(space))))
+    found = checkpoints_of(captured_stages(space).training(name))
     if not found:
         raise InputError(f"{option} {name}: has no checkpoint yet; run `draftforge train`")
     return found[max(found)]
@@ -137,7 +137,7 @@ def _proposer(
         raise InputError(f"--tree {tree_name}: a draft with another tokenizer than the target's drafts chains only")
     tree = trees[tree_name]
     if isinstance(tree, MeasuredTree):
-        scorer = Scorer(space, capture_stage(space, mix_stage(space)), SELECTION_SPLIT)
+        scorer = Scorer(space, captured_stages(space).captured, SELECTION_SPLIT)
         return scorer.tree_of(loaded, tree_name, tree).proposer, tree.levels
     return make_proposer(loaded, target, tree), tree.levels
 

@@ -18,7 +18,7 @@ from ..specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from ..specdec.formats.layer_skip import SkipFile, check_writable, write_skipped
 from ..specdec.proposers import make_proposer
 from .scoring import Scorer
-from .stages import Stage, capture_stage, mix_stage
+from .stages import Stage, captured_stages
 from .workspace import Workspace
 
 POOLED = "all domains"
@@ -41,7 +41,7 @@ def skip_layers(
     """
     out = space.root / "skip-layers.json" if out is None else out
     check_writable(out)
-    captured = capture_stage(space, mix_stage(space))
+    captured = captured_stages(space).captured
     if not space.first_rank:
         return
     scorer = Scorer(space, captured, SELECTION_SPLIT)

@@ -13,11 +13,12 @@ from .. import storage
 from ..data.conversation import SPLITS
 from ..data.profile import DISTINCT, JOINT, LOG, MIX, QUANTILES, SIDES, Profile, Shares, profile
 from ..data.stratify import DAY, NONE
-from ..errors import InputError
+from ..errors import DraftforgeError, InputError
 from ..eval.table import UNKNOWN, show_cells
 from ..progress import say
-from .preflight import known_context
-from .stages import mix_stage
+from ..specdec.requests import TargetSettings
+from ..specdec.targets import context_length
+from .stages import Stages, mix_stage
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -172,11 +173,11 @@ def inspect_mix(space: Workspace, out: Path | None) -> None:
     """Show the recipe's mix, which is made where it is missing; write a page or pictures to `out`."""
     if out is not None:
         check_place(out)
-    folder = mix_stage(space).folder
+    folder = mix_stage(Stages(space)).folder
     if not space.first_rank:
         return
     found = profile(folder)
-    tables = tables_of(found, known_context(space.recipe.target), space.recipe.retrain.old_share)
+    tables = tables_of(found, _known_context(space.recipe.target), space.recipe.retrain.old_share)
     for title, cells, note in tables:
         show_cells(title, cells, [""] * (len(cells) - 1), note, numeric=cells[0][1:])
     if out is None:
@@ -186,6 +187,16 @@ def inspect_mix(space: Workspace, out: Path | None) -> None:
     else:
         write_pictures(out, found)
     say(f"{out}: written")
+
+
+def _known_context(settings: TargetSettings) -> int | None:
+    """Positions of a target that lies here; None where it does not, or its config cannot be read."""
+    if not Path(settings.model).expanduser().exists():
+        return None
+    try:
+        return context_length(settings)
+    except DraftforgeError:
+        return None
 
 
 def tables_of(found: Profile, context: int | None = None, old_share: float = 0.0) -> list[Table]:

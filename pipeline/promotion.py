@@ -36,8 +36,8 @@ from ..registry.versions import champion, register_version, resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.proposers.training_free import LOOKUP
 from .export import export_draft, is_copy
-from .scoring import Scored, Scorer
-from .stages import Stage
+from .scoring import Scored, Scorer, check_score
+from .stages import Stages
 from .workspace import Workspace
 
 Event = Literal["promote", "rollback"]
@@ -55,8 +55,14 @@ class _Ended(NamedTuple):
     problem: str
 
 
+def check_promotion(space: Workspace, what: str = "a promotion") -> None:
+    """Refuse what keeps the recipe's drafts from being scored and promoted, before any work. `what` asks for it."""
+    check_command(space.recipe.promotion)
+    check_score(space, space.recipe.drafts, what)
+
+
 def check_command(settings: PromotionSettings) -> None:
-    """Raise InputError where the command names no program: found out before the work, not after the promotion."""
+    """Raise InputError where the command to run after a promotion names no program."""
     if settings.command and shutil.which(settings.command[0]) is None:
         raise InputError(f"promotion.command {settings.command[0]}: no such program, or not executable")
 
@@ -208,15 +214,13 @@ class _Measured:
     lossless: bool | None
 
 
-def promote_stage(
-    space: Workspace, run_id: str, mix: Stage, captured: Stage, scored: Scored, parent: str | None = None
-) -> tuple[Version, Decision]:
+def promote_stage(stages: Stages, run_id: str, scored: Scored, parent: str | None = None) -> tuple[Version, Decision]:
     """Register the chosen checkpoint, let it meet the champion on the holdout, and move the alias or say why not.
 
     `parent`: the version (`name/number`) that its training started from.
     """
-    scorer = Scorer(space, captured, HOLDOUT_SPLIT)
-    version = _register(space, run_id, mix, captured, scored, scorer, parent)
+    space, scorer = stages.space, Scorer(stages.space, stages.captured, HOLDOUT_SPLIT)
+    version = _register(stages, run_id, scored, scorer, parent)
     now = champion(space.tracking, space.target_fingerprint)
     if now is not None and now.reference == version.reference:
         decision = Decision(promote=True, reasons=[ALREADY])
@@ -238,11 +242,9 @@ def _told_of(version: Version) -> dict[str, Any]:
     return version.lineage.model_dump(mode="json", exclude={"files", "tree"})
 
 
-def _register(
-    space: Workspace, run_id: str, mix: Stage, captured: Stage, scored: Scored, scorer: Scorer, parent: str | None
-) -> Version:
+def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, parent: str | None) -> Version:
     """Export the chosen checkpoint and register it under its target as `candidate`. The same draft once only."""
-    chosen, recipe = scored.chosen, space.recipe
+    space, recipe, chosen = stages.space, stages.recipe, scored.chosen
     exported = (
         space.root / "exports" / f"{chosen.draft}-{chosen.step:06d}-{fingerprint.short(scored.stage.fingerprint)}"
     )
@@ -254,8 +256,8 @@ def _register(
         target_fingerprint=space.target_fingerprint,
         target_name=Path(recipe.target.model).name,
         tokenizer_digest=meta.tokenizer_digest,
-        mix_fingerprint=mix.fingerprint,
-        capture_fingerprint=captured.fingerprint,
+        mix_fingerprint=stages.mix.fingerprint,
+        capture_fingerprint=stages.captured.fingerprint,
         counts_digest=fingerprint.of_file(scored.counts_file),
         recipe_fingerprint=fingerprint.of_json(recipe.resolved()),
         family=meta.family,
@@ -266,7 +268,7 @@ def _register(
         parent=parent,
         git_commit=git_commit(),
     )
-    trained_on = {sample.cluster for sample in Capture.open(captured.folder, verify=False).samples("train")}
+    trained_on = {sample.cluster for sample in Capture.open(stages.captured.folder, verify=False).samples("train")}
     return register_version(space.tracking, run_id, exported, lineage, trained_on, space.target_settings)
 
 

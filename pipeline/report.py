@@ -17,8 +17,8 @@ from ..progress import say
 from ..registry.lineage import git_commit
 from ..registry.tracking import TrackedRun
 from .promotion import PROMOTION_FILE
-from .scoring import SCORES_FILE, score_place
-from .stages import capture_place, mix_place, trained
+from .scoring import SCORES_FILE
+from .stages import Stages
 from .workspace import Workspace
 
 REPORT_FILE = "report.html"
@@ -54,9 +54,9 @@ def log_report(space: Workspace, scored: Path, run: TrackedRun) -> None:
 def find_scored(space: Workspace) -> Path:
     """The recipe's own score folder, or (said aloud) the newest of the work folder: retraining changes recipes."""
     try:
-        captured = capture_place(space, mix_place(space))
-        drafts = {name: trained(space, name, captured).fingerprint for name in space.recipe.drafts}
-        own: Path | None = score_place(space, captured, drafts).folder
+        stages = Stages(space)
+        drafts = {name: stages.training(name).fingerprint for name in space.recipe.drafts}
+        own: Path | None = stages.score(drafts).folder
     except DraftforgeError as error:  # its sources or its target are gone
         say(f"the recipe's own score cannot be told ({error})")
         own = None
@@ -93,7 +93,7 @@ def _mix_folder(space: Workspace, lineage: Mapping[str, Any]) -> Path:
     if "mix_fingerprint" in lineage:
         return space.folder("mix", lineage["mix_fingerprint"])
     try:
-        return mix_place(space).folder
+        return Stages(space).mix.folder
     except DraftforgeError:  # sources that are gone
         return space.root / "mix"
 

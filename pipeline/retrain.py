@@ -28,9 +28,9 @@ from ..specdec.requests import TargetSettings
 from ..train.checkpoints import is_finished
 from ..train.families import family_of
 from .distill import Outcome, distill
-from .preflight import check_scoring
 from .promotion import check_command, follow_champion
-from .stages import Stage, blended_stage, capture_place, mix_stage, trained
+from .scoring import check_score
+from .stages import Stage, Stages, blended_mix, mix_stage
 from .staleness import STALENESS_FILE, Staleness
 from .staleness_evidence import judge
 from .workspace import Workspace, at, recorded, require_whole
@@ -75,7 +75,7 @@ def retrain(space: Workspace) -> Retrained:
         storage.lock(space.root / ".retrain.lock", timeout, "another retraining"),
         recorded(space.tracking, f"{space.recipe.name}: retrain"),
     ):
-        check_scoring(space, space.recipe.drafts)
+        check_score(space, space.recipe.drafts)
         with space.alone():
             found = judge(space)
             tell(found)
@@ -138,11 +138,11 @@ def _distilled(work: RetrainPlan, found: Staleness) -> Outcome | None:
     try:
         return distill(work.space, work.parent, work.mix, found.record())
     except CorruptDataError as error:
-        captured = capture_place(work.space, work.mix)
+        stages = Stages(work.space, work.mix)
         with work.space.alone():
-            damaged = drop_damaged(captured.folder)
+            damaged = drop_damaged(stages.capture.folder)
             for name in work.space.drafts if damaged else ():  # begun on answers that are no longer there
-                shutil.rmtree(trained(work.space, name, captured).folder, ignore_errors=True)
+                shutil.rmtree(stages.training(name).folder, ignore_errors=True)
         if not damaged or work.space.crew.size > 1:
             raise
         say(f"{error}; answering again: {', '.join(damaged)}")
@@ -160,12 +160,13 @@ def tell(found: Staleness) -> None:
 def plan(space: Workspace, found: Staleness) -> RetrainPlan:
     """The mix, with a share of old conversations, and drafts that start from the champion where they can."""
     with at("mix"):
-        mix = mix_stage(space)
+        stages = Stages(space)
+        mix = mix_stage(stages)
     stale = found.champion
     if stale is None:
         return RetrainPlan(space, mix, None)
     with at("mix"):
-        mix = blended_stage(space, mix, stale.lineage.mix_fingerprint)
+        mix = blended_mix(stages, stale.lineage.mix_fingerprint)
     with at("start"):
         if found.lost:
             say(f"cold start, not from {found.lost}")
@@ -273,12 +274,12 @@ def _steps(recipe: Recipe, work: RetrainPlan, found: Staleness) -> list[str]:
     def state(folder: Path, done: bool) -> str:
         return f"done ({folder.name})" if done else f"to do ({folder.name})"
 
-    captured = capture_place(space, work.mix)
-    mix, answers = real / work.mix.folder.name, real / captured.folder.name
+    stages = Stages(space, work.mix)
+    mix, answers = real / stages.mix.folder.name, real / stages.capture.folder.name
     lines = [f"would make mix: {state(mix, mix.is_dir())}"]
     lines.append(f"would capture: {state(answers, (answers / CAPTURE_MANIFEST).is_file())}")
     for name, settings in space.drafts.items():
-        folder = real / trained(space, name, captured).folder.name
+        folder = real / stages.training(name).folder.name
         start = "cold" if settings.init_from is None or work.parent is None else f"warm, from {work.parent}"
         lines.append(
             f"would train {name}: {settings.steps} steps, {start}: {state(folder, is_finished(folder, settings.steps))}"

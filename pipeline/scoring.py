@@ -1,7 +1,7 @@
 """Scores of every checkpoint, the times of every shape, and the draft that they choose."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 
 from .. import fingerprint, storage
 from ..data.store import Capture, Sample
-from ..errors import InputError
+from ..errors import InputError, MissingFileError
 from ..eval import counts
 from ..eval.advice import advice
 from ..eval.cost_measurement import Grid, cached_fit, measure_fit, most_context
@@ -33,7 +33,7 @@ from ..eval.leaderboard import (
 from ..eval.report.page import score_record
 from ..eval.score import Identity, measured_tree, perplexity, score_draft, stratified_conversations
 from ..eval.serving_load import LoadTimes
-from ..eval.settings import SELECTION_SPLIT, ScoreSettings
+from ..eval.settings import SELECTION_SPLIT, LoadSettings, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard, show_load
 from ..eval.target_pass_cache import TargetPassCache
 from ..progress import say
@@ -50,11 +50,11 @@ from ..specdec.proposers.lookup import PromptLookup
 from ..specdec.proposers.other_device import DraftDevice, place_of
 from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
-from ..specdec.targets import Target, tokenizer_digest
+from ..specdec.targets import Target, context_length, tokenizer_digest
 from ..specdec.targets import place as target_place
+from ..train.families import family_of
 from .parallel_scoring import Board, Counting, help_count
-from .preflight import check_targets
-from .stages import Stage, checkpoints_of
+from .stages import Stage, Stages, checkpoints_of
 from .workspace import Workspace, require_whole
 
 COUNTS_FILE, SCORES_FILE, TIMES_FILE = "counts.parquet", "scores.json", "times.json"
@@ -287,45 +287,88 @@ def _draft_place(target: Target, device: str | None) -> DraftDevice:
     return DraftDevice(found, usual if "cpu" in (found.type, here.device.type) else here.dtype)
 
 
-def score_stage(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> Scored:
-    """Score every checkpoint of every draft on the selection split, prompt lookup beside them; choose, and show it."""
-    check_targets(space.recipe, trained)
+def check_score(space: Workspace, names: Collection[str], what: str = "a score", trees: bool = True) -> None:
+    """Refuse what keeps these drafts of the recipe from being scored, before any work.
+
+    `what` asks for the score; `trees`: whether the recipe's trees are scored too.
+    """
+    require_whole(space.recipe, what)
+    for name, settings in space.recipe.drafts.items():
+        if name in names and family_of(settings).changes_target(settings):
+            raise InputError(
+                f"drafts.{name}: its training makes a new target, which this recipe neither scores nor registers; "
+                f"`draftforge train` it, then distill a recipe with target.model=<checkpoint>/{OWN_TARGET}, "
+                f"drafts.{name}.init_from=<checkpoint> and no backbone"
+            )
+    check_load(space, trees)
+
+
+def check_load(space: Workspace, trees: bool = True) -> None:
+    """Raise an error that names score.load or score.costs.fit where the load does not fit the target's context or the
+    given times, or these cannot be read."""
+    score = space.recipe.score
+    if score.load is None or not space.first_rank:
+        return
+    if score.costs.fit is not None:
+        _check_given_times(space, score.load)
+        return
+    try:
+        longest = context_length(space.target_settings)
+    except MissingFileError:  # the stages say what they cannot do without it
+        return
+    if longest is not None:
+        # What a measured tree will be is not known yet.
+        known = [tree for tree in score.trees.values() if not isinstance(tree, MeasuredTree)] if trees else []
+        deepest = max([*score.draft_tokens, *(tree.levels for tree in known)])
+        Grid.of(score.load, most_context(longest, deepest, score.costs.rounds))
+
+
+def _check_given_times(space: Workspace, load: LoadSettings) -> None:
+    """Raise InputError where no shape's times hold at the load."""
+    failed: list[InputError] = []
+    for fit in space.given_times:
+        try:
+            LoadTimes(fit, load)
+        except InputError as error:
+            failed.append(error)
+    if len(failed) == len(space.given_times):
+        raise failed[0]
+
+
+def score_stage(stages: Stages, drafts: Collection[str]) -> Scored:
+    """Score every checkpoint of these drafts on the selection split, prompt lookup beside them; choose, and show it."""
+    trained = {name: stages.training(name) for name in drafts}
     folders = {(name, step): path for name, done in trained.items() for step, path in checkpoints_of(done).items()}
-    return _score(space, captured, folders, {name: stage.fingerprint for name, stage in trained.items()})
+    return _score(stages, folders, _fingerprints(stages, drafts))
 
 
-def help_score(space: Workspace, captured: Stage, trained: dict[str, Stage]) -> None:
+def help_score(stages: Stages, drafts: Collection[str]) -> None:
     """`score_stage` of a rank that is not the first: it counts checkpoints as long as there are any to count."""
-    check_targets(space.recipe, trained)
-    _help(space, captured, {name: stage.fingerprint for name, stage in trained.items()})
+    _help(stages, _fingerprints(stages, drafts))
 
 
-def score_foreign(space: Workspace, captured: Stage, place: Path) -> Scored:
+def _fingerprints(stages: Stages, drafts: Collection[str]) -> dict[str, str]:
+    return {name: stages.training(name).fingerprint for name in drafts}
+
+
+def score_foreign(stages: Stages, place: Path) -> Scored:
     """Score a draft of anybody's making, as it is, on the selection split, and show it. Nothing is registered.
 
     `place`: a folder in any layout, a .gguf file, or a .json file of skipped layers.
     """
     if not (meta_file(place).is_file() or (place / TOKENIZER_FILE).is_file() or is_skip_file(place)):
         say(f"{place}: nothing says which tokenizer it was trained with; only sizes are checked")
-    return _score(space, captured, {(_name_of(place), 0): place}, _digests(place))
+    return _score(stages, {(_name_of(place), 0): place}, _digests(place))
 
 
-def help_score_foreign(space: Workspace, captured: Stage, place: Path) -> None:
+def help_score_foreign(stages: Stages, place: Path) -> None:
     """`score_foreign` of a rank that is not the first."""
-    _help(space, captured, _digests(place))
+    _help(stages, _digests(place))
 
 
 def _digests(place: Path) -> dict[str, str]:
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     return {path.name: fingerprint.of_file(path) for path in files if path.is_file()}
-
-
-def score_place(space: Workspace, captured: Stage, drafts: dict[str, str]) -> Stage:
-    """Where the score of these drafts lies, or will. `drafts`: digests of what is scored."""
-    settings, neutral = space.recipe.score, {"costs", "load", "batch_size", "replay_tokens"}
-    inputs = [captured.fingerprint, drafts, settings.model_dump(mode="json", exclude=neutral), settings.sampled_rules]
-    found = fingerprint.of_json(["score", inputs])
-    return Stage(space.folder("score", found), found)
 
 
 def _name_of(place: Path) -> str:
@@ -334,10 +377,10 @@ def _name_of(place: Path) -> str:
     return f"{name} (given)" if name in (LOOKUP, PLAIN) else name
 
 
-def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], drafts: dict[str, str]) -> Scored:
+def _score(stages: Stages, folders: dict[Checkpoint, Path], drafts: dict[str, str]) -> Scored:
     """Score each draft folder, prompt lookup beside them, and show it. `drafts`: digests of what is scored."""
-    settings = space.recipe.score
-    stage = score_place(space, captured, drafts)
+    space, settings, captured = stages.space, stages.recipe.score, stages.captured
+    stage = stages.score(drafts)
     scorer, everything = Scorer(space, captured, SELECTION_SPLIT), {(LOOKUP, 0): None, **folders}
     board = Board(scorer, stage.folder / PARTS, everything, space.crew, stage.folder.name)
     with board.helped():
@@ -367,8 +410,8 @@ def _score(space: Workspace, captured: Stage, folders: dict[Checkpoint, Path], d
     return scored
 
 
-def _help(space: Workspace, captured: Stage, drafts: dict[str, str]) -> None:
-    folder = score_place(space, captured, drafts).folder
+def _help(stages: Stages, drafts: dict[str, str]) -> None:
+    space, captured, folder = stages.space, stages.captured, stages.score(drafts).folder
     help_count(space.crew, folder.name, lambda: Counting(Scorer(space, captured, SELECTION_SPLIT), folder / PARTS))
 
 

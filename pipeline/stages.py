@@ -1,4 +1,4 @@
-"""The stages up to a score, each a folder named by the fingerprint of its settings and inputs.
+"""Mix, capture and training: each writes a folder that is named by the fingerprint of its settings and inputs.
 
 Same fingerprint: the folder is used as it is. With several ranks, all answer and train; what only one can do the first
 does, and the others wait for the finished folder.
@@ -6,16 +6,17 @@ does, and the others wait for the finished folder.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import fingerprint, storage
-from ..data.capture.capture import capture
+from ..data.capture.capture import capture, check_spread
 from ..data.capture.manifest import Part, content_digest, is_captured, join
 from ..data.capture.reuse import answers_digest
 from ..data.mix import MANIFEST as MIX_MANIFEST
@@ -44,136 +45,215 @@ from .workspace import Workspace
 
 @dataclass(frozen=True)
 class Stage:
-    """A finished stage."""
+    """A stage's address: its folder, which is there once the stage has run, and its fingerprint."""
 
     folder: Path
     fingerprint: str
 
 
-def mix_stage(space: Workspace) -> Stage:
+class Stages:
+    """Addresses of the stages of one run. Each is computed at its first use, once, and read from here by every stage.
+
+    A chain: a stage's fingerprint is of its own settings and of the fingerprints of what it reads.
+    """
+
+    def __init__(self, space: Workspace, mix: Stage | None = None) -> None:
+        """`mix`: a finished one that is used instead of the recipe's own."""
+        self.space, self.recipe, self.given_mix = space, space.recipe, mix
+        self._captured: Stage | None = None
+        self._trainings: dict[str, Stage] = {}
+
+    @cached_property
+    def mix(self) -> Stage:
+        """Conversations, split into train, selection and holdout."""
+        if self.given_mix is not None:
+            return self.given_mix
+        settings, base = self.recipe.mix, self.recipe.base_dir
+        # Where files lie does not count, only what they hold.
+        excluded: Any = {"sources": {"__all__": {"path", "name"}}, "ancestors": True, "contamination": True}
+        inputs: list[Any] = [
+            settings.model_dump(mode="json", exclude=excluded),
+            input_digests(settings, base),
+            sorted(fingerprint.of_file(base / path / MIX_MANIFEST) for path in settings.ancestors),
+            self.space.ancestors,
+        ]
+        if self.asks_target:
+            inputs.append(self.space.target_fingerprint)
+        return stage_address(self.space, "mix", inputs)
+
+    @cached_property
+    def capture(self) -> Stage:
+        """The target's answers to the mix, and its signals."""
+        recipe = self.recipe
+        inputs = [
+            self.mix.fingerprint,
+            recipe.capture.identity(),
+            [sampling.model_dump() for sampling in recipe.score.sampling],
+            self.space.target_fingerprint,
+            str(place(recipe.target.device, recipe.target.dtype)[1]),
+        ]
+        if recipe.capture.answers is not None:
+            inputs.append(answers_digest(recipe.capture.answers))
+        return stage_address(self.space, "capture", inputs)
+
+    @property
+    def captured(self) -> Stage:
+        """The capture as what reads it names it: one that a budget ended goes by its content, once that is there."""
+        if self._captured is None:
+            manifest = self.capture.folder / CAPTURE_MANIFEST
+            if not manifest.is_file():
+                return self.capture
+            content = content_digest(storage.read_object(manifest))
+            known = self.capture.fingerprint
+            name = known if content is None else fingerprint.of_json([known, content])
+            self._captured = Stage(self.capture.folder, name)
+        return self._captured
+
+    def training(self, name: str) -> Stage:
+        """Checkpoints of the recipe's draft of that name. Raises MissingFileError where its start is gone."""
+        if name not in self._trainings:
+            settings = self.space.drafts[name]
+            start = _start_digest(settings, f"drafts.{name}")
+            inputs = [self.captured.fingerprint, settings.identity(), self.recipe.seed, start]
+            self._trainings[name] = stage_address(self.space, f"train-{name}", inputs)
+        return self._trainings[name]
+
+    def score(self, drafts: Mapping[str, str]) -> Stage:
+        """Counts and figures of drafts, by the digests of what is scored: those of trainings, or of files."""
+        settings, neutral = self.recipe.score, {"costs", "load", "batch_size", "replay_tokens"}
+        kept = settings.model_dump(mode="json", exclude=neutral)
+        return stage_address(
+            self.space, "score", [self.captured.fingerprint, dict(drafts), kept, settings.sampled_rules]
+        )
+
+    @property
+    def run_fingerprint(self) -> str:
+        """What the MLflow run of this recipe, mix and target is found by, so that a later call goes on with it."""
+        return fingerprint.of_json([self.recipe.resolved(), self.mix.fingerprint, self.space.target_fingerprint])
+
+    @property
+    def asks_target(self) -> bool:
+        """Whether the target itself makes prompts of the mix."""
+        return any(isinstance(source, TargetSource) for source in self.recipe.mix.sources)
+
+    def capture_is_new(self) -> None:
+        """Forget addresses that follow from an earlier content of the capture."""
+        self._captured = None
+        self._trainings.clear()
+
+
+def stage_address(space: Workspace, name: str, inputs: Sequence[Any]) -> Stage:
+    """The address of a stage, by its name and what it depends on."""
+    found = fingerprint.of_json([name, inputs])
+    return Stage(space.folder(name, found), found)
+
+
+def captured_stages(space: Workspace) -> Stages:
+    """The recipe's mix and its capture, made where they are missing."""
+    stages = Stages(space)
+    mix_stage(stages)
+    capture_stage(stages)
+    return stages
+
+
+def mix_stage(stages: Stages) -> Stage:
     """Conversations to answer. What an ancestor's mix placed in train or selection never enters this holdout."""
-    stage, settings = mix_place(space), space.recipe.mix
+    space, stage = stages.space, stages.mix
+    if stages.given_mix is not None:
+        return stage
 
     def work() -> None:
-        ask = prompts_of(space.target, space.recipe.capture.batch_size) if _asks_target(space) else None
+        ask = prompts_of(space.target, stages.recipe.capture.batch_size) if stages.asks_target else None
         earlier = [space.folder("mix", ancestor) for ancestor in space.ancestors]
-        build_mix(settings, space.recipe.base_dir, stage.folder, ask, earlier)
+        build_mix(stages.recipe.mix, stages.recipe.base_dir, stage.folder, ask, earlier)
 
     _once(space, stage.folder, (stage.folder / MIX_MANIFEST).is_file, work, "mix")
     return stage
 
 
-def mix_place(space: Workspace) -> Stage:
-    """Where the recipe's mix lies, or will."""
-    settings = space.recipe.mix
-    inputs: list[Any] = [
-        settings.model_dump(
-            mode="json", exclude={"sources": {"__all__": {"path", "name"}}, "ancestors": True, "contamination": True}
-        ),
-        input_digests(settings, space.recipe.base_dir),
-        sorted(fingerprint.of_file(space.recipe.base_dir / path / MIX_MANIFEST) for path in settings.ancestors),
-        space.ancestors,
-    ]
-    if _asks_target(space):
-        inputs.append(space.target_fingerprint)
-    return _stage(space, "mix", inputs)
-
-
-def blended_stage(space: Workspace, mix: Stage, old: str) -> Stage:
+def blended_mix(stages: Stages, old: str) -> Stage:
     """The mix with `retrain.old_share` of its training conversations from the mix `old`: the same stage where it has
     them, or where that mix is gone."""
-    share, place = space.recipe.retrain.old_share, space.folder("mix", old)
-    if not share or mix.fingerprint == old or not place.is_dir():
+    space, mix = stages.space, stages.mix
+    share, earlier = space.recipe.retrain.old_share, space.folder("mix", old)
+    if not share or mix.fingerprint == old or not earlier.is_dir():
         return mix
-    added = to_add(mix.folder, place, share, space.recipe.mix.salt)
+    added = to_add(mix.folder, earlier, share, space.recipe.mix.salt)
     if not added:
         return mix
-    stage = _stage(space, "mix", [mix.fingerprint, old, added])
+    stage = stage_address(space, "mix", [mix.fingerprint, old, added])
 
     def work() -> None:
-        blend(mix.folder, place, added, {"of": mix.fingerprint, "old": old}, stage.folder)
+        blend(mix.folder, earlier, added, {"of": mix.fingerprint, "old": old}, stage.folder)
         say(f"mix: {len(added)} conversations of an earlier one added")
 
     _once(space, stage.folder, (stage.folder / MIX_MANIFEST).is_file, work, "mix with old conversations")
     return stage
 
 
-def _asks_target(space: Workspace) -> bool:
-    return any(isinstance(source, TargetSource) for source in space.recipe.mix.sources)
+def check_capture(stages: Stages) -> None:
+    """Refuse a target that is to be sharded over ranks where it cannot be, or where nothing could answer for it, unless
+    its answers are there already."""
+    recipe = stages.recipe
+    if recipe.target.shard and not is_captured(stages.capture.folder, recipe.capture.budget):
+        check_spread(recipe.capture)
+        _ = stages.space.target  # the stages would load it next
 
 
-def capture_stage(space: Workspace, mix: Stage, part: Part | None = None) -> Stage:
-    """The target's answers and signals. `part`: no more than that part of them, in a folder of its own.
-
-    A capture that a budget ended is known by its content from here on.
-    """
-    stage, recipe = capture_place(space, mix), space.recipe
+def capture_stage(stages: Stages, part: Part | None = None) -> Stage:
+    """The target's answers and signals. `part`: no more than that part of them, in a folder of its own."""
+    space, recipe, folder = stages.space, stages.recipe, stages.capture.folder
     if part is not None:
-        stage = Stage(stage.folder.with_name(stage.folder.name + part.suffix), stage.fingerprint)
+        folder = folder.with_name(folder.name + part.suffix)
 
     def work() -> None:
         if space.first_rank:
             for name, settings in space.drafts.items():  # hours before the training would find it out
                 _check_start(space, name, settings)
-        capture(space.target, mix.folder, recipe.capture, recipe.score.sampling, stage.folder, part, space.crew)
+        capture(space.target, stages.mix.folder, recipe.capture, recipe.score.sampling, folder, part, space.crew)
 
-    def done() -> bool:
-        return is_captured(stage.folder, recipe.capture.budget)
+    _once(space, folder, lambda: is_captured(folder, recipe.capture.budget), work, "capture", together=True)
+    if part is not None:
+        return Stage(folder, stages.capture.fingerprint)
+    stages.capture_is_new()
+    return stages.captured
 
-    _once(space, stage.folder, done, work, "capture", together=True)
-    content = content_digest(storage.read_object(stage.folder / CAPTURE_MANIFEST))
-    return stage if content is None else Stage(stage.folder, fingerprint.of_json([stage.fingerprint, content]))
 
-
-def join_stage(space: Workspace, mix: Stage, parts: Sequence[Path]) -> Stage:
-    """The capture of the parts that several machines made."""
-    stage, recipe = capture_place(space, mix), space.recipe
+def join_stage(stages: Stages, parts: Sequence[Path]) -> None:
+    """Make the capture of the parts that several machines made."""
+    recipe = stages.recipe
     dtype = place(recipe.target.device, recipe.target.dtype)[1]
-    conversations, scored = load_mix(mix.folder), recipe.score.sampling
-    join(parts, space.target_fingerprint, str(dtype), conversations, recipe.capture, scored, stage.folder)
-    return stage
+    conversations, scored = load_mix(stages.mix.folder), recipe.score.sampling
+    found = stages.space.target_fingerprint
+    join(parts, found, str(dtype), conversations, recipe.capture, scored, stages.capture.folder)
 
 
-def capture_place(space: Workspace, mix: Stage) -> Stage:
-    """Where the recipe's capture lies, or will."""
-    recipe = space.recipe
-    inputs = [
-        mix.fingerprint,
-        recipe.capture.identity(),
-        [sampling.model_dump() for sampling in recipe.score.sampling],
-        space.target_fingerprint,
-        str(place(recipe.target.device, recipe.target.dtype)[1]),
-    ]
-    if recipe.capture.answers is not None:
-        inputs.append(answers_digest(recipe.capture.answers))
-    return _stage(space, "capture", inputs)
-
-
-def prepare_drafts(space: Workspace, captured: Stage) -> None:
+def prepare_drafts(stages: Stages) -> None:
     """Make the initial drafts while the target is at hand, for those that train without it."""
+    space = stages.space
     for name, settings in space.drafts.items():
-        stage = trained(space, name, captured)
+        folder = stages.training(name).folder
         needs_target = family_of(settings).needs_target(settings)
-        if space.first_rank and not needs_target and not (stage.folder / INIT).is_dir():
-            data = Capture.open(captured.folder, verify=False)
+        if space.first_rank and not needs_target and not (folder / INIT).is_dir():
+            data = Capture.open(stages.captured.folder, verify=False)
             _check_start(space, name, settings)
             with _naming(name):
-                claim(stage.folder, settings, space.recipe.seed, data)
-                prepare(settings, space.recipe.seed, data, stage.folder, lambda: space.target)
+                claim(folder, settings, space.recipe.seed, data)
+                prepare(settings, space.recipe.seed, data, folder, lambda: space.target)
 
 
-def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) -> Stage:
+def train_stage(stages: Stages, name: str, sink: MetricSink) -> Stage:
     """Checkpoints of one draft. Every rank takes part."""
+    space, stage = stages.space, stages.training(name)
     settings = space.drafts[name]
-    stage = trained(space, name, captured)
     if is_finished(stage.folder, settings.steps):
         say(f"train {name}: done ({stage.folder.name})")
         return stage
-    data = Capture.open(captured.folder, verify=space.first_rank)
+    data = Capture.open(stages.captured.folder, verify=space.first_rank)
     if space.first_rank and not (stage.folder / INIT).is_dir():
         _check_start(space, name, settings)
     with _naming(name), space.crew.together(stage.folder.name):
-        scorer = _scorer(space, settings, data)
+        scorer = _training_scorer(space, settings, data)
         train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink, scorer)
     if space.first_rank and family_of(settings).changes_target(settings):
         draft = step_folder(stage.folder, list_steps(stage.folder)[-1])
@@ -184,7 +264,7 @@ def train_stage(space: Workspace, name: str, captured: Stage, sink: MetricSink) 
     return stage
 
 
-def _scorer(space: Workspace, settings: Settings, data: Capture) -> SampledScore | None:
+def _training_scorer(space: Workspace, settings: Settings, data: Capture) -> SampledScore | None:
     """What scores this draft while it is trained, if anything does."""
     if not settings.score_conversations:
         return None
@@ -197,27 +277,19 @@ def checkpoints_of(stage: Stage) -> dict[int, Path]:
     return {step: step_folder(stage.folder, step) for step in list_steps(stage.folder)}
 
 
-def trained(space: Workspace, name: str, captured: Stage) -> Stage:
-    """Where the training of a draft lies, or will."""
-    settings = space.drafts[name]
-    inputs = [captured.fingerprint, settings.identity(), space.recipe.seed, _start(settings, f"drafts.{name}")]
-    return _stage(space, f"train-{name}", inputs)
-
-
 def _check_start(space: Workspace, name: str, settings: Settings) -> None:
-    """Whether a fresh draft can be made of the target, or the one to start from is there, and taught by what the
-    capture keeps."""
+    """Refuse a draft that cannot be made of the target, whose start is missing, or that the capture cannot teach."""
     with _naming(name):
         check_taught(settings, not space.recipe.capture.top_k)
         if settings.init_from is None:
             family_of(settings).check(settings, lambda: space.target)
         else:
-            _start(settings, f"drafts.{name}")
+            _start_digest(settings, f"drafts.{name}")
 
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """The training knows one draft, `draft`; people know it by its name in the recipe."""
+    """Errors of a training, which knows one draft as `draft`, name it as the recipe does."""
     try:
         yield
     except DraftforgeError as error:
@@ -227,8 +299,8 @@ def _naming(name: str) -> Iterator[None]:
         raise type(error)(f"drafts.{name}.{rest}") from error
 
 
-def _start(settings: Settings, where: str) -> str | None:
-    """Content of the draft that training starts from."""
+def _start_digest(settings: Settings, where: str) -> str | None:
+    """Content of the draft that training starts from; None: fresh weights."""
     if settings.init_from is None:
         return None
     if not settings.init_from.is_dir():
@@ -237,11 +309,6 @@ def _start(settings: Settings, where: str) -> str | None:
         raise MissingFileError(f"{where}.init_from {settings.init_from}: no draft folder (no {META_FILE})")
     names = [path.name for path in settings.init_from.glob("*.safetensors")]
     return fingerprint.of_files(settings.init_from, [*names, "config.json"])
-
-
-def _stage(space: Workspace, name: str, inputs: list[Any]) -> Stage:
-    found = fingerprint.of_json([name, inputs])
-    return Stage(space.folder(name, found), found)
 
 
 def _once(

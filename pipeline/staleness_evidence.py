@@ -34,7 +34,7 @@ from ..specdec.formats import read_meta
 from ..specdec.proposers import make_proposer
 from .promotion import kept_counts
 from .scoring import Scorer
-from .stages import Stage, mix_place, mix_stage
+from .stages import Stage, Stages, mix_stage, stage_address
 from .staleness import Cause, Change, Staleness, mix_drift, tau_change
 from .workspace import Workspace, at
 
@@ -72,8 +72,7 @@ def answered(space: Workspace, conversations: Sequence[Conversation]) -> Stage:
         [sampling.model_dump() for sampling in recipe.score.sampling],
         [target.fingerprint, str(target.dtype)],
     ]
-    found = fingerprint.of_json(["probe", inputs])
-    stage = Stage(space.folder("probe", found), found)
+    stage = stage_address(space, "probe", inputs)
     for earlier in space.root.glob("probe-*"):
         if earlier != stage.folder and not earlier.is_symlink():
             shutil.rmtree(earlier)
@@ -141,7 +140,7 @@ def inherit_mix(space: Workspace, stale: Version) -> None:
 
 def _unchanged(space: Workspace, version: Version) -> bool:
     """Whether the recipe makes the mix that this version was trained on (old conversations aside)."""
-    theirs, place = version.lineage.mix_fingerprint, mix_place(space).fingerprint
+    theirs, place = version.lineage.mix_fingerprint, Stages(space).mix.fingerprint
     folder = space.folder("mix", theirs)
     return place == theirs or (folder.is_dir() and base_of(folder) == place)
 
@@ -150,7 +149,7 @@ def _new_target(space: Workspace, old: Version) -> list[Cause]:
     """How far another target's champion falls on this one."""
     with at("mix"):
         inherit_mix(space, old)
-        mix = load_mix(mix_stage(space).folder)
+        mix = load_mix(mix_stage(Stages(space)).folder)
     with at("probe"):
         try:
             folder = resolve_models_uri(space.tracking, old.uri, space.root / "models", afresh=True)
@@ -180,7 +179,7 @@ def _traffic(space: Workspace, now: Version) -> list[Cause]:
         if _unchanged(space, now):
             return []
         inherit_mix(space, now)
-        stage = mix_stage(space)
+        stage = mix_stage(Stages(space))
         mix, theirs = load_mix(stage.folder), _mix_of(space, now)
         known = set() if theirs is None else {one.id for one in load_mix(theirs.folder)}
     with at("probe"):

@@ -28,13 +28,21 @@ from . import retrain as again
 from . import watch as watching
 from .bench import BenchSettings, numbers_of
 from .export import export_draft, verifier_of
-from .preflight import check_scoring, check_spread_target
-from .promotion import check_command, follow_champion, promote_stage
+from .promotion import check_promotion, follow_champion, promote_stage
 from .registry_commands import fetch as fetch
 from .registry_commands import registry as registry
 from .report import find_scored, log_report, write_report
-from .scoring import Scorer, help_score, help_score_foreign, score_foreign, score_stage
-from .stages import Stage, capture_stage, join_stage, mix_stage, prepare_drafts, train_stage
+from .scoring import Scorer, check_score, help_score, help_score_foreign, score_foreign, score_stage
+from .stages import (
+    Stages,
+    capture_stage,
+    captured_stages,
+    check_capture,
+    join_stage,
+    mix_stage,
+    prepare_drafts,
+    train_stage,
+)
 from .staleness import pinned
 from .workspace import Workspace, require_whole
 
@@ -51,7 +59,7 @@ def mix(recipe: Recipe) -> None:
     """The conversations."""
     space = _together(recipe)
     with space.alone():
-        stage = mix_stage(space)
+        stage = mix_stage(Stages(space))
     say(f"{stage.folder}")
 
 
@@ -77,13 +85,14 @@ def capture(
     if answers_to is not None and answers_to.exists():
         raise InputError(f"--answers-to {answers_to}: exists; give a new folder")
     space = _together(recipe)
-    check_spread_target(space)
+    stages = Stages(space)
+    check_capture(stages)
     with space.alone():
-        conversations = mix_stage(space)
+        mix_stage(stages)
         if parts and space.first_rank:
-            join_stage(space, conversations, parts)
-        captured = capture_stage(space, conversations)
-        prepare_drafts(space, captured)
+            join_stage(stages, parts)
+        captured = capture_stage(stages)
+        prepare_drafts(stages)
     say(f"{captured.folder}")
     if answers_to is not None and space.first_rank:
         tokens = save_answers(Capture.open(captured.folder, verify=False), answers_to)
@@ -92,11 +101,12 @@ def capture(
 
 def _capture_part(recipe: Recipe, part: Part) -> None:
     space = _together(recipe, part=str(part))
-    check_spread_target(space)
+    stages = Stages(space)
+    check_capture(stages)
     with space.alone():
-        conversations = mix_stage(space)
-        check_part(part, load_mix(conversations.folder), recipe.capture, recipe.score.sampling)
-        captured = capture_stage(space, conversations, part)
+        conversations = load_mix(mix_stage(stages).folder)
+        check_part(part, conversations, recipe.capture, recipe.score.sampling)
+        captured = capture_stage(stages, part)
     say(f"{captured.folder}")
 
 
@@ -104,33 +114,35 @@ def train(recipe: Recipe, draft: str | None) -> None:
     """The checkpoints of one draft, or of all."""
     space = _together(recipe, draft=draft)
     _check_name(recipe, draft)
-    check_spread_target(space)
+    stages = Stages(space)
+    check_capture(stages)
     with space.alone():
-        _train(space, capture_stage(space, mix_stage(space)), draft)
+        _train(stages, draft)
 
 
 def score(recipe: Recipe, draft: str | None) -> None:
     """The leaderboard: of the recipe's drafts, of one of them, or of a draft folder of anybody's making."""
     space = _together(recipe, draft=draft)
-    require_whole(space.recipe, "a score")
     folder = None if draft is None or draft in recipe.drafts else Path(draft)
     if folder is not None and not (draft and folder.exists()):
         raise MissingFileError(f"--draft {draft}: is neither a draft of the recipe ({_names(recipe)}) nor a folder")
     names = [] if folder is not None else _chosen(recipe, draft)
-    check_scoring(space, names, trees=folder is None)
+    check_score(space, names, trees=folder is None)
+    stages = Stages(space)
     with space.alone():
-        captured = capture_stage(space, mix_stage(space))
         if folder is not None:
+            mix_stage(stages)
+            capture_stage(stages)
             if not space.first_rank:
-                help_score_foreign(space, captured, folder)
+                help_score_foreign(stages, folder)
                 return
-            write_report(space, score_foreign(space, captured, folder).stage.folder)
+            write_report(space, score_foreign(stages, folder).stage.folder)
             return
-        stages = _train(space, captured, draft)
+        _train(stages, draft)
         if not space.first_rank:
-            help_score(space, captured, stages)
+            help_score(stages, names)
             return
-        write_report(space, score_stage(space, captured, stages).stage.folder)
+        write_report(space, score_stage(stages, names).stage.folder)
 
 
 def report(recipe: Recipe, out: Path | None) -> None:
@@ -164,19 +176,16 @@ def promote(recipe: Recipe) -> None:
 
 
 def _promote(space: Workspace) -> None:
-    require_whole(space.recipe, "a promotion")
-    check_command(space.recipe.promotion)
-    check_scoring(space, space.recipe.drafts)
-    conversations = mix_stage(space)
-    captured = capture_stage(space, conversations)
-    stages = _train(space, captured, None)
+    check_promotion(space)
+    stages = Stages(space)
+    _train(stages, None)
     if not space.first_rank:
-        help_score(space, captured, stages)
+        help_score(stages, space.recipe.drafts)
         return
-    scored = score_stage(space, captured, stages)
-    identity = flow.run_fingerprint(space, conversations)
+    scored = score_stage(stages, space.recipe.drafts)
+    identity = stages.run_fingerprint
     with start_run(space.tracking, space.recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
-        promote_stage(space, run.id, conversations, captured, scored)
+        promote_stage(stages, run.id, scored)
         log_report(space, scored.stage.folder, run)
     follow_champion(space)
 
@@ -265,8 +274,7 @@ def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, tar
     if chosen is not None:
         check_family(chosen, read_meta(folder).family)
         verifier = verifier_of(space, target_id) if needs_verifier(chosen) else None
-    captured = capture_stage(space, mix_stage(space))
-    scorer = Scorer(space, captured, HOLDOUT_SPLIT)
+    scorer = Scorer(space, captured_stages(space).captured, HOLDOUT_SPLIT)
     export_draft(scorer, folder, out, chosen, verifier, space.target.tokenizer)
     say(f"{out}: exported from {folder}, read back and scored equal")
 
@@ -360,8 +368,11 @@ def _names(recipe: Recipe) -> str:
     return ", ".join(recipe.drafts)
 
 
-def _train(space: Workspace, captured: Stage, draft: str | None) -> dict[str, Stage]:
-    return {name: train_stage(space, name, captured, NoSink()) for name in _chosen(space.recipe, draft)}
+def _train(stages: Stages, draft: str | None) -> None:
+    mix_stage(stages)
+    capture_stage(stages)
+    for name in _chosen(stages.recipe, draft):
+        train_stage(stages, name, NoSink())
 
 
 def _chosen(recipe: Recipe, draft: str | None) -> list[str]:

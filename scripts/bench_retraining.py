@@ -51,7 +51,15 @@ from draftforge.eval.settings import HOLDOUT_SPLIT
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.retrain import retrain
 from draftforge.pipeline.scoring import Scorer
-from draftforge.pipeline.stages import Stage, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
+from draftforge.pipeline.stages import (
+    Stage,
+    Stages,
+    capture_stage,
+    captured_stages,
+    checkpoints_of,
+    prepare_drafts,
+    train_stage,
+)
 from draftforge.pipeline.workspace import Workspace
 from draftforge.progress import say
 from draftforge.recipe import load_recipe
@@ -101,7 +109,7 @@ def cycle(
     assert first is not None  # one process
     if not first.decision.promote:
         raise InputError(f"{first.version.reference}: the first draft was not promoted: {first.decision.reasons[0]}")
-    captured = capture_of(old, first.version)
+    captured = stages_of(old, first.version).captured
     judged = stratified_conversations(samples_of(captured), old.recipe.score.max_conversations or sys.maxsize)
     with timed(seconds, "measure"):
         before = measure(old, captured, fetched(old, first.version), "champion, old target", judged)
@@ -120,7 +128,8 @@ def cycle(
         done = retrain(new)
     heir = champion(new.tracking, new.target_fingerprint) if done.outcome is None else done.outcome.version
     assert heir is not None  # up to date: there is one
-    captured = capture_of(new, heir)
+    stages = stages_of(new, heir)
+    captured = stages.captured
     if done.outcome is not None:
         told["retrained"] = training_told(done.outcome.scored.chosen_folder, captured)
     with timed(seconds, "measure again"):
@@ -129,7 +138,7 @@ def cycle(
     found = [before, stale, fresh]
     if cold:
         with timed(seconds, "cold start"):
-            folder = cold_start(new, captured, given)
+            folder = cold_start(stages, given)
         told["cold"] = training_told(folder, captured)
         found.append(measure(new, captured, folder, "cold start, new target", judged))
     style.append(in_style(samples_of(captured), new.target))
@@ -178,9 +187,10 @@ def mixes(
         recipe = load_recipe(RECIPE, given)
         space = spaces[name] = spaces["production"].with_recipe(recipe) if spaces else Workspace(recipe)
         with timed(seconds, f"{name}: capture"):
-            captures[name] = capture_stage(space, mix_stage(space))
+            made = captured_stages(space)
+            captures[name] = made.captured
         with timed(seconds, f"{name}: train"):
-            drafts[name] = trained_draft(space, captures[name])
+            drafts[name] = trained_draft(made)
         told[name] = training_told(drafts[name], captures[name])
     both = set.intersection(*({one.conversation for one in samples_of(stage)} for stage in captures.values()))
     space, captured = spaces["production"], captures["production"]
@@ -284,10 +294,12 @@ def fetched(space: Workspace, version: Version) -> Path:
     return resolve_models_uri(space.tracking, version.uri, space.root / "models")
 
 
-def capture_of(space: Workspace, version: Version) -> Stage:
-    """The capture that a version was trained on."""
+def stages_of(space: Workspace, version: Version) -> Stages:
+    """The stages that a version was made by, its capture on disk."""
     mix = version.lineage.mix_fingerprint
-    return capture_stage(space, Stage(space.folder("mix", mix), mix))
+    stages = Stages(space, Stage(space.folder("mix", mix), mix))
+    capture_stage(stages)
+    return stages
 
 
 def samples_of(captured: Stage, split: Split = HOLDOUT_SPLIT) -> list[Sample]:
@@ -313,21 +325,23 @@ def show_history(known: Mapping[str, Any]) -> None:
         say(f"{version}: {verdict}: {'; '.join(reasons)}")
 
 
-def trained_draft(space: Workspace, captured: Stage) -> Path:
+def trained_draft(stages: Stages) -> Path:
     """The last checkpoint of the recipe's draft, trained if it is not there."""
-    prepare_drafts(space, captured)
-    name = next(iter(space.recipe.drafts))
-    checkpoints = checkpoints_of(train_stage(space, name, captured, NoSink()))
+    prepare_drafts(stages)
+    name = next(iter(stages.recipe.drafts))
+    checkpoints = checkpoints_of(train_stage(stages, name, NoSink()))
     return checkpoints[max(checkpoints)]
 
 
-def cold_start(space: Workspace, captured: Stage, given: Sequence[str]) -> Path:
-    """A draft from the recipe's start, with the steps of a retraining."""
+def cold_start(stages: Stages, given: Sequence[str]) -> Path:
+    """A draft from the recipe's start on the same capture, with the steps of a retraining."""
+    space = stages.space
     name, draft = next(iter(space.recipe.drafts.items()))
     steps = space.recipe.retrain.steps or draft.steps
     change = {"steps": steps, "warmup_steps": min(draft.warmup_steps, steps), "score_every": 0}
     changed = [f"drafts.{name}.{key}={value}" for key, value in change.items()]
-    return trained_draft(space.with_recipe(load_recipe(RECIPE, [*given, *changed])), captured)
+    changed_space = space.with_recipe(load_recipe(RECIPE, [*given, *changed]))
+    return trained_draft(Stages(changed_space, stages.mix))
 
 
 def training_told(checkpoint: Path, captured: Stage) -> dict[str, float]:

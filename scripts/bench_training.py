@@ -26,7 +26,7 @@ from draftforge.eval import counts
 from draftforge.eval.figures import tau
 from draftforge.eval.leaderboard import Row, serving
 from draftforge.pipeline.scoring import Scored, score_stage
-from draftforge.pipeline.stages import Stage, capture_stage, mix_stage, prepare_drafts, train_stage
+from draftforge.pipeline.stages import Stage, captured_stages, prepare_drafts, train_stage
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.requests import TargetSettings
@@ -68,18 +68,18 @@ def main(
         chosen.append(f"capture.answers={answers.resolve()}")
     (out / "overrides.json").write_text(json.dumps([*chosen, *(overrides or [])]))  # the same again, by hand
     space = Workspace(load_recipe(recipe, [*chosen, *(overrides or [])]))
-    captured = capture_stage(space, mix_stage(space))
+    stages = captured_stages(space)
     if record:
-        tokens = save_answers(Capture.open(captured.folder, verify=False), out / "answers")
+        tokens = save_answers(Capture.open(stages.captured.folder, verify=False), out / "answers")
         print(f"{tokens:,} answer tokens kept in {out / 'answers'}")
         return
-    prepare_drafts(space, captured)
+    prepare_drafts(stages)
     trained: dict[str, Stage] = {}
     runs: dict[str, dict[str, float]] = {}
     for name in draft or space.recipe.drafts:
-        trained[name] = train_stage(space, name, captured, NoSink())
+        trained[name] = train_stage(stages, name, NoSink())
         runs[name] = _speed(trained[name].folder)
-    scored = score_stage(space, captured, trained)
+    scored = score_stage(stages, trained)
     curves = {name: _curve(scored, name, trained[name].folder, space) for name in trained}
     rules = _by_rule(scored, trained, space)
     _show(runs, curves, scored)

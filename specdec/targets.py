@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import fingerprint
 from ..errors import InputError, MissingFileError, one_line
@@ -167,6 +167,23 @@ def _computes(device: torch.device) -> bool:
         return bool(torch.ones(1, device=device).item())
     except (RuntimeError, AssertionError, ImportError):  # torch's ways of saying so
         return False
+
+
+def context_length(settings: TargetSettings) -> int | None:
+    """The longest sequence that a target takes, in tokens, by its config alone; None: nothing says.
+
+    The config of a hub id is downloaded. Raises MissingFileError where there is none.
+    """
+    source, field = locate(settings), "max_position_embeddings"
+    known = {} if source.gguf_file is not None else read_object(source.folder / "config.json")
+    inner = known.get("text_config")
+    longest = (inner if isinstance(inner, dict) else known).get(field)
+    if longest is None:  # a GGUF file, or the architecture's default
+        options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "gguf_file": source.gguf_file}
+        with refused(f"target.model: {settings.model}"):
+            config = AutoConfig.from_pretrained(source.folder, **options).get_text_config()
+        longest = getattr(config, field, None)
+    return min((length for length in (longest, settings.context) if isinstance(length, int)), default=None)
 
 
 def target_fingerprint(settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> str:

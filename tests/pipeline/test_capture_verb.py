@@ -10,7 +10,7 @@ from draftforge.data.conversation import SPLITS
 from draftforge.data.store import Capture
 from draftforge.errors import InputError, MissingFileError
 from draftforge.pipeline import verbs
-from draftforge.pipeline.stages import capture_stage, mix_stage, trained
+from draftforge.pipeline.stages import captured_stages
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.targets import Target
@@ -24,9 +24,8 @@ def captured(work: Path) -> list[Path]:
 
 def places(recipe: Recipe) -> tuple[Path, Path]:
     """Folders of the capture and of the training."""
-    space = Workspace(recipe)
-    stage = capture_stage(space, mix_stage(space))
-    return stage.folder, trained(space, "small", stage).folder
+    stages = captured_stages(Workspace(recipe))
+    return stages.captured.folder, stages.training("small").folder
 
 
 def test_a_larger_budget_goes_on_in_the_same_folder_and_trains_anew(write_recipe: Write, tmp_path: Path) -> None:

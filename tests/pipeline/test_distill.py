@@ -79,9 +79,9 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     heir = Workspace(load_recipe(path, [f"drafts.{outcome.scored.chosen.draft}.init_from={start}"]))
     settings = heir.drafts[outcome.scored.chosen.draft]
     assert settings.init_from is not None and (settings.init_from / "draftforge.json").is_file()
-    mix = stages.mix_stage(heir)
+    known = stages.captured_stages(heir)
     monkeypatch.undo()
-    done = stages.train_stage(heir, outcome.scored.chosen.draft, stages.capture_stage(heir, mix), NoSink())
+    done = stages.train_stage(known, outcome.scored.chosen.draft, NoSink())
     assert read_object(done.folder / "init" / "draftforge.json")["extra"] == {"warm_start_step": now.lineage.step}
 
 

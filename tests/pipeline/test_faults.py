@@ -226,10 +226,10 @@ def test_mlflow_down_in_the_middle(
 def _unless_finished(whole: Callable[..., Any]) -> Callable[..., Any]:
     """Nothing that was trained before the cut is trained again."""
 
-    def train(space: Workspace, name: str, captured: Any, sink: Any) -> Any:
+    def train(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("draftforge.pipeline.stages.train", _never)
-            return whole(space, name, captured, sink)
+            return whole(*arguments)
 
     return train
 

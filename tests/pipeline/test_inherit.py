@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftforge.data.mix import load_mix
-from draftforge.pipeline.stages import mix_stage
+from draftforge.pipeline.stages import Stages, mix_stage
 from draftforge.pipeline.staleness_evidence import inherit_mix
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
@@ -30,24 +30,24 @@ def dealt_anew(recipe: Recipe) -> Recipe:
 
 def test_a_new_holdout_holds_nothing_that_the_champion_was_trained_on(write_recipe: WriteRecipe) -> None:
     recipe = load_recipe(write_recipe())
-    before = mix_stage(Workspace(recipe))
+    before = mix_stage(Stages(Workspace(recipe)))
     seen = {one.id for one in load_mix(before.folder) if one.split != "holdout"}
     space = Workspace(dealt_anew(recipe))
     for _ in range(2):  # a killed retraining that comes again changes nothing
         inherit_mix(space, champion_of(before.fingerprint))
-        after = mix_stage(space)
+        after = mix_stage(Stages(space))
     held_out = {one.id for one in load_mix(after.folder) if one.split == "holdout"}
     assert held_out and not held_out & seen
-    assert mix_stage(Workspace(space.recipe)) == after  # later verbs find the same mix
-    assert mix_stage(Workspace(recipe)).fingerprint != after.fingerprint
+    assert mix_stage(Stages(Workspace(space.recipe))) == after  # later verbs find the same mix
+    assert mix_stage(Stages(Workspace(recipe))).fingerprint != after.fingerprint
 
 
 def test_the_same_mix_is_used_as_it_is(write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = load_recipe(write_recipe())
     space = Workspace(recipe)
-    before = mix_stage(space)
+    before = mix_stage(Stages(space))
     inherit_mix(space, champion_of(before.fingerprint))
-    assert mix_stage(Workspace(recipe)) == before
+    assert mix_stage(Stages(Workspace(recipe))) == before
     inherit_mix(space, champion_of("0" * 64))
     assert "is not in" in capsys.readouterr().err and space.ancestors == []
 
@@ -57,7 +57,7 @@ def test_where_the_champions_mix_is_gone_its_parents_is_inherited(
 ) -> None:
     """Which carries on what the mixes before it held."""
     space = Workspace(load_recipe(write_recipe()))
-    parents = mix_stage(space).fingerprint
+    parents = mix_stage(Stages(space)).fingerprint
     monkeypatch.setattr(lineage, "get_version", lambda tracking, reference: champion_of(parents))
     inherit_mix(space, champion_of("0" * 64, "tiny/1"))
     assert space.ancestors == [parents]

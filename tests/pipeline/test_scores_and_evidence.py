@@ -14,7 +14,7 @@ from draftforge.eval.counts import CountRow, to_table
 from draftforge.eval.leaderboard import leaderboard
 from draftforge.eval.score import Identity
 from draftforge.pipeline import promotion, scoring
-from draftforge.pipeline.stages import Stage
+from draftforge.pipeline.stages import Stage, Stages
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.connect import GateSettings
@@ -72,9 +72,11 @@ def test_names_with_dots_keep_their_counts_apart(write_recipe: WriteRecipe, monk
     space = Workspace(load_recipe(write_recipe()))
     monkeypatch.setattr(scoring, "Scorer", MadeUpScorer)
     monkeypatch.setattr(scoring, "checkpoints_of", lambda stage: {2: stage.folder / "2", 4: stage.folder / "4"})
-    stages = {name: Stage(space.root / name, name) for name in ("v1.5", "v1.25")}
+    monkeypatch.setattr(Stages, "training", lambda self, name: Stage(space.root / name, name))
+    stages = Stages(space)
+    stages._captured = Stage(space.root / "capture", "c" * 64)
     for _ in range(2):  # the second time from the parts on disk
-        scored = scoring.score_stage(space, Stage(space.root / "capture", "c" * 64), stages)
+        scored = scoring.score_stage(stages, ["v1.5", "v1.25"])
         found = {(row.draft, row.step): row.tau.value for row in scored.rows if not row.baseline}
         assert found == {
             ("v1.25", 2): pytest.approx(1.25),

@@ -86,7 +86,7 @@ def test_a_probe_holds_nothing_that_was_trained_on(distilled: Path, tmp_path: Pa
     space = Workspace(small(distilled))
     version = champion(space.tracking, space.target_fingerprint)
     assert version is not None
-    mix = staleness_evidence.load_mix(staleness_evidence.mix_stage(space).folder)
+    mix = staleness_evidence.load_mix(staleness_evidence.mix_stage(staleness_evidence.Stages(space)).folder)
     unseen = staleness_evidence.new_conversations(space, version, mix, known=())
     assert {one.split for one in unseen} == {"selection", "holdout"} and len(unseen) < len(mix)
     assert staleness_evidence.new_conversations(space, version, mix, known={one.id for one in mix}) == []

@@ -14,7 +14,7 @@ from draftforge.eval.draft_configs import DraftConfig
 from draftforge.pipeline import generate, scoring
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.generate import GeneratedAnswer
-from draftforge.pipeline.stages import capture_stage, mix_stage
+from draftforge.pipeline.stages import captured_stages
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
@@ -75,7 +75,7 @@ def test_a_measured_tree_is_promoted_and_met_again(
 
 def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path]) -> None:
     space = Workspace(load_recipe(write_recipe(score={"draft_tokens": [2], "trees": TREES})))
-    capture_stage(space, mix_stage(space))
+    captured_stages(space)
     folder = tmp_draft(space)
 
     def said(

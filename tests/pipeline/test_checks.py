@@ -12,11 +12,13 @@ from stand_ins import llama
 from draftforge.errors import CorruptDataError, InputError, MissingFileError
 from draftforge.eval.cost_model import read_fits, write_fits
 from draftforge.pipeline import verbs, workspace
-from draftforge.pipeline.preflight import check_load, context_of, known_context
+from draftforge.pipeline.mix_report import _known_context
+from draftforge.pipeline.scoring import check_load
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.formats.gguf.registry import write_llama
 from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.targets import context_length
 
 WriteRecipe = Callable[..., Path]
 LOAD = {"engine": "vllm", "batch_sizes": {1: 1.0}, "context_tokens": 300, "answer_tokens": 16}
@@ -43,7 +45,7 @@ def test_a_load_beyond_the_targets_context_is_refused_before_any_work(verb: str,
 def test_a_draft_of_anybodys_is_not_refused_for_the_recipes_trees(write_recipe: WriteRecipe) -> None:
     """A foreign draft drafts chains only; a deep tree leaves rounds less room."""
     path = write_recipe(score=score(trees={"deep": {"kind": "static", "widths": [1] * 60}}))
-    longest = context_of(load_recipe(path).target)
+    longest = context_length(load_recipe(path).target)
     assert longest is not None
     space = Workspace(load_recipe(path, [f"score.load.context_tokens={longest - 100}"]))
     check_load(space, trees=False)
@@ -80,14 +82,14 @@ def test_given_times_that_do_not_hold_at_the_load_are_refused_and_read_once(
 
 def test_the_context_is_the_configs_or_the_servers(tiny_target_folder: Path, tmp_path: Path) -> None:
     settings = TargetSettings(model=str(tiny_target_folder))
-    longest = context_of(settings)
+    longest = context_length(settings)
     assert longest is not None and longest > 128
-    assert context_of(settings.model_copy(update={"context": 128})) == 128
-    assert known_context(settings) == longest and known_context(TargetSettings(model="owner/name")) is None
+    assert context_length(settings.model_copy(update={"context": 128})) == 128
+    assert _known_context(settings) == longest and _known_context(TargetSettings(model="owner/name")) is None
     (tmp_path / "config.json").write_text('{"model_type": "nobody knows"}')
-    assert known_context(TargetSettings(model=str(tmp_path))) is None
+    assert _known_context(TargetSettings(model=str(tmp_path))) is None
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # the architecture's default
-    assert context_of(TargetSettings(model=str(tmp_path))) == 2048
+    assert context_length(TargetSettings(model=str(tmp_path))) == 2048
     tokenizer, model = byte_level_tokenizer(["the order of the day"] * 2, 280), llama(vocab=283)
     write_llama(model, tokenizer, tmp_path / "target.gguf")
-    assert context_of(TargetSettings(model=str(tmp_path / "target.gguf"))) == model.config.max_position_embeddings
+    assert context_length(TargetSettings(model=str(tmp_path / "target.gguf"))) == model.config.max_position_embeddings
