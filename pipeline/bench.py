@@ -43,20 +43,16 @@ from ..eval.figures import Bootstrap
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..progress import say, track
 from ..registry.lineage import git_commit
-from ..specdec.cross_tokenizer import ForeignDraft
-from ..specdec.drafts import AnyDraft
-from ..specdec.drafts.small import SmallDraft
-from ..specdec.formats import check_context
-from ..specdec.proposers import Proposer, make_proposer
-from ..specdec.proposers.cascade import CascadeProposer
+from ..specdec.proposers import Proposer
 from ..specdec.proposers.training_free import LOOKUP, TRAINING_FREE
 from ..specdec.proposers.trees import MOST_LEVELS, TreeSettings
 from ..specdec.requests import check_proposer
 from ..specdec.rules import RULES, known_rule
 from ..specdec.sampling import SamplingSettings
+from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
-from .generate import NO_DRAFT, CascadeDrafter, check_tree, find_draft, helper_of
-from .scoring import Scorer, any_draft_for
+from .generate import NO_DRAFT, check_smaller, check_tree, find_draft, helper_of
+from .scoring import Scorer
 from .stages import captured_stages
 from .workspace import Workspace
 
@@ -118,7 +114,7 @@ def _check_numbers(option: str, values: Sequence[int], most: int) -> None:
 
 CHAMPION = "champion"
 T = TypeVar("T")
-TreeOf = Callable[[AnyDraft, str, TreeSettings], ProposerSpec]
+TreeOf = Callable[[StoredDraft, str, TreeSettings], ProposerSpec]
 """A tree as a draft drafts it."""
 
 
@@ -154,45 +150,40 @@ class MethodFinder:
         find: Callable[[], Path],
         trees: dict[str, TreeSettings],
         tree_of: TreeOf | None = None,
-        helping: CascadeDrafter | None = None,
+        helper: StoredDraft | None = None,
     ) -> None:
         """A trained draft: its chains and its trees; a small one also helped. `find` gives its folder or file."""
         name = f"{name} (given)" if name in (PLAIN, *TRAINING_FREE) else name
         place = self._tried(name, None, find)
         if place is None:
             return
-        loaded: list[AnyDraft | ForeignDraft] = []
+        loaded: list[StoredDraft] = []
 
         def ways() -> tuple[str, list[BenchEntry]]:
-            draft = any_draft_for(self._target, place, self._score.draft_device)
+            draft = StoredDraft.load(place, self._target, self._score.draft_device, other_tokenizer=True)
             loaded.append(draft)
-            found = self._chains(name, partial(make_proposer, draft, self._target))
-            digest = _digest(place, self._score.draft_device)
-            if isinstance(draft, ForeignDraft):  # it drafts no trees, and reads the ends of texts that are too long
-                return digest, found
-            check_context(draft, self._longest, place)
-            for tree, asked in trees.items():
+            found = self._chains(name, draft.proposer)
+            draft.check_context(self._longest)
+            for tree, asked in trees.items() if draft.drafts_trees else ():
                 drafting = self._tried(name, tree, partial(tree_of, draft, tree, asked)) if tree_of else None
                 if drafting is not None:
                     found += self._way(name, DraftConfig(drafting.depths[0], tree), drafting.make)
-            return digest, found
+            return draft.digest, found
 
         self._add(name, str(place), ways)
-        if helping is not None and loaded and isinstance(loaded[0], SmallDraft):
-            self._add_cascade(name, place, loaded[0], helping)
+        if helper is not None and loaded and loaded[0].family == "small":
+            self._add_cascade(name, place, loaded[0], helper)
 
-    def _add_cascade(self, alone: str, place: Path, draft: SmallDraft, helping: CascadeDrafter) -> None:
-        device, shown = self._score.draft_device, helping.name
-        helper = shown
-        if helping.place is not None:
-            shown, helper = Path(shown).resolve().name, _digest(helping.place, device)
+    def _add_cascade(self, alone: str, place: Path, draft: StoredDraft, helper: StoredDraft) -> None:
+        option = str(self._settings.helped_by)
+        shown = option if helper.path is None else Path(option).resolve().name
         name = f"{alone} helped by {shown}"
 
         def ways() -> tuple[str, list[BenchEntry]]:
-            helping.check_smaller(draft, alone)
+            check_smaller(helper, draft, option, alone)
             self.helped += 1
-            digest = fingerprint.of_json([_digest(place, device), helper])
-            return digest, self._chains(name, lambda: CascadeProposer(draft, helping.make()))
+            digest = fingerprint.of_json([draft.digest, option if helper.path is None else helper.digest])
+            return digest, self._chains(name, lambda: draft.proposer(helper=helper.new_helper()))
 
         self._add(name, str(place), ways)
 
@@ -242,14 +233,14 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
     trees = _trees(recipe.score.trees, settings.trees)
     shorts = [Path(name).resolve().name for name in names if _is_place(name, recipe.drafts)]
 
-    def tree_of(draft: AnyDraft, name: str, tree: TreeSettings) -> ProposerSpec:
+    def tree_of(draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
         if tree.kind == "measured":
             return Scorer(space, captured_stages(space).captured, SELECTION_SPLIT).tree_of(draft, name, tree)
-        return ProposerSpec(partial(make_proposer, draft, space.target, tree), (tree.levels,), name, tree)
+        return ProposerSpec(partial(draft.proposer, tree), (tree.levels,), name, tree)
 
-    helping = None
+    helper = None
     if settings.helped_by is not None:
-        helping = helper_of(space, space.target, settings.helped_by, longest)
+        helper = helper_of(space, settings.helped_by, longest)
     for name in names:
         if name in TRAINING_FREE and name not in recipe.drafts:
             finder.add_free(name)
@@ -257,15 +248,15 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
         short = Path(name).resolve().name if _is_place(name, recipe.drafts) else name
         shown = short if shorts.count(short) <= 1 and (short == name or short not in recipe.drafts) else name
         asked = None if name == CHAMPION and name not in recipe.drafts else name
-        finder.add_draft(shown, partial(find_draft, space, asked), trees, tree_of, helping)
-    if helping is not None and not finder.helped:
-        raise _helps_none(helping, finder.failures)
+        finder.add_draft(shown, partial(find_draft, space, asked), trees, tree_of, helper)
+    if helper is not None and not finder.helped:
+        raise _helps_none(str(settings.helped_by), finder.failures)
     return finder
 
 
-def _helps_none(helping: CascadeDrafter, failures: Sequence[Failure]) -> InputError:
+def _helps_none(helped_by: str, failures: Sequence[Failure]) -> InputError:
     why = "; ".join(f"{one.method}: {one.reason}" for one in failures)
-    return InputError(f"--helped-by {helping.name}: no small draft here that it could help{why and f' ({why})'}")
+    return InputError(f"--helped-by {helped_by}: no small draft here that it could help{why and f' ({why})'}")
 
 
 def _once(names: Sequence[str], drafts: Collection[str]) -> list[str]:
@@ -292,13 +283,6 @@ def _trees(known: dict[str, TreeSettings], wanted: Sequence[str]) -> dict[str, T
     for name in wanted:
         check_tree(name, known)
     return {name: tree for name, tree in known.items() if name in wanted or not wanted}
-
-
-def _digest(place: Path, device: str | None) -> str:
-    """Of a draft's files, and of where it runs if that is not with the target."""
-    files = sorted(place.iterdir()) if place.is_dir() else [place]
-    digests = {path.name: fingerprint.of_file(path) for path in files if path.is_file()}
-    return fingerprint.of_json(digests if device is None else [digests, device])
 
 
 OWNER_FILE, RUNS = "benchmark.json", "runs"

@@ -1,8 +1,7 @@
 """`draftforge generate`: one answer with the draft's help, and what the help was worth."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,18 +13,15 @@ from ..eval.draft_configs import DraftConfig, rules_for
 from ..eval.settings import SELECTION_SPLIT
 from ..recipe import Recipe
 from ..registry.versions import champion, resolve_models_uri
-from ..specdec.cross_tokenizer import ForeignDraft
 from ..specdec.decoder import Generation, Request, generate
-from ..specdec.drafts.small import SmallDraft
-from ..specdec.formats import check_context
-from ..specdec.proposers import Proposer, make_proposer
-from ..specdec.proposers.cascade import CascadeProposer, Helper, SmallHelper
+from ..specdec.proposers import CascadeProposer, Proposer
 from ..specdec.proposers.training_free import HELPERS, TRAINING_FREE
 from ..specdec.proposers.trees import MeasuredTree
 from ..specdec.rules import RULES
 from ..specdec.sampling import SamplingSettings
+from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
-from .scoring import Scorer, any_draft_for, draft_for
+from .scoring import Scorer
 from .stages import captured_stages, checkpoints_of
 from .workspace import Workspace, is_there
 
@@ -122,75 +118,57 @@ def _proposer(
     if helped_by is not None:
         if tree_name is not None:
             raise InputError(f"--helped-by {helped_by}: helps to draft chains, not --tree {tree_name}")
-        return _cascade(space, target, draft, helped_by, longest), K
+        return _cascade(space, draft, helped_by, longest), K
     if draft == NO_DRAFT or draft in TRAINING_FREE:
         if tree_name is not None:
             raise InputError(f"--tree {tree_name}: --draft {draft} drafts no trees")
         return (None if draft == NO_DRAFT else TRAINING_FREE[draft](target)), K
-    place = find_draft(space, draft)
-    loaded = any_draft_for(target, place, space.recipe.score.draft_device)
-    if not isinstance(loaded, ForeignDraft):
-        check_context(loaded, longest, place)
+    path, device = find_draft(space, draft), space.recipe.score.draft_device
+    loaded = StoredDraft.load(path, target, device, other_tokenizer=True)
+    loaded.check_context(longest)
     if tree_name is None:
-        return make_proposer(loaded, target), K
-    if isinstance(loaded, ForeignDraft):
+        return loaded.proposer(), K
+    if not loaded.drafts_trees:
         raise InputError(f"--tree {tree_name}: a draft with another tokenizer than the target's drafts chains only")
     tree = trees[tree_name]
     if isinstance(tree, MeasuredTree):
         scorer = Scorer(space, captured_stages(space).captured, SELECTION_SPLIT)
         return scorer.tree_of(loaded, tree_name, tree).proposer, tree.levels
-    return make_proposer(loaded, target, tree), tree.levels
+    return loaded.proposer(tree), tree.levels
 
 
-def _cascade(space: Workspace, target: Target, draft: str | None, helped_by: str, longest: int) -> CascadeProposer:
+def _cascade(space: Workspace, draft: str | None, helped_by: str, longest: int) -> Proposer:
     """A small draft with something smaller that drafts for it."""
     if draft == NO_DRAFT or draft in TRAINING_FREE:
         raise InputError(f"--helped-by {helped_by}: helps a small draft, not --draft {draft}")
-    device, place = space.recipe.score.draft_device, find_draft(space, draft)
-    small = draft_for(target, place, device)
-    if not isinstance(small, SmallDraft):
+    small = StoredDraft.load(find_draft(space, draft), space.target, space.recipe.score.draft_device)
+    if small.family != "small":
         raise InputError(f"--helped-by {helped_by}: helps a small draft, not one of family {small.family}")
-    check_context(small, longest, place)
-    helping = helper_of(space, target, helped_by, longest)
-    helping.check_smaller(small, draft or "the champion")
-    return CascadeProposer(small, helping.make())
+    small.check_context(longest)
+    helper = helper_of(space, helped_by, longest)
+    check_smaller(helper, small, helped_by, draft or "the champion")
+    return small.proposer(helper=helper.new_helper())
 
 
-@dataclass(frozen=True)
-class CascadeDrafter:
-    """What drafts for small drafts."""
-
-    name: str
-    """As it was asked for."""
-    make: Callable[[], Helper]
-    place: Path | None = None
-    """Where its files lie; None: it has none."""
-    parameters: int = 0
-
-    def check_smaller(self, draft: SmallDraft, name: str) -> None:
-        """Raise InputError for a draft that this one is not smaller than."""
-        theirs = _parameters(draft)
-        if self.parameters >= theirs:
-            raise InputError(
-                f"--helped-by {self.name}: has {self.parameters:,} parameters; to draft for {name} it must have fewer "
-                f"than its {theirs:,}"
-            )
-
-
-def _parameters(draft: SmallDraft) -> int:
-    return sum(parameter.numel() for parameter in draft.parameters())
-
-
-def helper_of(space: Workspace, target: Target, helped_by: str, longest: int) -> CascadeDrafter:
+def helper_of(space: Workspace, helped_by: str, longest: int) -> StoredDraft:
     """What drafts for a small draft: prompt lookup, or a smaller draft by name or folder."""
     if helped_by in HELPERS:
-        return CascadeDrafter(helped_by, HELPERS[helped_by])
-    place = find_draft(space, helped_by, "--helped-by")
-    helper = draft_for(target, place, space.recipe.score.draft_device)
-    if not isinstance(helper, SmallDraft):
+        return StoredDraft.of_method(helped_by, space.target)
+    path = find_draft(space, helped_by, "--helped-by")
+    helper = StoredDraft.load(path, space.target, space.recipe.score.draft_device)
+    if helper.family != "small":
         raise InputError(f"--helped-by {helped_by}: must be a small draft or {', '.join(HELPERS)}, not {helper.family}")
-    check_context(helper, longest, place)
-    return CascadeDrafter(helped_by, partial(SmallHelper, helper), place, _parameters(helper))
+    helper.check_context(longest)
+    return helper
+
+
+def check_smaller(helper: StoredDraft, draft: StoredDraft, helped_by: str, name: str) -> None:
+    """Raise InputError for a helper that is not smaller than the draft (called `name`) that it drafts for."""
+    if helper.parameters >= draft.parameters:
+        raise InputError(
+            f"--helped-by {helped_by}: has {helper.parameters:,} parameters; to draft for {name} it must have fewer "
+            f"than its {draft.parameters:,}"
+        )
 
 
 def show(target: Target, spoken: GeneratedAnswer) -> None:

@@ -1,7 +1,6 @@
 """`draftforge skip-layers`: which of the target's own layers a draft can do without, by domain."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from .. import fingerprint
@@ -16,7 +15,7 @@ from ..eval.table import SkipRow, show_skips
 from ..progress import bar, say
 from ..specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from ..specdec.formats.layer_skip import SkipFile, check_writable, write_skipped
-from ..specdec.proposers import make_proposer
+from ..specdec.stored_draft import StoredDraft
 from .scoring import Scorer
 from .stages import Stage, captured_stages
 from .workspace import Workspace
@@ -98,8 +97,8 @@ def _times(scorer: Scorer, space: Workspace, depths: Sequence[int]) -> dict[int,
     every = tuple(range(target.num_layers))
 
     def timed(skipped: SkippedLayers) -> CostTable:
-        draft = SkippedDraft(target, skipped)
-        return scorer.costs(draft, [ProposerSpec(partial(make_proposer, draft, target), tuple(depths))])
+        draft = StoredDraft(target, SkippedDraft.family, SkippedDraft(target, skipped))
+        return scorer.costs(draft, [ProposerSpec(draft.proposer, tuple(depths))])
 
     tables = [timed(SkippedLayers()), timed(SkippedLayers(attention=every)), timed(SkippedLayers(mlp=every))]
     return {K: RoundTimes.fit(K, target.num_layers, *tables) for K in depths}

@@ -26,9 +26,8 @@ from ..eval.score import Identity, scored_samples, stratified_conversations
 from ..eval.settings import RaceSettings, ScoreSettings
 from ..eval.successive_elimination import Arm, Race, cut_into_blocks, elimination_order
 from ..progress import say
-from ..specdec.cross_tokenizer import ForeignDraft
-from ..specdec.drafts import AnyDraft
 from ..specdec.proposers.trees import Tree
+from ..specdec.stored_draft import StoredDraft
 
 T = TypeVar("T")
 _TREES: TypeAdapter[dict[str, Tree]] = TypeAdapter(dict[str, Tree])
@@ -49,15 +48,13 @@ class Scores(Protocol):
     settings: ScoreSettings
     samples: list[Sample]
 
-    def load_any(self, folder: Path) -> AnyDraft | ForeignDraft:
-        """A stored draft."""
+    def load(self, folder: Path | None, other_tokenizer: bool = False) -> StoredDraft:
+        """A stored draft; None: prompt lookup."""
 
-    def draftings(
-        self, draft: AnyDraft | ForeignDraft | None, fixed: Mapping[str, Tree] | None = None
-    ) -> list[ProposerSpec]:
-        """Its ways of drafting; None: prompt lookup's. `fixed`: its trees, where they were measured before."""
+    def draftings(self, draft: StoredDraft, fixed: Mapping[str, Tree] | None = None) -> list[ProposerSpec]:
+        """Its ways of drafting. `fixed`: its trees, where they were measured before."""
 
-    def times(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[ProposerSpec]) -> Times:
+    def times(self, draft: StoredDraft, draftings: Sequence[ProposerSpec]) -> Times:
         """What its rounds cost."""
 
     def counts(
@@ -69,11 +66,8 @@ class Scores(Protocol):
     ) -> tuple[pa.Table, bool | None]:
         """Its counts, and whether decoding was seen to be lossless."""
 
-    def perplexity(self, draft: AnyDraft | ForeignDraft) -> float | None:
-        """Of the recorded answers under it."""
-
-    def made_for(self, folder: Path) -> str:
-        """The target that it was made for, where that is another one."""
+    def perplexity(self, draft: StoredDraft) -> float | None:
+        """Of the recorded answers under it; None where it has none."""
 
 
 class Job(NamedTuple):
@@ -107,7 +101,7 @@ class Counting:
 
     def __init__(self, scorer: Scores, parts: Path) -> None:
         self.scorer, self._parts = scorer, parts
-        self._opened: tuple[Checkpoint, AnyDraft | ForeignDraft | None, list[ProposerSpec]] | None = None
+        self._opened: tuple[Checkpoint, StoredDraft, list[ProposerSpec]] | None = None
 
     @cached_property
     def sizes(self) -> dict[str, float]:
@@ -132,11 +126,11 @@ class Counting:
 
     def open(
         self, one: Checkpoint, folder: Path | None, trees: Mapping[str, Tree] | None = None
-    ) -> tuple[AnyDraft | ForeignDraft | None, list[ProposerSpec]]:
+    ) -> tuple[StoredDraft, list[ProposerSpec]]:
         """A draft and its ways of drafting; the last one is remembered. `trees`: measured before."""
         if self._opened is None or self._opened[0] != one:
             self._opened = None  # before the next one takes room
-            draft = None if folder is None else self.scorer.load_any(folder)
+            draft = self.scorer.load(folder, other_tokenizer=True)
             self._opened = one, draft, self.scorer.draftings(draft, trees)
         return self._opened[1:]
 
@@ -180,12 +174,10 @@ class Counting:
             table = counts.concat([table, _only_decoded(again, table)])
         self._keep(job.one, draft, table, lossless)
 
-    def _keep(
-        self, one: Checkpoint, draft: AnyDraft | ForeignDraft | None, table: pa.Table, lossless: bool | None
-    ) -> None:
-        perplexity = None if draft is None else self.scorer.perplexity(draft)
+    def _keep(self, one: Checkpoint, draft: StoredDraft, table: pa.Table, lossless: bool | None) -> None:
         counts.write(table, self._file(one, "parquet"))
-        storage.write_json(self._file(one, "json"), {"lossless": lossless, "perplexity": perplexity})
+        known = {"lossless": lossless, "perplexity": self.scorer.perplexity(draft)}
+        storage.write_json(self._file(one, "json"), known)
 
     def _block_file(self, one: Checkpoint, number: int) -> Path:
         return self._file(one, f"block-{number + 1}-of-{len(self.blocks)}.parquet")

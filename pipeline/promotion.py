@@ -316,8 +316,9 @@ def _evidence(
 
 def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> dict[str, Any]:
     """Both drafts and prompt lookup on the holdout, then by domain; the same as a record."""
-    settings, draftings = scorer.settings, scorer.draftings(None)
-    costs = scorer.times(None, draftings)
+    settings, prompt_lookup = scorer.settings, scorer.load(None)
+    draftings = scorer.draftings(prompt_lookup)
+    costs = scorer.times(prompt_lookup, draftings)
     lookup, _ = scorer.counts(draftings, Identity(LOOKUP, 0))
     (baseline,) = leaderboard([lookup], {(LOOKUP, 0): costs}, settings, [LOOKUP])
     drafts = [candidate] if rival is None else [candidate, rival]

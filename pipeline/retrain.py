@@ -21,9 +21,8 @@ from ..recipe import Recipe
 from ..registry.connect import mlflow_errors, quick_requests, resolve_uri
 from ..registry.lineage import Version
 from ..registry.versions import champion, resolve_models_uri
-from ..specdec.drafts import AnyDraft
+from ..specdec.drafts.base import DraftModule
 from ..specdec.formats import DraftMeta, load_draft, meta_file, read_meta
-from ..specdec.formats.fit import check_fits
 from ..specdec.requests import TargetSettings
 from ..train.checkpoints import is_finished
 from ..train.families import family_of
@@ -196,14 +195,14 @@ def _warm(space: Workspace, stale: Version) -> Workspace | None:
     return space.with_recipe(_started_from(space.recipe, folder, mine.keys() - odd.keys()))
 
 
-def _obstacle(space: Workspace, draft: AnyDraft, meta: DraftMeta) -> str | None:
+def _obstacle(space: Workspace, draft: DraftModule, meta: DraftMeta) -> str | None:
     """Why no draft of the recipe can start from this one, whatever shape the recipe asks for."""
     if not any(draft.family == meta.family for draft in space.recipe.drafts.values()):
         return f"the recipe trains no draft of its family, {meta.family}"
     if meta.tokenizer_digest != space.target.tokenizer_digest:
         return "the new target has another tokenizer"
     try:
-        check_fits(draft, space.target, "the draft")
+        draft.check_fits(space.target, "the draft")
     except InputError as error:
         return str(error)
     return None

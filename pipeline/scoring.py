@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
-import torch
 
 from .. import fingerprint, storage
 from ..data.store import Capture, Sample
@@ -37,28 +36,20 @@ from ..eval.settings import SELECTION_SPLIT, LoadSettings, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard, show_load
 from ..eval.target_pass_cache import TargetPassCache
 from ..progress import say
-from ..specdec.cross_tokenizer import ForeignDraft
-from ..specdec.drafts import AnyDraft
-from ..specdec.drafts.small import SmallDraft
-from ..specdec.formats import check_context, check_fits, detect, load_draft, meta_file, read_draft, read_meta
-from ..specdec.formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET
-from ..specdec.formats.layer_skip import is_skip_file, read_skipped
-from ..specdec.kernels.fused import can_fuse, fuse
-from ..specdec.loading import load_tokenizer
-from ..specdec.proposers import Proposer, make_proposer
-from ..specdec.proposers.lookup import PromptLookup
-from ..specdec.proposers.other_device import DraftDevice, place_of
+from ..specdec.formats import meta_file
+from ..specdec.formats.checkpoint import OWN_TARGET
+from ..specdec.formats.layer_skip import is_skip_file
 from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
-from ..specdec.targets import Target, context_length, tokenizer_digest
-from ..specdec.targets import place as target_place
+from ..specdec.stored_draft import TOKENIZER_FILE, StoredDraft, file_digests, trained_for
+from ..specdec.targets import context_length
 from ..train.families import family_of
 from .parallel_scoring import Board, Counting, help_count
 from .stages import Stage, Stages, checkpoints_of
 from .workspace import Workspace, require_whole
 
 COUNTS_FILE, SCORES_FILE, TIMES_FILE = "counts.parquet", "scores.json", "times.json"
-PARTS, TOKENIZER_FILE = "parts", "tokenizer.json"
+PARTS = "parts"
 _MEASURED_CONVERSATIONS = 64  # whose answers shape a measured tree
 
 
@@ -113,58 +104,38 @@ class Scorer:
         self.samples: list[Sample] = self._data.samples(split)  # type: ignore[arg-type]
         self.traces = TargetPassCache(space.target, self.settings.trace_bytes, self.settings.replay_tokens)
 
-    def load(self, folder: Path) -> AnyDraft:
-        """A stored draft, once it is seen to fit the target and what is scored."""
-        draft = draft_for(self._space.target, folder, self.settings.draft_device)
-        self._check_context(draft, folder)
+    def load(self, folder: Path | None, other_tokenizer: bool = False) -> StoredDraft:
+        """A stored draft, once it is seen to fit the target and what is scored; None: prompt lookup.
+
+        `other_tokenizer`: accept a draft with another one than the target's.
+        """
+        if folder is None:
+            return StoredDraft.of_method(LOOKUP, self._space.target)
+        draft = StoredDraft.load(folder, self._space.target, self.settings.draft_device, other_tokenizer)
+        draft.check_context(max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0))
         return draft
 
-    def load_any(self, folder: Path) -> AnyDraft | ForeignDraft:
-        """The same, of whatever tokenizer it is. A foreign one reads the ends of texts that are too long for it."""
-        draft = any_draft_for(self._space.target, folder, self.settings.draft_device)
-        if not isinstance(draft, ForeignDraft):
-            self._check_context(draft, folder)
-        return draft
-
-    def made_for(self, folder: Path) -> str:
-        """12 hex digits of the target that a draft was made for; empty where it is this one, or nothing says which."""
-        made_for = read_meta(folder).target_fingerprint if meta_file(folder).is_file() else None
-        return "" if made_for in (None, self._space.target.fingerprint) else fingerprint.short(str(made_for))
-
-    def _check_context(self, draft: AnyDraft, folder: Path) -> None:
-        longest = max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0)
-        check_context(draft, longest, folder)
-
-    def proposer(self, draft: AnyDraft) -> Proposer:
-        """The proposer of its chains."""
-        return make_proposer(draft, self._space.target)
-
-    def draftings(
-        self, draft: AnyDraft | ForeignDraft | None, fixed: Mapping[str, Tree] | None = None
-    ) -> list[ProposerSpec]:
-        """The ways of drafting that the recipe scores (None: prompt lookup, which drafts chains only, as foreign drafts
-        do). `fixed`: trees of this draft that were measured before."""
-        if draft is None or isinstance(draft, ForeignDraft):
+    def draftings(self, draft: StoredDraft, fixed: Mapping[str, Tree] | None = None) -> list[ProposerSpec]:
+        """The ways of drafting that the recipe scores. `fixed`: trees of this draft that were measured before."""
+        if not draft.drafts_trees:
             return [self.chains(draft)]
         known: Mapping[str, TreeSettings] = self.settings.trees if fixed is None else fixed
         return [self.chains(draft), *(self.tree_of(draft, name, tree) for name, tree in known.items())]
 
-    def chains(self, draft: AnyDraft | ForeignDraft | None) -> ProposerSpec:
-        """Chains of every K of the recipe (None: prompt lookup's)."""
-        make = PromptLookup if draft is None else partial(make_proposer, draft, self._space.target)
-        return ProposerSpec(make, tuple(self.settings.draft_tokens))
+    def chains(self, draft: StoredDraft) -> ProposerSpec:
+        """Chains of every K of the recipe."""
+        return ProposerSpec(draft.proposer, tuple(self.settings.draft_tokens))
 
-    def tree_of(self, draft: AnyDraft, name: str, tree: TreeSettings) -> ProposerSpec:
+    def tree_of(self, draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
         """One tree of a draft; a measured one is measured here, on answers of the train split."""
         fixed = self._measured(draft, tree) if isinstance(tree, MeasuredTree) else tree
-        make = partial(make_proposer, draft, self._space.target, fixed)
-        return ProposerSpec(make, (fixed.levels,), name, fixed)
+        return ProposerSpec(partial(draft.proposer, fixed), (fixed.levels,), name, fixed)
 
-    def _measured(self, draft: AnyDraft, tree: MeasuredTree) -> StaticTree:
+    def _measured(self, draft: StoredDraft, tree: MeasuredTree) -> StaticTree:
         samples = self._data.samples("train")
         kept = stratified_conversations(samples, _MEASURED_CONVERSATIONS)
         return measured_tree(
-            self._space.target, self.proposer(draft), [one for one in samples if one.conversation in kept], tree
+            self._space.target, draft.proposer(), [one for one in samples if one.conversation in kept], tree
         )
 
     def counts(
@@ -186,25 +157,26 @@ class Scorer:
         score = score_draft(self._space.target, draftings, some, settings, identity, self.traces)
         return score.counts, score.consistency.lossless
 
-    def perplexity(self, draft: AnyDraft | ForeignDraft) -> float | None:
-        """Of the recorded answers under the draft; shown to people, used for nothing. A foreign one has none."""
-        if isinstance(draft, ForeignDraft):
+    def perplexity(self, draft: StoredDraft) -> float | None:
+        """Of the recorded answers under the draft; shown to people, used for nothing. None: prompt lookup has none, nor
+        has a draft with another tokenizer."""
+        if draft.module is None or not draft.same_tokenizer:
             return None
         chosen = stratified_conversations(self.samples, self.settings.decode_conversations or 1)
         samples = [sample for sample in self.samples if sample.conversation in chosen]
-        return perplexity(self.proposer(draft), samples, self.traces)
+        return perplexity(draft.proposer(), samples, self.traces)
 
-    def times(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[ProposerSpec]) -> Times:
-        """Times of this shape (None: prompt lookup) at the recipe's load, or at batch 1 where it states none."""
+    def times(self, draft: StoredDraft, draftings: Sequence[ProposerSpec]) -> Times:
+        """Times of this shape at the recipe's load, or at batch 1 where it states none."""
         if self.settings.load is None:
             return self.costs(draft, draftings)
         return LoadTimes(self._fit(draft, draftings), self.settings.load)
 
-    def _fit(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[ProposerSpec]) -> CostFit:
+    def _fit(self, draft: StoredDraft, draftings: Sequence[ProposerSpec]) -> CostFit:
         """Fitted times of this shape: another machine's where the recipe gives some, else measured here, once."""
         settings, target = self.settings, self._space.target
         assert settings.load is not None
-        key = cost_key(target, LOOKUP if draft is None else draft, draftings, settings)
+        key = cost_key(target, draft.module or draft.family, draftings, settings)
         if settings.costs.fit is not None:
             return fit_for(key, self._space.given_times, settings.costs.fit)
         deepest = max(depth for drafting in draftings for depth in drafting.depths)
@@ -216,75 +188,16 @@ class Scorer:
 
         return cached_fit(self._space.root / "costs", key, grid, measure, settings.costs.wait_seconds)
 
-    def costs(self, draft: AnyDraft | ForeignDraft | None, draftings: Sequence[ProposerSpec]) -> CostTable:
-        """Times of this shape (None: prompt lookup) at batch 1 on this machine, measured once."""
+    def costs(self, draft: StoredDraft, draftings: Sequence[ProposerSpec]) -> CostTable:
+        """Times of this shape at batch 1 on this machine, measured once."""
         settings, target = self.settings, self._space.target
-        key = cost_key(target, LOOKUP if draft is None else draft, draftings, settings)
+        key = cost_key(target, draft.module or draft.family, draftings, settings)
         prompts = [sample.prompt_ids for sample in self.samples]
 
         def measure() -> CostTable:
             return measure_costs(key, target, draftings, prompts, settings)
 
         return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
-
-
-def draft_for(target: Target, place: Path, device: str | None = None) -> AnyDraft:
-    """A draft in any layout, on its device (None: the target's, in its precision), once it is seen to fit the target.
-
-    Raises InputError, FormatError or StaleInputError where it does not.
-    """
-    there = _draft_place(target, device)
-    if is_skip_file(place):
-        if there != place_of(target):
-            raise InputError(
-                f"score.draft_device {device}: {place} drafts with the target's own layers, which stay there"
-            )
-        return read_skipped(place, target)
-    if meta_file(place).is_file():
-        draft, meta = load_draft(place, *there)
-        if meta.tokenizer_digest != target.tokenizer_digest:
-            raise InputError(f"{place}: drafts with another tokenizer than the target's")
-        if ORIGINAL_TARGET in meta.extra and meta.target_fingerprint != target.fingerprint:
-            raise InputError(
-                f"{place}: was trained together with target {fingerprint.short(meta.target_fingerprint)} and drafts "
-                f"for no other; set target.model={place / OWN_TARGET}"
-            )
-    else:
-        draft = read_draft(place, target.num_layers).to(*there).eval()
-        if (place / TOKENIZER_FILE).is_file():
-            digest = tokenizer_digest(load_tokenizer(place, str(place), trust_remote_code=False))
-            if digest != target.tokenizer_digest:
-                raise InputError(f"{place}: its {TOKENIZER_FILE} is not the target's: drafts with another tokenizer")
-    check_fits(draft, target, place)
-    if can_fuse(there.device):
-        fuse(draft)
-    return draft
-
-
-def any_draft_for(target: Target, place: Path, device: str | None = None) -> AnyDraft | ForeignDraft:
-    """As `draft_for`; but a model folder whose own tokenizer is not the target's is taken as a foreign draft."""
-    ours = meta_file(place).is_file() and read_meta(place).tokenizer_digest == target.tokenizer_digest
-    if ours or not (place / TOKENIZER_FILE).is_file() or detect(place) != "hf":
-        return draft_for(target, place, device)
-    theirs = load_tokenizer(place, str(place), trust_remote_code=False)
-    if tokenizer_digest(theirs) == target.tokenizer_digest:
-        return draft_for(target, place, device)
-    small = read_draft(place).to(*_draft_place(target, device)).eval()
-    assert isinstance(small, SmallDraft)
-    say(f"{place}: has another tokenizer than the target's; what it drafts goes over as text")
-    return ForeignDraft.of(small, theirs, target.tokenizer, target.vocab_size)
-
-
-def _draft_place(target: Target, device: str | None) -> DraftDevice:
-    """A device that the recipe names, and the precision there: between a GPU and a CPU, the usual one of each."""
-    here = place_of(target)
-    if device is None:
-        return here
-    found, usual = target_place(device, "auto", "score.draft_device")
-    found = torch.empty(0, device=found).device  # with its number: cuda alone is the current one
-    if found == here.device:
-        return here
-    return DraftDevice(found, usual if "cpu" in (found.type, here.device.type) else here.dtype)
 
 
 def check_score(space: Workspace, names: Collection[str], what: str = "a score", trees: bool = True) -> None:
@@ -358,17 +271,12 @@ def score_foreign(stages: Stages, place: Path) -> Scored:
     """
     if not (meta_file(place).is_file() or (place / TOKENIZER_FILE).is_file() or is_skip_file(place)):
         say(f"{place}: nothing says which tokenizer it was trained with; only sizes are checked")
-    return _score(stages, {(_name_of(place), 0): place}, _digests(place))
+    return _score(stages, {(_name_of(place), 0): place}, file_digests(place))
 
 
 def help_score_foreign(stages: Stages, place: Path) -> None:
     """`score_foreign` of a rank that is not the first."""
-    _help(stages, _digests(place))
-
-
-def _digests(place: Path) -> dict[str, str]:
-    files = sorted(place.iterdir()) if place.is_dir() else [place]
-    return {path.name: fingerprint.of_file(path) for path in files if path.is_file()}
+    _help(stages, file_digests(place))
 
 
 def _name_of(place: Path) -> str:
@@ -390,7 +298,7 @@ def _score(stages: Stages, folders: dict[Checkpoint, Path], drafts: dict[str, st
     counts.write(table, stage.folder / COUNTS_FILE)
     perplexities = {one: part.perplexity for one, part in parts.items() if part.perplexity is not None}
     shares = {one: part.share for one, part in parts.items()}
-    made_for = {one: board.scorer.made_for(folder) for one, folder in folders.items()}
+    made_for = {one: trained_for(folder, space.target_fingerprint) for one, folder in folders.items()}
     plans = config_rows(tables, board.times, settings, [LOOKUP])
     rows = [
         replace(row, trained_for=made_for.get((row.draft, row.step), ""))

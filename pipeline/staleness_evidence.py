@@ -7,7 +7,6 @@ answered. The target changed: a draft is due whatever the answers say; a few sho
 import math
 import shutil
 from collections.abc import Collection, Sequence
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -29,9 +28,8 @@ from ..eval.settings import HOLDOUT_SPLIT
 from ..progress import say
 from ..registry.lineage import Version, ancestors, cluster_digest, training_clusters
 from ..registry.versions import champion, latest_champion, missing_file, resolve_models_uri
-from ..specdec.drafts import AnyDraft
 from ..specdec.formats import read_meta
-from ..specdec.proposers import make_proposer
+from ..specdec.stored_draft import StoredDraft
 from .promotion import kept_counts
 from .scoring import Scorer
 from .stages import Stage, Stages, mix_stage, stage_address
@@ -91,12 +89,12 @@ def counts_of(space: Workspace, version: Version, folder: Path, captured: Stage)
     return serving(table, settings)
 
 
-def _drafting(scorer: Scorer, space: Workspace, draft: AnyDraft, version: Version) -> ProposerSpec:
+def _drafting(scorer: Scorer, space: Workspace, draft: StoredDraft, version: Version) -> ProposerSpec:
     lineage = version.lineage
     if lineage.tree is not None:
         return scorer.tree_of(draft, str(lineage.tree_name), lineage.tree)
     K = lineage.draft_tokens or max(space.recipe.score.draft_tokens)
-    return ProposerSpec(partial(make_proposer, draft, space.target), (K,))
+    return ProposerSpec(draft.proposer, (K,))
 
 
 def judge(space: Workspace) -> Staleness:

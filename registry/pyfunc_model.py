@@ -26,10 +26,10 @@ from ..eval.draft_configs import rules_for
 from ..eval.settings import ScoreSettings
 from ..fingerprint import short
 from ..specdec.decoder import Generation, Request, generate
-from ..specdec.formats import check_context, check_fits, load_draft
-from ..specdec.proposers import Proposer, make_proposer
+from ..specdec.formats import read_meta
 from ..specdec.requests import TargetSettings
 from ..specdec.sampling import SamplingSettings
+from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
 from .versions import DRAFT, PARAMETERS, TARGET_VARIABLE
 
@@ -47,15 +47,14 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
         folder = Path(context.artifacts[DRAFT])
         settings: Mapping[str, Any] = context.model_config or {}
         self.target = Target.load(_target_settings(settings))
-        loaded = load_draft(folder, self.target.device, self.target.dtype)
-        if loaded.meta.target_fingerprint != self.target.fingerprint:
+        made_for = read_meta(folder).target_fingerprint
+        if made_for != self.target.fingerprint:
             raise StaleInputError(
                 f"target {self.target.settings.model}: is {short(self.target.fingerprint)}, the draft was made for "
-                f"{short(loaded.meta.target_fingerprint)}; name that one, {TARGET_VARIABLE} or model_config['target']"
+                f"{short(made_for)}; name that one, {TARGET_VARIABLE} or model_config['target']"
             )
-        check_fits(loaded.draft, self.target, str(folder))
-        self._draft, self._folder = loaded.draft, folder
-        self.proposer: Proposer = make_proposer(loaded.draft, self.target)
+        self._draft = StoredDraft.load(folder, self.target)
+        self.proposer = self._draft.proposer()
 
     # No type hint on `model_input`: MLflow would take it for a schema. It comes as the signature says.
     def predict(self, context: Any, model_input, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:  # type: ignore[no-untyped-def]
@@ -72,7 +71,7 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
         requests = []
         for index, row in enumerate(_rows(model_input)):
             ids = render(self.target.tokenizer, _messages(row, index))
-            check_context(self._draft, len(ids) + longest, self._folder)
+            self._draft.check_context(len(ids) + longest)
             requests.append(Request(ids, sampling, int(asked.get("seed", 0)) + index, longest, self.target.stop_ids))
         rule = rules_for(sampling, self.proposer, ScoreSettings())[0]
         done = dict(generate(self.target, self.proposer, requests, rule=rule, draft_tokens=K))

@@ -48,15 +48,14 @@ from draftforge.pipeline.bench import (
     measure,
     surroundings,
 )
-from draftforge.pipeline.scoring import draft_for
 from draftforge.progress import track
 from draftforge.specdec.decoder import generate
-from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.proposers.training_free import TRAINING_FREE
 from draftforge.specdec.replay.replay import replay
 from draftforge.specdec.replay.target_trace import ReplayText, trace_target
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.stored_draft import StoredDraft
 from draftforge.specdec.targets import Target, locate, place
 
 GREEDY = SamplingSettings()
@@ -188,7 +187,7 @@ def beside_the_library(
     found: dict[str, Any] = {}
     for way in ways:
         folder = folders.get(way.setting.method)
-        if not way.setting.plain and (folder is None or not isinstance(draft_for(target, folder), SmallDraft)):
+        if not way.setting.plain and (folder is None or StoredDraft.load(folder, target).family != "small"):
             continue
         name = "generate" if folder is None else f"assisted by {way.setting.method}"
         assistant = None if folder is None else library.assistant(folder, asked.draft_tokens)

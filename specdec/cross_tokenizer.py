@@ -9,9 +9,9 @@ import re
 from collections.abc import Sequence
 from itertools import chain
 
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from .drafts.base import DraftModule
 from .drafts.small import SmallDraft
 
 _CONTEXT = 4  # ids before a piece that tell how it is written there
@@ -122,11 +122,13 @@ class Retokenized:
         return self._words[at]
 
 
-class ForeignDraft(nn.Module):
+class ForeignDraft(DraftModule):
     """A small model, its tokenizer (`own`) and the target's (`known`). Neither trained nor registered: it serves as it
     is."""
 
     family = "foreign"
+    same_tokenizer = False
+    drafts_trees = False
 
     def __init__(
         self, small: SmallDraft, own: TokenizerBridge, known: TokenizerBridge, ends: dict[int, int | None]
@@ -135,6 +137,10 @@ class ForeignDraft(nn.Module):
         super().__init__()
         self.model, self.lm = small.model, small.lm
         self.own, self.known, self.ends = own, known, ends
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm.vocab_size
 
     @classmethod
     def of(

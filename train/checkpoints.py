@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import fingerprint
 from ..data.store import Capture
 from ..distributed.process_group import Ranks
 from ..errors import CorruptDataError, OwnershipError
+from ..specdec.drafts.base import DraftModule
 from ..specdec.formats.checkpoint import DraftMeta, save_draft
 from ..storage import disk_errors, new_folder, read_object, write_json
 from .optimizers import Moments
@@ -88,7 +89,7 @@ def is_finished(folder: Path, steps: int) -> bool:
 
 def save(
     folder: Path,
-    draft: nn.Module,
+    draft: DraftModule,
     meta: DraftMeta,
     tokenizer_folder: Path | None,
     state: LoopState,

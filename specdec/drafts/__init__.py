@@ -1,5 +1,6 @@
-"""The modules of drafts, a file a family."""
+"""The modules of drafts, a file a family; `base.py` says what all of them answer."""
 
+from .base import DraftModule
 from .dflash import DFlashDraft
 from .eagle import EagleDraft
 from .eagle3 import Eagle3Draft
@@ -7,4 +8,12 @@ from .layer_skip import SkippedDraft
 from .medusa import MedusaDraft
 from .small import SmallDraft
 
-AnyDraft = SmallDraft | MedusaDraft | EagleDraft | Eagle3Draft | DFlashDraft | SkippedDraft
+__all__ = [
+    "DFlashDraft",
+    "DraftModule",
+    "Eagle3Draft",
+    "EagleDraft",
+    "MedusaDraft",
+    "SkippedDraft",
+    "SmallDraft",
+]

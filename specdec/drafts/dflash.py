@@ -14,7 +14,7 @@ not on what the others come to say.
 Parameters bear the names of the checkpoint layout that vLLM and SGLang read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from pydantic import Field, model_validator
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..cache import CacheStep
 from ..kernels.attention import attend, attention
 from ..kernels.documents import QueryMask
+from .base import DraftModule
 from .layers import Attention, DecoderLayer, LayerConfig, RMSNorm, Waves, ids_of, vocabulary_maps
 
 _TOGETHER = 1024
@@ -89,7 +90,7 @@ class BlockLayer(DecoderLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class DFlashDraft(nn.Module):
+class DFlashDraft(DraftModule):
     """The draft. Embeddings and head come from the target unless the checkpoint brought its own."""
 
     family = "dflash"
@@ -120,6 +121,20 @@ class DFlashDraft(nn.Module):
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def target_widths(self) -> Mapping[str, int]:
+        config = self.config
+        borrows = {"hidden_size": config.hidden_size} if self.embed_tokens is None or self.lm_head is None else {}
+        return {"target_hidden_size": config.target_hidden_size, **borrows}
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
 
     @property
     def draft_ids(self) -> Tensor:

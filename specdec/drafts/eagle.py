@@ -7,6 +7,8 @@ The target's head turns states into logits: this one has none, and no final norm
 checkpoint layout that vLLM reads.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +35,14 @@ class EagleDraft(FeatureDraft):
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def target_widths(self) -> Mapping[str, int]:
+        return {"hidden_size": self.config.hidden_size}
 
     @property
     def layer(self) -> DecoderLayer:

@@ -6,6 +6,8 @@ The state of a true position is fc(features of three target layers); `layers.py`
 Parameters bear the names of the checkpoint layout that vLLM and SGLang read, but for `fc.norms` (there: `fc_norm`).
 """
 
+from collections.abc import Mapping
+
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -84,6 +86,20 @@ class Eagle3Draft(FeatureDraft):
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def target_widths(self) -> Mapping[str, int]:
+        config = self.config
+        borrows = {"hidden_size": config.hidden_size} if self.embed_tokens is None else {}
+        return {"target_hidden_size": config.target_hidden_size, **borrows}
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
 
     @property
     def draft_ids(self) -> Tensor:

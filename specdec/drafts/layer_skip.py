@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...errors import FormatError, InputError
 from ..models import CausalModel, named
+from .base import DraftModule
 
 ATTENTION, MLP = "self_attn", "mlp"
 """What transformers calls the two sublayers of a layer."""
@@ -42,7 +43,7 @@ class SkippedLayers(BaseModel):
         return 1 - (len(self.attention) + len(self.mlp)) / (2 * layers)
 
 
-class SkippedDraft(nn.Module):
+class SkippedDraft(DraftModule):
     """The view as a draft; `lm` runs it on a cache of its own, which is all the memory that it takes."""
 
     family = "skipped"
@@ -55,6 +56,19 @@ class SkippedDraft(nn.Module):
     @property
     def vocab_size(self) -> int:
         return self.lm.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.lm.max_positions
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target's layers lie: it has none of its own."""
+        return self.lm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm.dtype
 
 
 def check_skips(target: CausalModel, skipped: SkippedLayers) -> None:

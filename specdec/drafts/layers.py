@@ -9,7 +9,7 @@ its own keys of steps 1..k; that is what serving sees, so training, replay and d
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Literal
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..cache import CacheStep, runs_triton
 from ..kernels.attention import attend
 from ..kernels.documents import QueryMask, flex
+from .base import DraftModule
 
 
 class _Scaling(BaseModel):
@@ -309,7 +310,7 @@ class DecoderLayer(nn.Module):
         return state_BNH + self.mlp(self.post_attention_layernorm(state_BNH))  # type: ignore[no-any-return]
 
 
-class FeatureDraft(nn.Module, ABC):
+class FeatureDraft(DraftModule):
     """A head of one decoder layer. Its state at a position is what the next step there reads."""
 
     @property

@@ -6,9 +6,13 @@ Head h (from 0) predicts token t+2+h from the target's post-norm state of x_t; t
 not see each other's tokens. Parameters bear the names of the checkpoint layout that vLLM reads.
 """
 
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+
+from .base import DraftModule
 
 
 class MedusaConfig(BaseModel):
@@ -42,7 +46,7 @@ class ResidualBlocks(nn.Module):
         return x
 
 
-class MedusaDraft(nn.Module):
+class MedusaDraft(DraftModule):
     """All heads, each with its own linear layer to the whole vocabulary."""
 
     family = "medusa"
@@ -58,6 +62,10 @@ class MedusaDraft(nn.Module):
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    @property
+    def target_widths(self) -> Mapping[str, int]:
+        return {"hidden_size": self.config.hidden_size}
 
     def state(self, hidden: Tensor, head: int) -> Tensor:
         """What the linear layer of a head reads, [..., H]."""

@@ -1,13 +1,14 @@
 """The independent draft: a small causal LM with the target's tokenizer (Leviathan et al. 2023, arXiv 2211.17192)."""
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels.documents import Documents
 from ..models import CausalModel
+from .base import DraftModule
 
 
-class SmallDraft(nn.Module):
+class SmallDraft(DraftModule):
     """A transformers causal LM as a draft; `lm` runs it on our own cache."""
 
     family = "small"
@@ -20,6 +21,10 @@ class SmallDraft(nn.Module):
     @property
     def vocab_size(self) -> int:
         return self.lm.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.lm.max_positions
 
     def forward(self, ids_BT: Tensor, documents: Documents | None = None) -> Tensor:
         """Post-norm hidden states [B, T, H] of right-padded or packed rows; `logits` takes those that matter."""

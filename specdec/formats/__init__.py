@@ -2,7 +2,6 @@
 
 from .checkpoint import META_FILE, DraftMeta, LoadedDraft, convert_draft, load_draft, meta_file, read_meta, save_draft
 from .detect import Layout, detect, read_draft
-from .fit import check_context, check_fits
 from .layouts import Format, check_family, known_format, needs_verifier, write_draft
 from .speculators import Verifier
 
@@ -13,9 +12,7 @@ __all__ = [
     "Layout",
     "LoadedDraft",
     "Verifier",
-    "check_context",
     "check_family",
-    "check_fits",
     "convert_draft",
     "detect",
     "known_format",

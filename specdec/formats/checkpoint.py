@@ -5,12 +5,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import FormatError, MissingFileError
 from ...storage import new_folder, read_object, write_json
-from ..drafts import AnyDraft
+from ..drafts.base import DraftModule
 from ..targets import copy_tokenizer
 from .detect import read_draft
 from .layouts import NATIVE, Format, write_draft
@@ -40,16 +39,15 @@ class DraftMeta(BaseModel):
 
 
 class LoadedDraft(NamedTuple):
-    draft: AnyDraft
+    draft: DraftModule
     meta: DraftMeta
 
 
-def save_draft(draft: nn.Module, folder: Path, meta: DraftMeta, tokenizer_folder: Path | None = None) -> None:
+def save_draft(draft: DraftModule, folder: Path, meta: DraftMeta, tokenizer_folder: Path | None = None) -> None:
     """Write the folder atomically and read it back. Raises FormatError where a tensor is missing or not finite.
 
     `tokenizer_folder`: files that a `small` draft needs to stand on its own.
     """
-    assert isinstance(draft, AnyDraft)
     with new_folder(folder) as beside:
         write_draft(draft, beside, NATIVE)
         if tokenizer_folder is not None:
@@ -99,7 +97,7 @@ def read_meta(place: Path) -> DraftMeta:
     return validated(DraftMeta, path, read_object(path))
 
 
-def _read(place: Path, meta: DraftMeta) -> AnyDraft:
+def _read(place: Path, meta: DraftMeta) -> DraftModule:
     draft = read_draft(place)
     if draft.family != meta.family:
         raise FormatError(f"{place}: holds a draft of family {draft.family}, {META_FILE} says {meta.family}")

@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ...errors import FormatError, MissingFileError
 from ...storage import read_object
-from ..drafts import AnyDraft
+from ..drafts.base import DraftModule
 from . import dflash, eagle, eagle3, hf, medusa, speculators
 from .gguf import registry
 from .tensors import is_pickle, pickled, read_types
@@ -17,7 +17,7 @@ Layout = Literal["hf", "eagle", "eagle3", "medusa", "dflash", "speculators", "gg
 _SHOWN = 5
 
 
-def read_draft(place: Path, target_layers: int | None = None) -> AnyDraft:
+def read_draft(place: Path, target_layers: int | None = None) -> DraftModule:
     """The draft of a folder in any layout, or of a GGUF file, on the CPU, its weights as they are stored.
 
     `target_layers`: layers of the target, for EAGLE-3 configs that do not name the captured ones. Raises

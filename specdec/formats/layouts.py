@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import InputError
-from ..drafts import AnyDraft
+from ..drafts.base import DraftModule
 from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
@@ -53,7 +53,7 @@ def needs_verifier(name: Format) -> bool:
 
 
 def write_draft(
-    draft: AnyDraft,
+    draft: DraftModule,
     folder: Path,
     name: Format,
     draft_tokens: int = 1,
@@ -68,31 +68,35 @@ def write_draft(
     check_family(name, draft.family)
     if verifier is None and needs_verifier(name):
         raise InputError(f"format {name}: names the target; give its hub id")
-    if name == "sglang":
-        _check_sglang(draft)
     if name == "gguf":
-        assert isinstance(draft, SmallDraft | Eagle3Draft | DFlashDraft)
         if tokenizer is None:
             raise InputError("format gguf: holds the target's tokenizer; give it")
         registry.write(draft, tokenizer, folder)
         return
+    sglang = name == "sglang"
     match draft:
         case SmallDraft():
             hf.write(draft, folder)
         case EagleDraft():
-            eagle.write(draft, folder, "sglang" if name == "sglang" else "vllm")
+            if sglang and draft.embed_tokens is not None:
+                raise _own_embeddings()
+            eagle.write(draft, folder, "sglang" if sglang else "vllm")
         case Eagle3Draft():
             if name == "speculators":
                 assert verifier is not None
                 speculators.write(draft, folder, draft_tokens, verifier)
-            else:
-                eagle3.write(draft, folder)
+                return
+            if sglang:
+                _check_sglang_eagle3(draft)
+            eagle3.write(draft, folder)
         case DFlashDraft():
             if name == "speculators":
                 assert verifier is not None
                 speculators.write_dflash(draft, folder, verifier)
-            else:
-                dflash.write(draft, folder)
+                return
+            if sglang:
+                _check_sglang_dflash(draft)
+            dflash.write(draft, folder)
         case MedusaDraft():
             if name == "medusa":
                 assert verifier is not None
@@ -101,22 +105,25 @@ def write_draft(
                 medusa.write(draft, folder)
 
 
-def _check_sglang(draft: AnyDraft) -> None:
-    """What SGLang would leave out in silence, so that acceptance would drop."""
-    if isinstance(draft, DFlashDraft):
-        if draft.embed_tokens is not None or draft.lm_head is not None:
-            raise InputError(
-                "format sglang: SGLang drafts with the target's embeddings and head; the draft has its own"
-            )
-        if draft.config.target_hidden_size != draft.config.hidden_size:
-            sizes = f"{draft.config.hidden_size} and {draft.config.target_hidden_size}"
-            raise InputError(f"format sglang: SGLang takes a dflash draft to be as wide as its target; {sizes} differ")
-    if isinstance(draft, Eagle3Draft) and draft.config.norm_before_residual:
+# What SGLang would leave out in silence, so that acceptance would drop.
+
+
+def _own_embeddings() -> InputError:
+    return InputError("format sglang: SGLang drafts with the target's embeddings; the draft has its own")
+
+
+def _check_sglang_eagle3(draft: Eagle3Draft) -> None:
+    config = draft.config
+    if config.norm_before_residual:
         raise InputError("format sglang: SGLang does not know norm_before_residual; the draft was made with it")
-    if isinstance(draft, EagleDraft | Eagle3Draft) and draft.embed_tokens is not None and not _other_width(draft):
-        raise InputError("format sglang: SGLang drafts with the target's embeddings; the draft has its own")
+    # SGLang keeps a head's own embeddings where the target's do not fit it.
+    if draft.embed_tokens is not None and config.target_hidden_size == config.hidden_size:
+        raise _own_embeddings()
 
 
-def _other_width(draft: EagleDraft | Eagle3Draft) -> bool:
-    """Whether the target's embeddings do not fit the head, so that SGLang keeps the head's own."""
-    return isinstance(draft, Eagle3Draft) and draft.config.target_hidden_size != draft.config.hidden_size
+def _check_sglang_dflash(draft: DFlashDraft) -> None:
+    if draft.embed_tokens is not None or draft.lm_head is not None:
+        raise InputError("format sglang: SGLang drafts with the target's embeddings and head; the draft has its own")
+    if draft.config.target_hidden_size != draft.config.hidden_size:
+        sizes = f"{draft.config.hidden_size} and {draft.config.target_hidden_size}"
+        raise InputError(f"format sglang: SGLang takes a dflash draft to be as wide as its target; {sizes} differ")

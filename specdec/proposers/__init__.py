@@ -1,13 +1,11 @@
 """Ways of drafting behind one protocol (`base.Proposer`)."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from ...errors import InputError
 from ..cross_tokenizer import ForeignDraft
-from ..drafts import AnyDraft
-from ..drafts.dflash import DFlashDraft
-from ..drafts.eagle import EagleDraft
-from ..drafts.layer_skip import SkippedDraft
-from ..drafts.medusa import MedusaDraft
-from ..drafts.small import SmallDraft
+from ..drafts.base import DraftModule
 from ..models import CausalModel
 from .base import Ask, Draft, Drafter, Proposer, Trace
 from .cascade import CascadeProposer, SmallHelper
@@ -41,27 +39,26 @@ __all__ = [
 ]
 
 
-def make_drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
-    """What reads a trained draft, wherever it lies."""
-    here, there = place_of(target), place_of(draft)
+DRAFTERS: Mapping[str, Callable[[Any, CausalModel], Drafter]] = {
+    "small": lambda draft, target: SmallDrafter(draft),
+    "skipped": lambda draft, target: SmallDrafter(draft),
+    "medusa": lambda draft, target: MedusaDrafter(draft),
+    "eagle": EagleDrafter,
+    "eagle3": Eagle3Drafter,
+    "dflash": DFlashDrafter,
+}
+"""By family: what reads a draft that lies where the target does."""
+
+
+def make_drafter(draft: DraftModule, target: CausalModel) -> Drafter:
+    """What reads a trained draft, on whatever device it lies."""
+    make, here, there = DRAFTERS[draft.family], place_of(target), place_of(draft)
     if here == there:
-        return _drafter(draft, target)
-    return ElsewhereDrafter(_drafter(draft, remote_copy(target, there)), here.device, there.device)
+        return make(draft, target)
+    return ElsewhereDrafter(make(draft, remote_copy(target, there)), here.device, there.device)
 
 
-def _drafter(draft: AnyDraft, target: CausalModel) -> Drafter:
-    if isinstance(draft, SmallDraft | SkippedDraft):
-        return SmallDrafter(draft)
-    if isinstance(draft, MedusaDraft):
-        return MedusaDrafter(draft)
-    if isinstance(draft, DFlashDraft):
-        return DFlashDrafter(draft, target)
-    if isinstance(draft, EagleDraft):
-        return EagleDrafter(draft, target)
-    return Eagle3Drafter(draft, target)
-
-
-def make_proposer(draft: AnyDraft | ForeignDraft, target: CausalModel, tree: Tree | None = None) -> Proposer:
+def make_proposer(draft: DraftModule, target: CausalModel, tree: Tree | None = None) -> Proposer:
     """The proposer of a trained draft: of chains, or of trees."""
     if isinstance(draft, ForeignDraft):
         if tree is not None:

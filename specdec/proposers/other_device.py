@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cuda_graphs import running
-from ..drafts import AnyDraft
-from ..drafts.layer_skip import SkippedDraft
+from ..drafts.base import DraftModule
 from ..models import CausalModel, States
 from ..replay.packing import Pack
 from ..sampling import SamplingSettings
@@ -30,12 +29,9 @@ class DraftDevice(NamedTuple):
     dtype: torch.dtype
 
 
-def place_of(model: AnyDraft | CausalModel) -> DraftDevice:
-    """Where a draft or a target lies. Layers that are skipped lie where the others do."""
-    if isinstance(model, SkippedDraft):
-        model = model.lm
-    tensor = model if isinstance(model, CausalModel) else next(model.parameters())
-    return DraftDevice(tensor.device, tensor.dtype)
+def place_of(model: DraftModule | CausalModel) -> DraftDevice:
+    """The device and precision of a draft or a target."""
+    return DraftDevice(model.device, model.dtype)
 
 
 class ElsewhereDrafter:

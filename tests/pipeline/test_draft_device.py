@@ -11,16 +11,15 @@ import torch
 
 from draftforge.cli import main
 from draftforge.errors import InputError
-from draftforge.pipeline import scoring
-from draftforge.pipeline.scoring import draft_for
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
-from draftforge.specdec import targets
+from draftforge.specdec import stored_draft, targets
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.layer_skip import SkippedLayers
 from draftforge.specdec.formats import write_draft
 from draftforge.specdec.formats.layer_skip import SkipFile, write_skipped
 from draftforge.specdec.proposers.other_device import DraftDevice, ElsewhereDrafter, place_of
+from draftforge.specdec.stored_draft import StoredDraft
 
 THERE = DraftDevice(torch.device("cpu"), torch.float64)
 
@@ -49,7 +48,7 @@ def test_drafts_lie_where_they_are_told_to(
 ) -> None:
     asked: list[str | None] = []
     seen: list[ElsewhereDrafter] = []
-    inner, init = scoring._draft_place, ElsewhereDrafter.__init__
+    inner, init = stored_draft.draft_device, ElsewhereDrafter.__init__
 
     def elsewhere(target: Any, device: str | None) -> DraftDevice:
         asked.append(device)
@@ -59,7 +58,7 @@ def test_drafts_lie_where_they_are_told_to(
         seen.append(self)
         init(self, *args)
 
-    monkeypatch.setattr(scoring, "_draft_place", elsewhere)
+    monkeypatch.setattr(stored_draft, "draft_device", elsewhere)
     monkeypatch.setattr(ElsewhereDrafter, "__init__", spy)
 
     def said(*args: str) -> list[str]:
@@ -80,26 +79,28 @@ def test_drafts_lie_where_they_are_told_to(
 @pytest.mark.parametrize("device", ["meta", "mps", "xpu", "hpu"])
 def test_devices_without_numbers_are_refused(space: Workspace, head: Path, device: str) -> None:
     with pytest.raises(InputError, match=rf"score\.draft_device: {device}: torch computes nothing there"):
-        draft_for(space.target, head, device)
+        StoredDraft.load(head, space.target, device)
 
 
 def test_what_cannot_be_is_refused(
     space: Workspace, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = space.target
-    assert place_of(draft_for(target, head, "cpu")) == place_of(target) == place_of(draft_for(target, head))
+    for device in ("cpu", None):
+        module = StoredDraft.load(head, target, device).module
+        assert module is not None and place_of(module) == place_of(target)
     with pytest.raises(InputError, match=r"score\.draft_device: gpu9: must be auto, cpu or a device of torch"):
-        draft_for(target, head, "gpu9")
+        StoredDraft.load(head, target, "gpu9")
     with pytest.raises(InputError, match=r"score\.draft_device: cuda:3: there are 0 CUDA devices here"):
-        draft_for(target, head, "cuda:3")
+        StoredDraft.load(head, target, "cuda:3")
     skips = tmp_path / "skips.json"
     write_skipped(skips, SkipFile(target_fingerprint=target.fingerprint, skipped=SkippedLayers(mlp=(1,))))
-    draft_for(target, skips, "cpu")
+    StoredDraft.load(skips, target, "cpu")
     monkeypatch.setattr(targets, "_computes", lambda device: True)
     with pytest.raises(
         InputError, match=r"score\.draft_device meta: .*skips\.json drafts with the target's own layers"
     ):
-        draft_for(target, skips, "meta")
+        StoredDraft.load(skips, target, "meta")
     assert json.loads(skips.read_text())["skipped"] == {"attention": [], "mlp": [1]}
 
 
@@ -117,5 +118,5 @@ def test_the_precision_there(
 ) -> None:
     """Meta stands for a GPU."""
     monkeypatch.setattr(targets, "_computes", lambda device: True)
-    monkeypatch.setattr(scoring, "place_of", lambda target: DraftDevice(torch.device(here[0]), here[1]))
-    assert scoring._draft_place(None, device) == DraftDevice(torch.device(there[0]), there[1])  # type: ignore[arg-type]
+    monkeypatch.setattr(stored_draft, "place_of", lambda target: DraftDevice(torch.device(here[0]), here[1]))
+    assert stored_draft.draft_device(None, device) == DraftDevice(torch.device(there[0]), there[1])  # type: ignore[arg-type]

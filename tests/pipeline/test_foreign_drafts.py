@@ -14,14 +14,15 @@ import torch
 
 from draftforge.errors import FormatError, InputError
 from draftforge.pipeline import verbs
-from draftforge.pipeline.scoring import Scored, draft_for
+from draftforge.pipeline.scoring import Scored
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
-from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.formats import META_FILE, Format, Verifier, convert_draft, write_draft
+from draftforge.specdec.stored_draft import StoredDraft
 
 TREES = {"wide": {"kind": "static", "widths": [3, 2]}, "best": {"kind": "measured", "nodes": 5, "levels": 2}}
 
@@ -66,7 +67,7 @@ def test_heads_of_every_family_are_scored_with_trees(recipe: Recipe, scored: lis
         hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_heads=2, num_layers=1, fc_bias=False
     )
     width: dict[str, Any] = {"target_hidden_size": target.hidden_size, "draft_vocab_size": target.vocab_size}
-    drafts: dict[str, AnyDraft] = {
+    drafts: dict[str, DraftModule] = {
         "eagle": EagleDraft(EagleConfig(**sizes), False),
         "medusa": MedusaDraft(medusa),
         "dflash": heads.dflash(target.vocab_size, **sizes, **width),
@@ -122,14 +123,14 @@ def test_a_tokenizer_beside_a_draft_is_compared(recipe: Recipe, tmp_path: Path) 
     space = Workspace(recipe)
     theirs = tmp_path / "theirs"
     shutil.copytree(space.target_settings.model, theirs)  # the target itself is a draft of its own
-    draft_for(space.target, theirs)
+    StoredDraft.load(theirs, space.target)
     raw = json.loads((theirs / "tokenizer.json").read_text())
     vocabulary = raw["model"]["vocab"]
     one, other = list(vocabulary)[40:42]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     (theirs / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(InputError, match=r"its tokenizer\.json is not the target's"):
-        draft_for(space.target, theirs)
+        StoredDraft.load(theirs, space.target)
 
 
 def test_a_draft_made_for_shorter_texts_is_refused(recipe: Recipe, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from draftforge.errors import InputError
 from draftforge.eval.settings import ScoreSettings
 from draftforge.pipeline import generate, verbs
 from draftforge.pipeline.generate import GeneratedAnswer
-from draftforge.pipeline.scoring import Scored, any_draft_for
+from draftforge.pipeline.scoring import Scored
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
-from draftforge.specdec.cross_tokenizer import ForeignDraft
+from draftforge.specdec.stored_draft import StoredDraft
 
 TREES = {"grown": {"kind": "static", "widths": [2, 1]}}
 
@@ -70,12 +70,14 @@ def test_it_is_scored_with(recipe: Recipe, theirs: Path, scored: list[Scored]) -
 
 def test_what_is_no_whole_model_is_refused_as_before(recipe: Recipe, theirs: Path, tmp_path: Path) -> None:
     target = Workspace(recipe).target
-    assert isinstance(any_draft_for(target, theirs), ForeignDraft)
+    assert StoredDraft.load(theirs, target, other_tokenizer=True).family == "foreign"
     with pytest.raises(InputError, match=r"tokenizer\.json is not the target's"):
         verbs.export(recipe, tmp_path / "out", str(theirs), None, None)
     assert not (tmp_path / "out").exists()
     same = tmp_path / "same"
     AutoModelForCausalLM.from_pretrained(theirs).save_pretrained(same)
-    assert any_draft_for(target, same).family == "small"  # nothing says that it has another one
+    assert (
+        StoredDraft.load(same, target, other_tokenizer=True).family == "small"
+    )  # nothing says that it has another one
     byte_level_tokenizer(["other words"], 280).save_pretrained(same)
-    assert any_draft_for(target, same).family == "foreign"
+    assert StoredDraft.load(same, target, other_tokenizer=True).family == "foreign"

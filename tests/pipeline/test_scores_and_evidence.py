@@ -49,8 +49,8 @@ class MadeUpScorer:
         self.settings = args[0].recipe.score
         self.samples = [SimpleNamespace(cluster=f"c{n}", conversation=f"c{n}") for n in range(40)]
 
-    def load_any(self, folder: Path) -> None:
-        return None
+    def load(self, folder: Path | None, other_tokenizer: bool = False) -> Any:
+        return folder
 
     def draftings(self, draft: Any, fixed: Any = None) -> list[Any]:
         return [SimpleNamespace(fixed=None, tree="")]
@@ -61,11 +61,8 @@ class MadeUpScorer:
     def counts(self, draftings: Any, identity: Identity, *args: Any) -> tuple[pa.Table, bool]:
         return counts_of(identity.name, identity.step, 10.0 * identity.step + len(identity.name)), True
 
-    def perplexity(self, draft: Any) -> float:
-        return 2.0
-
-    def made_for(self, folder: Path) -> str:
-        return ""
+    def perplexity(self, draft: Any) -> float | None:
+        return None if draft is None else 2.0
 
 
 def test_names_with_dots_keep_their_counts_apart(write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch) -> None:

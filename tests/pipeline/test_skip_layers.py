@@ -12,11 +12,11 @@ from draftforge.cli import main
 from draftforge.errors import FormatError, InputError, StaleInputError
 from draftforge.eval.layer_skip import SkipScorer
 from draftforge.pipeline import verbs
-from draftforge.pipeline.scoring import draft_for
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from draftforge.specdec.formats.layer_skip import SkipFile, write_skipped
+from draftforge.specdec.stored_draft import StoredDraft
 
 SEARCH: dict[str, Any] = {"domain": None, "draft_tokens": None, "tries": 20, "conversations": 2, "seed": 0, "out": None}
 
@@ -126,9 +126,9 @@ def test_it_drafts_for_no_other_target(
         StaleInputError,
         match=r"skip-layers\.json: skips layers of target .{12} and drafts for no other; this one is",
     ):
-        draft_for(Workspace(other).target, searched)
-    draft = draft_for(Workspace(recipe).target, searched)
-    assert isinstance(draft, SkippedDraft)
+        StoredDraft.load(searched, Workspace(other).target)
+    draft = StoredDraft.load(searched, Workspace(recipe).target)
+    assert draft.family == "skipped"
 
 
 def test_bad_input_is_one_line(
@@ -168,8 +168,8 @@ def test_nothing_is_lost_in_the_file(recipe: Recipe, tmp_path: Path) -> None:
     target = Workspace(recipe).target
     skipped = SkippedLayers(attention=(3, 0), mlp=(1,))
     write_skipped(tmp_path / "a.json", SkipFile(target_fingerprint=target.fingerprint, skipped=skipped))
-    draft = draft_for(target, tmp_path / "a.json")
-    assert isinstance(draft, SkippedDraft) and draft.config == skipped
+    draft = StoredDraft.load(tmp_path / "a.json", target)
+    assert isinstance(draft.module, SkippedDraft) and draft.module.config == skipped
     with pytest.raises((FormatError, InputError), match=r"must be a draft|is a file"):
         (tmp_path / "a.json").rename(tmp_path / "a.txt")
-        draft_for(target, tmp_path / "a.txt")
+        StoredDraft.load(tmp_path / "a.txt", target)

@@ -10,11 +10,11 @@ from draftforge.cli import main
 from draftforge.errors import InputError
 from draftforge.pipeline import verbs
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.scoring import draft_for
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.versions import champion
 from draftforge.specdec.formats import read_meta
+from draftforge.specdec.stored_draft import StoredDraft
 
 COMMON: dict[str, Any] = {"steps": 4, "warmup_steps": 1, "tokens_per_step": 256, "draft_tokens": 2}
 MEDUSA = {"family": "medusa", **COMMON}
@@ -58,13 +58,13 @@ def test_a_trained_target_is_another_target(
         verbs.score(recipe, "heads")
     old = Workspace(recipe).target
     with pytest.raises(InputError, match=r"was trained together with target .* drafts for no other; set target\.model"):
-        draft_for(old, checkpoint)
+        StoredDraft.load(checkpoint, old)
 
     own = {"target": {"model": f"{checkpoint}/target", "device": "cpu"}, "workdir": str(tmp_path / "own")}
     path = write_recipe(**own, drafts={"heads": {**MEDUSA, "init_from": str(checkpoint)}})
     space = Workspace(load_recipe(path))
     assert space.target_fingerprint == read_meta(checkpoint).target_fingerprint != old.fingerprint
-    assert draft_for(space.target, checkpoint).family == "medusa"
+    assert StoredDraft.load(checkpoint, space.target).family == "medusa"
     outcome = distill(space)
     assert outcome is not None and outcome.decision.promote
     now = champion(space.tracking, space.target_fingerprint)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from stand_ins import near_copy, random_eagle3, target
 
 from draftforge.errors import FormatError, MissingFileError
-from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats import (
     DraftMeta,
@@ -39,7 +39,7 @@ def meta(family: Any) -> DraftMeta:
     )
 
 
-def same(one: AnyDraft, other: AnyDraft) -> bool:
+def same(one: DraftModule, other: DraftModule) -> bool:
     ours, theirs = one.state_dict(), other.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -62,7 +62,7 @@ def eagle3_folder(tmp_path: Path) -> Path:
     ],
     ids=lambda draft: draft.family,
 )
-def test_every_family_reads_back_equal(draft: AnyDraft, tmp_path: Path) -> None:
+def test_every_family_reads_back_equal(draft: DraftModule, tmp_path: Path) -> None:
     save_draft(draft, tmp_path / "draft", meta(draft.family))
     again, found = load_draft(tmp_path / "draft", CPU, torch.float32)
     assert found == meta(draft.family)
@@ -106,7 +106,9 @@ def test_a_small_draft_is_a_plain_model_folder(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_draft_is_written_again_in_another_format(draft: AnyDraft, name: Format, layout: str, tmp_path: Path) -> None:
+def test_a_draft_is_written_again_in_another_format(
+    draft: DraftModule, name: Format, layout: str, tmp_path: Path
+) -> None:
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")

@@ -9,9 +9,8 @@ import pytest
 from stand_ins import llama, near_copy, random_eagle3, target, taught_medusa
 
 from draftforge.errors import InputError
-from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.small import SmallDraft
-from draftforge.specdec.formats import check_fits
 from draftforge.specdec.models import CausalModel
 
 TARGET = target()  # 61 tokens, hidden 48, four layers
@@ -29,8 +28,8 @@ WHERE = Path("served/draft")
     ],
     ids=lambda draft: draft.family,
 )
-def test_a_draft_that_fits(draft: AnyDraft) -> None:
-    check_fits(draft, TARGET, WHERE)
+def test_a_draft_that_fits(draft: DraftModule) -> None:
+    draft.check_fits(TARGET, WHERE)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +45,14 @@ def test_a_draft_that_fits(draft: AnyDraft) -> None:
         (lambda: heads.eagle3(target_hidden_size=48), "hidden_size 24: must be 48, the target's"),
     ],
 )
-def test_a_draft_of_another_size(draft: Callable[[], AnyDraft], message: str) -> None:
+def test_a_draft_of_another_size(draft: Callable[[], DraftModule], message: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(f'{WHERE}: {message}')}$"):
-        check_fits(draft(), TARGET, WHERE)
+        draft().check_fits(TARGET, WHERE)
 
 
 def test_captured_layers_that_the_target_does_not_have() -> None:
     shallow = CausalModel(llama(layers=3))
     with pytest.raises(InputError, match=r"served/draft: captured layers \[1, 2, 4\]: the target has 3 layers"):
-        check_fits(random_eagle3(TARGET), shallow, WHERE)
+        random_eagle3(TARGET).check_fits(shallow, WHERE)
     with pytest.raises(InputError, match=r"served/draft: captured layers \[1, 2, 4\]: the target has 3 layers"):
-        check_fits(heads.dflash(hidden_size=48, target_hidden_size=48), shallow, WHERE)
+        heads.dflash(hidden_size=48, target_hidden_size=48).check_fits(shallow, WHERE)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
@@ -503,7 +503,7 @@ GOLDEN: list[Any] = [
 
 @pytest.mark.parametrize(("draft", "name", "layout", "config", "tensors"), GOLDEN)
 def test_what_is_written_and_read_back(
-    draft: AnyDraft, name: Format, layout: str, config: dict[str, Any], tensors: Tensors, tmp_path: Path
+    draft: DraftModule, name: Format, layout: str, config: dict[str, Any], tensors: Tensors, tmp_path: Path
 ) -> None:
     write_draft(draft, tmp_path, name, 4, VERIFIER)
     assert json.loads((tmp_path / "config.json").read_text()) == config

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftforge.errors import FormatError, InputError, MissingFileError
-from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.formats import (
     Format,
     Verifier,
@@ -29,7 +29,7 @@ from draftforge.specdec.formats import (
 VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])
 IDS = "eagle_aux_hidden_state_layer_ids"
 LLAMA3, YARN, LONG = (heads.SCALINGS[kind] for kind in ("llama3", "yarn", "longrope"))
-DRAFTS: dict[str, tuple[Callable[[], AnyDraft], Format, set[str]]] = {
+DRAFTS: dict[str, tuple[Callable[[], DraftModule], Format, set[str]]] = {
     "eagle-vllm": (lambda: heads.eagle(own_embeddings=True), "vllm", {"embed_tokens.weight"}),
     "eagle-sglang": (heads.eagle, "sglang", {"fc.bias"}),
     "eagle3": (lambda: heads.eagle3(40, fc_norm=True), "vllm", {"t2d"}),

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from draftforge.data.batches import collate
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.formats import DraftMeta, save_draft
@@ -45,7 +45,7 @@ def add_idle_layer(target: Path, folder: Path) -> None:
 
 
 @torch.no_grad()
-def drafted_logits(draft: AnyDraft, target: CausalModel, ids: Sequence[int], chain: Sequence[int]) -> Tensor:
+def drafted_logits(draft: DraftModule, target: CausalModel, ids: Sequence[int], chain: Sequence[int]) -> Tensor:
     """Logits [1 + len(chain), V] of what a round drafts after `ids`, were it to draft this chain."""
     drafter = make_drafter(draft, target)
     drafter.reserve(1, len(ids), 1 + len(chain), 1 + len(chain))
@@ -58,7 +58,7 @@ def drafted_logits(draft: AnyDraft, target: CausalModel, ids: Sequence[int], cha
     return torch.stack(logits)
 
 
-def greedy_accepted(draft: AnyDraft, target: CausalModel, prompts: Sequence[list[int]], draft_tokens: int) -> int:
+def greedy_accepted(draft: DraftModule, target: CausalModel, prompts: Sequence[list[int]], draft_tokens: int) -> int:
     """Drafted tokens that greedy decoding accepts. What it says must be what the target says alone."""
     requests = [Request(prompt, SamplingSettings(), 0, 16) for prompt in prompts]
     plain = dict(generate(target, None, requests, batch_size=len(requests)))

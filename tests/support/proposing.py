@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from stand_ins import near_copy, random_eagle3, target, taught_dflash, taught_eagle, taught_medusa
 
-from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import (
@@ -75,7 +75,7 @@ def takes(rule: str, name: str) -> bool:
 
 
 @functools.cache
-def taught(family: str, draft_vocab: int | None = None) -> AnyDraft:
+def taught(family: str, draft_vocab: int | None = None) -> DraftModule:
     """Taught once a process, on the one target of these tests."""
     if family == "dflash":
         return taught_dflash(target(), draft_vocab)
@@ -90,7 +90,7 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
         helper = PromptLookup() if name == "cascade" else SmallHelper(near_copy(model, 2 * noise, seed=7), most=2)
         return CascadeProposer(near_copy(model, noise), helper)
     family, _, kind = name.partition("-")
-    drafts: dict[str, Callable[[], AnyDraft]] = {
+    drafts: dict[str, Callable[[], DraftModule]] = {
         "small": lambda: near_copy(model, noise),
         "skipped": lambda: SkippedDraft(model, SkippedLayers(attention=(2,), mlp=(0, 2))),
         "eagle": lambda: taught("eagle"),

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import draftforge
 from draftforge.progress import bar
-from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
@@ -255,7 +255,7 @@ def train_dflash_reduced(target: CausalModel, text: Tensor) -> DFlashDraft:
     return train_dflash(target, text, _frequent(target, text))
 
 
-DRAFTS: dict[str, Callable[[CausalModel, Tensor], AnyDraft]] = {
+DRAFTS: dict[str, Callable[[CausalModel, Tensor], DraftModule]] = {
     "small": train_small,
     "medusa": train_medusa,
     "eagle": train_eagle,

@@ -8,7 +8,6 @@ import torch
 from ...data.store import Capture
 from ...errors import InputError
 from ...specdec.formats.checkpoint import load_draft
-from ...specdec.formats.fit import check_fits
 from ..losses.linear_head import LossSettings
 from ..precision import matrix_dtype
 from ..settings import Settings
@@ -58,5 +57,5 @@ def build(
     target = load_target() if family.needs_target(settings) else None
     if target is not None:
         capture.check_target(target)
-        check_fits(draft, target, f"draft.init_from: {settings.init_from}")
+        draft.check_fits(target, f"draft.init_from: {settings.init_from}")
     return family(draft, settings, loss, target)

@@ -15,7 +15,7 @@ from ... import fingerprint
 from ...data.batches import Batch
 from ...data.store import Capture
 from ...errors import InputError, TokenizerMismatchError
-from ...specdec.drafts import AnyDraft
+from ...specdec.drafts.base import DraftModule
 from ...specdec.targets import Target
 from ..losses.linear_head import LOSS, Head, LossSettings, Rows, each_head, head_loss
 from ..losses.schedule import Objective
@@ -24,7 +24,7 @@ from .target_features import Features
 
 LoadTarget = Callable[[], Target]
 SettingsT = TypeVar("SettingsT", bound=Settings, default=Any)
-DraftT = TypeVar("DraftT", bound=AnyDraft, default=Any)
+DraftT = TypeVar("DraftT", bound=DraftModule, default=Any)
 NumberT = TypeVar("NumberT", float, Tensor)
 
 
@@ -32,7 +32,7 @@ NumberT = TypeVar("NumberT", float, Tensor)
 class Start:
     """A draft before its first step."""
 
-    draft: nn.Module
+    draft: DraftModule
     extra: dict[str, Any] = field(default_factory=dict)
     """What its lineage says of how it was made."""
     tokenizer: PreTrainedTokenizerBase | Path | None = None
@@ -156,7 +156,7 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         last_14[0, LOSS] = rows.beside.detach()
         return self.extra.total(loss, rows.beside), torch.cat([sums, last_14])
 
-    def export(self) -> nn.Module:
+    def export(self) -> DraftModule:
         """The draft as it is saved and served. Adapters are merged into a copy."""
         return self.draft
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ....errors import FormatError
+from ...drafts.base import DraftModule
 from ...drafts.dflash import DFlashDraft
 from ...drafts.eagle3 import Eagle3Draft
 from ...drafts.small import SmallDraft
@@ -20,14 +21,15 @@ DRAFT_FILE = "draft.gguf"
 _SUFFIX = ".gguf"
 
 
-def write(draft: SmallDraft | Eagle3Draft | DFlashDraft, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def write(draft: DraftModule, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write draft.gguf. `tokenizer`: the target's; llama.cpp wants its keys in both files."""
-    if isinstance(draft, SmallDraft):
-        write_llama(draft.model, tokenizer, folder / DRAFT_FILE)
-    elif isinstance(draft, DFlashDraft):
-        write_dflash(draft, tokenizer, folder / DRAFT_FILE)
-    else:
-        write_eagle3(draft, tokenizer, folder / DRAFT_FILE)
+    match draft:
+        case SmallDraft():
+            write_llama(draft.model, tokenizer, folder / DRAFT_FILE)
+        case DFlashDraft():
+            write_dflash(draft, tokenizer, folder / DRAFT_FILE)
+        case Eagle3Draft():
+            write_eagle3(draft, tokenizer, folder / DRAFT_FILE)
 
 
 def read(place: Path) -> SmallDraft | Eagle3Draft | DFlashDraft:

@@ -22,7 +22,7 @@ from draftforge.eval.draft_configs import ProposerSpec
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec import cache
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import (
     DynamicProposer,
@@ -44,7 +44,7 @@ from draftforge.specdec.tree import ROOT
 CPU, META = torch.device("cpu"), torch.device("meta")
 META_ROW = torch.zeros(1, dtype=torch.long, device=META)
 GREEDY, WARM = SamplingSettings(), SamplingSettings(temperature=0.9, top_k=12)
-DRAFTS: dict[str, Callable[[CausalModel], AnyDraft]] = {
+DRAFTS: dict[str, Callable[[CausalModel], DraftModule]] = {
     "small": lambda model: near_copy(model),
     "eagle": lambda model: taught("eagle"),
     "eagle3": lambda model: random_eagle3(model),

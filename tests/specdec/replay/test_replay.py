@@ -11,7 +11,7 @@ from stand_ins import near_copy, prompts, random_eagle3, target, taught_dflash, 
 
 from draftforge.errors import InputError
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Proposer, StaticProposer, Trace, TreeShape, make_drafter, make_proposer
 from draftforge.specdec.proposers.base import UNRANKED
@@ -65,7 +65,7 @@ def test_replay_equals_decoding_count_by_count(name: str, setting: SamplingSetti
     assert total > 0 or name in COPIES
 
 
-STATIC: dict[str, Callable[[CausalModel], AnyDraft]] = {
+STATIC: dict[str, Callable[[CausalModel], DraftModule]] = {
     "small": lambda model: near_copy(model, noise=0.1),
     "eagle3, 2 tokens": lambda model: random_eagle3(model, draft_vocab=2),  # fewer than the shape's siblings
     "eagle3, 40 tokens": lambda model: random_eagle3(model, draft_vocab=40),
@@ -76,7 +76,7 @@ DRY = SamplingSettings(repetition_penalty=1.4)
 
 
 @cache
-def static(name: str) -> tuple[CausalModel, AnyDraft]:
+def static(name: str) -> tuple[CausalModel, DraftModule]:
     model = target()
     return model, STATIC[name](model)
 

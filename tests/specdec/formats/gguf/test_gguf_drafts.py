@@ -14,7 +14,7 @@ from stand_ins import llama
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftforge.errors import FormatError, InputError, MissingFileError
-from draftforge.specdec.drafts import AnyDraft
+from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.drafts.small import SmallDraft
@@ -33,7 +33,7 @@ from draftforge.specdec.formats.gguf.llama import read_llama, write_llama
 
 VOCAB = 280
 CPU = torch.device("cpu")
-DRAFTS: dict[str, Callable[[], AnyDraft]] = {
+DRAFTS: dict[str, Callable[[], DraftModule]] = {
     "small": lambda: SmallDraft(llama(layers=2, vocab=VOCAB)),
     "eagle3": lambda: head(),
     "dflash": lambda: block(),
@@ -61,18 +61,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(params=DRAFTS)
-def draft(request: pytest.FixtureRequest) -> AnyDraft:
+def draft(request: pytest.FixtureRequest) -> DraftModule:
     return DRAFTS[request.param]()
 
 
 @pytest.fixture
-def written(draft: AnyDraft, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+def written(draft: DraftModule, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
     """The file of a folder that holds nothing else."""
     write_draft(draft, tmp_path, "gguf", tokenizer=tokenizer)
     return tmp_path / "draft.gguf"
 
 
-def same(one: AnyDraft, other: AnyDraft) -> bool:
+def same(one: DraftModule, other: DraftModule) -> bool:
     ours, theirs = one.state_dict(), other.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -83,7 +83,7 @@ def rewrite(path: Path, change: Callable[[GgufFile], Any]) -> None:
     write_gguf(path, content)
 
 
-def test_a_folder_and_its_file_are_the_same_draft(draft: AnyDraft, written: Path) -> None:
+def test_a_folder_and_its_file_are_the_same_draft(draft: DraftModule, written: Path) -> None:
     assert list(written.parent.iterdir()) == [written]
     for place in (written, written.parent):
         again = read_draft(place)
@@ -94,7 +94,7 @@ def test_a_folder_and_its_file_are_the_same_draft(draft: AnyDraft, written: Path
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_draft_is_written_again_as_gguf_and_loses_nothing(
-    draft: AnyDraft, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype, tmp_path: Path
+    draft: DraftModule, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     meta = DraftMeta(
         family=draft.family,  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def test_a_draft_is_written_again_as_gguf_and_loses_nothing(
     assert read_draft(out).family == draft.family  # a stranger's file brings no lineage
 
 
-def test_every_missing_misshapen_and_damaged_tensor_is_named(draft: AnyDraft, written: Path) -> None:
+def test_every_missing_misshapen_and_damaged_tensor_is_named(draft: DraftModule, written: Path) -> None:
     content = read_gguf(written)
     for name, tensor in content.tensors.items():
         others = {other: kept for other, kept in content.tensors.items() if other != name}
@@ -135,7 +135,9 @@ def test_every_missing_misshapen_and_damaged_tensor_is_named(draft: AnyDraft, wr
             assert f"{written}: tensor {name} {message}" in str(refused.value)
 
 
-def test_values_that_are_not_finite_are_named(draft: AnyDraft, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_are_not_finite_are_named(
+    draft: DraftModule, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("draftforge.specdec.formats.gguf.file._compare", lambda *args: None)  # nan is not equal to nan
     rewrite(written, lambda content: content.tensors["output_norm.weight"].fill_(float("nan")))
     with pytest.raises(FormatError, match=r"tensor output_norm\.weight has values that are not finite"):
@@ -157,7 +159,7 @@ def test_keys_that_ask_for_something_else(written: Path, change: Callable[..., A
         read_draft(written)
 
 
-def test_keys_that_other_writers_leave_out(draft: AnyDraft, written: Path) -> None:
+def test_keys_that_other_writers_leave_out(draft: DraftModule, written: Path) -> None:
     """Where a key is absent llama.cpp takes the same as we do."""
     if isinstance(draft, SmallDraft):  # its heads make up its width; the head's do not
         optional = {"attention.key_length", "attention.value_length", "rope.dimension_count"}
@@ -176,7 +178,7 @@ def test_keys_that_other_writers_leave_out(draft: AnyDraft, written: Path) -> No
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
 def test_tensors_of_other_types_are_the_numbers_that_they_stand_for(
-    draft: AnyDraft, written: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    draft: DraftModule, written: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantised, expected = gguf.GGMLQuantizationType[kind], dict(read_gguf(written).tensors)
     add_tensor = gguf.GGUFWriter.add_tensor

@@ -1,0 +1,198 @@
+"""A draft that was loaded for a target, once: what it is, where it comes from, and how it drafts."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from .. import fingerprint
+from ..errors import InputError
+from ..progress import say
+from .cross_tokenizer import ForeignDraft
+from .drafts.base import DraftModule
+from .drafts.small import SmallDraft
+from .formats import detect, load_draft, meta_file, read_draft, read_meta
+from .formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET, DraftMeta
+from .formats.layer_skip import is_skip_file, read_skipped
+from .kernels.fused import can_fuse, fuse
+from .loading import load_tokenizer
+from .proposers import CascadeProposer, Proposer, SmallHelper, make_proposer
+from .proposers.cascade import Helper
+from .proposers.other_device import DraftDevice, place_of
+from .proposers.training_free import HELPERS, TRAINING_FREE
+from .proposers.trees import Tree
+from .targets import Target, tokenizer_digest
+from .targets import place as target_place
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class StoredDraft:
+    """A draft of one target: a module that was loaded and fits, or a training-free method."""
+
+    target: Target
+    family: str
+    """Of its module, or the name of the training-free method."""
+    module: DraftModule | None = None
+    path: Path | None = None
+    """Its folder or file."""
+    meta: DraftMeta | None = None
+    """Its lineage; None: nothing says where it comes from."""
+    device: str | None = None
+    """The device that the recipe names for it; None: the target's."""
+
+    @classmethod
+    def load(
+        cls, path: Path, target: Target, device: str | None = None, other_tokenizer: bool = False
+    ) -> "StoredDraft":
+        """Load a draft in any layout: a folder, a .gguf file, or a .json file of skipped layers.
+
+        `device`: None for the target's, in its precision. `other_tokenizer`: accept a model with another tokenizer than
+        the target's, whose drafts go over as text. Raises InputError, FormatError or StaleInputError where the draft
+        does not fit the target.
+        """
+        there = draft_device(target, device)
+        loaded = partial(cls, target, path=path, device=device)
+
+        # 1) layers of the target itself
+        if is_skip_file(path):
+            if there != place_of(target):
+                raise InputError(
+                    f"score.draft_device {device}: {path} drafts with the target's own layers, which stay there"
+                )
+            skipped = read_skipped(path, target)
+            return loaded(skipped.family, skipped)
+
+        # 2) a model with a tokenizer of its own
+        meta = read_meta(path) if meta_file(path).is_file() else None
+        if other_tokenizer and (foreign := _read_foreign(path, target, meta)) is not None:
+            return loaded(foreign.family, foreign.to(*there).eval(), meta=meta)
+
+        # 3) a draft that was made here, or somebody else's
+        if meta is not None:
+            module = load_draft(path, *there).draft
+            _check_lineage(path, meta, target)
+        else:
+            module = read_draft(path, target.num_layers).to(*there).eval()
+            if (path / TOKENIZER_FILE).is_file() and _digest_of_tokenizer(path) != target.tokenizer_digest:
+                raise InputError(f"{path}: its {TOKENIZER_FILE} is not the target's: drafts with another tokenizer")
+        module.check_fits(target, path)
+        if can_fuse(there.device):
+            fuse(module)
+        return loaded(module.family, module, meta=meta)
+
+    @classmethod
+    def of_method(cls, name: str, target: Target) -> "StoredDraft":
+        """A training-free method, such as prompt lookup."""
+        return cls(target, name)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it reads."""
+        return self.target.vocab_size if self.module is None else self.module.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens of the longest text that it was made for; None: texts of any length."""
+        return None if self.module is None else self.module.max_positions
+
+    @property
+    def same_tokenizer(self) -> bool:
+        """Whether it drafts with the target's tokenizer."""
+        return self.module is None or self.module.same_tokenizer
+
+    @property
+    def drafts_trees(self) -> bool:
+        """False: it drafts chains only."""
+        return self.module is not None and self.module.drafts_trees
+
+    @property
+    def parameters(self) -> int:
+        """Of its own weights."""
+        return 0 if self.module is None else sum(one.numel() for one in self.module.parameters())
+
+    @property
+    def digest(self) -> str:
+        """Of its files, and of its device where the recipe names one."""
+        if self.path is None:
+            return self.family
+        files = file_digests(self.path)
+        return fingerprint.of_json(files if self.device is None else [files, self.device])
+
+    def check_context(self, longest: int) -> None:
+        """Raise InputError for a draft that was made for shorter texts than the `longest` of these, in tokens."""
+        if self.module is not None:
+            self.module.check_context(longest, str(self.path))
+
+    def proposer(self, tree: Tree | None = None, helper: Helper | None = None) -> Proposer:
+        """What drafts: chains, or this tree; with a helper, chains in fewer passes of a small draft."""
+        if self.module is None:
+            return TRAINING_FREE[self.family](self.target)
+        if helper is not None:
+            return CascadeProposer(self._small(), helper)
+        return make_proposer(self.module, self.target, tree)
+
+    def new_helper(self) -> Helper:
+        """What drafts for a small draft: this small draft, or this training-free method."""
+        return HELPERS[self.family]() if self.module is None else SmallHelper(self._small())
+
+    def _small(self) -> SmallDraft:
+        assert isinstance(self.module, SmallDraft), self.family
+        return self.module
+
+
+def draft_device(target: Target, device: str | None) -> DraftDevice:
+    """A device that the recipe names, and the precision there: between a GPU and a CPU, the usual one of each."""
+    here = place_of(target)
+    if device is None:
+        return here
+    found, usual = target_place(device, "auto", "score.draft_device")
+    found = torch.empty(0, device=found).device  # with its number: cuda alone is the current one
+    if found == here.device:
+        return here
+    return DraftDevice(found, usual if "cpu" in (found.type, here.device.type) else here.dtype)
+
+
+def trained_for(path: Path, target_fingerprint: str) -> str:
+    """12 hex digits of the target that a draft was made for; "" where that is this one, or nothing says which."""
+    if not meta_file(path).is_file():
+        return ""
+    theirs = read_meta(path).target_fingerprint
+    return "" if theirs == target_fingerprint else fingerprint.short(theirs)
+
+
+def file_digests(path: Path) -> dict[str, str]:
+    """Digests of a draft's files by name."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return {file.name: fingerprint.of_file(file) for file in files if file.is_file()}
+
+
+def _read_foreign(path: Path, target: Target, meta: DraftMeta | None) -> ForeignDraft | None:
+    """A model folder whose own tokenizer is not the target's; None for everything else."""
+    ours = meta is not None and meta.tokenizer_digest == target.tokenizer_digest
+    if ours or not (path / TOKENIZER_FILE).is_file() or detect(path) != "hf":
+        return None
+    theirs = load_tokenizer(path, str(path), trust_remote_code=False)
+    if tokenizer_digest(theirs) == target.tokenizer_digest:
+        return None
+    small = read_draft(path)
+    assert isinstance(small, SmallDraft)
+    say(f"{path}: has another tokenizer than the target's; what it drafts goes over as text")
+    return ForeignDraft.of(small, theirs, target.tokenizer, target.vocab_size)
+
+
+def _digest_of_tokenizer(path: Path) -> str:
+    return tokenizer_digest(load_tokenizer(path, str(path), trust_remote_code=False))
+
+
+def _check_lineage(path: Path, meta: DraftMeta, target: Target) -> None:
+    """Raise InputError for a draft of another tokenizer, or of a target that was trained with it and is not this."""
+    if meta.tokenizer_digest != target.tokenizer_digest:
+        raise InputError(f"{path}: drafts with another tokenizer than the target's")
+    if ORIGINAL_TARGET in meta.extra and meta.target_fingerprint != target.fingerprint:
+        raise InputError(
+            f"{path}: was trained together with target {fingerprint.short(meta.target_fingerprint)} and drafts for "
+            f"no other; set target.model={path / OWN_TARGET}"
+        )
