@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import fingerprint, storage
 from ..errors import CorruptDataError, InputError, MissingFileError, StaleInputError
 from ..progress import track
+from ..specdec.replay.target_trace import RecordedAnswer
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
 from .conversation import Split
@@ -36,23 +37,20 @@ _OPEN_FILES = 64
 _RECORD_KEYS = {"name", "split", "bytes", "sha256"}
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One answered assistant turn."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(RecordedAnswer):
+    """One answered assistant turn, as it is stored, trained on and replayed."""
 
     id: str
     """conversation/turn/sampling key"""
     conversation: str
     turn: int
+    """0, 1, … among the answered turns of the conversation."""
     cluster: str
     domain: str
     split: Split
     sampling: SamplingSettings
-    max_new_tokens: int
     finish: Literal["stop", "length"]
-    prompt_ids: list[int]
-    answer_ids: list[int]
-    """The stop token included."""
     counts: bool = True
     """Whether drafts are trained and scored on it; otherwise it is there for the turns that waited for it."""
 

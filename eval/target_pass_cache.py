@@ -7,7 +7,7 @@ from ..data.store import Sample
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
 from ..specdec.replay.replay import Counted, replay
-from ..specdec.replay.target_trace import ReplayText, TargetTrace, trace_target
+from ..specdec.replay.target_trace import TargetTrace, trace_target
 from ..specdec.sampling import SamplingSettings
 from .draft_configs import exact_rules
 from .settings import ScoreSettings
@@ -44,8 +44,7 @@ class TargetPassCache:
         key = tuple(sample.id for sample in pack), proposer.aux_layers, proposer.reads_states
         traced = self._known.get(key)
         if traced is None:
-            answers = [ReplayText(one.prompt_ids, one.answer_ids, one.max_new_tokens) for one in pack]
-            traced = trace_target(self._target, answers, pack[0].sampling, *key[1:])
+            traced = trace_target(self._target, pack, pack[0].sampling, *key[1:])
             if traced.nbytes <= self._left:
                 self._left -= traced.nbytes
                 self._known[key] = traced

@@ -52,7 +52,7 @@ from draftforge.progress import track
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.proposers.training_free import TRAINING_FREE
 from draftforge.specdec.replay.replay import replay
-from draftforge.specdec.replay.target_trace import ReplayText, trace_target
+from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.stored_draft import StoredDraft
@@ -160,8 +160,8 @@ def replays(
     """Recorded answer tokens that replay scores a second, the target's own pass over them included."""
     requests = BenchRun(target, prompts, max_new_tokens, GREEDY, target.stop_ids).requests()
     found = dict(generate(target, None, requests, batch_size=batch_size))
-    answers = [ReplayText(prompt.ids, found[index].tokens, max_new_tokens) for index, prompt in enumerate(prompts)]
-    packs = buckets([len(one.text.ids) for one in answers], _PASS_TOKENS)
+    answers = [RecordedAnswer(prompt.ids, found[index].tokens, max_new_tokens) for index, prompt in enumerate(prompts)]
+    packs = buckets([len(one.prompt_ids) + len(one.answer_ids) for one in answers], _PASS_TOKENS)
     rates: dict[str, float] = {}
     for way in ways:
         proposer, start, tokens = None if way.make is None else way.make(), 0.0, 0

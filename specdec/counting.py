@@ -23,7 +23,7 @@ from .cuda_graphs import running
 from .models import CausalModel
 from .proposers.base import Proposer
 from .replay.packing import Pack, Text
-from .replay.target_trace import ReplayText, trace_target
+from .replay.target_trace import RecordedAnswer, trace_target
 from .sampling import SamplingSettings
 
 CountingConvention = Literal["draftforge", "llamacpp", "transformers", "vllm"]
@@ -99,7 +99,7 @@ def matched_runs(
         raise InputError(f"known {known}: a draft that reads the target's states drafts after its first token")
     ids, greedy = prompt_ids + text_ids, SamplingSettings()
     with running(target.device):
-        recorded = [ReplayText(prompt_ids, text_ids, len(text_ids))]
+        recorded = [RecordedAnswer(prompt_ids, text_ids, len(text_ids))]
         traced = trace_target(target, recorded, greedy, proposer.aux_layers, proposer.reads_states)
         pack = Pack([Text(ids, len(prompt_ids) + known)], target.device)
         trace = proposer.trace(pack, K, greedy, traced.states)

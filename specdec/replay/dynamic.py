@@ -18,7 +18,7 @@ from ..proposers.logits import pick_states
 from ..sampling import SamplingSettings
 from ..tree import ROOT
 from .expected_rounds import RoundCounts, survival_chosen, walk_expected
-from .target_trace import ReplayText, TargetTrace
+from .target_trace import RecordedAnswer, TargetTrace
 
 _MOST_LOGITS = 1 << 28
 """Nodes times vocabulary of all trees that grow at once."""
@@ -63,7 +63,7 @@ class _Drive:
     def __init__(
         self,
         proposer: Proposer,
-        answers: Sequence[ReplayText],
+        answers: Sequence[RecordedAnswer],
         sampling: SamplingSettings,
         states: States,
         first_BV: Tensor | None,

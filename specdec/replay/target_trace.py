@@ -4,6 +4,7 @@ Shapes: B answers, T tokens of the longest with its prompt, R round starts of al
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,23 +16,21 @@ from ..sampling import SamplingSettings
 from .packing import Pack, Text
 
 
-class ReplayText(NamedTuple):
-    """An answer of the target's."""
+@dataclass(frozen=True, slots=True)
+class RecordedAnswer:
+    """A prompt and the target's own answer to it: what a replay needs to know of a stored sample."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
+    """The stop token included."""
     max_new_tokens: int
-
-    @property
-    def text(self) -> Text:
-        """Rounds start after the answer's first token, which comes from the prefill."""
-        return Text(self.prompt_ids + self.answer_ids, len(self.prompt_ids) + 1)
+    """Tokens that the answer might have had."""
 
 
 class TargetTrace(NamedTuple):
     """One teacher-forced pass of the target over prompts and answers; the same for every draft that needs it."""
 
-    answers: Sequence[ReplayText]
+    answers: Sequence[RecordedAnswer]
     sampling: SamplingSettings
     pack: Pack
     states: States | None  # [B, T, ...]; None where nobody asked for features
@@ -46,7 +45,7 @@ class TargetTrace(NamedTuple):
 
 def trace_target(
     target: CausalModel,
-    answers: Sequence[ReplayText],
+    answers: Sequence[RecordedAnswer],
     sampling: SamplingSettings,
     aux_layers: Sequence[int] = (),
     reads_states: bool = False,
@@ -61,12 +60,14 @@ def trace_target(
 
 def _trace(
     target: CausalModel,
-    answers: Sequence[ReplayText],
+    answers: Sequence[RecordedAnswer],
     sampling: SamplingSettings,
     aux_layers: Sequence[int],
     reads_states: bool,
 ) -> TargetTrace:
-    pack = Pack([answer.text for answer in answers], target.device)
+    # Rounds start after the answer's first token, which comes from the prefill.
+    texts = [Text(answer.prompt_ids + answer.answer_ids, len(answer.prompt_ids) + 1) for answer in answers]
+    pack = Pack(texts, target.device)
     traced = TargetTrace(answers, sampling, pack, None, None, target.vocab_size)
     wanted = bool(aux_layers) or reads_states
     if sampling.greedy and not wanted:

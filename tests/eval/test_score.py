@@ -202,8 +202,7 @@ def test_passes_of_the_target_are_shared_by_checkpoints(
     assert passes(settings.trace_bytes, 0) == [3]
     assert passes(settings.trace_bytes, 1) == [1, 1, 1]
     assert passes(0, 0) == [3, 3]
-    recorded = [target_pass_cache.ReplayText(one.prompt_ids, one.answer_ids, 24) for one in samples[9:]]
-    sizes = [trace_target(target, [one], WARM).nbytes for one in recorded]
+    sizes = [trace_target(target, [one], WARM).nbytes for one in samples[9:]]
     assert len(passes(sum(sizes), 1)) == 3 and len(passes(sum(sizes) - 1, 1)) == 4
 
 

@@ -99,4 +99,16 @@ def test_too_few_conversations_for_an_interval_are_refused_by_name(answer: int) 
 
 def sample(turn: int, answer: int, name: str = "a") -> Sample:
     ids = [3] * answer
-    return Sample(f"{name}/{turn}/t0", name, turn, name, "d", "selection", SamplingSettings(), 4, "stop", [1, 2], ids)
+    return Sample(
+        [1, 2],
+        ids,
+        4,
+        id=f"{name}/{turn}/t0",
+        conversation=name,
+        turn=turn,
+        cluster=name,
+        domain="d",
+        split="selection",
+        sampling=SamplingSettings(),
+        finish="stop",
+    )

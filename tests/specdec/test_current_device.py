@@ -15,7 +15,7 @@ from draftforge.specdec.replay import dynamic, replay, target_trace
 from draftforge.specdec.sampling import SamplingSettings
 
 GREEDY = SamplingSettings()
-ANSWER = target_trace.ReplayText([5, 9, 2], [7, 1, 30, 4], 4)
+ANSWER = target_trace.RecordedAnswer([5, 9, 2], [7, 1, 30, 4], 4)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from draftforge.specdec.proposers import Ask, Draft, ForeignProposer, make_propo
 from draftforge.specdec.proposers.trees import StaticTree
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.replay import replay
-from draftforge.specdec.replay.target_trace import ReplayText, trace_target
+from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
 from draftforge.specdec.requests import Generation, Request
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -173,7 +173,7 @@ def test_replay_equals_decoding_count_by_count(rule: str, trained_drafts: Traine
     draft = ForeignDraft.of(trained_drafts.draft("small"), model.tokenizer, model.tokenizer, model.vocab_size)
     requests = trained_requests(model.tokenizer)
     answers = run(model, draft, requests, rule, draft_tokens=3)
-    recorded = [ReplayText(request.prompt_ids, answer.tokens, 60) for request, answer in zip(requests, answers)]
+    recorded = [RecordedAnswer(request.prompt_ids, answer.tokens, 60) for request, answer in zip(requests, answers)]
     replayed = replay(ForeignProposer(draft), trace_target(model, recorded, GREEDY), [rule], [3])
     assert [counted.counts for (counted,) in replayed] == [count_rounds(answer.rounds, 3) for answer in answers]
 

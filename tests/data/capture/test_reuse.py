@@ -63,7 +63,7 @@ def test_a_capture_from_recorded_answers_is_the_same(
     Nothing is decoded."""
     tokens = save_answers(drawn, tmp_path / "answers")
     assert tokens == drawn.manifest["tokens"]
-    monkeypatch.setattr(answering.PlainDecoder, "ask", None)
+    monkeypatch.setattr(answering.PlainDecoder, "submit", None)
     settings = SETTINGS.model_copy(update={"answers": tmp_path / "answers"})
     capturing.capture(target, Path("mix"), settings, SCORED, tmp_path / "again")
     again = Capture.open(tmp_path / "again")

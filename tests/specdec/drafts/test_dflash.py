@@ -22,7 +22,7 @@ from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.replay.dynamic import drive
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.replay import replay
-from draftforge.specdec.replay.target_trace import ReplayText, trace_target
+from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
 from draftforge.specdec.sampling import SamplingSettings
 
 GREEDY = SamplingSettings()
@@ -122,7 +122,7 @@ def test_every_number_of_levels_is_replayed_as_it_is_decoded() -> None:
     shorter: list[int] = []
     for ids in prompts(8):
         ((_, answer),) = generate(model, None, [Request(ids, GREEDY, 0, 28)])
-        traced = trace_target(model, [ReplayText(ids, answer.tokens, 28)], GREEDY, proposer.aux_layers)
+        traced = trace_target(model, [RecordedAnswer(ids, answer.tokens, 28)], GREEDY, proposer.aux_layers)
         for _, K, counts in replay(proposer, traced, ["greedy"], [1, 2, 3, 7])[0]:
             ((_, decoded),) = generate(model, proposer, [Request(ids, GREEDY, 0, 28)], draft_tokens=K)
             assert counts == count_rounds(decoded.rounds, K)
@@ -145,7 +145,7 @@ def test_trees_have_blocks_as_long_as_they_are_deep(levels: int) -> None:
         for ids in prompts(4):
             request = Request(ids, GREEDY, 0, 20)
             ((_, decoded),) = generate(model, proposer, [request], draft_tokens=levels)
-            traced = trace_target(model, [ReplayText(ids, decoded.tokens, 20)], GREEDY, proposer.aux_layers)
+            traced = trace_target(model, [RecordedAnswer(ids, decoded.tokens, 20)], GREEDY, proposer.aux_layers)
             ((counted,),) = replay(proposer, traced, ["greedy"], [levels])
             assert counted.counts == count_rounds(decoded.rounds, levels) == drive(proposer, traced, levels)[0]
 

@@ -37,7 +37,7 @@ from draftforge.specdec.proposers.other_device import DraftDevice, ElsewhereDraf
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.replay.replay import replay
-from draftforge.specdec.replay.target_trace import ReplayText, trace_target
+from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.tree import ROOT
 
@@ -110,7 +110,7 @@ def test_greedy_answers_are_the_targets_and_counted_alike(name: str, way: str) -
     for index, answer in dict(generate(model, proposer, requests, draft_tokens=3, batch_size=3)).items():
         assert answer.tokens == plain[index].tokens
         ids = requests[index].prompt_ids
-        recorded = [ReplayText(ids, answer.tokens, 16)]
+        recorded = [RecordedAnswer(ids, answer.tokens, 16)]
         traced = trace_target(model, recorded, GREEDY, proposer.aux_layers, proposer.reads_states)
         ((replayed,),) = replay(proposer, traced, ["greedy"], [3])
         assert replayed.counts == count_rounds(answer.rounds, 3)

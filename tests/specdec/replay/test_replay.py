@@ -19,7 +19,7 @@ from draftforge.specdec.replay.dynamic import drive
 from draftforge.specdec.replay.expected_rounds import RoundCounts, count_rounds
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.replay.replay import Counted, rank_accuracies, replay, replayable
-from draftforge.specdec.replay.target_trace import ReplayText, TargetTrace, trace_target
+from draftforge.specdec.replay.target_trace import RecordedAnswer, TargetTrace, trace_target
 from draftforge.specdec.rules import RULES
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -27,7 +27,9 @@ GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=1.0, top_k=12, repetition_penalty=1.2)
 
 
-def traced_by(model: CausalModel, proposer: Proposer, setting: SamplingSettings, *answers: ReplayText) -> TargetTrace:
+def traced_by(
+    model: CausalModel, proposer: Proposer, setting: SamplingSettings, *answers: RecordedAnswer
+) -> TargetTrace:
     """The target's pass, as far as the proposer reads it."""
     return trace_target(model, answers, setting, proposer.aux_layers, proposer.reads_states)
 
@@ -36,7 +38,7 @@ def replayed(
     model: CausalModel,
     proposer: Proposer,
     setting: SamplingSettings,
-    answer: ReplayText,
+    answer: RecordedAnswer,
     rules: list[str],
     Ks: list[int],
 ) -> list[Counted]:
@@ -59,7 +61,8 @@ def test_replay_equals_decoding_count_by_count(name: str, setting: SamplingSetti
         ids = requests[index].prompt_ids
         decoded = count_rounds(answer.rounds, K)
         assert (
-            replayed(model, proposer, setting, ReplayText(ids, answer.tokens, 28), ["greedy"], [K])[0].counts == decoded
+            replayed(model, proposer, setting, RecordedAnswer(ids, answer.tokens, 28), ["greedy"], [K])[0].counts
+            == decoded
         )
         total += decoded.accepted
     assert total > 0 or name in COPIES
@@ -95,7 +98,7 @@ def test_one_trace_counts_static_trees_as_drafting_does(name: str, setting: Samp
     for number, ids in enumerate(prompts(4)):
         limit = 9 + 4 * number
         ((_, answer),) = generate(model, None, [Request(ids, setting, number, limit, frozenset({5, 17}))])
-        traced = traced_by(model, proposer, setting, ReplayText(ids, answer.tokens, limit))
+        traced = traced_by(model, proposer, setting, RecordedAnswer(ids, answer.tokens, limit))
         rules = ["greedy"] if setting.greedy else ["onehot", "match"]
         for rule, K, counts in replay(proposer, traced, rules, [1, 3, 6])[0]:
             assert [counts] == drive(proposer, traced, K), (rule, K)
@@ -117,7 +120,7 @@ def test_a_tree_whose_path_holds_the_stop() -> None:
         for stop in set(whole.tokens[4:12]):
             request = Request(ids, GREEDY, 0, 24, frozenset({stop}))
             ((_, decoded),) = generate(model, proposer, [request], draft_tokens=4)
-            (counted,) = replayed(model, proposer, GREEDY, ReplayText(ids, decoded.tokens, 24), ["greedy"], [4])
+            (counted,) = replayed(model, proposer, GREEDY, RecordedAnswer(ids, decoded.tokens, 24), ["greedy"], [4])
             assert counted.counts == count_rounds(decoded.rounds, 4)
             inside += any(r.emitted == r.accepted for r in decoded.rounds)
     assert inside > 5
@@ -134,7 +137,7 @@ def test_drafts_whose_tokens_tie_are_counted_as_decoded(shape: TreeShape | None)
     accepted = 0.0
     for index, answer in generate(model, proposer, [Request(ids, GREEDY, 0, 28) for ids in prompts(10)]):
         ids = prompts(10)[index]
-        (counted,) = replayed(model, proposer, GREEDY, ReplayText(ids, answer.tokens, 28), ["greedy"], [4])
+        (counted,) = replayed(model, proposer, GREEDY, RecordedAnswer(ids, answer.tokens, 28), ["greedy"], [4])
         assert counted.counts == count_rounds(answer.rounds, 4)
         accepted += counted.counts.accepted
     assert accepted > 20
@@ -145,7 +148,7 @@ def test_one_trace_serves_every_draft_length() -> None:
     proposer = proposer_named("eagle3", model)
     request = Request(prompts(1)[0], GREEDY, 0, 28)
     ((_, answer),) = generate(model, None, [request])
-    recorded = ReplayText(request.prompt_ids, answer.tokens, 28)
+    recorded = RecordedAnswer(request.prompt_ids, answer.tokens, 28)
     for counted in replayed(model, proposer, GREEDY, recorded, ["greedy"], [1, 2, 4]):
         assert replayed(model, proposer, GREEDY, recorded, ["greedy"], [counted.draft_tokens]) == [counted]
 
@@ -172,7 +175,9 @@ def test_replay_above_zero_gives_the_decoders_mean(name: str, rule: str) -> None
     prompt = [2, 7, 1]
     plain = [Request(prompt, WARM, seed, length) for seed in range(count)]
     other = [Request(prompt, WARM, 10_000 + seed, length) for seed in range(count)]
-    answers = [ReplayText(prompt, answer.tokens, length) for _, answer in generate(model, None, plain, batch_size=50)]
+    answers = [
+        RecordedAnswer(prompt, answer.tokens, length) for _, answer in generate(model, None, plain, batch_size=50)
+    ]
     counted = replay(proposer, traced_by(model, proposer, WARM, *answers), [rule], [K])
     decoded = [
         count_rounds(answer.rounds, K)
@@ -188,7 +193,7 @@ def test_replay_above_zero_gives_the_decoders_mean(name: str, rule: str) -> None
 def test_an_answer_of_one_token_has_no_round() -> None:
     model = target()
     proposer = proposer_named("small", model)
-    (counted,) = replayed(model, proposer, GREEDY, ReplayText([1, 2], [5], 10), ["greedy"], [2])
+    (counted,) = replayed(model, proposer, GREEDY, RecordedAnswer([1, 2], [5], 10), ["greedy"], [2])
     assert counted.counts == RoundCounts(0.0, 0.0, 0.0, 0.0, (0.0, 0.0), (0.0, 0.0))
 
 
@@ -218,7 +223,7 @@ def test_which_rules_can_be_replayed(name: str, rules: set[str]) -> None:
     proposer = proposer_named(name, model)
     assert {rule for rule in RULES if replayable(proposer, rule, WARM)} == rules
     assert {rule for rule in RULES if replayable(proposer, rule, GREEDY)} == (LOSSLESS if rules else set())
-    traced = traced_by(model, proposer, WARM, ReplayText([1, 2], [5, 6, 7], 10))
+    traced = traced_by(model, proposer, WARM, RecordedAnswer([1, 2], [5, 6, 7], 10))
     assert [counted.rule for counted in replay(proposer, traced, sorted(rules), [2])[0]] == sorted(rules)
     for rule in RULES.keys() - rules:
         can = ", ".join(name for name in RULES if name in rules) or "none"
@@ -231,7 +236,7 @@ def test_which_rules_can_be_replayed(name: str, rules: set[str]) -> None:
 def traces_of(proposer: Proposer, model: CausalModel, K: int, length: int = 28) -> tuple[Pack, Trace]:
     """What the draft says along greedy answers."""
     done = generate(model, None, [Request(ids, GREEDY, 0, length) for ids in prompts(12)], batch_size=12)
-    answers = [ReplayText(prompts(12)[index], answer.tokens, length) for index, answer in done]
+    answers = [RecordedAnswer(prompts(12)[index], answer.tokens, length) for index, answer in done]
     traced = traced_by(model, proposer, GREEDY, *answers)
     return traced.pack, proposer.trace(traced.pack, K, GREEDY, traced.states)
 

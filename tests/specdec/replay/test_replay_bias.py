@@ -28,7 +28,7 @@ from draftforge.specdec.replay.expected_rounds import (
     survival_token,
 )
 from draftforge.specdec.replay.replay import replay
-from draftforge.specdec.replay.target_trace import ReplayText, TargetTrace, trace_target
+from draftforge.specdec.replay.target_trace import RecordedAnswer, TargetTrace, trace_target
 from draftforge.specdec.sampling import SamplingSettings
 
 WARM = SamplingSettings(temperature=1.0)
@@ -99,7 +99,7 @@ def error(estimate: Estimate) -> float:
 
 
 def traced_answers() -> TargetTrace:
-    return trace_target(models()[0], [ReplayText(PROMPT, answer, LENGTH) for answer in plain_answers()], WARM)
+    return trace_target(models()[0], [RecordedAnswer(PROMPT, answer, LENGTH) for answer in plain_answers()], WARM)
 
 
 def position_average(case: Case) -> float:

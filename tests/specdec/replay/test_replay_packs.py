@@ -18,7 +18,7 @@ from draftforge.specdec.proposers import logits as rows_of_logits
 from draftforge.specdec.proposers.base import UNRANKED, Texts
 from draftforge.specdec.replay import dynamic
 from draftforge.specdec.replay.replay import Counted, replay, replayable
-from draftforge.specdec.replay.target_trace import ReplayText, TargetTrace, trace_target
+from draftforge.specdec.replay.target_trace import RecordedAnswer, TargetTrace, trace_target
 from draftforge.specdec.rules import RULES
 from draftforge.specdec.sampling import SamplingSettings, penalised, probabilities, seen_before
 
@@ -37,7 +37,7 @@ TOGETHER = (
 )
 
 
-def mix(model: CausalModel, seed: int, count: int = 7) -> list[ReplayText]:
+def mix(model: CausalModel, seed: int, count: int = 7) -> list[RecordedAnswer]:
     """Answers of all lengths, in any order, the shortest among them; some leave what the target says half way."""
     draw = random.Random(seed)
     asked = prompts(count, seed=seed)
@@ -48,12 +48,12 @@ def mix(model: CausalModel, seed: int, count: int = 7) -> list[ReplayText]:
     for index, (ids, length) in enumerate(zip(asked, lengths)):
         own = done[index].tokens[: length if index % 3 else draw.randint(1, length)]
         answer = [*own, *(draw.randrange(VOCAB) for _ in range(length - len(own)))]
-        answers.append(ReplayText(ids, answer, length + draw.randint(0, 4)))
+        answers.append(RecordedAnswer(ids, answer, length + draw.randint(0, 4)))
     return answers
 
 
 def traced_by(
-    model: CausalModel, proposer: Proposer, setting: SamplingSettings, answers: list[ReplayText]
+    model: CausalModel, proposer: Proposer, setting: SamplingSettings, answers: list[RecordedAnswer]
 ) -> TargetTrace:
     return trace_target(model, answers, setting, proposer.aux_layers, proposer.reads_states)
 
@@ -100,7 +100,7 @@ def test_answers_without_a_round() -> None:
     model = target()
     for name in ("small", "eagle", "medusa", "dflash", "lookup", "suffix", "small-dynamic"):
         proposer = proposer_named(name, model)
-        traced = traced_by(model, proposer, GREEDY, [ReplayText([3, 4], [5], 8), ReplayText([1], [2], 1)])
+        traced = traced_by(model, proposer, GREEDY, [RecordedAnswer([3, 4], [5], 8), RecordedAnswer([1], [2], 1)])
         for (counted,) in replay(proposer, traced, ["greedy"], [2]):
             assert counted.counts == (0.0, 0.0, 0.0, 0.0, (0.0, 0.0), (0.0, 0.0))
 
