@@ -22,9 +22,10 @@ from ..specdec.decoder import decode_rounds
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
 from ..specdec.requests import DecodeRun, Request, RoundSeconds, RoundTimer
+from ..specdec.rules import choose_rule
 from ..specdec.sampling import SamplingSettings
 from ..storage import lock, read_json, write_json
-from .draft_configs import DraftConfig, ProposerSpec, rules_for
+from .draft_configs import DraftConfig, ProposerSpec
 from .settings import ScoreSettings
 from .speedup import Gain
 
@@ -43,7 +44,7 @@ class Mode(NamedTuple):
     @classmethod
     def of(cls, config: DraftConfig, spec: ProposerSpec, settings: ScoreSettings) -> "Mode":
         proposer = spec.make()
-        return cls(config, proposer, deciding_rule(spec, settings), proposer.most_nodes(config.levels))
+        return cls(config, proposer, timed_rule(spec, settings), proposer.most_nodes(config.levels))
 
 
 PLAIN_MODE = Mode(DraftConfig(0), None, "greedy", 0)
@@ -59,9 +60,9 @@ class Parts(NamedTuple):
     """Behind the times."""
 
 
-def deciding_rule(spec: ProposerSpec, settings: ScoreSettings) -> str:
-    """The rule under which rounds are timed: that of the first sampling setting."""
-    return rules_for(settings.sampling[0], spec.proposer, settings)[0]
+def timed_rule(spec: ProposerSpec, settings: ScoreSettings) -> str:
+    """The rule under which rounds are timed: the deciding one of the first sampling setting."""
+    return choose_rule(settings.sampling[0], spec.proposer, settings.sampled_rules)
 
 
 def most_tokens(rounds: int, levels: int) -> int:
@@ -227,7 +228,7 @@ def cost_key(
     """
     sampling = settings.sampling[0]
     plans = {
-        config.label: {"rule": deciding_rule(spec, settings), "levels": config.levels, "tree": spec.work}
+        config.label: {"rule": timed_rule(spec, settings), "levels": config.levels, "tree": spec.work}
         for spec in specs
         for config in spec.configs
     }

@@ -21,9 +21,10 @@ from ..specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from ..specdec.models import CausalModel
 from ..specdec.proposers import make_proposer
 from ..specdec.replay.replay import replay
+from ..specdec.rules import choose_rule
 from ..storage import read_json, write_json
 from .costs import CostTable
-from .draft_configs import DraftConfig, rules_for
+from .draft_configs import DraftConfig
 from .settings import ScoreSettings
 from .target_pass_cache import TargetPassCache
 
@@ -125,8 +126,8 @@ class SkipScorer:
         proposer = make_proposer(SkippedDraft(self._target, skipped), self._target)
         depths, totals = sorted(self._times), dict.fromkeys(self._times, (0.0, 0.0))
         for traced in self._traces.along(samples, proposer):
-            rules = rules_for(traced.sampling, proposer, self._settings)[:1]
-            for counted in replay(proposer, traced, rules, depths):
+            rule = choose_rule(traced.sampling, proposer, self._settings.sampled_rules)
+            for counted in replay(proposer, traced, [rule], depths):
                 for one in counted:
                     tokens, rounds = totals[one.draft_tokens]
                     totals[one.draft_tokens] = tokens + one.counts.tokens, rounds + one.counts.rounds

@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import InputError
-from ..specdec.rules import RULES
+from ..specdec.rules import RULES, deciding_rule
 from .costs import CostKey, RoundCost
 from .counts import concat, groups, values, where
-from .draft_configs import PLAINEST, DraftConfig
+from .draft_configs import DraftConfig
 from .figures import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_difference
 from .serving_load import (
     BatchFigures,
@@ -340,16 +340,10 @@ def speedup_difference(tables: Sequence[pa.Table], first: Row, second: Row, sett
 
 
 def serving(table: pa.Table, settings: ScoreSettings) -> pa.Table:
-    """The rows that decide: per draft, replayed where it was; per sampling setting, its serving rule.
-
-    That rule is greedy at T = 0, else the first of the settings' other rules by which this way of drafting was scored;
-    where there is none (prompt lookup under `token`), the plainest that it was scored by. A lossy rule decides nothing.
-    """
+    """The rows that decide: per draft, replayed where it was; per sampling setting, under its deciding rule."""
     kept = []
     for _, part in groups(table, "draft", "step", "setting", "tree"):
-        rules = [rule for rule in values(part, "rule") if RULES[rule].lossless]
-        wanted = ("greedy", *settings.sampled_rules, *PLAINEST)
-        mine = where(part, rule=next((rule for rule in wanted if rule in rules), rules[0]))
+        mine = where(part, rule=deciding_rule(values(part, "rule"), settings.sampled_rules))
         kept.append(where(mine, method="replay" if "replay" in values(mine, "method") else "decode"))
     return concat(kept)
 

@@ -24,11 +24,12 @@ from ..specdec.proposers.shape import TreeShape
 from ..specdec.proposers.trees import MeasuredTree, StaticTree
 from ..specdec.replay.expected_rounds import RoundCounts, count_rounds
 from ..specdec.replay.packing import Pack
-from ..specdec.replay.replay import Counted, rank_accuracies
+from ..specdec.replay.replay import Counted, rank_accuracies, replayable_rules
+from ..specdec.rules import rules_for
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
 from .counts import CountRow, context_bucket, to_table
-from .draft_configs import DraftConfig, ProposerSpec, exact_rules, rules_for
+from .draft_configs import DraftConfig, ProposerSpec
 from .settings import ScoreSettings
 from .target_pass_cache import TargetPassCache, replay_samples
 
@@ -145,10 +146,10 @@ class _Work:
         replayed: list[Sample] = []
         groups: dict[str, tuple[list[Sample], Sequence[int]]] = {}
         for sample in samples:
-            exact = exact_rules(sample.sampling, proposer, settings)
+            exact = replayable_rules(proposer, sample.sampling, settings.sampled_rules)
             if exact:
                 replayed.append(sample)
-            for rule in rules_for(sample.sampling, proposer, settings):
+            for rule in rules_for(sample.sampling, proposer, settings.sampled_rules):
                 if rule not in exact or sample.conversation in chosen:
                     depths = some if rule in exact else spec.depths
                     groups.setdefault(rule, ([], depths))[0].append(sample)

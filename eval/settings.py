@@ -6,14 +6,12 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..specdec.proposers.trees import MOST_LEVELS, MeasuredTree, TreeSettings
-from ..specdec.rules import RULES
+from ..specdec.rules import RULES, RuleName, preferred_rules
 from ..specdec.sampling import SamplingSettings
 from .figures import Bootstrap
 
 Engine = Literal["vllm", "sglang", "llama.cpp", "draftforge"]
 EngineRule = Literal["token", "block", "onehot", "match"]
-_USUAL: dict[Engine, EngineRule] = {"vllm": "onehot", "sglang": "onehot", "llama.cpp": "onehot"}
-"""How engines verify above temperature 0 where nothing else is asked of them."""
 
 
 class LoadSettings(BaseModel):
@@ -72,11 +70,6 @@ class LoadSettings(BaseModel):
         return max(self.batch_sizes, key=lambda size: (self.batch_sizes[size], size))
 
     @property
-    def serving_rule(self) -> EngineRule | None:
-        """The engine's rule above temperature 0; None: that of score.rules."""
-        return self.rule or _USUAL.get(self.engine)
-
-    @property
     def said(self) -> str:
         """The load in words."""
         sizes = ", ".join(f"{size} ({share:.0%})" for size, share in self.shares.items() if share)
@@ -94,7 +87,6 @@ class RaceSettings(BaseModel):
     """After so many parts of the conversations it is asked who can still win; each part loads every draft again."""
 
 
-RuleName = Literal["greedy", "token", "block", "onehot", "match", "multiround", "recursive", "traversal", "typical"]
 _TREE_NAME = r"^[a-z][a-z0-9_-]*$"
 SELECTION_SPLIT: Final = "selection"  # checkpoints are scored and picked on this split
 HOLDOUT_SPLIT: Final = "holdout"  # a candidate meets the champion on this one, and on no other
@@ -196,8 +188,9 @@ class ScoreSettings(BaseModel):
         sampled = [sampling.key for sampling in self.sampling if not sampling.greedy]
         if sampled and not self.sampled_rules:
             raise ValueError(f"rules {self.rules}: sampling {sampled[0]} needs a rule beside greedy")
-        if not RULES[self.serving_rule].lossless:
-            raise ValueError(f"rules {self.rules}: {self.serving_rule} is lossy: drafts are picked by a lossless rule")
+        lossy = [rule for rule in self.sampled_rules[:1] if not RULES[rule].lossless]
+        if lossy:
+            raise ValueError(f"rules {self.rules}: {lossy[0]} is lossy: drafts are picked by a lossless rule")
         unknown = sorted(set(self.decode_draft_tokens) - set(self.draft_tokens))
         if unknown:
             raise ValueError(f"decode_draft_tokens {unknown}: must be among draft_tokens {self.draft_tokens}")
@@ -208,19 +201,13 @@ class ScoreSettings(BaseModel):
     @property
     def sampled_rules(self) -> list[RuleName]:
         """Rules at temperature > 0, the serving engine's first; at 0 every rule is the greedy one."""
-        engines = self.load.serving_rule if self.load is not None else None
-        mine: list[RuleName] = [] if engines is None else [engines]
-        return [*mine, *(rule for rule in self.rules if rule not in ("greedy", *mine))]
+        load = self.load
+        return preferred_rules(self.rules, *((load.engine, load.rule) if load is not None else ()))
 
     @property
     def trees_vary(self) -> bool:
         """Whether two checkpoints of one draft may be scored with trees of other shapes."""
         return any(isinstance(tree, MeasuredTree) for tree in self.trees.values())
-
-    @property
-    def serving_rule(self) -> RuleName:
-        """The rule by which drafts are picked at temperature > 0."""
-        return self.sampled_rules[0] if self.sampled_rules else "greedy"
 
     @property
     def bootstrap(self) -> Bootstrap:

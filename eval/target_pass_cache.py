@@ -6,10 +6,9 @@ from ..data.batches import buckets
 from ..data.store import Sample
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
-from ..specdec.replay.replay import Counted, replay
+from ..specdec.replay.replay import Counted, replay, replayable_rules
 from ..specdec.replay.target_trace import TargetTrace, trace_target
 from ..specdec.sampling import SamplingSettings
-from .draft_configs import exact_rules
 from .settings import ScoreSettings
 
 _PASS_TOKENS = {"cuda": 16384, "cpu": 2048}
@@ -66,4 +65,5 @@ def replay_samples(
     """Each sample's index and its counts, under every scored rule that a replay can tell, pack by pack."""
     for pack in traces.packs(samples):
         traced = traces.of([samples[index] for index in pack], proposer)
-        yield from zip(pack, replay(proposer, traced, exact_rules(traced.sampling, proposer, settings), depths))
+        rules = replayable_rules(proposer, traced.sampling, settings.sampled_rules)
+        yield from zip(pack, replay(proposer, traced, rules, depths))

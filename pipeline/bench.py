@@ -38,7 +38,7 @@ from ..eval.bench.run import (
 )
 from ..eval.bench.table import bench_rows, show_bench, words
 from ..eval.costs import hardware_name
-from ..eval.draft_configs import DraftConfig, ProposerSpec, rules_for
+from ..eval.draft_configs import DraftConfig, ProposerSpec
 from ..eval.figures import Bootstrap
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..progress import say, track
@@ -46,8 +46,7 @@ from ..registry.lineage import git_commit
 from ..specdec.proposers import Proposer
 from ..specdec.proposers.training_free import LOOKUP, TRAINING_FREE
 from ..specdec.proposers.trees import MOST_LEVELS, TreeSettings
-from ..specdec.requests import check_proposer
-from ..specdec.rules import RULES, known_rule
+from ..specdec.rules import choose_rule, known_rule
 from ..specdec.sampling import SamplingSettings
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
@@ -202,14 +201,12 @@ class MethodFinder:
     def _way(self, name: str, plan: DraftConfig, make: Callable[[], Proposer]) -> list[BenchEntry]:
         """One, or none where no rule takes it."""
         sampling, proposer = self._settings.sampling, make()
-        rule = self._settings.rule or rules_for(sampling, proposer, self._score)[0]
         try:
-            check_proposer(RULES[rule], proposer, sampling)
+            rule = choose_rule(sampling, proposer, self._score.sampled_rules, self._settings.rule)
         except InputError as error:
             self.failures.append(Failure(method=name, plan=plan.label, batch_size=None, reason=str(error)))
             return []
-        judged = "greedy" if sampling.greedy else rule
-        setting = Setting(method=name, levels=plan.levels, tree=plan.tree, rule=judged, batch_size=1)
+        setting = Setting(method=name, levels=plan.levels, tree=plan.tree, rule=rule, batch_size=1)
         return [BenchEntry(setting, make)]
 
     def _tried(self, name: str, tree: str | None, find: Callable[[], T]) -> T | None:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ..data.conversation import Message, render
 from ..errors import InputError, RegistryError
-from ..eval.draft_configs import DraftConfig, rules_for
+from ..eval.draft_configs import DraftConfig
 from ..eval.settings import SELECTION_SPLIT
 from ..recipe import Recipe
 from ..registry.versions import champion, resolve_models_uri
@@ -17,7 +17,7 @@ from ..specdec.decoder import Generation, Request, generate
 from ..specdec.proposers import CascadeProposer, Proposer
 from ..specdec.proposers.training_free import HELPERS, TRAINING_FREE
 from ..specdec.proposers.trees import MeasuredTree
-from ..specdec.rules import RULES
+from ..specdec.rules import RULES, choose_rule
 from ..specdec.sampling import SamplingSettings
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
@@ -83,7 +83,10 @@ def answer_prompt(
     proposer, levels = _proposer(space, target, draft, tree, helped_by, len(ids) + max_new_tokens)
     settings = space.recipe.score
     K = draft_tokens or levels
-    rule = rule or ("greedy" if proposer is None else rules_for(sampling, proposer, settings)[0])
+    if proposer is None:
+        rule = rule or "greedy"
+    else:
+        rule = choose_rule(sampling, proposer, settings.sampled_rules, rule)
     request = Request(ids, sampling, seed, max_new_tokens, target.stop_ids)
     ((_, generation),) = generate(target, proposer, [request], rule=rule, draft_tokens=K)
     name = draft or "champion"

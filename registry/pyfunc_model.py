@@ -22,12 +22,12 @@ from pydantic import ValidationError
 
 from ..data.conversation import Message, render
 from ..errors import InputError, StaleInputError
-from ..eval.draft_configs import rules_for
 from ..eval.settings import ScoreSettings
 from ..fingerprint import short
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.formats import read_meta
 from ..specdec.requests import TargetSettings
+from ..specdec.rules import choose_rule
 from ..specdec.sampling import SamplingSettings
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
@@ -73,7 +73,7 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
             ids = render(self.target.tokenizer, _messages(row, index))
             self._draft.check_context(len(ids) + longest)
             requests.append(Request(ids, sampling, int(asked.get("seed", 0)) + index, longest, self.target.stop_ids))
-        rule = rules_for(sampling, self.proposer, ScoreSettings())[0]
+        rule = choose_rule(sampling, self.proposer, ScoreSettings().sampled_rules)
         done = dict(generate(self.target, self.proposer, requests, rule=rule, draft_tokens=K))
         return [self._answer(done[index]) for index in range(len(requests))]
 

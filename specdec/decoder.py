@@ -309,7 +309,7 @@ class _Decoder:
         rule = self.rule.name if tree.depth else "onehot"  # with nothing drafted that is a draw from p
         accept_BN = self.state.uniforms(slots, Purpose.ACCEPT, tree.tokens_BN.shape[1])
         finals = [
-            self.state.uniforms(slots, Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].finals(tree.depth))
+            self.state.uniforms(slots, Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].target_draws(tree.depth))
         ]
         return verify_batch(rule, p_BMV, draft.q_BNV, tree, accept_BN, torch.cat(finals, 1))
 

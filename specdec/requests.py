@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..errors import ContextLengthError, InputError
 from .models import CausalModel
 from .proposers.base import Proposer
-from .rules import RULES, Rule, check_rule
+from .rules import check_rule, known_rule
 from .sampling import SamplingSettings
 
 Decode = Callable[[list[int]], str]
@@ -147,14 +147,13 @@ class DecodeRun:
     """Places of requests that are begun only when all before them are answered."""
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise InputError(f"rule {self.rule!r}: must be one of {', '.join(RULES)}")
+        known_rule(self.rule)
         if self.batch_size < 1:
             raise InputError(f"batch_size {self.batch_size}: must be >= 1")
         check_requests(self.target, self.requests, self.decode)
         if self.proposer is not None:
             for request in self.requests:
-                check_proposer(RULES[self.rule], self.proposer, request.sampling)
+                check_rule(self.rule, self.proposer, request.sampling)
 
 
 def check_requests(target: CausalModel, requests: Sequence[Request], decode: Decode | None) -> None:
@@ -174,16 +173,6 @@ def check_requests(target: CausalModel, requests: Sequence[Request], decode: Dec
                 f"request {number}: prompt of {len(request.prompt_ids)} + {request.max_new_tokens} new tokens: "
                 f"must fit the context of {target.max_positions}"
             )
-
-
-def check_proposer(rule: Rule, proposer: Proposer, sampling: SamplingSettings) -> None:
-    """Refuse a rule that does not take what this proposer drafts."""
-    if sampling.greedy:  # nothing is drawn, and every rule is the greedy one
-        check_rule(rule.name, min(rule.drawn), trees=not proposer.chain)
-        return
-    if proposer.drawn == "deterministic" and rule.needs_q:
-        raise InputError(f"rule: {rule.name!r}: reads the draft's probabilities; this proposer has none, use onehot")
-    check_rule(rule.name, proposer.drawn if rule.draws else "deterministic", sampling, trees=not proposer.chain)
 
 
 def until_stop(known: Sequence[int], new: list[int], request: Request, decode: Decode | None) -> tuple[list[int], bool]:

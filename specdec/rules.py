@@ -1,21 +1,38 @@
-"""The registry of accept rules: what a caller must know about each, and which drafts each may judge.
+"""Accept rules: what a caller must know about each, which drafts each may judge, and which one is chosen.
 
-`verify.py` states the rules one round at a time; `verify_batch.py` runs them for a batch.
+`verify.py` states the rules one round at a time; `verify_batch.py` runs them for a batch. Nothing else decides which
+rule judges a draft: `rules_for` does, from the sampling setting, the way of drafting, and the rules that a recipe and
+its serving engine prefer.
 """
 
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 from ..errors import InputError
 from .sampling import SamplingSettings
 from .tree import Drawn
 
+RuleName = Literal["greedy", "token", "block", "onehot", "match", "multiround", "recursive", "traversal", "typical"]
+ENGINE_RULES: dict[str, RuleName] = {"vllm": "onehot", "sglang": "onehot", "llama.cpp": "onehot"}
+"""How engines verify above temperature 0 unless they are asked for another rule."""
+
 _ANY: frozenset[Drawn] = frozenset({"deterministic", "iid", "without_replacement"})
+
+
+class Drafts(Protocol):
+    """What a rule must know of the drafts that it judges. Every proposer answers it."""
+
+    @property
+    def drawn(self) -> Drawn: ...  # how siblings are drawn where a rule wants draws; deterministic: always chosen
+
+    @property
+    def chain(self) -> bool: ...  # whether every draft is a chain
 
 
 class Rule(NamedTuple):
     """What a caller must know about an accept rule."""
 
-    name: str
+    name: RuleName
     lossless: bool
     """Whether the output has the target's distribution."""
     drawn: frozenset[Drawn]
@@ -35,9 +52,18 @@ class Rule(NamedTuple):
         """Whether drafts are drawn from q under it, above temperature 0, where the proposer can draw."""
         return self.needs_q or self.name == "match"
 
-    def finals(self, levels: int) -> int:
-        """How many tokens of its own the target draws in a round of so many levels, each with a number."""
+    def draws_from(self, drafts: Drafts, sampling: SamplingSettings) -> bool:
+        """Whether drafted tokens are drawn from q at that setting; else the likeliest are chosen."""
+        return self.draws and drafts.drawn != "deterministic" and not sampling.greedy
+
+    def target_draws(self, levels: int) -> int:
+        """How many tokens the target draws itself in a round of so many levels, each with a random number."""
         return levels + 1 if self.name == "match" else 1
+
+    def check_drawn(self, drawn: Drawn) -> None:
+        """Raise InputError where the rule does not take drafts that came about so."""
+        if drawn not in self.drawn:
+            raise InputError(f"rule: {self.name!r}: takes drafts drawn {' or '.join(sorted(self.drawn))}, not {drawn}")
 
     @property
     def label(self) -> str:
@@ -45,7 +71,7 @@ class Rule(NamedTuple):
         return self.name if self.lossless else f"{self.name} (lossy)"
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
         Rule(
@@ -143,20 +169,95 @@ RULES = {
 
 
 def known_rule(name: str) -> Rule:
-    """The rule of that name, or InputError listing those there are."""
+    """The rule of that name. Raises InputError, which lists those there are."""
     rule = RULES.get(name)
     if rule is None:
         raise InputError(f"rule: {name!r}: must be one of {', '.join(RULES)}")
     return rule
 
 
-def check_rule(name: str, drawn: Drawn, sampling: SamplingSettings | None = None, trees: bool = False) -> Rule:
-    """The rule of that name, or InputError where it does not take such a draft (`trees`: one that may branch)."""
+def check_rule(name: str, drafts: Drafts, sampling: SamplingSettings) -> Rule:
+    """The rule of that name. Raises InputError where it does not take such drafts at that sampling setting.
+
+    At temperature 0 nothing is drawn and every rule is the greedy one: only trees may then be refused.
+    """
     rule = known_rule(name)
-    if drawn not in rule.drawn:
-        raise InputError(f"rule: {name!r}: takes drafts drawn {' or '.join(sorted(rule.drawn))}, not {drawn}")
-    if trees and not rule.trees:
+    if not sampling.greedy:
+        if drafts.drawn == "deterministic" and rule.needs_q:
+            raise InputError(f"rule: {name!r}: reads the draft's probabilities; this proposer has none, use onehot")
+        rule.check_drawn(drafts.drawn if rule.draws else "deterministic")
+    if not drafts.chain and not rule.trees:
         raise InputError(f"rule: {name!r}: takes chains, not trees")
-    if rule.greedy_only and sampling is not None and not sampling.greedy:
+    if rule.greedy_only and not sampling.greedy:
         raise InputError(f"rule: {name!r}: is for temperature 0, not {sampling.temperature}")
     return rule
+
+
+def preferred_rules(
+    named: Sequence[RuleName], engine: str | None = None, engine_rule: RuleName | None = None
+) -> list[RuleName]:
+    """The rules above temperature 0 in order of preference: the serving engine's, then those that a recipe names.
+
+    `engine_rule`: the engine's rule where it is not its usual one.
+    """
+    first = engine_rule or ENGINE_RULES.get(engine or "")
+    return list(dict.fromkeys(rule for rule in (first, *named) if rule is not None and rule != "greedy"))
+
+
+def rules_for(sampling: SamplingSettings, drafts: Drafts, preferred: Sequence[str]) -> list[str]:
+    """The accept rules that judge such drafts, the deciding one first; lossy ones last.
+
+        temperature    drafts                           rules
+        0              all                              greedy: every lossless rule is that one there
+        above 0        all                              those of `preferred` that take them; where no lossless one does
+                       chosen (deterministic)           onehot before them
+                       chains drawn from q              token
+                       trees drawn from q, iid          multiround
+                       trees, without replacement       recursive
+
+    A rule for sampled trees is not used on chains, where it equals a rule for chains.
+    """
+    if sampling.greedy:
+        return ["greedy"]
+    suited = [name for name in preferred if takes(name, drafts, sampling)]
+    lossless = [name for name in suited if RULES[name].lossless]
+    return [*(lossless or [_fallback(drafts)]), *(name for name in suited if name not in lossless)]
+
+
+def choose_rule(sampling: SamplingSettings, drafts: Drafts, preferred: Sequence[str], asked: str | None = None) -> str:
+    """The rule that decides: `asked`, or the first of `rules_for`. Raises InputError where `asked` cannot."""
+    if asked is None:
+        return rules_for(sampling, drafts, preferred)[0]
+    check_rule(asked, drafts, sampling)
+    return "greedy" if sampling.greedy else asked
+
+
+def deciding_rule(counted: Collection[str], preferred: Sequence[str]) -> str:
+    """Of the rules that a draft was scored by, the one that decides: as `rules_for` puts first."""
+    order = ("greedy", *preferred, *_FALLBACKS)
+    lossless = [name for name in counted if RULES[name].lossless]
+    return next((name for name in order if name in lossless), lossless[0])
+
+
+def takes(name: str, drafts: Drafts, sampling: SamplingSettings) -> bool:
+    """Whether `rules_for` may name that rule for such drafts at that setting."""
+    rule = RULES[name]
+    if drafts.chain and rule.trees and rule.needs_q:
+        return False  # on a chain it equals a rule for chains, which is named instead
+    try:
+        check_rule(name, drafts, sampling)
+    except InputError:
+        return False
+    return True
+
+
+_FALLBACKS: tuple[RuleName, ...] = ("multiround", "recursive", "token", "onehot")
+"""The rules that `rules_for` falls back on; a way of drafting is scored by one of them at most."""
+
+
+def _fallback(drafts: Drafts) -> RuleName:
+    if drafts.drawn == "deterministic":
+        return "onehot"
+    if drafts.chain:
+        return "token"
+    return "multiround" if drafts.drawn == "iid" else "recursive"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .rules import check_rule
+from .rules import known_rule
 from .sampling import categorical
 from .tree import ROOT, TreeBatch
 from .verify import typical_threshold
@@ -269,11 +269,12 @@ def verify_batch(
     column d. For a rule that takes only chains each node must be the parent of the next. Raises InputError for a draft
     whose way of drawing the rule does not take.
     """
-    needs_q = check_rule(rule, tree.drawn).needs_q
+    known = known_rule(rule)
+    known.check_drawn(tree.drawn)
     nodes = tree.tokens_BN.shape[1]
     if p_BMV.shape[1] != nodes + 1:
         raise ValueError(f"p: {p_BMV.shape[1]} rows: must be {nodes + 1} for this draft")
-    if needs_q and (q_BNV is None or q_BNV.shape[1] != nodes):
+    if known.needs_q and (q_BNV is None or q_BNV.shape[1] != nodes):
         raise ValueError(f"q: {None if q_BNV is None else q_BNV.shape[1]} rows: must be {nodes} for rule {rule!r}")
     given = VerifyInputs(p_BMV, p_BMV[:, :0] if q_BNV is None else q_BNV, tree, u_BN, u_final_BD)
     if nodes == 0 and rule != "greedy":

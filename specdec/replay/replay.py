@@ -19,7 +19,7 @@ from ...errors import InputError
 from ..cuda_graphs import running
 from ..proposers.base import Proposer, Trace
 from ..proposers.shape import TreeShape
-from ..rules import RULES, known_rule
+from ..rules import RULES, known_rule, rules_for, takes
 from ..sampling import SamplingSettings
 from .dynamic import drive
 from .expected_rounds import (
@@ -55,9 +55,21 @@ def replayable(proposer: Proposer, rule: str, sampling: SamplingSettings) -> boo
         return False
     if sampling.greedy:
         return True
-    if _draws(proposer, rule, sampling):
+    if judge.draws_from(proposer, sampling):
         return rule in _SURVIVAL and proposer.chain and proposer.drawn == "iid"
     return not judge.needs_q and not judge.greedy_only
+
+
+def replayable_rules(proposer: Proposer, sampling: SamplingSettings, preferred: Sequence[str]) -> list[str]:
+    """The accept rules whose counts a replay tells.
+
+    Those of `rules_for`; and, where there are any, all others that take such drafts: one pass tells them all.
+    """
+    exact = [rule for rule in rules_for(sampling, proposer, preferred) if replayable(proposer, rule, sampling)]
+    if sampling.greedy or not exact:
+        return exact
+    others = [rule for rule in RULES if rule not in exact and takes(rule, proposer, sampling)]
+    return [*exact, *(rule for rule in others if replayable(proposer, rule, sampling))]
 
 
 def replay(
@@ -70,7 +82,7 @@ def replay(
             can = [name for name in RULES if replayable(proposer, name, sampling)]
             kind = f"{type(proposer).__name__}, {proposer.drawn}, at {sampling.key}"
             raise InputError(f"rule: {rule!r}: cannot be replayed ({kind}), decode it; can: {', '.join(can) or 'none'}")
-    laws = {rule: _SURVIVAL[rule] if _draws(proposer, rule, sampling) else None for rule in rules}
+    laws = {rule: _SURVIVAL[rule] if RULES[rule].draws_from(proposer, sampling) else None for rule in rules}
     with running(traced.pack.ids_BT.device):
         ways = _count_ways(proposer, traced, laws.values(), draft_tokens)
     return [
@@ -104,11 +116,6 @@ _SURVIVAL: dict[str, Survival] = {
     "match": lambda p_RK, q_RK: survival_match(q_RK),
 }
 """How far rounds go, by p and q of the answer's tokens, under the rules by which chains of draws are replayed."""
-
-
-def _draws(proposer: Proposer, rule: str, sampling: SamplingSettings) -> bool:
-    """Whether the draft is drawn from q; else its likeliest tokens are chosen."""
-    return RULES[rule].draws and proposer.drawn != "deterministic" and not sampling.greedy
 
 
 class _StaticReplay:

@@ -14,11 +14,11 @@ from draftforge.data.store import Sample
 from draftforge.errors import InputError
 from draftforge.eval import score, target_pass_cache
 from draftforge.eval.counts import COUNTS_SCHEMA, values, where
-from draftforge.eval.draft_configs import ProposerSpec, rules_for
+from draftforge.eval.draft_configs import ProposerSpec
 from draftforge.eval.figures import Bootstrap, tau
 from draftforge.eval.leaderboard import serving
 from draftforge.eval.score import perplexity
-from draftforge.eval.settings import RuleName, ScoreSettings
+from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
@@ -144,29 +144,6 @@ def test_trees_are_scored_like_chains(target: Target, samples: list[Sample], cha
     taus = {name: tau(where(t0, tree=name), Bootstrap()).value for name in TREES}
     assert taus["wide"] > tau(where(t0, tree="", draft_tokens=3), Bootstrap()).value > 1.0
     assert all(value > 1.0 for value in taus.values())
-
-
-def test_each_way_of_drafting_has_a_rule(target: Target, samples: list[Sample], chains: ProposerSpec) -> None:
-    ways = {name: tree_of(target, name).proposer for name in TREES} | {"": chains.proposer, "lookup": PromptLookup()}
-
-    def rules(*names: RuleName) -> dict[str, list[str]]:
-        settings = ScoreSettings(rules=[*names])
-        return {name: rules_for(WARM, proposer, settings) for name, proposer in ways.items()}
-
-    alone = {"wide": ["onehot"], "grown": ["onehot"], "drawn": ["multiround"], "apart": ["recursive"]}
-    assert rules("greedy", "token") == alone | {"": ["token"], "lookup": ["onehot"]}
-    assert rules("traversal", "recursive", "block") == {
-        "wide": ["onehot"],
-        "grown": ["onehot"],
-        "drawn": ["traversal"],
-        "apart": ["traversal", "recursive"],
-        "": ["block"],
-        "lookup": ["onehot"],
-    }
-    lossy = rules("token", "typical")
-    assert lossy["wide"] == lossy["lookup"] == ["onehot", "typical"] and lossy["drawn"] == ["multiround", "typical"]
-    assert lossy[""] == ["token", "typical"]
-    assert all(rules_for(GREEDY, proposer, ScoreSettings(rules=["token"])) == ["greedy"] for proposer in ways.values())
 
 
 def test_a_lossy_rule_is_decoded_and_never_decides(target: Target, samples: list[Sample], chains: ProposerSpec) -> None:

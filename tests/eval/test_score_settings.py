@@ -16,14 +16,14 @@ def test_defaults_score_greedy_up_to_four() -> None:
     settings = ScoreSettings()
     assert settings.draft_tokens == [1, 2, 3, 4]
     assert [sampling.key for sampling in settings.sampling] == ["t0"]
-    assert settings.serving_rule == "token"
+    assert settings.sampled_rules == ["token"]
     assert ScoreSettings.model_validate(settings.model_dump(mode="json")) == settings
 
 
 def test_the_serving_rule_is_the_first_that_is_not_greedy() -> None:
     settings = ScoreSettings(sampling=[SamplingSettings(), WARM], rules=["block", "greedy", "onehot"])
-    assert settings.serving_rule == "block" and settings.sampled_rules == ["block", "onehot"]
-    assert ScoreSettings(rules=["greedy"]).serving_rule == "greedy"
+    assert settings.sampled_rules == ["block", "onehot"]
+    assert ScoreSettings(rules=["greedy"]).sampled_rules == []
 
 
 def test_draft_tokens_are_sorted_once_each() -> None:
