@@ -1,19 +1,30 @@
 """The command line: one thin function a verb. Nothing heavy is imported before a verb runs."""
 
+import inspect
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from . import __version__
 from .errors import DraftforgeError, StoppedError
+from .pipeline.options import (
+    BenchOptions,
+    GenerateOptions,
+    MetricsOptions,
+    SkipLayersOptions,
+    StoreOptions,
+    WatchOptions,
+)
 from .storage import is_disk_full
 
 if TYPE_CHECKING:
@@ -36,27 +47,43 @@ recipe_app = typer.Typer(no_args_is_help=True, help="Show a recipe as it will ru
 app.add_typer(recipe_app, name="recipe", rich_help_panel="Look")
 
 STAGES, REGISTRY, USE, LOOK = "Stages", "Registry", "Use a draft", "Look"
+RENAMED = {"--helped-by": "--cascade", "--fail-on-parting": "--fail-on-mismatch"}
+"""Flags of before, which are refused with the one that took their place."""
+
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; see `draftforge recipe schema`.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="section.key=value", help="Values that replace the recipe's, e.g. drafts.small.steps=20."),
 ]
 DraftName = Annotated[str | None, typer.Option("--draft", help="Only this draft of the recipe; default: all.")]
-
-ModelName = Annotated[str | None, typer.Option("--model", help="First part of registered names; default: draftforge.")]
-TrackingUri = Annotated[
-    str | None,
-    typer.Option("--tracking-uri", help="MLflow store; default: MLFLOW_TRACKING_URI, else runs/mlflow.db."),
-]
-StoreFolder = Annotated[
-    Path | None, typer.Option("--workdir", help="Work folder that holds the store, as in the recipe; default: runs.")
-]
 DraftDevice = Annotated[
     str | None,
     typer.Option(
         "--draft-device", help="Where the draft runs, such as cpu; default: score.draft_device, the target's."
     ),
 ]
+
+
+def spread_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give Typer a verb whose last parameter is a dataclass of `pipeline.options` as one with a parameter a field."""
+    signature, hints = inspect.signature(verb, eval_str=True), get_type_hints(verb)
+    name, options = next((name, kind) for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type))
+    flags = get_type_hints(options, include_extras=True)
+    parameters = [one for one in signature.parameters.values() if one.name != name]
+    for one in fields(options):
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        parameters.append(
+            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=flags[one.name])
+        )
+
+    @wraps(verb)
+    def filled(**given: Any) -> None:
+        values = {one.name: given.pop(one.name) for one in fields(options)}
+        verb(**given, **{name: options(**values)})
+
+    filled.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    filled.__annotations__ = {one.name: one.annotation for one in parameters}
+    return filled
 
 
 @app.callback(invoke_without_command=True)
@@ -71,15 +98,11 @@ def _options(
         os.environ["DRAFTFORGE_DEBUG"] = "1"
 
 
-def _load(path: Path, overrides: list[str] | None) -> "Recipe":
+def _load(path: Path, overrides: list[str] | None, draft_device: str | None = None) -> "Recipe":
     from .recipe import load_recipe
 
-    return load_recipe(path, overrides or [])
-
-
-def _on(draft_device: str | None) -> list[str]:
-    """The override that an option stands for."""
-    return [] if draft_device is None else [f"score.draft_device={draft_device}"]
+    device = [] if draft_device is None else [f"score.draft_device={draft_device}"]
+    return load_recipe(path, [*(overrides or []), *device])
 
 
 @app.command(rich_help_panel=STAGES)
@@ -91,9 +114,9 @@ def distill(recipe: RecipeFile, overrides: Overrides = None) -> None:
     By several GPUs: torchrun --nproc-per-node 2 -m draftforge.cli distill configs/smollm2-gpu.yaml
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import distill as stages
 
-    verbs.distill(loaded)
+    stages.distill(stages.open_workspace(loaded))
 
 
 @app.command(rich_help_panel=STAGES)
@@ -103,9 +126,9 @@ def mix(recipe: RecipeFile, overrides: Overrides = None) -> None:
     Example: draftforge mix configs/demo.yaml
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import distill as stages
 
-    verbs.mix(loaded)
+    stages.mix(loaded)
 
 
 @app.command("inspect-mix", rich_help_panel=LOOK)
@@ -122,9 +145,9 @@ def inspect_mix(
     Example: draftforge inspect-mix configs/demo.yaml --out mix.html
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import mix_report
 
-    verbs.inspect_mix(loaded, out)
+    mix_report.inspect_mix(loaded, out)
 
 
 @app.command(rich_help_panel=STAGES)
@@ -150,9 +173,9 @@ def capture(
     By two machines: --part 1/2 on one, --part 2/2 on the other, then --join FOLDER --join FOLDER on either.
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import distill as stages
 
-    verbs.capture(loaded, answers_to, part, join or [])
+    stages.capture(loaded, answers_to, part, join or [])
 
 
 @app.command(rich_help_panel=STAGES)
@@ -162,9 +185,9 @@ def train(recipe: RecipeFile, overrides: Overrides = None, draft: DraftName = No
     Example: draftforge train configs/demo.yaml --draft small
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import distill as stages
 
-    verbs.train(loaded, draft)
+    stages.train(loaded, draft)
 
 
 @app.command(rich_help_panel=STAGES)
@@ -187,10 +210,10 @@ def score(
 
     A draft that was made elsewhere, as it is: draftforge score configs/demo.yaml --draft ./their-eagle3
     """
-    loaded = _load(recipe, [*(overrides or []), *_on(draft_device)])
-    from .pipeline import verbs
+    loaded = _load(recipe, overrides, draft_device)
+    from .pipeline import distill as stages
 
-    verbs.score(loaded, draft)
+    stages.score(loaded, draft)
 
 
 @app.command(rich_help_panel=REGISTRY)
@@ -200,9 +223,9 @@ def promote(recipe: RecipeFile, overrides: Overrides = None) -> None:
     Example: draftforge promote configs/demo.yaml gate.min_speedup=1.2
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import distill as stages
 
-    verbs.promote(loaded)
+    stages.promote(loaded)
 
 
 @app.command(rich_help_panel=REGISTRY)
@@ -212,12 +235,13 @@ def rollback(recipe: RecipeFile, overrides: Overrides = None) -> None:
     Example: draftforge rollback configs/demo.yaml
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import promotion
 
-    verbs.rollback(loaded)
+    promotion.rollback(loaded)
 
 
 @app.command(rich_help_panel=REGISTRY)
+@spread_options
 def fetch(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist.")],
     target: Annotated[
@@ -226,6 +250,7 @@ def fetch(
             "--target", help="Model folder, .gguf file, hub id, or the first hex digits of the target's fingerprint."
         ),
     ],
+    store: StoreOptions,
     layout: Annotated[
         str | None,
         typer.Option("--format", help="hf, vllm, sglang, speculators, medusa or gguf; default: as it is stored, vllm."),
@@ -233,31 +258,21 @@ def fetch(
     target_id: Annotated[
         str | None, typer.Option("--target-id", help="The target's hub id, for formats that name it.")
     ] = None,
-    model: ModelName = None,
-    tracking_uri: TrackingUri = None,
-    workdir: StoreFolder = None,
     alias: Annotated[str, typer.Option("--alias", help="champion, candidate or previous.")] = "champion",
 ) -> None:
     """Copy the champion of exactly this target out of the registry, in the layout of a serving engine. No recipe.
 
     Example: draftforge fetch served-draft --target .cache/smollm2-135m-instruct --workdir runs/demo --format vllm
     """
-    from .pipeline import verbs
+    from .pipeline import registry_commands
 
-    verbs.fetch(
-        out,
-        target=target,
-        model=model,
-        tracking_uri=tracking_uri,
-        workdir=workdir,
-        alias=alias,
-        layout=layout,
-        target_id=target_id,
-    )
+    registry_commands.fetch(out, target, store, alias, layout, target_id)
 
 
 @app.command(rich_help_panel=REGISTRY)
+@spread_options
 def registry(
+    store: StoreOptions,
     recipe: Annotated[
         Path | None, typer.Argument(metavar="[RECIPE]", help="Whose registry; default: the store that options name.")
     ] = None,
@@ -266,9 +281,6 @@ def registry(
         str | None, typer.Option("--target", help="Only targets whose fingerprint begins with these hex digits.")
     ] = None,
     decisions: Annotated[bool, typer.Option("--decisions", help="Also every decision of the gate, in full.")] = False,
-    model: ModelName = None,
-    tracking_uri: TrackingUri = None,
-    workdir: StoreFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List which draft serves which target, with aliases, figures, runs and decisions; and what each draft serves.
@@ -276,17 +288,9 @@ def registry(
     Example: draftforge registry --workdir runs/demo --decisions
     """
     loaded = None if recipe is None else _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import registry_commands
 
-    verbs.registry(
-        loaded,
-        model=model,
-        tracking_uri=tracking_uri,
-        workdir=workdir,
-        target=target,
-        decisions=decisions,
-        as_json=as_json,
-    )
+    registry_commands.registry(loaded, store, target, decisions, as_json)
 
 
 @app.command(rich_help_panel=REGISTRY)
@@ -305,70 +309,30 @@ def retrain(
     Example: draftforge retrain configs/demo.yaml target.adapter=./new-adapter
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import retrain as retraining
 
-    raise typer.Exit(verbs.retrain(loaded, dry_run=dry_run))
+    if dry_run:
+        retraining.dry_run(loaded)
+        return
+    raise typer.Exit(retraining.retrain(loaded))
 
 
 @app.command(rich_help_panel=REGISTRY)
-def watch(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    every: Annotated[str, typer.Option("--every", help="Time from one start to the next: 90s, 30m, 6h, 1d.")] = "6h",
-    jitter: Annotated[
-        str | None, typer.Option("--jitter", help="Start later by a random time of at most this, such as 5m.")
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Retrain once, now, and exit with its code.")] = False,
-    webhook: Annotated[
-        int | None,
-        typer.Option(
-            "--webhook",
-            metavar="PORT",
-            min=0,
-            max=65535,
-            help="Also when MLflow's webhook says that the target's alias moved; DRAFTFORGE_WEBHOOK_SECRET signs it.",
-        ),
-    ] = None,
-    bind: Annotated[
-        str, typer.Option("--bind", help="Address that the webhook listens on; others than this machine need another.")
-    ] = "127.0.0.1",
-) -> None:
+@spread_options
+def watch(recipe: RecipeFile, options: WatchOptions, overrides: Overrides = None) -> None:
     """Retrain now and every so often, each time in a process of its own: a scheduler for where there is none.
 
     Example: draftforge watch configs/demo.yaml --every 6h --jitter 10m
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import watch as watching
 
-    code = verbs.watch(
-        loaded, str(recipe), overrides or [], every=every, jitter=jitter, once=once, port=webhook, address=bind
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(watching.watch(loaded, [str(recipe), *(overrides or [])], options))
 
 
 @app.command("skip-layers", rich_help_panel=USE)
-def skip_layers(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    domain: Annotated[
-        str | None, typer.Option("--domain", help="Only this domain; default: all together, then each.")
-    ] = None,
-    draft_tokens: Annotated[
-        int | None,
-        typer.Option("--draft-tokens", "-k", min=1, max=64, help="Tokens a round; default: the best of the recipe's."),
-    ] = None,
-    tries: Annotated[int, typer.Option("--tries", min=1, help="Sets of layers to try, in each domain.")] = 200,
-    conversations: Annotated[
-        int, typer.Option("--conversations", min=1, help="Conversations of each domain that a set is tried on.")
-    ] = 16,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the search.")] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="File to write, for --draft; default: skip-layers.json in the workdir."
-        ),
-    ] = None,
-) -> None:
+@spread_options
+def skip_layers(recipe: RecipeFile, options: SkipLayersOptions, overrides: Overrides = None) -> None:
     """Find layers of the target that a draft can skip: the target itself, without them, then drafts. No training.
 
     Example: draftforge skip-layers configs/demo.yaml --domain support --tries 300 --out support.json
@@ -376,17 +340,9 @@ def skip_layers(
     Then: draftforge score configs/demo.yaml --draft support.json
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import layer_skip
 
-    verbs.skip_layers(
-        loaded,
-        domain=domain,
-        draft_tokens=draft_tokens,
-        tries=tries,
-        conversations=conversations,
-        seed=seed,
-        out=out,
-    )
+    layer_skip.skip_layers(loaded, options)
 
 
 @app.command(rich_help_panel=USE)
@@ -415,108 +371,34 @@ def export(
     Example: draftforge export configs/demo.yaml served-draft --draft small --format sglang
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import export as exporting
 
-    verbs.export(loaded, out, draft, layout, target_id)
+    exporting.export(loaded, out, draft, layout, target_id)
 
 
 @app.command(rich_help_panel=USE)
+@spread_options
 def generate(
     recipe: RecipeFile,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The user's message; - reads standard input.")],
+    options: GenerateOptions,
     overrides: Overrides = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            help="Name in the recipe, draft folder, skip-layers' file, lookup, suffix, lookahead, jacobi, none; "
-            "default: the chosen.",
-        ),
-    ] = None,
-    rule: Annotated[
-        str | None,
-        typer.Option("--rule", help="Accept rule, such as token, block, onehot, match; default: the recipe's."),
-    ] = None,
-    draft_tokens: Annotated[
-        int | None,
-        typer.Option("--draft-tokens", "-k", min=1, max=64, help="Tokens a round, or levels of the tree."),
-    ] = None,
-    tree: Annotated[
-        str | None, typer.Option("--tree", help="Name in the recipe's score.trees; default: chains.")
-    ] = None,
-    helped_by: Annotated[
-        str | None,
-        typer.Option("--helped-by", help="Drafts for a small draft: lookup, or a smaller draft's name or folder."),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
     draft_device: DraftDevice = None,
 ) -> None:
     """Answer a prompt with the draft's help: accepted drafted tokens in colour, then tau and speed.
 
     Example: draftforge generate configs/demo.yaml "Where is my order?" -n 64
     """
-    loaded = _load(recipe, [*(overrides or []), *_on(draft_device)])
-    from .pipeline import verbs
+    loaded = _load(recipe, overrides, draft_device)
+    from .pipeline import generate as generation
 
-    verbs.generate(
-        loaded,
-        sys.stdin.read() if prompt == "-" else prompt,
-        draft=draft,
-        rule=rule,
-        draft_tokens=draft_tokens,
-        tree=tree,
-        helped_by=helped_by,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
+    generation.generate(loaded, sys.stdin.read() if prompt == "-" else prompt, options)
 
 
 @app.command(rich_help_panel=USE)
+@spread_options
 def bench(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    draft_device: DraftDevice = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--prompts", metavar="FILE", help="Prompts, JSON lines with domain and turns, or any shape that mixes read."
-        ),
-    ] = None,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--draft",
-            help="Name in the recipe, draft folder, champion, or a method without training such as lookup; may be "
-            "given again. Default: the recipe's drafts (their last checkpoints) and lookup.",
-        ),
-    ] = None,
-    tree: Annotated[
-        list[str] | None,
-        typer.Option("--tree", help="Of the recipe's score.trees; may be given again. Default: all."),
-    ] = None,
-    helped_by: Annotated[
-        str | None,
-        typer.Option("--helped-by", help="Drafts for small drafts, beside these alone: lookup, or a smaller draft."),
-    ] = None,
-    draft_tokens: Annotated[str, typer.Option("--draft-tokens", "-k", help="K of the chains.")] = "2,4,8",
-    batch_size: Annotated[str, typer.Option("--batch-size", "-b", help="Requests answered at once.")] = "1,4,16",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Longest answer.")] = 256,
-    max_prompts: Annotated[
-        int | None, typer.Option("--max-prompts", help="Only so many, spread over the domains; default: all.")
-    ] = None,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")] = 0.0,
-    rule: Annotated[
-        str | None, typer.Option("--rule", help="Accept rule above temperature 0; default: the recipe's.")
-    ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="Turns of all methods; medians of them count.")] = 3,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="For the report; default: one in the work folder.")
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Run again what a benchmark before this one left.")] = False,
+    recipe: RecipeFile, options: BenchOptions, overrides: Overrides = None, draft_device: DraftDevice = None
 ) -> None:
     """Measure every way of drafting on your own prompts: speed, waiting, memory, and where speculation loses.
 
@@ -526,66 +408,25 @@ def bench(
 
     Example: draftforge bench configs/demo.yaml --prompts prompts.jsonl --draft small --draft lookup -k 2,4 -b 1,8
     """
-    loaded = _load(recipe, [*(overrides or []), *_on(draft_device)])
-    from .pipeline import verbs
+    loaded = _load(recipe, overrides, draft_device)
+    from .pipeline import bench as benchmark
 
-    verbs.bench(
-        loaded,
-        prompts=list(prompts or []),
-        drafts=list(draft or []),
-        trees=list(tree or []),
-        helped_by=helped_by,
-        draft_tokens=draft_tokens,
-        batch_sizes=batch_size,
-        max_new_tokens=max_new_tokens,
-        max_prompts=max_prompts,
-        temperature=temperature,
-        rule=rule,
-        repeats=repeats,
-        seed=seed,
-        out=out,
-        fresh=fresh,
-    )
+    benchmark.bench(loaded, options)
 
 
 @app.command(rich_help_panel=LOOK)
-def metrics(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.prom", help="File to write at once; default: standard output.")
-    ] = None,
-    listen: Annotated[
-        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Serve /metrics there until stopped.")
-    ] = None,
-    served: Annotated[
-        list[str] | None,
-        typer.Option("--served", metavar="URL-OR-FILE", help="A serving engine's metrics; again for each replica."),
-    ] = None,
-    since: Annotated[
-        list[str] | None,
-        typer.Option("--since", metavar="URL-OR-FILE", help="An earlier look at each --served; default: its start."),
-    ] = None,
-    interval_seconds: Annotated[
-        float, typer.Option("--interval", min=0.0, help="Compare what is counted in so many seconds.")
-    ] = 0.0,
-    margin: Annotated[
-        float, typer.Option("--margin", min=0.0, max=1.0, help="Share of the promised tau that may be missing.")
-    ] = 0.05,
-    fail: Annotated[
-        bool, typer.Option("--fail-on-parting", help="Exit code 3 where served and promised acceptance part.")
-    ] = False,
-) -> None:
-    """Prometheus metrics of the champion; warn where an engine accepts other than was promised.
+@spread_options
+def metrics(recipe: RecipeFile, options: MetricsOptions, overrides: Overrides = None) -> None:
+    """Prometheus metrics of the champion; warn where an engine accepts other than was expected.
 
     Example: draftforge metrics configs/demo.yaml --out draftforge.prom --served http://127.0.0.1:8000
 
     Example: draftforge metrics configs/demo.yaml --listen 127.0.0.1:9109 --served http://127.0.0.1:8000 --interval 3600
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import monitoring
 
-    verbs.metrics(loaded, out, listen, list(served or []), list(since or []), interval_seconds, margin, fail)
+    monitoring.metrics(loaded, options)
 
 
 @app.command(rich_help_panel=LOOK)
@@ -602,9 +443,9 @@ def report(
     Example: draftforge report configs/demo.yaml --out report.html
     """
     loaded = _load(recipe, overrides)
-    from .pipeline import verbs
+    from .pipeline import report as reporting
 
-    verbs.report(loaded, out)
+    reporting.report(loaded, out)
 
 
 @app.command(rich_help_panel=LOOK)
@@ -619,9 +460,9 @@ def doctor(
 
     Example: draftforge doctor --workdir runs
     """
-    from .pipeline.doctor import doctor as examine
+    from .pipeline import doctor as examination
 
-    raise typer.Exit(examine(workdir, tracking_uri, as_json))
+    raise typer.Exit(examination.doctor(workdir, tracking_uri, as_json))
 
 
 @recipe_app.command("show")
@@ -698,6 +539,9 @@ def _outside_the_tree(error: Exception) -> tuple[str, int]:
     usage = getattr(error, "format_message", None)  # the parser's errors
     if usage is not None:
         said = " ".join(str(usage()).split())  # nothing after a help page, which a verb too few shows
+        flag = getattr(error, "option_name", "")
+        if flag in RENAMED:
+            said = f"{flag}: the option's name is {RENAMED[flag]}"
         help_of = getattr(getattr(error, "ctx", None), "command_path", "draftforge")
         return said and f"{said.rstrip('.')}; see `{help_of} --help`", 2
     if is_disk_full(error):
@@ -721,7 +565,7 @@ def _fail(error: BaseException, message: str, code: int) -> NoReturn:
     rank = os.environ.get("RANK", "0")
     if message and not debugging:
         print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr, flush=True)
-    if (crew := sys.modules.get(f"{__package__}.train.crew")) is not None:
+    if (crew := sys.modules.get(f"{__package__}.distributed.shared_work")) is not None:
         crew.tell_others(error)
     if debugging:
         raise error

@@ -42,6 +42,7 @@ from ..eval.draft_configs import DraftConfig, ProposerSpec
 from ..eval.figures import Bootstrap
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..progress import say, track
+from ..recipe import Recipe
 from ..registry.lineage import git_commit
 from ..specdec.proposers import Proposer
 from ..specdec.proposers.training_free import LOOKUP, TRAINING_FREE
@@ -51,57 +52,27 @@ from ..specdec.sampling import SamplingSettings
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
 from .generate import NO_DRAFT, check_smaller, check_tree, find_draft, helper_of
+from .options import BenchOptions
 from .scoring import Scorer
 from .stages import captured_stages
-from .workspace import Workspace
+from .workspace import Workspace, require_whole
 
 _MOST_SLOTS = 65_536  # more than any GPU holds caches for; a slip of the keyboard should not be tried
 
 
-@dataclass(frozen=True)
-class BenchSettings:
-    """Its options, by the names of the command line. Raises InputError for what cannot be done."""
-
-    prompts: Sequence[Path]
-    drafts: Sequence[str] = ()
-    """Names in the recipe, folders, training-free methods, "champion"; empty: the recipe's drafts and prompt lookup."""
-    trees: Sequence[str] = ()
-    """Of the recipe's score.trees; empty: all of them."""
-    helped_by: str | None = None
-    """What drafts for each small draft, measured beside the draft alone; None: nothing does."""
-    draft_tokens: Sequence[int] = (2, 4, 8)
-    batch_sizes: Sequence[int] = (1, 4, 16)
-    max_new_tokens: int = 256
-    max_prompts: int | None = None
-    temperature: float = 0.0
-    rule: str | None = None
-    repeats: int = 3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_numbers("--draft-tokens", self.draft_tokens, MOST_LEVELS)
-        _check_numbers("--batch-size", self.batch_sizes, _MOST_SLOTS)
-        if not self.prompts:
-            raise InputError("--prompts: give at least one file")
-        if self.max_new_tokens < 2:
-            raise InputError(f"--max-new-tokens {self.max_new_tokens}: must be >= 2: the first token needs no round")
-        for option, value in (("--repeats", self.repeats), ("--max-prompts", self.max_prompts)):
-            if value is not None and value < 1:
-                raise InputError(f"{option} {value}: must be >= 1")
-        if self.rule is not None:
-            known_rule(self.rule)
-
-    @property
-    def sampling(self) -> SamplingSettings:
-        return SamplingSettings(temperature=self.temperature)
-
-
-def numbers_of(option: str, text: str) -> list[int]:
-    """Such as [2, 4, 8] of "2,4,8"."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"{option} {text}: must be whole numbers with commas between, such as 2,4,8") from None
+def check_options(options: BenchOptions) -> None:
+    """Raise InputError for what cannot be done."""
+    _check_numbers("--draft-tokens", options.draft_tokens, MOST_LEVELS)
+    _check_numbers("--batch-size", options.batch_sizes, _MOST_SLOTS)
+    if not options.prompts:
+        raise InputError("--prompts: give at least one file")
+    if options.max_new_tokens < 2:
+        raise InputError(f"--max-new-tokens {options.max_new_tokens}: must be >= 2: the first token needs no round")
+    for option, value in (("--repeats", options.repeats), ("--max-prompts", options.max_prompts)):
+        if value is not None and value < 1:
+            raise InputError(f"{option} {value}: must be >= 1")
+    if options.rule is not None:
+        known_rule(options.rule)
 
 
 def _check_numbers(option: str, values: Sequence[int], most: int) -> None:
@@ -109,6 +80,11 @@ def _check_numbers(option: str, values: Sequence[int], most: int) -> None:
     if wrong is not None or not values:
         asked = option if wrong is None else f"{option} {wrong}"
         raise InputError(f"{asked}: every one must be >= 1 and <= {most}, and there must be one")
+
+
+def sampling_of(options: BenchOptions) -> SamplingSettings:
+    """How every answer is sampled."""
+    return SamplingSettings(temperature=options.temperature)
 
 
 CHAMPION = "champion"
@@ -132,7 +108,7 @@ class BenchMethod:
 class MethodFinder:
     """Finds methods for one target, and notes those that cannot be run."""
 
-    def __init__(self, target: Target, settings: BenchSettings, score: ScoreSettings, longest: int) -> None:
+    def __init__(self, target: Target, settings: BenchOptions, score: ScoreSettings, longest: int) -> None:
         self._target, self._settings, self._score, self._longest = target, settings, score, longest
         self.methods = [BenchMethod(PLAIN, "", "", [BenchEntry(Setting(method=PLAIN, levels=0, batch_size=1), None)])]
         self.failures: list[Failure] = []
@@ -174,7 +150,7 @@ class MethodFinder:
             self._add_cascade(name, place, loaded[0], helper)
 
     def _add_cascade(self, alone: str, place: Path, draft: StoredDraft, helper: StoredDraft) -> None:
-        option = str(self._settings.helped_by)
+        option = str(self._settings.cascade)
         shown = option if helper.path is None else Path(option).resolve().name
         name = f"{alone} helped by {shown}"
 
@@ -200,7 +176,7 @@ class MethodFinder:
 
     def _way(self, name: str, plan: DraftConfig, make: Callable[[], Proposer]) -> list[BenchEntry]:
         """One, or none where no rule takes it."""
-        sampling, proposer = self._settings.sampling, make()
+        sampling, proposer = sampling_of(self._settings), make()
         try:
             rule = choose_rule(sampling, proposer, self._score.sampled_rules, self._settings.rule)
         except InputError as error:
@@ -217,7 +193,7 @@ class MethodFinder:
             return None
 
 
-def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> MethodFinder:
+def find_methods(space: Workspace, settings: BenchOptions, longest: int) -> MethodFinder:
     """Plain decoding and what a recipe's user asks for. Raises InputError for a name that means nothing.
 
     `longest`: tokens of the longest prompt and answer.
@@ -236,8 +212,8 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
         return ProposerSpec(partial(draft.proposer, tree), (tree.levels,), name, tree)
 
     helper = None
-    if settings.helped_by is not None:
-        helper = helper_of(space, settings.helped_by, longest)
+    if settings.cascade is not None:
+        helper = helper_of(space, settings.cascade, longest)
     for name in names:
         if name in TRAINING_FREE and name not in recipe.drafts:
             finder.add_free(name)
@@ -247,13 +223,13 @@ def find_methods(space: Workspace, settings: BenchSettings, longest: int) -> Met
         asked = None if name == CHAMPION and name not in recipe.drafts else name
         finder.add_draft(shown, partial(find_draft, space, asked), trees, tree_of, helper)
     if helper is not None and not finder.helped:
-        raise _helps_none(str(settings.helped_by), finder.failures)
+        raise _helps_none(str(settings.cascade), finder.failures)
     return finder
 
 
-def _helps_none(helped_by: str, failures: Sequence[Failure]) -> InputError:
+def _helps_none(cascade: str, failures: Sequence[Failure]) -> InputError:
     why = "; ".join(f"{one.method}: {one.reason}" for one in failures)
-    return InputError(f"--helped-by {helped_by}: no small draft here that it could help{why and f' ({why})'}")
+    return InputError(f"--cascade {cascade}: no small draft here that it could help{why and f' ({why})'}")
 
 
 def _once(names: Sequence[str], drafts: Collection[str]) -> list[str]:
@@ -286,18 +262,25 @@ OWNER_FILE, RUNS = "benchmark.json", "runs"
 REPORT_FILE, PICTURE_FILE, WORDS_FILE = "bench.json", "bench.svg", "bench.txt"
 
 
-def bench(space: Workspace, settings: BenchSettings, out: Path | None = None, fresh: bool = False) -> Report:
+def bench(recipe: Recipe, options: BenchOptions) -> None:
+    """Measure every way of drafting on the user's own prompts, and where it loses."""
+    require_whole(recipe, "a benchmark")
+    run_bench(Workspace(recipe), options)
+
+
+def run_bench(space: Workspace, settings: BenchOptions) -> Report:
     """Run what is not on disk yet, write the report, and show it. Raises InputError where no method can run."""
+    check_options(settings)
     prompts, left_out = bench_prompts(space.target, settings)
     finder = find_methods(space, settings, longest_text(prompts, settings))
     if len(finder.methods) == 1:
         raise _nothing_runs(finder.failures)
     about = surroundings(space.target, settings, prompts, left_out, finder.methods, space.recipe.score.bootstrap)
     found = bench_fingerprint(about, settings, prompts, finder.methods)
-    folder = space.folder("bench", found) if out is None else out
+    folder = space.folder("bench", found) if settings.out is None else settings.out
     place = folder.resolve()  # the lock of "." belongs beside it, not in it
     with storage.lock(place.parent / f".{place.name}.lock", what="another benchmark"):
-        claim(folder, found, fresh)
+        claim(folder, found, settings.fresh)
         report = measure(space.target, settings, prompts, finder, about, folder, space.recipe.score.bootstrap)
     show_bench(report.rows, report.failures, about)
     print("\n".join(["", *report.words]))
@@ -305,7 +288,7 @@ def bench(space: Workspace, settings: BenchSettings, out: Path | None = None, fr
     return report
 
 
-def bench_prompts(target: Target, settings: BenchSettings) -> tuple[list[BenchPrompt], int]:
+def bench_prompts(target: Target, settings: BenchOptions) -> tuple[list[BenchPrompt], int]:
     """The prompts as the target reads them, and how many are too long for it."""
     prompts: list[BenchPrompt] = []
     records = read_prompts(settings.prompts, settings.max_prompts)
@@ -322,14 +305,14 @@ def bench_prompts(target: Target, settings: BenchSettings) -> tuple[list[BenchPr
     return prompts, left_out
 
 
-def longest_text(prompts: Sequence[BenchPrompt], settings: BenchSettings) -> int:
+def longest_text(prompts: Sequence[BenchPrompt], settings: BenchOptions) -> int:
     """Tokens of the longest prompt and its answer."""
     return max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
 
 
 def surroundings(
     target: Target,
-    settings: BenchSettings,
+    settings: BenchOptions,
     prompts: Sequence[BenchPrompt],
     left_out: int,
     methods: Sequence[BenchMethod],
@@ -350,14 +333,14 @@ def surroundings(
         prompts=dict(sorted(Counter(prompt.domain for prompt in prompts).items())),
         prompts_left_out=left_out,
         max_new_tokens=settings.max_new_tokens,
-        sampling=settings.sampling.key,
+        sampling=sampling_of(settings).key,
         repeats=settings.repeats,
         confidence=bootstrap.confidence,
     )
 
 
 def bench_fingerprint(
-    about: Environment, settings: BenchSettings, prompts: Sequence[BenchPrompt], methods: Sequence[BenchMethod]
+    about: Environment, settings: BenchOptions, prompts: Sequence[BenchPrompt], methods: Sequence[BenchMethod]
 ) -> str:
     """64 hex digits of what the figures depend on: not of where files lie, nor of the bootstrap."""
     shown = about.model_dump(mode="json", exclude={"command", "target", "drafts", "confidence"})
@@ -386,7 +369,7 @@ def claim(folder: Path, found: str, fresh: bool) -> None:
 
 def measure(
     target: Target,
-    settings: BenchSettings,
+    settings: BenchOptions,
     prompts: Sequence[BenchPrompt],
     finder: MethodFinder,
     about: Environment,
@@ -394,14 +377,14 @@ def measure(
     bootstrap: Bootstrap,
 ) -> Report:
     """The report, written to the folder. Raises InputError where nothing but plain decoding can run."""
-    work = BenchRun(target, prompts, settings.max_new_tokens, settings.sampling, target.stop_ids, settings.seed)
+    work = BenchRun(target, prompts, settings.max_new_tokens, sampling_of(settings), target.stop_ids, settings.seed)
     ways = [way for method in finder.methods for way in method.ways]
     sizes = sorted(set(settings.batch_sizes))
     records, failed = run_all(work, ways, sizes, settings.repeats, RunFolder(folder / RUNS))
     failures = [*finder.failures, *failed]
     if all(record.setting.plain for record in records):
         raise _nothing_runs(failures)
-    rows = bench_rows(records, prompts, bootstrap, settings.sampling.greedy)
+    rows = bench_rows(records, prompts, bootstrap, sampling_of(settings).greedy)
     said = words(rows, settings.repeats, target.dtype != torch.float32)
     report = Report(surroundings=about, rows=rows, failures=failures, words=said)
     storage.write_json(folder / REPORT_FILE, report.model_dump(mode="json"))

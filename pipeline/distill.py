@@ -1,21 +1,145 @@
-"""The whole flow: mix, capture, train, score, register, promote. Each stage that is on disk is skipped."""
+"""The stages as verbs: mix, capture, train, score, promote, and distill, which runs all of them.
+
+Each verb first runs the stages that it needs; a stage whose folder is on disk is skipped.
+"""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ..data.capture.manifest import Part, check_part, parse_part
+from ..data.capture.reuse import save_answers
+from ..data.mix import load_mix
+from ..data.store import Capture
+from ..errors import InputError, MissingFileError
 from ..progress import say
+from ..recipe import Recipe
 from ..registry.connect import redacted
 from ..registry.gate import Decision
 from ..registry.lineage import Version
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.throughput import NoSink
 from .promotion import check_promotion, follow_champion, promote_stage
-from .report import log_report
-from .scoring import Scored, help_score, score_stage
-from .stages import Stage, Stages, capture_stage, checkpoints_of, mix_stage, prepare_drafts, train_stage
-from .workspace import Workspace, at, told
+from .report import log_report, write_report
+from .scoring import Scored, check_score, help_score, help_score_foreign, score_foreign, score_stage
+from .stages import (
+    Stage,
+    Stages,
+    capture_stage,
+    check_capture,
+    checkpoints_of,
+    join_stage,
+    mix_stage,
+    prepare_drafts,
+    train_stage,
+)
+from .workspace import Workspace, at, open_workspace, told
+
+
+def mix(recipe: Recipe) -> None:
+    """Make the mix: the conversations that the target will answer."""
+    space = open_workspace(recipe)
+    with space.alone():
+        stage = mix_stage(Stages(space))
+    say(f"{stage.folder}")
+
+
+def capture(
+    recipe: Recipe, answers_to: Path | None = None, part: str | None = None, parts: Sequence[Path] = ()
+) -> None:
+    """Capture the target's answers, and make the initial drafts that need the target.
+
+    `answers_to`: a new folder that keeps the answers alone. `part`: such as 2/5, only that part, in a folder of its
+    own. `parts`: the folders of all parts, which are joined.
+    """
+    if part is not None:
+        if answers_to is not None or parts:
+            raise InputError(f"--part {part}: answers a part alone; leave out --answers-to and --join")
+        _capture_part(recipe, parse_part(part))
+        return
+    if answers_to is not None and answers_to.exists():
+        raise InputError(f"--answers-to {answers_to}: exists; give a new folder")
+    space = open_workspace(recipe)
+    stages = Stages(space)
+    check_capture(stages)
+    with space.alone():
+        mix_stage(stages)
+        if parts and space.first_rank:
+            join_stage(stages, parts)
+        captured = capture_stage(stages)
+        prepare_drafts(stages)
+    say(f"{captured.folder}")
+    if answers_to is not None and space.first_rank:
+        tokens = save_answers(Capture.open(captured.folder, verify=False), answers_to)
+        say(f"{answers_to}: {tokens:,} answer tokens")
+
+
+def _capture_part(recipe: Recipe, part: Part) -> None:
+    space = open_workspace(recipe, part=str(part))
+    stages = Stages(space)
+    check_capture(stages)
+    with space.alone():
+        conversations = load_mix(mix_stage(stages).folder)
+        check_part(part, conversations, recipe.capture, recipe.score.sampling)
+        captured = capture_stage(stages, part)
+    say(f"{captured.folder}")
+
+
+def train(recipe: Recipe, draft: str | None = None) -> None:
+    """Train one draft of the recipe, or all."""
+    space = open_workspace(recipe, draft=draft)
+    if draft is not None and draft not in recipe.drafts:
+        raise InputError(f"--draft {draft}: must be one of the recipe's drafts ({', '.join(recipe.drafts)})")
+    stages = Stages(space)
+    check_capture(stages)
+    with space.alone():
+        _run_to_training(stages, list(recipe.drafts) if draft is None else [draft])
+
+
+def score(recipe: Recipe, draft: str | None = None) -> None:
+    """Score the recipe's drafts, one of them, or a draft folder that was made elsewhere; and write the report."""
+    space = open_workspace(recipe, draft=draft)
+    foreign = None if draft is None or draft in recipe.drafts else Path(draft)
+    if foreign is not None and not (draft and foreign.exists()):
+        known = ", ".join(recipe.drafts)
+        raise MissingFileError(f"--draft {draft}: is neither a draft of the recipe ({known}) nor a folder")
+    names = [] if foreign is not None else list(recipe.drafts) if draft is None else [draft]
+    check_score(space, names, trees=foreign is None)
+    stages = Stages(space)
+    with space.alone():
+        _run_to_training(stages, names)
+        if not space.first_rank:
+            help_score(stages, names) if foreign is None else help_score_foreign(stages, foreign)
+            return
+        scored = score_stage(stages, names) if foreign is None else score_foreign(stages, foreign)
+        write_report(space, scored.stage.folder)
+
+
+def promote(recipe: Recipe) -> None:
+    """Register the chosen draft and compare it with the champion on the holdout."""
+    space = open_workspace(recipe)
+    with space.alone():
+        check_promotion(space)
+        stages = Stages(space)
+        _run_to_training(stages, recipe.drafts)
+        if not space.first_rank:
+            help_score(stages, recipe.drafts)
+            return
+        scored = score_stage(stages, recipe.drafts)
+        identity = stages.run_fingerprint
+        with start_run(space.tracking, recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
+            promote_stage(stages, run.id, scored)
+            log_report(space, scored.stage.folder, run)
+        follow_champion(space)
+
+
+def _run_to_training(stages: Stages, drafts: Iterable[str]) -> None:
+    mix_stage(stages)
+    capture_stage(stages)
+    for name in drafts:
+        train_stage(stages, name, NoSink())
 
 
 @dataclass(frozen=True)
@@ -30,22 +154,19 @@ class Outcome:
 def distill(
     space: Workspace,
     parent: str | None = None,
-    mix: Stage | None = None,
+    made_mix: Stage | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> Outcome | None:
     """Run every stage; None on ranks other than the first, whose part ends with the scoring.
 
-    `parent`: the version that training starts from. `mix`: another one than the recipe's, finished. `notes`: why this
-    is done, kept in the run.
+    `parent`: the version that training starts from. `made_mix`: a finished mix to use instead of the recipe's.
+    `notes`: why this is done, kept in the run.
     """
     started = time.monotonic()
     check_promotion(space, "a distillation")
-    stages = Stages(space, mix)
+    stages = Stages(space, made_mix)
     if not space.first_rank:
-        mix_stage(stages)
-        capture_stage(stages)
-        for name in space.recipe.drafts:
-            train_stage(stages, name, NoSink())
+        _run_to_training(stages, space.recipe.drafts)
         help_score(stages, space.recipe.drafts)
         return None
     tracking = space.tracking  # a server that does not answer is found out before the work, not after it

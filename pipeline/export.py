@@ -1,4 +1,4 @@
-"""Drafts leave the work folder here: copied, read back, and scored again before anyone may use them."""
+"""`draftforge export`: a draft leaves the work folder as a copy or in another format, read back and scored again."""
 
 import re
 import shutil
@@ -12,14 +12,47 @@ from .. import fingerprint
 from ..data.store import Sample
 from ..errors import FormatError, InputError
 from ..eval.score import stratified_conversations
+from ..eval.settings import HOLDOUT_SPLIT
 from ..eval.target_pass_cache import replay_samples
-from ..specdec.formats import Format, Verifier, convert_draft, read_draft
+from ..progress import say
+from ..recipe import Recipe
+from ..specdec.formats import (
+    Format,
+    Verifier,
+    check_family,
+    convert_draft,
+    known_format,
+    needs_verifier,
+    read_draft,
+    read_meta,
+)
+from ..specdec.formats.layer_skip import is_skip_file
 from ..specdec.replay.replay import Counted
 from ..storage import new_folder
+from .generate import find_draft, require_champion
 from .scoring import Scorer
-from .workspace import Workspace
+from .stages import captured_stages
+from .workspace import Workspace, require_whole
 
 _CHECKED_CONVERSATIONS = 4
+
+
+def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, target_id: str | None) -> None:
+    """Copy a draft to `out`, or write it in the format `layout`; score what was written."""
+    chosen = None if layout is None else known_format(layout)
+    require_whole(recipe, "an export")
+    require_champion(recipe, draft)
+    space = Workspace(recipe)
+    folder = find_draft(space, draft)
+    if is_skip_file(folder):
+        raise InputError(f"--draft {folder}: names layers of the target; it has no weights to export")
+    verifier = None
+    if chosen is not None:
+        check_family(chosen, read_meta(folder).family)
+        verifier = verifier_of(space, target_id) if needs_verifier(chosen) else None
+    scorer = Scorer(space, captured_stages(space).captured, HOLDOUT_SPLIT)
+    export_draft(scorer, folder, out, chosen, verifier, space.target.tokenizer)
+    say(f"{out}: exported from {folder}, read back and scored equal")
 
 
 def export_draft(

@@ -13,7 +13,8 @@ from ..eval.draft_configs import DraftConfig
 from ..eval.settings import SELECTION_SPLIT
 from ..recipe import Recipe
 from ..registry.versions import champion, resolve_models_uri
-from ..specdec.decoder import Generation, Request, generate
+from ..specdec.decoder import Generation, Request
+from ..specdec.decoder import generate as decode
 from ..specdec.proposers import CascadeProposer, Proposer
 from ..specdec.proposers.training_free import HELPERS, TRAINING_FREE
 from ..specdec.proposers.trees import MeasuredTree
@@ -21,9 +22,10 @@ from ..specdec.rules import RULES, choose_rule
 from ..specdec.sampling import SamplingSettings
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
+from .options import GenerateOptions
 from .scoring import Scorer
 from .stages import captured_stages, checkpoints_of
-from .workspace import Workspace, is_there
+from .workspace import Workspace, is_there, require_whole
 
 NO_DRAFT = "none"
 DRAFTED = "bold green"
@@ -64,35 +66,31 @@ def find_draft(space: Workspace, name: str | None, option: str = "--draft") -> P
     return found[max(found)]
 
 
-def answer_prompt(
-    space: Workspace,
-    prompt: str,
-    draft: str | None,
-    rule: str | None,
-    draft_tokens: int | None,
-    tree: str | None,
-    helped_by: str | None,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> GeneratedAnswer:
+def generate(recipe: Recipe, prompt: str, options: GenerateOptions) -> None:
+    """Answer a prompt, and show the answer and what the draft was worth."""
+    require_whole(recipe, "an answer")
+    require_champion(recipe, options.draft)
+    space = Workspace(recipe)
+    show(space.target, answer_prompt(space, prompt, options))
+
+
+def answer_prompt(space: Workspace, prompt: str, options: GenerateOptions) -> GeneratedAnswer:
     """Answer one prompt. At temperature 0 the rule is greedy, else the first of the recipe's that takes the draft."""
     _check_prompt(prompt)
-    target, sampling = space.target, SamplingSettings(temperature=temperature)
+    target, sampling = space.target, SamplingSettings(temperature=options.temperature)
     ids = render(target.tokenizer, [Message(role="user", content=prompt)], None, {})
-    proposer, levels = _proposer(space, target, draft, tree, helped_by, len(ids) + max_new_tokens)
-    settings = space.recipe.score
-    K = draft_tokens or levels
+    proposer, levels = _proposer(space, target, options, len(ids) + options.max_new_tokens)
+    K = options.draft_tokens or levels
     if proposer is None:
-        rule = rule or "greedy"
+        rule = options.rule or "greedy"
     else:
-        rule = choose_rule(sampling, proposer, settings.sampled_rules, rule)
-    request = Request(ids, sampling, seed, max_new_tokens, target.stop_ids)
-    ((_, generation),) = generate(target, proposer, [request], rule=rule, draft_tokens=K)
-    name = draft or "champion"
+        rule = choose_rule(sampling, proposer, space.recipe.score.sampled_rules, options.rule)
+    request = Request(ids, sampling, options.seed, options.max_new_tokens, target.stop_ids)
+    ((_, generation),) = decode(target, proposer, [request], rule=rule, draft_tokens=K)
+    name = options.draft or "champion"
     if isinstance(proposer, CascadeProposer):
-        name += f" helped by {helped_by} ({proposer.passes} of its passes instead of {proposer.passes_alone})"
-    return GeneratedAnswer(generation, name, rule, DraftConfig(K if proposer is not None else 0, tree or ""))
+        name += f" helped by {options.cascade} ({proposer.passes} of its passes instead of {proposer.passes_alone})"
+    return GeneratedAnswer(generation, name, rule, DraftConfig(K if proposer is not None else 0, options.tree or ""))
 
 
 def _check_prompt(prompt: str) -> None:
@@ -111,17 +109,16 @@ def check_tree(name: str, trees: Collection[str]) -> None:
         raise InputError(f"--tree {name}: must be {known}")
 
 
-def _proposer(
-    space: Workspace, target: Target, draft: str | None, tree_name: str | None, helped_by: str | None, longest: int
-) -> tuple[Proposer | None, int]:
-    """What drafts, and how many levels it drafts unless told otherwise. `longest`: tokens that the text may have."""
+def _proposer(space: Workspace, target: Target, options: GenerateOptions, longest: int) -> tuple[Proposer | None, int]:
+    """The proposer, and how many levels it drafts unless told otherwise. `longest`: tokens that the text may have."""
+    draft, tree_name, cascade = options.draft, options.tree, options.cascade
     trees, K = space.recipe.score.trees, max(space.recipe.score.draft_tokens)
     if tree_name is not None:
         check_tree(tree_name, trees)
-    if helped_by is not None:
+    if cascade is not None:
         if tree_name is not None:
-            raise InputError(f"--helped-by {helped_by}: helps to draft chains, not --tree {tree_name}")
-        return _cascade(space, draft, helped_by, longest), K
+            raise InputError(f"--cascade {cascade}: helps to draft chains, not --tree {tree_name}")
+        return _cascade(space, draft, cascade, longest), K
     if draft == NO_DRAFT or draft in TRAINING_FREE:
         if tree_name is not None:
             raise InputError(f"--tree {tree_name}: --draft {draft} drafts no trees")
@@ -140,36 +137,36 @@ def _proposer(
     return loaded.proposer(tree), tree.levels
 
 
-def _cascade(space: Workspace, draft: str | None, helped_by: str, longest: int) -> Proposer:
+def _cascade(space: Workspace, draft: str | None, cascade: str, longest: int) -> Proposer:
     """A small draft with something smaller that drafts for it."""
     if draft == NO_DRAFT or draft in TRAINING_FREE:
-        raise InputError(f"--helped-by {helped_by}: helps a small draft, not --draft {draft}")
+        raise InputError(f"--cascade {cascade}: helps a small draft, not --draft {draft}")
     small = StoredDraft.load(find_draft(space, draft), space.target, space.recipe.score.draft_device)
     if small.family != "small":
-        raise InputError(f"--helped-by {helped_by}: helps a small draft, not one of family {small.family}")
+        raise InputError(f"--cascade {cascade}: helps a small draft, not one of family {small.family}")
     small.check_context(longest)
-    helper = helper_of(space, helped_by, longest)
-    check_smaller(helper, small, helped_by, draft or "the champion")
+    helper = helper_of(space, cascade, longest)
+    check_smaller(helper, small, cascade, draft or "the champion")
     return small.proposer(helper=helper.new_helper())
 
 
-def helper_of(space: Workspace, helped_by: str, longest: int) -> StoredDraft:
+def helper_of(space: Workspace, cascade: str, longest: int) -> StoredDraft:
     """What drafts for a small draft: prompt lookup, or a smaller draft by name or folder."""
-    if helped_by in HELPERS:
-        return StoredDraft.of_method(helped_by, space.target)
-    path = find_draft(space, helped_by, "--helped-by")
+    if cascade in HELPERS:
+        return StoredDraft.of_method(cascade, space.target)
+    path = find_draft(space, cascade, "--cascade")
     helper = StoredDraft.load(path, space.target, space.recipe.score.draft_device)
     if helper.family != "small":
-        raise InputError(f"--helped-by {helped_by}: must be a small draft or {', '.join(HELPERS)}, not {helper.family}")
+        raise InputError(f"--cascade {cascade}: must be a small draft or {', '.join(HELPERS)}, not {helper.family}")
     helper.check_context(longest)
     return helper
 
 
-def check_smaller(helper: StoredDraft, draft: StoredDraft, helped_by: str, name: str) -> None:
+def check_smaller(helper: StoredDraft, draft: StoredDraft, cascade: str, name: str) -> None:
     """Raise InputError for a helper that is not smaller than the draft (called `name`) that it drafts for."""
     if helper.parameters >= draft.parameters:
         raise InputError(
-            f"--helped-by {helped_by}: has {helper.parameters:,} parameters; to draft for {name} it must have fewer "
+            f"--cascade {cascade}: has {helper.parameters:,} parameters; to draft for {name} it must have fewer "
             f"than its {draft.parameters:,}"
         )
 

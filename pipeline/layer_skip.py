@@ -13,39 +13,41 @@ from ..eval.score import stratified_conversations
 from ..eval.settings import SELECTION_SPLIT
 from ..eval.table import SkipRow, show_skips
 from ..progress import bar, say
+from ..recipe import Recipe
 from ..specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from ..specdec.formats.layer_skip import SkipFile, check_writable, write_skipped
 from ..specdec.stored_draft import StoredDraft
+from .options import SkipLayersOptions
 from .scoring import Scorer
 from .stages import Stage, captured_stages
-from .workspace import Workspace
+from .workspace import Workspace, open_workspace, require_whole
 
 POOLED = "all domains"
 TRIES_FILE = "tries.json"
 
 
-def skip_layers(
-    space: Workspace,
-    domain: str | None,
-    draft_tokens: int | None,
-    tries: int,
-    conversations: int,
-    seed: int,
-    out: Path | None,
-) -> None:
+def skip_layers(recipe: Recipe, options: SkipLayersOptions) -> None:
     """Search on recorded answers of the selection split, over all domains together and in each (or in one), and write
     what was found: `out` for all domains or the one, beside it `<out>-<domain>.json` for each of several.
 
     What was tried is kept in the work folder: the same search again only reads, one of more tries goes on from there.
     """
-    out = space.root / "skip-layers.json" if out is None else out
+    require_whole(recipe, "a search of layers")
+    space = open_workspace(recipe)
+    with space.alone():
+        _search_layers(space, options)
+
+
+def _search_layers(space: Workspace, options: SkipLayersOptions) -> None:
+    tries, conversations, seed = options.tries, options.conversations, options.seed
+    out = space.root / "skip-layers.json" if options.out is None else options.out
     check_writable(out)
     captured = captured_stages(space).captured
     if not space.first_rank:
         return
     scorer = Scorer(space, captured, SELECTION_SPLIT)
-    samples = _samples(scorer, domain, conversations)
-    depths = scorer.settings.draft_tokens if draft_tokens is None else [draft_tokens]
+    samples = _samples(scorer, options.domain, conversations)
+    depths = scorer.settings.draft_tokens if options.draft_tokens is None else [options.draft_tokens]
     places = _places(list(samples), out)
     for place in places.values():
         check_writable(place)

@@ -16,6 +16,7 @@ from ..data.stratify import DAY, NONE
 from ..errors import DraftforgeError, InputError
 from ..eval.table import UNKNOWN, show_cells
 from ..progress import say
+from ..recipe import Recipe
 from ..specdec.requests import TargetSettings
 from ..specdec.targets import context_length
 from .stages import Stages, mix_stage
@@ -169,21 +170,26 @@ _TURNS = {
 _NOT_TIMED = {"untimed": "without times", "zero_length": "of no length", "skewed": "ended before they started"}
 
 
-def inspect_mix(space: Workspace, out: Path | None) -> None:
+def inspect_mix(recipe: Recipe, out: Path | None) -> None:
     """Show the recipe's mix, which is made where it is missing; write a page or pictures to `out`."""
     if out is not None:
         check_place(out)
-    folder = mix_stage(Stages(space)).folder
-    if not space.first_rank:
-        return
+    space = Workspace(recipe)
+    with space.alone():
+        folder = mix_stage(Stages(space)).folder
+        if space.first_rank:
+            _show_mix(recipe, folder, out)
+
+
+def _show_mix(recipe: Recipe, folder: Path, out: Path | None) -> None:
     found = profile(folder)
-    tables = tables_of(found, _known_context(space.recipe.target), space.recipe.retrain.old_share)
+    tables = tables_of(found, _known_context(recipe.target), recipe.retrain.old_share)
     for title, cells, note in tables:
         show_cells(title, cells, [""] * (len(cells) - 1), note, numeric=cells[0][1:])
     if out is None:
         return
     if out.suffix == ".html":
-        write_page(out, space.recipe.name, tables, found)
+        write_page(out, recipe.name, tables, found)
     else:
         write_pictures(out, found)
     say(f"{out}: written")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import requests
 from prometheus_client import CollectorRegistry, start_http_server
@@ -33,11 +33,13 @@ from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptan
 from ..eval.figures import Estimate
 from ..eval.leaderboard import serving
 from ..progress import say
+from ..recipe import Recipe
 from ..registry.artifacts import download
 from ..registry.connect import Tracking, mlflow_errors, redacted
 from ..registry.lineage import Version, get_version
 from ..registry.promotion import history
 from ..registry.versions import CHAMPION, aliases, model_name
+from .options import MetricsOptions
 from .promotion import kept_counts
 from .staleness import STALENESS_FILE
 from .workspace import Workspace
@@ -100,7 +102,7 @@ def champion_families(standing: ChampionStatus, now: float) -> Iterator[Metric]:
     yield from _known("last_retrain_success", "Whether the last run ended well.", labels, succeeded)
 
 
-def served_families(counters: Counters | None, parting: AcceptanceMismatch | None) -> Iterator[Metric]:
+def served_families(counters: Counters | None, mismatch: AcceptanceMismatch | None) -> Iterator[Metric]:
     """What an engine counts, beside what was promised. No counters: the engine did not answer."""
     yield _one("served_up", "Whether the engine's counters could be read.", {}, float(counters is not None))
     if counters is None:
@@ -108,12 +110,14 @@ def served_families(counters: Counters | None, parting: AcceptanceMismatch | Non
     labels = {"engine": counters.engine}
     yield _one("served_rounds", "Rounds in the window that is compared.", labels, counters.rounds)
     yield from _known("served_tau", "Tokens a round, as the engine counts them.", labels, counters.tau)
-    if parting is None:
+    if mismatch is None:
         return
-    yield from _estimate("promised_tau", "Holdout tau in the engine's counting.", labels, parting.promised)
-    yield from _estimate("served_difference", "Served minus promised tau.", labels, parting.difference, value=False)
-    parts = None if parting.parts is None else float(parting.parts)
-    yield from _known("served_parts", "1: served tau parts from the promised one; absent: not known.", labels, parts)
+    yield from _estimate("promised_tau", "Holdout tau in the engine's counting.", labels, mismatch.promised)
+    yield from _estimate("served_difference", "Served minus promised tau.", labels, mismatch.difference, value=False)
+    differs = None if mismatch.parts is None else float(mismatch.parts)
+    yield from _known(
+        "acceptance_mismatch", "1: served tau is not the expected one; absent: not known.", labels, differs
+    )
 
 
 def _quality(standing: ChampionStatus, labels: Mapping[str, str]) -> Iterator[Metric]:
@@ -292,29 +296,16 @@ _SCRAPE_SECONDS = 10.0
 _WAIT_SECONDS = 3600.0
 
 
-class Served(NamedTuple):
-    """Where an engine's counters are read, and what is asked of them."""
-
-    sources: Sequence[str] = ()
-    """URLs or files of the replicas that serve one draft."""
-    since: Sequence[str] = ()
-    """An earlier look at each of them, in the same order; none: since the engines started."""
-    interval_seconds: float = 0.0
-    """Compare what is counted in so long: look twice. 0: what was counted since `since`."""
-    margin: float = 0.05
-    fail: bool = False
-
-
 class ChampionCollector(Collector):
     """Asks registry, work folder and engines anew at each scrape. What cannot be read is absent, and said once."""
 
-    def __init__(self, space: Workspace, served: Served) -> None:
-        self._space, self._served = space, served
+    def __init__(self, space: Workspace, options: MetricsOptions) -> None:
+        self._space, self._options = space, options
         self._promises: dict[str, ExpectedAcceptance | None] = {}
         self._looks: deque[tuple[float, Counters]] = deque()  # each with all that was counted since the first one
         self._last: Counters | None = None
         self._complained = ""
-        self.parting: AcceptanceMismatch | None = None
+        self.mismatch: AcceptanceMismatch | None = None
         self.unread: DraftforgeError | None = None
         """Why the engines' counters could not be read or put together the last time."""
 
@@ -328,7 +319,7 @@ class ChampionCollector(Collector):
         except DraftforgeError as error:
             promise = None
             self._complain(error)
-        if self._served.sources:
+        if self._options.served:
             yield from self._compared(promise)
 
     def _standing(self) -> tuple[ChampionStatus, ExpectedAcceptance | None]:
@@ -349,28 +340,28 @@ class ChampionCollector(Collector):
         return _with(standing, **figures, alphas=promise.alphas), promise
 
     def _compared(self, promise: ExpectedAcceptance | None) -> Iterator[Metric]:
-        self.parting = self.unread = None
+        self.mismatch = self.unread = None
         try:
             counters = self._counted()
-            self.parting = None if promise is None else compare(counters, promise, self._served.margin)
+            self.mismatch = None if promise is None else compare(counters, promise, self._options.margin)
         except DraftforgeError as error:
             self.unread = error
             self._complain(error)
             yield from served_families(None, None)
             return
-        yield from served_families(counters, self.parting)
+        yield from served_families(counters, self.mismatch)
 
     def _counted(self) -> Counters:
         """Counts of the window: since `since`, or of the last `interval_seconds` that were looked at."""
-        now, look = time.monotonic(), look_at(self._served.sources)
-        if self._served.since:
-            return look.since(look_at(self._served.since))
-        if not self._served.interval_seconds:
+        now, look = time.monotonic(), look_at(self._options.served)
+        if self._options.since:
+            return look.since(look_at(self._options.since))
+        if not self._options.interval_seconds:
             return look
         counted = look.since(look) if self._last is None else look.since(self._last).plus(self._looks[-1][1])
         self._last = look
         self._looks.append((now, counted))
-        while len(self._looks) > 2 and self._looks[1][0] <= now - self._served.interval_seconds:
+        while len(self._looks) > 2 and self._looks[1][0] <= now - self._options.interval_seconds:
             self._looks.popleft()
         return counted.since(self._looks[0][1])
 
@@ -380,52 +371,59 @@ class ChampionCollector(Collector):
             say(f"metrics: {redacted(str(error))}")
 
 
-def metrics(space: Workspace, out: Path | None, listen: str | None, served: Served) -> str | None:
-    """Write the metrics to a file (None: give them as text), or serve them until stopped.
+def metrics(recipe: Recipe, options: MetricsOptions) -> None:
+    """Write the metrics to a file or to standard output, or serve them until stopped."""
+    text = write_metrics(Workspace(recipe, reads=True), options)
+    if text is not None:
+        print(text, end="")
 
-    With `served.fail`, PromiseBrokenError where served and promised part.
+
+def write_metrics(space: Workspace, options: MetricsOptions) -> str | None:
+    """Write the metrics to `options.out`, or serve them until stopped; give them as text where neither is asked for.
+
+    With `options.fail_on_mismatch`, AcceptanceMismatchError where served and expected acceptance differ.
     """
-    _check(out, listen, served)
+    _check(options)
     assert space.tracking  # a store that does not answer is an error now, not a gap in a file
-    told = ChampionCollector(space, served)
-    if listen is not None:
-        _listen(told, listen)
+    collector = ChampionCollector(space, options)
+    if options.listen is not None:
+        _listen(collector, options.listen)
         return None
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(told)
-    if served.interval_seconds:
+    registry.register(collector)
+    if options.interval_seconds:
         generate_latest(registry)
-        time.sleep(served.interval_seconds)
+        time.sleep(options.interval_seconds)
     text = generate_latest(registry)
-    if out is not None:
-        storage.write_bytes(out, text)  # in one piece, as node_exporter's textfile collector wants it
-        say(f"metrics: {out}")
-    if served.sources:
-        if told.unread is not None:
-            raise told.unread  # the file says served_up 0; once, that is an error too
-        _judge(told.parting, served)
-    return None if out is not None else text.decode()
+    if options.out is not None:
+        storage.write_bytes(options.out, text)  # in one piece, as node_exporter's textfile collector wants it
+        say(f"metrics: {options.out}")
+    if options.served:
+        if collector.unread is not None:
+            raise collector.unread  # the file says served_up 0; once, that is an error too
+        _judge(collector.mismatch, options)
+    return None if options.out is not None else text.decode()
 
 
-def _check(out: Path | None, listen: str | None, served: Served) -> None:
-    if served.since and len(served.since) != len(served.sources):
-        raise InputError(f"--since: {len(served.since)} given for {len(served.sources)} --served; one each is needed")
-    if served.since and served.interval_seconds:
+def _check(options: MetricsOptions) -> None:
+    if options.since and len(options.since) != len(options.served):
+        raise InputError(f"--since: {len(options.since)} given for {len(options.served)} --served; one each is needed")
+    if options.since and options.interval_seconds:
         raise InputError("--interval: looks twice by itself; give it or --since")
-    if (served.interval_seconds or served.fail) and not served.sources:
-        raise InputError("--interval, --fail-on-parting: need --served")
-    storage.require_file_place(out, "--out")
-    if listen is not None and (out is not None or served.fail):
-        raise InputError("--listen: serves until stopped; --out and --fail-on-parting go without it")
+    if (options.interval_seconds or options.fail_on_mismatch) and not options.served:
+        raise InputError("--interval, --fail-on-mismatch: need --served")
+    storage.require_file_place(options.out, "--out")
+    if options.listen is not None and (options.out is not None or options.fail_on_mismatch):
+        raise InputError("--listen: serves until stopped; --out and --fail-on-mismatch go without it")
 
 
-def _judge(parting: AcceptanceMismatch | None, served: Served) -> None:
-    if parting is None:
+def _judge(mismatch: AcceptanceMismatch | None, options: MetricsOptions) -> None:
+    if mismatch is None:
         say("served: the champion has no counts of a promotion; nothing to compare with")
         return
-    say(f"{'WARNING: ' if parting.parts else ''}served: {parting.why}")
-    if parting.parts and served.fail:
-        raise AcceptanceMismatchError(f"served: {parting.why}")
+    say(f"{'WARNING: ' if mismatch.parts else ''}served: {mismatch.why}")
+    if mismatch.parts and options.fail_on_mismatch:
+        raise AcceptanceMismatchError(f"served: {mismatch.why}")
 
 
 def look_at(sources: Sequence[str]) -> Counters:

@@ -26,7 +26,8 @@ from ..eval.score import Identity
 from ..eval.settings import HOLDOUT_SPLIT, ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
-from ..recipe import PromotionSettings
+from ..recipe import PromotionSettings, Recipe
+from ..registry import promotion as registry_promotion
 from ..registry.artifacts import download, stored_files
 from ..registry.connect import Tracking, mlflow_errors, redacted
 from ..registry.gate import Decision, DomainFigures, Evidence, Figures, Interval, decide
@@ -83,6 +84,14 @@ def follow_champion(space: Workspace) -> None:
         tags = space.tracking.client.get_model_version(now.name, str(now.number)).tags or {}
     if tags.get(HOOK_TAG) != _noted(event, move, _DONE):
         _follow(space, event, now, move)
+
+
+def rollback(recipe: Recipe) -> None:
+    """Make the previous champion of the recipe's target the champion again."""
+    space = Workspace(recipe)
+    version = registry_promotion.rollback(space.tracking, space.target_fingerprint, "asked for on the command line")
+    say(f"{version.reference}: champion again")
+    follow_champion(space)
 
 
 def _last_move(space: Workspace, version: Version) -> dict[str, object]:

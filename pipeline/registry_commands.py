@@ -26,6 +26,7 @@ from ..specdec.requests import TargetSettings
 from ..specdec.targets import Source, locate, target_fingerprint
 from ..storage import read_object
 from .export import rewrite_draft
+from .options import StoreOptions
 from .workspace import open_store, store_of
 
 _FIELD, _NO_ID = "target.model: ", "not a hub id (owner/name)"
@@ -35,12 +36,10 @@ _PREFIX = re.compile("[0-9a-f]{6,64}")
 def fetch(
     out: Path,
     target: str,
-    model: str | None,
-    tracking_uri: str | None,
-    workdir: Path | None,
-    alias: str,
-    layout: str | None,
-    target_id: str | None,
+    store: StoreOptions,
+    alias: str = versions.CHAMPION,
+    layout: str | None = None,
+    target_id: str | None = None,
 ) -> None:
     """A registered draft of exactly this target, in `out`.
 
@@ -48,7 +47,7 @@ def fetch(
     of `draftforge.specdec.formats`; None: as it is stored, which is vLLM's.
     """
     chosen = None if layout is None else known_format(layout)
-    tracking = open_store(model, tracking_uri, workdir)
+    tracking = open_store(store)
     settings = _settings(target)
     with _as_given():
         found = _fingerprint(tracking, target) if settings is None else target_fingerprint(settings)
@@ -130,23 +129,18 @@ def _tokenizer(source: Source | None, stored: Path, layout: Format) -> PreTraine
 _PIPED_COLUMNS = 160  # a file has no width to keep to
 
 
-def registry(
-    recipe: Recipe | None,
-    model: str | None,
-    tracking_uri: str | None,
-    workdir: Path | None,
-    target: str | None,
-    decisions: bool,
-    as_json: bool,
-) -> None:
+def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, decisions: bool, as_json: bool) -> None:
     """Print which draft serves which target, and where each draft serves."""
     if target is not None and not re.fullmatch("[0-9a-f]{1,64}", target):
         raise InputError(f"--target {target}: must be the beginning of a fingerprint, hex digits")
-    options = {"--model": (model, "registry.model"), "--tracking-uri": (tracking_uri, "registry.tracking_uri")}
-    for option, (given, field) in {**options, "--workdir": (workdir, "workdir")}.items():
+    for option, given, key in (
+        ("--model", store.model, "registry.model"),
+        ("--tracking-uri", store.tracking_uri, "registry.tracking_uri"),
+        ("--workdir", store.workdir, "workdir"),
+    ):
         if recipe is not None and given is not None:
-            raise InputError(f"{option} {given}: the recipe names the registry; give {field}={given} instead")
-    tracking = open_store(model, tracking_uri, workdir) if recipe is None else store_of(recipe)
+            raise InputError(f"{option} {given}: the recipe names the registry; give {key}={given} instead")
+    tracking = open_store(store) if recipe is None else store_of(recipe)
     found = listing(tracking, target or "", decisions)
     if as_json:
         print(found.model_dump_json(indent=2))

@@ -14,6 +14,7 @@ from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..errors import CorruptDataError, DraftforgeError, MissingFileError
 from ..eval.report.page import Link, ReportRecords, report_page
 from ..progress import say
+from ..recipe import Recipe
 from ..registry.lineage import git_commit
 from ..registry.tracking import TrackedRun
 from .promotion import PROMOTION_FILE
@@ -22,6 +23,13 @@ from .stages import Stages
 from .workspace import Workspace
 
 REPORT_FILE = "report.html"
+
+
+def report(recipe: Recipe, out: Path | None) -> None:
+    """Draw the report of the recipe's newest score again, from what is on disk."""
+    space = Workspace(recipe, reads=True)
+    storage.require_file_place(out, "--out")
+    write_report(space, find_scored(space), out)
 
 
 def write_report(space: Workspace, scored: Path, out: Path | None = None) -> Path:

@@ -15,6 +15,7 @@ from sqlalchemy.engine import make_url
 from .. import storage
 from ..data.capture.reuse import drop_damaged
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
+from ..distributed.shared_work import crew
 from ..errors import CorruptDataError, InputError, TrackingError
 from ..progress import say
 from ..recipe import Recipe
@@ -30,10 +31,12 @@ from .distill import Outcome, distill
 from .promotion import check_command, follow_champion
 from .scoring import check_score
 from .stages import Stage, Stages, blended_mix, mix_stage
-from .staleness import STALENESS_FILE, Staleness
+from .staleness import STALENESS_FILE, Staleness, pinned
 from .staleness_evidence import judge
-from .workspace import Workspace, at, recorded, require_whole
+from .workspace import Workspace, at, check_same_recipe, recorded, require_whole
 
+REFUSED = 5
+"""Exit code of a retraining whose draft the gate refused: nothing broke, and the champion is still stale."""
 _SHARED = "retrain"
 
 
@@ -60,7 +63,16 @@ class RetrainPlan:
     """The version that it starts from; None: a cold start."""
 
 
-def retrain(space: Workspace) -> Retrained:
+def retrain(recipe: Recipe) -> int:
+    """Retrain if the champion is stale; the exit code."""
+    check_same_recipe(recipe)
+    if not crew().first:
+        help_retrain(Workspace(recipe))
+        return 0
+    return REFUSED if retrain_champion(Workspace(pinned(recipe))).refused else 0
+
+
+def retrain_champion(space: Workspace) -> Retrained:
     """Distil for the recipe's target if its champion is stale. LockedError: another one runs.
 
     Training starts from the champion, or from another target's newest one, where tokenizer, family and shapes allow;
@@ -114,7 +126,7 @@ def help_retrain(space: Workspace) -> None:
         drafts = {name: type(recipe.drafts[name]).model_validate(draft) for name, draft in todo["drafts"].items()}
         folder, found = todo["mix"]
         same = Workspace(recipe.model_copy(update={"target": target, "drafts": drafts}))
-        distill(same, mix=Stage(Path(folder), found))
+        distill(same, made_mix=Stage(Path(folder), found))
 
 
 def _note_champion(space: Workspace) -> None:
@@ -220,6 +232,7 @@ def _started_from(recipe: Recipe, folder: Path, names: Collection[str]) -> Recip
 
 def dry_run(recipe: Recipe) -> Staleness:
     """Judge, and say what `retrain` would do. Changes nothing in the work folder or in MLflow."""
+    recipe = pinned(recipe)
     with rehearsing(recipe) as space:
         require_whole(space.recipe, "a retraining")
         found = judge(space)

@@ -27,6 +27,8 @@ from apscheduler.schedulers.background import BackgroundScheduler
 
 from ..errors import InputError
 from ..progress import say
+from ..recipe import Recipe
+from .options import WatchOptions
 
 MEANINGS = {
     0: "up to date, or promoted",
@@ -43,6 +45,31 @@ _STOP_SECONDS = 60.0
 Start = Callable[[], "subprocess.Popen[bytes]"]
 
 
+def watch(recipe: Recipe, arguments: Sequence[str], options: WatchOptions) -> int:
+    """Retrain now and then, and when a webhook says that the target changed; the exit code.
+
+    `arguments`: those of a retraining's command line, the recipe's file and what it overrides.
+    """
+    start = retrain_command(arguments)
+    every_seconds = seconds_of(options.every, "--every")
+    jitter_seconds = 0.0 if options.jitter is None else seconds_of(options.jitter, "--jitter")
+    if options.once and options.webhook is not None:
+        raise InputError(f"--webhook {options.webhook}: cannot be heard with --once; leave one of them out")
+    if options.once:
+        return run_once(start)
+    schedule = RetrainScheduler(start, every_seconds, jitter_seconds)
+    say(f"watching {recipe.name}: a retraining now, then every {options.every}")
+    if options.webhook is None:
+        schedule.serve()
+        return 0
+    name, alias = watched_alias(recipe.target.model)
+    receiver = Receiver(secret_of(), lambda event: matches(event, name, alias), schedule.ask)
+    with listening(receiver, options.bind, options.webhook) as port:
+        say(f"listening for webhooks of {name}@{alias} on {options.bind}:{port}")
+        schedule.serve()
+    return 0
+
+
 def seconds_of(text: str, option: str) -> float:
     """`90s`, `30m`, `6h`, `1d` in seconds. Raises InputError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
@@ -51,9 +78,9 @@ def seconds_of(text: str, option: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def retrain_command(recipe: str, overrides: Sequence[str]) -> Start:
-    """How a retraining of this recipe is started."""
-    command = [sys.executable, "-m", "draftforge.cli", "retrain", recipe, *overrides]
+def retrain_command(arguments: Sequence[str]) -> Start:
+    """How a retraining with these arguments is started."""
+    command = [sys.executable, "-m", "draftforge.cli", "retrain", *arguments]
     return lambda: subprocess.Popen(command)
 
 

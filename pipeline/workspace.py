@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -38,7 +39,9 @@ from ..registry.tracking import TrackedRun, start_run
 from ..registry.versions import is_models_uri, resolve_models_uri
 from ..specdec.requests import TargetSettings
 from ..specdec.targets import Target, target_fingerprint
+from ..train.checkpoints import flatten
 from ..train.settings import Settings
+from .options import StoreOptions
 
 STAGE_TAG = "draftforge.failed_stage"
 _STAGE, _RECORDED = "in stage: ", "recorded in MLflow"
@@ -98,17 +101,17 @@ def recorded(tracking: Tracking, name: str) -> Iterator[None]:
         raise
 
 
-def open_store(model: str | None, tracking_uri: str | None, workdir: Path | None) -> Tracking:
-    """The store at `tracking_uri`, else the environment's, else the one in a work folder (None: `runs`).
+def open_store(options: StoreOptions) -> Tracking:
+    """Open the store that the options name, else the environment's, else the one in a work folder.
 
     Raises InputError for an unfit `model` (first part of registered names), MissingFileError where there is none.
     """
     try:
-        named = {} if model is None else {"model": model}
-        settings = RegistrySettings.model_validate({"tracking_uri": tracking_uri, **named})
+        named = {} if options.model is None else {"model": options.model}
+        settings = RegistrySettings.model_validate({"tracking_uri": options.tracking_uri, **named})
     except ValidationError as error:
-        raise InputError(f"--model {model}: {error.errors()[0]['msg']}") from None
-    home = workdir or Path("runs")
+        raise InputError(f"--model {options.model}: {error.errors()[0]['msg']}") from None
+    home = options.workdir or Path("runs")
     return _open(settings, home, f"--workdir {home}")
 
 
@@ -153,6 +156,32 @@ def require_whole(recipe: Recipe, what: str) -> None:
             f"target.shard = true: {what} needs the target whole, which only trains drafts this way; score the draft "
             "without shard on a machine that holds the target, or serve it and count (docs/large-targets.md)"
         )
+
+
+def open_workspace(recipe: Recipe, **options: str | None) -> "Workspace":
+    """Open the recipe's work folder once every rank of this launch is seen to have the same recipe and options."""
+    check_same_recipe(recipe, **options)
+    return Workspace(recipe)
+
+
+def check_same_recipe(recipe: Recipe, **options: str | None) -> None:
+    """Raise InputError where a rank of this launch has another recipe, or another value of an option, than the first.
+
+    A machine may have files and servers at places of its own: what lies there is compared by its content.
+    """
+    own = {"target.model", "target.adapter", "capture.backend.url", "registry.tracking_uri"}
+    fields = flatten(_without_paths(recipe.model_dump()))
+    shared = {name: value for name, value in fields.items() if name not in own}
+    crew().agree(shared | {f"--{name}": value for name, value in options.items()})
+
+
+def _without_paths(value: Any) -> Any:
+    """A dumped recipe, or a part of it, with None for each path and for whatever else is no plain value."""
+    if isinstance(value, dict):
+        return {key: _without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else None
 
 
 class Workspace:

@@ -39,15 +39,16 @@ from draftforge.eval.figures import Bootstrap
 from draftforge.eval.settings import ScoreSettings
 from draftforge.eval.table import show_cells
 from draftforge.pipeline.bench import (
-    BenchSettings,
     MethodFinder,
     bench_fingerprint,
     bench_prompts,
+    check_options,
     claim,
     longest_text,
     measure,
     surroundings,
 )
+from draftforge.pipeline.options import BenchOptions
 from draftforge.progress import track
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.proposers.training_free import TRAINING_FREE
@@ -204,9 +205,9 @@ def _rate(work: BenchRun, way: BenchEntry, repeats: int) -> float:
     return median(sum(answer.tokens for answer in run.answers) / run.seconds for run in runs[1:])
 
 
-def check(asked: argparse.Namespace) -> BenchSettings:
+def check(asked: argparse.Namespace) -> BenchOptions:
     """What a benchmark is asked to do. Raises a DraftforgeError for what cannot be, before any work."""
-    settings = BenchSettings(
+    settings = BenchOptions(
         prompts=asked.prompts,
         draft_tokens=[asked.draft_tokens],
         batch_sizes=[1, asked.batch_size],
@@ -214,6 +215,7 @@ def check(asked: argparse.Namespace) -> BenchSettings:
         max_prompts=asked.max_prompts,
         repeats=asked.repeats,
     )
+    check_options(settings)
     for name in ("library_prompts", "context", "rounds"):
         value = getattr(asked, name)
         if value < 1:

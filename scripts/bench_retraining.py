@@ -49,7 +49,7 @@ from draftforge.eval.score import Identity, stratified_conversations
 from draftforge.eval.serving_load import finite
 from draftforge.eval.settings import HOLDOUT_SPLIT
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.retrain import retrain
+from draftforge.pipeline.retrain import retrain_champion
 from draftforge.pipeline.scoring import Scorer
 from draftforge.pipeline.stages import (
     Stage,
@@ -125,7 +125,7 @@ def cycle(
     serve(out / "tuned", served)
     new = Workspace(load_recipe(RECIPE, given))
     with timed(seconds, "retrain"):
-        done = retrain(new)
+        done = retrain_champion(new)
     heir = champion(new.tracking, new.target_fingerprint) if done.outcome is None else done.outcome.version
     assert heir is not None  # up to date: there is one
     stages = stages_of(new, heir)

@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +11,25 @@ from typing import Any
 
 import pytest
 
-import draftforge.pipeline
 from draftforge import __version__, cli
 from draftforge.errors import InputError, LockedError, TrainingDivergedError
+from draftforge.pipeline.options import (
+    BenchOptions,
+    GenerateOptions,
+    MetricsOptions,
+    SkipLayersOptions,
+    StoreOptions,
+    WatchOptions,
+)
 
-STAGES = ["distill", "mix", "capture", "train", "score"]
-REGISTRY = ["promote", "rollback", "fetch", "registry", "retrain", "watch"]
-VERBS = [*STAGES, *REGISTRY, "skip-layers", "export", "generate", "bench", "doctor"]
-VERBS += ["inspect-mix", "report", "metrics"]
-Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+PLACES = {
+    **dict.fromkeys(["distill", "mix", "capture", "train", "score", "promote"], "distill"),
+    **dict.fromkeys(["fetch", "registry"], "registry_commands"),
+    **{verb: verb for verb in ["retrain", "watch", "export", "generate", "bench", "doctor", "report"]},
+    **{"rollback": "promotion", "skip-layers": "layer_skip", "inspect-mix": "mix_report", "metrics": "monitoring"},
+}
+"""The module of `draftforge.pipeline` that holds each verb's function."""
+Calls = list[tuple[str, tuple[Any, ...]]]
 
 
 @pytest.fixture
@@ -29,16 +38,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     made: Calls = []
 
     def record(name: str) -> Callable[..., int]:
-        def verb(*args: Any, **options: Any) -> int:
-            made.append((name, args, options))
+        def verb(*args: Any) -> int:
+            made.append((name, args))
             return 0
 
         return verb
 
-    verbs = SimpleNamespace(**{name.replace("-", "_"): record(name) for name in VERBS})
-    monkeypatch.setattr(draftforge.pipeline, "verbs", verbs, raising=False)
-    monkeypatch.setattr("draftforge.pipeline.doctor.doctor", record("doctor"))
-    monkeypatch.setattr(cli, "_load", lambda path, overrides: ("recipe", str(path), list(overrides or [])))
+    for verb, module in PLACES.items():
+        monkeypatch.setattr(f"draftforge.pipeline.{module}.{verb.replace('-', '_')}", record(verb))
+    monkeypatch.setattr("draftforge.pipeline.retrain.dry_run", record("dry run"))
+    monkeypatch.setattr("draftforge.pipeline.distill.open_workspace", lambda recipe: recipe)
+
+    def load(path: Path, overrides: list[str] | None, draft_device: str | None = None) -> object:
+        return "recipe", str(path), [*(overrides or []), *([draft_device] if draft_device else [])]
+
+    monkeypatch.setattr(cli, "_load", load)
     return made
 
 
@@ -49,144 +63,153 @@ def run(*args: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_stages_get_the_recipe_with_its_overrides(calls: Calls) -> None:
-    assert run("capture", "r.yaml", "seed=1", "--answers-to", "kept") == 0
-    assert calls.pop() == ("capture", (("recipe", "r.yaml", ["seed=1"]), Path("kept"), None, []), {})
-    assert run("capture", "r.yaml", "--part", "2/5") == 0
-    assert calls.pop() == ("capture", (("recipe", "r.yaml", []), None, "2/5", []), {})
-    assert run("capture", "r.yaml", "--join", "a", "--join", "b") == 0
-    assert calls.pop() == ("capture", (("recipe", "r.yaml", []), None, None, [Path("a"), Path("b")]), {})
-    for verb in ("distill", "mix", "promote", "rollback"):
-        assert run(verb, "r.yaml", "seed=1", "drafts.a.steps=-3") == 0
-        assert calls.pop() == (verb, (("recipe", "r.yaml", ["seed=1", "drafts.a.steps=-3"]),), {})
-    for verb in ("train", "score"):
-        assert run(verb, "r.yaml", "--draft", "small", "seed=1") == 0
-        assert calls.pop() == (verb, (("recipe", "r.yaml", ["seed=1"]), "small"), {})
+RECIPE = ("recipe", "r.yaml", ["seed=1"])
 
 
-def test_using_a_draft(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe: tuple[str, str, list[str]] = ("recipe", "r.yaml", [])
-    assert run("export", "r.yaml", "out", "--draft", "eagle") == 0
-    assert calls.pop() == ("export", (recipe, Path("out"), "eagle", None, None), {})
-    assert run("export", "r.yaml", "out", "--format", "speculators", "--target-id", "owner/model") == 0
-    assert calls.pop() == ("export", (recipe, Path("out"), None, "speculators", "owner/model"), {})
-    assert (
-        run("generate", "r.yaml", "Hello you", "-k", "3", "-n", "9", "-t", "0.8", "--rule", "block", "--seed", "4") == 0
-    )
-    options = {
-        "draft": None,
-        "rule": "block",
-        "draft_tokens": 3,
-        "tree": None,
-        "helped_by": None,
-        "max_new_tokens": 9,
-        "temperature": 0.8,
-        "seed": 4,
-    }
-    assert calls.pop() == ("generate", (recipe, "Hello you"), options)
+@pytest.mark.parametrize(
+    ("line", "verb", "args"),
+    [
+        ("capture r.yaml seed=1 --answers-to kept", "capture", (RECIPE, Path("kept"), None, [])),
+        ("capture r.yaml seed=1 --part 2/5", "capture", (RECIPE, None, "2/5", [])),
+        ("capture r.yaml seed=1 --join a --join b", "capture", (RECIPE, None, None, [Path("a"), Path("b")])),
+        ("distill r.yaml seed=1", "distill", (RECIPE,)),
+        ("mix r.yaml seed=1", "mix", (RECIPE,)),
+        ("promote r.yaml seed=1", "promote", (RECIPE,)),
+        ("rollback r.yaml seed=1", "rollback", (RECIPE,)),
+        ("train r.yaml --draft small seed=1", "train", (RECIPE, "small")),
+        ("score r.yaml --draft small seed=1", "score", (RECIPE, "small")),
+        ("score r.yaml --draft-device cuda:1", "score", (("recipe", "r.yaml", ["cuda:1"]), None)),
+        ("export r.yaml out seed=1 --draft eagle", "export", (RECIPE, Path("out"), "eagle", None, None)),
+        ("export r.yaml out seed=1 --format hf --target-id a/b", "export", (RECIPE, Path("out"), None, "hf", "a/b")),
+        ("report r.yaml seed=1 --out page.html", "report", (RECIPE, Path("page.html"))),
+        ("inspect-mix r.yaml seed=1 --out page.html", "inspect-mix", (RECIPE, Path("page.html"))),
+        ("retrain r.yaml seed=1", "retrain", (RECIPE,)),
+        ("retrain r.yaml seed=1 --dry-run", "dry run", (RECIPE,)),
+        ("watch r.yaml seed=1", "watch", (RECIPE, ["r.yaml", "seed=1"], WatchOptions())),
+        (
+            "watch r.yaml seed=1 --every 1d --jitter 5m --webhook 8770 --bind 0.0.0.0 --once",
+            "watch",
+            (
+                RECIPE,
+                ["r.yaml", "seed=1"],
+                WatchOptions(every="1d", jitter="5m", once=True, webhook=8770, bind="0.0.0.0"),
+            ),
+        ),
+        (
+            "fetch out --target a/b --workdir w",
+            "fetch",
+            (Path("out"), "a/b", StoreOptions(workdir=Path("w")), "champion", None, None),
+        ),
+        (
+            "fetch out --target abc --format gguf --target-id a/b --alias previous --model m --tracking-uri u",
+            "fetch",
+            (Path("out"), "abc", StoreOptions(model="m", tracking_uri="u"), "previous", "gguf", "a/b"),
+        ),
+        ("registry", "registry", (None, StoreOptions(), None, False, False)),
+        (
+            "registry r.yaml seed=1 --json --decisions --target ab",
+            "registry",
+            (RECIPE, StoreOptions(), "ab", True, True),
+        ),
+        ("skip-layers r.yaml seed=1", "skip-layers", (RECIPE, SkipLayersOptions())),
+        (
+            "skip-layers r.yaml seed=1 --domain code -k 4 --tries 9 --conversations 2 --seed 7 --out f.json",
+            "skip-layers",
+            (
+                RECIPE,
+                SkipLayersOptions(domain="code", draft_tokens=4, tries=9, conversations=2, seed=7, out=Path("f.json")),
+            ),
+        ),
+        ("generate r.yaml hello seed=1", "generate", (RECIPE, "hello", GenerateOptions())),
+        (
+            "generate r.yaml hello seed=1 --draft d -k 3 -n 9 -t 0.8 --rule block --seed 4 --tree t --cascade lookup",
+            "generate",
+            (
+                RECIPE,
+                "hello",
+                GenerateOptions(
+                    draft="d",
+                    draft_tokens=3,
+                    max_new_tokens=9,
+                    temperature=0.8,
+                    rule="block",
+                    seed=4,
+                    tree="t",
+                    cascade="lookup",
+                ),
+            ),
+        ),
+        ("bench r.yaml seed=1", "bench", (RECIPE, BenchOptions())),
+        (
+            "bench r.yaml seed=1 --prompts a --prompts b --draft small --draft ./x --tree wide --cascade lookup -k 3 "
+            "-b 1,64 -n 9 --max-prompts 5 -t 0.5 --rule block --repeats 2 --seed 4 --out o --fresh",
+            "bench",
+            (
+                RECIPE,
+                BenchOptions(
+                    prompts=[Path("a"), Path("b")],
+                    drafts=["small", "./x"],
+                    trees=["wide"],
+                    cascade="lookup",
+                    draft_tokens=(3,),
+                    batch_sizes=(1, 64),
+                    max_new_tokens=9,
+                    max_prompts=5,
+                    temperature=0.5,
+                    rule="block",
+                    repeats=2,
+                    seed=4,
+                    out=Path("o"),
+                    fresh=True,
+                ),
+            ),
+        ),
+        ("metrics r.yaml seed=1", "metrics", (RECIPE, MetricsOptions())),
+        (
+            "metrics r.yaml seed=1 --served a --served b --since c --since d --margin 0.1 --fail-on-mismatch "
+            "--interval 60 --out m --listen h:1",
+            "metrics",
+            (
+                RECIPE,
+                MetricsOptions(
+                    served=["a", "b"],
+                    since=["c", "d"],
+                    margin=0.1,
+                    fail_on_mismatch=True,
+                    interval_seconds=60.0,
+                    out=Path("m"),
+                    listen="h:1",
+                ),
+            ),
+        ),
+    ],
+)
+def test_arguments_reach_the_verbs(calls: Calls, line: str, verb: str, args: tuple[Any, ...]) -> None:
+    assert run(*line.split()) == 0
+    assert calls == [(verb, args)]
+
+
+def test_a_dash_reads_the_prompt_from_standard_input(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(read=lambda: "from a pipe"))
     assert run("generate", "r.yaml", "-") == 0
-    assert calls.pop()[1] == (recipe, "from a pipe")
-    for verb, *asked in (("score",), ("generate", "Hello you"), ("bench",)):
-        assert run(verb, "r.yaml", *asked, "seed=1", "--draft-device", "cuda:1") == 0
-        assert calls.pop()[1][0] == ("recipe", "r.yaml", ["seed=1", "score.draft_device=cuda:1"])
-    assert run("fetch", "out", "--target", "owner/model", "--workdir", "w") == 0
-    store = {"model": None, "tracking_uri": None}
-    options = {"target": "owner/model", **store, "alias": "champion", "layout": None, "target_id": None}
-    assert calls.pop() == ("fetch", (Path("out"),), {**options, "workdir": Path("w")})
-    assert run("fetch", "out", "--target", "abc", "--format", "gguf", "--target-id", "a/b", "--alias", "previous") == 0
-    given = {"target": "abc", "layout": "gguf", "target_id": "a/b", "alias": "previous", "workdir": None}
-    assert calls.pop() == ("fetch", (Path("out"),), {**store, **given})
-    listed = {"target": None, "decisions": False, "as_json": False, "workdir": None}
-    assert run("registry") == 0
-    assert calls.pop() == ("registry", (None,), {**store, **listed})
-    assert run("registry", "r.yaml", "seed=1", "--json", "--decisions", "--target", "ab") == 0
-    in_full = {"target": "ab", "decisions": True, "as_json": True}
-    assert calls.pop() == ("registry", (("recipe", "r.yaml", ["seed=1"]),), {**store, **listed, **in_full})
+    assert calls.pop()[1][1] == "from a pipe"
 
 
-def test_reports(calls: Calls) -> None:
-    assert run("report", "r.yaml", "seed=1", "--out", "page.html") == 0
-    assert calls.pop() == ("report", (("recipe", "r.yaml", ["seed=1"]), Path("page.html")), {})
-
-
-def test_metrics(calls: Calls) -> None:
-    recipe: tuple[str, str, list[str]] = ("recipe", "r.yaml", [])
-    assert run("metrics", "r.yaml") == 0
-    assert calls.pop() == ("metrics", (recipe, None, None, [], [], 0.0, 0.05, False), {})
-    asked = ("--served", "a", "--served", "b", "--since", "c", "--since", "d", "--margin", "0.1", "--fail-on-parting")
-    assert run("metrics", "r.yaml", "--out", "m.prom", "--interval", "60", *asked) == 0
-    assert calls.pop() == ("metrics", (recipe, Path("m.prom"), None, ["a", "b"], ["c", "d"], 60.0, 0.1, True), {})
-    assert run("metrics", "r.yaml", "--listen", "127.0.0.1:9109") == 0
-    assert calls.pop()[1][2] == "127.0.0.1:9109"
-
-
-def test_retraining(calls: Calls) -> None:
-    recipe: tuple[str, str, list[str]] = ("recipe", "r.yaml", ["seed=1"])
-    assert run("retrain", "r.yaml", "seed=1") == 0
-    assert calls.pop() == ("retrain", (recipe,), {"dry_run": False})
-    assert run("retrain", "r.yaml", "seed=1", "--dry-run") == 0
-    assert calls.pop() == ("retrain", (recipe,), {"dry_run": True})
-    usual = {"every": "6h", "jitter": None, "once": False, "port": None, "address": "127.0.0.1"}
-    assert run("watch", "r.yaml", "seed=1") == 0
-    assert calls.pop() == ("watch", (recipe, "r.yaml", ["seed=1"]), usual)
-    asked = ("--every", "1d", "--jitter", "5m", "--webhook", "8770", "--bind", "0.0.0.0", "--once")
-    assert run("watch", "r.yaml", *asked) == 0
-    given = {"every": "1d", "jitter": "5m", "once": True, "port": 8770, "address": "0.0.0.0"}
-    assert calls.pop() == ("watch", (("recipe", "r.yaml", []), "r.yaml", []), given)
-    assert run("watch", "r.yaml", "--webhook", "65536") == 2
-
-
-def test_skipping_layers(calls: Calls) -> None:
-    recipe: tuple[str, str, list[str]] = ("recipe", "r.yaml", ["seed=1"])
-    usual = {"domain": None, "draft_tokens": None, "tries": 200, "conversations": 16, "seed": 0, "out": None}
-    assert run("skip-layers", "r.yaml", "seed=1") == 0
-    assert calls.pop() == ("skip-layers", (recipe,), usual)
-    asked = ("--domain", "code", "-k", "4", "--tries", "9", "--conversations", "2", "--seed", "7", "--out", "f.json")
-    assert run("skip-layers", "r.yaml", "seed=1", *asked) == 0
-    given = {"domain": "code", "draft_tokens": 4, "tries": 9, "conversations": 2, "seed": 7, "out": Path("f.json")}
-    assert calls.pop() == ("skip-layers", (recipe,), given)
-    assert run("skip-layers", "r.yaml", "--tries", "0") == 2
-
-
-def test_benchmarks(calls: Calls) -> None:
-    assert run("bench", "r.yaml", "seed=1", "--prompts", "a.jsonl", "--prompts", "b.jsonl") == 0
-    options: dict[str, Any] = {
-        "prompts": [Path("a.jsonl"), Path("b.jsonl")],
-        "drafts": [],
-        "trees": [],
-        "helped_by": None,
-        "draft_tokens": "2,4,8",
-        "batch_sizes": "1,4,16",
-        "max_new_tokens": 256,
-        "max_prompts": None,
-        "temperature": 0.0,
-        "rule": None,
-        "repeats": 3,
-        "seed": 0,
-        "out": None,
-        "fresh": False,
-    }
-    assert calls.pop() == ("bench", (("recipe", "r.yaml", ["seed=1"]),), options)
-    given = "--draft small --draft ./x --tree wide --helped-by lookup -k 3 -b 1,64 -n 9 --max-prompts 5 -t 0.5"
-    given += " --rule block --repeats 2"
-    assert run("bench", "r.yaml", "--prompts", "a.jsonl", *given.split(), "--seed", "4", "--out", "o", "--fresh") == 0
-    assert calls.pop()[2] == options | {
-        "prompts": [Path("a.jsonl")],
-        "drafts": ["small", "./x"],
-        "trees": ["wide"],
-        "helped_by": "lookup",
-        "draft_tokens": "3",
-        "batch_sizes": "1,64",
-        "max_new_tokens": 9,
-        "max_prompts": 5,
-        "temperature": 0.5,
-        "rule": "block",
-        "repeats": 2,
-        "seed": 4,
-        "out": Path("o"),
-        "fresh": True,
-    }
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("watch r.yaml --webhook 65536", "Invalid value for '--webhook'"),
+        ("skip-layers r.yaml --tries 0", "Invalid value for '--tries'"),
+        ("bench r.yaml -k 2,a", "2,a: must be whole numbers with commas between, such as 2,4,8"),
+        ("bench r.yaml -b 1.5", "1.5: must be whole numbers"),
+        ("generate r.yaml hi --helped-by lookup", "--helped-by: the option's name is --cascade"),
+        ("bench r.yaml --helped-by=lookup", "--helped-by: the option's name is --cascade"),
+        ("metrics r.yaml --fail-on-parting", "--fail-on-parting: the option's name is --fail-on-mismatch"),
+    ],
+)
+def test_options_that_are_refused(calls: Calls, line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*line.split()) == 2
+    assert not calls and message in capsys.readouterr().err
 
 
 def examples() -> list[str]:
@@ -202,7 +225,7 @@ def examples() -> list[str]:
 
 @pytest.mark.parametrize("example", examples())
 def test_examples_in_the_help_are_command_lines(calls: Calls, example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_load", lambda path, overrides: SimpleNamespace(public=dict))
+    monkeypatch.setattr(cli, "_load", lambda *_: SimpleNamespace(public=dict))
     assert run(*shlex.split(example.partition(" >")[0])) == 0
     assert len(calls) == (0 if example.startswith("recipe") else 1)
 
@@ -210,7 +233,7 @@ def test_examples_in_the_help_are_command_lines(calls: Calls, example: str, monk
 def test_every_verb_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     shown = capsys.readouterr().out
-    assert not [verb for verb in [*VERBS, "recipe"] if f" {verb} " not in shown]
+    assert not [verb for verb in [*PLACES, "recipe"] if f" {verb} " not in shown]
 
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
@@ -221,9 +244,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'transformers', 'mlflow', 'datasets', 'pydantic', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    start = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-    assert time.monotonic() - start < 3  # 0.2 s on an idle machine
 
 
 def test_version_and_module_entry() -> None:

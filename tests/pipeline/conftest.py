@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from draftforge.pipeline import verbs
+from draftforge.pipeline import distill as flow
 from draftforge.pipeline.scoring import Scored
 
 WORDS = ("order", "password", "capital", "sum", "city", "settings", "function", "country", "number", "Monday")
@@ -88,11 +88,11 @@ def recipe_in(tiny_target_folder: Path) -> Callable[..., Path]:
 def scored(monkeypatch: pytest.MonkeyPatch) -> list[Scored]:
     """What the score verb has come to."""
     seen: list[Scored] = []
-    inner = verbs.score_foreign
+    inner = flow.score_foreign
 
     def spy(*args: object) -> Scored:
         seen.append(inner(*args))  # type: ignore[arg-type]
         return seen[-1]
 
-    monkeypatch.setattr(verbs, "score_foreign", spy)
+    monkeypatch.setattr(flow, "score_foreign", spy)
     return seen

@@ -319,8 +319,8 @@ def test_a_start_of_another_shape_is_refused_by_name(trained: Trained, fails: Fa
         (["hi", "--draft", "none", "--rule", "gredy"], "rule 'gredy': must be one of greedy, token, block, onehot"),
         (["hi", "--draft", "lookup", "--rule", "block", "-t", "1"], "rule: 'block': reads the draft's probabilities"),
         (
-            ["hi", "--helped-by", "lookup", "--draft", "none"],
-            "--helped-by lookup: helps a small draft, not --draft none",
+            ["hi", "--cascade", "lookup", "--draft", "none"],
+            "--cascade lookup: helps a small draft, not --draft none",
         ),
         (["hi", "--draft", "none", "-k", "0"], "--draft-tokens.*greater than or equal to 1"),
         (["hi", "--draft", "none", "-t", "inf"], "--temperature"),

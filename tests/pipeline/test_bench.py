@@ -14,8 +14,9 @@ from draftforge import cli
 from draftforge.errors import DraftforgeError, InputError, LockedError, MissingFileError, OwnershipError
 from draftforge.eval.bench import run
 from draftforge.eval.bench.run import EVERY, Report
-from draftforge.pipeline import verbs
-from draftforge.pipeline.bench import BenchSettings, bench, numbers_of
+from draftforge.pipeline import distill as flow
+from draftforge.pipeline.bench import run_bench
+from draftforge.pipeline.options import BenchOptions
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
@@ -39,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., P
     """A recipe of which one draft is trained."""
     path = recipe_in(tmp_path_factory.mktemp("bench"), score={"draft_tokens": [1, 2], "trees": TREES})
     recipe = load_recipe(path)
-    verbs.train(recipe, "small")
+    flow.train(recipe, "small")
     return recipe
 
 
@@ -49,12 +50,12 @@ def recipe(write_recipe: Callable[..., Path]) -> Recipe:
 
 
 @pytest.fixture
-def asked(prompts: Path) -> Callable[..., BenchSettings]:
+def asked(prompts: Path) -> Callable[..., BenchOptions]:
     """Settings of a benchmark of seconds; what is named replaces them."""
 
-    def make(**options: Any) -> BenchSettings:
+    def make(**options: Any) -> BenchOptions:
         small = {"draft_tokens": [2], "batch_sizes": [1], "max_new_tokens": 6, "max_prompts": 4, "repeats": 1}
-        return BenchSettings(**{"prompts": [prompts], "drafts": ["lookup"], **small, **options})
+        return BenchOptions(**{"prompts": [prompts], "drafts": ["lookup"], **small, **options})
 
     return make
 
@@ -73,11 +74,11 @@ def ran(report: Report) -> list[str]:
 
 @pytest.mark.slow
 def test_all_that_a_recipe_has(
-    trained: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Recipe, asked: Callable[..., BenchOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Defaults: its drafts with chains and trees, and lookup; an untrained one is a line with a reason."""
     settings = asked(drafts=(), batch_sizes=[1, 3], draft_tokens=[2, 4], repeats=2)
-    report = bench(Workspace(trained), settings)
+    report = run_bench(Workspace(trained), settings)
     small = [f"small {way}" for way in ("K=2", "K=4", "tree wide", "tree best")]
     assert ran(report) == ["plain", *small, "lookup K=2", "lookup K=4"]
     assert [(one.method, one.batch_size) for one in report.failures] == [("eagle3", None)]
@@ -98,22 +99,22 @@ def test_all_that_a_recipe_has(
 
 
 @pytest.mark.slow
-def test_small_drafts_are_also_measured_helped(trained: Recipe, asked: Callable[..., BenchSettings]) -> None:
+def test_small_drafts_are_also_measured_helped(trained: Recipe, asked: Callable[..., BenchOptions]) -> None:
     space = Workspace(trained)
     head = head_of(space.target, trained.workdir / "head")
-    report = bench(space, asked(drafts=["small", head], helped_by="lookup", trees=["wide"]))
+    report = run_bench(space, asked(drafts=["small", head], cascade="lookup", trees=["wide"]))
     ways = ["plain", "small K=2", "small tree wide", "small helped by lookup K=2", "head K=2", "head tree wide"]
     assert ran(report) == ways and not report.failures
     rounds = {row.setting.way: row.rounds for row in report.rows if row.domain == EVERY}
     assert rounds["small helped by lookup K=2"] == rounds["small K=2"]  # it drafts the same, in fewer passes
     assert all(row.equal_answers == 1.0 for row in report.rows)
-    with pytest.raises(InputError, match=r"--helped-by nobody: must be"):
-        bench(space, asked(helped_by="nobody"))
+    with pytest.raises(InputError, match=r"--cascade nobody: must be"):
+        run_bench(space, asked(cascade="nobody"))
 
 
 def test_a_helper_counts_by_its_files(
     recipe: Recipe,
-    asked: Callable[..., BenchSettings],
+    asked: Callable[..., BenchOptions],
     make_tiny_target: Callable[[int], Path],
     tiny_target_folder: Path,
     tmp_path: Path,
@@ -124,72 +125,72 @@ def test_a_helper_counts_by_its_files(
     add_idle_layer(tiny_target_folder, Path("draft"))
     shutil.copytree(tiny_target_folder, "helper")
     for helper in ("helper", "./helper", str(tmp_path / "helper")):
-        report = bench(Workspace(recipe), asked(drafts=["draft"], helped_by=helper), tmp_path / "out")
+        report = run_bench(Workspace(recipe), asked(drafts=["draft"], cascade=helper, out=tmp_path / "out"))
         assert ran(report) == ["plain", "draft K=2", "draft helped by helper K=2"]
     shutil.copytree(make_tiny_target(1), "helper", dirs_exist_ok=True)
     with pytest.raises(OwnershipError, match="a benchmark of other arguments, drafts"):
-        bench(Workspace(recipe), asked(drafts=["draft"], helped_by="helper"), tmp_path / "out")
+        run_bench(Workspace(recipe), asked(drafts=["draft"], cascade="helper", out=tmp_path / "out"))
 
 
 def test_a_helper_that_helps_none_is_refused(
-    recipe: Recipe, asked: Callable[..., BenchSettings], tiny_target_folder: Path, tmp_path: Path
+    recipe: Recipe, asked: Callable[..., BenchOptions], tiny_target_folder: Path, tmp_path: Path
 ) -> None:
     add_idle_layer(tiny_target_folder, tmp_path / "longer")
     longer, small = str(tmp_path / "longer"), str(tiny_target_folder)
-    with pytest.raises(InputError, match=r"^--helped-by lookup: no small draft here that it could help$"):
-        bench(Workspace(recipe), asked(helped_by="lookup"), tmp_path / "out")
-    with pytest.raises(InputError, match=f"--helped-by {longer}: .*to draft for longer it must have fewer than its"):
-        bench(Workspace(recipe), asked(drafts=[longer], helped_by=longer), tmp_path / "out")
-    report = bench(Workspace(recipe), asked(drafts=[longer, small], helped_by=small), tmp_path / "out")
+    with pytest.raises(InputError, match=r"^--cascade lookup: no small draft here that it could help$"):
+        run_bench(Workspace(recipe), asked(cascade="lookup", out=tmp_path / "out"))
+    with pytest.raises(InputError, match=f"--cascade {longer}: .*to draft for longer it must have fewer than its"):
+        run_bench(Workspace(recipe), asked(drafts=[longer], cascade=longer, out=tmp_path / "out"))
+    report = run_bench(Workspace(recipe), asked(drafts=[longer, small], cascade=small, out=tmp_path / "out"))
     name = tiny_target_folder.name
     assert ran(report) == ["plain", "longer K=2", f"longer helped by {name} K=2", f"{name} K=2"]
     assert [one.method for one in report.failures] == [f"{name} helped by {name}"]
 
 
 def test_one_folder_by_several_paths_runs_once(
-    recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, asked: Callable[..., BenchOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     head_of(Workspace(recipe).target, tmp_path / "head")
-    report = bench(Workspace(recipe), asked(drafts=["head", "head/", "./head", str(tmp_path / "head")]), tmp_path / "o")
+    report = run_bench(
+        Workspace(recipe), asked(drafts=["head", "head/", "./head", str(Path("head").resolve())], out=Path("o"))
+    )
     assert ran(report) == ["plain", "head K=2"]
 
 
 def test_one_that_does_not_fit_is_a_line_and_the_others_run(
-    recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path
+    recipe: Recipe, asked: Callable[..., BenchOptions], tmp_path: Path
 ) -> None:
     space = Workspace(recipe)
     good = head_of(space.target, tmp_path / "good")
     other = head_of(space.target, tmp_path / "other", hidden_size=64)
     short = head_of(space.target, tmp_path / "short", max_position_embeddings=16)
-    report = bench(space, asked(drafts=["lookup", good, other, short]), tmp_path / "out")
+    report = run_bench(space, asked(drafts=["lookup", good, other, short], out=tmp_path / "out"))
     assert ran(report) == ["plain", "lookup K=2", "good K=2"]
     reasons = {one.method: one.reason for one in report.failures}
     assert "hidden_size 64: must be 128" in reasons["other"]
     assert "max_position_embeddings 16" in reasons["short"]
 
 
-def test_a_rule_that_does_not_take_a_method(
-    recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path
-) -> None:
+def test_a_rule_that_does_not_take_a_method(recipe: Recipe, asked: Callable[..., BenchOptions], tmp_path: Path) -> None:
     space = Workspace(recipe)
     good = head_of(space.target, tmp_path / "good")
-    report = bench(space, asked(drafts=["lookup", good], temperature=0.7, rule="token"), tmp_path / "out")
+    report = run_bench(space, asked(drafts=["lookup", good], temperature=0.7, rule="token", out=tmp_path / "out"))
     assert ran(report) == ["plain", "good K=2"]
     assert [(one.method, one.plan) for one in report.failures] == [("lookup", "2")]
     assert {row.setting.rule for row in report.rows if not row.setting.plain} == {"token"}
     assert all(row.equal_answers != row.equal_answers for row in report.rows)  # not known: answers are drawn
     with pytest.raises(InputError, match="no method can run: lookup: rule: 'token'"):
-        bench(space, asked(temperature=0.7, rule="token"), tmp_path / "none")
-    bench(space, asked(temperature=0.7), tmp_path / "none")  # nothing was begun there
+        run_bench(space, asked(temperature=0.7, rule="token", out=tmp_path / "none"))
+    run_bench(space, asked(temperature=0.7, out=tmp_path / "none"))  # nothing was begun there
 
 
 def test_the_folder_where_one_is(
-    recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, asked: Callable[..., BenchOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    bench(Workspace(recipe), asked(), Path())
+    run_bench(Workspace(recipe), asked(out=Path()))
     assert Path("bench.json").is_file()
 
 
@@ -208,63 +209,63 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_the_same_arguments_go_on_where_they_stopped(
-    recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path, runs: list[str]
+    recipe: Recipe, asked: Callable[..., BenchOptions], tmp_path: Path, runs: list[str]
 ) -> None:
     space, out = Workspace(recipe), tmp_path / "out"
-    first = bench(space, asked(), out)
+    first = run_bench(space, asked(out=out))
     assert runs == ["plain", "lookup K=2"]
-    assert bench(space, asked(), out).rows == first.rows and len(runs) == 2
+    assert run_bench(space, asked(out=out)).rows == first.rows and len(runs) == 2
     next((out / "runs").iterdir()).unlink()
-    bench(space, asked(), out)
+    run_bench(space, asked(out=out))
     assert len(runs) == 3
     for changed in ({"max_new_tokens": 7}, {"seed": 1}, {"draft_tokens": [3]}, {"max_prompts": 3}, {"repeats": 2}):
         with pytest.raises(OwnershipError, match="other arguments"):
-            bench(space, asked(**changed), out)
+            run_bench(space, asked(**changed, out=out))
     assert len(runs) == 3
-    bench(space, asked(), out, fresh=True)
+    run_bench(space, asked(out=out, fresh=True))
     assert len(runs) == 5
-    bench(space, asked(draft_tokens=[3]), out, fresh=True)
+    run_bench(space, asked(draft_tokens=[3], out=out, fresh=True))
     assert runs[5:] == ["plain", "lookup K=3"]
 
 
 def test_another_draft_of_the_same_name_is_another_benchmark(
-    recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path
+    recipe: Recipe, asked: Callable[..., BenchOptions], tmp_path: Path
 ) -> None:
     space, out = Workspace(recipe), tmp_path / "out"
     head = head_of(space.target, tmp_path / "head")
-    bench(space, asked(drafts=[head]), out)
+    run_bench(space, asked(drafts=[head], out=out))
     weights = Path(head) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
     with pytest.raises(OwnershipError, match="drafts"):
-        bench(space, asked(drafts=[head]), out)
+        run_bench(space, asked(drafts=[head], out=out))
 
 
-def test_folders_that_are_not_for_it(recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path) -> None:
+def test_folders_that_are_not_for_it(recipe: Recipe, asked: Callable[..., BenchOptions], tmp_path: Path) -> None:
     space = Workspace(recipe)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(OwnershipError, match="holds no benchmark"):
-        bench(space, asked(), tmp_path / "full", fresh=True)
+        run_bench(space, asked(out=tmp_path / "full", fresh=True))
     with pytest.raises(OwnershipError, match="is a file"):
-        bench(space, asked(), tmp_path / "full" / "thesis.tex")
+        run_bench(space, asked(out=tmp_path / "full" / "thesis.tex"))
     with lock(tmp_path / ".busy.lock"), pytest.raises(LockedError):
-        bench(space, asked(), tmp_path / "busy")
+        run_bench(space, asked(out=tmp_path / "busy"))
 
 
-def test_names(recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path) -> None:
+def test_names(recipe: Recipe, asked: Callable[..., BenchOptions], tmp_path: Path) -> None:
     """Two folders of one name, and one that is called like a baseline, keep apart."""
     space = Workspace(recipe)
     for parent in ("a", "b"):
         (tmp_path / parent).mkdir()
     one, two = (head_of(space.target, tmp_path / parent / "head") for parent in ("a", "b"))
     taken = head_of(space.target, tmp_path / "lookup")
-    report = bench(space, asked(drafts=[one, two, taken, "lookup"]), tmp_path / "out")
+    report = run_bench(space, asked(drafts=[one, two, taken, "lookup"], out=tmp_path / "out"))
     assert ran(report) == ["plain", f"{one} K=2", f"{two} K=2", "lookup (given) K=2", "lookup K=2"]
 
 
 @pytest.mark.slow
-def test_the_champion_where_there_is_none(recipe: Recipe, asked: Callable[..., BenchSettings], tmp_path: Path) -> None:
-    report = bench(Workspace(recipe), asked(drafts=["champion", "lookup"]), tmp_path / "out")
+def test_the_champion_where_there_is_none(recipe: Recipe, asked: Callable[..., BenchOptions], tmp_path: Path) -> None:
+    report = run_bench(Workspace(recipe), asked(drafts=["champion", "lookup"], out=tmp_path / "out"))
     assert ran(report) == ["plain", "lookup K=2"]
     assert [one.method for one in report.failures] == ["champion"] and "no champion" in report.failures[0].reason
 
@@ -294,31 +295,24 @@ def test_the_champion_where_there_is_none(recipe: Recipe, asked: Callable[..., B
 )
 def test_bad_arguments(
     recipe: Recipe,
-    asked: Callable[..., BenchSettings],
+    asked: Callable[..., BenchOptions],
     options: dict[str, Any],
     error: type[DraftforgeError],
     message: str,
     tmp_path: Path,
 ) -> None:
     with pytest.raises(error) as raised:
-        bench(Workspace(recipe), asked(**options), tmp_path / "out")
+        run_bench(Workspace(recipe), asked(**options, out=tmp_path / "out"))
     assert message in str(raised.value) and "\n" not in str(raised.value)
     assert not (tmp_path / "out" / "runs").exists()
 
 
-def test_numbers() -> None:
-    assert numbers_of("-k", "2, 4,8") == [2, 4, 8]
-    for text in ("", "2,", "a", "1.5", "2;4"):
-        with pytest.raises(InputError, match="-k"):
-            numbers_of("-k", text)
-
-
 def test_prompts_that_are_too_long_are_left_out(
-    recipe: Recipe, asked: Callable[..., BenchSettings], prompts: Path, tmp_path: Path
+    recipe: Recipe, asked: Callable[..., BenchOptions], prompts: Path, tmp_path: Path
 ) -> None:
     with prompts.open("a") as stream:
         stream.write("\n" + json.dumps({"domain": "math", "turns": ["very " * 400]}))
-    report = bench(Workspace(recipe), asked(max_prompts=None), tmp_path / "out")
+    report = run_bench(Workspace(recipe), asked(max_prompts=None, out=tmp_path / "out"))
     assert report.surroundings.prompts_left_out == 1
     assert report.surroundings.prompts == {"code": 5, "math": 5}
 

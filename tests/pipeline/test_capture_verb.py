@@ -9,7 +9,7 @@ import pytest
 from draftforge.data.conversation import SPLITS
 from draftforge.data.store import Capture
 from draftforge.errors import InputError, MissingFileError
-from draftforge.pipeline import verbs
+from draftforge.pipeline import distill as flow
 from draftforge.pipeline.stages import captured_stages
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
@@ -35,7 +35,7 @@ def test_a_larger_budget_goes_on_in_the_same_folder_and_trains_anew(write_recipe
     sizes, found = [], []
     for overrides in budgets:
         recipe = load_recipe(path, [*smaller, *overrides])
-        verbs.capture(recipe)
+        flow.capture(recipe)
         found.append(places(recipe))
         sizes.append(len(Capture.open(found[-1][0]).samples("train")))
     assert sizes == sorted(set(sizes))
@@ -53,7 +53,7 @@ def test_a_limit_that_was_passed_already_changes_nothing(write_recipe: Write, tm
     ]
     for limit in (300, 301):
         recipe = load_recipe(path, [*smaller, f"capture.budget.tokens={limit}"])
-        verbs.train(recipe, None)
+        flow.train(recipe, None)
         capture, _ = places(recipe)
         assert json.loads((capture / "manifest.json").read_text())["budget"]["limits"] == {"tokens": limit}
     assert len(list((tmp_path / "work").glob("train-small-*"))) == 1
@@ -61,23 +61,23 @@ def test_a_limit_that_was_passed_already_changes_nothing(write_recipe: Write, tm
 
 def test_parts_of_three_work_folders_are_the_capture_of_one(write_recipe: Write, tmp_path: Path) -> None:
     path = write_recipe()
-    verbs.capture(load_recipe(path))
+    flow.capture(load_recipe(path))
     (whole,) = captured(tmp_path / "work")
     parts = []
     for number in (1, 2, 3):
         recipe = load_recipe(path, [f"workdir={tmp_path / f'machine-{number}'}"])
-        verbs.capture(recipe, part=f"{number}/3")
+        flow.capture(recipe, part=f"{number}/3")
         parts += captured(tmp_path / f"machine-{number}")
     assert [part.name for part in parts] == [f"{whole.name}.part-{number}-of-3" for number in (1, 2, 3)]
     home = load_recipe(path, [f"workdir={tmp_path / 'home'}"])
     with pytest.raises(MissingFileError, match="--join: 1/3 missing"):
-        verbs.capture(home, parts=parts[1:])
-    verbs.capture(home, parts=parts)
+        flow.capture(home, parts=parts[1:])
+    flow.capture(home, parts=parts)
     joined, one = Capture.open(tmp_path / "home" / whole.name), Capture.open(whole)
     assert all(joined.samples(split) == one.samples(split) for split in SPLITS)
     assert json.loads((joined.folder / "header.json").read_text()) == json.loads((whole / "header.json").read_text())
     with pytest.raises(InputError, match="--part 1/3: answers a part alone"):
-        verbs.capture(home, part="1/3", parts=parts)
+        flow.capture(home, part="1/3", parts=parts)
 
 
 def test_more_parts_than_shards_are_refused_before_the_target_is_loaded(
@@ -88,5 +88,5 @@ def test_more_parts_than_shards_are_refused_before_the_target_is_loaded(
 
     monkeypatch.setattr(Target, "load", load)
     with pytest.raises(InputError, match=r"^--part 1/1000: there are \d+ shards"):
-        verbs.capture(load_recipe(write_recipe()), part="1/1000")
+        flow.capture(load_recipe(write_recipe()), part="1/1000")
     assert not list((tmp_path / "work").glob("capture-*"))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from draftforge.cli import main
 from draftforge.errors import HubError, MissingFileError
-from draftforge.pipeline import staleness, verbs
+from draftforge.pipeline import retrain, staleness
 from draftforge.pipeline.staleness import is_hub_id, pinned
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
@@ -142,5 +142,7 @@ def test_an_alias_that_moves_in_mlflow_is_another_target(
 def test_the_verb_retrains_what_the_hub_names_now(write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_at(monkeypatch, SECOND)
     seen: list[str | None] = []
-    monkeypatch.setattr(verbs, "rehearse", lambda recipe: seen.append(recipe.target.revision))
-    assert verbs.retrain(hub_recipe(write_recipe), dry_run=True) == 0 and seen == [SECOND]
+    monkeypatch.setattr(retrain, "retrain_champion", lambda space: seen.append(space.recipe.target.revision))
+    with pytest.raises(AttributeError):
+        retrain.retrain(hub_recipe(write_recipe))
+    assert seen == [SECOND]

@@ -11,7 +11,8 @@ from stand_ins import llama
 
 from draftforge.errors import CorruptDataError, InputError, MissingFileError
 from draftforge.eval.cost_model import read_fits, write_fits
-from draftforge.pipeline import verbs, workspace
+from draftforge.pipeline import distill as flow
+from draftforge.pipeline import retrain, workspace
 from draftforge.pipeline.mix_report import _known_context
 from draftforge.pipeline.scoring import check_load
 from draftforge.pipeline.workspace import Workspace
@@ -23,10 +24,10 @@ from draftforge.specdec.targets import context_length
 WriteRecipe = Callable[..., Path]
 LOAD = {"engine": "vllm", "batch_sizes": {1: 1.0}, "context_tokens": 300, "answer_tokens": 16}
 VERBS: dict[str, Callable[[Recipe], object]] = {
-    "distill": verbs.distill,
-    "score": lambda recipe: verbs.score(recipe, None),
-    "promote": verbs.promote,
-    "retrain": lambda recipe: verbs.retrain(recipe, dry_run=False),
+    "distill": lambda recipe: flow.distill(workspace.open_workspace(recipe)),
+    "score": lambda recipe: flow.score(recipe, None),
+    "promote": flow.promote,
+    "retrain": lambda recipe: retrain.retrain(recipe),
 }
 
 
@@ -71,12 +72,12 @@ def test_given_times_that_do_not_hold_at_the_load_are_refused_and_read_once(
     assert space.given_times and reads == [tmp_path / "theirs.json"]
     assert space.with_recipe(load_recipe(path, [given])).given_times and len(reads) == 2
     with pytest.raises(InputError, match=r"^score\.load: batch 4096 is not within the measured range"):
-        verbs.distill(load_recipe(path, [given, "score.load.batch_sizes={4096: 1}"]))
+        VERBS["distill"](load_recipe(path, [given, "score.load.batch_sizes={4096: 1}"]))
     (tmp_path / "theirs.json").write_text("{}")
     with pytest.raises(CorruptDataError, match=r"^score\.costs\.fit: .*theirs\.json: fits: must be a list"):
-        verbs.score(load_recipe(path, [given]), None)
+        flow.score(load_recipe(path, [given]), None)
     with pytest.raises(MissingFileError, match=r"^score\.costs\.fit: "):
-        verbs.promote(load_recipe(path, [f"score.costs.fit={tmp_path / 'none.json'}"]))
+        flow.promote(load_recipe(path, [f"score.costs.fit={tmp_path / 'none.json'}"]))
     assert not list((tmp_path / "work").glob("mix-*"))
 
 

@@ -10,7 +10,7 @@ from draftforge.errors import InputError
 from draftforge.pipeline import stages
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.export import verifier_of
-from draftforge.pipeline.retrain import retrain
+from draftforge.pipeline.retrain import retrain_champion
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.versions import champion
@@ -73,7 +73,7 @@ def test_distill_promotes_and_a_second_run_does_no_work(
         assert names == ["draft.gguf", "draftforge.json"]
     main_without_exit(["generate", str(path), "Where is my order?", "-n", "8"])
     assert "tau" in capsys.readouterr().out
-    assert retrain(Workspace(load_recipe(path))).outcome is None
+    assert retrain_champion(Workspace(load_recipe(path))).outcome is None
 
     start = f"models:/{now.name}@champion"
     heir = Workspace(load_recipe(path, [f"drafts.{outcome.scored.chosen.draft}.init_from={start}"]))

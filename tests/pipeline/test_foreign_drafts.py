@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftforge.errors import FormatError, InputError
-from draftforge.pipeline import verbs
+from draftforge.pipeline import distill as flow
 from draftforge.pipeline.scoring import Scored
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
@@ -31,7 +31,7 @@ TREES = {"wide": {"kind": "static", "widths": [3, 2]}, "best": {"kind": "measure
 def recipe(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path]) -> Recipe:
     folder = tmp_path_factory.mktemp("foreign")
     recipe = load_recipe(recipe_in(folder))
-    verbs.train(recipe, "eagle3")
+    flow.train(recipe, "eagle3")
     return recipe
 
 
@@ -47,9 +47,9 @@ def test_the_same_weights_score_the_same_in_every_layout(
     theirs = tmp_path / "their-head"
     theirs.mkdir()
     convert_draft(last_checkpoint(recipe), theirs, layout, Verifier("them/target", ["LlamaForCausalLM"]))
-    verbs.score(recipe, str(theirs))
+    flow.score(recipe, str(theirs))
     (theirs / META_FILE).unlink()
-    verbs.score(recipe, str(theirs))
+    flow.score(recipe, str(theirs))
     ours, other = (
         [(row["plan"], row["tau"]) for row in ({**vars(one)} for one in result.rows) if row["draft"] == "their-head"]
         for result in scored
@@ -77,7 +77,7 @@ def test_heads_of_every_family_are_scored_with_trees(recipe: Recipe, scored: lis
         folder = tmp_path / name
         folder.mkdir()
         write_draft(draft, folder, "vllm")
-        verbs.score(recipe.model_copy(update={"score": settings}), str(folder))
+        flow.score(recipe.model_copy(update={"score": settings}), str(folder))
         table = scored[-1].counts
         assert set(table["tree"].to_pylist()) == {"", "wide", "best"}
         assert {"replay", "decode"} == set(table["method"].to_pylist())
@@ -89,14 +89,14 @@ def test_what_does_not_fit_is_named(recipe: Recipe, tmp_path: Path) -> None:
     folder.mkdir()
     write_draft(heads.eagle(), folder, "vllm")
     with pytest.raises(InputError, match=re.escape(f"{folder}: vocab_size 61: must be ")):
-        verbs.score(recipe, str(folder))
+        flow.score(recipe, str(folder))
     with pytest.raises(FileNotFoundError, match=r"--draft nowhere: is neither a draft of the recipe .* nor a folder"):
-        verbs.score(recipe, "nowhere")
+        flow.score(recipe, "nowhere")
     shutil.copytree(last_checkpoint(recipe), tmp_path / "other")
     meta = json.loads((tmp_path / "other" / META_FILE).read_text())
     (tmp_path / "other" / META_FILE).write_text(json.dumps(meta | {"tokenizer_digest": "0" * 64}))
     with pytest.raises(InputError, match="drafts with another tokenizer"):
-        verbs.score(recipe, str(tmp_path / "other"))
+        flow.score(recipe, str(tmp_path / "other"))
 
 
 def rewrite(path: Path, **fields: object) -> None:
@@ -112,11 +112,11 @@ def test_numbers_that_no_tensors_stand_behind_are_refused_at_once(recipe: Recipe
         before = (tmp_path / "config.json").read_text()
         rewrite(tmp_path / "config.json", **{field: 10**9})
         with pytest.raises(FormatError, match=f"{field} 1000000000: there are only 4 tensors"):
-            verbs.score(recipe, str(tmp_path))
+            flow.score(recipe, str(tmp_path))
         (tmp_path / "config.json").write_text(before)
     rewrite(tmp_path / "config.json", architectures=5)
     with pytest.raises(FormatError, match="architectures 5: must be a list of names"):
-        verbs.score(recipe, str(tmp_path))
+        flow.score(recipe, str(tmp_path))
 
 
 def test_a_tokenizer_beside_a_draft_is_compared(recipe: Recipe, tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ def test_a_draft_made_for_shorter_texts_is_refused(recipe: Recipe, tmp_path: Pat
     sizes = {**heads.LAYER, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     write_draft(EagleDraft(EagleConfig(**sizes | {"max_position_embeddings": 8}), False), tmp_path, "vllm")
     with pytest.raises(InputError, match="max_position_embeddings 8: must hold the longest text here"):
-        verbs.score(recipe, str(tmp_path))
+        flow.score(recipe, str(tmp_path))
 
 
 def test_a_tree_beyond_the_drafts_vocabulary_is_refused(recipe: Recipe) -> None:
     trees = {"far": {"kind": "static", "choices": [[250]]}}
     settings = type(recipe.score).model_validate({**recipe.score.model_dump(), "trees": trees})
     with pytest.raises(InputError, match="tree: no first choice is below 200, the tokens that the draft can say"):
-        verbs.score(recipe.model_copy(update={"score": settings}), str(last_checkpoint(recipe)))
+        flow.score(recipe.model_copy(update={"score": settings}), str(last_checkpoint(recipe)))
 
 
 def test_answers_that_a_draft_cannot_say_have_no_perplexity(
@@ -156,7 +156,7 @@ def test_answers_that_a_draft_cannot_say_have_no_perplexity(
     layer = {**heads.LAYER, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     config = Eagle3Config(**layer, target_hidden_size=target.hidden_size, draft_vocab_size=3, aux_layers=(1, 2, 4))
     write_draft(Eagle3Draft(config, torch.tensor([1, 2, 3]), False), tmp_path, "vllm")
-    verbs.score(recipe, str(tmp_path))
+    flow.score(recipe, str(tmp_path))
     (row,) = [row for row in scored[-1].rows if not row.baseline]
     assert row.tau.value >= 1.0 and math.isnan(row.perplexity)
 
@@ -169,11 +169,11 @@ def test_a_draft_of_another_form_of_the_target_is_labelled(
     shutil.copytree(last_checkpoint(recipe), theirs)
     meta = json.loads((theirs / META_FILE).read_text())
     (theirs / META_FILE).write_text(json.dumps(meta | {"target_fingerprint": "0123456789ab" + "c" * 52}))
-    verbs.score(recipe, str(theirs))
+    flow.score(recipe, str(theirs))
     (row,) = [row for row in scored[-1].rows if row.draft == "theirs"]
     assert row.trained_for == "0123456789ab" and row.record()["trained_for"] == "0123456789ab"
     told = capsys.readouterr()
     assert "<- chosen, made for target 0123456789ab" in told.out
     assert f"is scored on {Workspace(recipe).target_fingerprint[:12]}" in told.err.replace("\n", " ")
-    verbs.score(recipe, str(last_checkpoint(recipe)))
+    flow.score(recipe, str(last_checkpoint(recipe)))
     assert not any(row.trained_for for row in scored[-1].rows)

@@ -1,10 +1,11 @@
-"""`generate --helped-by`: a small draft with something smaller that drafts for it."""
+"""`generate --cascade`: a small draft with something smaller that drafts for it."""
 
 import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import heads
 import pytest
@@ -13,6 +14,7 @@ from drafted import add_idle_layer
 from draftforge.errors import InputError
 from draftforge.pipeline import generate
 from draftforge.pipeline.generate import GeneratedAnswer
+from draftforge.pipeline.options import GenerateOptions
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
@@ -38,18 +40,9 @@ def longer(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -
 
 @pytest.fixture(scope="module")
 def say(space: Workspace, longer: Path) -> Say:
-    def speak(
-        helped_by: str | None, temperature: float = 0.0, draft: object = longer, **options: object
-    ) -> GeneratedAnswer:
-        asked = {"rule": None, "draft_tokens": None, "tree": None, "max_new_tokens": 17, "seed": 7, **options}
-        return generate.answer_prompt(
-            space,
-            "hi there",
-            str(draft),
-            helped_by=helped_by,
-            temperature=temperature,
-            **asked,  # type: ignore[arg-type]
-        )
+    def speak(cascade: str | None, temperature: float = 0.0, draft: object = longer, **options: Any) -> GeneratedAnswer:
+        asked = {"max_new_tokens": 17, "seed": 7, "cascade": cascade, "temperature": temperature, **options}
+        return generate.answer_prompt(space, "hi there", GenerateOptions(draft=str(draft), **asked))
 
     return speak
 
@@ -71,21 +64,21 @@ def test_rounds_are_those_of_the_draft_alone(say: Say, temperature: float, tiny_
 def test_what_cannot_be_helped_or_help_is_refused(say: Say, space: Workspace, tmp_path: Path) -> None:
     sizes = {**heads.LAYER, "hidden_size": space.target.hidden_size, "vocab_size": space.target.vocab_size}
     write_draft(EagleDraft(EagleConfig(**sizes), False), tmp_path, "vllm")
-    with pytest.raises(InputError, match="--helped-by lookup: helps a small draft, not one of family eagle"):
+    with pytest.raises(InputError, match="--cascade lookup: helps a small draft, not one of family eagle"):
         say("lookup", draft=tmp_path)
-    with pytest.raises(InputError, match=f"--helped-by {tmp_path}: must be a small draft or lookup, not eagle"):
+    with pytest.raises(InputError, match=f"--cascade {tmp_path}: must be a small draft or lookup, not eagle"):
         say(str(tmp_path))
-    with pytest.raises(InputError, match="--helped-by lookup: helps a small draft, not --draft none"):
+    with pytest.raises(InputError, match="--cascade lookup: helps a small draft, not --draft none"):
         say("lookup", draft="none")
-    with pytest.raises(InputError, match="--helped-by lookup: helps to draft chains, not --tree grown"):
+    with pytest.raises(InputError, match="--cascade lookup: helps to draft chains, not --tree grown"):
         say("lookup", tree="grown")
-    with pytest.raises(InputError, match="--helped-by nobody: must be a draft folder or one of the recipe's drafts"):
+    with pytest.raises(InputError, match="--cascade nobody: must be a draft folder or one of the recipe's drafts"):
         say("nobody")
 
 
 def test_a_helper_that_is_not_smaller_is_refused(say: Say, longer: Path, tiny_target_folder: Path) -> None:
     for helper in (longer, tiny_target_folder):
-        with pytest.raises(InputError, match=f"--helped-by {helper}: has [0-9,]+ parameters; .* must have fewer"):
+        with pytest.raises(InputError, match=f"--cascade {helper}: has [0-9,]+ parameters; .* must have fewer"):
             say(str(helper), draft=tiny_target_folder)
 
 
@@ -97,6 +90,6 @@ def test_drafts_that_were_made_for_shorter_texts_are_refused(
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
     asks = ((None, short), ("lookup", short), (str(short), tiny_target_folder))
-    for helped_by, draft in asks:
+    for cascade, draft in asks:
         with pytest.raises(InputError, match=f"{short}: max_position_embeddings 20: must hold the longest text here"):
-            say(helped_by, draft=draft)
+            say(cascade, draft=draft)

@@ -11,7 +11,7 @@ import pytest
 from launches import SMALL, wait_for
 from ports import free_port
 
-from draftforge.pipeline import verbs
+from draftforge.pipeline import distill as flow
 from draftforge.recipe import load_recipe
 
 
@@ -41,5 +41,5 @@ def test_two_machines_of_a_hostfile_train_like_one_process(recipe_in: Callable[.
     assert wait_for(nodes, 200) == [0, 0], "\n".join(log.read_text() for log in logs)
     assert "DeepSpeed ZeRO-2, 4 x cpu" in logs[0].read_text()
     one = {**SMALL, "zero_stage": 0, "engine": "torch"}
-    verbs.train(load_recipe(recipe_in(alone, drafts={"small": one})), None)
+    flow.train(load_recipe(recipe_in(alone, drafts={"small": one})), None)
     assert losses(spread) == pytest.approx(losses(alone), rel=1e-4)

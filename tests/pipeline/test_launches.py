@@ -10,7 +10,7 @@ import pytest
 from launches import END_SECONDS, MORTAL, SMALL, launch, wait_for
 from ports import free_port
 
-from draftforge.pipeline import verbs
+from draftforge.pipeline import distill as flow
 from draftforge.recipe import load_recipe
 
 
@@ -29,7 +29,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_and_the_next_start_goes_on(
     recipe_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     recipe = recipe_in(tmp_path, drafts={"small": SMALL})
-    verbs.capture(load_recipe(recipe))
+    flow.capture(load_recipe(recipe))
     options: dict[str, Any] = {"nproc_per_node": 2, "master_port": free_port()}
     killed = launch([str(MORTAL), "1", "3", "kill", "train", str(recipe)], tmp_path / "killed.log", **options)
     while killed.poll() is None and not started(tmp_path):
@@ -60,7 +60,7 @@ def test_two_machines_distil_like_one_process(recipe_in: Callable[..., Path], tm
     assert wait_for(nodes, 200) == [0, 0], "\n".join(log.read_text() for log in logs)
     assert "champion" in logs[0].read_text()
     one = {**SMALL, "zero_stage": 0, "engine": "torch"}
-    verbs.train(load_recipe(recipe_in(alone, drafts={"small": one})), None)
+    flow.train(load_recipe(recipe_in(alone, drafts={"small": one})), None)
     assert losses(spread) == pytest.approx(losses(alone), rel=1e-4)
 
 

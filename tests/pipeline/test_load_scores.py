@@ -12,7 +12,8 @@ from draftforge.errors import InputError
 from draftforge.eval import counts
 from draftforge.eval.cost_model import CostFit, read_fits, write_fits
 from draftforge.eval.costs import CostKey
-from draftforge.pipeline import parallel_scoring, scoring, verbs
+from draftforge.pipeline import distill as flow
+from draftforge.pipeline import parallel_scoring, scoring
 from draftforge.pipeline.scoring import Scored
 from draftforge.recipe import load_recipe
 
@@ -24,13 +25,13 @@ LOAD = {"engine": "vllm", "batch_sizes": {1: 0.75, 8: 0.25}, "context_tokens": 3
 def boards(monkeypatch: pytest.MonkeyPatch) -> list[Scored]:
     """What the score verb has come to, of the recipe's own drafts."""
     seen: list[Scored] = []
-    inner = verbs.score_stage
+    inner = flow.score_stage
 
     def spy(*args: Any) -> Scored:
         seen.append(inner(*args))
         return seen[-1]
 
-    monkeypatch.setattr(verbs, "score_stage", spy)
+    monkeypatch.setattr(flow, "score_stage", spy)
     return seen
 
 
@@ -67,7 +68,7 @@ def test_a_score_at_a_load_end_to_end(
     load = {**LOAD, "batch_sizes": {1: 0.75, 2: 0.25}, "context_tokens": 40}
     costs = {"prompts": 1, "rounds": 5, "warmup_rounds": 1}
     path = write_recipe(score=score_section(load=load, costs=costs))
-    verbs.score(load_recipe(path), None)
+    flow.score(load_recipe(path), None)
     (scored,) = boards
     assert set(scored.counts["rule"].to_pylist()) == {"greedy", "onehot", "token", "block", "match"}
     assert {row.rule for row in scored.domains} == {"greedy", "onehot"}  # the engine's decides
@@ -84,13 +85,13 @@ def test_a_score_at_a_load_end_to_end(
     assert len(fits) == 3  # lookup, small, eagle3
     other = path.parent / "theirs.json"
     write_fits(other, [fit.model_copy(update={"key": fit.key.model_copy(update={"hardware": "card"})}) for fit in fits])
-    verbs.score(load_recipe(path, [f"score.costs.fit={other}"]), None)
+    flow.score(load_recipe(path, [f"score.costs.fit={other}"]), None)
     assert boards[1].stage == scored.stage and boards[1].rows[0].load is not None
     assert boards[1].rows[0].load.hardware == "card, float32" and "times of card, float32" in capsys.readouterr().out
     with pytest.raises(
         InputError, match=r"score\.costs\.fit .*theirs\.json: holds no times of this target and draft: "
     ):
-        verbs.score(load_recipe(path, [f"score.costs.fit={other}", "score.draft_tokens=[1,4]"]), None)
+        flow.score(load_recipe(path, [f"score.costs.fit={other}", "score.draft_tokens=[1,4]"]), None)
 
 
 def test_a_race_drops_what_cannot_win_and_goes_on_after_a_kill(
@@ -120,8 +121,8 @@ def test_a_race_drops_what_cannot_win_and_goes_on_after_a_kill(
     monkeypatch.setattr(scoring.Scorer, "counts", spy)
     monkeypatch.setattr(parallel_scoring, "Race", Steward)
     with pytest.raises(KeyboardInterrupt):
-        verbs.score(recipe, None)
-    verbs.score(recipe, None)
+        flow.score(recipe, None)
+    flow.score(recipe, None)
     (scored,) = boards
     assert calls.count(dropped) == 1 and calls.count(("small", 4)) == 4 + 1  # its blocks, and the decoding that checks
     assert calls.count(("lookup", 0)) == 1 and len(calls) == 1 + 1 + 1 + 2 * 5
@@ -132,13 +133,13 @@ def test_a_race_drops_what_cannot_win_and_goes_on_after_a_kill(
     assert "race: 1 of 3 checkpoints could no longer win and were dropped; 2" in said.err and "dropped at" in said.out
 
     # Those that were not dropped have the counts that they have without a race.
-    verbs.score(load_recipe(path, ["score.race=null"]), None)
+    flow.score(load_recipe(path, ["score.race=null"]), None)
     names = ("conversation", "setting", "rule", "draft_tokens", "method", "rounds", "tokens", "accepted")
     for name in ("small", "eagle3"):
         raced, whole = (counts.where(one.counts, draft=name, step=4).select(names) for one in boards)
         assert sorted(map(str, raced.to_pylist())) == sorted(map(str, whole.to_pylist()))
     before = len(calls)
-    verbs.score(recipe, None)  # all from the disk
+    flow.score(recipe, None)  # all from the disk
     assert len(calls) == before
     assert json.dumps([row.record() for row in boards[2].rows]) == json.dumps([row.record() for row in scored.rows])
 
@@ -152,6 +153,6 @@ def test_what_is_decoded_is_not_raced(
     section = score_section(sampling=[{"temperature": 1.0}], rules=["recursive", "token"], race={}, load=load)
     path = write_recipe(score=section | {"trees": {"drawn": tree}})
     recipe = load_recipe(path, ["score.load=null"])
-    verbs.score(recipe, None)
+    flow.score(recipe, None)
     assert "decoded, not replayed; scored on everything" in capsys.readouterr().err
     assert not any(row.dropped for row in boards[0].rows)

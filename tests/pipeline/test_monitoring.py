@@ -20,7 +20,8 @@ from draftforge.eval.engine_metrics import promise_of
 from draftforge.eval.leaderboard import serving
 from draftforge.pipeline import monitoring
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.monitoring import ChampionCollector, Served, look_at, metrics
+from draftforge.pipeline.monitoring import ChampionCollector, look_at, write_metrics
+from draftforge.pipeline.options import MetricsOptions
 from draftforge.pipeline.promotion import kept_counts
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
@@ -37,6 +38,11 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
         for sample in family.samples:
             found.setdefault(sample.name.removeprefix("draftforge_"), []).append((sample.labels, sample.value))
     return found
+
+
+def scraped(space: Workspace, **options: Any) -> dict[str, Any]:
+    """What one scrape gives, by name."""
+    return samples(str(write_metrics(space, MetricsOptions(**options))))
 
 
 def value(found: dict[str, list[tuple[dict[str, str], float]]], name: str) -> float:
@@ -84,7 +90,7 @@ def test_a_champion_is_told_of(
 ) -> None:
     path = write_recipe()
     space = Workspace(load_recipe(path))
-    before = samples(str(metrics(space, None, None, Served())))
+    before = scraped(space)
     assert value(before, "champion_exists") == 0 and "champion_info" not in before
     started = time.time()
     outcome = distill(space)
@@ -127,28 +133,27 @@ def test_a_champion_is_told_of(
     address, said = engine
     K = promise.draft_tokens
     said["text"] = vllm(1000, 900 * K, 1000 * K)  # far more than this random draft accepts
-    text = str(metrics(space, None, None, Served([address])))
-    told = samples(text)
+    told = scraped(space, served=[address])
     assert said["path"] == "/metrics" and value(told, "served_up") == 1 and value(told, "served_rounds") == 1000
-    assert value(told, "served_tau") == pytest.approx(1 + 0.9 * K) and value(told, "served_parts") == 1
+    assert value(told, "served_tau") == pytest.approx(1 + 0.9 * K) and value(told, "acceptance_mismatch") == 1
     assert value(told, "promised_tau") == promise.taus["unclipped"].value
     assert "WARNING: served: vllm has tau" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(AcceptanceMismatchError, match="parts from the promise"):
-        metrics(space, tmp_path / "e.prom", None, Served([address], fail=True))
-    assert "draftforge_served_parts" in (tmp_path / "e.prom").read_text()  # written all the same
+        write_metrics(space, MetricsOptions(out=tmp_path / "e.prom", served=[address], fail_on_mismatch=True))
+    assert "draftforge_acceptance_mismatch" in (tmp_path / "e.prom").read_text()  # written all the same
     right = 1000 * (promise.taus["unclipped"].value - 1)
     said["status"] = 500
     with pytest.raises(ServedError, match="answers 500"):
-        metrics(space, tmp_path / "f.prom", None, Served([address]))
+        write_metrics(space, MetricsOptions(out=tmp_path / "f.prom", served=[address]))
     assert value(samples((tmp_path / "f.prom").read_text()), "served_up") == 0
     said |= {"text": vllm(1000, right, 1000 * K), "status": 200}
-    assert value(samples(str(metrics(space, None, None, Served([address], fail=True)))), "served_parts") == 0
+    assert value(scraped(space, served=[address], fail_on_mismatch=True), "acceptance_mismatch") == 0
 
     record = read_json(space.root / "staleness.json")
     write_json(space.root / "staleness.json", record | {"champion": "another/1"})  # the check was of the one before
-    assert "champion_stale" not in samples(str(metrics(space, None, None, Served())))
+    assert "champion_stale" not in scraped(space)
     write_json(space.root / "staleness.json", ["not", "it"])
-    told = samples(str(metrics(space, None, None, Served())))
+    told = scraped(space)
     assert "champion_stale" not in told and "staleness is not told" in " ".join(capsys.readouterr().err.split())
 
 
@@ -167,9 +172,8 @@ def test_the_port_answers_until_it_is_stopped(
         return opened[0]
 
     monkeypatch.setattr(monitoring, "start_http_server", start)
-    run = threading.Thread(
-        target=lambda: metrics(space, None, "127.0.0.1:9109", Served([address], interval_seconds=60.0)), daemon=True
-    )
+    options = MetricsOptions(listen="127.0.0.1:9109", served=[address], interval_seconds=60.0)
+    run = threading.Thread(target=lambda: write_metrics(space, options), daemon=True)
     run.start()
     assert asked.wait(60)
     server, _ = opened[0]
@@ -194,7 +198,7 @@ def test_the_window_moves_on(write_recipe: WriteRecipe, monkeypatch: pytest.Monk
     space, now = Workspace(load_recipe(write_recipe())), [0.0]
     monkeypatch.setattr(monitoring.time, "monotonic", lambda: now[0])
     source = tmp_path / "scrape.prom"
-    told = ChampionCollector(space, Served([str(source)], interval_seconds=60.0))
+    told = ChampionCollector(space, MetricsOptions(served=[str(source)], interval_seconds=60.0))
     registry = CollectorRegistry()
     registry.register(told)
     seen = []
@@ -224,19 +228,19 @@ def test_two_files_give_what_lies_between(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((None, None, Served(["a"], ["b", "c"])), "--since: 2 given for 1 --served"),
-        ((None, None, Served(["a"], ["b"], 5.0)), "--interval: looks twice"),
-        ((None, None, Served(fail=True)), "need --served"),
-        ((Path("x"), "127.0.0.1:9", Served()), "--listen: serves until stopped"),
-        ((None, "9109", Served()), "--listen 9109: must be HOST:PORT"),
-        ((None, "127.0.0.1:99999", Served()), "must be HOST:PORT"),
+        ({"served": ["a"], "since": ["b", "c"]}, "--since: 2 given for 1 --served"),
+        ({"served": ["a"], "since": ["b"], "interval_seconds": 5.0}, "--interval: looks twice"),
+        ({"fail_on_mismatch": True}, "need --served"),
+        ({"out": Path("x"), "listen": "127.0.0.1:9"}, "--listen: serves until stopped"),
+        ({"listen": "9109"}, "--listen 9109: must be HOST:PORT"),
+        ({"listen": "127.0.0.1:99999"}, "must be HOST:PORT"),
     ],
 )
 def test_options_that_do_not_go_together_are_named(
-    write_recipe: WriteRecipe, options: tuple[Any, Any, Served], said: str
+    write_recipe: WriteRecipe, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        metrics(Workspace(load_recipe(write_recipe())), *options)
+        write_metrics(Workspace(load_recipe(write_recipe())), MetricsOptions(**options))
 
 
 def test_engines_that_do_not_answer_are_named_without_their_passwords(engine: tuple[str, dict[str, Any]]) -> None:

@@ -10,8 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftforge.errors import InputError
 from draftforge.eval.settings import ScoreSettings
-from draftforge.pipeline import generate, verbs
+from draftforge.pipeline import distill as flow
+from draftforge.pipeline import export, generate
 from draftforge.pipeline.generate import GeneratedAnswer
+from draftforge.pipeline.options import GenerateOptions
 from draftforge.pipeline.scoring import Scored
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
@@ -43,11 +45,18 @@ def test_it_is_generated_with(recipe: Recipe, theirs: Path, capsys: pytest.Captu
     space = Workspace(recipe)
 
     def said(
-        draft: object, tree: str | None = None, temperature: float = 0.0, helped_by: str | None = None
+        draft: object, tree: str | None = None, temperature: float = 0.0, cascade: str | None = None
     ) -> GeneratedAnswer:
-        return generate.answer_prompt(
-            space, "How do I reset it?", str(draft), None, 3, tree, helped_by, 20, temperature, 7
+        options = GenerateOptions(
+            draft=str(draft),
+            draft_tokens=3,
+            tree=tree,
+            cascade=cascade,
+            max_new_tokens=20,
+            temperature=temperature,
+            seed=7,
         )
+        return generate.answer_prompt(space, "How do I reset it?", options)
 
     assert said(theirs).generation.tokens == said("none").generation.tokens
     assert "has another tokenizer than the target's" in capsys.readouterr().err.replace("\n", " ")
@@ -55,12 +64,12 @@ def test_it_is_generated_with(recipe: Recipe, theirs: Path, capsys: pytest.Captu
     with pytest.raises(InputError, match=r"--tree grown: a draft with another tokenizer .* drafts chains only"):
         said(theirs, "grown")
     with pytest.raises(InputError, match=r"tokenizer\.json is not the target's"):  # it drafts for the target alone
-        said(theirs, helped_by="lookup")
+        said(theirs, cascade="lookup")
 
 
 def test_it_is_scored_with(recipe: Recipe, theirs: Path, scored: list[Scored]) -> None:
     """Replayed and decoded, which must agree; and no trees."""
-    verbs.score(recipe, str(theirs))
+    flow.score(recipe, str(theirs))
     rows = [row for row in scored[-1].counts.to_pylist() if row["draft"] == theirs.name]
     assert {row["tree"] for row in rows} == {""} and {row["method"] for row in rows} == {"replay", "decode"}
     assert sum(row["accepted"] for row in rows) > 0
@@ -72,7 +81,7 @@ def test_what_is_no_whole_model_is_refused_as_before(recipe: Recipe, theirs: Pat
     target = Workspace(recipe).target
     assert StoredDraft.load(theirs, target, other_tokenizer=True).family == "foreign"
     with pytest.raises(InputError, match=r"tokenizer\.json is not the target's"):
-        verbs.export(recipe, tmp_path / "out", str(theirs), None, None)
+        export.export(recipe, tmp_path / "out", str(theirs), None, None)
     assert not (tmp_path / "out").exists()
     same = tmp_path / "same"
     AutoModelForCausalLM.from_pretrained(theirs).save_pretrained(same)

@@ -13,7 +13,7 @@ import pytest
 from launches import END_SECONDS, MORTAL, SMALL, launch, wait_for
 from ports import free_port
 
-from draftforge.pipeline import verbs
+from draftforge.pipeline import distill as flow
 from draftforge.recipe import load_recipe
 from draftforge.storage import read_object
 
@@ -40,7 +40,7 @@ def test_two_ranks_retrain_from_nothing_and_count_like_one(recipe_in: Callable[.
     assert len(parts) == 4  # lookup and three steps
     ranks = (folder / "counts.parquet").read_bytes()
     shutil.rmtree(folder)
-    verbs.score(load_recipe(recipe), None)
+    flow.score(load_recipe(recipe), None)
     assert {path.name: path.read_bytes() for path in (folder / "parts").glob("*.parquet")} == parts
     assert (folder / "counts.parquet").read_bytes() == ranks
 
@@ -82,7 +82,7 @@ def test_a_rank_that_dies_or_fails_ends_the_job_and_the_next_start_goes_on(
     assert code != 0, said
     (folder,) = (tmp_path / "work").glob("capture-*")
     assert list((folder / "shards").glob("*.json")) and not (folder / "manifest.json").exists()
-    verbs.train(load_recipe(recipe), None)
+    flow.train(load_recipe(recipe), None)
     assert read_object(folder / "manifest.json")["complete"]
     code, said = torchrun([str(MORTAL), "1", "0", "fail", "score", str(recipe)], tmp_path / "failed.log")
     assert code != 0 and "error (rank 1): domain 'code': made up by a test" in said, said

@@ -13,7 +13,7 @@ from draftforge.cli import main
 from draftforge.errors import LockedError
 from draftforge.pipeline import retrain as retraining
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.retrain import retrain
+from draftforge.pipeline.retrain import retrain_champion
 from draftforge.pipeline.staleness import STALENESS_FILE
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
@@ -49,7 +49,7 @@ def test_a_changed_target_gets_a_draft_that_starts_from_the_old_one(
     changed = recipe.target.model_copy(update={"model": str(fine_tuned(tiny_target_folder, tmp_path / "tuned"))})
     after = Workspace(recipe.model_copy(update={"drafts": drafts, "target": changed}))
     capsys.readouterr()
-    done = retrain(after)
+    done = retrain_champion(after)
     stale = done.staleness.champion
     assert done.outcome is not None and stale is not None and stale.reference == first.version.reference
     causes = {cause.kind: cause for cause in done.staleness.causes}
@@ -64,7 +64,7 @@ def test_a_changed_target_gets_a_draft_that_starts_from_the_old_one(
     checked = storage.read_json(after.root / STALENESS_FILE)
     assert checked["stale"] is False and checked["causes"] == []  # it has a champion again
     assert checked["champion"] == now.reference
-    assert retrain(Workspace(after.recipe)).outcome is None
+    assert retrain_champion(Workspace(after.recipe)).outcome is None
     again = storage.read_json(after.root / STALENESS_FILE)
     assert again["stale"] is False and again["checked_at"] > checked["checked_at"]
     said = capsys.readouterr().err
@@ -87,7 +87,7 @@ def test_another_tokenizer_means_a_cold_start_said_aloud(
     storage.write_json(other / "tokenizer.json", tokenizer)
     changed = recipe.model_copy(update={"target": recipe.target.model_copy(update={"model": str(other)})})
     capsys.readouterr()
-    done = retrain(Workspace(changed))
+    done = retrain_champion(Workspace(changed))
     assert done.outcome is not None and [cause.verdict for cause in done.staleness.causes] == ["stale", "unknown"]
     assert done.outcome.version.lineage.parent is None
     assert "another tokenizer" in capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_a_recipe_of_another_shape_starts_cold_and_says_so(
     changed = recipe.target.model_copy(update={"model": str(fine_tuned(tiny_target_folder, tmp_path / "tuned"))})
     three = small.model_copy(update={"layers": 3})
     capsys.readouterr()
-    done = retrain(Workspace(recipe.model_copy(update={"drafts": {"small": three}, "target": changed})))
+    done = retrain_champion(Workspace(recipe.model_copy(update={"drafts": {"small": three}, "target": changed})))
     said, champion_name = capsys.readouterr().err, first.version.reference
     assert f"cold start, not from {champion_name}: drafts.small.layers = 3: {champion_name} has 2 layers" in said
     assert done.outcome is not None and done.outcome.version.lineage.parent is None
@@ -114,7 +114,7 @@ def test_a_recipe_of_another_shape_starts_cold_and_says_so(
     kept: list[Recipe] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retraining, "distill", lambda space, *rest: kept.append(space.recipe))
-        retrain(Workspace(both))
+        retrain_champion(Workspace(both))
     starts = {name: settings.init_from for name, settings in kept[0].drafts.items()}
     assert starts["two"] is None and starts["three"] is not None  # the one that has the new champion's shape
     assert "drafts.two starts cold: drafts.two.layers = 2" in capsys.readouterr().err
@@ -139,16 +139,16 @@ def test_a_champion_whose_files_are_gone_is_replaced(
     assert f"champion {lost.reference}: its files are gone" in other.decision.reasons[-1]
 
     lost = vanish(other.version)
-    again = retrain(Workspace(recipe.model_copy(update={"seed": 1}))).outcome  # the very same draft
+    again = retrain_champion(Workspace(recipe.model_copy(update={"seed": 1}))).outcome  # the very same draft
     said = capsys.readouterr().err
     assert again is not None and again.decision.promote and again.version.number == 3
     assert f"champion {lost.reference}: its files are gone (" in said
     assert f"cold start, not from {lost.reference}" in said and "target changed" not in said
-    assert retrain(Workspace(recipe.model_copy(update={"seed": 1}))).outcome is None
+    assert retrain_champion(Workspace(recipe.model_copy(update={"seed": 1}))).outcome is None
 
     lost = vanish(again.version)
     changed = recipe.target.model_copy(update={"model": str(fine_tuned(tiny_target_folder, tmp_path / "tuned"))})
-    done = retrain(Workspace(recipe.model_copy(update={"target": changed})))
+    done = retrain_champion(Workspace(recipe.model_copy(update={"target": changed})))
     said = capsys.readouterr().err
     assert done.outcome is not None and done.outcome.version.lineage.parent is None
     assert "target changed" in said and f"cold start, not from {lost.reference}: its files are gone" in said
@@ -160,7 +160,7 @@ def test_a_second_retraining_is_kept_out(write_recipe: WriteRecipe) -> None:
         storage.lock(space.root / ".retrain.lock"),
         pytest.raises(LockedError, match="locked by another retraining"),
     ):
-        retrain(space)
+        retrain_champion(space)
 
 
 def test_small_trains_after_its_target_is_deleted(

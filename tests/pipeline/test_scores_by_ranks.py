@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from draftforge.pipeline import scoring, verbs
+from draftforge.pipeline import distill as flow
+from draftforge.pipeline import scoring
 from draftforge.recipe import load_recipe
 
 
@@ -26,7 +27,7 @@ def score(recipe: str) -> dict[str, Any]:
 
     scoring.Scorer.counts = counts  # type: ignore[assignment, method-assign]
     scoring.Scorer.times = timed  # type: ignore[assignment, method-assign]
-    verbs.score(load_recipe(Path(recipe)), None)
+    flow.score(load_recipe(Path(recipe)), None)
     return {"counted": counted, "times": times}
 
 
@@ -37,7 +38,7 @@ def test_two_ranks_share_a_race(
     score = {"draft_tokens": [1, 2], "decode_conversations": 2, "bootstrap_samples": 50}
     costs = {"costs": {"prompts": 1, "rounds": 4, "warmup_rounds": 0}, "race": {"error": 0.4, "blocks": 3}}
     recipe = recipe_in(tmp_path, score=score | costs)
-    verbs.score(load_recipe(recipe), None)
+    flow.score(load_recipe(recipe), None)
     (folder,) = (tmp_path / "work").glob("score-*")
     alone = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.parquet")}
     shutil.rmtree(folder)

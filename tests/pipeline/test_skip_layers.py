@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ import pytest
 from draftforge.cli import main
 from draftforge.errors import FormatError, InputError, StaleInputError
 from draftforge.eval.layer_skip import SkipScorer
-from draftforge.pipeline import verbs
+from draftforge.pipeline import distill as flow
+from draftforge.pipeline.generate import generate
+from draftforge.pipeline.layer_skip import skip_layers
+from draftforge.pipeline.options import GenerateOptions, SkipLayersOptions
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from draftforge.specdec.formats.layer_skip import SkipFile, write_skipped
 from draftforge.specdec.stored_draft import StoredDraft
 
-SEARCH: dict[str, Any] = {"domain": None, "draft_tokens": None, "tries": 20, "conversations": 2, "seed": 0, "out": None}
+SEARCH = SkipLayersOptions(tries=20, conversations=2)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def recipe(recipe_file: Path) -> Recipe:
 @pytest.fixture(scope="module")
 def searched(recipe: Recipe) -> Path:
     """The file of all domains together, in the work folder."""
-    verbs.skip_layers(recipe, **SEARCH)
+    skip_layers(recipe, SEARCH)
     return recipe.workdir / "skip-layers.json"
 
 
@@ -56,7 +60,7 @@ def test_a_set_for_all_domains_and_for_each(
     monkeypatch.setattr(SkipScorer, "_replay", None)  # everything is known
     capsys.readouterr()
     before = {name: (searched.parent / name).read_bytes() for name in files}
-    verbs.skip_layers(recipe, **SEARCH)
+    skip_layers(recipe, SEARCH)
     assert before == {name: (searched.parent / name).read_bytes() for name in files}
     shown = capsys.readouterr()
     header, *rows = shown.out.splitlines()[1:5]
@@ -72,7 +76,7 @@ def test_a_set_for_all_domains_and_for_each(
         assert found["domain"] == domain and found["K"] in (1, 2) and 1 <= found["tau"] <= 3
         gone = len(raw["skipped"]["attention"]) + len(raw["skipped"]["mlp"])
         assert found["kept"] == 1 - gone / 8
-    verbs.skip_layers(recipe, **{**SEARCH, "domain": "code", "out": tmp_path / "mine.json"})
+    skip_layers(recipe, replace(SEARCH, domain="code", out=tmp_path / "mine.json"))
     assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
 
 
@@ -87,27 +91,25 @@ def test_more_tries_go_on_from_those_made(
         return inner(self, skipped, samples)
 
     monkeypatch.setattr(SkipScorer, "_replay", spy)
-    few = {name: value for name, value in SEARCH.items() if name != "tries"}
-    few |= {"domain": "code", "draft_tokens": 1, "out": tmp_path / "more.json"}
+    few = replace(SEARCH, domain="code", draft_tokens=1, out=tmp_path / "more.json")
     for tries, fresh in ((3, 3), (3, 0), (6, 3), (2, 0)):
         before = len(asked)
-        verbs.skip_layers(recipe, **few, tries=tries)
+        skip_layers(recipe, replace(few, tries=tries))
         assert len(asked) == before + fresh
     assert len(set(asked)) == 6
-    verbs.skip_layers(recipe, **{**few, "conversations": 1}, tries=2)
+    skip_layers(recipe, replace(few, conversations=1, tries=2))
     assert len(asked) == 8  # other answers, other counts
 
 
 def test_the_file_is_a_draft(recipe: Recipe, searched: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    verbs.score(recipe, str(searched))
+    flow.score(recipe, str(searched))
     told = capsys.readouterr()
     assert searched.name in told.out and "nothing says which tokenizer" not in told.err
-    options: dict[str, Any] = {"rule": None, "draft_tokens": 2, "tree": None, "helped_by": None, "seed": 0}
-    options["max_new_tokens"] = 12
     for temperature in (0.0, 0.8):
         answers = []
         for draft in ("none", str(searched)):
-            verbs.generate(recipe, "support order?", draft=draft, temperature=temperature, **options)
+            options = GenerateOptions(draft=draft, temperature=temperature, draft_tokens=2, max_new_tokens=12)
+            generate(recipe, "support order?", options)
             answers.append(capsys.readouterr().out)
         assert "drafted tokens accepted" in answers[1] and "no draft" in answers[0]
         if temperature == 0.0:

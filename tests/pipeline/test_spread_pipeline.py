@@ -9,7 +9,12 @@ import pytest
 
 from draftforge.data.store import Capture
 from draftforge.errors import InputError, MissingFileError, RecipeError, RegistryError
-from draftforge.pipeline import verbs
+from draftforge.pipeline import distill as flow
+from draftforge.pipeline import export, retrain
+from draftforge.pipeline.generate import generate
+from draftforge.pipeline.layer_skip import skip_layers
+from draftforge.pipeline.options import GenerateOptions, SkipLayersOptions
+from draftforge.pipeline.workspace import open_workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.targets import Target
 
@@ -30,7 +35,7 @@ SHARD = "target.shard=true"
 
 def train(recipe: str, overrides: list[str]) -> None:
     """What one rank of several does."""
-    verbs.train(load_recipe(Path(recipe), overrides), None)
+    flow.train(load_recipe(Path(recipe), overrides), None)
 
 
 def losses(work: Path) -> dict[str, list[float]]:
@@ -46,7 +51,7 @@ def test_recorded_answers_train_a_draft_of_a_spread_target(
     """Nobody decodes and no signals are kept; two ranks' losses are those of one that has the whole target."""
     medusa = {"family": "medusa", "steps": 3, "warmup_steps": 1, "tokens_per_step": 256, "precision": "float32"}
     path = write_recipe(drafts={"eagle3": EAGLE3, "medusa": medusa})
-    verbs.capture(load_recipe(path), answers_to=tmp_path / "answers")
+    flow.capture(load_recipe(path), answers_to=tmp_path / "answers")
     given = [f"capture.answers={tmp_path / 'answers'}", "capture.top_k=0"]
     train(str(path), [*given, f"workdir={tmp_path / 'whole'}"])
     run_distributed(__file__, "train", 2, [str(path), [*given, SHARD, f"workdir={tmp_path / 'spread'}"]])
@@ -64,7 +69,7 @@ def test_recorded_answers_train_a_draft_of_a_spread_target(
 def test_answers_must_come_from_elsewhere(write_recipe: Write, tmp_path: Path) -> None:
     """Said before anything is asked."""
     path = write_recipe(drafts={"eagle3": EAGLE3})
-    verbs.capture(load_recipe(path, ["capture.max_new_tokens=4"]), answers_to=tmp_path / "answers")
+    flow.capture(load_recipe(path, ["capture.max_new_tokens=4"]), answers_to=tmp_path / "answers")
     given = f"capture.answers={tmp_path / 'answers'}"
     for overrides, match in (
         ([], r"capture\.backend = transformers: needs passes of the target, which target\.shard = true spreads"),
@@ -73,7 +78,7 @@ def test_answers_must_come_from_elsewhere(write_recipe: Write, tmp_path: Path) -
         ([given, "capture.top_k=0"], r"capture\.answers: no answer to .*, and target\.shard = true"),
     ):
         with pytest.raises(InputError, match=match) as raised:
-            verbs.capture(load_recipe(path, [SHARD, *overrides]))
+            flow.capture(load_recipe(path, [SHARD, *overrides]))
         assert "\n" not in str(raised.value)
 
 
@@ -81,11 +86,11 @@ def test_what_needs_the_whole_target_is_refused_first(write_recipe: Write, monke
     monkeypatch.setattr(Target, "load", None)
     recipe = load_recipe(write_recipe(drafts={"eagle3": EAGLE3}), [SHARD])
     for verb in (
-        verbs.distill,
-        verbs.promote,
-        lambda recipe: verbs.score(recipe, None),
-        lambda recipe: verbs.retrain(recipe, dry_run=False),
-        lambda recipe: verbs.retrain(recipe, dry_run=True),
+        lambda recipe: flow.distill(open_workspace(recipe)),
+        flow.promote,
+        lambda recipe: flow.score(recipe, None),
+        lambda recipe: retrain.retrain(recipe),
+        lambda recipe: retrain.dry_run(recipe),
     ):
         with pytest.raises(InputError, match=r"target\.shard = true: a \w+ needs the target whole"):
             verb(recipe)
@@ -99,7 +104,7 @@ def test_a_spread_target_that_cannot_be_is_refused_before_the_mix(write_recipe: 
         ([], InputError, r"capture\.backend = transformers: needs passes of the target"),
     ):
         recipe = load_recipe(path, [SHARD, *overrides])
-        for verb in (verbs.capture, lambda recipe: verbs.capture(recipe, part="1/2"), lambda r: verbs.train(r, None)):
+        for verb in (flow.capture, lambda recipe: flow.capture(recipe, part="1/2"), lambda r: flow.train(r, None)):
             with pytest.raises(error, match=match):
                 verb(recipe)
     assert not list((tmp_path / "work").glob("*mix*"))
@@ -110,12 +115,12 @@ def test_what_cannot_answer_makes_no_folder(write_recipe: Write, tmp_path: Path,
     recipe = load_recipe(write_recipe(drafts={"eagle3": EAGLE3}), [f"target.shard={str(shard).lower()}"])
     match = r"target\.shard = true: an \w+ needs the target whole" if shard else "has no champion yet"
     with pytest.raises(InputError if shard else RegistryError, match=match):
-        verbs.generate(recipe, "hello", None, None, None, None, None, 4, 0.0, 0)
+        generate(recipe, "hello", GenerateOptions())
     with pytest.raises(InputError if shard else RegistryError, match=match):
-        verbs.export(recipe, tmp_path / "out", None, None, None)
+        export.export(recipe, tmp_path / "out", None, None, None)
     if shard:
         with pytest.raises(InputError, match="a search of layers needs the target whole"):
-            verbs.skip_layers(recipe, None, None, 1, 1, 0, None)
+            skip_layers(recipe, SkipLayersOptions())
     assert not (tmp_path / "work").exists()
 
 
@@ -141,5 +146,5 @@ def test_a_draft_that_stored_signals_teach_needs_some(write_recipe: Write, tmp_p
     small = {"family": "small", "layers": 2, "steps": 2, "warmup_steps": 1, "tokens_per_step": 256}
     path = write_recipe(drafts={"mine": small})
     with pytest.raises(InputError, match=r"drafts\.mine\.family = small: is taught by stored signals"):
-        verbs.train(load_recipe(path, ["capture.top_k=0"]), None)
+        flow.train(load_recipe(path, ["capture.top_k=0"]), None)
     assert not list((tmp_path / "work").glob("capture-*"))

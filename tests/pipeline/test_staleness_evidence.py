@@ -14,7 +14,7 @@ from draftforge.data.conversation import Message
 from draftforge.pipeline import retrain as retraining
 from draftforge.pipeline import staleness_evidence
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.retrain import dry_run, retrain
+from draftforge.pipeline.retrain import dry_run, retrain_champion
 from draftforge.pipeline.workspace import STAGE_TAG, Workspace, at, recorded, stage_of
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.registry.tracking import FAILURE_TAG
@@ -58,7 +58,7 @@ def distilled(write_recipe: WriteRecipe) -> Path:
 def test_while_nothing_changed_nothing_is_answered(distilled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staleness_evidence, "answered", never)
     monkeypatch.setattr(staleness_evidence, "mix_stage", never)
-    done = retrain(Workspace(small(distilled)))
+    done = retrain_champion(Workspace(small(distilled)))
     assert done.outcome is None and done.staleness.causes == () and not done.refused
 
 
@@ -69,7 +69,7 @@ def test_a_little_more_of_the_same_is_measured_and_left(
     monkeypatch.setattr(retraining, "distill", never)
     space = Workspace(small(distilled))
     for _ in range(2):  # and again: the same probe
-        found = retrain(Workspace(space.recipe)).staleness
+        found = retrain_champion(Workspace(space.recipe)).staleness
         causes = {cause.kind: cause for cause in found.causes}
         assert causes["drift"].verdict == "held" and causes["acceptance"].verdict != "stale"
         assert 0 < int(causes["acceptance"].numbers["conversations"]) <= 6 and not found.stale
@@ -77,7 +77,7 @@ def test_a_little_more_of_the_same_is_measured_and_left(
     said = capsys.readouterr().err
     assert "up to date" in said and "on recent traffic" in said and "6 conversations" in said
     later(tmp_path, "support", 2, start=50)
-    retrain(Workspace(space.recipe))
+    retrain_champion(Workspace(space.recipe))
     (other,) = space.root.glob("probe-*")
     assert other != probe  # the one before is not kept
 
@@ -111,7 +111,7 @@ def test_a_drifted_mix_is_stale_whatever_acceptance_says(
     later(tmp_path, "billing", 60)
     starts: list[tuple[str | None, object]] = []
     monkeypatch.setattr(retraining, "distill", lambda space, parent, mix, notes: starts.append((parent, notes)))
-    found = retrain(Workspace(small(distilled))).staleness
+    found = retrain_champion(Workspace(small(distilled))).staleness
     drift = next(cause for cause in found.causes if cause.kind == "drift")
     assert drift.verdict == "stale" and "billing" in str(drift.numbers["moved"]) and "drifted" in found.why
     assert starts == [(found.champion.reference if found.champion else "", found.record())]
@@ -173,7 +173,7 @@ def test_another_hidden_size_means_a_cold_start_said_aloud(
     LlamaForCausalLM(config).save_pretrained(wide)
     changed = recipe.model_copy(update={"target": recipe.target.model_copy(update={"model": str(wide)})})
     capsys.readouterr()
-    done = retrain(Workspace(changed))
+    done = retrain_champion(Workspace(changed))
     said = capsys.readouterr().err
     assert f"cold start, not from {first.version.reference}: " in said and "cannot draft for the new target" in said
     assert done.outcome is not None and done.outcome.version.lineage.parent is None

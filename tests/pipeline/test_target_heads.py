@@ -8,7 +8,7 @@ import pytest
 
 from draftforge.cli import main
 from draftforge.errors import InputError
-from draftforge.pipeline import verbs
+from draftforge.pipeline import distill as flow
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
@@ -50,12 +50,12 @@ def test_a_trained_target_is_another_target(
     refused = r"drafts\.heads: its training makes a new target, which this recipe neither scores nor registers; "
     with pytest.raises(InputError, match=refused):
         distill(Workspace(recipe))
-    verbs.train(recipe, None)
+    flow.train(recipe, None)
     (checkpoint,) = tmp_path.glob("work/train-heads-*/checkpoints/step-000004")
     said = f"drafts.heads: its training changed the target: serve {checkpoint}/target with the draft {checkpoint}"
     assert said in capsys.readouterr().err
     with pytest.raises(InputError, match=refused):
-        verbs.score(recipe, "heads")
+        flow.score(recipe, "heads")
     old = Workspace(recipe).target
     with pytest.raises(InputError, match=r"was trained together with target .* drafts for no other; set target\.model"):
         StoredDraft.load(checkpoint, old)

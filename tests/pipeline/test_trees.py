@@ -14,6 +14,7 @@ from draftforge.eval.draft_configs import DraftConfig
 from draftforge.pipeline import generate, scoring
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.generate import GeneratedAnswer
+from draftforge.pipeline.options import GenerateOptions
 from draftforge.pipeline.stages import captured_stages
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
@@ -81,7 +82,8 @@ def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path])
     def said(
         tree: str | None, temperature: float = 0.0, draft: str = folder, rule: str | None = None
     ) -> GeneratedAnswer:
-        return generate.answer_prompt(space, "hi there", draft, rule, None, tree, None, 12, temperature, 7)
+        options = GenerateOptions(draft=draft, rule=rule, tree=tree, max_new_tokens=12, temperature=temperature, seed=7)
+        return generate.answer_prompt(space, "hi there", options)
 
     plain = said(None, draft="none").generation.tokens
     for tree in TREES:

@@ -1,0 +1,184 @@
+"""The options of verbs that have many: name, flag, help and default of each, once.
+
+`draftforge.cli` fills these from its arguments; whoever calls a verb from Python makes them by name. Nothing heavy is
+imported here, because the command line's help must come at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from typer import BadParameter, Option
+
+Temperature = Annotated[float, Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")]
+SamplingSeed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")]
+
+
+def _numbers(given: str | Sequence[int]) -> Sequence[int]:
+    """Parse `2,4,8`; a default is numbers already."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return tuple(int(part) for part in given.split(","))
+    except ValueError:
+        raise BadParameter(f"{given}: must be whole numbers with commas between, such as 2,4,8") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """Which MLflow store to open without a recipe."""
+
+    model: Annotated[str | None, Option("--model", help="First part of registered names; default: draftforge.")] = None
+    tracking_uri: Annotated[
+        str | None,
+        Option("--tracking-uri", help="MLflow store; default: MLFLOW_TRACKING_URI, else runs/mlflow.db."),
+    ] = None
+    workdir: Annotated[
+        Path | None, Option("--workdir", help="Work folder that holds the store, as in the recipe; default: runs.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """When `draftforge watch` retrains."""
+
+    every: Annotated[str, Option("--every", help="Time from one start to the next: 90s, 30m, 6h, 1d.")] = "6h"
+    jitter: Annotated[
+        str | None, Option("--jitter", help="Start later by a random time of at most this, such as 5m.")
+    ] = None
+    once: Annotated[bool, Option("--once", help="Retrain once, now, and exit with its code.")] = False
+    webhook: Annotated[
+        int | None,
+        Option(
+            "--webhook",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Also when MLflow's webhook says that the target's alias moved; DRAFTFORGE_WEBHOOK_SECRET signs it.",
+        ),
+    ] = None
+    bind: Annotated[
+        str, Option("--bind", help="Address that the webhook listens on; others than this machine need another.")
+    ] = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipLayersOptions:
+    """What `draftforge skip-layers` searches."""
+
+    domain: Annotated[str | None, Option("--domain", help="Only this domain; default: all together, then each.")] = None
+    draft_tokens: Annotated[
+        int | None,
+        Option("--draft-tokens", "-k", min=1, max=64, help="Tokens a round; default: the best of the recipe's."),
+    ] = None
+    tries: Annotated[int, Option("--tries", min=1, help="Sets of layers to try, in each domain.")] = 200
+    conversations: Annotated[
+        int, Option("--conversations", min=1, help="Conversations of each domain that a set is tried on.")
+    ] = 16
+    seed: Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Of the search.")] = 0
+    out: Annotated[
+        Path | None,
+        Option("--out", metavar="FILE", help="File to write, for --draft; default: skip-layers.json in the workdir."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """How `draftforge generate` answers."""
+
+    draft: Annotated[
+        str | None,
+        Option(
+            "--draft",
+            help="Name in the recipe, draft folder, skip-layers' file, lookup, suffix, lookahead, jacobi, none; "
+            "default: the chosen.",
+        ),
+    ] = None
+    rule: Annotated[
+        str | None, Option("--rule", help="Accept rule, such as token, block, onehot, match; default: the recipe's.")
+    ] = None
+    draft_tokens: Annotated[
+        int | None, Option("--draft-tokens", "-k", min=1, max=64, help="Tokens a round, or levels of the tree.")
+    ] = None
+    tree: Annotated[str | None, Option("--tree", help="Name in the recipe's score.trees; default: chains.")] = None
+    cascade: Annotated[
+        str | None, Option("--cascade", help="Drafts for a small draft: lookup, or a smaller draft's name or folder.")
+    ] = None
+    max_new_tokens: Annotated[int, Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128
+    temperature: Temperature = 0.0
+    seed: SamplingSeed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What `draftforge bench` measures."""
+
+    prompts: Annotated[
+        list[Path],
+        Option(
+            "--prompts", metavar="FILE", help="Prompts, JSON lines with domain and turns, or any shape that mixes read."
+        ),
+    ] = field(default_factory=list)
+    drafts: Annotated[
+        list[str],
+        Option(
+            "--draft",
+            help="Name in the recipe, draft folder, champion, or a method without training such as lookup; may be "
+            "given again. Default: the recipe's drafts (their last checkpoints) and lookup.",
+        ),
+    ] = field(default_factory=list)
+    trees: Annotated[
+        list[str], Option("--tree", help="Of the recipe's score.trees; may be given again. Default: all.")
+    ] = field(default_factory=list)
+    cascade: Annotated[
+        str | None,
+        Option("--cascade", help="Drafts for small drafts, beside these alone: lookup, or a smaller draft."),
+    ] = None
+    draft_tokens: Annotated[
+        Sequence[int], Option("--draft-tokens", "-k", parser=_numbers, metavar="K,K", help="K of the chains.")
+    ] = (2, 4, 8)
+    batch_sizes: Annotated[
+        Sequence[int], Option("--batch-size", "-b", parser=_numbers, metavar="N,N", help="Requests answered at once.")
+    ] = (1, 4, 16)
+    max_new_tokens: Annotated[int, Option("--max-new-tokens", "-n", help="Longest answer.")] = 256
+    max_prompts: Annotated[
+        int | None, Option("--max-prompts", help="Only so many, spread over the domains; default: all.")
+    ] = None
+    temperature: Temperature = 0.0
+    rule: Annotated[str | None, Option("--rule", help="Accept rule above temperature 0; default: the recipe's.")] = None
+    repeats: Annotated[int, Option("--repeats", help="Turns of all methods; medians of them count.")] = 3
+    seed: SamplingSeed = 0
+    out: Annotated[
+        Path | None, Option("--out", metavar="FOLDER", help="For the report; default: one in the work folder.")
+    ] = None
+    fresh: Annotated[bool, Option("--fresh", help="Run again what a benchmark before this one left.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsOptions:
+    """Where `draftforge metrics` writes, and which engines' counters it compares."""
+
+    out: Annotated[
+        Path | None, Option("--out", metavar="FILE.prom", help="File to write at once; default: standard output.")
+    ] = None
+    listen: Annotated[
+        str | None, Option("--listen", metavar="HOST:PORT", help="Serve /metrics there until stopped.")
+    ] = None
+    served: Annotated[
+        list[str],
+        Option("--served", metavar="URL-OR-FILE", help="A serving engine's metrics; again for each replica."),
+    ] = field(default_factory=list)
+    since: Annotated[
+        list[str],
+        Option("--since", metavar="URL-OR-FILE", help="An earlier look at each --served; default: its start."),
+    ] = field(default_factory=list)
+    interval_seconds: Annotated[
+        float, Option("--interval", min=0.0, help="Compare what is counted in so many seconds.")
+    ] = 0.0
+    margin: Annotated[
+        float, Option("--margin", min=0.0, max=1.0, help="Share of the expected tau that may be missing.")
+    ] = 0.05
+    fail_on_mismatch: Annotated[
+        bool, Option("--fail-on-mismatch", help="Exit code 3 where served and expected acceptance differ.")
+    ] = False
