@@ -1,12 +1,16 @@
-"""Objectives that the closed form is tested on: each alone, all together, at other temperatures."""
+"""Objectives that the fused loss is tested on: each alone, all together, at other temperatures."""
 
-from draftforge.train.losses.objectives import OBJECTIVES
+from draftforge.train.losses.fused_torch import FUSED
 from draftforge.train.losses.schedule import Objective, Weighted
 
 ETA = 2.0
 MIXES: dict[str, Objective] = {
-    **{name: {name: 0.7} for name in OBJECTIVES},
-    "all": {name: 0.1 * n for n, name in enumerate(OBJECTIVES, start=1)},
+    **{name: {name: 0.7} for name in sorted(FUSED)},
+    "all": {name: 0.1 * n for n, name in enumerate(sorted(FUSED), start=1)},
     "warm": {"kl": Weighted(weight=2.0, temperature=3.0)},
-    "mixed": {"kl": 1.0, "tv": Weighted(weight=0.5, temperature=2.0), "jsd": Weighted(weight=0.5, temperature=0.5)},
+    "mixed": {
+        "kl": 1.0,
+        "tv": Weighted(weight=0.5, temperature=2.0),
+        "lk_hybrid": Weighted(weight=0.5, temperature=0.5),
+    },
 }

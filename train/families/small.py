@@ -18,8 +18,8 @@ from ...specdec.drafts.small import SmallDraft
 from ...specdec.loading import load_model, load_tokenizer
 from ...specdec.targets import Target, tokenizer_digest
 from ..losses.expected_length import chains_of_runs
-from ..losses.linear_head import Head, LossSettings, Rows, Sparse, head_of
-from ..losses.objectives import stored_entries
+from ..losses.linear_head import Head, LossSettings, Rows, head_of
+from ..losses.objectives import StoredDistribution, stored_entries
 from ..settings import SmallSettings
 from .base import Family, Inputs, LoadTarget, Start, same_tokenizer
 from .initial_weights import add_lora, check_layers, merged_weights, prune, spread
@@ -34,11 +34,11 @@ class StoredTeacher:
     signals: Signals
     live = False
 
-    def at(self, rows: slice, temperatures: Sequence[float]) -> Sparse:
+    def at(self, rows: slice, temperatures: Sequence[float]) -> StoredDistribution:
         """Top k and tail draws of some positions."""
         if tuple(temperatures) != (1.0,):
             raise ValueError(f"{temperatures=}: stored signals are of temperature 1")
-        return Sparse(*stored_entries(Signals(*(tensor[rows] for tensor in self.signals))))
+        return StoredDistribution(*stored_entries(Signals(*(tensor[rows] for tensor in self.signals))))
 
 
 class SmallFamily(Family[SmallSettings, SmallDraft]):

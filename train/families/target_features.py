@@ -15,9 +15,8 @@ from ...data.batches import Batch
 from ...errors import StaleInputError
 from ...specdec.kernels.documents import Documents
 from ...specdec.targets import Target
-from ..losses.fused_torch import FullDistribution
 from ..losses.linear_head import Head
-from ..losses.objectives import places
+from ..losses.objectives import FullDistribution, draft_index
 
 _CPU_BUDGET_BYTES = 1 << 31  # a CPU has more memory to spare than time
 
@@ -153,7 +152,7 @@ class LiveTeacher:
             lse = [lse_C if t == 1.0 else _lse(logits_CV, t) for t in temperatures]
         else:
             lse = [lse_C if t == 1.0 else self._whole_lse(hidden_CH, t) for t in temperatures]
-        return FullDistribution(logits_CV, torch.stack(lse), places(best_C, self.draft_ids))
+        return FullDistribution(logits_CV, torch.stack(lse), draft_index(best_C, self.draft_ids))
 
     def _whole_lse(self, hidden_CH: Tensor, temperature: float) -> Tensor:
         """log sum exp over the whole vocabulary, with no more logits at a time than the draft's tokens have."""

@@ -1,10 +1,10 @@
-"""The closed form in two Triton kernels, for CUDA: no float32 copy of any logits, and the gradient in their place.
+"""The fused loss in two Triton kernels, for CUDA: no float32 copy of any logits, and the gradient in their place.
 
 Shapes: T temperatures, R rows, C teacher positions that row r shares as r % C, V draft vocabulary.
 
-A program takes one row and sweeps the vocabulary in blocks: `_stats` twice (log sum exp online, then the sums that
-need it), `_gradient` once. Logits are bfloat16 or float32; every sum and all arithmetic is float32, and only the
-gradient is rounded, to the dtype of the draft's logits.
+A program takes one row and passes over the vocabulary in blocks: `_stats` twice (log sum exp online, then the sums that
+need it), `_gradient` once; fused_torch.py has the formulas. Logits are bfloat16 or float32; every sum and all
+arithmetic is float32, and only the gradient is rounded, to the dtype of the draft's logits.
 """
 
 from functools import lru_cache
@@ -15,16 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...data.teacher_logprobs import FLOOR
-from .fused_torch import COEFFICIENTS, LOG_2, STATS, FullDistribution, LossPlan
+from .fused_torch import COEFFICIENTS, STATS
+from .objectives import FullDistribution
+from .schedule import LossPlan
 
 _BLOCK = 2048
 _WARPS = 8
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _to_middle(x, log_2):  # type: ignore[no-untyped-def]
-    """log q / m of x = log q / p; of -x it is log p / m."""
-    return log_2 - tl.maximum(-x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
 @triton.jit(do_not_specialize=["rows", "positions"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -39,12 +35,10 @@ def _stats(  # type: ignore[no-untyped-def]
     positions,
     vocabulary,
     floor: tl.constexpr,
-    log_2: tl.constexpr,
     width: tl.constexpr,
-    middle: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Columns of closed_form.py's statistics of one row at one temperature."""
+    """The statistics of one row at one temperature, in the columns of fused_torch.py."""
     row = tl.program_id(0)
     number = tl.program_id(1)
     position = row % positions
@@ -55,6 +49,7 @@ def _stats(  # type: ignore[no-untyped-def]
     best = tl.load(best_ptr + position)
     lanes = tl.arange(0, block)
 
+    # 1) log sum exp of the draft's row, online: the sum so far is rescaled whenever the largest logit rises
     top = tl.full([], -float("inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     for start in range(0, vocabulary, block):
@@ -65,13 +60,11 @@ def _stats(  # type: ignore[no-untyped-def]
         top = higher
     lse_q = top + tl.log(total)
 
+    # 2) sums over the vocabulary, one a lane
     alpha = tl.zeros([block], tl.float32)
     below = tl.zeros([block], tl.float32)
     mass = tl.zeros([block], tl.float32)
     kl = tl.zeros([block], tl.float32)
-    reverse = tl.zeros([block], tl.float32)
-    js_p = tl.zeros([block], tl.float32)
-    js_q = tl.zeros([block], tl.float32)
     for start in range(0, vocabulary, block):
         at = start + lanes
         inside = at < vocabulary
@@ -87,11 +80,8 @@ def _stats(  # type: ignore[no-untyped-def]
         below += tl.where(x < 0.0, q, 0.0)
         mass += p
         kl -= p * x
-        reverse += q * x
-        if middle:
-            js_p += p * _to_middle(-x, log_2)
-            js_q += q * _to_middle(x, log_2)
 
+    # 3) the target's likeliest token, and all columns in their order
     known = best >= 0
     u_best = tl.load(draft + tl.maximum(best, 0)).to(tl.float32) * scale
     out = out_ptr + (number.to(tl.int64) * rows + row) * width
@@ -100,11 +90,8 @@ def _stats(  # type: ignore[no-untyped-def]
     tl.store(out + 2, tl.sum(below, 0))
     tl.store(out + 3, tl.sum(mass, 0))
     tl.store(out + 4, tl.sum(kl, 0))
-    tl.store(out + 5, tl.sum(reverse, 0))
-    tl.store(out + 6, tl.sum(js_p, 0))
-    tl.store(out + 7, tl.sum(js_q, 0))
-    tl.store(out + 8, tl.where(known, u_best - lse_q, 0.0))
-    tl.store(out + 9, tl.where(known & (u_best >= top), 1.0, 0.0))
+    tl.store(out + 5, tl.where(known, u_best - lse_q, 0.0))
+    tl.store(out + 6, tl.where(known & (u_best >= top), 1.0, 0.0))
 
 
 @triton.jit(do_not_specialize=["rows", "positions"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -120,10 +107,8 @@ def _gradient(  # type: ignore[no-untyped-def]
     positions,
     vocabulary,
     floor: tl.constexpr,
-    log_2: tl.constexpr,
     stats_width: tl.constexpr,
     width: tl.constexpr,
-    middle: tl.constexpr,
     first: tl.constexpr,
     temperatures: tl.constexpr,
     block: tl.constexpr,
@@ -148,11 +133,9 @@ def _gradient(  # type: ignore[no-untyped-def]
             logp = tl.maximum(t * scale - tl.load(lse_ptr + number * positions + position), floor)
             x = logq - logp
             f = coefficients_ptr + line.to(tl.int64) * width
-            factor = tl.load(f) + tl.where(x < 0.0, tl.load(f + 1), 0.0) + tl.load(f + 2) * x
-            if middle:
-                factor += tl.load(f + 3) * _to_middle(x, log_2)
-            gradient += tl.exp(logq) * factor - tl.load(f + 4) * tl.exp(logp)
-            gradient -= tl.where(at == best, tl.load(f + 5), 0.0)
+            factor = tl.load(f) + tl.where(x < 0.0, tl.load(f + 1), 0.0)
+            gradient += tl.exp(logq) * factor - tl.load(f + 2) * tl.exp(logp)
+            gradient -= tl.where(at == best, tl.load(f + 3), 0.0)
         tl.store(draft + at, gradient.to(draft_ptr.dtype.element_ty), mask=inside)
 
 
@@ -160,7 +143,7 @@ def _gradient(  # type: ignore[no-untyped-def]
 def _summary(  # type: ignore[no-untyped-def]
     logits_ptr, lse_ptr, best_ptr, vocabulary, block: tl.constexpr
 ):
-    """log sum exp and the place of the largest of one row."""
+    """log sum exp and the index of the largest of one row."""
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * vocabulary
     lanes = tl.arange(0, block)
@@ -196,7 +179,7 @@ def _scales(temperatures: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor([1.0 / t for t in temperatures], device=device)
 
 
-class FusedSweep:
+class TritonPass:
     """Rows of logits [R, V], which it overwrites with their gradient."""
 
     def __init__(self, logits_RV: Tensor, whole: FullDistribution, plan: LossPlan) -> None:
@@ -224,16 +207,14 @@ class FusedSweep:
             len(self._best_C),
             self._vocabulary,
             floor=FLOOR,
-            log_2=LOG_2,
             width=STATS,
-            middle=self._plan.has("jsd"),
             block=_BLOCK,
             num_warps=_WARPS,
         )
         self._stats_TRX = stats_TRX
         return stats_TRX
 
-    def gradient(self, coefficients_TR6: Tensor) -> None:
+    def gradient(self, coefficients_TR4: Tensor) -> None:
         """Over the logits, in their dtype."""
         assert self._stats_TRX is not None
         _gradient[(self._rows,)](
@@ -243,15 +224,13 @@ class FusedSweep:
             self._lse_TC,
             self._best_C,
             self._stats_TRX,
-            coefficients_TR6.contiguous(),
+            coefficients_TR4.contiguous(),
             self._rows,
             len(self._best_C),
             self._vocabulary,
             floor=FLOOR,
-            log_2=LOG_2,
             stats_width=STATS,
             width=COEFFICIENTS,
-            middle=self._plan.has("jsd"),
             first=0 if self._plan.terms[0] else 1,
             temperatures=len(self._scale_T),
             block=_BLOCK,

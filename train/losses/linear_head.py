@@ -3,17 +3,19 @@
 Shapes: S rows of states a position (steps ahead, mostly), N supervised positions, R rows of a chunk, H hidden size,
 V draft vocabulary, J entries, K steps ahead.
 
-Sums over the vocabulary, coefficients and the gradient of weights are float32; logits and their gradient are of the
-dtype of the matrix products. On CUDA, where a plain linear head meets a live teacher, Triton kernels sweep the logits
-(kernels.py). liger-kernel's distillation losses are no substitute: float32 autograd through both whole heads, one row
-of the draft to one of the teacher, the same weight for all rows, and none that knows the overlap of p and q.
+For each chunk the head's logits are made, then the gradient on them: by autograd of the definitions (objectives.py), or
+in closed form where a live teacher meets kl, ce, tv and lk_hybrid alone (fused_torch.py; on CUDA and under a plain
+linear head fused_triton.py). Sums over the vocabulary and the gradient of weights are float32; logits and their
+gradient are of the dtype of the matrix products. liger-kernel's distillation losses are no substitute: float32 autograd
+through both whole heads, one row of the draft to one of the teacher, the same weight for all rows, and none that knows
+the overlap of p and q.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,17 +23,17 @@ from torch import Tensor
 from ...specdec.models import CausalModel, head_arithmetic
 from . import fused_torch
 from .expected_length import ChainLoss, chain_loss, chains_of_steps
-from .fused_torch import ChunkPass, EagerSweep, EagerTeacher, FullDistribution, LossPlan, LossWeights, coefficients
-from .objectives import CHAINED, Entries, LogProbsAt, acceptance, weighted_loss
-from .schedule import Objective
-
-
-class Sparse(NamedTuple):
-    """The target's distribution at C positions, by some of its entries."""
-
-    entries: Entries
-    ids_CJ: Tensor
-    """Token ids of the entries."""
+from .fused_torch import ChunkPass, TorchPass, TorchTeacher, can_fuse, coefficients
+from .objectives import (
+    CHAINED,
+    FullDistribution,
+    LossWeights,
+    StoredDistribution,
+    TeacherEntries,
+    acceptance,
+    autograd_loss,
+)
+from .schedule import LossPlan, Objective
 
 
 class Teacher(Protocol):
@@ -42,7 +44,7 @@ class Teacher(Protocol):
         """Whether `at` gives the whole of it."""
         ...
 
-    def at(self, rows: slice, temperatures: Sequence[float]) -> FullDistribution | Sparse:
+    def at(self, rows: slice, temperatures: Sequence[float]) -> FullDistribution | StoredDistribution:
         """Some positions' distribution. Stored signals know that of temperature 1 only."""
         ...
 
@@ -79,7 +81,7 @@ class Rows:
     step_SN: Tensor | None = None
     """How many steps ahead, from 0, a row is; None: row (s, n) is s steps ahead."""
     chains_KM: Tensor | None = None
-    """Rows, s * N + n, that follow each other from one start (see chains.py); None: those of the steps."""
+    """Rows, s * N + n, that follow each other from one start (see expected_length.py); None: those of the steps."""
     chain_weight: float = 1.0
     """Of each chain, where there are fewer of them than positions."""
     beside: Tensor | None = None
@@ -113,7 +115,7 @@ class LossSettings:
 
 LOSS, ALPHA, AGREE, COUNT = range(4)
 """Columns of the sums that `head_loss` returns: loss, sum of min(p, q), equal likeliest tokens, positions."""
-_CACHED = 1 << 18  # entries that a CPU sweeps at a time: they stay in its cache from the first pass to the last
+_CACHED = 1 << 18  # entries that a CPU works on at a time: they stay in its cache from the first pass to the last
 
 
 def head_of(model: CausalModel) -> Head:
@@ -162,7 +164,7 @@ class _HeadLoss(torch.autograd.Function):
             for tensor, want in zip((states_SNH, *tensors), wanted)
         ]
         with torch.autocast(states_SNH.device.type, enabled=False):
-            loss, sums_K4 = _run(rows, heads, settings, gradients)
+            loss, sums_K4 = _sum_chunks(rows, heads, settings, gradients)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (states_SNH, *tensors)]
         ctx.mark_non_differentiable(sums_K4)
@@ -177,13 +179,14 @@ class _HeadLoss(torch.autograd.Function):
         return (states, None, None, None, *tensors)
 
 
-def _run(
+def _sum_chunks(
     rows: Rows, heads: Sequence[Head], settings: LossSettings, gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """Loss and sums; adds to the gradients of the states and of each head's weight and bias."""
+    # 1) the objective by temperature, the heads in the dtype of products (shared ones once), weights by step
     device = rows.states_SNH.device
-    plan = LossPlan.of(settings.objective, settings.lk_eta)
-    matrices = {id(head.weight_VH): head.weight_VH for head in heads}  # heads may share one
+    plan = LossPlan.from_objective(settings.objective, settings.lk_eta)
+    matrices = {id(head.weight_VH): head.weight_VH for head in heads}
     cast = {key: matrix.detach().to(settings.dtype) for key, matrix in matrices.items()}
     weights = [cast[id(head.weight_VH)] for head in heads]
     weights_K = on_device(rows.step_weights, device)
@@ -191,18 +194,21 @@ def _run(
     weight_SN = weights_K[step_SN]
     steps_K1 = torch.arange(len(weights_K), device=device)[:, None]
     sums_K4 = torch.zeros(len(weights_K), 4, device=device)
+
+    # 2) expected_length reads the acceptance of all rows of a chain before any of them has a gradient
     chained = _chained(rows, heads, weights, settings, plan)
+
+    # 3) value, figures and gradients, chunk by chunk
     for chunk in _chunks(rows, heads, weights, settings, plan):
         weight_R, valid_R = chunk.of(weight_SN), chunk.of(valid_SN)
         slope_R = None if chained is None else chunk.of(chained.slope_SN)
-        logits_RV = chunk.logits()
-        figures_R4, grad_RV = chunk.sweep(logits_RV, LossWeights(weight_R, valid_R, slope_R), plan)
+        figures_R4, grad_RV = chunk.loss_and_gradient(plan, LossWeights(weight_R, valid_R, slope_R))
         if chained is not None:
             figures_R4[:, LOSS] += chunk.of(chained.loss_SN) / weight_R  # step weights are none of its business
         counted_KR = (chunk.of(step_SN) == steps_K1) & valid_R
         sums_K4 += torch.where(counted_KR[:, :, None], figures_R4, 0.0).sum(1)
         chunk.add_gradients(grad_RV, gradients)
-        del logits_RV, grad_RV  # before the next ones come
+        del grad_RV  # before the next logits come
     return (sums_K4[:, LOSS] * weights_K).sum(), sums_K4
 
 
@@ -216,23 +222,32 @@ def _chained(
     rows: Rows, heads: Sequence[Head], weights: Sequence[Tensor], settings: LossSettings, plan: LossPlan
 ) -> ChainLoss | None:
     """`expected_length` of all rows, times its weight, by a pass of its own; None where it is not asked for."""
-    if plan.chained is None:
+    number = next((at for at, terms in enumerate(plan.terms) if CHAINED in terms), None)
+    if number is None:
         return None
     alpha_SN = torch.zeros(rows.states_SNH.shape[:2], device=rows.states_SNH.device)
     for chunk in _chunks(rows, heads, weights, settings, plan):
-        alpha_SN[chunk.steps, chunk.at] = chunk.overlaps(plan).view(-1, chunk.at.stop - chunk.at.start)
+        alpha_SN[chunk.steps, chunk.at] = chunk.acceptance(plan.temperatures[number], number).view(
+            -1, chunk.at.stop - chunk.at.start
+        )
     chains_KM = rows.chains_KM
     if chains_KM is None:
         chains_KM = chains_of_steps(rows.steps(), rows.valid(), len(rows.step_weights))
     found = chain_loss(alpha_SN, chains_KM)
-    weight = plan.terms[plan.chained][CHAINED] * rows.chain_weight
+    weight = plan.terms[number][CHAINED] * rows.chain_weight
     return ChainLoss(found.loss_SN * weight, found.slope_SN * weight)
 
 
-def fusible(rows: Rows, heads: Sequence[Head]) -> bool:
-    """Whether the kernels can do it."""
+Way = Literal["autograd", "torch", "triton"]
+
+
+def way_of(rows: Rows, heads: Sequence[Head], plan: LossPlan) -> Way:
+    """How the gradient on the logits is made: in closed form where the teacher is live and the objectives have one."""
+    if not (rows.teacher.live and can_fuse(plan)):
+        return "autograd"
     plain = all(head.bias_V is None and head.finish is None for head in heads)
-    return rows.states_SNH.device.type == "cuda" and find_spec("triton") is not None and rows.teacher.live and plain
+    on_gpu = rows.states_SNH.device.type == "cuda" and find_spec("triton") is not None
+    return "triton" if on_gpu and plain else "torch"
 
 
 def _chunks(
@@ -240,17 +255,23 @@ def _chunks(
 ) -> "Iterator[_Chunk]":
     """All rows, so many at a time that their logits fit the memory that is set."""
     count, positions, _ = rows.states_SNH.shape
-    fused = fusible(rows, heads)
-    together = count if fused and len(heads) == 1 else 1
-    if fused:
+    way = way_of(rows, heads, plan)
+    # Triton takes all steps of a chunk at once and reads the teacher's logits for all of them.
+    together = count if way == "triton" and len(heads) == 1 else 1
+    if way == "triton":
         size = settings.logits_bytes // (settings.dtype.itemsize * weights[0].shape[0] * (together + 1))  # + teacher's
     else:
         size = settings.logits_bytes // (4 * weights[0].shape[0])
     for start in range(0, positions, max(1, size)):
+        # the teacher of these positions, worked out once for all steps
         at = slice(start, min(start + max(1, size), positions))
-        target: FullDistribution | Sparse | EagerTeacher = rows.teacher.at(at, plan.temperatures)
-        if isinstance(target, FullDistribution) and not fused:
-            target = EagerTeacher.of(target, plan)
+        found = rows.teacher.at(at, plan.temperatures)
+        target: FullDistribution | TorchTeacher | TeacherEntries
+        if way == "autograd" or isinstance(found, StoredDistribution):
+            target = TeacherEntries.from_distribution(found, plan)
+        else:
+            target = found if way == "triton" else TorchTeacher.from_distribution(found, plan)
+        # the draft's rows
         for step in range(0, count, together):
             steps, number = slice(step, step + together), min(step, len(heads) - 1)
             states_RH = rows.states_SNH[steps, at].detach().flatten(0, 1).to(settings.dtype)
@@ -269,81 +290,84 @@ class _Chunk:
     head: Head
     weight_VH: Tensor
     """The head's, in the dtype of matrix products."""
-    target: FullDistribution | Sparse | EagerTeacher
+    target: FullDistribution | TorchTeacher | TeacherEntries
+    """For Triton, for torch, for autograd."""
 
     def of(self, values_SN: Tensor) -> Tensor:
         """The chunk's part, [R]."""
         return values_SN[self.steps, self.at].flatten()
 
     def logits(self) -> Tensor:
-        """[R, V] of the matrix product; float32 but for the kernels."""
+        """[R, V] of the matrix product; float32 but for Triton."""
         logits_RV = torch.nn.functional.linear(self.states_RH, self.weight_VH)
         if isinstance(self.target, FullDistribution):
             return logits_RV
         logits_RV = logits_RV.float()
         return logits_RV if self.head.bias_V is None else logits_RV.add_(self.head.bias_V.detach())
 
-    def sweep(self, logits_RV: Tensor, weighing: LossWeights, plan: LossPlan) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(self, plan: LossPlan, weights: LossWeights) -> tuple[Tensor, Tensor]:
         """Loss (unweighted), acceptance, agreement and 1 of each row [R, 4]; the weighted gradient on the logits."""
-        if isinstance(self.target, Sparse):
-            return self._sparse(self.target, logits_RV, weighing, plan)
+        if isinstance(self.target, TeacherEntries):
+            return self._by_autograd(self.target, self.logits(), plan, weights)
+        # 1) what the model does to its logits, remembered by autograd; a copy of the result becomes the gradient
         with torch.enable_grad():
-            raw_RV = logits_RV.detach().requires_grad_(self.head.finish is not None)
+            raw_RV = self.logits().detach().requires_grad_(self.head.finish is not None)
             final_RV = raw_RV if self.head.finish is None else self.head.finish(raw_RV)
         work_RV = raw_RV if self.head.finish is None else final_RV.detach().clone()
+
+        # 2) statistics, then the loss and coefficients of the gradient, then the gradient over the logits
         figures = []
-        for part, sweep in self._sweeps(work_RV, plan):
-            stats_TRX = sweep.stats()
-            loss_R, coefficients_TR6 = coefficients(plan, stats_TRX, sweep.best_R, weighing.part(part))
-            sweep.gradient(coefficients_TR6)
+        for part, chunk_pass in self._passes(work_RV, plan):
+            stats_TRX = chunk_pass.stats()
+            loss_R, coefficients_TR4 = coefficients(plan, stats_TRX, chunk_pass.best_R, weights.part(part))
+            chunk_pass.gradient(coefficients_TR4)
             plain_RX = stats_TRX[0]
-            one_R = torch.ones_like(loss_R)
-            columns = [loss_R, plain_RX[:, fused_torch.ALPHA], plain_RX[:, fused_torch.AGREE], one_R]
-            figures.append(torch.stack(columns, dim=-1))
+            figures.append(_figures(loss_R, plain_RX[:, fused_torch.ALPHA], plain_RX[:, fused_torch.AGREE]))
+
+        # 3) back through scale and soft-cap
         if self.head.finish is not None:
             (work_RV,) = torch.autograd.grad(final_RV, raw_RV, work_RV)
         return torch.cat(figures), work_RV
 
-    def overlaps(self, plan: LossPlan) -> Tensor:
-        """Acceptance [R] where `expected_length` reads it."""
-        assert plan.chained is not None
-        logits_RV = self.logits()
-        final_RV = logits_RV if self.head.finish is None else self.head.finish(logits_RV)
-        parts = [sweep.stats()[plan.chained, :, fused_torch.ALPHA] for _, sweep in self._sweeps(final_RV, plan)]
-        return torch.cat(parts)
-
-    def _sweeps(self, logits_RV: Tensor, plan: LossPlan) -> Iterator[tuple[slice, ChunkPass]]:
-        """The rows, so many at a time as are best; each sweep writes into its part of the logits."""
+    def _passes(self, logits_RV: Tensor, plan: LossPlan) -> Iterator[tuple[slice, ChunkPass]]:
+        """The rows, so many at a time as are best; each pass writes into its part of the logits."""
         if isinstance(self.target, FullDistribution):
-            from .fused_triton import FusedSweep
+            from .fused_triton import TritonPass
 
-            yield slice(0, len(logits_RV)), FusedSweep(logits_RV, self.target, plan)
+            yield slice(0, len(logits_RV)), TritonPass(logits_RV, self.target, plan)
             return
-        assert isinstance(self.target, EagerTeacher)
-        size = len(logits_RV) if logits_RV.is_cuda else max(1, _CACHED // logits_RV.shape[1])
-        for start in range(0, len(logits_RV), size):
-            part = slice(start, start + size)
-            yield part, EagerSweep(logits_RV[part], self.target.part(part), plan)
+        assert isinstance(self.target, TorchTeacher)
+        for part in _cached_parts(logits_RV):
+            yield part, TorchPass(logits_RV[part], self.target.part(part), plan)
 
-    def _sparse(
-        self, target: Sparse, logits_RV: Tensor, weighing: LossWeights, plan: LossPlan
+    def _by_autograd(
+        self, teacher: TeacherEntries, logits_RV: Tensor, plan: LossPlan, weights: LossWeights
     ) -> tuple[Tensor, Tensor]:
-        """The same from some entries, by autograd over these."""
-        entries, ids_RJ = target
-        with torch.enable_grad():
-            raw_RV = logits_RV.detach().requires_grad_()
-            final_RV = raw_RV if self.head.finish is None else self.head.finish(raw_RV)
-            place_R1 = ids_RJ.gather(-1, entries.best_N[:, None].clamp_min(0))
-            best_R = final_RV.detach().gather(-1, place_R1)[:, 0]
-            # A copy where autograd still needs the logits themselves (a soft-cap saved them).
-            logq_RJ, top_R = LogProbsAt.apply(final_RV if final_RV.is_leaf else final_RV.clone(), ids_RJ)  # type: ignore[no-untyped-call]
-            loss_R = weighted_loss(plan.terms[0], entries, logq_RJ, plan.lk_eta)
-            loss_R = torch.where(weighing.valid_R, loss_R, 0.0)
-            (grad_RV,) = torch.autograd.grad((loss_R * weighing.weight_R).sum(), raw_RV)
-        agree_R = (entries.best_N >= 0) & (best_R >= top_R)
-        loss_R = loss_R.detach()
-        columns = [loss_R, acceptance(entries, logq_RJ.detach()), agree_R.float(), torch.ones_like(loss_R)]
-        return torch.stack(columns, dim=-1), grad_RV
+        """`loss_and_gradient` from the definitions."""
+        stored = teacher.ids_RJ is not None  # its few entries need no parts; log q is made in the logits' place
+        figures: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for part in [slice(0, len(logits_RV))] if stored else _cached_parts(logits_RV):
+            with torch.enable_grad():
+                raw_RV = logits_RV[part].detach().requires_grad_()
+                final_RV = raw_RV if self.head.finish is None else self.head.finish(raw_RV)
+                if stored and not final_RV.is_leaf:
+                    final_RV = final_RV.clone()  # a soft-cap saved them for its own gradient
+                loss, *found = autograd_loss(final_RV, teacher.part(part), plan, weights.part(part))
+                gradients += torch.autograd.grad(loss, raw_RV)
+            figures.append(_figures(*found))
+        return torch.cat(figures), gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+
+    def acceptance(self, temperature: float, number: int) -> Tensor:
+        """alpha [R] at one temperature, the plan's `number`th."""
+        assert isinstance(self.target, TeacherEntries)
+        logits_RV = self.logits()
+        found = []
+        for part in _cached_parts(logits_RV):
+            final_RV = logits_RV[part] if self.head.finish is None else self.head.finish(logits_RV[part])
+            entries = self.target.part(part).by_temperature[number]
+            found.append(acceptance(entries, (final_RV / temperature).log_softmax(-1)))
+        return torch.cat(found)
 
     def add_gradients(self, grad_RV: Tensor, gradients: Sequence[Tensor | None]) -> None:
         """From the gradient on the logits to those of the states and of this chunk's head."""
@@ -355,6 +379,17 @@ class _Chunk:
             _add_product(weight, grad.T, self.states_RH)
         if bias is not None:
             bias += grad_RV.sum(0)
+
+
+def _cached_parts(logits_RV: Tensor) -> list[slice]:
+    """All rows on a GPU; on a CPU so many at a time as its cache holds."""
+    size = len(logits_RV) if logits_RV.is_cuda else max(1, _CACHED // logits_RV.shape[1])
+    return [slice(start, start + size) for start in range(0, len(logits_RV), size)]
+
+
+def _figures(loss_R: Tensor, alpha_R: Tensor, agree_R: Tensor) -> Tensor:
+    """Columns LOSS, ALPHA, AGREE, COUNT."""
+    return torch.stack([loss_R, alpha_R, agree_R, torch.ones_like(loss_R)], dim=-1)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -1,6 +1,7 @@
-"""What a draft is trained to minimise, at one position.
+"""What a draft is trained to minimise, at one position: the definitions, and their gradient by autograd.
 
-Shapes: N positions, J vocabulary entries that stand for the teacher's p, k top ids, M tail draws, V vocabulary.
+Shapes: N or R positions, J vocabulary entries that stand for the teacher's p, k top ids, M tail draws, V vocabulary,
+T temperatures, C teacher positions.
 
 Every expectation over p is a weighted sum over entries: E_p[f] = sum_j weight_j f(entry_j). With the stored signals the
 entries are the top k (weight p) and the tail draws (weight (1 - P_k) / M), which is unbiased; with a live target they
@@ -8,8 +9,8 @@ are the whole draft vocabulary (weight p). p is never renormalised: what a reduc
 counts as rejected in `tv` and `lk`, and pulls nowhere in `kl`, `ce` and `reverse_kl`. Objectives that are no such
 expectation (FULL) need the live target.
 
-These functions say what each objective is. Stored signals are trained with them as they are; with a live target, value
-and gradient come from closed_form.py, which the tests hold against autograd of these.
+`autograd_loss` differentiates the definitions for any teacher and any mix of objectives. For mixes of kl, ce, tv and
+lk_hybrid with a live target, fused_torch.py and fused_triton.py compute the same in fewer passes.
 """
 
 import math
@@ -19,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...data.teacher_logprobs import Signals
+from ...data.teacher_logprobs import FLOOR, Signals
+from .schedule import LossPlan
 
 
 class Entries(NamedTuple):
@@ -87,7 +89,7 @@ OBJECTIVES: Mapping[str, Objective] = {
     "lk_hybrid": lk_hybrid,
 }
 CHAINED = "expected_length"
-"""The one that no single position has: minus the tokens that a round emits in expectation (see chains.py)."""
+"""The one that no single position has: minus the tokens that a round emits in expectation (see expected_length.py)."""
 FULL = frozenset({"reverse_kl", "jsd", "lk", "lk_hybrid", CHAINED})
 """Objectives that need the target's whole distribution."""
 _LOG_2 = math.log(2.0)
@@ -125,16 +127,113 @@ def live_entries(logits_NJ: Tensor, lse_N: Tensor, best_N: Tensor) -> Entries:
 
     `lse` is that of all its logits: what the draft cannot say keeps its share of p.
     """
-    logp_NJ = logits_NJ.float() - lse_N[:, None]
+    logp_NJ = (logits_NJ.float() - lse_N[:, None]).clamp_min(FLOOR)
     return Entries(logp_NJ, logp_NJ.exp(), best_N)
 
 
-def places(ids_N: Tensor, draft_ids: Tensor | None) -> Tensor:
-    """Where target ids stand in the draft's vocabulary (`draft_ids`, ascending; None: all of it); -1: nowhere."""
+def draft_index(ids_N: Tensor, draft_ids: Tensor | None) -> Tensor:
+    """Index of target ids in the draft's vocabulary (`draft_ids`, ascending; None: all of it); -1: not in it."""
     if draft_ids is None:
         return ids_N
-    place_N = torch.searchsorted(draft_ids, ids_N).clamp(max=len(draft_ids) - 1)
-    return torch.where(draft_ids[place_N] == ids_N, place_N, -1)
+    index_N = torch.searchsorted(draft_ids, ids_N).clamp(max=len(draft_ids) - 1)
+    return torch.where(draft_ids[index_N] == ids_N, index_N, -1)
+
+
+class FullDistribution(NamedTuple):
+    """The target's whole distribution at C positions."""
+
+    logits_CV: Tensor
+    """Of the draft's tokens, in any float dtype; scale and soft-cap are applied."""
+    lse_TC: Tensor
+    """log sum exp of all its logits, each divided by one temperature: what the draft cannot say keeps its share."""
+    best_C: Tensor
+    """Which entry is its likeliest token; -1 where the draft's vocabulary lacks it."""
+
+
+class StoredDistribution(NamedTuple):
+    """The target's distribution at C positions by some of its entries, at temperature 1."""
+
+    entries: Entries
+    ids_CJ: Tensor
+    """Token ids of the entries."""
+
+
+class LossWeights(NamedTuple):
+    """How much R rows count."""
+
+    weight_R: Tensor
+    """Weight of the row's step, for all objectives that look at one row alone."""
+    valid_R: Tensor
+    """bool: the others count nothing."""
+    slope_R: Tensor | None
+    """d loss / d alpha of `expected_length`, its weight included."""
+
+    def part(self, at: slice) -> "LossWeights":
+        """Some of the rows."""
+        return LossWeights(self.weight_R[at], self.valid_R[at], None if self.slope_R is None else self.slope_R[at])
+
+
+class TeacherEntries(NamedTuple):
+    """The teacher at R rows as the definitions read it."""
+
+    by_temperature: tuple[Entries, ...]
+    """For each temperature of the plan."""
+    ids_RJ: Tensor | None
+    """Token ids of the entries; None: entry j is token j of the draft's vocabulary."""
+
+    @classmethod
+    def from_distribution(cls, found: FullDistribution | StoredDistribution, plan: LossPlan) -> "TeacherEntries":
+        """Entries at every temperature of the plan; stored ones are of temperature 1 alone."""
+        if isinstance(found, StoredDistribution):
+            return cls((found.entries,), found.ids_CJ)
+        logits_CV = found.logits_CV.float()
+        entries = (
+            live_entries(logits_CV / temperature, lse_C, found.best_C)
+            for temperature, lse_C in zip(plan.temperatures, found.lse_TC)
+        )
+        return cls(tuple(entries), None)
+
+    def part(self, at: slice) -> "TeacherEntries":
+        """Some of the rows."""
+        entries = (Entries(*(tensor[at] for tensor in one)) for one in self.by_temperature)
+        return TeacherEntries(tuple(entries), None if self.ids_RJ is None else self.ids_RJ[at])
+
+
+def autograd_loss(
+    logits_RV: Tensor, teacher: TeacherEntries, plan: LossPlan, weights: LossWeights
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weighted sum that can be differentiated; loss (unweighted), acceptance and agreement of each row [R], detached.
+
+    May use up `logits_RV`, as `LogProbsAt` does.
+    """
+    loss_R, total = torch.zeros_like(weights.weight_R), torch.zeros_like(weights.weight_R).sum()
+    best_R = teacher.by_temperature[0].best_N
+    best_id_R = best_R.clamp_min(0)
+    if teacher.ids_RJ is not None:
+        best_id_R = teacher.ids_RJ.gather(-1, best_id_R[:, None])[:, 0]
+    best_logit_R = logits_RV.detach().gather(-1, best_id_R[:, None])[:, 0]
+    alpha_R = top_R = torch.zeros_like(best_logit_R)
+    for number, (temperature, terms) in enumerate(zip(plan.temperatures, plan.terms)):
+        # 1) log q of the teacher's entries
+        entries = teacher.by_temperature[number]
+        if teacher.ids_RJ is None:
+            scaled_RV = logits_RV if temperature == 1.0 else logits_RV / temperature
+            logq_RJ = scaled_RV.log_softmax(-1)
+        else:
+            logq_RJ, top_R = LogProbsAt.apply(logits_RV, teacher.ids_RJ)  # type: ignore[no-untyped-call]
+        # 2) what is reported of the draft, at temperature 1
+        if number == 0:
+            alpha_R = acceptance(entries, logq_RJ.detach())
+            top_R = logits_RV.detach().amax(-1) if teacher.ids_RJ is None else top_R
+        # 3) objectives of one row alone, and the acceptance that a chain of rows reads
+        alone = {name: weight for name, weight in terms.items() if name != CHAINED}
+        if alone:
+            loss_R = loss_R + weighted_loss(alone, entries, logq_RJ, plan.lk_eta)
+        if CHAINED in terms and weights.slope_R is not None:
+            total = total + torch.where(weights.valid_R, weights.slope_R * acceptance(entries, logq_RJ), 0.0).sum()
+    loss_R = torch.where(weights.valid_R, loss_R, 0.0)
+    agree_R = ((best_R >= 0) & (best_logit_R >= top_R)).float()
+    return total + (loss_R * weights.weight_R).sum(), loss_R.detach(), alpha_R, agree_R
 
 
 class LogProbsAt(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """What is minimised, and when: the recipe's `objective`, one mix of objectives or several in turn."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -92,13 +92,27 @@ def parts_of(value: float | Weighted) -> tuple[float, float]:
     return (value.weight, value.temperature) if isinstance(value, Weighted) else (value, 1.0)
 
 
-def by_temperature(objective: Objective) -> dict[float, dict[str, float]]:
-    """Weights of the objectives at each temperature."""
-    found: dict[float, dict[str, float]] = {}
-    for name, value in objective.items():
-        weight, temperature = parts_of(value)
-        found.setdefault(temperature, {})[name] = weight
-    return found
+class LossPlan(NamedTuple):
+    """An objective, sorted by the temperatures at which the two distributions are compared."""
+
+    temperatures: tuple[float, ...]
+    """The first is 1: acceptance is reported there."""
+    terms: tuple[Mapping[str, float], ...]
+    """Weights of the objectives at each temperature; none at the first where all have another."""
+    lk_eta: float
+
+    @classmethod
+    def from_objective(cls, objective: Objective, lk_eta: float) -> "LossPlan":
+        """Group the terms of the objective by their temperature."""
+        found: dict[float, dict[str, float]] = {1.0: {}}
+        for name, value in objective.items():
+            weight, temperature = parts_of(value)
+            found.setdefault(temperature, {})[name] = weight
+        return cls(tuple(found), tuple(found.values()), lk_eta)
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these objectives is part of it."""
+        return any(name in terms for terms in self.terms for name in names)
 
 
 def plain(objective: Objective) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from draftforge.train.families.eagle3 import Eagle3Family, eagle3_config
 from draftforge.train.families.feature_family import copy_tables
 from draftforge.train.families.target_features import FeatureSource
 from draftforge.train.families.ttt_alignment import Alignment
-from draftforge.train.losses.fused_torch import FullDistribution
 from draftforge.train.losses.linear_head import LOSS, LossSettings
+from draftforge.train.losses.objectives import FullDistribution
 from draftforge.train.losses.schedule import Weighted
 from draftforge.train.settings import Eagle3Settings
 

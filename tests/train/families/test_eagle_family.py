@@ -16,8 +16,8 @@ from draftforge.specdec.kernels.documents import Documents, QueryMask
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
 from draftforge.train.families.eagle import EagleFamily
-from draftforge.train.losses.fused_torch import FullDistribution
 from draftforge.train.losses.linear_head import COUNT, LOSS
+from draftforge.train.losses.objectives import FullDistribution
 from draftforge.train.settings import EagleSettings
 
 

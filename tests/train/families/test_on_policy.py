@@ -24,8 +24,8 @@ from draftforge.train.families.initial_weights import prune
 from draftforge.train.families.on_policy import Exchange, exchanges_of
 from draftforge.train.families.small import SmallFamily
 from draftforge.train.loop import train
-from draftforge.train.losses.fused_torch import FullDistribution
 from draftforge.train.losses.linear_head import COUNT, LossSettings
+from draftforge.train.losses.objectives import FullDistribution
 from draftforge.train.settings import LoraSettings, OnPolicySettings, SmallSettings
 
 STEP = 5

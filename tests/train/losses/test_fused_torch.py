@@ -1,4 +1,4 @@
-"""Value and gradient in closed form against autograd of the definitions, for every objective."""
+"""Value and gradient in closed form against autograd of the definitions."""
 
 from typing import NamedTuple
 
@@ -9,18 +9,16 @@ from hypothesis import strategies as st
 from objective_mixes import ETA, MIXES
 from torch import Tensor
 
-from draftforge.train.losses.fused_torch import (
-    AGREE,
-    ALPHA,
-    EagerSweep,
-    EagerTeacher,
+from draftforge.train.losses.fused_torch import AGREE, ALPHA, TorchPass, TorchTeacher, coefficients
+from draftforge.train.losses.objectives import (
     FullDistribution,
-    LossPlan,
     LossWeights,
-    coefficients,
+    acceptance,
+    draft_index,
+    live_entries,
+    weighted_loss,
 )
-from draftforge.train.losses.objectives import OBJECTIVES, acceptance, live_entries, places, weighted_loss
-from draftforge.train.losses.schedule import Objective, by_temperature
+from draftforge.train.losses.schedule import LossPlan, Objective
 
 V, R = 12, 3
 
@@ -34,7 +32,7 @@ class Problem(NamedTuple):
 
     @property
     def best(self) -> Tensor:
-        return places(self.target_RV.argmax(-1), self.ids_J)
+        return draft_index(self.target_RV.argmax(-1), self.ids_J)
 
     @property
     def kept(self) -> Tensor:
@@ -56,7 +54,10 @@ def by_definition(found: Problem, objective: Objective, weight_R: Tensor) -> tup
     """Loss of each row and the gradient of its weighted sum, by autograd over the plain functions."""
     logits = found.draft_RJ.double().requires_grad_()
     loss_R = torch.zeros(len(logits), dtype=torch.float64)
-    for temperature, weights in by_temperature(objective).items():
+    plan = LossPlan.from_objective(objective, ETA)
+    for temperature, weights in zip(plan.temperatures, plan.terms):
+        if not weights:
+            continue
         entries = live_entries((found.kept / temperature), found.lse(temperature), found.best)
         entries = entries._replace(logp_NJ=entries.logp_NJ.double(), weight_NJ=entries.weight_NJ.double())
         loss_R = loss_R + weighted_loss(weights, entries, (logits / temperature).log_softmax(-1), ETA)
@@ -64,18 +65,18 @@ def by_definition(found: Problem, objective: Objective, weight_R: Tensor) -> tup
     return loss_R.detach().float(), gradient.float()
 
 
-def in_closed_form(found: Problem, objective: Objective, weighing: LossWeights) -> tuple[Tensor, Tensor, Tensor]:
-    plan = LossPlan.of(objective, ETA)
+def in_closed_form(found: Problem, objective: Objective, weights: LossWeights) -> tuple[Tensor, Tensor, Tensor]:
+    plan = LossPlan.from_objective(objective, ETA)
     logits = found.draft_RJ.clone()
-    sweep = EagerSweep(logits, EagerTeacher.of(found.whole(plan), plan), plan)
-    stats = sweep.stats()
-    loss_R, coefficients_TR6 = coefficients(plan, stats, sweep.best_R, weighing)
-    sweep.gradient(coefficients_TR6)
+    chunk_pass = TorchPass(logits, TorchTeacher.from_distribution(found.whole(plan), plan), plan)
+    stats = chunk_pass.stats()
+    loss_R, coefficients_TR4 = coefficients(plan, stats, chunk_pass.best_R, weights)
+    chunk_pass.gradient(coefficients_TR4)
     return loss_R, logits, stats
 
 
 def assume_apart(found: Problem) -> None:
-    """tv and lk have no gradient where p = q."""
+    """tv has no gradient where p = q."""
     for temperature in (0.5, 1.0, 2.0):
         logp = found.kept / temperature - found.lse(temperature)[:, None]
         assume(bool((logp - (found.draft_RJ / temperature).log_softmax(-1)).abs().min() > 1e-4))
@@ -113,28 +114,15 @@ def test_value_and_gradient_are_those_of_the_definition(
 def test_a_likeliest_token_that_the_draft_lacks_is_not_pulled_at() -> None:
     found = problem(torch.eye(R, V) * 9, torch.randn(R, V, generator=torch.Generator().manual_seed(0)), {1, 2, 7})
     assert found.best.tolist() == [-1, 0, 1]
-    weighing = LossWeights(torch.ones(R), torch.ones(R, dtype=torch.bool), None)
-    loss, gradient, _ = in_closed_form(found, {"ce": 1.0}, weighing)
+    weights = LossWeights(torch.ones(R), torch.ones(R, dtype=torch.bool), None)
+    loss, gradient, _ = in_closed_form(found, {"ce": 1.0}, weights)
     assert float(loss[0]) == 0 and float(gradient[0].abs().sum()) == 0 and float(gradient[1].abs().sum()) > 0
 
 
 def test_no_overlap_at_all_stays_finite() -> None:
     target, draft = torch.zeros(1, V), torch.zeros(1, V)
     target[0, 0], draft[0, 1] = 500.0, 500.0
-    weighing = LossWeights(torch.ones(1), torch.ones(1, dtype=torch.bool), None)
-    objective = dict.fromkeys(OBJECTIVES, 1.0)
-    loss, gradient, _ = in_closed_form(problem(target, draft, None), objective, weighing)
+    weights = LossWeights(torch.ones(1), torch.ones(1, dtype=torch.bool), None)
+    objective = MIXES["all"]
+    loss, gradient, _ = in_closed_form(problem(target, draft, None), objective, weights)
     assert bool(loss.isfinite().all()) and bool(gradient.isfinite().all())
-
-
-def test_the_slope_of_chains_is_added_unweighted() -> None:
-    """d loss / d z of a row = slope * d alpha / d z, whatever its step's weight; tv's own slope is -1."""
-    generator = torch.Generator().manual_seed(1)
-    found = problem(torch.randn(R, V, generator=generator), torch.randn(R, V, generator=generator), None)
-    everything = torch.ones(R, dtype=torch.bool)
-    slope_R = torch.tensor([-1.0, -0.5, -2.0])
-    _, chained, _ = in_closed_form(
-        found, {"expected_length": 1.0}, LossWeights(torch.full((R,), 0.3), everything, slope_R)
-    )
-    _, tv, _ = in_closed_form(found, {"tv": 1.0}, LossWeights(-slope_R, everything, None))
-    torch.testing.assert_close(chained, tv)

@@ -9,17 +9,18 @@ from torch import Tensor
 
 from draftforge.data.teacher_logprobs import teacher_signals
 from draftforge.train.losses import linear_head as chunked
-from draftforge.train.losses.fused_torch import FullDistribution
-from draftforge.train.losses.linear_head import AGREE, ALPHA, COUNT, LOSS, Head, LossSettings, Rows, Sparse, head_loss
+from draftforge.train.losses.linear_head import AGREE, ALPHA, COUNT, LOSS, Head, LossSettings, Rows, head_loss
 from draftforge.train.losses.objectives import (
     OBJECTIVES,
     Entries,
+    FullDistribution,
+    StoredDistribution,
     acceptance,
     live_entries,
     stored_entries,
     weighted_loss,
 )
-from draftforge.train.losses.schedule import Objective, Weighted
+from draftforge.train.losses.schedule import LossPlan, Objective, Weighted
 
 S, N, H, V = 3, 11, 8, 20
 OBJECTIVE = {"kl": 1.0, "ce": 0.3, "tv": 0.5}
@@ -39,7 +40,7 @@ class Fixed(NamedTuple):
     def live(self) -> bool:
         return not self.stored
 
-    def at(self, rows: slice, temperatures: Sequence[float]) -> FullDistribution | Sparse:
+    def at(self, rows: slice, temperatures: Sequence[float]) -> FullDistribution | StoredDistribution:
         logits = self.logits_NV[rows]
         if self.live:
             return FullDistribution(
@@ -47,7 +48,7 @@ class Fixed(NamedTuple):
             )
         entries, ids = self.entries(rows)
         assert ids is not None
-        return Sparse(entries, ids)
+        return StoredDistribution(entries, ids)
 
     def entries(self, rows: slice) -> tuple[Entries, Tensor | None]:
         """For the plain way."""
@@ -67,18 +68,30 @@ def problem(stored: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Fixed]:
     return states, weight, bias, valid, Fixed(torch.randn(N, V, generator=generator) * 3, stored)
 
 
-def objective_of(teacher: Fixed) -> dict[str, float]:
-    """All there are, where the teacher is whole."""
-    return OBJECTIVE if teacher.stored else {name: 0.1 * n for n, name in enumerate(OBJECTIVES, start=1)}
+EVERY = {name: 0.1 * n for n, name in enumerate(OBJECTIVES, start=1)}
+"""All that look at one position: some of them have no closed form."""
 
 
-def plain_loss(states: Tensor, weight: Tensor, bias: Tensor, valid: Tensor, teacher: Fixed, finish: object) -> Tensor:
+def plain_loss(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    valid: Tensor,
+    teacher: Fixed,
+    objective: dict[str, float],
+    finish: object,
+) -> Tensor:
     entries, ids = teacher.entries(slice(None))
     total = torch.zeros(())
     for step, factor in enumerate(STEP_WEIGHTS):
         logits = states[step] @ weight.T + bias
         logq = (finish(logits) if callable(finish) else logits).log_softmax(-1)
-        loss = weighted_loss(objective_of(teacher), entries, logq if ids is None else logq.gather(-1, ids), ETA)
+        loss = weighted_loss(
+            LossPlan.from_objective(objective, ETA).terms[0],
+            entries,
+            logq if ids is None else logq.gather(-1, ids),
+            ETA,
+        )
         total = total + factor * loss[valid[step]].sum()
     return total
 
@@ -88,13 +101,22 @@ def softcap(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("finish", [None, softcap])
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("rows_at_once", [1, 4, 11, 100])
-def test_chunked_equals_plain(stored: bool, rows_at_once: int, finish: Callable[[Tensor], Tensor] | None) -> None:
+@pytest.mark.parametrize(
+    "stored,objective",
+    [
+        pytest.param(True, OBJECTIVE, id="stored"),
+        pytest.param(False, OBJECTIVE, id="closed form"),
+        pytest.param(False, EVERY, id="autograd"),
+    ],
+)
+@pytest.mark.parametrize("rows_at_once", [1, 4, 100])
+def test_chunked_equals_plain(
+    stored: bool, objective: Objective, rows_at_once: int, finish: Callable[[Tensor], Tensor] | None
+) -> None:
     states, weight, bias, valid, teacher = problem(stored)
-    settings = LossSettings(objective_of(teacher), ETA, logits_bytes=4 * V * rows_at_once)
+    settings = LossSettings(objective, ETA, logits_bytes=4 * V * rows_at_once)
     loss, sums = head_loss(Rows(states, valid, teacher, STEP_WEIGHTS), Head(weight, bias, finish), settings)
-    expected = plain_loss(states, weight, bias, valid, teacher, finish)
+    expected = plain_loss(states, weight, bias, valid, teacher, objective, finish)
     torch.testing.assert_close(loss, expected)
     wanted = torch.autograd.grad(expected * 0.37, [states, weight, bias])
     for found, gradient in zip(torch.autograd.grad(loss * 0.37, [states, weight, bias]), wanted):

@@ -14,8 +14,8 @@ from draftforge.train.losses.objectives import (
     Entries,
     LogProbsAt,
     acceptance,
+    draft_index,
     live_entries,
-    places,
     stored_entries,
     weighted_loss,
 )
@@ -28,7 +28,7 @@ Subset = st.sets(st.integers(0, V - 1), min_size=1).map(lambda ids: torch.tensor
 def live(logits: Tensor, draft_ids: Tensor | None = None) -> Entries:
     """What a live target's head says, cut to the draft's vocabulary."""
     kept = logits if draft_ids is None else logits[:, draft_ids]
-    return live_entries(kept, logits.float().logsumexp(-1), places(logits.argmax(-1), draft_ids))
+    return live_entries(kept, logits.float().logsumexp(-1), draft_index(logits.argmax(-1), draft_ids))
 
 
 def assume_one_likeliest(logits: Tensor) -> None:
@@ -219,3 +219,13 @@ def test_weighted_sum() -> None:
     entries, logq = live(torch.randn(4, V)), torch.randn(4, V).log_softmax(-1)
     found = weighted_loss({"ce": 0.1, "tv": 0.9}, entries, logq)
     torch.testing.assert_close(found, 0.1 * OBJECTIVES["ce"](entries, logq) + 0.9 * OBJECTIVES["tv"](entries, logq))
+
+
+def test_no_overlap_at_all_stays_finite() -> None:
+    target, draft = torch.zeros(1, V), torch.zeros(1, V)
+    target[0, 0], draft[0, 1] = 500.0, 500.0
+    target[0, 2] = -torch.inf
+    draft.requires_grad_()
+    loss = weighted_loss(dict.fromkeys(OBJECTIVES, 1.0), live(target), draft.log_softmax(-1)).sum()
+    (gradient,) = torch.autograd.grad(loss, draft)
+    assert bool(loss.isfinite()) and bool(gradient.isfinite().all())
