@@ -15,7 +15,7 @@ from draftforge.train.losses import linear_head as heads
 from draftforge.train.losses.fused_torch import TorchPass, TorchTeacher, coefficients
 from draftforge.train.losses.linear_head import Head, LossSettings, Rows, head_loss
 from draftforge.train.losses.objectives import FullDistribution, LossWeights
-from draftforge.train.losses.schedule import LossPlan, Weighted
+from draftforge.train.losses.schedule import LossPlan, Objective, Weighted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS, C, V, H = 2, 3, 300, 16
@@ -92,7 +92,7 @@ def test_a_loss_by_kernels_equals_one_without(
     weights = [draw(V, H + k, scale=0.7)[:, :H].clone().requires_grad_() for k in range(STEPS if own_heads else 1)]
     valid = torch.ones(STEPS, count, dtype=torch.bool, device=DEVICE)
     valid[1, 2] = False
-    objective = {"lk_hybrid": 1.0, "ce": 0.1, "tv": Weighted(weight=0.5, temperature=2.0)}
+    objective: Objective = {"lk_hybrid": 1.0, "ce": 0.1, "tv": Weighted(weight=0.5, temperature=2.0)}
     rows = Rows(states, valid, Live(draw(count, V + 60)), (1.0, 0.5))
     found = []
     for way in ("triton", "torch"):
