@@ -1,12 +1,13 @@
-"""Domains by what users say: tf-idf vectors of words and k-means (scikit-learn), for conversations that nothing names.
+"""Domains by text clustering: tf-idf vectors of user turns and k-means (scikit-learn), for unnamed conversations.
 
 Fitted on an even sample of the log, in one thread, with a fixed seed: the same log gives the same domains. Another log
 gives others, unless the mix has an ancestor with as many clusters: then its centres are kept, and with them what each
-name means. How far the split into clusters is the data's own and not chance is told as the agreement (adjusted Rand
-index; 1: the same, 0: chance) of two fits, each on one half of the sample.
+name means. How far the clusters are the data's own and not chance is measured by the agreement (adjusted Rand index;
+1: the same, 0: chance) of two fits, each on one half of the sample.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ FILE = "clusters.parquet"
 MOST_FITTED = 20_000
 _MOST_TERMS, _SHOWN_TERMS, _BATCH = 4096, 8, 4096
 _SEED, _STARTS = 0, 4
+_TFIDF: dict[str, Any] = {"sublinear_tf": True, "dtype": np.float32, "token_pattern": r"[^\W\d_]{2,}"}
 Floats = NDArray[np.float32]
 
 
@@ -39,8 +41,8 @@ class Clusters(NamedTuple):
         """c00, c01, …"""
         return [f"c{number:02d}" for number in range(len(self.centres_CT))]
 
-    def told(self) -> dict[str, Any]:
-        """What the manifest keeps."""
+    def record(self) -> dict[str, Any]:
+        """The manifest's record of the clusters: their best terms, a digest of the centres, the agreement."""
         best = np.argsort(-self.centres_CT, axis=1, kind="stable")[:, :_SHOWN_TERMS]
         return {
             "terms": {name: [self.terms[t] for t in row] for name, row in zip(self.names, best.tolist())},
@@ -59,18 +61,12 @@ def fit(texts: Sequence[str], count: int) -> Clusters:
         raise InputError(
             f"mix.domains.clusters {count}: {len(texts)} conversations to name; must be at least {2 * count}"
         )
-    words = TfidfVectorizer(
-        max_features=_MOST_TERMS,
-        min_df=2,
-        max_df=0.5,
-        sublinear_tf=True,
-        dtype=np.float32,
-        token_pattern=r"[^\W\d_]{2,}",
-    )
+    words = TfidfVectorizer(max_features=_MOST_TERMS, min_df=2, max_df=0.5, **_TFIDF)
     try:
         vectors = words.fit_transform(texts)
     except ValueError as error:
         raise InputError(f"mix.domains.clusters {count}: the texts hold too few words in common ({error})") from None
+    # Two fits, each on a half, tell how stable the clusters are; the fit on all gives them, the largest first.
     halves = [_centres(vectors[half::2], count) for half in range(2)]
     agreement = float(adjusted_rand_score(*(_nearest(vectors, centres) for centres in halves)))
     centres = _centres(vectors, count)
@@ -83,12 +79,11 @@ def assign(clusters: Clusters, texts: Iterable[str]) -> Iterator[str]:
     """The cluster of each text."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    words = TfidfVectorizer(
-        vocabulary=clusters.terms, sublinear_tf=True, dtype=np.float32, token_pattern=r"[^\W\d_]{2,}"
-    )
+    words = TfidfVectorizer(vocabulary=clusters.terms, **_TFIDF)
     words.idf_ = clusters.idf_T
     names = clusters.names
-    for batch in _batches(texts):
+    texts = iter(texts)
+    while batch := list(islice(texts, _BATCH)):
         yield from (names[c] for c in _nearest(words.transform(batch), clusters.centres_CT))
 
 
@@ -125,14 +120,3 @@ def _nearest(vectors: Any, centres_CT: Floats) -> NDArray[np.int64]:
     distance_NC = (centres_CT**2).sum(axis=1) - 2 * (vectors @ centres_CT.T)
     found: NDArray[np.int64] = distance_NC.argmin(axis=1)
     return found
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -1,10 +1,10 @@
-"""How many requests are in flight at once, from when each of them started and ended: the load that a log proposes.
+"""Concurrency of a log: how many requests are in flight at once, and the recipe's `score.load` that this proposes.
 
 What a decoding step sees is the distribution over time while at least one request is in flight, so idle time does not
 count. Requests wait in queues too, before and inside an engine: the figures are of requests at a replica, an upper
 bound of the batch that it decodes.
 
-Shapes: R requests of one replica, 2R events.
+Shapes: R requests of one replica, E = 2R events.
 """
 
 import math
@@ -24,11 +24,12 @@ UNNAMED = "unnamed"
 """The replica of requests whose log names none."""
 _NOT_COUNTED = -1
 _LEAST_SHARE, _MOST_SIZES = 0.05, 5
+_ENGINES = {"vllm", "sglang"}  # kinds of sources that an engine writes itself
 _ROUNDING = 1e-9
 
 
 class Traffic:
-    """Requests as numbers: 28 bytes each, whatever they said."""
+    """Times, replicas and token counts of requests, in columns: 28 bytes each."""
 
     def __init__(self) -> None:
         self.started, self.ended = array("d"), array("d")
@@ -45,7 +46,7 @@ class Traffic:
         prompt_tokens: int | None = None,
         answer_tokens: int | None = None,
     ) -> None:
-        """Count one request. Seconds may be of any clock that all requests share."""
+        """Add one request. Times are seconds of any clock that all requests share."""
         self.untimed += started is None or ended is None
         self.started.append(math.nan if started is None else started)
         self.ended.append(math.nan if ended is None else ended)
@@ -93,8 +94,8 @@ class Level:
 
 
 @dataclass(frozen=True)
-class InFlight:
-    """What a log tells of the load."""
+class Concurrency:
+    """The load of a log."""
 
     requests: int
     """Those that the levels count."""
@@ -107,7 +108,7 @@ class InFlight:
     pooled: Level | None
     """None: no request has a length."""
     prompt_tokens: float | None
-    """Median; None: no request tells."""
+    """Median; None: the log counts none."""
     answer_tokens: float | None
 
     def yaml(self, engine: str | None) -> str:
@@ -123,7 +124,7 @@ class InFlight:
         return proposed_load(self.pooled, self.prompt_tokens, self.answer_tokens, engine)
 
 
-def in_flight_report(traffic: Traffic) -> InFlight:
+def measure_concurrency(traffic: Traffic) -> Concurrency:
     """Levels of each replica and of all, and median tokens. Requests of no length and of two clocks are left out."""
     start_R, end_R = np.frombuffer(traffic.started), np.frombuffer(traffic.ended)
     replica_R = np.frombuffer(traffic.replica, dtype=np.int32)
@@ -131,10 +132,10 @@ def in_flight_report(traffic: Traffic) -> InFlight:
     usable_R = length_R > 0  # false of NaN
     levels = {}
     for name, number in sorted(traffic.names.items()):
-        mine_R = usable_R & (replica_R == number)
-        if mine_R.any():
-            levels[name] = level_of(start_R[mine_R], end_R[mine_R])
-    return InFlight(
+        own_R = usable_R & (replica_R == number)
+        if own_R.any():
+            levels[name] = level_of(start_R[own_R], end_R[own_R])
+    return Concurrency(
         requests=int(usable_R.sum()),
         untimed=traffic.untimed,
         zero_length=int((length_R == 0).sum()),
@@ -148,6 +149,7 @@ def in_flight_report(traffic: Traffic) -> InFlight:
 
 def level_of(start_R: npt.NDArray[np.float64], end_R: npt.NDArray[np.float64]) -> Level:
     """How long how many of some requests were in flight at once; each ends later than it starts."""
+    # Every start adds a request and every end takes one away; between two events the count stands still.
     time_E = np.concatenate([start_R, end_R])
     change_E = np.repeat(np.array([1, -1], dtype=np.int32), len(start_R))
     order_E = np.argsort(time_E, kind="stable")
@@ -174,11 +176,13 @@ def batch_shares(level: Level) -> dict[int, float]:
     Each level counts for the power that is nearest by ratio; powers with less than 5 % and, beyond five, the rarest go
     to their neighbour.
     """
+    # The time at each level goes to the nearest power of two.
     seconds: dict[int, float] = {}
     for requests, time in enumerate(level.seconds[1:], start=1):
         if time > 0:
             size = 1 << round(math.log2(requests))
             seconds[size] = seconds.get(size, 0.0) + time
+    # The rarest power goes to its neighbour until all that are left have a share worth naming.
     total = math.fsum(seconds.values())
     while len(seconds) > 1:
         rarest = min(seconds, key=lambda size: (seconds[size], size))
@@ -209,8 +213,8 @@ def proposed_load(
 
 def _median(counts: "array[int]") -> float | None:
     count_R = np.frombuffer(counts, dtype=np.int32)
-    told_R = count_R[count_R != _NOT_COUNTED]
-    return float(np.median(told_R)) if len(told_R) else None
+    counted_R = count_R[count_R != _NOT_COUNTED]
+    return float(np.median(counted_R)) if len(counted_R) else None
 
 
 def _percent(shares: Mapping[int, float]) -> dict[int, float]:
@@ -222,17 +226,15 @@ def _percent(shares: Mapping[int, float]) -> dict[int, float]:
     return {size: percent / 100 for size, percent in whole.items()}
 
 
-_ENGINES = {"vllm", "sglang"}  # kinds of sources that an engine writes itself
-
-
-def in_flight_told(traffic: Traffic, settings: MixSettings) -> dict[str, Any] | None:
-    """Requests that ran at once, and the load that they propose; None: the log does not tell when any ended."""
-    found = in_flight_report(traffic)
+def concurrency_record(traffic: Traffic, settings: MixSettings) -> dict[str, Any] | None:
+    """The manifest's record of the load, and the section that it proposes; None: the log does not tell when any request
+    ended."""
+    found = measure_concurrency(traffic)
     if found.pooled is None:
         return None
     redactor = Redactor(settings.redact)  # replicas go by addresses
 
-    def told(level: Level) -> dict[str, Any]:
+    def figures(level: Level) -> dict[str, Any]:
         return {
             "p50": level.p50,
             "p95": level.p95,
@@ -242,11 +244,11 @@ def in_flight_told(traffic: Traffic, settings: MixSettings) -> dict[str, Any] | 
         }
 
     replicas = {
-        name if redactor.text(name) == name else f"{redactor.text(name)} {number}": told(level)
+        name if redactor.text(name) == name else f"{redactor.text(name)} {number}": figures(level)
         for number, (name, level) in enumerate(found.replicas.items(), start=1)
     }
     counts = {name: getattr(found, name) for name in ("requests", "untimed", "zero_length", "skewed")}
-    return {**counts, "replicas": replicas, "all": told(found.pooled), "load": found.yaml(engine_of(settings))}
+    return {**counts, "replicas": replicas, "all": figures(found.pooled), "load": found.yaml(engine_of(settings))}
 
 
 def engine_of(settings: MixSettings) -> str | None:

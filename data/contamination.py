@@ -1,4 +1,4 @@
-"""Evaluation sets kept out of train, and a second look at the holdout: is anything in it near what drafts train on?"""
+"""Contamination: evaluation sets kept out of train, and a check that the holdout is near nothing that trains drafts."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from .. import progress
 from ..errors import named
 from .conversation import SPLITS
-from .dedup import NO_TURNS, Index, Member, PlacedMember, Signature, TurnKeys, sharing_a_band, signature
+from .dedup import NO_TURNS, Member, PlacedMember, Signature, SimilarityIndex, TurnKeys, sharing_a_band, signature
 from .ingest import redacted
 from .prompts import source_of
 from .redact import Redactor
@@ -19,7 +19,7 @@ from .sources import read
 
 
 class EvaluationSet(NamedTuple):
-    """An evaluation set as similarity sees it."""
+    """The signatures of an evaluation set."""
 
     name: str
     signatures: list[Signature]
@@ -40,10 +40,10 @@ def near_any(members: Iterable[Member], signatures: Sequence[Signature], thresho
     """Ids of the members that are at least as similar as the threshold to some signature."""
     members = list(members)
     meets = sharing_a_band([*signatures, *(member.signature for member in members)], threshold)
-    index = Index(threshold, len(signatures))
-    for place, one in enumerate(signatures):
-        if meets[place]:
-            index.add(place, one)
+    index = SimilarityIndex(threshold, len(signatures))
+    for number, known in enumerate(signatures):
+        if meets[number]:
+            index.add(number, known)
     some = [member for member, may in zip(members, meets[len(signatures) :]) if may]
     return {
         member.id for member in progress.track(some, title, unit="conversations") if index.similar(member.signature)
@@ -102,5 +102,4 @@ def turn_report(
         "asked_in_train": int(np.isin(counting, trained).sum()),
         "asked_in_ancestors_train": int(np.isin(counting, before).sum()),
         "turns_asked_elsewhere": dict(left_out),
-        "ancestors_without_turns": sum(not len(item.member.turn_keys) for item in known),
     }

@@ -1,4 +1,7 @@
-"""Near-copies and clusters: MinHash signatures, a locality-sensitive index, union-find, ids that last.
+"""De-duplication: repeated turns, near-copies, and the clusters that the split deals out whole.
+
+Turns are compared by a hash of their context (messages, tools, template arguments). Conversations are compared by
+MinHash signatures of their user turns (Broder, 1997) through a locality-sensitive index.
 
 A cluster is everything joined by near-copies (similar user turns) and by explicit groups (one template, one thread).
 The split deals whole clusters, so a cluster's id must outlive today's log. It is derived from content: the smallest
@@ -35,8 +38,11 @@ Asking = tuple[Split, TurnKeys]
 _KEY_BYTES = 8
 
 
-class Threads:
-    """Hashes of every turn's context, of conversations in the order in which they were added."""
+class TurnIndex:
+    """Hashes of every turn's context, of conversations in the order in which they were added.
+
+    Shapes: N conversations, T turns of all of them.
+    """
 
     def __init__(self) -> None:
         self._keys, self._counts = array("Q"), array("I")
@@ -47,8 +53,8 @@ class Threads:
         self._keys.extend(keys)
         self._counts.append(len(keys))
 
-    def each(self) -> list[TurnKeys]:
-        """Those of every conversation, in order."""
+    def keys(self) -> list[TurnKeys]:
+        """The turn keys of every conversation, in order."""
         return np.split(np.array(self._keys, dtype=np.uint64), np.cumsum(self._counts)[:-1]) if self._counts else []
 
     def continued(self, ids: Sequence[str]) -> dict[str, str]:
@@ -60,29 +66,31 @@ class Threads:
         some_N = np.flatnonzero(counts_N)
         if not len(some_N):
             return {}
+        # Of the turns with equal keys, the first is that of the longest conversation (then of the smallest id).
         rank_N = np.empty(len(ids), dtype=np.int64)
         rank_N[sorted(range(len(ids)), key=ids.__getitem__)] = np.arange(len(ids))
         owner_T = np.repeat(np.arange(len(ids)), counts_N)
-        last_N = keys_T[(counts_N.cumsum() - 1)[some_N]]
         order_T = np.lexsort((rank_N[owner_T], -counts_N[owner_T], keys_T))
         distinct, first = np.unique(keys_T[order_T], return_index=True)
+        # A conversation is continued if a longer one asks its last turn: the context of that holds all before it.
+        last_N = keys_T[(counts_N.cumsum() - 1)[some_N]]
         longest_N = owner_T[order_T][first][np.searchsorted(distinct, last_N)]
         goes_on_N = counts_N[longest_N] > counts_N[some_N]
         pairs = zip(some_N[goes_on_N].tolist(), longest_N[goes_on_N].tolist())
         return {ids[number]: ids[longest] for number, longest in pairs}
 
 
-def wholes(parts: Sequence[TurnKeys], others: Sequence[TurnKeys]) -> dict[int, int]:
-    """Places of the parts whose every turn is asked by another conversation too, with the first such one's."""
-    keys_T, owner_T = _joined(others)
+def contained_in(parts: Sequence[TurnKeys], others: Sequence[TurnKeys]) -> dict[int, int]:
+    """For each part whose every turn another conversation asks too: its index, and that of the first such other."""
+    keys_T, owner_T = _flattened(others)
     distinct, first = np.unique(keys_T, return_index=True)  # the first of equal ones: owners stand in order
-    some = [place for place, keys in enumerate(parts) if len(keys)]
+    some = [index for index, keys in enumerate(parts) if len(keys)]
     if not some or not len(distinct):
         return {}
-    last_N = np.array([parts[place][-1] for place in some])
+    last_N = np.array([parts[index][-1] for index in some])
     at_N = np.minimum(np.searchsorted(distinct, last_N), len(distinct) - 1)
     found_N = distinct[at_N] == last_N
-    return {place: int(owner_T[first[at]]) for place, at, found in zip(some, at_N, found_N) if found}
+    return {index: int(owner_T[first[at]]) for index, at, found in zip(some, at_N, found_N) if found}
 
 
 def asked_elsewhere(found: Sequence[Asking], before: Sequence[Asking]) -> list[list[int]]:
@@ -93,11 +101,13 @@ def asked_elsewhere(found: Sequence[Asking], before: Sequence[Asking]) -> list[l
     """
     if not found:
         return []
-    keys_T, owner_T = _joined([keys for _, keys in found])
+    keys_T, owner_T = _flattened([keys for _, keys in found])
     split_T = np.array([SPLITS.index(split) for split, _ in found], dtype=np.int64)[owner_T]
+    # All but the first of the turns with one key, by split and then by order, are asked again.
     order_T = np.lexsort((owner_T, split_T, keys_T))
     again_T = np.ones(len(keys_T), dtype=np.bool_)
     again_T[order_T[np.unique(keys_T[order_T], return_index=True)[1]]] = False
+    # So are those that an ancestor had in an earlier split.
     for split in SPLITS[:-1]:
         seen = [keys for name, keys in before if name == split]
         again_T |= (split_T > SPLITS.index(split)) & np.isin(keys_T, np.concatenate([NO_TURNS, *seen]))
@@ -105,8 +115,8 @@ def asked_elsewhere(found: Sequence[Asking], before: Sequence[Asking]) -> list[l
     return [np.flatnonzero(again).tolist() for again in np.split(again_T, ends)]
 
 
-def _joined(each: Sequence[TurnKeys]) -> tuple[TurnKeys, NDArray[np.int64]]:
-    """All keys, and whose each is."""
+def _flattened(each: Sequence[TurnKeys]) -> tuple[TurnKeys, NDArray[np.int64]]:
+    """All keys [T], and the index [T] of the conversation that each belongs to."""
     return np.concatenate([NO_TURNS, *each]), np.repeat(np.arange(len(each)), [len(keys) for keys in each])
 
 
@@ -116,13 +126,17 @@ def asking(split: Split, conversation: Conversation) -> Asking:
 
 
 def turn_keys(record: Record | Conversation) -> list[int]:
-    """A hash of the context of each turn that the target is asked. A turn that waits for the target's own earlier
-    answers is another one than the same messages with logged answers, or without any."""
+    """Hash the context of each turn that the target is asked.
+
+    A turn that waits for the target's own earlier answers differs from the same messages with logged answers, or
+    without any.
+    """
     ends, waiting = turn_ends(record.messages)
     ended, keys = set(ends), list[int]()
-    hashed = hashlib.blake2b(_text([record.tools, dict(record.template_args or {})]), digest_size=_KEY_BYTES)
+    # One running hash over the messages; its state after each context is that turn's key.
+    hashed = hashlib.blake2b(_json_line([record.tools, dict(record.template_args or {})]), digest_size=_KEY_BYTES)
     for number, message in enumerate(record.messages, start=1):
-        hashed.update(_text(_asked(message)))
+        hashed.update(_json_line(_without_call_ids(message)))
         if number in ended:
             here = hashed.copy()
             here.update(b"waits" if waiting and keys else b"")
@@ -130,7 +144,7 @@ def turn_keys(record: Record | Conversation) -> list[int]:
     return keys
 
 
-def _asked(message: Message) -> dict[str, Any]:
+def _without_call_ids(message: Message) -> dict[str, Any]:
     """A message without the ids that a server drew for its tool calls: another run of the same draws others."""
     asked = message.for_template()
     asked.pop("tool_call_id", None)
@@ -139,8 +153,8 @@ def _asked(message: Message) -> dict[str, Any]:
     return asked
 
 
-def _text(value: object) -> bytes:
-    """As JSON in a line of its own, which no text can imitate."""
+def _json_line(value: object) -> bytes:
+    """The value as JSON in a line of its own, which no text can imitate."""
     return json.dumps(value, sort_keys=True).encode() + b"\n"
 
 
@@ -160,7 +174,7 @@ class Member(NamedTuple):
     """Hash of its group's name; None: no group."""
     signature: Signature
     turn_keys: TurnKeys = NO_TURNS
-    """Of the context of every turn that it asks; none: not known."""
+    """Of every turn that it asks."""
 
 
 class PlacedMember(NamedTuple):
@@ -212,35 +226,39 @@ def similarity(left: Signature, right: Signature) -> float:
     return float((left == right).mean())
 
 
-def place(
+def cluster_members(
     members: Iterable[Member],
     known: Iterable[PlacedMember],
     threshold: float,
     continued: Mapping[str, str] | None = None,
 ) -> dict[str, Placement]:
-    """Cluster new members (ids distinct) among the known ones. The result does not depend on any order.
+    """Cluster new members (ids distinct) among the known ones; their placements by id, whatever the order.
 
     Members are visited by id. One that is similar to one kept before is its near-copy and not kept, and joins the
     clusters of all those that it resembles. Similar to known members only, it joins their clusters and is kept.
     `continued`: members that others go on from, with those. They share a cluster, and nothing is a copy of the former.
     One that a known member goes on from, or that asks the same, joins that one's cluster too.
     """
+    # 1) Nodes: known members, then new ones, in an order that no input influences.
     continued = continued or {}
     known = sorted(known, key=lambda item: (item.member.id, item.cluster, item.split))
     members = sorted(members, key=lambda member: member.id)
     nodes = [item.member for item in known] + members
+    # 2) Join what names tie: groups, the clusters of earlier mixes, conversations that go on from one another.
     union = _Union(len(nodes))
     union.join_equal([member.group for member in nodes])
     union.join_equal([item.cluster for item in known])
-    place_of = {member.id: len(known) + i for i, member in enumerate(members)}
+    node_of = {member.id: len(known) + i for i, member in enumerate(members)}
     for part, whole in continued.items():
-        union.join(place_of[part], place_of[whole])
+        union.join(node_of[part], node_of[whole])
+    # 3) Join what an earlier mix asked in full, in the split that saw most of it.
     seen_most = sorted(range(len(known)), key=lambda node: SPLITS.index(known[node].split))
-    asked = wholes([one.turn_keys for one in members], [known[node].member.turn_keys for node in seen_most])
+    asked = contained_in([one.turn_keys for one in members], [known[node].member.turn_keys for node in seen_most])
     for at_new, at_known in asked.items():
         union.join(len(known) + at_new, seen_most[at_known])
+    # 4) Join what is similar; of new members, the first stands and the others are its copies.
     meets = sharing_a_band([node.signature for node in nodes], threshold)
-    index = Index(threshold, int(meets.sum()))
+    index = SimilarityIndex(threshold, int(meets.sum()))
     for node, item in enumerate(known):
         if meets[node]:
             index.add(node, item.member.signature)
@@ -250,8 +268,8 @@ def place(
         similar = index.similar(nodes[node].signature)
         for other in similar:
             union.join(node, other)
-        standing = (other for other in similar if other >= len(known) and nodes[other].id not in continued)
-        original = None if nodes[node].id in continued else next(standing, None)
+        originals = (other for other in similar if other >= len(known) and nodes[other].id not in continued)
+        original = None if nodes[node].id in continued else next(originals, None)
         if original is None:
             index.add(node, nodes[node].signature)
         else:
@@ -262,6 +280,7 @@ def place(
 def _placements(
     nodes: Sequence[Member], known: Sequence[PlacedMember], union: "_Union", copy_of: dict[int, str]
 ) -> dict[str, Placement]:
+    # Groups, members and earlier placements of each cluster, by its root.
     groups: dict[int, list[str]] = {}
     ids: dict[int, list[str]] = {}
     seen: dict[int, list[tuple[int, str]]] = {}
@@ -272,6 +291,7 @@ def _placements(
             groups.setdefault(root, []).append(member.group)
         if node < len(known):
             seen.setdefault(root, []).append((SPLITS.index(known[node].split), known[node].cluster))
+    # An earlier placement wins, that of the split that saw most; else the smallest hash names the cluster.
     placed: dict[str, Placement] = {}
     for node in range(len(known), len(nodes)):
         root = union.root(node)
@@ -304,7 +324,7 @@ def sharing_a_band(signatures: Sequence[Signature], threshold: float) -> NDArray
     return shared_M
 
 
-class Index:
+class SimilarityIndex:
     """Finds similar signatures: candidates from datasketch's index, decided by the whole signature.
 
     Equal signatures share one row, so that a frequent text does not fill a bucket.
@@ -318,6 +338,7 @@ class Index:
         self._nodes: list[list[int]] = []
 
     def add(self, node: int, sig: Signature) -> None:
+        """Take in a node's signature."""
         row = self._row_of.setdefault(sig.tobytes(), len(self._nodes))
         if row < len(self._nodes):
             self._nodes[row].append(node)

@@ -1,4 +1,8 @@
-"""All sources read once: records redacted, each content once on disk, and what is known of every one in columns."""
+"""Ingestion: every source read once, records redacted, each content once in a spool, and columns of what is known.
+
+A content is what the target is shown. It has a number, its place in the order of first sight; of its copies, the one
+with the smallest key stands for all.
+"""
 
 import json
 import tempfile
@@ -16,7 +20,7 @@ from .. import storage
 from ..specdec.sampling import SamplingSettings
 from .concurrency import Traffic
 from .conversation import SPLITS, Message, Split
-from .dedup import SIGNATURE_LENGTH, Member, Threads, group_key, signature
+from .dedup import SIGNATURE_LENGTH, Member, TurnIndex, group_key, signature
 from .records import Record
 from .redact import Redactor
 from .settings import MixSettings
@@ -28,12 +32,12 @@ _IN_MEMORY_BYTES = 32 << 20
 
 
 class Spool:
-    """Records by the number that `add` gave them."""
+    """Records in a temporary file, by the number that `add` gave them."""
 
     def __init__(self, beside: Path) -> None:
         """A small spool stays in memory; a larger one lies on the file system of `beside`."""
         beside.mkdir(parents=True, exist_ok=True)
-        self._place = beside
+        self._beside = beside
         self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(beside))  # noqa: SIM115  closed by __exit__
         self._ends = array("Q", [0])
 
@@ -49,9 +53,9 @@ class Spool:
         return len(self._ends) - 1
 
     def add(self, record: Record) -> int:
-        """Keep a record; its number."""
-        line = json.dumps(_plain(record), ensure_ascii=False).encode()
-        with storage.disk_errors(self._place):
+        """Keep a record. Returns its number."""
+        line = json.dumps(_record_to_json(record), ensure_ascii=False).encode()
+        with storage.disk_errors(self._beside):
             self._file.seek(self._ends[-1])
             self._file.write(line)
         self._ends.append(self._ends[-1] + len(line))
@@ -61,10 +65,10 @@ class Spool:
         """The record that was kept under this number."""
         start, end = self._ends[number], self._ends[number + 1]
         self._file.seek(start)
-        return _record(json.loads(self._file.read(end - start)))
+        return _record_from_json(json.loads(self._file.read(end - start)))
 
 
-def _plain(record: Record) -> dict[str, Any]:
+def _record_to_json(record: Record) -> dict[str, Any]:
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     values["messages"] = [message.model_dump(exclude_none=True) for message in record.messages]
     values["sampling"] = record.sampling and record.sampling.model_dump()
@@ -72,7 +76,7 @@ def _plain(record: Record) -> dict[str, Any]:
     return values
 
 
-def _record(values: dict[str, Any]) -> Record:
+def _record_from_json(values: dict[str, Any]) -> Record:
     sampling = values["sampling"]
     parsed = {
         "messages": tuple(Message.model_validate(message) for message in values["messages"]),
@@ -84,20 +88,22 @@ def _record(values: dict[str, Any]) -> Record:
 _FIRST_CAPACITY = 1024
 
 
-class Gathered:
-    """What the sources hold. A content has a number; of its copies, the one with the smallest key stands for all."""
+class IngestedRecords:
+    """The contents of all sources, and the log table of every record that was read."""
 
     def __init__(self, settings: MixSettings, spool: Spool) -> None:
         self._settings, self._spool = settings, spool
         self._redactor = Redactor(settings.redact)
+        # By content: its id's number, then columns by number.
         self._number_of: dict[str, int] = {}
-        self._stands = array("Q")
-        self._signatures = np.empty((_FIRST_CAPACITY, SIGNATURE_LENGTH), dtype=np.uint32)
+        self._spooled = array("Q")  # number in the spool of the record that stands for it
+        self._rows = array("Q")  # row in the log table of that record
         self._groups: list[str | None] = []
-        self._rows = array("Q")
+        self._signatures = np.empty((_FIRST_CAPACITY, SIGNATURE_LENGTH), dtype=np.uint32)
+        self._turns = TurnIndex()
+        # By row of the log table: the content's number.
         self._number_at_row = array("Q")
         self._bound: dict[str, Split] = {}
-        self._threads = Threads()
         self.log = LogTable()
         self.traffic = Traffic()
         self.sources: list[SourceCounts] = []
@@ -128,16 +134,16 @@ class Gathered:
         return self._bound
 
     def continued(self) -> dict[str, str]:
-        """The longest conversation that goes on from each that any goes on from, by ids."""
-        return self._threads.continued(self.ids)
+        """For each conversation that others go on from, the longest that does; by ids."""
+        return self._turns.continued(self.ids)
 
     def record(self, number: int) -> Record:
         """The record that stands for a content."""
-        return self._spool[self._stands[number]]
+        return self._spool[self._spooled[number]]
 
     def members(self) -> Iterator[Member]:
         """The contents as clustering sees them."""
-        turns = self._threads.each()
+        turns = self._turns.keys()
         for number, id in enumerate(self._number_of):
             yield Member(id, self._groups[number], self._signatures[number], turns[number])
 
@@ -147,15 +153,16 @@ class Gathered:
         row = self.log.add(record, sampling_of(record, self._settings)[0])
         number = self._number_of.setdefault(record.id, len(self._rows))
         self._number_at_row.append(number)
-        if number == len(self._rows):
+        if number == len(self._rows):  # a new content
             self._rows.append(row)
-            self._stands.append(self._spool.add(record))
+            self._spooled.append(self._spool.add(record))
             self._groups.append(_group_of(record))
             self._sign(number, record)
-            self._threads.add(record)
-        elif (record.key, record.source) < ((standing := self.record(number)).key, standing.source):
-            self._rows[number], self._stands[number] = row, self._spool.add(record)
+            self._turns.add(record)
+        elif (record.key, record.source) < ((other := self.record(number)).key, other.source):
+            self._rows[number], self._spooled[number] = row, self._spool.add(record)
             self._groups[number] = _group_of(record)
+        # Where several sources bind a content to a split, the strictest holds.
         only = self._settings.sources[record.source].only
         if only is not None:
             self._bound[record.id] = strictest([only, self._bound.get(record.id, only)])
@@ -166,15 +173,17 @@ class Gathered:
         self._signatures[number] = signature(record.user_text)
 
 
-def gather(settings: MixSettings, base_dir: Path, sample_prompts: SamplePrompts | None, spool: Spool) -> Gathered:
-    """Read every source of a mix."""
-    gathered = Gathered(settings, spool)
+def ingest(
+    settings: MixSettings, base_dir: Path, sample_prompts: SamplePrompts | None, spool: Spool
+) -> IngestedRecords:
+    """Read every source of a mix. Raises InputError, MissingFileError, RecipeError as `read_records` does."""
+    records = IngestedRecords(settings, spool)
     for index, source in enumerate(settings.sources):
         counts = SourceCounts()
-        gathered.sources.append(counts)
-        for record in read_records(source, base_dir, index, counts, sample_prompts, gathered.traffic):
-            gathered.add(record)
-    return gathered
+        records.sources.append(counts)
+        for record in read_records(source, base_dir, index, counts, sample_prompts, records.traffic):
+            records.add(record)
+    return records
 
 
 def redacted(record: Record, redactor: Redactor) -> Record:

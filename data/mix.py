@@ -25,15 +25,15 @@ from numpy.typing import NDArray
 from .. import fingerprint, progress, storage
 from ..errors import CorruptDataError, MissingFileError, named
 from . import clusters
-from .concurrency import in_flight_told
+from .concurrency import concurrency_record
 from .contamination import holdout_report, near_any, read_evaluation_sets, turn_report
 from .conversation import SPLITS, Conversation, Split
-from .dedup import NO_TURNS, SIGNATURE_LENGTH, Member, PlacedMember, Placement, asked_elsewhere, place, turn_keys
-from .ingest import Gathered, Spool, gather, sampling_of, strictest
+from .dedup import SIGNATURE_LENGTH, Member, PlacedMember, asked_elsewhere, cluster_members
+from .ingest import IngestedRecords, Spool, ingest, sampling_of, strictest
 from .settings import MixSettings
 from .sources import SamplePrompts, input_digests, name_of
 from .split import require_every_split, split_of
-from .stratify import KEYS, SOURCE, Column, Margin, half_lives, keep, largest_size, raked
+from .stratify import KEYS, SOURCE, Column, Margin, choose, half_lives, largest_size, rake_weights
 
 FORMAT = 2
 CONVERSATIONS, MEMBERS, LOG, MANIFEST = "conversations.parquet", "members.parquet", "log.parquet", "manifest.json"
@@ -68,7 +68,7 @@ _MEMBER_SCHEMA = pa.schema(
 )
 _NESTED = ("messages", "tools", "template_args", "sampling")
 _ROWS_AT_ONCE = 4096
-_SYSTEM_STRATA = 64  # system prompts that keep their own shares; the rarer ones share one
+_SYSTEM_STRATA = 64  # system prompts that keep shares of their own; the rarer ones share one
 
 
 def build_mix(
@@ -82,6 +82,7 @@ def build_mix(
 
     Paths of the settings are relative to `base_dir`. `ancestors` are mix folders beside those that the settings name.
     """
+    # 1) Check what the mix depends on before anything is read.
     digests = input_digests(settings, base_dir)
     earlier = [*(base_dir / name for name in settings.ancestors), *ancestors]
     for i, path in enumerate(earlier[: len(settings.ancestors)]):
@@ -89,11 +90,14 @@ def build_mix(
             check_members(path)
     known = load_members(earlier)
     with Spool(folder.parent) as spool:
-        gathered = gather(settings, base_dir, sample_prompts, spool)
-        found = _name_clusters(gathered, settings, earlier)
-        mix = _Mix(settings, base_dir, gathered, known)
+        # 2) Read every source once: redacted, each content once in the spool.
+        records = ingest(settings, base_dir, sample_prompts, spool)
+        found = _name_domains(records, settings, earlier)
+        # 3) Decide what becomes of every record.
+        mix = _Mix(settings, base_dir, records, known)
+        # 4) Write the folder, the manifest with the digests of all other files last.
         with storage.new_folder(folder) as new:
-            mix.write(new)
+            mix.write_tables(new)
             if found is not None:
                 clusters.write(found, new)
             manifest = {
@@ -101,9 +105,9 @@ def build_mix(
                 "settings": settings.model_dump(mode="json"),
                 "settings_fingerprint": fingerprint.of_json(settings.model_dump(mode="json")),
                 "ancestors": sorted(storage.read_json(path / MANIFEST)["files"][CONVERSATIONS] for path in earlier),
-                "sources": _sources_told(settings, digests, gathered),
-                **mix.told(),
-                "domain_clusters": None if found is None else found.told(),
+                "sources": _source_records(settings, digests, records),
+                **mix.manifest_counts(),
+                "domain_clusters": None if found is None else found.record(),
                 "files": {path.name: fingerprint.of_file(path) for path in sorted(new.iterdir())},
             }
             storage.write_json(new / MANIFEST, manifest)
@@ -115,7 +119,6 @@ def load_mix(folder: Path) -> list[Conversation]:
     for row in rows:
         for name in _NESTED:
             row[name] = None if row[name] is None else json.loads(row[name])
-        row["asked_elsewhere"] = row.get("asked_elsewhere") or []  # older mixes have no such column
     return [Conversation.model_validate(row) for row in rows]
 
 
@@ -144,165 +147,179 @@ def check_members(folder: Path) -> None:
 
 
 def load_members(folders: Iterable[Path]) -> list[PlacedMember]:
-    """Placements that earlier mixes hold, their own and those they carry on, each once; in an order of their own."""
+    """Placements that earlier mixes hold, their own and those they carry on, each once; sorted by their content."""
     known: dict[tuple[str, str, str, str], PlacedMember] = {}
-    for row in (row for folder in folders for row in _rows_of_members(folder)):
+    for row in (row for folder in folders for row in _read_table(folder, MEMBERS).to_pylist()):
         signature = np.frombuffer(row["signature"], dtype="<u4").astype(np.uint32)
-        keys = row["turn_keys"]
-        member = Member(row["id"], row["group"], signature, NO_TURNS if not keys else np.array(keys, dtype=np.uint64))
+        member = Member(row["id"], row["group"], signature, np.array(row["turn_keys"], dtype=np.uint64))
         placement = (row["id"], row["cluster"], row["split"], row["group"] or "")
-        if keys or placement not in known:
-            known[placement] = PlacedMember(member, row["cluster"], row["split"])
+        known.setdefault(placement, PlacedMember(member, row["cluster"], row["split"]))
     return [known[placement] for placement in sorted(known)]
 
 
-def _rows_of_members(folder: Path) -> list[dict[str, Any]]:
-    """Older mixes keep no turns of their members: those of their own conversations are found in their texts."""
-    table = _read_table(folder, MEMBERS)
-    rows: list[dict[str, Any]] = table.to_pylist()
-    if "turn_keys" in table.column_names:
-        return rows
-    keys_of = {one.id: turn_keys(one) for one in load_mix(folder)} if (folder / CONVERSATIONS).is_file() else {}
-    return [row | {"turn_keys": keys_of.get(row["id"])} for row in rows]
-
-
-def _name_clusters(gathered: Gathered, settings: MixSettings, earlier: Sequence[Path]) -> clusters.Clusters | None:
-    """Give every record that nothing names the domain of its cluster."""
-    count, domains = settings.domains.clusters, gathered.log.column("domain")
+def _name_domains(records: IngestedRecords, settings: MixSettings, earlier: Sequence[Path]) -> clusters.Clusters | None:
+    """Give every record without a domain that of its text cluster; None: no clusters are asked for or needed."""
+    count, domains = settings.domains.clusters, records.log.column("domain")
     if count is None or "" not in domains.names:
         return None
+    # The contents of all nameless rows; ids are hashes, so the first of them are an even sample.
     nameless_rows = np.flatnonzero(domains.codes_N == domains.names.index(""))
-    numbers = sorted(set(gathered.number_at_row[nameless_rows].tolist()), key=gathered.ids.__getitem__)
+    numbers = sorted(set(records.number_at_row[nameless_rows].tolist()), key=records.ids.__getitem__)
+    # An ancestor's centres are kept, so that the same name means the same domain.
     found = clusters.read_first(earlier, count)
-    if found is None:  # ids are hashes: the first of them are an even sample
-        found = clusters.fit([gathered.record(n).user_text for n in numbers[: clusters.MOST_FITTED]], count)
-    texts = (gathered.record(n).user_text for n in progress.track(numbers, "clusters", unit="conversations"))
+    if found is None:
+        found = clusters.fit([records.record(n).user_text for n in numbers[: clusters.MOST_FITTED]], count)
+    texts = (records.record(n).user_text for n in progress.track(numbers, "clusters", unit="conversations"))
     name_of_number = dict(zip(numbers, clusters.assign(found, texts)))
     for row in nameless_rows.tolist():
-        gathered.log.rename(row, name_of_number[int(gathered.number_at_row[row])])
+        records.log.rename(row, name_of_number[int(records.number_at_row[row])])
     return found
 
 
 class _Mix:
-    """What becomes of every record, and the files that say so."""
+    """The decision on every record, and the tables that say so.
+
+    A content has a number (its place among `records.ids`) and an id (its hash).
+    """
 
     def __init__(
-        self, settings: MixSettings, base_dir: Path, gathered: Gathered, known: Sequence[PlacedMember]
+        self, settings: MixSettings, base_dir: Path, records: IngestedRecords, known: Sequence[PlacedMember]
     ) -> None:
-        self._settings, self._gathered, self._known = settings, gathered, known
-        ids = gathered.ids
-        self._continued = gathered.continued()
-        placed = place(gathered.members(), known, settings.near_threshold, self._continued)
-        splits = self._splits(placed)
-        near_sets = self._near_sets(base_dir, placed)
-        near = set().union(*near_sets.values())
-        barred = {id for id in near if splits[id] == "train"}
-        self._numbers = sorted(range(len(ids)), key=ids.__getitem__)
-        able = [n for n in self._numbers if self._stands(placed, ids[n]) == ids[n] and ids[n] not in barred]
-        kept_N = self._chosen(able, [ids[n] for n in able], self._latest(placed))
-        self.kept = [n for n, kept in zip(able, kept_N.tolist()) if kept]
-        members = list(gathered.members())
-        self.placements = {ids[n]: PlacedMember(members[n], placed[ids[n]].cluster, splits[ids[n]]) for n in self.kept}
-        self._seen = {  # with the parts of those that stay: a later log may hold them alone
-            id: PlacedMember(members[n], placed[id].cluster, splits[id])
-            for n, id in enumerate(ids)
-            if id in self.placements or (id in self._continued and self._stands(placed, id) in self.placements)
-        }
-        asking = [(item.split, item.member.turn_keys) for item in self.placements.values()]
+        self._settings, self._records, self._known = settings, records, known
+        self._ids, self._members = records.ids, list(records.members())
+        # 1) Cluster near-copies, groups and threads among themselves and with what earlier mixes placed.
+        self._continued = records.continued()
+        self._placed = cluster_members(self._members, known, settings.near_threshold, self._continued)
+        # 2) Give every cluster a split: an ancestor's, a source's, or that of its hash.
+        self._splits = self._split_clusters()
+        # 3) What is near an evaluation set may not train.
+        near_sets = self._near_evaluation_sets(base_dir)
+        self._contaminated = {id for id in set().union(*near_sets.values()) if self._splits[id] == "train"}
+        # 4) Of originals, keep as many as size and shares allow.
+        self._kept = self._choose()
+        self._placements = {self._ids[n]: self._place(n) for n in self._kept}
+        held = self._placements.values()
+        require_every_split([item.split for item in held], [item.cluster for item in held], settings)
+        # 5) A turn that several conversations ask in the same context counts in one of them.
+        asking = [(item.split, item.member.turn_keys) for item in held]
         before = [(item.split, item.member.turn_keys) for item in known]
-        self._elsewhere = dict(zip(self.placements, asked_elsewhere(asking, before)))
-        stay = self.placements.values()
-        require_every_split([item.split for item in stay], [item.cluster for item in stay], settings)
-        self._fates = self._fates_of(placed, barred)
-        self._near_sets_told = {name: len(found) for name, found in near_sets.items()}
-        self._report = holdout_report(self._seen, known, near_sets, settings.near_threshold)
-        self._report |= turn_report(self.placements, self._elsewhere, known)
+        self._elsewhere = dict(zip(self._placements, asked_elsewhere(asking, before)))
+        # 6) Later mixes must know the parts of what is kept too: a later log may hold them alone.
+        self._seen = {
+            id: self._place(n)
+            for n, id in enumerate(self._ids)
+            if id in self._placements or (id in self._continued and self._original(id) in self._placements)
+        }
+        # 7) Look again at what was promised of the holdout.
+        self._fates = self._fates_of_rows()
+        self._contamination = {
+            **holdout_report(self._seen, known, near_sets, settings.near_threshold),
+            **turn_report(self._placements, self._elsewhere, known),
+            "near_conversations": {name: len(ids) for name, ids in near_sets.items()},
+        }
 
-    def _stands(self, placed: Mapping[str, Placement], id: str) -> str:
+    def _place(self, number: int) -> PlacedMember:
+        id = self._ids[number]
+        return PlacedMember(self._members[number], self._placed[id].cluster, self._splits[id])
+
+    def _original(self, id: str) -> str:
         """The conversation that stands for this one: the longest that goes on from it, or what that is a copy of."""
         whole = self._continued.get(id, id)
-        return placed[whole].copy_of or whole
+        return self._placed[whole].copy_of or whole
 
-    def _splits(self, placed: Mapping[str, Placement]) -> dict[str, Split]:
+    def _split_clusters(self) -> dict[str, Split]:
+        """The split of each content, by id. Where sources bind contents of one cluster, the strictest split holds."""
         bound: dict[str, Split] = {}
-        for id, split in self._gathered.bound.items():
-            cluster = placed[id].cluster
+        for id, split in self._records.bound.items():
+            cluster = self._placed[id].cluster
             bound[cluster] = strictest([split, bound.get(cluster, split)])
         return {
-            id: item.split or bound.get(item.cluster) or split_of(item.cluster, self._settings)
-            for id, item in placed.items()
+            id: placement.split or bound.get(placement.cluster) or split_of(placement.cluster, self._settings)
+            for id, placement in self._placed.items()
         }
 
-    def _near_sets(self, base_dir: Path, placed: Mapping[str, Placement]) -> dict[str, set[str]]:
-        """Contents that are near each evaluation set, or go on from one that is."""
+    def _near_evaluation_sets(self, base_dir: Path) -> dict[str, set[str]]:
+        """By the name of each evaluation set, the originals that are near it or go on from one that is."""
         found: dict[str, set[str]] = {}
-        for one in read_evaluation_sets(self._settings, base_dir):
-            distinct = [member for member in self._gathered.members() if placed[member.id].copy_of is None]
-            title = f"near {one.name}"
-            near = near_any(distinct, one.signatures, self._settings.near_threshold, title)
-            found[one.name] = {self._stands(placed, id) for id in near}
+        distinct = [member for member in self._members if self._placed[member.id].copy_of is None]
+        for evaluation_set in read_evaluation_sets(self._settings, base_dir):
+            title = f"near {evaluation_set.name}"
+            near = near_any(distinct, evaluation_set.signatures, self._settings.near_threshold, title)
+            found[evaluation_set.name] = {self._original(id) for id in near}
         return found
 
-    def _latest(self, placed: Mapping[str, Placement]) -> NDArray[np.float64]:
-        """When each content was last asked, also as a near-copy or as a part of it; nan: not known."""
-        gathered = self._gathered
-        latest = np.full(len(gathered.ids), np.nan)
-        np.fmax.at(latest, gathered.number_at_row, np.array(gathered.log.started))
-        number_of = {id: number for number, id in enumerate(gathered.ids)}
-        for id, number in number_of.items():
-            original = number_of[self._stands(placed, id)]
-            latest[original] = np.fmax(latest[original], latest[number])
-        return latest
-
-    def _chosen(self, numbers: Sequence[int], ids: Sequence[str], latest: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which contents stay when the mix has its size and its shares."""
-        settings, log = self._settings, self._gathered.log
-        rows = self._gathered.rows[numbers]
-        columns: dict[str, Column] = {key: log.column(key, rows) for key in (SOURCE, *KEYS)}
-        weight_N = np.ones(len(ids))
+    def _choose(self) -> list[int]:
+        """Numbers of the contents that stay, sorted by id, when the mix has its size and its shares."""
+        settings, ids = self._settings, self._ids
+        numbers = [
+            n
+            for n in sorted(range(len(ids)), key=ids.__getitem__)
+            if self._original(ids[n]) == ids[n] and ids[n] not in self._contaminated
+        ]
+        rows = self._records.rows[numbers]
+        columns: dict[str, Column] = {key: self._records.log.column(key, rows) for key in (SOURCE, *KEYS)}
+        # A weight for each: by age, then raked to the shares that the recipe names.
+        weight_N = np.ones(len(numbers))
         if settings.half_life_days is not None:
-            started_N = latest[numbers]
+            started_N = self._last_asked()[numbers]
             weight_N = half_lives(started_N, settings.half_life_days)
             timeless = int(np.isnan(started_N).sum())
             if timeless:
-                progress.say(f"mix.half_life_days: {timeless} of {len(ids)} conversations have no time; they weigh 1")
+                progress.say(
+                    f"mix.half_life_days: {timeless} of {len(numbers)} conversations have no time; they weigh 1"
+                )
         by_source = {str(i): source.weight for i, source in enumerate(settings.sources) if source.weight is not None}
         margins = [Margin("sources", columns[SOURCE], by_source)] if by_source else []
         margins += [Margin(f"weights.{key}", columns[key], shares) for key, shares in settings.weights.items()]
         if margins:
-            weight_N = raked(weight_N, margins)
-        first = [*([SOURCE] if by_source else []), *settings.weights]  # nested first: their shares are met best
-        rest = [key for key in KEYS if key not in first]
+            weight_N = rake_weights(weight_N, margins)
+        # Strata nest the labels; those that come first meet their shares best.
+        first = [*([SOURCE] if by_source else []), *settings.weights]
         nested = [columns[key] for key in first]
-        nested += [columns[key].lumped(_SYSTEM_STRATA) if key == "system" else columns[key] for key in rest]
+        nested += [
+            columns[key].lumped(_SYSTEM_STRATA) if key == "system" else columns[key] for key in KEYS if key not in first
+        ]
         size = largest_size(weight_N)
-        return keep(ids, weight_N, nested, min(size, settings.limit or size), settings.salt)
+        total = min(size, settings.limit or size)
+        kept_N = choose([ids[n] for n in numbers], weight_N, nested, total, settings.salt)
+        return [n for n, kept in zip(numbers, kept_N.tolist()) if kept]
 
-    def _fates_of(self, placed: Mapping[str, Placement], barred: set[str]) -> NDArray[np.int8]:
-        """The place in FATES of every row of the log."""
-        fate_of = {name: place for place, name in enumerate(FATES)}
-        fates = np.full(len(self._gathered.log), fate_of["exact_copies"], dtype=np.int8)
-        for id, row in zip(self._gathered.ids, self._gathered.rows.tolist()):
-            if id in self.placements:
-                fates[row] = fate_of[self.placements[id].split]
+    def _last_asked(self) -> NDArray[np.float64]:
+        """Unix seconds when each content was last asked, also as a near-copy or as a part of it; nan: not known."""
+        latest = np.full(len(self._ids), np.nan)
+        np.fmax.at(latest, self._records.number_at_row, np.array(self._records.log.started))
+        number_of = {id: number for number, id in enumerate(self._ids)}
+        for id, number in number_of.items():
+            original = number_of[self._original(id)]
+            latest[original] = np.fmax(latest[original], latest[number])
+        return latest
+
+    def _fates_of_rows(self) -> NDArray[np.int8]:
+        """What became of every row of the log, as an index of FATES."""
+        code_of = {name: code for code, name in enumerate(FATES)}
+        fates = np.full(len(self._records.log), code_of["exact_copies"], dtype=np.int8)
+        for id, row in zip(self._ids, self._records.rows.tolist()):
+            if id in self._placements:
+                fates[row] = code_of[self._placements[id].split]
             elif id in self._continued:
-                fates[row] = fate_of["continued"]
-            elif placed[id].copy_of is not None:
-                fates[row] = fate_of["near_copies"]
+                fates[row] = code_of["continued"]
+            elif self._placed[id].copy_of is not None:
+                fates[row] = code_of["near_copies"]
             else:
-                fates[row] = fate_of["contaminated" if id in barred else "over_share"]
+                fates[row] = code_of["contaminated" if id in self._contaminated else "over_share"]
         return fates
 
-    def write(self, folder: Path) -> None:
-        """The tables."""
-        tracked = progress.track(self.kept, "writing", unit="conversations")
+    def write_tables(self, folder: Path) -> None:
+        """Write conversations, members and the log's labels."""
+        tracked = progress.track(self._kept, "writing", unit="conversations")
         _write_table(folder / CONVERSATIONS, (_row(self._conversation(n)) for n in tracked), _CONVERSATION_SCHEMA)
         _write_table(folder / MEMBERS, _member_rows(self._seen, self._known), _MEMBER_SCHEMA)
-        log = self._gathered.log
-        columns = {name: log.column(name) for name in (*KEYS, SOURCE, "day")}
+        log = self._records.log
+        labels = {name: log.column(name) for name in (*KEYS, SOURCE, "day")}
         table = {
             **{
-                name: pa.DictionaryArray.from_arrays(c.codes_N.astype(np.int32), c.names) for name, c in columns.items()
+                name: pa.DictionaryArray.from_arrays(column.codes_N.astype(np.int32), column.names)
+                for name, column in labels.items()
             },
             "prompt_tokens": np.array(log.prompt_tokens),
             "answer_tokens": np.array(log.answer_tokens),
@@ -312,51 +329,54 @@ class _Mix:
         pq.write_table(pa.table(table), folder / LOG, compression="zstd")
 
     def _conversation(self, number: int) -> Conversation:
-        record = self._gathered.record(number)
-        item = self.placements[record.id]
+        record = self._records.record(number)
+        placed = self._placements[record.id]
         sampling, max_new_tokens = sampling_of(record, self._settings)
         return Conversation(
             id=record.id,
-            domain=record.domain or self._gathered.log.domain(int(self._gathered.rows[number])),
+            domain=record.domain or self._records.log.domain(int(self._records.rows[number])),
             messages=list(record.messages),
             tools=record.tools,
             template_args=dict(record.template_args or {}),
             sampling=sampling,
             max_new_tokens=max_new_tokens,
-            cluster=item.cluster,
-            split=item.split,
+            cluster=placed.cluster,
+            split=placed.split,
             asked_elsewhere=self._elsewhere[record.id],
         )
 
-    def told(self) -> dict[str, Any]:
-        """Counts for the manifest."""
-        log = self._gathered.log
+    def manifest_counts(self) -> dict[str, Any]:
+        """Counts for the manifest: what was redacted, left out, kept by split and domain, and the log's load."""
+        log = self._records.log
         fates = Counter(FATES[fate] for fate in self._fates.tolist())
-        domains = log.column("domain", self._gathered.rows[self.kept])
+        # Conversations and clusters of each split.
+        domains = log.column("domain", self._records.rows[self._kept])
         counts: dict[Split, Counter[str]] = {split: Counter() for split in SPLITS}
         held: dict[Split, set[str]] = {split: set() for split in SPLITS}
-        for item, code in zip(self.placements.values(), domains.codes_N.tolist()):
-            counts[item.split][domains.names[code]] += 1
-            held[item.split].add(item.cluster)
+        for placed, code in zip(self._placements.values(), domains.codes_N.tolist()):
+            counts[placed.split][domains.names[code]] += 1
+            held[placed.split].add(placed.cluster)
+        # How long the frequent system prompts are, by their hashes.
+        systems = log.column("system").lumped(_SYSTEM_STRATA).names
         return {
-            "redacted": dict(sorted(self._gathered.redacted.items())),
+            "redacted": dict(sorted(self._records.redacted.items())),
             "left_out": {name: fates[name] for name in LEFT_OUT},
             "conversations": {split: dict(sorted(counts[split].items())) for split in SPLITS},
             "clusters": {split: len(held[split]) for split in SPLITS},
-            "contamination": {**self._report, "near_conversations": self._near_sets_told},
+            "contamination": self._contamination,
             "system_characters": {
-                name: log.system_characters[name]
-                for name in log.column("system").lumped(_SYSTEM_STRATA).names
-                if name in log.system_characters
+                name: log.system_characters[name] for name in systems if name in log.system_characters
             },
-            "in_flight": in_flight_told(self._gathered.traffic, self._settings),
+            "in_flight": concurrency_record(self._records.traffic, self._settings),
             "without_time": int(np.isnan(np.array(log.started)).sum()),
         }
 
 
-def _sources_told(settings: MixSettings, digests: Mapping[str, str], gathered: Gathered) -> list[dict[str, Any]]:
+def _source_records(
+    settings: MixSettings, digests: Mapping[str, str], records: IngestedRecords
+) -> list[dict[str, Any]]:
     return [
-        {"kind": source.kind, "name": name_of(source), "digest": digests[f"sources[{i}]"], **vars(gathered.sources[i])}
+        {"kind": source.kind, "name": name_of(source), "digest": digests[f"sources[{i}]"], **vars(records.sources[i])}
         for i, source in enumerate(settings.sources)
     ]
 

@@ -1,4 +1,5 @@
-"""A mix with a share of what an earlier one trained on: so that a draft learns the new without losing the old."""
+"""Replay of old data (rehearsal): a mix with a share of what an earlier one trained on, so that a draft learns the new
+without losing the old."""
 
 import math
 import shutil
@@ -19,7 +20,7 @@ BLEND = "blend"
 _ELSEWHERE = "asked_elsewhere"
 
 
-def to_add(mix: Path, old: Path, share: float, salt: str) -> list[str]:
+def conversations_to_add(mix: Path, old: Path, share: float, salt: str) -> list[str]:
     """Ids of the old mix's training conversations to add so that at least `share` of all training ones are old ones.
 
     Those that the new mix has anyway count. None is taken whose cluster it holds out or selects on, none that asks a
@@ -27,27 +28,32 @@ def to_add(mix: Path, old: Path, share: float, salt: str) -> list[str]:
     are no more.
     """
     new = load_mix(mix)
-    trained = [one for one in load_mix(old) if one.split == "train"]
-    mine = {one.id for one in new if one.split == "train"}
-    judging = {one.cluster for one in new if one.split != "train"}
-    here = {one.id for one in new}
-    shared = sum(one.id in mine for one in trained)
-    wanted = math.ceil((share * len(mine) - shared) / (1 - share) - 1e-9)
-    judged = {key for one in new if one.split != "train" for key in _counting(one)}
-    taught = {key for one in new if one.split == "train" for key in turn_keys(one)}
-    left = [one for one in trained if one.id not in here and one.cluster not in judging]
+    old_train = [one for one in load_mix(old) if one.split == "train"]
+    new_train, judging = list[Conversation](), list[Conversation]()
+    for conversation in new:
+        (new_train if conversation.split == "train" else judging).append(conversation)
+    # 1) How many are missing, counting the old ones that the new mix trains on anyway.
+    ids = {one.id for one in new_train}
+    shared = sum(one.id in ids for one in old_train)
+    wanted = math.ceil((share * len(ids) - shared) / (1 - share) - 1e-9)
+    # 2) Candidates: unknown to the new mix, and of no cluster that judges.
+    known, judging_clusters = {one.id for one in new}, {one.cluster for one in judging}
+    candidates = [one for one in old_train if one.id not in known and one.cluster not in judging_clusters]
+    # 3) In the order of a hash, take those that teach a turn which is new and judges nowhere.
+    judging_keys = {key for one in judging for key in _counting_keys(one)}
+    taught_keys = {key for one in new_train for key in turn_keys(one)}
     added: list[str] = []
-    for one in sorted(left, key=lambda one: (unit("blend", salt, one.id), one.id)):
+    for one in sorted(candidates, key=lambda one: (unit("blend", salt, one.id), one.id)):
         if len(added) >= wanted:
             break
         keys = turn_keys(one)
-        if judged.isdisjoint(keys) and not taught.issuperset(keys):
+        if judging_keys.isdisjoint(keys) and not taught_keys.issuperset(keys):
             added.append(one.id)
-            taught.update(keys)
+            taught_keys.update(keys)
     return added
 
 
-def _counting(conversation: Conversation) -> list[int]:
+def _counting_keys(conversation: Conversation) -> list[int]:
     """Keys of the turns that count."""
     keys = turn_keys(conversation)
     return [keys[turn.index] for turn in turns(conversation) if turn.counts]
@@ -59,32 +65,34 @@ def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folde
     Of their turns, those that the mix trains on count there, the others in the first of them as they were taken.
     """
     manifest = load_manifest(mix)
-    new, rest = (pq.read_table(place / CONVERSATIONS) for place in (mix, old))
-    rest = rest.filter(pc.is_in(rest["id"], pa.array(added, pa.string())))
-    elsewhere = _elsewhere(mix, old, added)
-    places = pa.array([elsewhere[id] for id in rest["id"].to_pylist()], pa.list_(pa.int32()))
-    rest = rest.select([name for name in new.column_names if name in rest.column_names and name != _ELSEWHERE])
-    table = pa.concat_tables([new, rest.append_column(_ELSEWHERE, places)], promote_options="default")
+    # 1) The old conversations' rows, with the turns that do not count in this mix.
+    new, rows = (pq.read_table(source / CONVERSATIONS) for source in (mix, old))
+    rows = rows.filter(pc.is_in(rows["id"], pa.array(added, pa.string())))
+    elsewhere = _turns_asked_elsewhere(mix, old, added)
+    turns_elsewhere = pa.array([elsewhere[id] for id in rows["id"].to_pylist()], pa.list_(pa.int32()))
+    rows = rows.drop_columns(_ELSEWHERE).append_column(_ELSEWHERE, turns_elsewhere)
+    table = pa.concat_tables([new, rows.select(new.column_names)], promote_options="default")
+    # 2) The counts of train by domain.
     train: dict[str, int] = dict(manifest["conversations"]["train"])
-    for domain in rest["domain"].to_pylist():
+    for domain in rows["domain"].to_pylist():
         train[domain] = train.get(domain, 0) + 1
-    with storage.new_folder(folder) as beside:
+    # 3) The folder: all other files of the mix as they are.
+    with storage.new_folder(folder) as blended:
         for path in mix.iterdir():
             if path.is_file() and path.name not in (CONVERSATIONS, MANIFEST):
-                shutil.copyfile(path, beside / path.name)
-        pq.write_table(table.sort_by("id"), beside / CONVERSATIONS, compression="zstd")
+                shutil.copyfile(path, blended / path.name)
+        pq.write_table(table.sort_by("id"), blended / CONVERSATIONS, compression="zstd")
         manifest["conversations"]["train"] = dict(sorted(train.items()))
-        manifest["files"][CONVERSATIONS] = fingerprint.of_file(beside / CONVERSATIONS)
-        storage.write_json(beside / MANIFEST, manifest | {BLEND: made_of | {"added": len(added)}})
+        manifest["files"][CONVERSATIONS] = fingerprint.of_file(blended / CONVERSATIONS)
+        storage.write_json(blended / MANIFEST, manifest | {BLEND: made_of | {"added": len(added)}})
 
 
-def _elsewhere(mix: Path, old: Path, added: list[str]) -> dict[str, list[int]]:
+def _turns_asked_elsewhere(mix: Path, old: Path, added: list[str]) -> dict[str, list[int]]:
     """Turns of each added conversation that do not count, by its id."""
     trained = [one for one in load_mix(mix) if one.split == "train"]
     by_id = {one.id: one for one in load_mix(old)}
-    every = [*trained, *(by_id[name] for name in added)]
-    places = asked_elsewhere([asking("train", one) for one in every], [])
-    return dict(zip(added, places[len(trained) :]))
+    asked = [asking("train", one) for one in [*trained, *(by_id[id] for id in added)]]
+    return dict(zip(added, asked_elsewhere(asked, [])[len(trained) :]))
 
 
 def base_of(mix: Path) -> str | None:

@@ -1,6 +1,6 @@
-"""Which conversations a mix keeps, so that its shares are the log's, or those that the recipe asks for.
+"""Stratified sampling: which conversations a mix keeps, so that its shares are the log's or those of the recipe.
 
-N conversations, S strata (what has all labels alike), V values of one label.
+Shapes: N conversations, S strata (what has all labels alike), V values of one label.
 
 Every conversation has a weight: 1, halved for each half-life of its age, then raked so that the labels that the recipe
 names have its shares. Raking (Deming and Stephan, 1940) changes the other labels no more than it must: how they go
@@ -20,9 +20,9 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,7 @@ _SYSTEM_DIGITS = 8
 
 
 class Labels(NamedTuple):
-    """One conversation, as shares see it."""
+    """The labels of one conversation that shares are counted by."""
 
     domain: str
     """Empty: nothing has named it yet."""
@@ -79,8 +79,7 @@ class Lengths(NamedTuple):
 
 def labels_of(record: Record, sampling: SamplingSettings | None) -> Labels:
     """The labels of a record that is answered under `sampling`."""
-    lengths = lengths_of(record)
-    system = system_text(record)
+    lengths, system = lengths_of(record), system_text(record)
     return Labels(
         domain=record.domain,
         sampling="default" if sampling is None else sampling.key,
@@ -103,35 +102,34 @@ def lengths_of(record: Record) -> Lengths:
     """Tokens of the prompt and of the last answer: the log's own counts, or an estimate."""
     messages = list(record.messages)
     last = messages.pop() if messages[-1].role == "assistant" else None
-    counted = record.prompt_tokens is not None
-    prompt = record.prompt_tokens
+    prompt, answer = record.prompt_tokens, record.answer_tokens
     if prompt is None:
-        prompt = _estimated([*map(_size, messages), len(json.dumps(record.tools)) if record.tools else 0])
-    answer = record.answer_tokens
+        tools = len(json.dumps(record.tools)) if record.tools else 0
+        prompt = _estimated_tokens(tools + sum(map(_characters, messages)))
     if answer is None and last is not None:
-        answer = _estimated([_size(last)])
-    return Lengths(prompt, answer, counted)
+        answer = _estimated_tokens(_characters(last))
+    return Lengths(prompt, answer, counted=record.prompt_tokens is not None)
 
 
-def _size(message: Message) -> int:
+def _characters(message: Message) -> int:
     return len(message.content) + (len(json.dumps(message.tool_calls)) if message.tool_calls else 0)
 
 
-def _estimated(sizes: Iterable[int]) -> int:
-    return -(-sum(sizes) // CHARACTERS_PER_TOKEN)
+def _estimated_tokens(characters: int) -> int:
+    return -(-characters // CHARACTERS_PER_TOKEN)
 
 
 def bucket(value: int, starts: tuple[int, ...]) -> str:
     """The label of the range that holds a value: `3-4`, `2` where it is one number, `9+` for the last."""
-    place = max(i for i, start in enumerate(starts) if value >= start or i == 0)
-    if place == len(starts) - 1:
-        return f"{starts[place]}+"
-    low, high = starts[place], starts[place + 1] - 1
+    index = max(i for i, start in enumerate(starts) if value >= start or i == 0)
+    if index == len(starts) - 1:
+        return f"{starts[index]}+"
+    low, high = starts[index], starts[index + 1] - 1
     return str(low) if low == high else f"{low}-{high}"
 
 
 def bucket_order(label: str) -> tuple[int, str]:
-    """Sorts labels of ranges by where they begin, and all others by name after them."""
+    """Sort key of a label: ranges by where they begin, then all others by name."""
     head = label.rstrip("+").split("-")[0]
     return (int(head), "") if head.isdigit() else (1 << 30, label)
 
@@ -150,7 +148,7 @@ class LogTable:
         return len(self.started)
 
     def add(self, record: Record, sampling: SamplingSettings | None) -> int:
-        """Keep one record's labels; its row."""
+        """Keep one record's labels. Returns its row."""
         labels, lengths = labels_of(record, sampling), lengths_of(record)
         for name, label in zip(Labels._fields, labels):
             self._codes[name].append(self._code(name, label))
@@ -188,7 +186,7 @@ class Column(NamedTuple):
 
     names: list[str]
     codes_N: NDArray[np.int64]
-    """Places in `names`."""
+    """Indexes into `names`."""
 
     def counts(self) -> dict[str, int]:
         """How many have each label."""
@@ -202,8 +200,8 @@ class Column(NamedTuple):
             return self
         kept = sorted(counts, key=lambda name: (-counts[name], name))[: most - 1]
         names = [*sorted(kept, key=bucket_order), OTHER]
-        place: Mapping[Any, int] = {name: number for number, name in enumerate(names)}
-        codes = np.array([place.get(name, len(names) - 1) for name in self.names], dtype=np.int64)
+        code_of = {name: code for code, name in enumerate(names)}
+        codes = np.array([code_of.get(name, len(names) - 1) for name in self.names], dtype=np.int64)
         return Column(names, codes[self.codes_N])
 
 
@@ -225,7 +223,7 @@ class Margin(NamedTuple):
 
 
 def half_lives(started_N: Floats, half_life_days: float) -> Floats:
-    """Weights that halve each so many days before the newest; 1 where the time is not known (nan)."""
+    """Weights that halve with each `half_life_days` before the newest; 1 where the time is not known (nan)."""
     if np.isnan(started_N).all():
         return np.ones(len(started_N))
     age_N = (np.nanmax(started_N) - started_N) / _SECONDS_PER_DAY
@@ -233,12 +231,16 @@ def half_lives(started_N: Floats, half_life_days: float) -> Floats:
     return weight_N
 
 
-def raked(weight_N: Floats, margins: Sequence[Margin]) -> Floats:
-    """The weights, changed as little as the margins allow. Raises InputError where no weights meet them all."""
+def rake_weights(weight_N: Floats, margins: Sequence[Margin]) -> Floats:
+    """Change weights as little as the margins allow, by iterative proportional fitting (Deming and Stephan, 1940).
+
+    Raises InputError where no weights meet all margins.
+    """
     weight_N = weight_N / weight_N.sum()
-    wanted = [_shares(margin, weight_N) for margin in margins]
+    wanted = [_wanted_shares(margin, weight_N) for margin in margins]
     for _ in range(_MOST_ROUNDS):
         worst = 0.0
+        # Scale the weights to one margin after the other; the later ones disturb the earlier ones less each time.
         for margin, share_V in zip(margins, wanted):
             mass_V = np.bincount(margin.column.codes_N, weight_N, len(share_V))
             factor_V = np.divide(share_V, mass_V, out=np.ones_like(share_V), where=mass_V > 0)
@@ -250,16 +252,17 @@ def raked(weight_N: Floats, margins: Sequence[Margin]) -> Floats:
     raise InputError(f"{keys}: no weights of conversations give all these shares; they contradict each other")
 
 
-def _shares(margin: Margin, weight_N: Floats) -> Floats:
+def _wanted_shares(margin: Margin, weight_N: Floats) -> Floats:
+    """The share of each label; every label that is present must have one, and no other."""
     names, codes_N = margin.column
     mass_V = np.bincount(codes_N, weight_N, len(names))
-    there = {name for name, mass in zip(names, mass_V) if mass > 0}
+    present = {name for name, mass in zip(names, mass_V) if mass > 0}
     for name in names:
-        if name in there and name not in margin.shares:
+        if name in present and name not in margin.shares:
             listed = ", ".join(margin.shares)
             raise InputError(f"mix.{margin.key}: {name!r} has no weight; weights name {listed}")
     for name, share in margin.shares.items():
-        if name not in there:
+        if name not in present:
             raise InputError(f"mix.{margin.key}.{name}: weight {share}, but no conversation is left for it")
     share_V = np.array([margin.shares.get(name, 0.0) for name in names])
     found: Floats = share_V / share_V.sum()
@@ -271,9 +274,11 @@ def largest_size(weight_N: Floats) -> int:
     return math.floor(weight_N.sum() / weight_N.max() * (1 + _CLOSE) + _CLOSE) if len(weight_N) else 0
 
 
-def allotted(mass_S: Floats, total: int, start: float) -> Ints:
-    """Whole numbers that add up to `total`, in proportion to the masses: every run of neighbours within one of its
-    share, and right on average where `start` is even in [0, 1)."""
+def allot(mass_S: Floats, total: int, start: float) -> Ints:
+    """Whole numbers that add up to `total`, in proportion to the masses (systematic sampling).
+
+    Every run of neighbours lies within one of its share, and is right on average where `start` is even in [0, 1).
+    """
     edges = np.concatenate([[0.0], np.cumsum(mass_S) / mass_S.sum() * total])
     edges[-1] = total
     edges = np.round(edges, _DIGITS)
@@ -283,26 +288,29 @@ def allotted(mass_S: Floats, total: int, start: float) -> Ints:
 
 
 def exponential_keys(ids: Sequence[str], weight_N: Floats, salt: str) -> Floats:
-    """Keys whose order is a draw without replacement, each time in proportion to the weights."""
+    """Keys whose order is a draw without replacement in proportion to the weights (Efraimidis and Spirakis, 2006)."""
     waiting_N = -np.log1p(-np.array([unit("share", salt, id) for id in ids]))
     key_N: Floats = np.divide(waiting_N, weight_N, out=np.full(len(ids), np.inf), where=weight_N > 0)
     return key_N
 
 
-def keep(ids: Sequence[str], weight_N: Floats, nested: Sequence[Column], total: int, salt: str) -> NDArray[np.bool_]:
+def choose(ids: Sequence[str], weight_N: Floats, nested: Sequence[Column], total: int, salt: str) -> NDArray[np.bool_]:
     """Which of N conversations (their ids sorted) stay: `total` of them, which is at most `largest_size(weight_N)`."""
     kept_N = np.zeros(len(ids), dtype=np.bool_)
     if total >= len(ids):
         return ~kept_N
+    # 1) Order the conversations stratum by stratum, by their keys within each.
     key_N = exponential_keys(ids, weight_N, salt)
     order_N = np.lexsort((key_N, *(column.codes_N for column in reversed(nested))))
+    # 2) A stratum begins where any label changes.
     changes_N = np.zeros(len(ids), dtype=np.bool_)
     changes_N[0] = True
     for column in nested:
         changes_N[1:] |= np.diff(column.codes_N[order_N]) != 0
     first_S = np.flatnonzero(changes_N)
     stratum_N = np.cumsum(changes_N) - 1
-    count_S = allotted(np.add.reduceat(weight_N[order_N], first_S), total, unit("strata", salt))
+    # 3) Allot its count to each stratum, and keep that many of its first ones.
+    count_S = allot(np.add.reduceat(weight_N[order_N], first_S), total, unit("strata", salt))
     rank_N = np.arange(len(ids)) - first_S[stratum_N]
     kept_N[order_N] = rank_N < count_S[stratum_N]
     return kept_N

@@ -165,7 +165,6 @@ _TURNS = {
     "holdout_turns": "turns in the holdout",
     "asked_in_train": "of them asked in this mix's train",
     "asked_in_ancestors_train": "of them asked in an ancestor's train",
-    "ancestors_without_turns": "ancestors' conversations whose turns are not known",
 }
 _NOT_TIMED = {"untimed": "without times", "zero_length": "of no length", "skewed": "ended before they started"}
 

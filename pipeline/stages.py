@@ -22,7 +22,7 @@ from ..data.capture.reuse import answers_digest
 from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.mix import build_mix, load_mix
 from ..data.prompts import prompts_of
-from ..data.replay_mix import blend, to_add
+from ..data.replay_mix import blend, conversations_to_add
 from ..data.settings import TargetSource
 from ..data.sources import input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
@@ -178,7 +178,7 @@ def blended_mix(stages: Stages, old: str) -> Stage:
     share, earlier = space.recipe.retrain.old_share, space.folder("mix", old)
     if not share or mix.fingerprint == old or not earlier.is_dir():
         return mix
-    added = to_add(mix.folder, earlier, share, space.recipe.mix.salt)
+    added = conversations_to_add(mix.folder, earlier, share, space.recipe.mix.salt)
     if not added:
         return mix
     stage = stage_address(space, "mix", [mix.fingerprint, old, added])

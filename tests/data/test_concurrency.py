@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from draftforge.data.concurrency import (
     UNNAMED,
-    InFlight,
+    Concurrency,
     Level,
     Traffic,
     batch_shares,
     engine_of,
-    in_flight_report,
     level_of,
+    measure_concurrency,
     proposed_load,
 )
 from draftforge.data.settings import MixSettings
@@ -63,14 +63,14 @@ def test_neither_order_nor_the_zero_of_the_clock_matters(
 ) -> None:
     shuffled = random.sample(spans, len(spans))
     reports = [
-        in_flight_report(traffic_of(*((shift + start, shift + start + length) for start, length in some)))
+        measure_concurrency(traffic_of(*((shift + start, shift + start + length) for start, length in some)))
         for some, shift in ((spans, 0.0), (shuffled, float(round(zero))))
     ]
     assert reports[0] == reports[1]
 
 
 def test_replicas_are_counted_apart_and_pooled_by_their_busy_time() -> None:
-    report = in_flight_report(
+    report = measure_concurrency(
         traffic_of(
             (0, 10, "a"), (0, 10, "a"), (10, 12, "a"), (0, 4, "b"), (0, 1, None), (5, 5, "b"), (9, 8, "a"), (1, None)
         )
@@ -81,13 +81,13 @@ def test_replicas_are_counted_apart_and_pooled_by_their_busy_time() -> None:
 
 
 def test_medians_are_of_all_that_count_tokens() -> None:
-    report = in_flight_report(traffic_of((0, 1, "a", 10, 1), (0, None, "a", 30, 2), (2, 3, "a", 20, None), (4, 5)))
+    report = measure_concurrency(traffic_of((0, 1, "a", 10, 1), (0, None, "a", 30, 2), (2, 3, "a", 20, None), (4, 5)))
     assert (report.prompt_tokens, report.answer_tokens) == (20, 1.5)
 
 
 def test_nothing_timed_proposes_nothing() -> None:
-    report = in_flight_report(Traffic())
-    assert report == InFlight(0, 0, 0, 0, {}, None, None, None)
+    report = measure_concurrency(Traffic())
+    assert report == Concurrency(0, 0, 0, 0, {}, None, None, None)
     with pytest.raises(InputError, match="logs: 0 requests with a start and a later end"):
         report.yaml(None)
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from log_reading import SAMPLES
 
-from draftforge.data.concurrency import Traffic, in_flight_report
+from draftforge.data.concurrency import Traffic, measure_concurrency
 from draftforge.data.logs.readers import FORMATS
 from draftforge.data.settings import FileSource
 from draftforge.data.sources import SourceCounts, read_records
@@ -73,7 +73,7 @@ def survives(path: Path, kind: Any, lines: list[Any]) -> None:
         assert not counts.taken and "\n" not in str(error)
     else:
         assert counts.read == counts.taken + counts.skipped + sum(counts.left_out.values())
-    in_flight_report(traffic)
+    measure_concurrency(traffic)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

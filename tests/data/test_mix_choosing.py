@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from draftforge.data.conversation import Message
 from draftforge.data.records import Record
 from draftforge.data.sources import smallest
-from draftforge.data.stratify import Column, Margin, allotted, exponential_keys, half_lives, keep, largest_size, raked
+from draftforge.data.stratify import (
+    Column,
+    Margin,
+    allot,
+    choose,
+    exponential_keys,
+    half_lives,
+    largest_size,
+    rake_weights,
+)
 from draftforge.errors import InputError
 
 NAN = float("nan")
@@ -40,7 +49,7 @@ def log(count: int, seed: int = 0) -> tuple[list[str], list[Column]]:
 )
 def test_every_run_of_strata_is_within_one_of_its_share(sizes: list[int], start: float, part: float) -> None:
     total = int(sum(sizes) * part)
-    counts = allotted(np.array(sizes, dtype=float), total, start)
+    counts = allot(np.array(sizes, dtype=float), total, start)
     assert counts.sum() == total and (counts >= 0).all() and (counts <= sizes).all()
     share = np.array(sizes) / sum(sizes) * total
     for first, last in itertools.combinations(range(len(sizes) + 1), 2):
@@ -48,16 +57,16 @@ def test_every_run_of_strata_is_within_one_of_its_share(sizes: list[int], start:
 
 
 def test_whole_shares_are_met_exactly_and_small_ones_on_average() -> None:
-    assert allotted(np.array([2.0, 4.0, 6.0]), 6, 0.999).tolist() == [1, 2, 3]
+    assert allot(np.array([2.0, 4.0, 6.0]), 6, 0.999).tolist() == [1, 2, 3]
     mass = np.array([0.3] * 10 + [0.7])
-    mean = np.mean([allotted(mass, 2, start) for start in np.linspace(0, 1, 1000, endpoint=False)], axis=0)
+    mean = np.mean([allot(mass, 2, start) for start in np.linspace(0, 1, 1000, endpoint=False)], axis=0)
     assert mean == pytest.approx(mass / mass.sum() * 2, abs=0.01)
 
 
 def test_a_part_of_a_log_keeps_its_joint_distribution() -> None:
     ids, columns = log(3000)
     total = 700
-    kept = keep(ids, np.ones(3000), columns, total, "salt")
+    kept = choose(ids, np.ones(3000), columns, total, "salt")
     assert kept.sum() == total
     for depth in (1, 2, 3):  # every prefix of the nesting
         cells = list(zip(*(c.codes_N.tolist() for c in columns[:depth])))
@@ -68,7 +77,7 @@ def test_a_part_of_a_log_keeps_its_joint_distribution() -> None:
 def test_a_rare_label_is_kept_as_often_as_its_share() -> None:
     """On average over salts, each conversation has the same chance, whatever its stratum's size."""
     ids, columns = log(300)
-    chosen = np.mean([keep(ids, np.ones(300), columns, 75, str(salt)) for salt in range(1500)], axis=0)
+    chosen = np.mean([choose(ids, np.ones(300), columns, 75, str(salt)) for salt in range(1500)], axis=0)
     assert chosen.mean() == pytest.approx(0.25) and np.abs(chosen - 0.25).max() < 5 * math.sqrt(0.25 * 0.75 / 1500)
 
 
@@ -94,7 +103,7 @@ def test_raking_meets_every_margin_and_leaves_odds_alone() -> None:
     ids, (domains, tools, _) = log(2000)
     shares = {"a": 0.2, "b": 0.5, "c": 0.3}
     margins = [Margin("weights.domain", domains, shares), Margin("weights.tools", tools, {"with": 1, "without": 3})]
-    weight = raked(np.ones(2000), margins)
+    weight = rake_weights(np.ones(2000), margins)
     by_domain, by_tools = (np.bincount(c.codes_N, weight) / weight.sum() for c in (domains, tools))
     assert by_domain == pytest.approx([0.2, 0.5, 0.3]) and by_tools == pytest.approx([0.25, 0.75])
 
@@ -109,12 +118,12 @@ def test_raking_meets_every_margin_and_leaves_odds_alone() -> None:
 def test_shares_are_kept_without_doubling() -> None:
     ids, (domains, *_) = log(1000)
     there = np.bincount(domains.codes_N)
-    weight = raked(np.ones(1000), [Margin("weights.domain", domains, {"a": 1, "b": 1, "c": 2})])
+    weight = rake_weights(np.ones(1000), [Margin("weights.domain", domains, {"a": 1, "b": 1, "c": 2})])
     size = largest_size(weight)
     assert size == 2 * there[2]  # the scarcest domain whole
-    kept = np.bincount(domains.codes_N[keep(ids, weight, [domains], size, "salt")])
+    kept = np.bincount(domains.codes_N[choose(ids, weight, [domains], size, "salt")])
     assert kept.tolist() == pytest.approx([size / 4, size / 4, size / 2], abs=1)
-    assert largest_size(np.ones(7)) == 7 and keep(ids, np.ones(1000), [domains], 1000, "s").all()
+    assert largest_size(np.ones(7)) == 7 and choose(ids, np.ones(1000), [domains], 1000, "s").all()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +135,7 @@ def test_shares_are_kept_without_doubling() -> None:
 )
 def test_shares_that_no_conversation_has_are_refused(labels: str, shares: dict[str, float], rule: str) -> None:
     with pytest.raises(InputError) as caught:
-        raked(np.ones(2), [Margin("weights.x", column(list(labels)), shares)])
+        rake_weights(np.ones(2), [Margin("weights.x", column(list(labels)), shares)])
     assert str(caught.value) == rule
 
 
@@ -134,17 +143,17 @@ def test_shares_that_contradict_each_other_are_refused() -> None:
     same = column(["a", "b"])
     margins = [Margin("weights.x", same, {"a": 1, "b": 1}), Margin("weights.y", same, {"a": 1, "b": 2})]
     with pytest.raises(InputError, match=r"mix\.weights\.x and mix\.weights\.y: no weights"):
-        raked(np.ones(2), margins)
+        rake_weights(np.ones(2), margins)
 
 
 def test_who_else_is_there_hardly_changes_who_stays() -> None:
     """A choice is a conversation's own hash: with one stratum, leaving out one that was not kept changes nothing."""
     ids = [f"{i:04d}" for i in range(200)]
     everyone = column(["a"] * 200)
-    kept = keep(ids, np.ones(200), [everyone], 50, "salt")
+    kept = choose(ids, np.ones(200), [everyone], 50, "salt")
     out = int(np.flatnonzero(~kept)[0])
     rest = [i for i in range(200) if i != out]
-    again = keep([ids[i] for i in rest], np.ones(199), [column(["a"] * 199)], 50, "salt")
+    again = choose([ids[i] for i in rest], np.ones(199), [column(["a"] * 199)], 50, "salt")
     assert again.tolist() == kept[rest].tolist()
 
 

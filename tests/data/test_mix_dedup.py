@@ -12,8 +12,8 @@ from draftforge.data.dedup import (
     Member,
     PlacedMember,
     Placement,
+    cluster_members,
     group_key,
-    place,
     sharing_a_band,
     shingles,
     signature,
@@ -66,19 +66,19 @@ def test_similarity_estimates_jaccard(changed: int) -> None:
 def test_near_copies_are_found_and_one_is_kept() -> None:
     contents = {f"{i:02d}": text(i) for i in range(20)}
     copies = {f"{i:02d}-copy": near_copy(contents[f"{i:02d}"], i) for i in range(20)}
-    placed = place([member(id, c) for id, c in (contents | copies).items()], [], 0.8)
+    placed = cluster_members([member(id, c) for id, c in (contents | copies).items()], [], 0.8)
     assert all(placed[id].copy_of is None for id in contents)
     assert {id: placed[id].copy_of for id in copies} == {f"{id}-copy": id for id in contents}
     assert len({placement.cluster for placement in placed.values()}) == 20
 
 
 def test_many_equal_texts_are_one_cluster() -> None:
-    placed = place([member(f"{i:04d}", "hello there") for i in range(500)], [], 0.8)
+    placed = cluster_members([member(f"{i:04d}", "hello there") for i in range(500)], [], 0.8)
     assert sum(placement.copy_of is None for placement in placed.values()) == 1
 
 
 def test_groups_join_clusters_without_dropping() -> None:
-    placed = place([member("a", text(1), "g"), member("b", text(2), "g"), member("c", text(3))], [], 0.8)
+    placed = cluster_members([member("a", text(1), "g"), member("b", text(2), "g"), member("c", text(3))], [], 0.8)
     assert placed["a"] == placed["b"] == Placement("g", None, None)
     assert placed["c"] == Placement("c", None, None)
     assert group_key("a", "b") != group_key("ab", "")
@@ -100,14 +100,14 @@ def built(rows: list[tuple[int, int, str | None]]) -> list[Member]:
 def test_order_changes_nothing(rows: list[tuple[int, int, str | None]], rng: random.Random) -> None:
     members = built(rows)
     shuffled = rng.sample(members, len(members))
-    assert place(members, [], 0.8) == place(shuffled, [], 0.8)
+    assert cluster_members(members, [], 0.8) == cluster_members(shuffled, [], 0.8)
 
 
 @settings(max_examples=40)
 @given(MEMBERS)
 def test_kept_members_differ_and_dropped_ones_resemble_a_kept_one(rows: list[tuple[int, int, str | None]]) -> None:
     members = {item.id: item for item in built(rows)}
-    placed = place(members.values(), [], 0.8)
+    placed = cluster_members(members.values(), [], 0.8)
     kept = [id for id, placement in placed.items() if placement.copy_of is None]
     for id, placement in placed.items():
         alike = [k for k in kept if k != id and similarity(members[id].signature, members[k].signature) >= 0.8]
@@ -123,7 +123,7 @@ def test_what_ancestors_trained_on_stays_in_train(
 ) -> None:
     """However tomorrow's log extends, joins or re-sorts clusters: alike or same group as trained means train."""
     splits: tuple[Split, ...] = ("train", "selection", "holdout")
-    earlier = place(built(old), [], 0.8)
+    earlier = cluster_members(built(old), [], 0.8)
     split_of = {cluster: rng.choice(splits) for cluster in sorted({p.cluster for p in earlier.values()})}
     known = [
         PlacedMember(item, earlier[item.id].cluster, split_of[earlier[item.id].cluster])
@@ -131,7 +131,7 @@ def test_what_ancestors_trained_on_stays_in_train(
         if earlier[item.id].copy_of is None
     ]
     today = built(new)
-    placed = place(today, known, 0.8)
+    placed = cluster_members(today, known, 0.8)
     for item in today:
         for past in known:
             tied = item.group is not None and item.group == past.member.group
@@ -142,13 +142,13 @@ def test_what_ancestors_trained_on_stays_in_train(
 
 def test_of_ancestors_that_disagree_on_a_cluster_the_one_that_trained_wins() -> None:
     known = [PlacedMember(member("a", text(1)), "k", "train"), PlacedMember(member("b", text(2)), "k", "holdout")]
-    assert place([member("c", near_copy(text(2), 0))], known, 0.8)["c"] == Placement("k", "train", None)
-    assert place([member("c", near_copy(text(2), 0))], known[1:], 0.8)["c"] == Placement("k", "holdout", None)
+    assert cluster_members([member("c", near_copy(text(2), 0))], known, 0.8)["c"] == Placement("k", "train", None)
+    assert cluster_members([member("c", near_copy(text(2), 0))], known[1:], 0.8)["c"] == Placement("k", "holdout", None)
 
 
 def test_without_ancestors_an_unrelated_record_moves_nothing() -> None:
-    before = place([member(f"m{i}", text(i)) for i in range(10)], [], 0.8)
-    after = place([member(f"m{i}", text(i)) for i in range(10)] + [member("a", text(99))], [], 0.8)
+    before = cluster_members([member(f"m{i}", text(i)) for i in range(10)], [], 0.8)
+    after = cluster_members([member(f"m{i}", text(i)) for i in range(10)] + [member("a", text(99))], [], 0.8)
     assert {id: after[id] for id in before} == before
 
 

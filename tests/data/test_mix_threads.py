@@ -1,4 +1,4 @@
-"""Threads that a log repeats with every turn: the longest stays, nothing that is asked is lost, and nothing leaks."""
+"""TurnIndex that a log repeats with every turn: the longest stays, nothing that is asked is lost, and nothing leaks."""
 
 import json
 import random
@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftforge import fingerprint, storage
 from draftforge.data.conversation import SPLITS, Conversation, Message, Split, turns
-from draftforge.data.dedup import Asking, Member, Threads, asked_elsewhere, place, signature
+from draftforge.data.dedup import Asking, Member, TurnIndex, asked_elsewhere, cluster_members, signature
 from draftforge.data.mix import (
     CONVERSATIONS,
-    MANIFEST,
     MEMBERS,
     build_mix,
     load_log,
@@ -66,7 +63,7 @@ def record(*texts: str, **more: Any) -> Record:
 
 def continued(*records: Record) -> dict[int, int]:
     """Places of the conversations that others go on from, and of those."""
-    threads = Threads()
+    threads = TurnIndex()
     for one in records:
         threads.add(one)
     names = [f"{number:03d}" for number in range(len(records))]
@@ -136,10 +133,10 @@ def test_steps_of_an_agent_are_one_conversation() -> None:
 def test_a_part_shares_its_cluster_and_nothing_is_its_copy() -> None:
     contents = {"a-part": words(1), "b-near": words(1) + " now", "c-whole": f"{words(1)} {words(2)} {words(3)}"}
     members = [Member(id, None, signature(text)) for id, text in contents.items()]
-    placed = place(members, [], 0.8, {"a-part": "c-whole"})
+    placed = cluster_members(members, [], 0.8, {"a-part": "c-whole"})
     assert len({one.cluster for one in placed.values()}) == 1
     assert {one.copy_of for one in placed.values()} == {None}
-    assert place(members, [], 0.8)["b-near"].copy_of == "a-part"
+    assert cluster_members(members, [], 0.8)["b-near"].copy_of == "a-part"
 
 
 def test_an_ancestor_that_trained_on_a_part_or_on_the_whole_binds_the_other(tmp_path: Path) -> None:
@@ -250,25 +247,6 @@ def test_a_part_of_a_thread_that_an_ancestor_has_is_placed_with_it(tmp_path: Pat
     first, later = [{one.messages[0].content: one.split for one in load_mix(folder)} for folder in (whole, parts)]
     assert later == first and leaks(parts, whole) == 0
     assert sum(load_manifest(parts)["contamination"]["turns_asked_elsewhere"].values()) == 0
-
-
-def test_a_mix_of_before_turns_were_kept_is_an_ancestor_all_the_same(tmp_path: Path) -> None:
-    """The turns of its own conversations are found in their texts; of their parts it kept none."""
-    old = build(tmp_path, [line for i in range(60) for line in replayed(i, 2)], "old")
-    for name, column in [(CONVERSATIONS, "asked_elsewhere"), (MEMBERS, "turn_keys")]:
-        pq.write_table(pq.read_table(old / name).drop_columns([column]), old / name)
-    manifest = load_manifest(old)
-    manifest["files"] |= {name: fingerprint.of_file(old / name) for name in (CONVERSATIONS, MEMBERS)}
-    storage.write_json(old / MANIFEST, manifest)
-    assert {tuple(one.asked_elsewhere) for one in load_mix(old)} == {()}
-    lines = [{"messages": thread(i, 10), "domain": "chat"} for i in range(60)]
-    folder = build(tmp_path, lines, "new", [old], salt="other", holdout_share=0.3)
-    report = load_manifest(folder)["contamination"]
-    assert report["ancestors_without_turns"] == 60 and report["turns_asked_elsewhere"]["holdout"] > 0
-    assert leaks(folder, old) == 0
-    (old / CONVERSATIONS).unlink()
-    blind = build(tmp_path, lines, "blind", [old], salt="other", holdout_share=0.3)
-    assert load_manifest(blind)["contamination"]["ancestors_without_turns"] == 120
 
 
 def test_ancestors_in_any_order_give_the_same_bytes(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from draftforge.data.dedup import turn_keys
 from draftforge.data.mix import build_mix, load_manifest, load_members, load_mix
-from draftforge.data.replay_mix import base_of, blend, to_add
+from draftforge.data.replay_mix import base_of, blend, conversations_to_add
 from draftforge.data.settings import MixSettings
 
 SALT = "draftforge"
@@ -33,8 +33,8 @@ def train_ids(mix: Path) -> set[str]:
 def test_the_share_of_old_training_conversations_is_reached(share: float, tmp_path: Path) -> None:
     old = mix_of(tmp_path, "old", ["order", "parcel", "refund", "invoice"])
     new = mix_of(tmp_path, "new", ["python", "function"], (old,))
-    added = to_add(new, old, share, SALT)
-    assert set(added) <= train_ids(old) and added == to_add(new, old, share, SALT)
+    added = conversations_to_add(new, old, share, SALT)
+    assert set(added) <= train_ids(old) and added == conversations_to_add(new, old, share, SALT)
     total = len(train_ids(new)) + len(added)
     assert share <= len(added) / total < share + 1 / total
     blend(new, old, added, {"of": "f" * 64, "old": "e" * 64}, tmp_path / "both")
@@ -58,13 +58,13 @@ def test_old_conversations_that_the_logs_still_hold_count(tmp_path: Path) -> Non
     )
     settings = MixSettings.model_validate({"sources": [{"kind": "turns", "path": "grown.jsonl"}]})
     build_mix(settings, tmp_path / "more", tmp_path / "grown", ancestors=(old,))
-    assert to_add(tmp_path / "grown", old, 0.5, SALT) == []
+    assert conversations_to_add(tmp_path / "grown", old, 0.5, SALT) == []
 
 
 def test_no_more_than_there_are(tmp_path: Path) -> None:
     old = mix_of(tmp_path, "old", ["order"])
     new = mix_of(tmp_path, "new", ["python", "function", "class"], (old,))
-    assert set(to_add(new, old, 0.9, SALT)) == train_ids(old)
+    assert set(conversations_to_add(new, old, 0.9, SALT)) == train_ids(old)
 
 
 def test_a_cluster_that_the_new_mix_judges_on_is_left_out(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_cluster_that_the_new_mix_judges_on_is_left_out(tmp_path: Path) -> Non
     clusters = {one.cluster for one in load_mix(old) if one.split == "train"}
     new = mix_of(tmp_path, "new", ["order"], ())
     judging = {one.cluster for one in load_mix(new) if one.split != "train"}
-    taken = set(to_add(new, old, 0.9, SALT))
+    taken = set(conversations_to_add(new, old, 0.9, SALT))
     assert not {one.id for one in load_mix(old) if one.cluster in judging} & taken and clusters
 
 
@@ -112,7 +112,7 @@ def test_a_turn_that_the_new_mix_trains_on_counts_there(tmp_path: Path) -> None:
 
     old = built("old", "abc")
     new = built("new", "d", (old,))
-    added = to_add(new, old, 0.4, SALT)
+    added = conversations_to_add(new, old, 0.4, SALT)
     blend(new, old, added, {"of": "f" * 64, "old": "e" * 64}, tmp_path / "both")
     counting = taught(tmp_path / "both", counting=True)
     assert added and len(counting) == len(set(counting)) and set(counting) == set(taught(tmp_path / "both", False))
@@ -136,7 +136,6 @@ def test_no_turn_that_the_new_mix_judges_on_is_added(tmp_path: Path) -> None:
 
     old, new = built("old", 2, "a"), built("new", 5, "b")
     starts = {one.messages[0].content: one.split for one in load_mix(new)}
-    added = {one.id: starts[one.messages[0].content] for one in load_mix(old) if one.id in to_add(new, old, 0.9, SALT)}
-    assert added == {}  # of the others, train asks every turn
+    assert conversations_to_add(new, old, 0.9, SALT) == []  # train asks every turn of the others
     one, *_ = [one for one in load_mix(old) if one.split == "train" and starts[one.messages[0].content] == "holdout"]
-    assert one.id not in to_add(new, old, 0.9, SALT)
+    assert one.id not in conversations_to_add(new, old, 0.9, SALT)
