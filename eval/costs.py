@@ -211,7 +211,7 @@ class CostTable(BaseModel):
         return Gain(0.0, self.round_seconds(config, drafted_share) / self.plain_seconds)
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Where the times were taken, in words."""
         return "times at batch 1"
 

@@ -1,6 +1,6 @@
-"""What a serving engine counts for itself, as it says it: rounds, drafted and accepted tokens.
+"""Counters of speculative decoding in vLLM, SGLang and llama.cpp, and a test of what they count against the holdout.
 
-| engine | read from | booking |
+| engine | read from | counting convention |
 |---|---|---|
 | vLLM | `/metrics`: `vllm:spec_decode_num_*_total` | unclipped |
 | llama.cpp | `/metrics`: `llamacpp:spec_decode_num_*_total` | drafts |
@@ -8,12 +8,18 @@
 | SGLang | `/metrics`: `sglang:generation_tokens_total`, `num_requests_total`, `spec_verify_calls_total` | rounds |
 
 SGLang's gauge `sglang:spec_accept_length` is of its last few steps only and has no counts behind it: it is not used.
+
+`compare` tests whether the served tau differs from the one that the holdout's counts make expected in the engine's
+convention, by more than a margin: a normal interval of the difference, whose served part has the variance of what a
+round accepts, times the design effect of conversations.
 """
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -25,9 +31,9 @@ from ..errors import InputError
 from .counts import values
 from .figures import Bootstrap, Estimate, acceptance, alphas, cluster_sums, ratio, tau, unclipped_tau
 
-Booking = Literal["rounds", "drafts", "unclipped"]
-"""What counts as a round. `rounds`: every pass after the first token, as draftforge does. `drafts`: those with a draft,
-an answer's last one clipped to what it still needs. `unclipped`: the same, no draft clipped."""
+Convention = Literal["rounds", "drafts", "unclipped"]
+"""What an engine counts as a round. `rounds`: every pass after the first token, as draftforge does. `drafts`: those
+with a draft, an answer's last one clipped to what it still needs. `unclipped`: the same, no draft clipped."""
 _NUM = "spec_decode_num_"
 
 
@@ -36,7 +42,7 @@ class Counters:
     """Counts since the engine started, or between two looks at it."""
 
     engine: str
-    booking: Booking
+    convention: Convention
     rounds: float
     accepted: float
     drafted: float | None = None
@@ -47,41 +53,37 @@ class Counters:
 
     @property
     def tau(self) -> float:
-        """Tokens a round, in the engine's booking; NaN without a round."""
+        """Tokens a round, in the engine's convention; NaN without a round."""
         return 1.0 + self.accepted / self.rounds if self.rounds > 0 else math.nan
 
     def since(self, before: "Counters") -> "Counters":
-        """What was counted after `before`; a counter that went backwards began again at 0."""
-        self._check(before)
-        if (
-            self.rounds < before.rounds
-            or self.accepted < before.accepted
-            or (self.drafted or 0) < (before.drafted or 0)
-        ):
+        """Counts after `before`. A counter that went backwards began again at 0 (its engine restarted)."""
+        pairs = ((self.rounds, before.rounds), (self.accepted, before.accepted), (self.drafted, before.drafted))
+        if any((now or 0) < (then or 0) for now, then in pairs):
+            self._check_same_engine(before)
             return replace(self, restarted=True)
-        return self._combined(before, -1)
+        return self._sum(before, -1)
 
     def plus(self, other: "Counters") -> "Counters":
-        """Both replicas together."""
-        self._check(other)
-        return replace(self._combined(other, 1), restarted=self.restarted or other.restarted)
+        """Counts of two replicas together."""
+        return replace(self._sum(other, 1), restarted=self.restarted or other.restarted)
 
-    def _combined(self, other: "Counters", sign: int) -> "Counters":
+    def _sum(self, other: "Counters", sign: int) -> "Counters":
+        self._check_same_engine(other)
         known = self.drafted is not None and other.drafted is not None
-        depth = max(len(self.accepted_at), len(other.accepted_at))
-        pairs = zip(_padded(self.accepted_at, depth), _padded(other.accepted_at, depth))
+        positions = zip_longest(self.accepted_at, other.accepted_at, fillvalue=0.0)
         return replace(
             self,
             rounds=self.rounds + sign * other.rounds,
             accepted=self.accepted + sign * other.accepted,
             drafted=(self.drafted or 0) + sign * (other.drafted or 0) if known else None,
-            accepted_at=tuple(mine + sign * theirs for mine, theirs in pairs),
+            accepted_at=tuple(mine + sign * theirs for mine, theirs in positions),
         )
 
-    def _check(self, other: "Counters") -> None:
-        if (self.engine, self.booking) != (other.engine, other.booking):
+    def _check_same_engine(self, other: "Counters") -> None:
+        if (self.engine, self.convention) != (other.engine, other.convention):
             raise InputError(
-                f"counts of {self.engine} ({self.booking}) and {other.engine} ({other.booking}): "
+                f"counts of {self.engine} ({self.convention}) and {other.engine} ({other.convention}): "
                 "only one engine's can be put together"
             )
 
@@ -90,10 +92,10 @@ def parse(text: str, source: str) -> Counters:
     """Read a scrape or llama.cpp's responses. `source` names it in errors. Raises InputError."""
     if text.lstrip().startswith(("{", "[")):
         return _timings(_responses(text, source), source)
-    found = _samples(text, source)
-    for engine, prefix, booking in (("vllm", "vllm:", "unclipped"), ("llama.cpp", "llamacpp:", "drafts")):
+    found = _samples_by_name(text, source)
+    for engine, prefix, convention in (("vllm", "vllm:", "unclipped"), ("llama.cpp", "llamacpp:", "drafts")):
         if f"{prefix}{_NUM}drafts_total" in found:
-            return _by_drafts(found, engine, prefix, booking)  # type: ignore[arg-type]
+            return _by_drafts(found, engine, prefix, convention)  # type: ignore[arg-type]
     if "sglang:spec_verify_calls_total" in found:
         return _sglang(found, source)
     if any(name.startswith("sglang:") for name in found):
@@ -107,11 +109,11 @@ def parse(text: str, source: str) -> Counters:
     )
 
 
-Found = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]
+Samples = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]
+"""Labels and value of each sample, by the metric's name."""
 
 
-def _samples(text: str, source: str) -> Found:
-    """Samples by name, of every label together."""
+def _samples_by_name(text: str, source: str) -> Samples:
     found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
         for family in text_string_to_metric_families(text):
@@ -122,26 +124,26 @@ def _samples(text: str, source: str) -> Found:
     return found
 
 
-def _total(found: Found, name: str) -> float:
+def _total(found: Samples, name: str) -> float:
+    """Sum over all labels: models and processes of one engine."""
     return sum(value for _, value in found.get(name, ()))
 
 
-def _by_drafts(found: Found, engine: str, prefix: str, booking: Booking) -> Counters:
-    by_position: dict[int, float] = {}
+def _by_drafts(found: Samples, engine: str, prefix: str, convention: Convention) -> Counters:
+    by_position: dict[int, float] = defaultdict(float)
     for labels, value in found.get(f"{prefix}{_NUM}accepted_tokens_per_pos_total", ()):
-        place = int(labels.get("position", 0))
-        by_position[place] = by_position.get(place, 0.0) + value
+        by_position[int(labels.get("position", 0))] += value
     return Counters(
         engine,
-        booking,
+        convention,
         rounds=_total(found, f"{prefix}{_NUM}drafts_total"),
         accepted=_total(found, f"{prefix}{_NUM}accepted_tokens_total"),
         drafted=_total(found, f"{prefix}{_NUM}draft_tokens_total"),
-        accepted_at=tuple(by_position.get(place, 0.0) for place in range(max(by_position, default=-1) + 1)),
+        accepted_at=tuple(by_position[k] for k in range(max(by_position, default=-1) + 1)),
     )
 
 
-def _sglang(found: Found, source: str) -> Counters:
+def _sglang(found: Samples, source: str) -> Counters:
     """All three are counted when a request ends. Its first token comes from the prompt, without a round."""
     needed = ("sglang:generation_tokens_total", "sglang:num_requests_total", "sglang:spec_verify_calls_total")
     missing = next((name for name in needed if name not in found), None)
@@ -184,10 +186,6 @@ def _timings(responses: Iterator[Mapping[str, Any]], source: str) -> Counters:
     return Counters("llama.cpp", "rounds", rounds, accepted, drafted)
 
 
-def _padded(values: tuple[float, ...], length: int) -> tuple[float, ...]:
-    return values + (0.0,) * (length - len(values))
-
-
 FEWEST_ROUNDS = 200
 """A normal interval of fewer says nothing."""
 _DEPTH_SLACK = 0.02  # of K: drafts that engines count in flight when they are looked at
@@ -195,11 +193,11 @@ _DEPTH_SLACK = 0.02  # of K: drafts that engines count in flight when they are l
 
 @dataclass(frozen=True)
 class ExpectedAcceptance:
-    """What a draft does on the holdout, at the K or tree that it was chosen at."""
+    """Acceptance of a draft on the holdout, at the K or tree that it was chosen at."""
 
     draft_tokens: int
     tree: str
-    taus: dict[Booking, Estimate]
+    taus: dict[Convention, Estimate]
     acceptance: Estimate
     alphas: tuple[Estimate, ...]
     rounds: float
@@ -207,37 +205,39 @@ class ExpectedAcceptance:
     confidence: float
 
     @property
-    def spread(self) -> float:
+    def variance(self) -> float:
         """Variance of the tokens that one full round accepts."""
         return round_variance(np.cumprod([alpha.value for alpha in self.alphas]).tolist())
 
     @property
     def design_effect(self) -> float:
-        """How many times the variance of independent rounds the clusters' is; at least 1."""
+        """Variance of tau over that of independent rounds, since rounds of one conversation are alike; at least 1."""
         error = _standard_error(self.taus["unclipped"], self.confidence)
-        alone = self.spread / self.rounds if self.rounds else math.nan
-        return max(1.0, error**2 / alone) if alone > 0 and math.isfinite(error) else 1.0
+        independent = self.variance / self.rounds if self.rounds else math.nan
+        return max(1.0, error**2 / independent) if independent > 0 and math.isfinite(error) else 1.0
 
 
 @dataclass(frozen=True)
 class AcceptanceMismatch:
-    """Served beside promised."""
+    """Served tau beside the expected one; `summary.describe_mismatch` puts it in words."""
 
+    engine: str
+    rounds: float
     served: Estimate
-    promised: Estimate
+    expected: Estimate
     difference: Estimate
-    """Served minus promised, with a two-sided interval."""
-    parts: bool | None
+    """Served minus expected, with a two-sided interval."""
+    mismatch: bool | None
     """Whether the whole interval lies beyond the margin; None: not known."""
-    why: str
-    """In words, numbers included."""
+    unknown: str
+    """Why nothing is known; empty where something is."""
 
 
-def promise_of(table: pa.Table, bootstrap: Bootstrap) -> ExpectedAcceptance:
-    """From the counts that decide (`serving`), all of one K or tree."""
+def expected_acceptance(table: pa.Table, bootstrap: Bootstrap) -> ExpectedAcceptance:
+    """Expected acceptance from the counts that decide (`leaderboard.serving`), all of one K or tree."""
     K = int(values(table, "draft_tokens")[0])
     sums = cluster_sums(table, K)
-    drafting_C = sums.sums_CF[:, 4]  # reached position 1: something was drafted
+    drafting_C = sums.position("reached", 0)  # rounds in which anything was drafted
     drafts = ratio(drafting_C + sums.column("accepted"), drafting_C, bootstrap, "rounds with a draft")
     return ExpectedAcceptance(
         draft_tokens=K,
@@ -250,23 +250,22 @@ def promise_of(table: pa.Table, bootstrap: Bootstrap) -> ExpectedAcceptance:
     )
 
 
-def compare(served: Counters, promise: ExpectedAcceptance, margin: float) -> AcceptanceMismatch:
-    """Part they do where the whole interval of the difference lies further than `margin` x promised from 0."""
-    promised = promise.taus[served.booking]
-    spread = _served_spread(served) if served.accepted_at else promise.spread
-    error = math.sqrt(spread * promise.design_effect / served.rounds) if served.rounds > 0 else math.nan
-    here = _estimate(served.tau, error, promise.confidence)
-    both = math.hypot(error, _standard_error(promised, promise.confidence))
-    difference = _estimate(served.tau - promised.value, both, promise.confidence)
-    unknown = _unknown(served, promise, difference)
-    allowed = margin * promised.value
-    parts = None if unknown else difference.low > allowed or difference.high < -allowed
-    words = (
-        f"{served.engine} has tau {_said(here)} over {served.rounds:,.0f} rounds, promised is {_said(promised)} in its "
-        f"counting: {_said(difference, '+')}"
-    )
-    verdict = f"not judged: {unknown}" if unknown else f"{'parts from' if parts else 'keeps'} the promise"
-    return AcceptanceMismatch(here, promised, difference, parts, f"{words}; {verdict} (margin {margin:.0%})")
+def compare(served: Counters, expected: ExpectedAcceptance, margin: float) -> AcceptanceMismatch:
+    """Test served against expected acceptance: a mismatch is a difference whose whole interval lies further than
+    `margin` x the expected tau from 0."""
+    tau_expected, rounds = expected.taus[served.convention], served.rounds
+    # The served tau's error: per-round variance, from the engine's own positions where it counts them.
+    variance = expected.variance
+    if served.accepted_at and rounds > 0:
+        variance = round_variance([count / rounds for count in served.accepted_at])
+    error = math.sqrt(variance * expected.design_effect / rounds) if rounds > 0 else math.nan
+    # Both errors together.
+    both = math.hypot(error, _standard_error(tau_expected, expected.confidence))
+    difference = _normal_estimate(served.tau - tau_expected.value, both, expected.confidence)
+    unknown, allowed = _why_unknown(served, expected, difference), margin * tau_expected.value
+    mismatch = None if unknown else difference.low > allowed or difference.high < -allowed
+    here = _normal_estimate(served.tau, error, expected.confidence)
+    return AcceptanceMismatch(served.engine, rounds, here, tau_expected, difference, mismatch, unknown)
 
 
 def round_variance(at_least_K: Sequence[float]) -> float:
@@ -276,42 +275,30 @@ def round_variance(at_least_K: Sequence[float]) -> float:
     return max(square - mean**2, 0.0)
 
 
-def _served_spread(served: Counters) -> float:
-    return round_variance([count / served.rounds for count in served.accepted_at]) if served.rounds > 0 else math.nan
-
-
-def _unknown(served: Counters, promise: ExpectedAcceptance, difference: Estimate) -> str:
-    """Why nothing can be said; empty: something can."""
+def _why_unknown(served: Counters, expected: ExpectedAcceptance, difference: Estimate) -> str:
+    """Why served and expected cannot be compared; empty: they can."""
     if served.rounds < FEWEST_ROUNDS:
         return f"{served.rounds:,.0f} rounds, at least {FEWEST_ROUNDS} are needed"
-    K, deepest = promise.draft_tokens, len(served.accepted_at)
+    K, deepest = expected.draft_tokens, len(served.accepted_at)
+    if deepest > K:
+        return f"it drafts {deepest} positions, the holdout was scored at K = {K}"
     each = None if served.drafted is None else served.drafted / served.rounds
-    unlike = (
-        served.booking == "unclipped" and not promise.tree and each is not None and abs(each - K) > _DEPTH_SLACK * K
-    )
-    if deepest > K or unlike:
-        drafts = f"{deepest} positions" if deepest > K else f"{each:.2f} tokens a round"
-        return f"it drafts {drafts}, the promise is of K = {K}"
+    if served.convention == "unclipped" and not expected.tree and each is not None and abs(each - K) > _DEPTH_SLACK * K:
+        return f"it drafts {each:.2f} tokens a round, the holdout was scored at K = {K}"
     if not (math.isfinite(difference.low) and math.isfinite(difference.high)):
-        return "the promise has no interval: fewer than 2 conversation clusters"
+        return "the holdout has fewer than 2 conversation clusters: no interval"
     return ""
 
 
 def _standard_error(estimate: Estimate, confidence: float) -> float:
-    """Of an interval taken as a normal one; NaN without."""
-    return (estimate.high - estimate.low) / (2 * _normal(confidence))
+    """Standard error of an interval taken as a normal one; NaN without."""
+    return (estimate.high - estimate.low) / (2 * _normal_quantile(confidence))
 
 
-def _estimate(value: float, error: float, confidence: float) -> Estimate:
-    reach = _normal(confidence) * error
+def _normal_estimate(value: float, error: float, confidence: float) -> Estimate:
+    reach = _normal_quantile(confidence) * error
     return Estimate(value, value - reach, value + reach)
 
 
-def _normal(confidence: float) -> float:
+def _normal_quantile(confidence: float) -> float:
     return NormalDist().inv_cdf((1 + confidence) / 2)
-
-
-def _said(estimate: Estimate, sign: str = "") -> str:
-    if math.isnan(estimate.value):
-        return "n/a"
-    return f"{estimate.value:{sign}.2f} [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"

@@ -57,7 +57,7 @@ class Times(Protocol):
         """Seconds of a round without a draft."""
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Where the times hold and come from, in words."""
 
     def cost(self, config: DraftConfig) -> RoundCost:
@@ -151,7 +151,7 @@ class DomainRow:
     """Expected, were all traffic like this domain's."""
     goodput: Estimate = _UNKNOWN
     """Tokens a second at the load; NaN where none is stated."""
-    losing: BreakEvenPoint | None = None
+    break_even: BreakEvenPoint | None = None
     """Up to which batch size drafting pays in this domain."""
     taus: tuple[tuple[str, Estimate], ...] = ()
     """tau under every rule that was scored, the deciding one among them, by the rule's label."""
@@ -164,7 +164,7 @@ class DomainRow:
         known |= {"draft_tokens": self.config.levels, "tree": self.config.tree, "baseline": self.baseline}
         for name in ("tau", "acceptance", "speedup", "goodput"):
             known[name] = finite(getattr(self, name)._asdict())
-        known["loses_above"] = None if self.losing is None else self.losing.above
+        known["loses_above"] = None if self.break_even is None else self.break_even.above
         known["taus"] = {rule: finite(tau._asdict()) for rule, tau in self.taus}
         known["batches"] = [one.record() for one in self.batches]
         return known | {"alphas": [finite(alpha._asdict()) for alpha in self.alphas]}
@@ -301,7 +301,7 @@ def domain_rows(
                     speedup=speedup,
                     goodput=speedup.scaled(math.nan if loaded is None else loaded.plain_goodput),
                     taus=_taus(where(all_rules, domain=domain, setting=setting), settings),
-                    losing=None if loaded is None else loaded.losing(row.config, pooled.value, share),
+                    break_even=None if loaded is None else loaded.break_even(row.config, pooled.value, share),
                     batches=_batches(where(configs, domain=domain, setting=setting), row.baseline, loaded, settings),
                 )
             )

@@ -44,7 +44,7 @@ class BreakEvenPoint(NamedTuple):
     """The largest batch size at which times hold."""
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         """As tables show it."""
         return f"> {self.largest}?" if self.above is None else str(self.above)
 
@@ -77,10 +77,10 @@ class LoadTimes:
         return self.fit.round(config, self.load.main, self.load.context_tokens)
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """The load and where its times come from, in words."""
         return (
-            f"load: {self.load.said}; times of {self.fit.place}, fitted to {self.fit.error:.0%} (plain rounds: "
+            f"load: {self.load.description}; times of {self.fit.place}, fitted to {self.fit.error:.0%} (plain rounds: "
             f"{self.fit.rounds[PLAIN_WAY].left_out_error:.0%}); draft and verify ms at batch {self.load.main}"
         )
 
@@ -123,7 +123,7 @@ class LoadTimes:
         """Over the whole load, by shares of time."""
         return sum(share * self.plain_goodput_at(size) for size, share in self.load.shares.items())
 
-    def losing(self, config: DraftConfig, tau: float, drafted_share: float = 1.0) -> BreakEvenPoint:
+    def break_even(self, config: DraftConfig, tau: float, drafted_share: float = 1.0) -> BreakEvenPoint:
         """The batch size above which drafting so loses, looked for at every one at which times hold."""
         least, largest = min(self.fit.batch_sizes), max(self.fit.batch_sizes)
         pays = (size for size in range(largest, least - 1, -1) if self._pays(size, config, tau, drafted_share))
@@ -198,7 +198,7 @@ class LoadFigures:
     engine_tau: Estimate
     """Tokens a round as the engine's own counters will show them."""
     break_even_alpha: float
-    losing: BreakEvenPoint | None
+    break_even: BreakEvenPoint | None
     """None where tau is not known."""
     memory: Memory
     batches: tuple[BatchFigures, ...]
@@ -208,8 +208,8 @@ class LoadFigures:
         known = {"load": self.load, "hardware": self.hardware, "fit_error": self.fit_error}
         known |= {"goodput": finite(self.goodput._asdict()), "engine_tau": finite(self.engine_tau._asdict())}
         known |= finite({"plain_goodput": self.plain_goodput, "break_even_alpha": self.break_even_alpha})
-        if self.losing is not None:
-            known |= {"loses_above": self.losing.above, "largest_batch": self.losing.largest}
+        if self.break_even is not None:
+            known |= {"loses_above": self.break_even.above, "largest_batch": self.break_even.largest}
         known |= {"draft_bytes": self.memory.weights, "draft_cache_bytes": self.memory.caches}
         return known | {"batches": [one.record() for one in self.batches]}
 
@@ -219,8 +219,8 @@ class LoadFigures:
         flat |= {"plain_goodput": self.plain_goodput, "engine_tau": self.engine_tau.value}
         flat |= {"break_even_alpha": self.break_even_alpha, "draft_mb": self.memory.weights / 1e6}
         flat |= {"draft_cache_mb": self.memory.caches / 1e6}
-        if self.losing is not None and self.losing.above is not None:
-            flat["loses_above"] = float(self.losing.above)
+        if self.break_even is not None and self.break_even.above is not None:
+            flat["loses_above"] = float(self.break_even.above)
         for one in self.batches:
             flat[f"speedup_batch_{one.batch_size}"] = one.speedup.value
             flat[f"draft_tokens_batch_{one.batch_size}"] = float(one.config.levels)
@@ -234,14 +234,16 @@ def load_figures(
     mine = next(one for one in candidates if one.config == config)
     gain = times.gain(config, mine.drafted_share)
     return LoadFigures(
-        load=times.load.said,
+        load=times.load.description,
         hardware=times.fit.place,
         fit_error=times.fit.error,
         goodput=gain.estimate(mine.tau).scaled(times.plain_goodput),
         plain_goodput=times.plain_goodput,
         engine_tau=engine_tau,
         break_even_alpha=_alpha(gain.break_even_tau, config),
-        losing=times.losing(config, mine.tau.value, mine.drafted_share) if math.isfinite(mine.tau.value) else None,
+        break_even=times.break_even(config, mine.tau.value, mine.drafted_share)
+        if math.isfinite(mine.tau.value)
+        else None,
         memory=times.memory,
         batches=batch_figures(times, candidates, tie_share),
     )

@@ -70,7 +70,7 @@ class LoadSettings(BaseModel):
         return max(self.batch_sizes, key=lambda size: (self.batch_sizes[size], size))
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """The load in words."""
         sizes = ", ".join(f"{size} ({share:.0%})" for size, share in self.shares.items() if share)
         return f"{self.engine}, batch {sizes}, context {self.context_tokens:,}, answers of {self.answer_tokens:,}"

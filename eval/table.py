@@ -1,9 +1,9 @@
 """The final tables that a person reads. Records in, text out: colours and boxes on a terminal, else plain columns."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +31,31 @@ _WAITS = (
 )
 NUMERIC = frozenset([*_SCORES, *_SKIPS, *_LOADS, *_SPEEDS, *_WAITS, "equal"])
 UNKNOWN = "n/a"
+
+
+def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """A figure as text, such as "1.06x"; "n/a" where it is not known, "never" where it is infinite."""
+    if value is None or math.isnan(value):
+        return UNKNOWN
+    return "never" if math.isinf(value) else f"{value:,.{digits}f}{unit}"
+
+
+def interval(
+    estimate: Estimate | Mapping[str, Any] | None, unit: str = "", digits: int = 2, sign: Literal["", "+"] = ""
+) -> str:
+    """An estimate, or its record, as text: "2.06 [1.95, 2.17]"; without an interval "2.06"; unknown: "n/a"."""
+    known = estimate._asdict() if isinstance(estimate, Estimate) else estimate or {}
+    value, low, high = (known.get(name) for name in ("value", "low", "high"))
+    if value is None or math.isnan(value):
+        return UNKNOWN
+    if low is None or high is None or math.isnan(low) or math.isnan(high):
+        return f"{value:{sign},.{digits}f}{unit}"
+    return f"{value:{sign},.{digits}f}{unit} [{low:{sign},.{digits}f}, {high:{sign},.{digits}f}]"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as text in milliseconds."""
+    return number(None if seconds is None else seconds * 1e3, 1)
 
 
 def show_leaderboard(
@@ -117,7 +142,7 @@ def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
                 milliseconds(row.verify_seconds),
                 interval(row.speedup, "x"),
                 number(row.perplexity),
-                _standing(row),
+                _remark(row),
             ]
         )
     if all(math.isnan(row.perplexity) for row in rows):
@@ -133,9 +158,9 @@ def _load_cells(row: Row | None) -> list[str]:
         return ["goodput", "break-even tau", "loses above", "draft MB", "cache MB"]
     if row.load is None:  # plain decoding
         return ["-"] * 5
-    memory = (megabytes(row.load.memory.weights), megabytes(row.load.memory.caches))
-    above = UNKNOWN if row.load.losing is None else row.load.losing.said
-    return [rate(row.load.goodput), number(row.break_even_tau), above, *memory]
+    memory = [f"{size / 1e6:.1f}" for size in row.load.memory]
+    above = UNKNOWN if row.load.break_even is None else row.load.break_even.label
+    return [interval(row.load.goodput, digits=0), number(row.break_even_tau), above, *memory]
 
 
 def batch_cells(load: LoadFigures) -> list[list[str]]:
@@ -144,7 +169,12 @@ def batch_cells(load: LoadFigures) -> list[list[str]]:
     cells = [[*header, "break-even alpha"]]
     for one in load.batches:
         share = f"{one.share:.0%}" if one.share else "-"
-        gains = (interval(one.tau), interval(one.speedup, "x"), rate(one.goodput), f"{one.plain_goodput:.0f}")
+        gains = (
+            interval(one.tau),
+            interval(one.speedup, "x"),
+            interval(one.goodput, digits=0),
+            number(one.plain_goodput, 0),
+        )
         even = (number(one.break_even_tau), number(one.break_even_alpha))
         cells.append([str(one.batch_size), share, one.config.label, *gains, *even])
     return cells
@@ -152,12 +182,16 @@ def batch_cells(load: LoadFigures) -> list[list[str]]:
 
 def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
     """Header and rows as text."""
-    loaded = any(row.losing is not None for row in rows)
+    loaded = any(row.break_even is not None for row in rows)
     header = ["domain", "sampling", "rule", "draft", "step", "K", "tau", "alpha", "conversations", "expected speed-up"]
     ruled = any(len(row.taus) > 1 for row in rows)
     cells = [[*header, *(["goodput", "loses above"] if loaded else []), *(["tau by rule"] if ruled else [])]]
     for row in rows:
-        load = [rate(row.goodput), UNKNOWN if row.losing is None else row.losing.said] if loaded else []
+        load = (
+            [interval(row.goodput, digits=0), UNKNOWN if row.break_even is None else row.break_even.label]
+            if loaded
+            else []
+        )
         cells.append(
             [
                 row.domain,
@@ -190,15 +224,6 @@ def plain_text(cells: Sequence[Sequence[str]], numeric: Collection[str] = NUMERI
     return "\n".join(lines)
 
 
-def interval(estimate: Estimate, unit: str = "") -> str:
-    """Such as "2.06 [1.95, 2.17]"; without an interval "2.06"; unknown: "n/a"."""
-    if math.isnan(estimate.value):
-        return UNKNOWN
-    if math.isnan(estimate.low) or math.isnan(estimate.high):
-        return f"{estimate.value:.2f}{unit}"
-    return f"{estimate.value:.2f}{unit} [{estimate.low:.2f}, {estimate.high:.2f}]"
-
-
 def positions(alphas: Sequence[Estimate]) -> str:
     """Conditional acceptance of positions 1, 2, ..., such as "0.71 0.62 0.55"."""
     if not alphas:
@@ -206,36 +231,12 @@ def positions(alphas: Sequence[Estimate]) -> str:
     return " ".join(UNKNOWN if math.isnan(alpha.value) else f"{alpha.value:.2f}" for alpha in alphas)
 
 
-def _standing(row: Row) -> str:
-    """What became of it."""
+def _remark(row: Row) -> str:
+    """Remark on a draft: what became of it, and the target it was made for where that is another one."""
     dropped = f"dropped at {row.scored_share:.0%}" if row.dropped else ""
     what = dropped or ("<- chosen" if row.chosen else "baseline" if row.baseline else "")
     other = f"made for target {row.trained_for}" if row.trained_for else ""
     return ", ".join(filter(None, (what, other)))
-
-
-def rate(estimate: Estimate) -> str:
-    """Tokens a second, such as "812 [790, 833]"."""
-    if math.isnan(estimate.value):
-        return UNKNOWN
-    if math.isnan(estimate.low) or math.isnan(estimate.high):
-        return f"{estimate.value:.0f}"
-    return f"{estimate.value:.0f} [{estimate.low:.0f}, {estimate.high:.0f}]"
-
-
-def megabytes(count: float) -> str:
-    """Bytes as millions of them."""
-    return f"{count / 1e6:.1f}"
-
-
-def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds."""
-    return UNKNOWN if math.isnan(seconds) else f"{seconds * 1e3:.1f}"
-
-
-def number(value: float) -> str:
-    """Two decimals; "n/a" where it is not known, "never" where it is infinite."""
-    return UNKNOWN if math.isnan(value) else "never" if math.isinf(value) else f"{value:.2f}"
 
 
 def show_cells(

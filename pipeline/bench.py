@@ -23,7 +23,6 @@ from .. import __version__, fingerprint, storage
 from ..data.conversation import render
 from ..data.prompts import asked_of, read_prompts
 from ..errors import DraftforgeError, InputError, OwnershipError, one_line
-from ..eval.bench.plot import picture
 from ..eval.bench.run import (
     PLAIN,
     BenchEntry,
@@ -36,11 +35,13 @@ from ..eval.bench.run import (
     Setting,
     run_all,
 )
-from ..eval.bench.table import bench_rows, show_bench, words
+from ..eval.bench.table import bench_rows, show_bench
 from ..eval.costs import hardware_name
 from ..eval.draft_configs import DraftConfig, ProposerSpec
 from ..eval.figures import Bootstrap
+from ..eval.report.charts import bench_svg
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
+from ..eval.summary import bench_summary
 from ..progress import say, track
 from ..recipe import Recipe
 from ..registry.lineage import git_commit
@@ -385,10 +386,10 @@ def measure(
     if all(record.setting.plain for record in records):
         raise _nothing_runs(failures)
     rows = bench_rows(records, prompts, bootstrap, sampling_of(settings).greedy)
-    said = words(rows, settings.repeats, target.dtype != torch.float32)
+    said = bench_summary(rows, settings.repeats, target.dtype != torch.float32)
     report = Report(surroundings=about, rows=rows, failures=failures, words=said)
     storage.write_json(folder / REPORT_FILE, report.model_dump(mode="json"))
-    storage.write_bytes(folder / PICTURE_FILE, picture(rows).encode())
+    storage.write_bytes(folder / PICTURE_FILE, bench_svg(rows).encode())
     storage.write_bytes(folder / WORDS_FILE, "".join(f"{line}\n" for line in said).encode())
     return report
 

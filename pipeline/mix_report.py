@@ -1,19 +1,20 @@
-"""`inspect-mix`: the mix beside the log that it comes from, as tables, and as pictures where they are asked for."""
+"""`inspect-mix`: the mix beside the log that it comes from, as tables, and as charts where they are asked for."""
 
-import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from .. import storage
+from .. import __version__, storage
 from ..data.conversation import SPLITS
 from ..data.profile import DISTINCT, JOINT, LOG, MIX, QUANTILES, SIDES, Profile, Shares, profile
 from ..data.stratify import DAY, NONE
 from ..errors import DraftforgeError, InputError
+from ..eval.report import svg
+from ..eval.report.charts import HEIGHT, bar_chart, curves
+from ..eval.report.page import render
 from ..eval.table import UNKNOWN, show_cells
 from ..progress import say
 from ..recipe import Recipe
@@ -22,16 +23,10 @@ from ..specdec.targets import context_length
 from .stages import Stages, mix_stage
 from .workspace import Workspace
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_MOST_BARS = 14
-_COLOURS = {LOG: "#59636e", MIX: "#3b78b8", SPLITS[2]: "#d9822b"}
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#1f2328}
-table{border-collapse:collapse;margin:.4rem 0}
-td,th{padding:.15rem .7rem;border-bottom:1px solid #d0d7de;text-align:right}
-td:first-child,th:first-child{text-align:left}caption{text-align:left;font-weight:600;padding:.8rem 0 .2rem}
-p.note{color:#59636e;margin:.1rem 0 1.2rem;white-space:pre-line}figure{margin:1rem 0}svg{max-width:100%;height:auto}"""
+_MOST_BARS, _MOST_DAYS, _CURVE_POINTS = 14, 8, 200
+_COLOURS = {LOG: "s-base", MIX: "s0", SPLITS[2]: "s1"}
+_SHARES_CAPTION = "Shares of the log's most frequent labels."
+_LENGTHS_CAPTION = "Share of the records that are at most so long."
 
 
 Cells = list[list[str]]
@@ -45,7 +40,7 @@ class Table(NamedTuple):
     note: str
 
 
-def check_place(out: Path) -> None:
+def check_out(out: Path) -> None:
     """Raise InputError unless `out` is a page to write or a folder to make."""
     if out.suffix == ".html":
         if out.is_dir():
@@ -55,109 +50,99 @@ def check_place(out: Path) -> None:
 
 
 def write_page(out: Path, name: str, tables: Sequence[Table], found: Profile) -> None:
-    """One HTML file with pictures and tables."""
-    title = f"The mix of {escape(name)}"
-    parts = [f"<h1>{title}</h1>"]
-    parts += [f"<figure>{_svg(figure)}</figure>" for _, figure in pictures(found)]
-    parts += [_html(table) for table in tables]
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    """One HTML file, in the look of a run's report: a section a table, its chart above it."""
+    charts = mix_charts(found)
+    sections: dict[str, str] = {}
+    by_section: dict[str, list[Table]] = {}
+    for table in tables:
+        anchor = table.title.lower().replace(" ", "-")
+        sections[anchor] = table.title
+        by_section[anchor] = [table]
+    drawn = {anchor: charts.get(anchor.removeprefix("by-")) for anchor in sections}
+    captions = {anchor: _LENGTHS_CAPTION if anchor == "lengths" else _SHARES_CAPTION for anchor in sections}
+    page = render(
+        "mix.html.jinja",
+        name=name,
+        version=__version__,
+        sections=list(sections.items()),
+        charts=drawn,
+        captions=captions,
+        tables=by_section,
     )
     storage.write_bytes(out, page.encode())
 
 
-def write_pictures(out: Path, found: Profile) -> None:
-    """A folder of pictures, each as PNG and SVG."""
+def write_charts(out: Path, found: Profile) -> None:
+    """A folder of charts, each an SVG file that needs no page."""
     with storage.new_folder(out) as folder:
-        for name, figure in pictures(found):
-            figure.savefig(folder / f"{name}.png", dpi=150)
-            (folder / f"{name}.svg").write_text(_svg(figure))
+        for name, chart in mix_charts(found).items():
+            title = "Tokens, at most" if name == "lengths" else f"By {name}"
+            (folder / f"{name}.svg").write_text(svg.sheet([(title, chart)]))
 
 
-def pictures(found: Profile) -> Iterator[tuple[str, "Figure"]]:
-    """Name and picture: shares of each label, days, lengths."""
+def mix_charts(found: Profile) -> dict[str, svg.Chart]:
+    """Charts by name: shares of each label, days, lengths."""
+    charts = {}
     for one in found.shares:
         if one.key == DAY and len(one.labels) > 1:
-            yield "days", _days(one)
+            charts[one.key] = _day_chart(one)
         elif one.key not in (DAY, JOINT):
-            yield one.key, _bars(one)
-    yield "lengths", _lengths_figure(found)
+            charts[one.key] = _share_chart(one)
+    charts["lengths"] = _length_chart(found)
+    return charts
 
 
-def _figure(width: float, height: float, panels: int = 1) -> tuple["Figure", list[Any]]:
-    from matplotlib.figure import Figure
+def _sides(one: Shares, shown: Sequence[int]) -> dict[str, tuple[str, list[float]]]:
+    """Colour and shares of the labels `shown`, by side."""
+    sides = {}
+    for side, colour in _COLOURS.items():
+        shares = one.counts[side] / max(1, one.counts[side].sum())
+        sides[side] = (colour, [float(shares[i]) for i in shown])
+    return sides
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = list(np.atleast_1d(figure.subplots(1, panels)))
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
-
-def _bars(one: Shares) -> "Figure":
-    """Shares of the most frequent labels of the log, side by side."""
+def _share_chart(one: Shares) -> svg.Chart:
+    """Shares of the log's most frequent labels, the sides beside each other."""
     sizes = one.counts[LOG]
     shown = sorted(sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))[:_MOST_BARS])
-    figure, (ax,) = _figure(7, 1.4 + 0.42 * len(shown))
-    places, height = np.arange(len(shown)), 0.8 / len(_COLOURS)
-    for turn, (side, colour) in enumerate(_COLOURS.items()):
-        share = one.counts[side][shown] / max(1, one.counts[side].sum())
-        ax.barh(places + (turn - 1) * height, share, height, color=colour, label=side)
-    ax.set_yticks(places, [one.labels[i] for i in shown])
-    ax.invert_yaxis()
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    left = len(sizes) - len(shown)
-    ax.set_title(f"By {one.key}" + (f" ({left} rarer ones not shown)" if left else ""), loc="left")
-    ax.legend(frameon=False)
-    return figure
+    labels = [one.labels[i] for i in shown]
+    rarer = f"; {len(sizes) - len(shown)} rarer labels are not shown" if len(sizes) > len(shown) else ""
+    described = f"Shares of each {one.key} in the log, the mix and the holdout{rarer}."
+    return bar_chart(f"shares-{one.key}", described, labels, _sides(one, shown))
 
 
-def _days(one: Shares) -> "Figure":
+def _day_chart(one: Shares) -> svg.Chart:
     """Shares of each day."""
-    figure, (ax,) = _figure(9, 3)
-    for side, colour in _COLOURS.items():
-        share = one.counts[side] / max(1, one.counts[side].sum())
-        ax.plot(one.labels, share, color=colour, label=side, marker="." if len(one.labels) < 60 else None)
-    ax.set_xticks(np.unique(np.linspace(0, len(one.labels) - 1, min(8, len(one.labels))).astype(int)))
-    ax.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
-    ax.set_title("By day", loc="left")
-    ax.legend(frameon=False)
-    return figure
+    sides = _sides(one, range(len(one.labels)))
+    highest = max(share for _, shares in sides.values() for share in shares)
+    x_axis = svg.category_axis(one.labels, "day", _MOST_DAYS)
+    frame = svg.Frame(x_axis, svg.percent_axis("share", 1.06 * highest or 1.0), HEIGHT)
+    lines = {
+        side: (colour, [(place + 1.0, share) for place, share in enumerate(shares)])
+        for side, (colour, shares) in sides.items()
+    }
+    return curves("days", "Share of each day in the log, the mix and the holdout.", frame, lines)
 
 
-def _lengths_figure(found: Profile) -> "Figure":
-    """How many records are at most so long."""
-    known = {name: sides for name, sides in found.tokens.items() if len(sides[LOG])}
-    figure, axes = _figure(4.5 * len(known), 3, len(known))
-    for ax, (name, sides) in zip(axes, known.items()):
-        for side, values in sides.items():
-            if len(values):
-                ax.ecdf(np.maximum(values, 1), color=_COLOURS[side], label=f"{side} ({len(values):,})")
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        ax.set_title(f"Tokens of the {name}, at most", loc="left")
-        ax.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
-        ax.legend(frameon=False)
-    return figure
-
-
-def _svg(figure: "Figure") -> str:
-    import matplotlib
-
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "draftforge", "svg.fonttype": "none"}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    whole = text.getvalue()
-    return whole[whole.index("<svg") :]
-
-
-def _html(table: Table) -> str:
-    title, (header, *rows), note = table
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    caption = f"<caption>{escape(title)}</caption>"
-    return f'<table>{caption}<tr>{head}</tr>{body}</table><p class="note">{escape(note)}</p>'
+def _length_chart(found: Profile) -> svg.Chart:
+    """Share of prompts and answers that are at most so long, on a logarithmic axis; answers are dashed."""
+    known = {
+        (name, side): np.log2(np.maximum(values, 1))
+        for name, sides in found.tokens.items()
+        for side, values in sides.items()
+        if len(values)
+    }
+    highest = math.ceil(max((values.max() for values in known.values()), default=1.0)) or 1
+    step = math.ceil(highest / 10)
+    ticks = [(float(power), f"{2**power:,}") for power in range(0, highest + 1, step)]
+    frame = svg.Frame(svg.Axis(0, highest, ticks, "tokens"), svg.percent_axis("at most so long"), HEIGHT)
+    lines = {}
+    for (name, side), values in known.items():
+        shares = np.linspace(0, 1, min(len(values), _CURVE_POINTS) + 1)[1:]
+        points = [(float(x), float(y)) for x, y in zip(np.quantile(values, shares, method="inverted_cdf"), shares)]
+        dashed = " dash1" if name == "answer" else ""
+        lines[f"{name}, {side} ({len(values):,})"] = (_COLOURS[side] + dashed, points)
+    return curves("lengths", "Cumulative shares of prompt and answer lengths in tokens.", frame, lines)
 
 
 _MOST_ROWS = 12
@@ -172,7 +157,7 @@ _NOT_TIMED = {"untimed": "without times", "zero_length": "of no length", "skewed
 def inspect_mix(recipe: Recipe, out: Path | None) -> None:
     """Show the recipe's mix, which is made where it is missing; write a page or pictures to `out`."""
     if out is not None:
-        check_place(out)
+        check_out(out)
     space = Workspace(recipe)
     with space.alone():
         folder = mix_stage(Stages(space)).folder
@@ -190,7 +175,7 @@ def _show_mix(recipe: Recipe, folder: Path, out: Path | None) -> None:
     if out.suffix == ".html":
         write_page(out, recipe.name, tables, found)
     else:
-        write_pictures(out, found)
+        write_charts(out, found)
     say(f"{out}: written")
 
 

@@ -29,9 +29,10 @@ from ..errors import (
     RegistryError,
     ServedError,
 )
-from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptance, compare, parse, promise_of
+from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptance, compare, expected_acceptance, parse
 from ..eval.figures import Estimate
 from ..eval.leaderboard import serving
+from ..eval.summary import describe_mismatch
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.artifacts import download
@@ -112,9 +113,9 @@ def served_families(counters: Counters | None, mismatch: AcceptanceMismatch | No
     yield from _known("served_tau", "Tokens a round, as the engine counts them.", labels, counters.tau)
     if mismatch is None:
         return
-    yield from _estimate("promised_tau", "Holdout tau in the engine's counting.", labels, mismatch.promised)
+    yield from _estimate("promised_tau", "Holdout tau in the engine's counting.", labels, mismatch.expected)
     yield from _estimate("served_difference", "Served minus promised tau.", labels, mismatch.difference, value=False)
-    differs = None if mismatch.parts is None else float(mismatch.parts)
+    differs = None if mismatch.mismatch is None else float(mismatch.mismatch)
     yield from _known(
         "acceptance_mismatch", "1: served tau is not the expected one; absent: not known.", labels, differs
     )
@@ -331,7 +332,7 @@ class ChampionCollector(Collector):
             settings = self._space.recipe.score
             table = kept_counts(self._space.tracking, version)
             known = table is not None and len(table) > 0
-            promise = promise_of(serving(table, settings), settings.bootstrap) if known else None
+            promise = expected_acceptance(serving(table, settings), settings.bootstrap) if known else None
             self._promises = {version.reference: promise}
         promise = self._promises[version.reference]
         if promise is None:
@@ -421,9 +422,10 @@ def _judge(mismatch: AcceptanceMismatch | None, options: MetricsOptions) -> None
     if mismatch is None:
         say("served: the champion has no counts of a promotion; nothing to compare with")
         return
-    say(f"{'WARNING: ' if mismatch.parts else ''}served: {mismatch.why}")
-    if mismatch.parts and options.fail_on_mismatch:
-        raise AcceptanceMismatchError(f"served: {mismatch.why}")
+    line = f"served: {describe_mismatch(mismatch, options.margin)}"
+    say(f"{'WARNING: ' if mismatch.mismatch else ''}{line}")
+    if mismatch.mismatch and options.fail_on_mismatch:
+        raise AcceptanceMismatchError(line)
 
 
 def look_at(sources: Sequence[str]) -> Counters:

@@ -332,7 +332,7 @@ def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> dict
     (baseline,) = leaderboard([lookup], {(LOOKUP, 0): costs}, settings, [LOOKUP])
     drafts = [candidate] if rival is None else [candidate, rival]
     rows = [baseline, *(draft.row for draft in drafts)]
-    show_leaderboard([plain_row(costs), *rows], settings.confidence, "On the holdout", costs.said)
+    show_leaderboard([plain_row(costs), *rows], settings.confidence, "On the holdout", costs.description)
     tables = [lookup, *(draft.table for draft in drafts)]
     times = {(LOOKUP, 0): costs, **{(draft.row.draft, draft.row.step): draft.times for draft in drafts}}
     domains = domain_rows(tables, rows, settings, times)

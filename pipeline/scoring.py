@@ -12,7 +12,6 @@ from .. import fingerprint, storage
 from ..data.store import Capture, Sample
 from ..errors import InputError, MissingFileError
 from ..eval import counts
-from ..eval.advice import advice
 from ..eval.cost_measurement import Grid, cached_fit, measure_fit, most_context
 from ..eval.cost_model import CostFit, fit_for, write_fits
 from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
@@ -33,6 +32,7 @@ from ..eval.report.page import score_record
 from ..eval.score import Identity, measured_tree, perplexity, score_draft, stratified_conversations
 from ..eval.serving_load import LoadTimes
 from ..eval.settings import SELECTION_SPLIT, LoadSettings, ScoreSettings
+from ..eval.summary import serving_advice
 from ..eval.table import show_domains, show_leaderboard, show_load
 from ..eval.target_pass_cache import TargetPassCache
 from ..progress import say
@@ -305,7 +305,7 @@ def _score(stages: Stages, folders: dict[Checkpoint, Path], drafts: dict[str, st
         for row in leaderboard(tables, board.times, settings, [LOOKUP], perplexities, shares, plans)
     ]
     domains = domain_rows(tables, rows, settings, board.times)
-    said = advice(rows, domains, settings)
+    said = serving_advice(rows, domains, settings)
     target = space.target_fingerprint
     scored = Scored(stage, target, table, board.times, rows, domains, said, folders, board.trees)
     fits = {times.fit.key.digest: times.fit for times in board.times.values() if isinstance(times, LoadTimes)}
@@ -329,10 +329,12 @@ def _show(scored: Scored, settings: ScoreSettings, plans: Sequence[Row]) -> None
     chosen = scored.chosen
     times = scored.times[chosen.draft, chosen.step]
     rows = [plain_row(times), *scored.rows]
-    show_leaderboard(rows, settings.confidence, "Drafts by expected serving speed", times.said)
+    show_leaderboard(rows, settings.confidence, "Drafts by expected serving speed", times.description)
     if len(plans) > 1:
         every = "K and tree" if settings.trees else "K"
-        show_leaderboard(plans, settings.confidence, f"{chosen.draft} step {chosen.step} at every {every}", times.said)
+        show_leaderboard(
+            plans, settings.confidence, f"{chosen.draft} step {chosen.step} at every {every}", times.description
+        )
     show_load(chosen, f"{chosen.draft} step {chosen.step} at each batch size")
     compared = {(row.draft, row.step) for row in scored.rows if row.baseline or row is chosen}
     shown = [row for row in scored.domains if (row.draft, row.step) in compared]

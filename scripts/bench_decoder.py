@@ -70,7 +70,7 @@ def at_context(
     """Milliseconds of a plain token and of each way's round, by turns, after a prompt of `context` tokens."""
     text = [token for prompt in prompts for token in prompt.ids]
     text *= -(-context // len(text))
-    seconds: dict[str, list[float]] = {way.setting.way: [] for way in ways}  # means, one a repeat
+    seconds: dict[str, list[float]] = {way.setting.label: [] for way in ways}  # means, one a repeat
     counts: Counter[str] = Counter()
     for repeat in range(repeats + 1):
         for way in ways:
@@ -79,9 +79,9 @@ def at_context(
             found = run_once(BenchRun(target, [prompt], tokens, GREEDY, frozenset()), way, 1, repeat, _UNKNOWN)
             if repeat:  # the first turn warms up
                 timed = Timeline(found.answers, found.seconds).round_seconds()
-                seconds[way.setting.way].append(mean(timed))
-                counts[way.setting.way] += len(timed)
-    plain = seconds[ways[0].setting.way]
+                seconds[way.setting.label].append(mean(timed))
+                counts[way.setting.label] += len(timed)
+    plain = seconds[ways[0].setting.label]
     return {
         name: {
             "milliseconds": 1e3 * median(found),
@@ -96,10 +96,10 @@ def by_domain(rows: Sequence[BenchRow], steps: dict[str, Any]) -> list[dict[str,
     """tau at batch 1, and the speed-up that it makes of the times at one context length; beside it the measured one."""
     return [
         {
-            "draft": row.setting.way,
+            "draft": row.setting.label,
             "domain": row.domain,
             "tau": row.tau.value,
-            "tau_over_cost": row.tau.value / steps[row.setting.way]["over_plain"],
+            "tau_over_cost": row.tau.value / steps[row.setting.label]["over_plain"],
             "speedup": row.speedup.value,
             "decoding_speedup": row.decoding_speedup.value,
         }
@@ -168,13 +168,13 @@ def replays(
         proposer, start, tokens = None if way.make is None else way.make(), 0.0, 0
         if proposer is None or not proposer.replayable:
             continue
-        for turn, pack in enumerate([packs[0], *track(packs, f"replay {way.setting.way}", unit="passes")]):
+        for turn, pack in enumerate([packs[0], *track(packs, f"replay {way.setting.label}", unit="passes")]):
             some = [answers[index] for index in pack]
             traced = trace_target(target, some, GREEDY, proposer.aux_layers, proposer.reads_states)
             replay(proposer, traced, ["greedy"], [way.setting.levels])
             said = sum(len(one.answer_ids) for one in some)
             start, tokens = (time.perf_counter(), 0) if turn == 0 else (start, tokens + said)
-        rates[way.setting.way] = tokens / (time.perf_counter() - start)
+        rates[way.setting.label] = tokens / (time.perf_counter() - start)
     return rates
 
 
@@ -270,8 +270,8 @@ def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
     kept = asked.out.with_suffix(".runs")
     claim(kept, bench_fingerprint(about, settings, prompts, finder.methods), asked.fresh)
     report = measure(target, settings, prompts, finder, about, kept, Bootstrap())
-    ran = {row.setting.way for row in report.rows}
-    ways = [way for method in finder.methods for way in method.ways if way.setting.way in ran]
+    ran = {row.setting.label for row in report.rows}
+    ways = [way for method in finder.methods for way in method.ways if way.setting.label in ran]
     steps = at_context(target, ways, prompts, asked.context, asked.rounds, asked.repeats)
     found = {
         "surroundings": about.model_dump(mode="json"),
@@ -296,7 +296,7 @@ def show(found: dict[str, Any]) -> None:
     _show("By domain, batch 1", ["draft", "domain", "tau", "tau x plain / round", "speed-up", "decoding"], domains)
     whole = [row for row in report.rows if row.domain == EVERY]
     rates = [
-        [row.setting.way, str(row.setting.batch_size), f"{row.tokens_per_second.value:,.1f}", _token_ms(row)]
+        [row.setting.label, str(row.setting.batch_size), f"{row.tokens_per_second.value:,.1f}", _token_ms(row)]
         for row in whole
     ]
     _show("Ours", ["draft", "batch", "tokens/s", "ms a token"], rates)
@@ -305,7 +305,7 @@ def show(found: dict[str, Any]) -> None:
         for name, one in found["transformers"].items()
     ]
     _show("Beside transformers, batch 1", ["", "theirs, tokens/s", "ours", ""], theirs)
-    decoded = {(row.setting.way, row.setting.batch_size): row.tokens_per_second.value for row in whole}
+    decoded = {(row.setting.label, row.setting.batch_size): row.tokens_per_second.value for row in whole}
     sizes = sorted({row.setting.batch_size for row in whole})
     replayed = [
         [name, f"{rate:,.0f}", *(f"{rate / decoded[name, size]:.1f}x" for size in sizes)]

@@ -78,7 +78,7 @@ class Setting(_Record):
         return not self.levels
 
     @property
-    def way(self) -> str:
+    def label(self) -> str:
         """The method and what it drafts, as sentences name it."""
         return self.method if self.plain else f"{self.method} {self.config}"
 
@@ -361,7 +361,7 @@ def run_once(
         for index, generation in finished:
             if index >= len(first):
                 done[index - len(first)] = generation
-                advance(note=f"{way.setting.way}, batch {batch_size}")
+                advance(note=f"{way.setting.label}, batch {batch_size}")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = min(one.begun for one in done.values())

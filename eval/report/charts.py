@@ -1,4 +1,4 @@
-"""The figures of a report, from records. Each comes with its legend; the numbers stand in a table beside it.
+"""The charts of the run report, the mix page and a benchmark, from records. Each comes with its legend.
 
 A record whose number is unknown (null) draws nothing; its table says so.
 """
@@ -9,69 +9,27 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from ..counts import largest_prompt
-from ..table import UNKNOWN
+from ..bench.run import EVERY, BenchRow
+from ..summary import bench_speedup, bucket_label, config_label, draft_label
+from ..table import interval, milliseconds
 from . import svg
-from .svg import Axis, Frame
-
-PLAIN, LOOKUP = "plain", "lookup"
-
-
-def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """Such as "1.06x"; an unknown number is "n/a"."""
-    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:,.{digits}f}{unit}"
-
-
-def interval(estimate: Mapping[str, Any] | None, unit: str = "", digits: int = 2) -> str:
-    """Such as "2.06 [1.95, 2.17]"; without an interval "2.06"."""
-    if estimate is None or estimate.get("value") is None:
-        return UNKNOWN
-    value, low, high = (estimate.get(name) for name in ("value", "low", "high"))
-    if low is None or high is None:
-        return number(value, digits, unit)
-    return f"{number(value, digits, unit)} [{number(low, digits)}, {number(high, digits)}]"
-
-
-def plan_of(row: Mapping[str, Any]) -> str:
-    """How a row drafts: "K = 4", "tree wide", or "-" for plain decoding."""
-    if not row["draft_tokens"]:
-        return "-"
-    return f"tree {row['tree']}" if row["tree"] else f"K = {row['draft_tokens']}"
-
-
-def name_of(row: Mapping[str, Any]) -> str:
-    """A row in a legend: the draft, and its step where it was trained."""
-    return f"{row['draft']}, step {row['step']}" if row["step"] and not row["baseline"] else str(row["draft"])
-
-
-def bucket(label: str) -> str:
-    """A context bucket as people say it: "up to 128", "over 32,768"."""
-    top = largest_prompt(label)
-    return f"over {top:,}" if label.endswith("+") else f"up to {top:,}"
-
-
-def milliseconds(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else number(seconds * 1e3, 1)
-
-
-def joined(words: list[str]) -> str:
-    """a, b and c."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
+from .svg import Axis, Chart, Frame
 
 Record = Mapping[str, Any]
-HEIGHT, NARROW = 300, 480
+Shares = Mapping[str, tuple[str, list[float]]]
+"""By name of a side: CSS class, and one share a label."""
+Lines = Mapping[str, tuple[str, list[tuple[float, float]]]]
+"""By name: CSS class and points."""
+HEIGHT, NARROW, FRONTIER_HEIGHT, PANEL = 300, 480, 400, (380, 260)
 COLOURS = 6
-
-
-class Chart(NamedTuple):
-    """A picture and what its colours mean: pairs of class and words."""
-
-    svg: Markup
-    legend: list[tuple[str, str]]
+_ENDS = ("value", "low", "high")
+_SPEEDUPS = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0)
+_STAGGER = 0.13  # of a category: series stand beside each other, not on each other
 
 
 class Point(NamedTuple):
+    """A value with its interval and its tooltip."""
+
     x: float
     value: float
     low: float | None
@@ -80,6 +38,8 @@ class Point(NamedTuple):
 
 
 class Series(NamedTuple):
+    """Points of one colour, joined by a line."""
+
     name: str
     classes: str
     points: list[Point]
@@ -90,7 +50,7 @@ class Palette:
 
     def __init__(self, rows: Iterable[Record]) -> None:
         trained = dict.fromkeys(row["draft"] for row in rows if not row["baseline"])
-        self._classes = {name: f"s{place % COLOURS}" for place, name in enumerate(trained)}
+        self._classes = {name: colour(place) for place, name in enumerate(trained)}
         chosen = next((row["draft"] for row in rows if row["chosen"]), None)
         self._classes = {"champion": "s-champion", "candidate": self._classes.get(chosen, "s0"), **self._classes}
 
@@ -98,45 +58,83 @@ class Palette:
         return "s-base" if row["baseline"] else self._classes.get(row["draft"], "s0")
 
 
-def positions(rows: Sequence[Record], colours: Palette) -> Chart | None:
-    """Acceptance at each position, given that all before it were accepted; bars: how many rounds get that far.
+def colour(place: int) -> str:
+    """CSS classes of the n-th series; once every colour is taken, lines are dashed."""
+    dash = place // COLOURS % 3
+    return f"s{place % COLOURS}" + (f" dash{dash}" if dash else "")
 
-    The bars are of the first row.
-    """
+
+def line_chart(
+    name: str, description: str, frame: Frame, series: Sequence[Series], below: Iterable[Markup] = ()
+) -> Chart:
+    """Lines through points with whiskers and tooltips. `below`: elements that are drawn first."""
+    drawn = svg.picture(name, description, frame, [*below, *(_line(one, frame) for one in series)])
+    return Chart(drawn, [(one.classes, one.name) for one in series], frame)
+
+
+def bar_chart(name: str, description: str, labels: Sequence[str], sides: Shares) -> Chart:
+    """Shares of each label, one bar a side."""
+    left, each = _label_room(labels), 12 + 11 * len(sides)
+    highest = max((share for _, shares in sides.values() for share in shares), default=0.0) or 1.0
+    frame = Frame(
+        svg.percent_axis("share", min(1.0, 1.06 * highest)),
+        Axis(0, len(labels), [], ""),
+        svg.TOP + svg.BOTTOM + each * len(labels),
+        left=left,
+    )
+    elements = _label_lines(labels, frame, each)
+    for place, label in enumerate(labels):
+        for turn, (side, (classes, shares)) in enumerate(sides.items()):
+            y = svg.TOP + place * each + 6 + 11 * turn
+            bar = svg.rect(frame.x(0), y, frame.x(shares[place]) - frame.x(0), 9, "bar solid")
+            elements.append(svg.group([bar], f"{label}, {side}: {shares[place]:.1%}", classes))
+    legend = [(classes, side) for side, (classes, _) in sides.items()]
+    return Chart(svg.picture(name, description, frame, elements), legend, frame)
+
+
+def curves(name: str, description: str, frame: Frame, lines: Lines) -> Chart:
+    """Lines without marks."""
+    elements = [
+        svg.group([svg.polyline(((frame.x(x), frame.y(y)) for x, y in points), "curve")], words, classes)
+        for words, (classes, points) in lines.items()
+    ]
+    legend = [(classes, words) for words, (classes, _) in lines.items()]
+    return Chart(svg.picture(name, description, frame, elements), legend, frame)
+
+
+# --- the run report ---
+
+
+def positions(rows: Sequence[Record], colours: Palette) -> Chart | None:
+    """Acceptance at each position, given that all before it were accepted; bars: how many rounds of the first row get
+    that far."""
     deepest = max((len(row["alphas"]) for row in rows), default=0)
     if not deepest:
         return None
-    ticks = [(k, str(k)) for k in range(1, deepest + 1)]
-    frame = Frame(
-        Axis(0.4, deepest + 0.6, ticks, "position in the draft"),
-        Axis(0, 1, [(tick / 5, f"{tick * 20} %") for tick in range(6)], "accepted"),
-        HEIGHT,
-    )
-    bars = svg.group(_reached_bars(rows[0], frame), classes=colours(rows[0]))
-    spread = 0.13
+    axis = svg.category_axis([str(k) for k in range(1, deepest + 1)], "position in the draft")
+    frame = Frame(axis, svg.percent_axis("accepted"), HEIGHT)
     series = [
         Series(
-            name_of(row),
+            draft_label(row),
             colours(row),
             [
-                _point(k + 1 + spread * (place - (len(rows) - 1) / 2), alpha, f"{name_of(row)}, position {k + 1}", 100)
+                _point(k + 1 + _aside(place, rows), alpha, f"{draft_label(row)}, position {k + 1}", percent=True)
                 for k, alpha in enumerate(row["alphas"])
                 if alpha["value"] is not None
             ],
         )
         for place, row in enumerate(rows)
     ]
-    drawn = svg.picture(
-        "acceptance-by-position",
-        "Share of drafted tokens accepted at each position of the draft, given that the ones before were accepted.",
-        frame,
-        [bars, *(_drawn(one, frame) for one in series)],
+    described = (
+        "Share of drafted tokens accepted at each position of the draft, given that the ones before were accepted."
     )
-    legend = [(one.classes, one.name) for one in series]
-    return Chart(drawn, [*legend, (f"bar {colours(rows[0])}", f"{name_of(rows[0])}: rounds that accept this far")])
+    bars = svg.group(_reached_bars(rows[0], frame), classes=colours(rows[0]))
+    chart = line_chart("acceptance-by-position", described, frame, series, [bars])
+    bar_words = (f"bar {colours(rows[0])}", f"{draft_label(rows[0])}: rounds that accept this far")
+    return chart._replace(legend=[*chart.legend, bar_words])
 
 
-def joint(alphas: Sequence[Record]) -> list[float | None]:
+def joint_acceptance(alphas: Sequence[Record]) -> list[float | None]:
     """Share of full rounds that accept at least 1, 2, ... tokens: products of the conditional ones."""
     shares: list[float | None] = []
     share: float | None = 1.0
@@ -148,7 +146,7 @@ def joint(alphas: Sequence[Record]) -> list[float | None]:
 
 def _reached_bars(row: Record, frame: Frame) -> Iterator[Markup]:
     width = min(0.62 * abs(frame.x(2) - frame.x(1)), 90.0)
-    for k, share in enumerate(joint(row["alphas"])):
+    for k, share in enumerate(joint_acceptance(row["alphas"])):
         if share is not None:
             x, y = frame.x(k + 1), frame.y(share)
             bar = svg.rect(x - width / 2, y, width, frame.y(0) - y, "bar")
@@ -160,33 +158,37 @@ def domains(rows: Sequence[Record], colours: Palette) -> Chart | None:
     known = [row for row in rows if row["tau"]["value"] is not None]
     if not known:
         return None
-    places = list(dict.fromkeys((row["domain"], row["setting"]) for row in known))
+    # One band a (domain, setting), one line in it a draft.
+    pairs = list(dict.fromkeys((row["domain"], row["setting"]) for row in known))
     drafts = list(dict.fromkeys((row["draft"], row["step"]) for row in known))
-    several = len({setting for _, setting in places}) > 1
-    labels = [_cut(f"{domain}, {setting}" if several else domain, 28) for domain, setting in places]
-    left = 24 + int(7.2 * max(map(len, labels)))
+    several = len({setting for _, setting in pairs}) > 1
+    labels = [_cut(f"{domain}, {setting}" if several else domain, 28) for domain, setting in pairs]
     each = 14 + 13 * len(drafts)
-    height = svg.TOP + svg.BOTTOM + each * len(places)
     x_axis = svg.numeric_axis(
         _bounds(row["tau"] for row in known), "tau: tokens per pass of the target", at_least=[1.0]
     )
-    frame = Frame(x_axis, Axis(0, len(places), [], ""), height, left=left)
-    elements = [svg.line(frame.x(tick), svg.TOP, frame.x(tick), frame.bottom, "grid") for tick, _ in x_axis.ticks]
+    height = svg.TOP + svg.BOTTOM + each * len(pairs)
+    frame = Frame(x_axis, Axis(0, len(pairs), [], ""), height, left=_label_room(labels))
+    elements = _label_lines(labels, frame, each)
     elements.append(svg.line(frame.x(1), svg.TOP, frame.x(1), frame.bottom, "axis"))
-    for place, label in enumerate(labels):
-        top = svg.TOP + place * each
-        if place:
-            elements.append(svg.line(16, top, frame.right, top, "grid"))
-        elements.append(svg.text(left - 12, top + each / 2 + 4, label, "label", "end"))
+    # Dots with their intervals along x.
     for row in known:
-        place = places.index((row["domain"], row["setting"]))
+        place = pairs.index((row["domain"], row["setting"]))
         y = svg.TOP + place * each + 7 + 13 * (drafts.index((row["draft"], row["step"])) + 0.5)
-        tip = f"{name_of(row)}, {row['domain']}, {row['setting']}: {interval(row['tau'])}"
+        tip = f"{draft_label(row)}, {row['domain']}, {row['setting']}: {interval(row['tau'])}"
         tip = f"{tip}, {row['conversations']} conversations"
-        elements.append(_lying(row["tau"], y, frame, colours(row), tip))
-    legend = {name_of(row): colours(row) for row in known}
+        value, low, high = (row["tau"][end] for end in _ENDS)
+        marks = []
+        if low is not None and high is not None:
+            low, high = frame.x(low), frame.x(high)
+            marks.append(svg.line(low, y, high, y, "whisker"))
+            marks += [svg.line(end, y - 3.5, end, y + 3.5, "whisker") for end in (low, high)]
+        marks.append(svg.circle(frame.x(value), y, 4.5, "dot"))
+        elements.append(svg.group(marks, tip, colours(row)))
+    legend = {draft_label(row): colours(row) for row in known}
     described = "Tokens per pass of the target by domain and sampling setting, with intervals."
-    return Chart(svg.picture("tau-by-domain", described, frame, elements), [(c, n) for n, c in legend.items()])
+    drawn = svg.picture("tau-by-domain", described, frame, elements)
+    return Chart(drawn, [(classes, name) for name, classes in legend.items()], frame)
 
 
 def contexts(rows: Sequence[Record], colours: Palette) -> Chart | None:
@@ -196,33 +198,24 @@ def contexts(rows: Sequence[Record], colours: Palette) -> Chart | None:
     if not buckets:
         return None
     most = {label: max(row["conversations"] for row in known if row["context_bucket"] == label) for label in buckets}
-    ticks = [(place + 1.0, bucket(label)) for place, label in enumerate(buckets)]
-    frame = Frame(
-        Axis(0.4, len(buckets) + 0.6, ticks, "prompt tokens (conversations)"),
-        svg.numeric_axis(_bounds(row["tau"] for row in known), "tau", at_least=[1.0]),
-        HEIGHT,
-    )
+    x_axis = svg.category_axis([bucket_label(label) for label in buckets], "prompt tokens (conversations)")
+    frame = Frame(x_axis, svg.numeric_axis(_bounds(row["tau"] for row in known), "tau", at_least=[1.0]), HEIGHT)
     drafts = list(dict.fromkeys((row["draft"], row["step"]) for row in known))
     series = []
     for place, draft in enumerate(drafts):
         mine = [row for row in known if (row["draft"], row["step"]) == draft]
-        aside = 0.12 * (place - (len(drafts) - 1) / 2)
-        points = [
-            _point(
-                buckets.index(row["context_bucket"]) + 1 + aside,
-                row["tau"],
-                f"{name_of(row)}, {bucket(row['context_bucket'])} tokens, {row['conversations']} conversations",
-            )
-            for row in mine
-        ]
-        series.append(Series(name_of(mine[0]), colours(mine[0]), points))
+        points = []
+        for row in mine:
+            bucket, label = row["context_bucket"], draft_label(row)
+            tip = f"{label}, {bucket_label(bucket)} tokens, {row['conversations']} conversations"
+            points.append(_point(buckets.index(bucket) + 1 + _aside(place, drafts), row["tau"], tip))
+        series.append(Series(draft_label(mine[0]), colours(mine[0]), points))
     below = [
         svg.text(frame.x(place + 1), frame.bottom + 32, f"({most[label]})", "tick faint", "middle")
         for place, label in enumerate(buckets)
     ]
     described = "Tokens per pass of the target by length of the prompt, with intervals."
-    elements = [*below, *(_drawn(one, frame) for one in series)]
-    return Chart(svg.picture("tau-by-context", described, frame, elements), [(s.classes, s.name) for s in series])
+    return line_chart("tau-by-context", described, frame, series, below)
 
 
 def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palette) -> Chart | None:
@@ -238,16 +231,13 @@ def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palett
     series = []
     for draft in dict.fromkeys(row["draft"] for row in known):
         mine = sorted((row for row in known if row["draft"] == draft), key=lambda row: int(row["step"]))
-        tips = [f"{name_of(row)} at {plan_of(row)}" for row in mine]
-        points = [_point(row["step"], row[figure], tip, 1, unit) for row, tip in zip(mine, tips)]
+        tips = [f"{draft_label(row)} at {config_label(row)}" for row in mine]
+        points = [_point(row["step"], row[figure], tip, unit) for row, tip in zip(mine, tips)]
         series.append(Series(draft, colours(mine[0]), points))
-    elements = [_even(frame), *(_drawn(one, frame) for one in series)]
-    for row in known:
-        if row["chosen"]:
-            elements.append(svg.circle(frame.x(row["step"]), frame.y(row[figure]["value"]), 9, "ring"))
+    rings = [_ring(frame.x(row["step"]), frame.y(row[figure]["value"])) for row in known if row["chosen"]]
     described = f"{title} of each checkpoint by training step, with intervals; the chosen one is ringed."
-    legend = [*((one.classes, one.name) for one in series), ("ring", "chosen")]
-    return Chart(svg.picture(f"{figure}-by-step", described, frame, elements), legend)
+    chart = line_chart(f"{figure}-by-step", described, frame, series, [_break_even(frame), *rings])
+    return chart._replace(legend=[*chart.legend, ("ring", "chosen")])
 
 
 def by_batch_size(rows: Sequence[Record], colours: Palette) -> Chart | None:
@@ -261,92 +251,22 @@ def by_batch_size(rows: Sequence[Record], colours: Palette) -> Chart | None:
     if not sizes:
         return None
     ends = _bounds(one["speedup"] for row in known for one in row["load"]["batches"])
-    frame = Frame(
-        Axis(0.4, len(sizes) + 0.6, [(place + 1.0, str(size)) for place, size in enumerate(sizes)], "batch size"),
-        svg.numeric_axis(ends, "expected speed-up", "x", [1.0]),
-        HEIGHT,
-    )
-    series = [
-        Series(
-            name_of(row),
-            colours(row),
-            [
-                _point(
-                    sizes.index(one["batch_size"]) + 1.0,
-                    one["speedup"],
-                    f"{name_of(row)} at batch size {one['batch_size']}, {plan_of(one)}",
-                    1,
-                    "x",
-                )
-                for one in row["load"]["batches"]
-                if one["speedup"]["value"] is not None
-            ],
-        )
-        for row in known
-    ]
-    elements = [_even(frame), *(_drawn(one, frame) for one in series)]
+    x_axis = svg.category_axis([str(size) for size in sizes], "batch size")
+    frame = Frame(x_axis, svg.numeric_axis(ends, "expected speed-up", "x", [1.0]), HEIGHT)
+    series = []
+    for row in known:
+        points = []
+        for one in row["load"]["batches"]:
+            if one["speedup"]["value"] is not None:
+                tip = f"{draft_label(row)} at batch size {one['batch_size']}, {config_label(one)}"
+                points.append(_point(sizes.index(one["batch_size"]) + 1.0, one["speedup"], tip, "x"))
+        series.append(Series(draft_label(row), colours(row), points))
     described = "Expected speed-up over plain decoding at each batch size, at the best K or tree there."
-    return Chart(svg.picture("speedup-by-batch", described, frame, elements), [(s.classes, s.name) for s in series])
+    return line_chart("speedup-by-batch", described, frame, series, [_break_even(frame)])
 
 
-def _point(x: float, estimate: Record, what: str, scale: float = 1.0, unit: str = "") -> Point:
-    value, low, high = (estimate[name] for name in ("value", "low", "high"))
-    if scale == 100:
-        parts = {name: None if part is None else 100 * part for name, part in estimate.items() if name in _ENDS}
-        return Point(x, value, low, high, f"{what}: {interval(parts, ' %', 0)}")
-    return Point(x, value, low, high, f"{what}: {interval(estimate, unit)}")
-
-
-_ENDS = ("value", "low", "high")
-
-
-def _drawn(series: Series, frame: Frame) -> Markup:
-    """A line through the points, whiskers, dots with tooltips."""
-    elements = []
-    if len(series.points) > 1:
-        elements.append(svg.polyline(((frame.x(one.x), frame.y(one.value)) for one in series.points), "curve"))
-    for one in series.points:
-        x = frame.x(one.x)
-        marks = []
-        if one.low is not None and one.high is not None:
-            low, high = frame.y(one.low), frame.y(one.high)
-            marks += [svg.line(x, low, x, high, "whisker")]
-            marks += [svg.line(x - 4, end, x + 4, end, "whisker") for end in (low, high)]
-        marks.append(svg.circle(x, frame.y(one.value), 4.5, "dot"))
-        elements.append(svg.group(marks, one.tip))
-    return svg.group(elements, classes=series.classes)
-
-
-def _lying(estimate: Record, y: float, frame: Frame, classes: str, tip: str) -> Markup:
-    """A dot with its interval along x."""
-    marks = []
-    if estimate["low"] is not None and estimate["high"] is not None:
-        low, high = frame.x(estimate["low"]), frame.x(estimate["high"])
-        marks.append(svg.line(low, y, high, y, "whisker"))
-        marks += [svg.line(end, y - 3.5, end, y + 3.5, "whisker") for end in (low, high)]
-    marks.append(svg.circle(frame.x(estimate["value"]), y, 4.5, "dot"))
-    return svg.group(marks, tip, classes)
-
-
-def _even(frame: Frame) -> Markup:
-    """The line of plain decoding."""
-    return svg.line(frame.left, frame.y(1), frame.right, frame.y(1), "even")
-
-
-def _bounds(estimates: Iterable[Record]) -> list[float]:
-    return [one[end] for one in estimates for end in _ENDS if one[end] is not None]
-
-
-def _cut(words: str, most: int) -> str:
-    return words if len(words) <= most else words[: most - 1] + "…"
-
-
-FRONTIER_HEIGHT = 400
-_SPEEDUPS = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0)
-
-
-class ChartPoint(NamedTuple):
-    """One way of drafting."""
+class ConfigPoint(NamedTuple):
+    """One checkpoint at one K or tree, as a point of cost and tau."""
 
     row: Record
     cost: float
@@ -354,60 +274,65 @@ class ChartPoint(NamedTuple):
     tau: float
 
 
-def places(plans: Sequence[Record]) -> list[ChartPoint]:
-    """Where the rows stand whose cost and tau are known."""
+def config_points(rows: Sequence[Record]) -> list[ConfigPoint]:
+    """Points of the rows whose cost and tau are known."""
     return [
-        ChartPoint(row, row["tau"]["value"] / row["speedup"]["value"] - 1.0, row["tau"]["value"])
-        for row in plans
+        ConfigPoint(row, row["tau"]["value"] / row["speedup"]["value"] - 1.0, row["tau"]["value"])
+        for row in rows
         if row["tau"]["value"] is not None and row["speedup"]["value"]
     ]
 
 
-def pareto(found: Sequence[ChartPoint]) -> list[ChartPoint]:
-    """Those that no other beats in both: more tau for no more cost. Cheapest first."""
-    best: list[ChartPoint] = []
-    for place in sorted(found, key=lambda place: (place.cost, -place.tau)):
-        if not best or place.tau > best[-1].tau:
-            best.append(place)
+def pareto(points: Sequence[ConfigPoint]) -> list[ConfigPoint]:
+    """Points that no other beats in both: more tau for no more cost. Cheapest first."""
+    best: list[ConfigPoint] = []
+    for point in sorted(points, key=lambda point: (point.cost, -point.tau)):
+        if not best or point.tau > best[-1].tau:
+            best.append(point)
     return best
 
 
-def frontier(plans: Sequence[Record], chosen: Record, colours: Palette) -> Chart | None:
-    """The scatter, its frontier, and lines of equal speed-up."""
-    found = places(plans)
-    if not found:
+def frontier(rows: Sequence[Record], chosen: Record, colours: Palette) -> Chart | None:
+    """Scatter of cost and tau of every checkpoint at every K and tree, its frontier, and lines of equal speed-up."""
+    points = config_points(rows)
+    if not points:
         return None
-    costs, taus = [place.cost for place in found], [place.tau for place in found]
+    costs, taus = [point.cost for point in points], [point.tau for point in points]
+    ends = [point.row["tau"][end] for point in points for end in ("low", "high")]
     x_axis = svg.numeric_axis(costs, "what a round takes beyond a plain step, in plain steps", at_least=[0.0])
-    y_axis = svg.numeric_axis([*taus, *(end for place in found for end in _ends(place))], "tau", at_least=[1.0])
+    y_axis = svg.numeric_axis([*taus, *(end for end in ends if end is not None)], "tau", at_least=[1.0])
     frame = Frame(x_axis, y_axis, FRONTIER_HEIGHT)
+    # 1) the ground: where speculation is slower, rays of equal speed-up, the frontier, plain decoding
     elements = [_slower(frame), *_equal_speeds(frame)]
-    best = pareto([ChartPoint({}, 0.0, 1.0), *found]) if min(costs) >= 0 else pareto(found)
+    best = pareto([ConfigPoint({}, 0.0, 1.0), *points]) if min(costs) >= 0 else pareto(points)
     elements.append(svg.polyline(((frame.x(one.cost), frame.y(one.tau)) for one in best), "frontier"))
     elements.append(svg.group([svg.circle(frame.x(0.0), frame.y(1.0), 4.5, "dot")], "plain decoding", "s-plain"))
-    last = {place.row["draft"]: place.row["step"] for place in sorted(found, key=lambda place: int(place.row["step"]))}
+    # 2) the points, the chosen one last; K or tree is written beside each draft's last (or chosen) checkpoint
+    last = {point.row["draft"]: point.row["step"] for point in sorted(points, key=lambda one: int(one.row["step"]))}
     last[chosen["draft"]] = chosen["step"]
-    for place in sorted(found, key=lambda place: _is(place.row, chosen)):
-        elements.append(_mark(place, frame, colours, named=last[place.row["draft"]] == place.row["step"]))
-        if _is(place.row, chosen):
-            elements.append(svg.circle(frame.x(place.cost), frame.y(place.tau), 9, "ring"))
-    legend = {name_of({**row, "step": 0}): colours(row) for row in (place.row for place in found)}
+    for point in sorted(points, key=lambda point: _is(point.row, chosen)):
+        elements.append(_config_mark(point, frame, colours, named=last[point.row["draft"]] == point.row["step"]))
+        if _is(point.row, chosen):
+            elements.append(_ring(frame.x(point.cost), frame.y(point.tau)))
+    names = {draft_label({**row, "step": 0}): colours(row) for row in (point.row for point in points)}
+    legend = [*((classes, name) for name, classes in names.items()), ("frontier", "frontier"), ("ring", "chosen")]
     described = (
         "Tokens per pass of the target against the cost of a round, for every checkpoint, K and tree; lines of equal "
         "expected speed-up; below the break-even line speculation is slower than plain decoding."
     )
-    words = [*((classes, name) for name, classes in legend.items()), ("frontier", "frontier"), ("ring", "chosen")]
-    return Chart(svg.picture("cost-against-tau", described, frame, elements), [*words, ("slower", "slower than plain")])
+    drawn = svg.picture("cost-against-tau", described, frame, elements)
+    return Chart(drawn, [*legend, ("slower", "slower than plain")], frame)
 
 
-def _mark(place: ChartPoint, frame: Frame, colours: Palette, named: bool) -> Markup:
+def _config_mark(point: ConfigPoint, frame: Frame, colours: Palette, named: bool) -> Markup:
     """A dot with its interval; `named`: its K or tree beside it."""
-    row, (x, y) = place.row, (frame.x(place.cost), frame.y(place.tau))
+    row, (x, y) = point.row, (frame.x(point.cost), frame.y(point.tau))
     tip = (
-        f"{name_of(row)}, {plan_of(row)}: tau {interval(row['tau'])}, draft {milliseconds(row['draft_seconds'])} ms, "
-        f"verify {milliseconds(row['verify_seconds'])} ms, expected speed-up {interval(row['speedup'], 'x')}"
+        f"{draft_label(row)}, {config_label(row)}: tau {interval(row['tau'])}, draft "
+        f"{milliseconds(row['draft_seconds'])} ms, verify {milliseconds(row['verify_seconds'])} ms, "
+        f"expected speed-up {interval(row['speedup'], 'x')}"
     )
-    low, high = _ends(place) or (place.tau, place.tau)
+    low, high = (point.tau if row["tau"][end] is None else row["tau"][end] for end in ("low", "high"))
     marks = [svg.line(x, frame.y(low), x, frame.y(high), "whisker thin"), svg.circle(x, y, 4.5, "dot")]
     if named:
         aside, anchor = (-12, "end") if x > frame.right - 60 else (12, "start")
@@ -417,11 +342,6 @@ def _mark(place: ChartPoint, frame: Frame, colours: Palette, named: bool) -> Mar
 
 def _is(row: Record, chosen: Record) -> bool:
     return all(row[name] == chosen[name] for name in ("draft", "step", "draft_tokens", "tree"))
-
-
-def _ends(place: ChartPoint) -> list[float]:
-    low, high = place.row["tau"]["low"], place.row["tau"]["high"]
-    return [] if low is None or high is None else [low, high]
 
 
 def _slower(frame: Frame) -> Markup:
@@ -447,3 +367,104 @@ def _equal_speeds(frame: Frame) -> Iterator[Markup]:
         yield svg.polyline(ray, "even" if speedup == 1.0 else "ray")
         (x, y), at_top = ray[1], end < x_axis.high
         yield svg.text(x - 4, y + (13 if at_top else -5), f"{speedup:g}x", "tick ray-label", "end")
+
+
+# --- a benchmark ---
+
+
+def bench_svg(rows: Sequence[BenchRow]) -> str:
+    """Measured speed-up against batch size as one SVG file: a panel for all domains, then one each; a line a method.
+
+    Whiskers are the least and the most of the repeats.
+    """
+    drafted = [row for row in rows if not row.setting.plain and not math.isnan(row.speedup.value)]
+    names = list(dict.fromkeys(row.setting.label for row in rows if not row.setting.plain))
+    sizes = sorted({row.setting.batch_size for row in rows})
+    ends = [end for row in drafted for end in (row.speedup.low, row.speedup.high)]
+    x_axis = svg.category_axis([str(size) for size in sizes], "batch size")
+    frame = Frame(x_axis, svg.numeric_axis(ends, "speed-up", "x", [0.0, 1.0]), PANEL[1], PANEL[0])
+    panels = []
+    for number, domain in enumerate(sorted({row.domain for row in rows}, key=lambda name: (name != EVERY, name))):
+        series = []
+        for place, name in enumerate(names):
+            points = [
+                Point(
+                    sizes.index(row.setting.batch_size) + 1 + _aside(place, names),
+                    *(row.speedup.value, row.speedup.low, row.speedup.high),
+                    f"{name}, batch {row.setting.batch_size}: {bench_speedup(row.speedup)}",
+                )
+                for row in sorted(drafted, key=lambda row: row.setting.batch_size)
+                if (row.domain, row.setting.label) == (domain, name)
+            ]
+            series.append(Series(name, colour(place), points))
+        title = "all domains" if domain == EVERY else domain
+        described = f"Speed-up over plain decoding by batch size, {title}."
+        chart = line_chart(f"speedup-{number}", described, frame, series, [_break_even(frame)])
+        panels.append((f"{title}: speed-up over plain decoding", chart))
+    return svg.sheet(panels, columns=3)
+
+
+# --- marks that charts share ---
+
+
+def _point(x: float, estimate: Record, what: str, unit: str = "", percent: bool = False) -> Point:
+    value, low, high = (estimate[name] for name in _ENDS)
+    shown, digits = estimate, 2
+    if percent:
+        shown, unit, digits = {end: estimate[end] and 100 * estimate[end] for end in _ENDS}, " %", 0
+    return Point(x, value, low, high, f"{what}: {interval(shown, unit, digits)}")
+
+
+def _line(series: Series, frame: Frame) -> Markup:
+    """A line through the points, whiskers, dots with tooltips."""
+    elements = []
+    if len(series.points) > 1:
+        elements.append(svg.polyline(((frame.x(one.x), frame.y(one.value)) for one in series.points), "curve"))
+    for one in series.points:
+        x = frame.x(one.x)
+        marks = []
+        if one.low is not None and one.high is not None:
+            low, high = frame.y(one.low), frame.y(one.high)
+            marks += [svg.line(x, low, x, high, "whisker")]
+            marks += [svg.line(x - 4, end, x + 4, end, "whisker") for end in (low, high)]
+        marks.append(svg.circle(x, frame.y(one.value), 4.5, "dot"))
+        elements.append(svg.group(marks, one.tip))
+    return svg.group(elements, classes=series.classes)
+
+
+def _break_even(frame: Frame) -> Markup:
+    """The line of plain decoding's speed."""
+    return svg.line(frame.left, frame.y(1), frame.right, frame.y(1), "even")
+
+
+def _ring(x: float, y: float) -> Markup:
+    return svg.circle(x, y, 9, "ring")
+
+
+def _label_room(labels: Sequence[str]) -> int:
+    """Pixels that labels left of a chart take."""
+    return 24 + int(7.2 * max(map(len, labels)))
+
+
+def _label_lines(labels: Sequence[str], frame: Frame, each: int) -> list[Markup]:
+    """Labels of horizontal bands of `each` pixels, lines between them, and the grid of x."""
+    elements = [svg.line(frame.x(tick), svg.TOP, frame.x(tick), frame.bottom, "grid") for tick, _ in frame.x_axis.ticks]
+    for place, label in enumerate(labels):
+        top = svg.TOP + place * each
+        if place:
+            elements.append(svg.line(16, top, frame.right, top, "grid"))
+        elements.append(svg.text(frame.left - 12, top + each / 2 + 4, label, "label", "end"))
+    return elements
+
+
+def _aside(place: int, all_of: Sequence[object]) -> float:
+    """How far right of its category the n-th of several series stands."""
+    return min(_STAGGER, 0.7 / len(all_of)) * (place - (len(all_of) - 1) / 2)
+
+
+def _bounds(estimates: Iterable[Record]) -> list[float]:
+    return [one[end] for one in estimates for end in _ENDS if one[end] is not None]
+
+
+def _cut(words: str, most: int) -> str:
+    return words if len(words) <= most else words[: most - 1] + "…"

@@ -1,22 +1,26 @@
-"""The page: records in, HTML out. Names of domains come from logs, so everything is escaped; nothing is fetched."""
+"""The report of a run: records of scores in, one HTML page out. Names of domains come from logs, so everything is
+escaped; nothing is fetched.
+"""
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..counts import concat, groups, values, where
-from ..figures import Estimate, acceptance, tau
+from ..figures import acceptance, tau
 from ..leaderboard import Checkpoint, ConfigRows, DomainRow, Row, Times, at_config, by_config, plain_row, serving
+from ..serving_load import finite
 from ..settings import ScoreSettings
+from ..summary import bucket_label, config_label, decision_summary, draft_label
+from ..table import interval, milliseconds, number
 from . import charts
-from .charts import Palette, Record, frontier, interval, joined, name_of, number, plan_of
+from .charts import Palette, Record
 
 
 def score_record(
@@ -24,12 +28,12 @@ def score_record(
     costs: Mapping[Checkpoint, Times],
     rows: Sequence[Row],
     settings: ScoreSettings,
-    plans: ConfigRows,
+    configs: ConfigRows,
     domains: Sequence[DomainRow],
 ) -> dict[str, Any]:
     """All checkpoints on the selection split: the leaderboard, each at every K and tree; the chosen one in parts.
 
-    `plans` and `domains`: of all `rows`, as they were computed for people to see.
+    `configs` and `domains`: of all `rows`, as they were computed for people to see.
     """
     chosen = next((row for row in rows if row.chosen), None)
     times = costs[(chosen or rows[0]).draft, (chosen or rows[0]).step]
@@ -37,7 +41,7 @@ def score_record(
     names = {(row.draft, row.step) for row in compared}
     return {
         "rows": [plain_row(times).record(), *(row.record() for row in rows)],
-        "plans": [one.record() for row in rows for one in by_config(plans, row)],
+        "plans": [one.record() for row in rows for one in by_config(configs, row)],
         **_parts([table], compared, settings, [one for one in domains if (one.draft, one.step) in names]),
         "times": times_record(times),
     }
@@ -59,7 +63,7 @@ def times_record(times: Times) -> dict[str, Any]:
         "software": key.software,
         "dtype": key.dtype,
         "plain_ms": times.plain_seconds * 1e3,
-        "said": times.said,
+        "said": times.description,
         "target_parameters": key.target.get("parameters"),
         "draft_parameters": key.draft.get("parameters"),
     }
@@ -88,114 +92,9 @@ def _contexts(table: pa.Table, rows: Sequence[Row], settings: ScoreSettings) -> 
                     "baseline": row.baseline,
                     "conversations": len(values(mine, "conversation")),
                     "rounds": sum(mine["rounds"].to_pylist()),
-                    "tau": _estimate(tau(mine, settings.bootstrap)),
-                    "acceptance": _estimate(acceptance(mine, settings.bootstrap)),
+                    "tau": finite(tau(mine, settings.bootstrap)._asdict()),
+                    "acceptance": finite(acceptance(mine, settings.bootstrap)._asdict()),
                 }
-
-
-def _estimate(estimate: Estimate) -> dict[str, Any]:
-    """JSON-able: an unknown number is null."""
-    return {
-        name: None if isinstance(value, float) and math.isnan(value) else value
-        for name, value in estimate._asdict().items()
-    }
-
-
-Kind = Literal["promoted", "refused", "scored", "nothing"]
-
-
-class Verdict(NamedTuple):
-    """The head of the page."""
-
-    kind: Kind
-    title: str
-    paragraph: str
-    reasons: Sequence[str]
-    """The gate's own words, where it decided."""
-    split: str
-    """Where the figures below come from: the holdout once a gate has decided, else the selection split."""
-    row: Record | None
-    """The draft that it is about."""
-    compared: Sequence[Record]
-    """That draft first, then what it is compared with, baselines last."""
-    domains: Sequence[Record]
-    contexts: Sequence[Record]
-
-
-def verdict(scores: Record, promotion: Record | None) -> Verdict:
-    """From the score alone, or from the gate's decision where there is one."""
-    chosen = next((row for row in scores["rows"] if row["chosen"]), None)
-    if chosen is None:
-        why = "No checkpoint has a known speed-up: the scored split is too small. Give the mix more conversations."
-        return Verdict("nothing", "Nothing to choose", why, [], "selection", None, [], [], [])
-    if promotion is None or not promotion["holdout"]["rows"]:
-        return _scored(scores, chosen)
-    decision, holdout = promotion["decision"], promotion["holdout"]
-    rows = holdout["rows"]
-    candidate = next(row for row in rows if row["draft"] == "candidate")
-    told = [_worth(candidate, chosen, "On the holdout, which no draft was trained or picked on,"), _against(rows)]
-    kind: Kind = "promoted" if decision["promote"] else "refused"
-    title = f"{promotion['version']} is the champion" if decision["promote"] else f"{promotion['version']} was refused"
-    return Verdict(
-        kind,
-        title,
-        " ".join(part for part in told if part),
-        decision["reasons"],
-        "holdout",
-        candidate,
-        _candidate_first(rows),
-        _candidate_first(holdout["domains"], "domain", "setting"),
-        _candidate_first(holdout["contexts"], "context_bucket"),
-    )
-
-
-def _scored(scores: Record, chosen: Record) -> Verdict:
-    compared = [chosen, *(row for row in scores["rows"] if row["baseline"] and row["alphas"])]
-    told = _worth(chosen, chosen, "On the selection split")
-    return Verdict(
-        "scored",
-        f"{name_of(chosen)} has the best expected speed-up",
-        f"{told} No gate has judged it on the holdout yet.",
-        [],
-        "selection",
-        chosen,
-        compared,
-        _candidate_first(scores["domains"], "domain", "setting"),
-        _candidate_first(scores["contexts"], "context_bucket"),
-    )
-
-
-def _worth(row: Record, chosen: Record, where: str) -> str:
-    """The draft's tau and speed in a sentence, and whether it pays."""
-    gained = row["speedup"]
-    tau, even = row["tau"]["value"], row["break_even_tau"]
-    told = (
-        f"{where} {name_of(chosen)} at {plan_of(row)} emits {interval(row['tau'])} tokens per pass of the target; "
-        f"measured round times make that {interval(gained, 'x')} of plain decoding's speed."
-    )
-    if even is None or tau is None:
-        return told
-    if gained["low"] is not None and gained["low"] > 1:
-        return f"{told} It pays: break-even is at tau {number(even)}, below the whole interval."
-    if gained["high"] is not None and gained["high"] < 1:
-        return f"{told} It does not pay on this machine: break-even is at tau {number(even)}, above the whole interval."
-    return f"{told} Break-even is at tau {number(even)}, inside the interval: whether it pays is not settled."
-
-
-def _against(rows: Sequence[Record]) -> str:
-    """What stood beside it."""
-    others = [row for row in rows if row["draft"] != "candidate" and row["speedup"]["value"] is not None]
-    beside = [f"{row['draft']} has tau {interval(row['tau'])} and {interval(row['speedup'], 'x')}" for row in others]
-    return f"Beside it, {joined(beside)}." if beside else ""
-
-
-def _candidate_first(rows: Sequence[Record], *columns: str) -> list[Record]:
-    """Sorted by the columns; the candidate before the champion before baselines."""
-
-    def place(row: Record) -> tuple[Any, ...]:
-        return (*(row[name] for name in columns), row["baseline"], row["draft"] != "candidate")
-
-    return sorted(rows, key=place)
 
 
 @dataclass(frozen=True)
@@ -231,28 +130,43 @@ class ReportRecords:
 
 
 def report_page(records: ReportRecords) -> str:
-    """The whole page."""
-    rows = records.scores["rows"]
+    """The whole page of a run."""
+    rows, configs = records.scores["rows"], records.scores["plans"]
     chosen = next((row for row in rows if row["chosen"]), None)
-    told = verdict(records.scores, records.promotion)
+    decision = decision_summary(records.scores, records.promotion)
     colours = Palette(rows)
-    return _template().render(
+    figures = {
+        "positions": charts.positions([row for row in decision.compared if row["alphas"]], colours),
+        "domains": charts.domains(decision.domains, colours),
+        "contexts": charts.contexts(decision.contexts, colours),
+        "frontier": charts.frontier(configs, chosen, colours) if chosen else None,
+        "speedups": charts.checkpoints(rows, "speedup", "expected speed-up", colours),
+        "taus": charts.checkpoints(rows, "tau", "tau", colours),
+        "batches": charts.by_batch_size(rows, colours),
+    }
+    return render(
+        "page.html.jinja",
         records=records,
-        verdict=told,
+        version=records.version,
+        decision=decision,
         rows=rows,
-        chosen=chosen,
         confidence=f"{records.scores['confidence']:.0%}",
         times=records.scores["times"],
-        figures=_figures(records, told, chosen, colours),
+        figures=figures,
         leaderboard=sorted(rows, key=lambda row: -(row["speedup"]["value"] or 0.0)),
-        plans=[] if chosen is None else _plans_of(records.scores["plans"], chosen),
-        sections=_sections(records, told),
-        heat=heat_map(told.domains, told.row) if told.row else None,
+        configs=[one for one in configs if chosen and (one["draft"], one["step"]) == (chosen["draft"], chosen["step"])],
+        sections=_sections(records),
+        heat=heat_map(decision.domains, decision.row) if decision.row else None,
         shares=_shares(records.mix),
         recipe=yaml.safe_dump(dict(records.recipe), sort_keys=False, allow_unicode=True) if records.recipe else "",
         colours=colours,
-        joint=charts.joint,
+        joint=charts.joint_acceptance,
     )
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from one of the templates beside this file; whatever text goes into it is escaped."""
+    return _environment().get_template(template).render(values)
 
 
 def heat_map(domains: Sequence[Record], row: Record) -> dict[str, Any] | None:
@@ -271,26 +185,7 @@ def heat_map(domains: Sequence[Record], row: Record) -> dict[str, Any] | None:
     return {"settings": settings, "lines": [(name, [cells.get((name, key)) for key in settings]) for name in names]}
 
 
-def _figures(
-    records: ReportRecords, told: Verdict, chosen: Record | None, colours: Palette
-) -> dict[str, charts.Chart | None]:
-    rows = records.scores["rows"]
-    return {
-        "positions": charts.positions([row for row in told.compared if row["alphas"]], colours),
-        "domains": charts.domains(told.domains, colours),
-        "contexts": charts.contexts(told.contexts, colours),
-        "frontier": frontier(records.scores["plans"], chosen, colours) if chosen else None,
-        "speedups": charts.checkpoints(rows, "speedup", "expected speed-up", colours),
-        "taus": charts.checkpoints(rows, "tau", "tau", colours),
-        "batches": charts.by_batch_size(rows, colours),
-    }
-
-
-def _plans_of(plans: Iterable[Record], chosen: Record) -> list[Record]:
-    return [one for one in plans if (one["draft"], one["step"]) == (chosen["draft"], chosen["step"])]
-
-
-def _sections(records: ReportRecords, told: Verdict) -> list[tuple[str, str]]:
+def _sections(records: ReportRecords) -> list[tuple[str, str]]:
     """Anchors and headings, in order."""
     return [
         ("positions", "Acceptance by position"),
@@ -325,7 +220,7 @@ def _shares(mix: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 @cache
-def _template() -> Template:
+def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader(__package__, "."),
         autoescape=True,
@@ -334,12 +229,12 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "interval": charts.interval,
-        "number": charts.number,
-        "ms": charts.milliseconds,
-        "plan": charts.plan_of,
-        "named": charts.name_of,
-        "bucket": charts.bucket,
+        "interval": interval,
+        "number": number,
+        "ms": milliseconds,
+        "config": config_label,
+        "named": draft_label,
+        "bucket": bucket_label,
         "when": lambda moment: f"{moment:%Y-%m-%d %H:%M} UTC",
     }
-    return environment.get_template("page.html.jinja")
+    return environment

@@ -1,16 +1,17 @@
-"""Drawing: axes, marks and text as SVG. Colours are CSS classes, so that a page's dark mode reaches into its figures.
-
-A picture is a list of elements; whatever text goes into one is escaped here.
+"""SVG drawing: axes, marks, text and sheets of charts. Colours are CSS classes (chart.css), so a page's dark mode
+reaches into its charts. Whatever text goes into an element is escaped here.
 """
 
 import math
 from collections.abc import Iterable, Sequence
+from importlib import resources
 from typing import NamedTuple
 
 from markupsafe import Markup
 
 WIDTH = 680
 LEFT, RIGHT, TOP, BOTTOM = 58, 18, 16, 54
+_MARGIN, _TITLE, _LEGEND_LINE = 14, 30, 18  # of a sheet
 
 
 class Axis(NamedTuple):
@@ -23,7 +24,7 @@ class Axis(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The plot inside a picture; values to pixels."""
+    """The plot area inside a picture; maps values to pixels."""
 
     x_axis: Axis
     y_axis: Axis
@@ -48,6 +49,14 @@ class Frame(NamedTuple):
         return self.bottom - share * (self.bottom - TOP)
 
 
+class Chart(NamedTuple):
+    """A picture and what its colours mean: pairs of class and words."""
+
+    svg: Markup
+    legend: list[tuple[str, str]]
+    frame: Frame
+
+
 def numeric_axis(values: Iterable[float], title: str, unit: str = "", at_least: Sequence[float] = ()) -> Axis:
     """An axis with round ticks that holds all finite values and those of `at_least`."""
     known = [value for value in [*values, *at_least] if math.isfinite(value)] or [0.0, 1.0]
@@ -56,6 +65,18 @@ def numeric_axis(values: Iterable[float], title: str, unit: str = "", at_least: 
     low = low if low in at_least else low - room
     high = high if high in at_least and high > low else high + room
     return Axis(low, high, [(tick, f"{tick:g}{unit}") for tick in round_ticks(low, high)], title)
+
+
+def category_axis(labels: Sequence[str], title: str, most_ticks: int = 0) -> Axis:
+    """An axis of equally distant places 1, 2, ... with a label each; `most_ticks`: only about so many labels."""
+    step = math.ceil(len(labels) / most_ticks) if most_ticks else 1
+    ticks = [(place + 1.0, label) for place, label in enumerate(labels) if place % step == 0]
+    return Axis(0.4, len(labels) + 0.6, ticks, title)
+
+
+def percent_axis(title: str, high: float = 1.0) -> Axis:
+    """An axis of shares from 0 to `high`."""
+    return Axis(0, high, [(tick, f"{tick:.0%}".replace("%", " %")) for tick in round_ticks(0, high)], title)
 
 
 def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -71,11 +92,47 @@ def picture(name: str, description: str, frame: Frame, elements: Iterable[Markup
     """The whole SVG: axes below the elements, a name and a description for those who do not see it."""
     title, text = f"{name}-title", f"{name}-text"
     return Markup(
-        '<svg class="chart" id="{}" viewBox="0 0 {} {}" role="img" aria-labelledby="{} {}">'
-        '<title id="{}">{}</title><desc id="{}">{}</desc>{}</svg>'
+        '<svg xmlns="http://www.w3.org/2000/svg" class="chart" id="{}" viewBox="0 0 {} {}" role="img" '
+        'aria-labelledby="{} {}"><title id="{}">{}</title><desc id="{}">{}</desc>{}</svg>'
     ).format(
         *(name, frame.width, frame.height, title, text, title, name.replace("-", " "), text, description),
         join([*axes(frame), *elements]),
+    )
+
+
+def sheet(charts: Sequence[tuple[str, Chart]], columns: int = 1) -> str:
+    """Charts with their titles as one SVG file that needs no page: the legend of the first below them, the styles in
+    it, on paper of its own that is light or dark as the reader's."""
+    legend = charts[0][1].legend
+    columns = min(columns, len(charts))
+    # 1) a grid of cells as large as the largest chart
+    cell_width = max(chart.frame.width for _, chart in charts)
+    cell_height = max(chart.frame.height for _, chart in charts) + _TITLE
+    legend_top = math.ceil(len(charts) / columns) * cell_height + _MARGIN
+    width = columns * cell_width + 2 * _MARGIN
+    height = legend_top + len(legend) * _LEGEND_LINE + _MARGIN
+    # 2) each chart in its cell, its own coordinates kept
+    parts = [rect(0, 0, width, height, "paper")]
+    for place, (title, chart) in enumerate(charts):
+        x, y = _MARGIN + place % columns * cell_width, place // columns * cell_height
+        parts.append(text(x + 16, y + 20, title, "title"))
+        parts.append(
+            Markup('<svg x="{}" y="{}" width="{}" height="{}">{}</svg>').format(
+                x, y + _TITLE, chart.frame.width, chart.frame.height, chart.svg
+            )
+        )
+    # 3) the legend, one line a name
+    for place, (classes, words) in enumerate(legend):
+        y = legend_top + place * _LEGEND_LINE
+        mark = [line(_MARGIN + 16, y, _MARGIN + 44, y, "curve"), circle(_MARGIN + 30, y, 4.5, "dot")]
+        parts.append(group([*mark, text(_MARGIN + 52, y + 4, words)], classes=classes))
+    style = Markup(resources.files(__package__).joinpath("chart.css").read_text("utf-8"))
+    return (
+        Markup(
+            '<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {} {}" width="{}" height="{}">'
+            "<style>{}</style>{}</svg>"
+        ).format(width, height, width, height, style, join(parts))
+        + "\n"
     )
 
 
@@ -100,13 +157,11 @@ def line(x1: float, y1: float, x2: float, y2: float, classes: str) -> Markup:
 
 
 def polyline(points: Iterable[tuple[float, float]], classes: str) -> Markup:
-    path = " ".join(f"{_px(x)},{_px(y)}" for x, y in points)
-    return Markup('<polyline points="{}" class="{}"/>').format(path, classes)
+    return _path("polyline", points, classes)
 
 
 def polygon(points: Iterable[tuple[float, float]], classes: str) -> Markup:
-    path = " ".join(f"{_px(x)},{_px(y)}" for x, y in points)
-    return Markup('<polygon points="{}" class="{}"/>').format(path, classes)
+    return _path("polygon", points, classes)
 
 
 def circle(x: float, y: float, radius: float, classes: str) -> Markup:
@@ -133,6 +188,11 @@ def axes(frame: Frame) -> list[Markup]:
     turned = '<text transform="translate(14 {}) rotate(-90)" class="axis-title" text-anchor="middle">{}</text>'
     drawn.append(Markup(turned).format(_px((TOP + bottom) / 2), frame.y_axis.title))
     return drawn
+
+
+def _path(shape: str, points: Iterable[tuple[float, float]], classes: str) -> Markup:
+    path = " ".join(f"{_px(x)},{_px(y)}" for x, y in points)
+    return Markup('<{} points="{}" class="{}"/>').format(Markup(shape), path, classes)
 
 
 def _px(value: float) -> str:

@@ -60,7 +60,7 @@ def test_a_servers_own_counters_are_the_rounds_of_its_answers(trained_drafts: Tr
             runs = matched_runs(target, make_proposer(draft, target), ids, own.tokens, K)
             expected.append(EngineCounts.of(engine_rounds("vllm", runs, K, length), K))
         counted = settled(address).since(before)
-    assert (counted.engine, counted.booking, counted.restarted) == ("vllm", "unclipped", False)
+    assert (counted.engine, counted.convention, counted.restarted) == ("vllm", "unclipped", False)
     assert counted.rounds == sum(one.rounds for one in expected) > 0
     assert counted.accepted == sum(one.accepted for one in expected) > 0
     assert counted.drafted == sum(one.drafted for one in expected) > counted.accepted

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from reported import DOMAINS, sample_records
 
-from draftforge.eval.report.charts import interval
 from draftforge.eval.report.page import report_page
+from draftforge.eval.table import interval
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives the browser, is not installed")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")

@@ -11,18 +11,10 @@ from reported import SETTINGS, sample_holdout, sample_records, sample_rows, samp
 
 from draftforge.eval.figures import tau
 from draftforge.eval.report import svg
-from draftforge.eval.report.charts import (
-    ChartPoint,
-    Palette,
-    bucket,
-    by_batch_size,
-    interval,
-    joint,
-    number,
-    pareto,
-    places,
-)
-from draftforge.eval.report.page import heat_map, holdout_record, report_page, verdict
+from draftforge.eval.report.charts import ConfigPoint, Palette, by_batch_size, config_points, joint_acceptance, pareto
+from draftforge.eval.report.page import heat_map, holdout_record, report_page
+from draftforge.eval.summary import bucket_label, decision_summary
+from draftforge.eval.table import interval, number
 
 ATTACK = '"><script>alert(1)</script><img src=x onerror=alert(2)>&{{7*7}}'
 
@@ -94,19 +86,27 @@ def test_every_chart_has_a_name_and_a_table_with_its_numbers() -> None:
 def test_the_head_says_what_was_decided_and_why(promote: bool) -> None:
     records = sample_records(promote=promote)
     assert records.promotion is not None
-    told = verdict(records.scores, records.promotion)
-    assert told.kind == ("promoted" if promote else "refused") and told.split == "holdout"
-    assert [row["draft"] for row in told.compared] == ["candidate", "champion", "lookup"]
-    assert told.reasons == records.promotion["decision"]["reasons"]
-    assert interval(told.compared[0]["tau"]) in told.paragraph and interval(told.compared[1]["tau"]) in told.paragraph
+    decision = decision_summary(records.scores, records.promotion)
+    assert decision.kind == ("promoted" if promote else "refused") and decision.split == "holdout"
+    assert [row["draft"] for row in decision.compared] == ["candidate", "champion", "lookup"]
+    assert decision.reasons == records.promotion["decision"]["reasons"]
+    assert (
+        interval(decision.compared[0]["tau"]) in decision.paragraph
+        and interval(decision.compared[1]["tau"]) in decision.paragraph
+    )
     page = report_page(records)
-    assert all(reason in read(page).text for reason in told.reasons)
+    assert all(reason in read(page).text for reason in decision.reasons)
 
 
 def test_without_a_gate_the_selection_split_speaks() -> None:
     records = replace(sample_records(), promotion=None, mix=None, lineage=())
-    told = verdict(records.scores, None)
-    assert told.kind == "scored" and told.split == "selection" and told.row is not None and told.row["chosen"]
+    decision = decision_summary(records.scores, None)
+    assert (
+        decision.kind == "scored"
+        and decision.split == "selection"
+        and decision.row is not None
+        and decision.row["chosen"]
+    )
     page = report_page(records)
     assert 'id="mix"' not in page and 'href="#mix"' not in page and 'id="lineage"' not in page
 
@@ -118,27 +118,27 @@ def test_unknown_numbers_are_said_and_not_drawn() -> None:
         row.update({name: unknown for name in ("tau", "speedup", "acceptance") if name in row}, chosen=False)
         row["alphas"] = [unknown for _ in row.get("alphas", [])]
         row["break_even_tau"] = None
-    told = verdict(scores, None)
-    assert told.kind == "nothing"
+    decision = decision_summary(scores, None)
+    assert decision.kind == "nothing"
     page = report_page(replace(sample_records(), scores=scores, promotion=None))
     assert "<svg" not in page and "n/a" in page and "No numbers to draw" in page
 
 
 @pytest.mark.parametrize(
-    ("even", "said"), [(1.01, "It pays"), (9.0, "It does not pay"), (2.0, "whether it pays is not settled")]
+    ("even", "expected"), [(1.01, "It pays"), (9.0, "It does not pay"), (2.0, "whether it pays is not settled")]
 )
-def test_the_head_compares_with_break_even(even: float, said: str) -> None:
+def test_the_head_compares_with_break_even(even: float, expected: str) -> None:
     scores = sample_scores()
     chosen = next(row for row in scores["rows"] if row["chosen"])
     value = {name: chosen["tau"][name] / even for name in ("value", "low", "high")}
     chosen["break_even_tau"], chosen["speedup"] = even, {**chosen["speedup"], **value}
-    assert said in verdict(scores, None).paragraph
+    assert expected in decision_summary(scores, None).paragraph
 
 
 def test_a_round_costs_what_its_speedup_says() -> None:
     _, costs, rows = sample_rows()
     plans = sample_scores()["plans"]
-    for place in places(plans):
+    for place in config_points(plans):
         table = costs[place.row["draft"], place.row["step"]]
         if not place.row["baseline"]:
             expected = table.by_plan[str(place.row["draft_tokens"])].seconds / table.plain_seconds - 1
@@ -148,7 +148,7 @@ def test_a_round_costs_what_its_speedup_says() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(1, 5)), min_size=1, max_size=12))
 def test_the_frontier_is_what_nothing_else_beats(points: list[tuple[float, float]]) -> None:
-    found = [ChartPoint({}, cost, value) for cost, value in points]
+    found = [ConfigPoint({}, cost, value) for cost, value in points]
     best = pareto(found)
     for one in found:
         better = [o for o in found if o.tau >= one.tau and o.cost <= one.cost and o[1:] != one[1:]]
@@ -205,8 +205,13 @@ def test_context_rows_are_the_counts_own() -> None:
 
 
 def test_words() -> None:
-    assert joint([{"value": 0.5}, {"value": 0.5}, {"value": None}, {"value": 1.0}]) == [0.5, 0.25, None, None]
-    assert bucket("00128") == "up to 128" and bucket("32768+") == "over 32,768"
+    assert joint_acceptance([{"value": 0.5}, {"value": 0.5}, {"value": None}, {"value": 1.0}]) == [
+        0.5,
+        0.25,
+        None,
+        None,
+    ]
+    assert bucket_label("00128") == "up to 128" and bucket_label("32768+") == "over 32,768"
     assert number(None) == number(float("nan")) == "n/a" and number(1234.5, 0) == "1,234"
     assert interval({"value": 1.0, "low": None, "high": None}, "x") == "1.00x"
 

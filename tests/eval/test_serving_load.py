@@ -12,12 +12,11 @@ from pydantic import ValidationError
 
 from draftforge.errors import CorruptDataError, InputError
 from draftforge.eval import cost_model
-from draftforge.eval.advice import advice, verdict
 from draftforge.eval.draft_configs import DraftConfig
-from draftforge.eval.figures import Estimate
 from draftforge.eval.leaderboard import Row, domain_rows, engine_tau, leaderboard, speedup_difference
 from draftforge.eval.serving_load import BreakEvenPoint, LoadTimes
 from draftforge.eval.settings import LoadSettings, ScoreSettings
+from draftforge.eval.summary import serving_advice
 
 CHEAP = loads.fit_of(lambda B, L, N, C: 2e-4 * L)
 DEAR = loads.fit_of(lambda B, L, N, C: 1e-3 * L * (1 + B / 16))
@@ -81,7 +80,7 @@ def test_a_draft_without_rounds_is_not_known_to_lose() -> None:
     unknown = counts_of("none", 10, {2: 1.0}).slice(0, 1).set_column(13, "rounds", [[0.0]])
     times = {("none", 10): LoadTimes(CHEAP, load_of())}
     (row,) = leaderboard([unknown], times, settings_of())
-    assert math.isnan(row.speedup.value) and row.load is not None and row.load.losing is None
+    assert math.isnan(row.speedup.value) and row.load is not None and row.load.break_even is None
     assert json.dumps(row.record(), allow_nan=False) and "loses_above" not in row.metrics()
 
 
@@ -110,8 +109,8 @@ def test_the_load_decides_which_draft_is_picked() -> None:
 
 def test_where_it_loses_is_looked_up_batch_size_by_batch_size() -> None:
     (row,) = rows_of(settings_of(batch_sizes={1: 1, 64: 0}), ("strong", STRONG, DEAR))
-    assert row.load is not None and row.config == DraftConfig(4) and row.load.losing is not None
-    above, times = row.load.losing.above, LoadTimes(DEAR, load_of())
+    assert row.load is not None and row.config == DraftConfig(4) and row.load.break_even is not None
+    above, times = row.load.break_even.above, LoadTimes(DEAR, load_of())
     assert above is not None and 16 < above < 64
     assert times.gain_at(above, row.config).speedup(3.9) >= 1 > times.gain_at(above + 1, row.config).speedup(3.9)
     assert [one.batch_size for one in row.load.batches] == list(loads.SIZES)
@@ -121,7 +120,7 @@ def test_where_it_loses_is_looked_up_batch_size_by_batch_size() -> None:
     for one in row.load.batches:
         even = times.gain_at(one.batch_size, one.config).speedup(one.break_even_tau)
         assert even == pytest.approx(1.0) and one.goodput.value == pytest.approx(one.speedup.value * one.plain_goodput)
-    assert times.losing(DraftConfig(4), 1.0) == BreakEvenPoint(0, 64) and times.losing(
+    assert times.break_even(DraftConfig(4), 1.0) == BreakEvenPoint(0, 64) and times.break_even(
         DraftConfig(1), 9.0
     ) == BreakEvenPoint(None, 64)
 
@@ -133,15 +132,15 @@ def test_a_domain_has_a_speedup_of_its_own() -> None:
     times = {("strong", 10): LoadTimes(DEAR, settings.load)}
     rows = leaderboard(tables, times, settings)
     chat, support = domain_rows(tables, rows, settings, times)
-    assert chat.speedup.value < 1 < support.speedup.value and chat.losing == BreakEvenPoint(0, 64)
+    assert chat.speedup.value < 1 < support.speedup.value and chat.break_even == BreakEvenPoint(0, 64)
     assert chat.speedup.value == pytest.approx(rows[0].gain.speedup(1.1))
     assert support.goodput.value == pytest.approx(support.speedup.value * times["strong", 10].plain_goodput)
     record = json.loads(json.dumps(chat.record(), allow_nan=False))
     assert record["loses_above"] == 0 and len(record["batches"]) == len(loads.SIZES)
     assert {one.config for one in chat.batches} == {DraftConfig(1)} and support.batches[0].config == DraftConfig(4)
-    said = advice(rows, [chat, support], settings)
-    assert any(line.startswith("domain 'chat' (t0) does not pay: 0.") for line in said)
-    assert not any("domain 'support' (t0) does not" in line for line in said)
+    sentences = serving_advice(rows, [chat, support], settings)
+    assert any(line.startswith("domain 'chat' (t0) does not pay: 0.") for line in sentences)
+    assert not any("domain 'support' (t0) does not" in line for line in sentences)
 
 
 def test_tau_under_every_rule_stands_beside_the_deciding_one() -> None:
@@ -186,31 +185,16 @@ def test_tau_as_the_engine_counts() -> None:
 def test_advice_says_what_the_figures_say() -> None:
     settings = settings_of(batch_sizes={1: 1, 64: 0})
     rows = rows_of(settings, ("strong", STRONG, DEAR))
-    said = advice(rows, [], settings)
-    assert said[0].startswith("strong step 10 at K=4 gains at this load: ") and "it pays from" in said[0]
-    (by_batch,) = [line for line in said if line.startswith("By batch size")]
+    sentences = serving_advice(rows, [], settings)
+    assert sentences[0].startswith("strong step 10 at K=4 gains at this load: ") and "it pays from" in sentences[0]
+    (by_batch,) = [line for line in sentences if line.startswith("By batch size")]
     assert by_batch.startswith("By batch size: K=4 at batch 1 to ") and "no speculation at batch 64" in by_batch
-    assert rows[0].load is not None and rows[0].load.losing is not None
-    assert f"Switch speculation off above batch {rows[0].load.losing.above}: there K=4 loses." in said
-    lost = rows_of(settings, ("weak", dict.fromkeys(WEAK, 1.01), DEAR))
-    assert advice(lost, [], settings)[0].startswith("Speculation loses at this load, do not serve it: the best is weak")
-    assert "K=1 loses at every batch size up to 64." in advice(lost, [], settings)
-    assert advice([], [], settings) == []
-
-
-@pytest.mark.parametrize(
-    ("estimate", "error", "expected"),
-    [
-        (Estimate(1.2, 1.1, 1.3), 0.05, "gains"),
-        (Estimate(1.2, 1.1, 1.3), 0.1, "not clear"),
-        (Estimate(0.8, 0.7, 0.9), 0.1, "loses"),
-        (Estimate(0.8, 0.7, 0.96), 0.05, "not clear"),
-        (Estimate(1.2), 0.0, "gains"),
-        (Estimate(math.nan), 0.0, "not clear"),
-    ],
-)
-def test_only_what_is_clear_is_claimed(estimate: Estimate, error: float, expected: str) -> None:
-    assert verdict(estimate, error) == expected
+    assert rows[0].load is not None and rows[0].load.break_even is not None
+    assert f"Switch speculation off above batch {rows[0].load.break_even.above}: there K=4 loses." in sentences
+    lost = serving_advice(rows_of(settings, ("weak", dict.fromkeys(WEAK, 1.01), DEAR)), [], settings)
+    assert lost[0].startswith("Speculation loses at this load, do not serve it: the best is weak")
+    assert "K=1 loses at every batch size up to 64." in lost
+    assert serving_advice([], [], settings) == []
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ LOAD = LoadFigures(
     plain_goodput=300.0,
     engine_tau=SMALL.tau,
     break_even_alpha=0.3,
-    losing=BreakEvenPoint(5, 8),
+    break_even=BreakEvenPoint(5, 8),
     memory=Memory(12_000_000, 3.4e6),
     batches=(AT_8, replace(AT_8, batch_size=16, share=0.0, break_even_tau=math.inf)),
 )
@@ -102,7 +102,7 @@ def test_a_load_adds_its_columns() -> None:
     assert rows[1]["goodput"] == "412 [400, 420]" and rows[1]["break-even tau"] == "1.50"
     assert rows[1]["loses above"] == "5" and rows[1]["draft MB"] == "12.0" and rows[1]["cache MB"] == "3.4"
     assert rows[0]["goodput"] == "-" and [row[""] for row in rows] == ["baseline", "<- chosen", "dropped at 40%"]
-    domain = dict(zip(*domain_cells([replace(SUPPORT, speedup=Estimate(1.1), losing=BreakEvenPoint(None, 8))])))
+    domain = dict(zip(*domain_cells([replace(SUPPORT, speedup=Estimate(1.1), break_even=BreakEvenPoint(None, 8))])))
     assert domain["loses above"] == "> 8?" and domain["expected speed-up"] == "1.10x" and domain["goodput"] == "n/a"
     assert "goodput" not in domain_cells([SUPPORT])[0]
 

@@ -69,7 +69,7 @@ def head_of(target: Any, folder: Path, **sizes: int) -> str:
 
 
 def ran(report: Report) -> list[str]:
-    return list(dict.fromkeys(row.setting.way for row in report.rows))
+    return list(dict.fromkeys(row.setting.label for row in report.rows))
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_small_drafts_are_also_measured_helped(trained: Recipe, asked: Callable[
     report = run_bench(space, asked(drafts=["small", head], cascade="lookup", trees=["wide"]))
     ways = ["plain", "small K=2", "small tree wide", "small helped by lookup K=2", "head K=2", "head tree wide"]
     assert ran(report) == ways and not report.failures
-    rounds = {row.setting.way: row.rounds for row in report.rows if row.domain == EVERY}
+    rounds = {row.setting.label: row.rounds for row in report.rows if row.domain == EVERY}
     assert rounds["small helped by lookup K=2"] == rounds["small K=2"]  # it drafts the same, in fewer passes
     assert all(row.equal_answers == 1.0 for row in report.rows)
     with pytest.raises(InputError, match=r"--cascade nobody: must be"):
@@ -201,7 +201,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     real = run.run_once
 
     def listening(*given: Any) -> Any:
-        made.append(given[1].setting.way)
+        made.append(given[1].setting.label)
         return real(*given)
 
     monkeypatch.setattr(run, "run_once", listening)

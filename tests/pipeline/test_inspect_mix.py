@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from draftforge.cli import app
 from draftforge.errors import InputError
-from draftforge.pipeline.mix_report import check_place
+from draftforge.pipeline.mix_report import check_out
 
 LINES = [
     {
@@ -99,9 +99,9 @@ def test_a_page_needs_nothing_else_and_is_the_same_again(recipe: Path, tmp_path:
 def test_pictures_come_in_a_new_folder(recipe: Path, tmp_path: Path) -> None:
     run(recipe, "--out", tmp_path / "pictures")
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
-    assert {"domain.png", "domain.svg", "lengths.svg", "system.png"} <= names
+    assert {"domain.svg", "lengths.svg", "system.svg"} <= names
     with pytest.raises(InputError, match=r"--out .*pictures: exists"):
-        check_place(tmp_path / "pictures")
+        check_out(tmp_path / "pictures")
     (tmp_path / "c.html").mkdir()
     with pytest.raises(InputError, match=r"c\.html: is a folder"):
-        check_place(tmp_path / "c.html")
+        check_out(tmp_path / "c.html")

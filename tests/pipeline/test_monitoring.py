@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from draftforge.cli import main
 from draftforge.errors import AcceptanceMismatchError, InputError, MissingFileError, ServedError
-from draftforge.eval.engine_metrics import promise_of
+from draftforge.eval.engine_metrics import expected_acceptance
 from draftforge.eval.leaderboard import serving
 from draftforge.pipeline import monitoring
 from draftforge.pipeline.distill import distill
@@ -119,7 +119,7 @@ def test_a_champion_is_told_of(
     table = kept_counts(space.tracking, outcome.version)
     assert table is not None
     settings = space.recipe.score
-    promise = promise_of(serving(table, settings), settings.bootstrap)
+    promise = expected_acceptance(serving(table, settings), settings.bootstrap)
     assert value(found, "champion_tau") == promise.taus["rounds"].value
     assert [labels["position"] for labels, _ in found["champion_acceptance"]] == ["1", "2"][: promise.draft_tokens]
     assert value(found, "champion_expected_speedup") > 0

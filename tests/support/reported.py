@@ -1,6 +1,8 @@
 """Records of a run that never was: drawn counts, so that a report has every section and a known number in each."""
 
+from copy import deepcopy
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -108,14 +110,25 @@ def sample_rows(domains: dict[str, float] = DOMAINS) -> tuple[pa.Table, dict[Che
 
 
 def sample_scores(domains: dict[str, float] = DOMAINS) -> dict[str, Any]:
-    """What a score leaves for a report."""
-    table, costs, rows = sample_rows(domains)
+    """What a score leaves for a report; a copy to change."""
+    return deepcopy(_scores(tuple(domains.items())))
+
+
+@cache
+def _scores(items: tuple[tuple[str, float], ...]) -> dict[str, Any]:
+    table, costs, rows = sample_rows(dict(items))
     plans = config_rows([table], costs, SETTINGS, ["lookup"])
     return score_record(table, costs, rows, SETTINGS, plans, domain_rows([table], rows, SETTINGS, costs))
 
 
 def sample_holdout(domains: dict[str, float] = DOMAINS, champion: bool = True) -> dict[str, Any]:
-    """Candidate, champion and prompt lookup on the holdout."""
+    """Candidate, champion and prompt lookup on the holdout; a copy to change."""
+    return deepcopy(_holdout(tuple(domains.items()), champion))
+
+
+@cache
+def _holdout(items: tuple[tuple[str, float], ...], champion: bool) -> dict[str, Any]:
+    domains = dict(items)
     alphas = {"lookup": 0.21, "candidate": 0.63, **({"champion": 0.55} if champion else {})}
     tables, rows, costs = [], [], dict[Checkpoint, CostTable]()
     for draft, alpha in alphas.items():

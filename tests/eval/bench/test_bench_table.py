@@ -139,5 +139,5 @@ def test_a_report_is_read_back_as_it_was() -> None:
 
 
 def test_settings_differ_by_what_is_drafted() -> None:
-    names = [Setting(method="m", levels=2, tree=tree, batch_size=1).way for tree in ("", "wide")]
-    assert names == ["m K=2", "m tree wide"] and PLAIN.way == "plain"
+    names = [Setting(method="m", levels=2, tree=tree, batch_size=1).label for tree in ("", "wide")]
+    assert names == ["m K=2", "m tree wide"] and PLAIN.label == "plain"

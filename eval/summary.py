@@ -1,0 +1,398 @@
+"""Sentences about scores, benchmarks, decisions and served acceptance. Every figure in them was measured or fitted.
+
+A gain or a loss is claimed where the whole interval of the speed-up (of a benchmark: every repeat) is on one side of 1,
+the error of fitted times allowed for.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+from .bench.run import EVERY, BenchRow, LengthRow, Spread
+from .counts import largest_prompt
+from .engine_metrics import AcceptanceMismatch
+from .figures import Estimate
+from .leaderboard import DomainRow, Row
+from .serving_load import BatchFigures, LoadFigures
+from .settings import ScoreSettings
+from .table import interval, number
+
+Record = Mapping[str, Any]
+Outcome = Literal["gains", "loses", "no clear difference", "not measured"]
+
+
+def outcome(speedup: Estimate, error: float = 0.0) -> Outcome:
+    """Which side of 1 a speed-up and its interval are on. `error`: share by which fitted times may be off."""
+    if math.isnan(speedup.value):
+        return "not measured"
+    low, high = (speedup.value if math.isnan(end) else end for end in (speedup.low, speedup.high))
+    if low * (1 - error) > 1:
+        return "gains"
+    return "loses" if high * (1 + error) < 1 else "no clear difference"
+
+
+# --- a score: whether, how and up to which batch size to speculate ---
+
+
+def serving_advice(rows: Sequence[Row], domains: Sequence[DomainRow], settings: ScoreSettings) -> list[str]:
+    """Advice for serving the chosen row: whether, how and up to where to speculate, and where it does not pay."""
+    chosen = next((row for row in rows if row.chosen), None)
+    if chosen is None:
+        return []
+    error = 0.0 if chosen.load is None else chosen.load.fit_error
+    sentences = [_overall(chosen, error)]
+    if chosen.load is not None:
+        sentences += [_by_batch_size(chosen.load, error), *_break_even_batch(chosen, chosen.load), _costs(chosen.load)]
+    mine = [row for row in domains if (row.draft, row.step) == (chosen.draft, chosen.step)]
+    if len({(row.domain, row.setting) for row in mine}) > 1:
+        sentences += _domains(mine, error)
+    for row in rows:
+        if row.baseline and row.speedup.value >= chosen.speedup.value:
+            speedup = interval(row.speedup, "x")
+            sentences.append(f"{row.draft} at {row.config}, which takes no training, does as well: {speedup}.")
+    return sentences
+
+
+def _overall(row: Row, error: float) -> str:
+    where = "at batch 1" if row.load is None else "at this load"
+    which, speedup = f"{row.draft} step {row.step} at {row.config}", interval(row.speedup, "x")
+    # From which tau, and which acceptance of a token, it pays.
+    if math.isinf(row.break_even_tau):
+        even = "and it pays at no tau"
+    else:
+        alpha = math.nan if row.load is None else row.load.break_even_alpha
+        accepted = "" if math.isnan(alpha) else f" (each drafted token accepted with {alpha:.0%})"
+        even = f"it pays from {row.break_even_tau:.2f}{accepted}"
+    figures = f"{speedup}; tau {row.tau.value:.2f}, {even}."
+    match outcome(row.speedup, error):
+        case "gains":
+            return f"{which} gains {where}: {figures}"
+        case "loses":
+            return f"Speculation loses {where}, do not serve it: the best is {which}, {figures}"
+        case _:
+            return f"No clear gain {where}: the best is {which}, {figures}"
+
+
+def _by_batch_size(load: LoadFigures, error: float) -> str:
+    """The best K or tree of neighbouring batch sizes, and those at which none pays."""
+
+    def advised(one: BatchFigures) -> str:
+        match outcome(one.speedup, error):
+            case "gains":
+                return str(one.config)
+            case "loses":
+                return "no speculation"
+            case _:
+                return f"{one.config} without a clear gain"
+
+    clauses = []
+    for advice, group in groupby(load.batches, key=advised):
+        some = list(group)
+        sizes = _first_to_last([str(one.batch_size) for one in some])
+        speedups = _first_to_last([f"{one.speedup.value:.2f}x" for one in some])
+        clauses.append(f"{advice} at batch {sizes} ({speedups})")
+    return f"By batch size: {'; '.join(clauses)}."
+
+
+def _first_to_last(words: Sequence[str]) -> str:
+    return words[0] if words[0] == words[-1] else f"{words[0]} to {words[-1]}"
+
+
+def _break_even_batch(row: Row, load: LoadFigures) -> Iterator[str]:
+    point = load.break_even
+    if point is None:
+        return
+    if point.above is None:
+        yield f"{row.config} does not lose up to batch {point.largest}, the largest that was measured."
+    elif point.above:
+        yield f"Switch speculation off above batch {point.above}: there {row.config} loses."
+    else:
+        yield f"{row.config} loses at every batch size up to {point.largest}."
+
+
+def _costs(load: LoadFigures) -> str:
+    weights, caches = (count / 1e6 for count in load.memory)
+    return (
+        f"Goodput {load.goodput.value:.0f} tokens/s, {load.plain_goodput:.0f} without a draft, which takes "
+        f"{weights:,.0f} MB of weights and {caches:,.0f} MB of caches."
+    )
+
+
+def _domains(rows: Sequence[DomainRow], error: float) -> Iterator[str]:
+    """Domains that do not pay, or stop paying at another batch size than all together."""
+    for row in rows:
+        where = f"domain {row.domain!r} ({row.setting})"
+        if outcome(row.speedup, error) == "loses":
+            yield f"{where} does not pay: {interval(row.speedup, 'x')}."
+        elif row.break_even is not None and row.break_even.above is not None:
+            yield f"{where} pays up to batch {row.break_even.above}."
+
+
+# --- a benchmark ---
+
+
+def bench_summary(rows: Sequence[BenchRow], repeats: int, half: bool) -> list[str]:
+    """Sentences of a benchmark, the shortest answer to "is it worth it?" first.
+
+    `half`: the target runs below float32.
+    """
+    # 1) the fastest at each batch size
+    sentences = [*_fastest(rows)]
+    # 2) each method at each K or tree: batch sizes, then domains and answer lengths that do worse than the whole
+    by_name: dict[str, list[BenchRow]] = {}
+    for row in rows:
+        if not row.setting.plain:
+            by_name.setdefault(row.setting.label, []).append(row)
+    for name, some in by_name.items():
+        whole = _in_all_domains(some)
+        sentences += [*_bench_batch_sizes(name, whole), *_losing_domains(name, some), *_losing_lengths(name, whole)]
+    # 3) what is true of methods, answers and the benchmark itself
+    sentences += [*_acceptance_ends(by_name), *_unequal_answers(by_name, half), *_empty_slots(rows)]
+    if repeats == 1:
+        sentences.append("One repeat: nothing says how much these figures vary from run to run; --repeats 3 does.")
+    return sentences
+
+
+def bench_speedup(speedup: Spread) -> str:
+    """A measured speed-up with its repeats, such as "0.86x, repeats 0.84 to 0.88"."""
+    if math.isnan(speedup.value) or speedup.low == speedup.high:
+        return number(speedup.value, unit="x")
+    return f"{speedup.value:.2f}x, repeats {speedup.low:.2f} to {speedup.high:.2f}"
+
+
+def _in_all_domains(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    return [row for row in rows if row.domain == EVERY]
+
+
+def _fastest(rows: Sequence[BenchRow]) -> Iterator[str]:
+    """At each batch size, whether to speculate at all."""
+    drafted = [row for row in _in_all_domains(rows) if not row.setting.plain]
+    for batch_size in sorted({row.setting.batch_size for row in drafted}):
+        some = [row for row in drafted if row.setting.batch_size == batch_size and not math.isnan(row.speedup.value)]
+        best = max(some, key=lambda row: row.speedup.value, default=None)
+        if best is None:
+            continue
+        which = f"{best.setting.label}, {bench_speedup(best.speedup)}"
+        match outcome(best.speedup.estimate):
+            case "gains":
+                yield f"At batch {batch_size} the fastest is {which} over plain decoding."
+            case "loses":
+                yield f"At batch {batch_size} speculation loses, whatever drafts: the best is {which}."
+            case _:
+                yield f"At batch {batch_size} nothing is clearly faster than plain decoding: the best is {which}."
+
+
+def _bench_batch_sizes(name: str, whole: Sequence[BenchRow]) -> Iterator[str]:
+    """The batch sizes at which it loses, at which it gains, at which that is not clear; and the tau it needs."""
+    clauses = []
+    for kind in ("loses", "no clear difference", "gains", "not measured"):
+        some = [row for row in whole if outcome(row.speedup.estimate) == kind]
+        if some:
+            each = (f"{row.setting.batch_size} ({bench_speedup(row.speedup)}{_needed_tau(row)})" for row in some)
+            clauses.append(f"{kind} at batch {', '.join(each)}")
+    if clauses:
+        yield f"{name}: {'; '.join(clauses)}."
+
+
+def _needed_tau(row: BenchRow) -> str:
+    """The tau at which a round takes as long as plain decoding of what it yields, beside the one that it has."""
+    if math.isnan(row.break_even_tau) or math.isnan(row.tau.value):
+        return ""
+    return f"; tau {row.tau.value:.2f}, a round pays from {row.break_even_tau:.2f}"
+
+
+def _losing_domains(name: str, rows: Sequence[BenchRow]) -> Iterator[str]:
+    """Domains that lose where all together do not, and why."""
+    for row in rows:
+        whole = next(one for one in _in_all_domains(rows) if one.setting == row.setting)
+        loses, all_lose = (outcome(one.speedup.estimate) == "loses" for one in (row, whole))
+        if row.domain == EVERY or not loses or all_lose:
+            continue
+        speedup = f"{bench_speedup(row.speedup)}{_needed_tau(row)}"
+        where = f"{name}, batch {row.setting.batch_size}: loses in {row.domain} ({speedup})"
+        if row.tau.value >= row.break_even_tau:
+            yield f"{where}: {_waiting_share(row)} of the time there passes before the first token."
+        elif row.alphas and not math.isnan(row.alphas[0].value):
+            yield f"{where}: {row.alphas[0].value:.0%} of first drafted tokens are accepted there."
+        else:
+            yield f"{where}."
+
+
+def _losing_lengths(name: str, whole: Sequence[BenchRow]) -> Iterator[str]:
+    """Lengths of answers at which it loses though not on the whole, or is clearly slower than on the whole."""
+    for row in whole:
+        for some in row.lengths if len(row.lengths) > 1 else []:
+            loses = outcome(some.speedup.estimate) == "loses" != outcome(row.speedup.estimate)
+            if loses or some.speedup.high < row.speedup.low:
+                yield (
+                    f"{name}, batch {row.setting.batch_size}: {'loses' if loses else 'does worse'} on answers of "
+                    f"{some.lengths} ({bench_speedup(some.speedup)}; on all {row.speedup.value:.2f}x): "
+                    f"{_waiting_share(some)} of their time passes before the first token, which no draft shortens."
+                )
+
+
+def _waiting_share(row: BenchRow | LengthRow) -> str:
+    return "an unknown part" if math.isnan(row.first_token_share) else f"{row.first_token_share:.0%}"
+
+
+def _acceptance_ends(by_name: Mapping[str, Sequence[BenchRow]]) -> Iterator[str]:
+    """For each method, the domains in which its first drafted tokens are accepted least and most."""
+    seen: set[str] = set()
+    for name, rows in by_name.items():
+        setting = rows[0].setting
+        firsts = [row for row in rows if row.domain != EVERY and row.setting == setting and row.alphas]
+        known = sorted((row.alphas[0].value, row.domain) for row in firsts if not math.isnan(row.alphas[0].value))
+        least, most = (f"{value:.0%}" for value, _ in (known[0], known[-1])) if known else ("", "")
+        if least != most and setting.method not in seen:
+            seen.add(setting.method)
+            ends = f"least in {known[0][1]} ({least}), most in {known[-1][1]} ({most})"
+            yield f"{name}: first drafted tokens are accepted {ends}."
+
+
+def _unequal_answers(by_name: Mapping[str, Sequence[BenchRow]], half: bool) -> Iterator[str]:
+    """Answers that are not plain decoding's, at temperature 0."""
+    half_why, float32_why = "near ties between two tokens flip", "all should: only an exact tie may flip"
+    why = f"in half precision {half_why}" if half else f"in float32 {float32_why}"
+    for name, rows in by_name.items():
+        for row in _in_all_domains(rows):
+            if not math.isnan(row.equal_answers) and row.equal_answers != 1:
+                which = f"{row.equal_answers:.0%} of {row.prompts} answers"
+                yield f"{name}, batch {row.setting.batch_size}: {which} equal plain decoding's; {why}."
+
+
+def _empty_slots(rows: Sequence[BenchRow]) -> Iterator[str]:
+    """Batch sizes that too few prompts keep far from full."""
+    for row in _in_all_domains(rows):
+        batch_size = row.setting.batch_size
+        if row.setting.plain and row.slots < batch_size / 2:
+            yield (
+                f"At batch {batch_size} only {row.slots:.1f} slots were in use on average: {row.prompts} prompts "
+                "are too few for it."
+            )
+
+
+# --- acceptance as a serving engine counts it ---
+
+
+def describe_mismatch(found: AcceptanceMismatch, margin: float) -> str:
+    """Served beside expected acceptance in one line, numbers included."""
+    if found.unknown:
+        judged = f"not judged: {found.unknown}"
+    else:
+        judged = "is not as expected" if found.mismatch else "is as expected"
+    return (
+        f"{found.engine} has tau {interval(found.served)} over {found.rounds:,.0f} rounds, expected is "
+        f"{interval(found.expected)} in its counting: {interval(found.difference, sign='+')}; {judged} "
+        f"(margin {margin:.0%})"
+    )
+
+
+# --- a report: the decision of a run, from its records ---
+
+DecisionKind = Literal["promoted", "refused", "scored", "nothing"]
+
+
+class Decision(NamedTuple):
+    """The head of a report, and which rows stand beside each other below it."""
+
+    kind: DecisionKind
+    title: str
+    paragraph: str
+    reasons: Sequence[str]
+    """The gate's own words."""
+    split: str
+    """Where the figures below come from: the holdout once a gate has decided, else the selection split."""
+    row: Record | None
+    """The draft that it is about."""
+    compared: Sequence[Record]
+    """That draft first, then what it is compared with, baselines last."""
+    domains: Sequence[Record]
+    contexts: Sequence[Record]
+
+
+def decision_summary(scores: Record, promotion: Record | None) -> Decision:
+    """What was decided: by the score alone, or by the gate where it has judged."""
+    chosen = next((row for row in scores["rows"] if row["chosen"]), None)
+    if chosen is None:
+        why = "No checkpoint has a known speed-up: the scored split is too small. Give the mix more conversations."
+        return Decision("nothing", "Nothing to choose", why, [], "selection", None, [], [], [])
+    kind: DecisionKind = "scored"
+    if promotion is None or not promotion["holdout"]["rows"]:
+        row, source, split, reasons = chosen, scores, "selection", list[str]()
+        compared = [chosen, *(one for one in scores["rows"] if one["baseline"] and one["alphas"])]
+        title = f"{draft_label(chosen)} has the best expected speed-up"
+        paragraph = _worth(chosen, chosen, "On the selection split")
+        paragraph += " No gate has judged it on the holdout yet."
+    else:
+        source, split = promotion["holdout"], "holdout"
+        compared = _candidate_first(source["rows"])
+        row = next(one for one in compared if one["draft"] == "candidate")
+        reasons, promoted = promotion["decision"]["reasons"], promotion["decision"]["promote"]
+        kind = "promoted" if promoted else "refused"
+        title = f"{promotion['version']} {'is the champion' if promoted else 'was refused'}"
+        paragraph = _worth(row, chosen, "On the holdout, which no draft was trained or picked on,")
+        others = [one for one in source["rows"] if one is not row and one["speedup"]["value"] is not None]
+        beside = [f"{o['draft']} has tau {interval(o['tau'])} and {interval(o['speedup'], 'x')}" for o in others]
+        paragraph += f" Beside it, {joined(beside)}." if beside else ""
+    return Decision(
+        kind,
+        title,
+        paragraph,
+        reasons,
+        split,
+        row,
+        compared,
+        _candidate_first(source["domains"], "domain", "setting"),
+        _candidate_first(source["contexts"], "context_bucket"),
+    )
+
+
+def _worth(row: Record, chosen: Record, where: str) -> str:
+    """The draft's tau and speed in a sentence, and whether it pays."""
+    speedup, even = row["speedup"], row["break_even_tau"]
+    figures = (
+        f"{where} {draft_label(chosen)} at {config_label(row)} emits {interval(row['tau'])} tokens per pass of the "
+        f"target; measured round times make that {interval(speedup, 'x')} of plain decoding's speed."
+    )
+    if even is None or row["tau"]["value"] is None:
+        return figures
+    if speedup["low"] is not None and speedup["low"] > 1:
+        return f"{figures} It pays: break-even is at tau {number(even)}, below the whole interval."
+    if speedup["high"] is not None and speedup["high"] < 1:
+        return (
+            f"{figures} It does not pay on this machine: break-even is at tau {number(even)}, above the whole interval."
+        )
+    return f"{figures} Break-even is at tau {number(even)}, inside the interval: whether it pays is not settled."
+
+
+def _candidate_first(rows: Sequence[Record], *columns: str) -> list[Record]:
+    """Sort by the columns; the candidate before the champion before baselines."""
+
+    def order(row: Record) -> tuple[Any, ...]:
+        return (*(row[name] for name in columns), row["baseline"], row["draft"] != "candidate")
+
+    return sorted(rows, key=order)
+
+
+def config_label(row: Record) -> str:
+    """How a record's draft drafts: "K = 4", "tree wide", or "-" for plain decoding."""
+    if not row["draft_tokens"]:
+        return "-"
+    return f"tree {row['tree']}" if row["tree"] else f"K = {row['draft_tokens']}"
+
+
+def draft_label(row: Record) -> str:
+    """A record's draft in a legend, with its step where it was trained."""
+    return f"{row['draft']}, step {row['step']}" if row["step"] and not row["baseline"] else str(row["draft"])
+
+
+def bucket_label(bucket: str) -> str:
+    """A context bucket as people say it: "up to 128", "over 32,768"."""
+    top = largest_prompt(bucket)
+    return f"over {top:,}" if bucket.endswith("+") else f"up to {top:,}"
+
+
+def joined(words: Sequence[str]) -> str:
+    """Words as a list in a sentence: a, b and c."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
