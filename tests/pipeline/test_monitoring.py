@@ -138,7 +138,7 @@ def test_a_champion_is_told_of(
     assert value(told, "served_tau") == pytest.approx(1 + 0.9 * K) and value(told, "acceptance_mismatch") == 1
     assert value(told, "promised_tau") == promise.taus["unclipped"].value
     assert "WARNING: served: vllm has tau" in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(AcceptanceMismatchError, match="parts from the promise"):
+    with pytest.raises(AcceptanceMismatchError, match="is not as expected"):
         write_metrics(space, MetricsOptions(out=tmp_path / "e.prom", served=[address], fail_on_mismatch=True))
     assert "draftforge_acceptance_mismatch" in (tmp_path / "e.prom").read_text()  # written all the same
     right = 1000 * (promise.taus["unclipped"].value - 1)
