@@ -15,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import yaml
@@ -41,6 +43,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only whether every break still fits the code")
     parser.add_argument("--sample", type=int, metavar="N", help="only N of them, drawn by the commit")
     parser.add_argument("--only", metavar="TEXT", help="only those whose name holds this")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="breaks tried at once; default: 1")
     options = parser.parse_args()
 
     mutants = [Mutant(**entry) for entry in yaml.safe_load(LIST.read_text())]
@@ -55,11 +58,22 @@ def main() -> int:
     if options.sample is not None:
         mutants = random.Random(commit()).sample(mutants, min(options.sample, len(mutants)))
 
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = copy_checkout(Path(folder))
-        survivors = [mutant.name for mutant in mutants if not is_killed(mutant, copy)]
-    print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants killed")
-    return 1 if survivors else 0
+    # Every worker breaks a copy of its own.
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
+        copies = SimpleQueue[Path]()
+        for number in range(options.jobs):
+            copies.put(copy_checkout(Path(folder, str(number))))
+
+        def work(mutant: Mutant) -> bool:
+            copy = copies.get()
+            try:
+                return is_killed(mutant, copy)
+            finally:
+                copies.put(copy)
+
+        killed = sum(pool.map(work, mutants))
+    print(f"{killed} of {len(mutants)} mutants killed")
+    return 0 if killed == len(mutants) else 1
 
 
 def misfit(mutant: Mutant) -> str | None:
