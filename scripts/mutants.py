@@ -109,7 +109,8 @@ def is_killed(mutant: Mutant, copy: Path) -> bool:
     text, started = path.read_text(), time.monotonic()
     path.write_text(text.replace(mutant.old, mutant.new))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split()]
-    environment = os.environ | {"PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = os.pathsep.join(filter(None, [str(copy.parent), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     finally:
