@@ -1,7 +1,7 @@
-"""Which samples make up each training step, and how they become tensors.
+"""Batching: which samples make up each training step, and how they are packed into tensors.
 
 The samples of a step follow from the samples, the seed and the size alone; ranks and accumulation only deal them out.
-Samples of a micro-batch stand side by side in its rows where that saves padding.
+Samples of a micro-batch stand side by side in its rows where that saves padding (sequence packing).
 
 Shapes: B rows, T tokens (padded on the right), N supervised tokens of the batch, k top ids, M tail draws.
 """
@@ -22,7 +22,11 @@ from .teacher_logprobs import Signals
 
 MOST_PADDING = 0.05
 """Share of padding above which samples are packed into fewer, longer rows; one row has none."""
-_SHARE = 64  # rows that turned out too short grow by this part of themselves; too many lose this part of them
+WINDOW_STEPS = 16
+"""Samples are sorted by length among this many steps' worth of a shuffled epoch: less padding, still well mixed."""
+_PART = 64  # rows that turned out too short grow by a 64th of their length; of too many rows, a 64th goes
+_PADDING_ID = 0  # always a valid id, and never seen by a loss; many tokenizers have no pad token
+_EMPTY_LENGTH = 8
 
 
 def pack(lengths: Sequence[int], row_tokens: int = 0) -> tuple[list[list[int]], int]:
@@ -39,7 +43,7 @@ def pack(lengths: Sequence[int], row_tokens: int = 0) -> tuple[list[list[int]], 
         rows, tokens = _rows(lengths, count, max(longest, -(-total // count)))
         if total >= (1 - MOST_PADDING) * len(rows) * tokens:
             return rows, tokens
-        count = len(rows) - max(1, len(rows) // _SHARE)
+        count = len(rows) - max(1, len(rows) // _PART)
 
 
 def buckets(lengths: Sequence[int], tokens: int) -> list[list[int]]:
@@ -54,9 +58,9 @@ def buckets(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def _rows(lengths: Sequence[int], count: int, tokens: int) -> tuple[list[list[int]], int]:
-    """At most `count` rows, made a little longer until all samples have a place."""
+    """At most `count` rows, made a little longer until all samples have a span."""
     while (rows := _best_fit(lengths, count, tokens)) is None:
-        tokens += max(1, tokens // _SHARE)
+        tokens += max(1, tokens // _PART)
     return rows, max(sum(lengths[index] for index in row) for row in rows)
 
 
@@ -74,15 +78,8 @@ def _best_fit(lengths: Sequence[int], count: int, tokens: int) -> list[list[int]
     return sorted(sorted(row) for row in rows if row)
 
 
-WINDOW_STEPS = 16
-"""Samples are sorted by length among this many steps' worth of a shuffled epoch: less padding, still well mixed."""
-
-_PADDING_ID = 0  # always a valid id, and never seen by a loss; many tokenizers have no pad token
-_EMPTY_LENGTH = 8
-
-
-class Tokens(Protocol):
-    """What batching needs to know of a sample."""
+class TokenizedSample(Protocol):
+    """The token ids of a sample: all that batching needs to know of it."""
 
     @property
     def prompt_ids(self) -> list[int]: ...
@@ -120,7 +117,7 @@ class BatchPlan:
 
     def __init__(
         self,
-        samples: Sequence[Tokens],
+        samples: Sequence[TokenizedSample],
         tokens_per_step: int,
         seed: int,
         world_size: int = 1,
@@ -144,9 +141,9 @@ class BatchPlan:
         epoch, index = start
         while True:
             groups = self._groups(epoch)
-            for at in range(index, len(groups)):
-                after = Position(epoch, at + 1) if at + 1 < len(groups) else Position(epoch + 1, 0)
-                yield self._step(groups[at], after)
+            for step in range(index, len(groups)):
+                after = Position(epoch, step + 1) if step + 1 < len(groups) else Position(epoch + 1, 0)
+                yield self._step(groups[step], after)
             epoch, index = epoch + 1, 0
 
     def steps_per_epoch(self, epoch: int = 0) -> int:
@@ -167,33 +164,33 @@ class BatchPlan:
         groups: list[np.ndarray] = []
         for window in _cut(order, self._lengths, -(-steps // WINDOW_STEPS)):
             by_length = window[np.argsort(self._lengths[window], kind="stable")]
-            share = max(1, round(int(self._lengths[window].sum()) / self._tokens_per_step))
-            groups += [group for group in _cut(by_length, self._lengths, share) if len(group)]
-        return [groups[at] for at in order_rng.permutation(len(groups))]
+            window_steps = max(1, round(int(self._lengths[window].sum()) / self._tokens_per_step))
+            groups += [group for group in _cut(by_length, self._lengths, window_steps) if len(group)]
+        return [groups[index] for index in order_rng.permutation(len(groups))]
 
     def _deal(self, group: np.ndarray) -> list[np.ndarray]:
         """Micro-batches of one step, alike in tokens; part i goes to rank i % world_size."""
-        return [part for run in _cut(group, self._lengths, self._accumulation) for part in self._among_ranks(run)]
+        return [part for run in _cut(group, self._lengths, self._accumulation) for part in self._split_by_rank(run)]
 
-    def _among_ranks(self, run: np.ndarray) -> list[np.ndarray]:
+    def _split_by_rank(self, run: np.ndarray) -> list[np.ndarray]:
         """Parts alike in tokens and in supervised ones, which cost the loss, so that ranks finish together.
 
-        Longest first, each sample goes to the rank that has least of what it brings.
+        Longest first, each sample goes to the rank that has least of what it brings. S samples, R ranks.
         """
         if self._world_size == 1:
             return [run]
         sizes_S2 = np.stack([self._lengths[run], self._answers[run]], axis=1)
         shares_S2 = sizes_S2 / np.maximum(1, sizes_S2.sum(0))
         loads_R2, ranks_S = np.zeros((self._world_size, 2)), np.zeros(len(run), dtype=np.int64)
-        for at in np.argsort(-shares_S2.sum(1), kind="stable"):
-            ranks_S[at] = rank = int((loads_R2 @ shares_S2[at]).argmin())
-            loads_R2[rank] += shares_S2[at]
+        for sample in np.argsort(-shares_S2.sum(1), kind="stable"):
+            ranks_S[sample] = rank = int((loads_R2 @ shares_S2[sample]).argmin())
+            loads_R2[rank] += shares_S2[sample]
         return [run[ranks_S == rank] for rank in range(self._world_size)]
 
     def _step(self, group: np.ndarray, after: Position) -> OptimizerStep:
-        mine = self._deal(group)[self._rank :: self._world_size]
+        own = self._deal(group)[self._rank :: self._world_size]
         return OptimizerStep(
-            micro_batches=[part.tolist() for part in mine],
+            micro_batches=[part.tolist() for part in own],
             samples=group.tolist(),
             supervised=int(self._answers[group].sum()),
             tokens=int(self._lengths[group].sum()),
@@ -209,8 +206,8 @@ def _cut(order: np.ndarray, lengths: np.ndarray, parts: int) -> list[np.ndarray]
     return np.split(order, np.searchsorted(part, np.arange(1, parts)))
 
 
-class SamplePlace(NamedTuple):
-    """Where a sample lies in a batch."""
+class SampleSpan(NamedTuple):
+    """Where the tokens of a sample lie in a batch."""
 
     row: int
     start: int
@@ -221,7 +218,7 @@ class SamplePlace(NamedTuple):
 
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor on another device; the host does not wait for a GPU to have done what it was told before."""
+    """The tensor on another device, copied without a wait of the host for the GPU."""
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -235,8 +232,8 @@ class Batch:
     """int64, padded on the right with a valid id that means nothing."""
     documents: Documents
     """Which sample each token is of, and its position in it."""
-    places: list[SamplePlace]
-    """Of each sample."""
+    spans: list[SampleSpan]
+    """Of each sample, in their order."""
     positions_N: Tensor
     """int64: b * T + t of every t that is trained to predict the answer token at t + 1, sample by sample; entry i goes
     with entry i of the signals."""
@@ -255,7 +252,7 @@ class Batch:
     @property
     def padding_share(self) -> float:
         """Share of padding in ids_BT."""
-        return 1.0 - sum(place.length for place in self.places) / self.ids_BT.numel()
+        return 1.0 - sum(span.length for span in self.spans) / self.ids_BT.numel()
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
@@ -274,52 +271,54 @@ class Batch:
         )
 
 
-def collate(samples: Sequence[Tokens], signals: Sequence[Signals] | None = None, row_tokens: int = 0) -> Batch:
+def collate(samples: Sequence[TokenizedSample], signals: Sequence[Signals] | None = None, row_tokens: int = 0) -> Batch:
     """Pack samples into rows of about `row_tokens` tokens (at least the longest); join their signals in their order."""
     if not samples:
         return _empty_batch()
     if signals is not None and len(signals) != len(samples):
         raise ValueError(f"{len(signals)} signals for {len(samples)} samples")
+    # 1) Deal the samples into rows; each is a document of its row.
     lengths = [len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples]
     rows, tokens = pack(lengths, row_tokens)
-    places = _places(rows, samples)
-    number = {index: place for members in rows for place, index in enumerate(members)}
+    spans = _spans(rows, samples)
+    document_of = {index: document for members in rows for document, index in enumerate(members)}
+    # 2) Fill in tokens, documents and positions; note the positions that predict an answer token.
     ids_BT = torch.full((len(rows), tokens), _PADDING_ID)
-    document_BT, place_BT = torch.full_like(ids_BT, PADDING), torch.zeros_like(ids_BT)
+    document_BT, position_BT = torch.full_like(ids_BT, PADDING), torch.zeros_like(ids_BT)
     positions, offsets = [], [0]
-    for index, (sample, (row, start, length, prompt)) in enumerate(zip(samples, places, strict=True)):
+    for index, (sample, (row, start, length, prompt)) in enumerate(zip(samples, spans, strict=True)):
         at = slice(start, start + length)
         ids_BT[row, at] = torch.tensor(sample.prompt_ids + sample.answer_ids)
-        document_BT[row, at] = number[index]
-        place_BT[row, at] = torch.arange(length)
+        document_BT[row, at] = document_of[index]
+        position_BT[row, at] = torch.arange(length)
         first = row * tokens + start + prompt - 1
         positions.append(torch.arange(first, first + len(sample.answer_ids)))
         offsets.append(offsets[-1] + len(sample.answer_ids))
     return Batch(
         ids_BT=ids_BT,
-        documents=Documents(document_BT, place_BT, len(rows) < len(samples), _runs(places, *ids_BT.shape)),
-        places=places,
+        documents=Documents(document_BT, position_BT, len(rows) < len(samples), _packed_spans(spans, *ids_BT.shape)),
+        spans=spans,
         positions_N=torch.cat(positions),
         offsets=offsets,
         signals=None if signals is None else Signals(*(torch.cat(parts) for parts in zip(*signals, strict=True))),
     )
 
 
-def _places(rows: list[list[int]], samples: Sequence[Tokens]) -> list[SamplePlace]:
+def _spans(rows: list[list[int]], samples: Sequence[TokenizedSample]) -> list[SampleSpan]:
     found = {}
     for row, members in enumerate(rows):
         start = 0
         for index in members:
             prompt = len(samples[index].prompt_ids)
-            found[index] = SamplePlace(row, start, prompt + len(samples[index].answer_ids), prompt)
+            found[index] = SampleSpan(row, start, prompt + len(samples[index].answer_ids), prompt)
             start += found[index].length
     return [found[index] for index in range(len(samples))]
 
 
-def _runs(places: Sequence[SamplePlace], rows: int, tokens: int) -> PackedSpans:
+def _packed_spans(spans: Sequence[SampleSpan], rows: int, tokens: int) -> PackedSpans:
     """Documents, and the padding after them, row by row."""
-    starts = {place.row * tokens + place.start for place in places}
-    ends = {place.row * tokens + place.start + place.length for place in places}
+    starts = {span.row * tokens + span.start for span in spans}
+    ends = {span.row * tokens + span.start + span.length for span in spans}
     edges = torch.tensor(sorted(starts | ends | {rows * tokens}), dtype=torch.int32)
     return PackedSpans(edges, int(edges.diff().max()))
 
@@ -329,7 +328,7 @@ def _empty_batch() -> Batch:
     return Batch(
         ids_BT=ids_BT,
         documents=Documents.rows(ids_BT),
-        places=[SamplePlace(0, 0, _EMPTY_LENGTH, _EMPTY_LENGTH)],
+        spans=[SampleSpan(0, 0, _EMPTY_LENGTH, _EMPTY_LENGTH)],
         positions_N=torch.zeros(0, dtype=torch.int64),
         offsets=[0, 0],
         signals=None,

@@ -1,4 +1,4 @@
-"""Files as people keep them: one, a folder of them or a pattern, plain or packed; lines, JSON values and table rows.
+"""Reading files: one, a folder or a pattern, plain or compressed; as lines, JSON values or table rows.
 
 Nothing is read whole: a line, a value of a JSON array or a row at a time is in memory.
 """
@@ -253,7 +253,7 @@ def _utf8(line: bytes, where: str) -> str:
         raise InputError(f"{where}: not valid UTF-8 (byte {error.start + 1} of the line)") from None
 
 
-class _After:
+class _Prepended:
     """A stream with bytes before it that were read already."""
 
     def __init__(self, begun: bytes, stream: IO[bytes]) -> None:
@@ -271,7 +271,7 @@ def _whole_values(file: _Open, begun: bytes) -> Iterator[Item]:
     number = 0
     with _unpacking(file.path, lambda: f"{file.path}: item {number + 1}"):
         try:
-            for number, value in enumerate(_elements(_After(begun, file.stream)), start=1):
+            for number, value in enumerate(_elements(_Prepended(begun, file.stream)), start=1):
                 yield Item(file.path, f"{file.path}: item {number}", lambda value=value: value)  # type: ignore[misc]
                 if number % _ITEMS_PER_UPDATE == 0:
                     file.tick()
@@ -283,7 +283,8 @@ def _whole_values(file: _Open, begun: bytes) -> Iterator[Item]:
     file.tick()
 
 
-def _elements(stream: _After) -> Iterator[Any]:
+def _elements(stream: _Prepended) -> Iterator[Any]:
+    """The elements of arrays at the top level, and all other values there, one at a time."""
     depth, array, builder = 0, False, ijson.ObjectBuilder()
     for event, value in ijson.basic_parse(stream, use_float=True, multiple_values=True):
         ends = event in ("end_map", "end_array")

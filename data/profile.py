@@ -1,4 +1,4 @@
-"""A mix against its log, in numbers: shares of every label, distances between them, lengths, what was left out.
+"""Profile of a mix against its log: shares of every label, distances between them, lengths, what was left out.
 
 Sides are sets of the log's records: all of it; what is left without copies; the mix; its three splits.
 """
@@ -34,7 +34,7 @@ class Distance(NamedTuple):
     variation: float
     """Total variation: the part that would have to have another label; 0: the same shares. nan: a side is empty."""
     by_chance: float
-    """What a random sample of this side's size would have on average."""
+    """Mean total variation of a random sample of this side's size."""
     p: float
     """Of a chi-square test that this side is a random sample of the other; nan: too few to test."""
 
@@ -50,7 +50,7 @@ class Shares(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """Everything that `inspect-mix` tells."""
+    """The figures that `inspect-mix` shows."""
 
     sizes: Mapping[str, int]
     """Conversations by side."""
@@ -110,6 +110,7 @@ def chi_square_p(found: Counts, of: Counts) -> float:
 
     if not found.sum() or not of.sum():
         return math.nan
+    # Cells too small for the test are pooled into one, or left out where even that is too small.
     expected = of / of.sum() * found.sum()
     small = expected < _FEWEST_EXPECTED
     if found[expected == 0].any():

@@ -1,7 +1,14 @@
-"""Prompts to be answered once, from files of any shape that mixes read, in an order that mixes their domains."""
+"""Prompts: read from files of any shape that mixes read, or sampled from the target itself.
+
+**From files** (`read_prompts`): distinct conversations, domain by domain in turn, each asked once.
+
+**From the target** (`prompts_of`): what it writes after the prefix that its chat template puts before a user message,
+as Magpie does (Xu et al., 2024, https://arxiv.org/abs/2406.08464).
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +16,6 @@ from typing import Any, NamedTuple
 from ..errors import InputError
 from ..progress import bar
 from ..specdec.continuous_batching import PlainDecoder, QueuedRequest
-from ..specdec.models import CausalModel
 from ..specdec.requests import Request
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
@@ -19,6 +25,10 @@ from .records import DEFAULT_COLUMNS, Record
 from .settings import FileSource, Shape
 from .sources import SamplePrompts, read
 from .split import unit
+
+_SENTINEL = "zqxUSERTEXTqxz"
+_MOST_WAVES = 4
+_AS_THE_MODEL_SAMPLES = SamplingSettings(temperature=1.0)
 
 
 def read_prompts(paths: Sequence[Path], most: int | None = None) -> list[Record]:
@@ -34,12 +44,12 @@ def read_prompts(paths: Sequence[Path], most: int | None = None) -> list[Record]
     for path in paths:
         for record in read(source_of(path), Path(), 0)[0]:
             found.setdefault(record.id, record)
-    return _by_turns(found.values())[:most]
+    return _interleaved(found.values())[:most]
 
 
-def asked_of(record: Record) -> list[Message]:
-    """What the target is asked: the last turn whose context is known. Of user turns alone that is the first one: the
-    others wait for its answer."""
+def last_context(record: Record) -> list[Message]:
+    """The context of the last turn that can be asked at once. Of user turns alone that is the first one's: the others
+    wait for its answer."""
     conversation = Conversation(
         id=record.id, domain=record.domain, messages=list(record.messages), cluster=record.id, split="selection"
     )
@@ -60,22 +70,17 @@ def source_of(path: Path) -> FileSource:
     return FileSource(kind=shape, path=str(path), domain=domain, limit=None, weight=None)
 
 
-def _by_turns(records: Iterable[Record]) -> list[Record]:
+def _interleaved(records: Iterable[Record]) -> list[Record]:
+    """The records of each domain in turn."""
     domains: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda record: record.id):
         domains.setdefault(record.domain, []).append(record)
-    return [
-        one for some in zip_longest(*(domains[name] for name in sorted(domains))) for one in some if one is not None
-    ]
-
-
-_SENTINEL = "zqxUSERTEXTqxz"
-_MOST_WAVES = 4
-_AS_THE_MODEL_SAMPLES = SamplingSettings(temperature=1.0)
+    rounds = zip_longest(*(domains[name] for name in sorted(domains)))
+    return [record for records in rounds for record in records if record is not None]
 
 
 class UserTurn(NamedTuple):
-    """What a chat template puts around a first user message."""
+    """The text that a chat template puts around a first user message."""
 
     prefix_ids: list[int]
     ending: str
@@ -111,26 +116,15 @@ def prompts_of(target: Target, batch_size: int = 16) -> SamplePrompts:
     after that fewer come back.
     """
 
-    def sample_prompts(count: int, seed: int, max_tokens: int) -> list[str]:
-        return sample(target, target.tokenizer, target.stop_ids, count, seed, max_tokens, batch_size)
-
-    return sample_prompts
+    return partial(_sample_prompts, target, batch_size)
 
 
-def sample(
-    target: CausalModel,
-    tokenizer: Any,
-    stop_ids: frozenset[int],
-    count: int,
-    seed: int,
-    max_tokens: int,
-    batch_size: int,
-) -> list[str]:
-    """What `prompts_of` does, on a model and its tokenizer."""
-    turn = user_turn(tokenizer)
-    stops = stop_ids | ({turn.ending_id} if turn.ending_id is not None else set())
+def _sample_prompts(target: Target, batch_size: int, count: int, seed: int, max_tokens: int) -> list[str]:
+    turn = user_turn(target.tokenizer)
+    stops = target.stop_ids | ({turn.ending_id} if turn.ending_id is not None else set())
     found: list[str] = []
     with bar("prompts of the target", count, "prompts") as advance:
+        # Each wave draws as many as are still missing, under seeds of its own.
         for wave in range(_MOST_WAVES):
             requests = [
                 Request(turn.prefix_ids, _AS_THE_MODEL_SAMPLES, _seed_of(seed, wave * count + i), max_tokens, stops)
@@ -138,7 +132,7 @@ def sample(
             ]
             drawn: dict[int, str] = {}
             for index, tokens in _answers(target, requests, batch_size):
-                text = _user_text(tokenizer, tokens, turn, stops)
+                text = _user_text(target.tokenizer, tokens, turn, stops)
                 if text is not None:
                     drawn[index] = text
                     advance()
@@ -148,8 +142,8 @@ def sample(
     return found
 
 
-def _answers(target: CausalModel, requests: Sequence[Request], batch_size: int) -> Iterator[tuple[int, list[int]]]:
-    """Index and tokens of each, as they come."""
+def _answers(target: Target, requests: Sequence[Request], batch_size: int) -> Iterator[tuple[int, list[int]]]:
+    """Index and tokens of each request's answer, as they come."""
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
     budget = max(request.max_new_tokens for request in requests)
     decoder = PlainDecoder(target, min(batch_size, len(requests)), longest, budget)

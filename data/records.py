@@ -1,6 +1,6 @@
-"""One line of a log, a dataset or a prompt list, checked and brought to one shape.
+"""Log records: one line of a log, a dataset or a prompt list, checked and brought to one shape.
 
-Every error names the place (`file:line`) and the rule, and quotes no text of the conversation.
+Every error names the line (`file:line`) and the rule, and quotes no text of the conversation.
 """
 
 import json
@@ -57,23 +57,23 @@ class Record:
     source: int = 0
     """Which of the recipe's sources it came from."""
     started: float | None = None
-    """Unix seconds at which it was asked; like the four below no part of `id` and `key`."""
+    """Unix seconds when it was asked; like the four below no part of `id` and `key`."""
     ended: float | None = None
     replica: str | None = None
     """Which copy of the engine answered."""
     prompt_tokens: int | None = None
-    """As the log counted them, with the logged target's tokenizer; so the answer's."""
+    """As the log counted them, with the logged target's tokenizer; `answer_tokens` too."""
     answer_tokens: int | None = None
 
     @cached_property
     def id(self) -> str:
-        """Hash of what the target is shown. The same for a logged conversation and its exact copy."""
+        """Hash of what the target is shown: messages, tools, template arguments; the same for an exact copy."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         return _digest([messages, self.tools, dict(self.template_args or {})])
 
     @cached_property
     def key(self) -> str:
-        """Hash of everything, the source's place in the recipe aside: an order that no position influences."""
+        """Hash of everything but times and source: gives records an order that no position influences."""
         sampling = self.sampling.model_dump() if self.sampling else None
         return _digest([self.id, self.domain, sampling, self.max_new_tokens, self.group])
 
@@ -93,8 +93,9 @@ def parse(
 ) -> Record:
     """Check one decoded line against its shape. Raises InputError starting with `where`.
 
-    `timing`: when and where it ran, if a reader found that out; else the line's own fields of these names tell.
+    `timing`: when and where it ran, as a log reader found out; None: the line's own fields of these names say it.
     """
+    # 1) The line, and the request that it may wrap.
     if not isinstance(line, dict):
         raise InputError(f"{where}: is a JSON {_json_type(line)}; must be an object")
     request = line.get("request")
@@ -103,6 +104,7 @@ def parse(
     def lookup(name: str) -> Any:
         return line[name] if line.get(name) is not None else inner.get(name)
 
+    # 2) Messages, then all other fields, each checked by itself.
     messages = tuple(_PARSERS[shape](lookup, where))
     if not any(message.role == "user" for message in messages):
         raise InputError(f"{where}: has no user message; the target has nothing to answer")
@@ -117,8 +119,9 @@ def parse(
         source=index,
         **(timing or timing_of(line, where))._asdict(),
     )
+    # 3) Text that no file can hold shows when the record is hashed; here its line is known.
     try:
-        record.key  # noqa: B018  computed here, so that text that no file can hold is met with its line number
+        record.key  # noqa: B018
     except RecursionError:
         raise InputError(f"{where}: nested too deeply for JSON") from None
     except (UnicodeEncodeError, ValueError):
@@ -191,14 +194,14 @@ def _sharegpt(lookup: Lookup, where: str) -> list[Message]:
     if isinstance(system, str) and system.strip():
         messages.append(Message(role="system", content=system))
     for i, raw in enumerate(_items(lookup, "conversations", where)):
-        spot = f"{where}: conversations[{i}]"
+        item = f"{where}: conversations[{i}]"
         if not isinstance(raw, dict):
-            raise InputError(f"{spot}: is a JSON {_json_type(raw)}; must be an object with from and value")
+            raise InputError(f"{item}: is a JSON {_json_type(raw)}; must be an object with from and value")
         role = _SHAREGPT_ROLES.get(raw["from"]) if isinstance(raw.get("from"), str) else None
         if role is None:
             names = ", ".join(sorted(_SHAREGPT_ROLES))
-            raise InputError(f"{spot}: unknown role {_quoted(raw.get('from'))}; must be one of {names}")
-        messages.append(_message({"role": role, "content": raw.get("value")}, spot))
+            raise InputError(f"{item}: unknown role {_quoted(raw.get('from'))}; must be one of {names}")
+        messages.append(_message({"role": role, "content": raw.get("value")}, item))
     return messages
 
 
@@ -232,7 +235,7 @@ def _domain(
     source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str, messages: Sequence[Message]
 ) -> str:
     for rule in source.domains.rules:
-        if re.search(rule.match, _searched(rule, lookup, messages)):
+        if re.search(rule.match, _searched_text(rule, lookup, messages)):
             return rule.domain
     if source.domain is not None:
         return source.domain
@@ -249,7 +252,7 @@ def _domain(
     return domain
 
 
-def _searched(rule: DomainRule, lookup: Lookup, messages: Sequence[Message]) -> str:
+def _searched_text(rule: DomainRule, lookup: Lookup, messages: Sequence[Message]) -> str:
     if rule.field is not None:
         value = lookup(rule.field)
         return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)

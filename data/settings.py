@@ -1,4 +1,4 @@
-"""The recipe's `mix` section."""
+"""The recipe's sections `mix` and `capture`: sources, shares and splits; how the target answers, by which engine."""
 
 import re
 from pathlib import Path
@@ -43,7 +43,7 @@ class DomainRule(_Section):
         return match
 
     @model_validator(mode="after")
-    def _check_place(self) -> "DomainRule":
+    def _check_searched(self) -> "DomainRule":
         if self.role and self.field:
             raise ValueError(f"role {self.role} and field {self.field} are set; only one of them can be searched")
         return self
@@ -78,7 +78,7 @@ class _Source(_Section):
 
     @property
     def domains(self) -> DomainSettings:
-        """What else names domains in the mix that it belongs to."""
+        """The domain settings of the mix that it belongs to."""
         return self._domains
 
 
@@ -270,7 +270,7 @@ class VllmBackend(_Section):
         return url.rstrip("/").removesuffix("/v1")
 
     @model_validator(mode="after")
-    def _fits_the_place(self) -> "VllmBackend":
+    def _check_server_or_process(self) -> "VllmBackend":
         for name in ("model", "api_key_env"):
             if self.url is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} is the server's; give its url, or leave it out")
@@ -287,11 +287,9 @@ class VllmBackend(_Section):
 Backend = Annotated[TransformersBackend | VllmBackend, Field(discriminator="kind")]
 
 
-class BudgetSettings(BaseModel):
+class BudgetSettings(_Section):
     """What a capture may cost. The first limit that is reached ends it: no further shard of the train split is begun,
     those that are begun are finished. Selection and holdout are answered before, and always whole."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     tokens: int | None = Field(default=None, ge=1)
     """Answer tokens, of all splits."""
@@ -312,7 +310,7 @@ class BudgetSettings(BaseModel):
         return {name: value for name, value in self if value is not None}
 
     def share(self, parts: int, tokens: int = 0, size: int = 0) -> "BudgetSettings":
-        """What one of so many machines, or ranks, may spend: each may take the whole time.
+        """The budget of one of `parts` machines or ranks; each may take the whole time.
 
         `tokens` and `size` (bytes): of what is there already and counts for all of them.
         """
@@ -324,10 +322,8 @@ class BudgetSettings(BaseModel):
         return self.model_copy(update=change)
 
 
-class CaptureSettings(BaseModel):
+class CaptureSettings(_Section):
     """How the target answers the mix. Train answers are drawn at each conversation's own sampling setting."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer; a conversation's own smaller limit holds."""

@@ -1,4 +1,4 @@
-"""Readers: files, Hugging Face datasets and the target's own prompts, one record at a time."""
+"""Sources of a mix: files, tools' logs, Hugging Face datasets and the target's own prompts, one record at a time."""
 
 import heapq
 import itertools
@@ -29,7 +29,7 @@ _IDLE = ("no chat request", "health check")  # what no decoding engine was busy 
 
 @dataclass
 class SourceCounts:
-    """What one source gave."""
+    """Lines of one source, by what became of them."""
 
     read: int = 0
     skipped: int = 0
@@ -112,7 +112,7 @@ def name_of(source: Source) -> str:
 
 
 def input_digests(settings: MixSettings, base_dir: Path) -> dict[str, str]:
-    """What a mix depends on beside its settings: a digest of each source, evaluation set and ancestor, by its place.
+    """Digests of what a mix depends on beside its settings: each source, evaluation set and ancestor, by its key.
 
     Files and local datasets are hashed. A hub dataset counts by name and revision, prompts of the target by their
     settings: the caller adds the target's fingerprint. Raises MissingFileError.
@@ -178,8 +178,9 @@ def _from_log(
 ) -> Iterator[Record]:
     """Records of a tool's log, counting those that break a rule and what holds no conversation."""
     for entry in entries:
-        named = entry.line.get(source.replica_field)
-        timing = entry.timing if named is None else entry.timing._replace(replica=str(named))
+        # The line's own field names the replica; a date of an unknown year, or of another line's request, is no time.
+        replica = entry.line.get(source.replica_field)
+        timing = entry.timing if replica is None else entry.timing._replace(replica=str(replica))
         if traffic is not None and entry.in_flight and entry.left_out not in _IDLE and timing != Timing():
             traffic.add(*timing)
         if entry.left_out is not None:
@@ -198,13 +199,13 @@ def _entries(source: FileSource, form: Format, paths: Sequence[Path], counts: So
     servers, reader = _servers(paths), form.reader(source)
     for item in form.items(paths, f"reading {source.path}"):
         counts.read += 1
-        given = 0
+        entries = 0
         with _skipping(source, counts):
             for entry in reader.feed(item.decode(), item.where, servers[item.path]):
-                counts.read += given > 0  # a page of several requests
-                given += 1
+                counts.read += entries > 0  # a page of several requests
+                entries += 1
                 yield entry
-            if not given:
+            if not entries:
                 counts.leave_out(_JOINED)
     for entry in reader.finish():
         counts.leave_out(_JOINED, -1)
@@ -223,7 +224,7 @@ def _skipping(source: FileSource | DatasetSource, counts: SourceCounts) -> Itera
 
 
 def _servers(paths: Sequence[Path]) -> dict[Path, str]:
-    """Whose file each is: its place below the folder of all, without what rotation and packing put behind its name."""
+    """The server that wrote each file: its path below the folder of all, without endings of rotation and packing."""
     root = os.path.commonpath([path.parent for path in paths])
     return {path: re.sub(r"\.(log|jsonl?|txt|out)\b.*$", "", path.relative_to(root).as_posix()) for path in paths}
 
@@ -282,7 +283,7 @@ def _open_dataset(source: DatasetSource, base_dir: Path) -> Any:
 
 @contextmanager
 def _dataset_errors(source: DatasetSource) -> Iterator[None]:
-    """Whatever the datasets library meets (no network, no such name, a broken file) as one line."""
+    """Errors of the datasets library (no network, no such name, a broken file) as one line."""
     try:
         yield
     except (InputError, MissingFileError):

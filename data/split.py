@@ -1,4 +1,4 @@
-"""Choices by hash, never by position: the split, and a conversation's sampling settings.
+"""Splits and weighted choices by hash, never by position: train, selection or holdout; sampling settings.
 
 The same salt and shares place a cluster where they placed it yesterday, whatever else the log holds today.
 """

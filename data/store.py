@@ -55,7 +55,9 @@ class Sample(RecordedAnswer):
     """Whether drafts are trained and scored on it; otherwise it is there for the turns that waited for it."""
 
 
-class _Place(NamedTuple):
+class _Rows(NamedTuple):
+    """The rows of a shard's columns that belong to one sample."""
+
     path: Path
     start: int
     end: int
@@ -64,6 +66,7 @@ class _Place(NamedTuple):
 def write_shard(folder: Path, name: str, samples: Sequence[Sample], columns: Mapping[str, Tensor]) -> Path:
     """Write one shard atomically. `columns`: the signals of all answer tokens in order, named as in Signals."""
     tensors = dict(columns)
+    # Ids of all samples end to end, with offsets; every column has a row for each answer token.
     for key in ("prompt", "answer"):
         ids = [getattr(sample, f"{key}_ids") for sample in samples]
         tensors[f"{key}_ids"] = torch.tensor([token for row in ids for token in row], dtype=torch.int32)
@@ -77,7 +80,7 @@ def write_shard(folder: Path, name: str, samples: Sequence[Sample], columns: Map
 
 
 def shard_path(folder: Path, name: str) -> Path:
-    """Where a shard's tensors lie."""
+    """The file of a shard's tensors."""
     return storage.inside(folder, f"{SHARDS}/{name}.safetensors")
 
 
@@ -114,7 +117,7 @@ class Capture:
         self.folder = folder
         self.manifest = manifest
         self._samples: dict[str, list[Sample]] = {}
-        self._places: dict[str, _Place] = {}
+        self._rows_of: dict[str, _Rows] = {}
         self._files: dict[Path, Any] = {}
 
     @classmethod
@@ -163,7 +166,7 @@ class Capture:
 
     @property
     def digest(self) -> str:
-        """64 hex digits of what it holds and how it came about, whatever limits of a budget it was made under."""
+        """64 hex digits of the manifest, whatever limits of a budget the capture was made under."""
         return fingerprint.of_json({key: value for key, value in self.manifest.items() if key != "budget"})
 
     @property
@@ -186,10 +189,10 @@ class Capture:
 
     def samples(self, split: Split) -> list[Sample]:
         """All samples of a split that count, shard by shard, in a fixed order."""
-        return [one for one in self.answers(split) if one.counts]
+        return [sample for sample in self.answers(split) if sample.counts]
 
     def answers(self, split: Split) -> list[Sample]:
-        """These, and the samples that later turns waited for."""
+        """All samples of a split: those that count, and those that only later turns waited for."""
         if split not in self._samples:
             shards = [record for record in self.manifest["shards"] if record["split"] == split]
             self._samples[split] = [sample for record in shards for sample in self._read(record["name"])]
@@ -208,20 +211,20 @@ class Capture:
         return Signals(*self._slice(sample, Signals._fields))
 
     def _slice(self, sample: Sample, names: Sequence[str]) -> list[Tensor]:
-        if sample.id not in self._places:
+        if sample.id not in self._rows_of:
             self.answers(sample.split)
-        place = self._places[sample.id]
-        with _naming(place.path):
-            file = self._file(place.path)
-            parts = [file.get_slice(name)[place.start : place.end] for name in names]
+        path, start, end = self._rows_of[sample.id]
+        with _read_errors(path):
+            file = self._file(path)
+            parts = [file.get_slice(name)[start:end] for name in names]
         return [part.float() if part.is_floating_point() else part for part in parts]
 
     def _read(self, name: str) -> list[Sample]:
         path = shard_path(self.folder, name)
-        with _naming(path):
+        with _read_errors(path):
             file = self._file(path)
             records = json.loads(file.metadata()["records"])
-            prompts, answers = _rows(file, "prompt"), _rows(file, "answer")
+            prompts, answers = _id_lists(file, "prompt"), _id_lists(file, "answer")
             ends = file.get_tensor("answer_offsets").tolist()
             samples = [
                 Sample(
@@ -231,7 +234,7 @@ class Capture:
                 )
                 for record, prompt, answer in zip(records, prompts, answers, strict=True)
             ]
-        self._places |= {s.id: _Place(path, ends[i], ends[i + 1]) for i, s in enumerate(samples)}
+        self._rows_of |= {s.id: _Rows(path, ends[i], ends[i + 1]) for i, s in enumerate(samples)}
         return samples
 
     def _file(self, path: Path) -> Any:
@@ -248,13 +251,13 @@ def _is_manifest(value: Any) -> bool:
     return all(isinstance(record, dict) and record.keys() >= _RECORD_KEYS for record in value["shards"])
 
 
-def _rows(file: Any, key: str) -> list[list[int]]:
+def _id_lists(file: Any, key: str) -> list[list[int]]:
     ids, offsets = file.get_tensor(f"{key}_ids").tolist(), file.get_tensor(f"{key}_offsets").tolist()
     return [ids[start:end] for start, end in itertools.pairwise(offsets)]
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _read_errors(path: Path) -> Iterator[None]:
     """Errors of an unreadable shard name its file."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Teacher signals of one emitted token: what a draft can be trained from once the target is gone.
+"""Teacher log-probs of one emitted token: what a draft can be distilled from without the target.
 
 Of p, the target's raw distribution (T=1, before any processor), a token keeps log p of itself, the k likeliest ids with
 their log p, the log mass of the tail (everything else) and M iid draws from the tail with their log p. Then
@@ -52,11 +52,12 @@ def _logp_of(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
 @torch.no_grad()
 def teacher_signals(logits_BV: Tensor, tokens_B: Tensor, u_BM: Tensor, top_k: int) -> Signals:
     """Signals of one emitted token a row; `u_BM` in [0, 1) draws the tail. One exp pass, no sort of the vocabulary."""
+    # 1) The k likeliest tokens, and the next one as reference for the tail.
     vocab = logits_BV.shape[-1]
     top_k = min(top_k, vocab)
     blocks_BNC = _blocks(logits_BV)
     values_Bk, ids_Bk = _largest(blocks_BNC, min(top_k + 1, vocab))
-    # The tail is summed relative to its own largest logit, so that a mass of e-200 is as exact as one of 0.5.
+    # 2) The tail's mass, summed relative to its own largest logit, so that e-200 is as exact as 0.5.
     reference_B = torch.where(values_Bk[:, -1].isfinite(), values_Bk[:, -1], values_Bk[:, 0])
     values_Bk, ids_Bk = values_Bk[:, :top_k], ids_Bk[:, :top_k]
     weights_BNC = blocks_BNC - reference_B[:, None, None]  # fp32, whatever the logits are
@@ -66,6 +67,7 @@ def teacher_signals(logits_BV: Tensor, tokens_B: Tensor, u_BM: Tensor, top_k: in
     tail_B = sums_BN.sum(-1).log().float() + reference_B
     lse_B = torch.logaddexp(values_Bk.logsumexp(-1), tail_B)
     topk_logp_Bk = (values_Bk - lse_B[:, None]).clamp_min(FLOOR)
+    # 3) Draws from the tail; an empty one repeats the likeliest token.
     empty_B1 = ~tail_B.isfinite()[:, None]
     tail_ids_BM = torch.where(empty_B1, ids_Bk[:, :1], _draw(weights_BNC, sums_BN, u_BM))
     return Signals(

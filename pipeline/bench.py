@@ -21,7 +21,7 @@ import transformers
 
 from .. import __version__, fingerprint, storage
 from ..data.conversation import render
-from ..data.prompts import asked_of, read_prompts
+from ..data.prompts import last_context, read_prompts
 from ..errors import DraftforgeError, InputError, OwnershipError, one_line
 from ..eval.bench.run import (
     PLAIN,
@@ -294,7 +294,7 @@ def bench_prompts(target: Target, settings: BenchOptions) -> tuple[list[BenchPro
     prompts: list[BenchPrompt] = []
     records = read_prompts(settings.prompts, settings.max_prompts)
     for record in track(records, "render prompts", unit="prompts"):
-        ids = render(target.tokenizer, asked_of(record), record.tools, dict(record.template_args or {}))
+        ids = render(target.tokenizer, last_context(record), record.tools, dict(record.template_args or {}))
         if len(ids) + settings.max_new_tokens <= target.max_positions:
             prompts.append(BenchPrompt(record.id, record.domain, ids))
     left_out = len(records) - len(prompts)

@@ -1,6 +1,7 @@
-"""JSON over HTTP with patience: what a retry may mend is tried again after growing waits, what it cannot is said.
+"""JSON over HTTP with retries: lost connections, timeouts, 408, 425, 429, 5xx and unusable replies are tried again.
 
-Lost connections, timeouts, 408, 425, 429, 5xx and replies that cannot be used are tried again.
+The loop is our own, for urllib3's `Retry` ends where a reply's headers have come: it does not try again a body that is
+cut or that is no answer to the request, its waits cannot be ended, and it waits as long as any `Retry-After` says.
 """
 
 import random
@@ -17,7 +18,7 @@ from ...errors import DraftforgeError, EngineError, InputError, one_line
 T = TypeVar("T")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _CONNECT_SECONDS = 10.0
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class UnusableError(ValueError):
@@ -32,14 +33,15 @@ class RefusedError(InputError):
         self.status = status
 
 
-class _AgainError(Exception):
-    def __init__(self, said: str, wait_seconds: float = 0.0) -> None:
-        super().__init__(said)
+class _RetryableError(Exception):
+    def __init__(self, message: str, wait_seconds: float = 0.0) -> None:
+        super().__init__(message)
         self.wait_seconds = wait_seconds
+        """As long as the server asks for."""
 
 
-class _Key(AuthBase):
-    """The key and nothing else: without this, requests would send a password from the user's .netrc instead."""
+class _BearerAuth(AuthBase):
+    """Sends the key and nothing else: without this, requests would send a password from the user's .netrc instead."""
 
     def __init__(self, key: str | None) -> None:
         self._key = key
@@ -51,41 +53,45 @@ class _Key(AuthBase):
 
 
 class JsonServer:
-    """One server. `field`: the recipe's, for errors. Any thread may ask; each keeps a connection of its own."""
+    """One server, for any number of threads: each keeps a connection of its own. `field`: the recipe's, for errors."""
 
     def __init__(self, field: str, url: str, key: str | None, timeout_seconds: float, retries: int) -> None:
         self.name = f"{field}: {urlsplit(url).netloc}"
-        self._url, self._auth, self._timeout, self._retries = url, _Key(key), timeout_seconds, retries
-        self._own = threading.local()
+        self._url, self._auth, self._timeout, self._retries = url, _BearerAuth(key), timeout_seconds, retries
+        self._local = threading.local()
         self._closed = threading.Event()
 
     def close(self) -> None:
         """End waits between tries; nothing is tried again."""
         self._closed.set()
 
-    def get(self, path: str, use: Callable[[Any], T]) -> T:
-        """What `use` makes of a reply. It raises UnusableError, KeyError, TypeError or ValueError for a useless one.
+    def get(self, path: str, read: Callable[[Any], T]) -> T:
+        """What `read` makes of a reply. It raises UnusableError, KeyError, TypeError or ValueError for a useless one.
 
         Raises EngineError after the last try, RefusedError for a 4xx.
         """
-        return self._patiently("GET", path, None, use)
+        return self._request("GET", path, None, read)
 
-    def post(self, path: str, body: Any, use: Callable[[Any], T]) -> T:
+    def post(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
         """As `get`, with a body."""
-        return self._patiently("POST", path, body, use)
+        return self._request("POST", path, body, read)
 
-    def _patiently(self, method: str, path: str, body: Any, use: Callable[[Any], T]) -> T:
+    def _request(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:
         for attempt in range(self._retries + 1):
             try:
-                return self._once(method, path, body, use)
-            except _AgainError as error:
-                said, wait = error, FIRST_WAIT_SECONDS * 2.0**attempt * (0.5 + random.random())
+                return self._try(method, path, body, read)
+            except _RetryableError as error:
+                # Doubling waits with jitter, or what the server asks for where that is longer.
+                failure, wait = error, FIRST_WAIT_SECONDS * 2.0**attempt * (0.5 + random.random())
                 wait = min(LONGEST_WAIT_SECONDS, max(wait, error.wait_seconds))
             if attempt == self._retries or self._closed.wait(wait):
                 break
-        raise EngineError(f"{self.name}: {said} ({attempt + 1} tries); the same command goes on from what is finished")
+        raise EngineError(
+            f"{self.name}: {failure} ({attempt + 1} tries); the same command goes on from what is finished"
+        )
 
-    def _once(self, method: str, path: str, body: Any, use: Callable[[Any], T]) -> T:
+    def _try(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:
+        # 1) A reply at all.
         try:
             reply = self._session().request(
                 method,
@@ -95,31 +101,33 @@ class JsonServer:
                 allow_redirects=False,  # the key is for this server
             )
         except requests.RequestException as error:
-            raise _AgainError(f"no reply ({type(error).__name__}: {one_line(error, 150)})") from None
-        if reply.status_code in _AGAIN:
-            raise _AgainError(f"status {reply.status_code}{_said(reply)}", _asked_to_wait(reply))
-        if reply.status_code in (401, 403):
-            said = f"wants a key (status {reply.status_code}); see api_key_env"
-            raise RefusedError(f"{self.name}: {said}", reply.status_code)
-        if reply.status_code != 200:
-            raise RefusedError(f"{self.name}{path}: status {reply.status_code}{_said(reply)}", reply.status_code)
+            raise _RetryableError(f"no reply ({type(error).__name__}: {one_line(error, 150)})") from None
+        # 2) Its status.
+        status = reply.status_code
+        if status in _RETRYABLE:
+            raise _RetryableError(f"status {status}{_error_message(reply)}", _retry_after_seconds(reply))
+        if status in (401, 403):
+            raise RefusedError(f"{self.name}: wants a key (status {status}); see api_key_env", status)
+        if status != 200:
+            raise RefusedError(f"{self.name}{path}: status {status}{_error_message(reply)}", status)
+        # 3) Its content.
         try:
-            return use(reply.json())
+            return read(reply.json())
         except DraftforgeError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _AgainError(f"unusable reply ({type(error).__name__}: {one_line(error, 150)})") from None
+            raise _RetryableError(f"unusable reply ({type(error).__name__}: {one_line(error, 150)})") from None
 
     def _session(self) -> requests.Session:
-        if not hasattr(self._own, "session"):
-            self._own.session = requests.Session()
-            self._own.session.auth = self._auth
-        session: requests.Session = self._own.session
+        if not hasattr(self._local, "session"):
+            self._local.session = requests.Session()
+            self._local.session.auth = self._auth
+        session: requests.Session = self._local.session
         return session
 
 
-def _said(reply: requests.Response) -> str:
-    """What the server's error says, if it says something."""
+def _error_message(reply: requests.Response) -> str:
+    """The message of the server's error, in brackets, if it gives one."""
     try:
         error = reply.json()
         error = error.get("error", error)
@@ -129,7 +137,7 @@ def _said(reply: requests.Response) -> str:
     return f" ({one_line(ValueError(str(message)), 200)})" if message else ""
 
 
-def _asked_to_wait(reply: requests.Response) -> float:
+def _retry_after_seconds(reply: requests.Response) -> float:
     try:
         return float(reply.headers.get("Retry-After", 0))
     except ValueError:

@@ -1,4 +1,10 @@
-"""Answers from a vLLM server: one request an answer, token ids in and out, through /v1/completions."""
+"""vLLM as a capture backend: a server (/v1/completions) or an engine in this process; token ids in and out.
+
+Both send the same sampling arguments and check the same of every reply. Log-probs must be raw ones (before temperature
+and top-k), for they are teacher signals.
+
+Shapes: n answer tokens, k top ids, M tail draws.
+"""
 
 import math
 import os
@@ -20,7 +26,11 @@ from ..teacher_logprobs import FLOOR
 from .http_json import JsonServer, RefusedError, UnusableError
 
 _LEAST_TEMPERATURE = 0.01  # vLLM raises any lower one to this
-_MOST_MASS = 1.01
+_MOST_MASS = 1.01  # of the top-k probabilities, rounding included
+_MOST_WORKERS = 512
+_PROBE = "Where is my order? It cost 3.50 €: naïve, 你好.\n\n  def f(x):"  # several kinds of tokens
+_TOKEN = "token_id:"
+_PATH = "/v1/completions"
 _NOT_RAW = "capture.backend: the engine's log-probs are not raw ones; set --logprobs-mode raw_logprobs"
 
 
@@ -36,15 +46,15 @@ class LogprobRequest(NamedTuple):
 
 def check_sampling(settings: Iterable[SamplingSettings]) -> None:
     """Raise InputError, naming it, for a setting under which vLLM would draw from another distribution."""
-    for one in dict.fromkeys(settings):
-        if one.greedy:
+    for setting in dict.fromkeys(settings):
+        if setting.greedy:
             continue
-        if one.temperature < _LEAST_TEMPERATURE:
+        if setting.temperature < _LEAST_TEMPERATURE:
             raise InputError(
-                f"capture.backend: sampling {one.key}: vLLM takes no temperature between 0 and {_LEAST_TEMPERATURE}"
+                f"capture.backend: sampling {setting.key}: vLLM takes no temperature between 0 and {_LEAST_TEMPERATURE}"
             )
-        if one.min_p > 0 and one.top_p < 1:
-            raise InputError(f"capture.backend: sampling {one.key}: vLLM applies min_p before top_p, not after it")
+        if setting.min_p > 0 and setting.top_p < 1:
+            raise InputError(f"capture.backend: sampling {setting.key}: vLLM applies min_p before top_p, not after it")
 
 
 def sampling_arguments(request: Request, logprobs: int) -> dict[str, Any]:
@@ -69,7 +79,7 @@ def sampling_arguments(request: Request, logprobs: int) -> dict[str, Any]:
     }
 
 
-def answer_of(
+def checked_answer(
     asked: QueuedRequest,
     tokens: Sequence[int],
     finish: object,
@@ -81,6 +91,7 @@ def answer_of(
     Raises UnusableError for a reply that no engine should give to this request.
     """
     request = asked.request
+    # 1) Tokens: as many as asked for, of the vocabulary, ended by the first stop token or by length.
     if not tokens or len(tokens) > request.max_new_tokens:
         raise UnusableError(f"{len(tokens)} tokens, must be 1 to {request.max_new_tokens}")
     if not all(0 <= token < wanted.vocab_size for token in tokens):
@@ -92,26 +103,27 @@ def answer_of(
         raise UnusableError(f"{len(tokens)} tokens, {request.max_new_tokens} asked for")
     if any(token in request.stop_ids for token in tokens[:-1]):
         raise UnusableError("goes on after a stop token")
-    if len(logp) != len(tokens) or any(token not in of for token, of in zip(tokens, logp)):
+    # 2) A log-prob of every token.
+    if len(logp) != len(tokens) or any(token not in by_id for token, by_id in zip(tokens, logp)):
         raise UnusableError(f"log-probs of {len(logp)} of {len(tokens)} tokens")
-    own_n = torch.tensor([of[token] for token, of in zip(tokens, logp)], dtype=torch.float32)
-    columns = {"logp_n": own_n, **(_top(logp, wanted) if wanted.top_k else {})}
+    own_n = torch.tensor([by_id[token] for token, by_id in zip(tokens, logp)], dtype=torch.float32)
+    columns = {"logp_n": own_n, **(_top_columns(logp, wanted) if wanted.top_k else {})}
     return DecodedAnswer(asked.name, list(tokens), "stop" if stopped else "length", columns)
 
 
-def _top(logp: Sequence[Mapping[int, float]], wanted: LogprobRequest) -> dict[str, Tensor]:
+def _top_columns(logp: Sequence[Mapping[int, float]], wanted: LogprobRequest) -> dict[str, Tensor]:
     """The signals of a truncated tail: its mass is known, no draws from it are."""
     k = min(wanted.top_k, wanted.vocab_size)
-    best = [sorted(of.items(), key=lambda pair: -pair[1])[:k] for of in logp]
-    if any(len(one) < k for one in best):
+    best = [sorted(by_id.items(), key=lambda pair: -pair[1])[:k] for by_id in logp]
+    if any(len(pairs) < k for pairs in best):
         raise UnusableError(f"log-probs of fewer than {k} tokens")
-    topk_logp_nk = torch.tensor([[value for _, value in one] for one in best], dtype=torch.float64)
+    topk_logp_nk = torch.tensor([[value for _, value in pairs] for pairs in best], dtype=torch.float64)
     mass_n = topk_logp_nk.exp().sum(-1)
     if bool((mass_n > _MOST_MASS).any()):
         raise InputError(_NOT_RAW)
     none_n0 = torch.empty(len(best), 0)
     return {
-        "topk_ids_nk": torch.tensor([[token for token, _ in one] for one in best], dtype=torch.int32),
+        "topk_ids_nk": torch.tensor([[token for token, _ in pairs] for pairs in best], dtype=torch.int32),
         "topk_logp_nk": topk_logp_nk.clamp_min(FLOOR).to(wanted.dtype),
         "tail_logmass_n": (1 - mass_n).clamp_min(0).log().clamp_min(FLOOR).float(),
         "tail_ids_nM": none_n0.int(),
@@ -127,12 +139,6 @@ def check_raw(logp: Mapping[int, float]) -> None:
     values = sorted(logp.values(), reverse=True)
     if values[1] < -1e3 or sum(map(math.exp, values)) > _MOST_MASS:
         raise InputError(_NOT_RAW)
-
-
-_MOST_WORKERS = 512
-_PROBE = "Where is my order? It cost 3.50 €: naïve, 你好.\n\n  def f(x):"  # several kinds of tokens
-_TOKEN = "token_id:"
-_PATH = "/v1/completions"
 
 
 class VllmServer:
@@ -169,18 +175,20 @@ class VllmServer:
             worker.start()
 
     def submit(self, asked: QueuedRequest) -> None:
-        """Ask it."""
+        """Queue a request."""
         self._tasks.put(asked)
 
     def collect(self) -> list[DecodedAnswer]:
         """Wait for an answer; give those that are there. Raises EngineError, InputError."""
-        found = [self._done.get()]
+        results = [self._done.get()]
         while not self._done.empty():
-            found.append(self._done.get())
-        for one in found:
-            if isinstance(one, Exception):
-                raise one
-        return [one for one in found if isinstance(one, DecodedAnswer)]
+            results.append(self._done.get())
+        answers: list[DecodedAnswer] = []
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+            answers.append(result)
+        return answers
 
     def close(self) -> None:
         """Ask no more. Does not wait for replies that are still to come."""
@@ -199,13 +207,13 @@ class VllmServer:
     def _answer(self, asked: QueuedRequest, wanted: LogprobRequest) -> tuple[DecodedAnswer, list[dict[int, float]]]:
         """The answer, and the log-probs of each of its tokens by id."""
 
-        def use(reply: Any) -> tuple[DecodedAnswer, list[dict[int, float]]]:
+        def read(reply: Any) -> tuple[DecodedAnswer, list[dict[int, float]]]:
             (choice,) = reply["choices"]
             if choice["prompt_token_ids"] != asked.request.prompt_ids:
                 raise UnusableError("an answer to another prompt; vLLM must know return_token_ids")
             positions = choice["logprobs"]["top_logprobs"]
-            logp = [{_id_of(name): float(value) for name, value in of.items()} for of in positions]
-            return answer_of(asked, choice["token_ids"], choice["finish_reason"], logp, wanted), logp
+            logp = [{_id_of(name): float(value) for name, value in by_name.items()} for by_name in positions]
+            return checked_answer(asked, choice["token_ids"], choice["finish_reason"], logp, wanted), logp
 
         body = {
             "model": self._model,
@@ -214,11 +222,11 @@ class VllmServer:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        return self._server.post(_PATH, body, use)
+        return self._server.post(_PATH, body, read)
 
     def _served(self, wanted: str | None) -> tuple[str, int | None]:
         """The model's name, and its context where the server tells it."""
-        models = self._server.get("/v1/models", lambda reply: {str(one["id"]): one for one in reply["data"]})
+        models = self._server.get("/v1/models", lambda reply: {str(model["id"]): model for model in reply["data"]})
         if wanted is None and len(models) > 1:
             raise InputError(f"{self._server.name}: serves {', '.join(models)}; name one in capture.backend.model")
         name = wanted or next(iter(models), "")
@@ -277,8 +285,10 @@ class LocalVllm:
         try:
             import vllm
         except ImportError as error:
-            said = f"vLLM cannot be imported here ({one_line(error, 100)}); install it, or give a server's url"
-            raise InputError(f"capture.backend: {said}") from None
+            reason = one_line(error, 100)
+            raise InputError(
+                f"capture.backend: vLLM cannot be imported here ({reason}); install it, or give a server's url"
+            ) from None
         source = locate(target.settings)
         if target.settings.adapter is not None or source.gguf_file is not None:
             raise InputError(
@@ -303,7 +313,7 @@ class LocalVllm:
         self.about: dict[str, Any] = {"name": "vllm", "version": str(vllm.__version__), "signals": backend.signals}
 
     def submit(self, asked: QueuedRequest) -> None:
-        """Ask it. Raises InputError where vLLM refuses."""
+        """Queue a request. Raises InputError where vLLM refuses."""
         self._asked[asked.name] = asked
         arguments = sampling_arguments(asked.request, self._wanted.top_k)
         prompt = {"prompt_token_ids": asked.request.prompt_ids}
@@ -330,8 +340,8 @@ class LocalVllm:
     def _answer(self, output: Any) -> DecodedAnswer:
         asked = self._asked.pop(output.request_id)
         (completion,) = output.outputs
-        logp = [{token: float(of.logprob) for token, of in one.items()} for one in completion.logprobs]
+        logp = [{token: float(entry.logprob) for token, entry in by_id.items()} for by_id in completion.logprobs]
         try:
-            return answer_of(asked, list(completion.token_ids), completion.finish_reason, logp, self._wanted)
+            return checked_answer(asked, list(completion.token_ids), completion.finish_reason, logp, self._wanted)
         except UnusableError as error:
             raise EngineError(f"capture.backend: vLLM: answer to {asked.name}: {error}") from None

@@ -1,11 +1,12 @@
-"""What the logs of chat-completion servers and of proxies before them have in common: bodies, answers, usage."""
+"""Log entries, and what the logs of chat servers and of the proxies before them share: bodies, answers, usage."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from .parsing import number
+from ...errors import InputError
+from .parsing import Rendered, number
 
 Reason = Literal[
     "other log line",
@@ -70,13 +71,15 @@ class LogReader(Protocol):
         ...
 
 
-class OneByOne:
-    """A reader of a log whose every value stands for itself."""
+class ObjectReader:
+    """A reader of a log whose every JSON object stands for itself."""
 
-    def __init__(self, entries: Callable[[Any, str], Iterable[Entry]]) -> None:
+    def __init__(self, entries: Callable[[dict[str, Any], str], Iterable[Entry]]) -> None:
         self._entries = entries
 
     def feed(self, value: Any, where: str, server: str) -> Iterable[Entry]:
+        if not isinstance(value, dict):
+            raise InputError(f"{where}: is not a JSON object")
         return self._entries(value, where)
 
     def finish(self) -> Iterable[Entry]:
@@ -116,6 +119,13 @@ def refusal(messages: Any) -> Reason | None:
     return None
 
 
+def line_of(rendered: Rendered, answer: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The line that `records.parse` reads, of a prompt that was taken apart; `answer` counts if it is text."""
+    message = {"role": "assistant", "content": answer} if isinstance(answer, str) and answer.strip() else None
+    messages = with_answer(rendered.messages, message)
+    return {**sampling, "messages": messages, "chat_template_kwargs": rendered.template_args}
+
+
 def with_answer(messages: list[Any], answer: Mapping[str, Any] | None) -> list[Any]:
     """The messages and the logged answer, which the target will give again."""
     return messages if answer is None else [*messages, answer]
@@ -127,16 +137,16 @@ def answer_of(response: Any) -> dict[str, Any] | None:
     if isinstance(response, str):
         response = _events(response) or decoded(response)
     if isinstance(response, list):
-        return _kept(_merged(response))
+        return _message_with_content(_merged(response))
     if not isinstance(response, dict) or not isinstance(response.get("choices"), list):
         return None
     for choice in response["choices"]:
         if isinstance(choice, dict) and isinstance(choice.get("message"), dict) and not choice.get("index"):
-            return _kept(choice["message"])
+            return _message_with_content(choice["message"])
     return None
 
 
-def _kept(message: Mapping[str, Any]) -> dict[str, Any] | None:
+def _message_with_content(message: Mapping[str, Any]) -> dict[str, Any] | None:
     content, calls = message.get("content"), message.get("tool_calls") or None
     if not calls and not (content.strip() if isinstance(content, str) else content):
         return None
@@ -148,10 +158,8 @@ def usage_of(response: Any) -> tuple[int | None, int | None]:
     if isinstance(response, str):
         response = _events(response) or decoded(response)
     if isinstance(response, list):
-        told = [
-            chunk["usage"] for chunk in response if isinstance(chunk, dict) and isinstance(chunk.get("usage"), dict)
-        ]
-        usage = told[-1] if told else {}
+        usages = [chunk.get("usage") for chunk in response if isinstance(chunk, dict)]
+        usage: Any = next((one for one in reversed(usages) if isinstance(one, dict)), {})
     else:
         usage = response.get("usage") if isinstance(response, dict) else {}
     prompt, answer = (

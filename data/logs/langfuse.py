@@ -18,13 +18,13 @@ _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
 
-def entries(value: Any, where: str) -> Iterable[Entry]:
+def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
     """The generation that one observation holds. Raises InputError."""
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: is not a JSON object")
     if isinstance(value.get("data"), list) and "type" not in value:  # a page of the API's list of observations
-        for number, item in enumerate(value["data"]):
-            yield from entries(item, f"{where}: data[{number}]")
+        for index, item in enumerate(value["data"]):
+            if not isinstance(item, dict):
+                raise InputError(f"{where}: data[{index}]: is not a JSON object")
+            yield from entries(item, f"{where}: data[{index}]")
         return
     if value.get("type") != _GENERATION:
         yield Entry(where, left_out="no chat request")
@@ -65,13 +65,13 @@ def _reason(value: Mapping[str, Any], request: Mapping[str, Any]) -> Reason | No
 
 def _answer(output: Any) -> dict[str, Any] | None:
     """The answer: a text, a message, or a whole response. JSON that is no message is what the model wrote."""
-    said = decoded(output)
-    if isinstance(said, list) and len(said) == 1:
-        said = said[0]
-    if isinstance(said, dict) and "choices" in said:
-        return answer_of(said)
-    if isinstance(said, dict) and said.keys() & _ANSWER_FIELDS and said.get("role", "assistant") == "assistant":
-        return answer_of({"choices": [{"message": said}]})
+    value = decoded(output)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, dict) and "choices" in value:
+        return answer_of(value)
+    if isinstance(value, dict) and value.keys() & _ANSWER_FIELDS and value.get("role", "assistant") == "assistant":
+        return answer_of({"choices": [{"message": value}]})
     return answer_of({"choices": [{"message": {"content": output if isinstance(output, str) else None}}]})
 
 
@@ -79,16 +79,16 @@ def _parameters(given: Any) -> dict[str, Any]:
     """Model parameters, numbers among them that were written as text made numbers; an endless limit is none."""
     found = dict(given) if isinstance(given, dict) else {}
     for name in (*_NUMBERS, *_LIMITS):
-        told = number(found.pop(name, None))
-        if told is not None:
-            found[name] = int(told) if name == "top_k" or name in _LIMITS else told
+        value = number(found.pop(name, None))
+        if value is not None:
+            found[name] = int(value) if name == "top_k" or name in _LIMITS else value
     return found
 
 
 def _timing(value: Mapping[str, Any]) -> Timing:
     usages = [decoded(_either(value, "usage_details")), decoded(value.get("usage")), value]
     prompt_tokens, answer_tokens = (
-        next((told for usage in usages for name in names if (told := count(usage, name)) is not None), None)
+        next((found for usage in usages for name in names if (found := count(usage, name)) is not None), None)
         for names in (_PROMPT_COUNTS, _ANSWER_COUNTS)
     )
     started, ended = seconds(_either(value, "start_time")), seconds(_either(value, "end_time"))

@@ -14,10 +14,8 @@ _REDACTED, _CUT = "redacted-by-litellm", "litellm_truncated"
 _NOT_LOGGED = "default-message-value"  # what a pass-through endpoint writes in place of the messages
 
 
-def entries(value: Any, where: str) -> Iterable[Entry]:
+def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
     """The call that one payload tells of. Raises InputError."""
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: is not a JSON object")
     payload = value.get("standard_logging_object", value)
     if not isinstance(payload, dict) or "call_type" not in payload:
         raise InputError(f"{where}: has no call_type; must be a StandardLoggingPayload of LiteLLM")

@@ -11,7 +11,6 @@ response also as the chunks of a stream, in a list or as they went over the wire
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...errors import InputError
 from .chat import Entry, Reason, Timing, answer_of, body_of, decoded, labels, refusal, usage_of, with_answer
 from .parsing import number, seconds
 
@@ -24,10 +23,8 @@ _STATUSES = ("status", "status_code")
 _FAILED = 400
 
 
-def entries(value: Any, where: str) -> Iterable[Entry]:
+def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
     """The request that one logged object tells of. Raises InputError."""
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: is not a JSON object")
     envelope, body = _request(value)
     response = _response(value)
     timing = _timing(value, response)
@@ -103,7 +100,7 @@ def _failed(value: Mapping[str, Any], response: Any) -> bool:
 def _timing(value: Mapping[str, Any], response: Any) -> Timing:
     started = next((seconds(value[name]) for name in _STARTED if seconds(value.get(name)) is not None), None)
     ended = next((seconds(value[name]) for name in _ENDED if seconds(value.get(name)) is not None), None)
-    took = next((told * scale for name, scale in _DURATIONS if (told := number(value.get(name))) is not None), None)
+    took = next((amount * scale for name, scale in _DURATIONS if (amount := number(value.get(name))) is not None), None)
     if started is None and ended is None and isinstance(response, dict):
         started = seconds(response.get("created"))
     if took is not None and started is not None and ended is None:

@@ -1,16 +1,21 @@
-"""Back from a rendered prompt to its messages, where nothing has to be guessed.
+"""Parsers for what engines write into their logs: rendered prompts, Python literals, times.
 
-Engines log what their chat template made of a request. A prompt is taken apart only if all of it is made of one
-markup's turns: each opened and closed, no other control token inside, the last one the opened turn of the assistant.
-Rendered again by a template of that markup, the messages give the same text: what the template itself added (a default
-system message, tool descriptions, tool results inside a user turn) stays part of the message it stands in.
+**Rendered prompts.** Engines log what their chat template made of a request. `unrender` inverts that where nothing has
+to be guessed: all of the prompt must be made of one markup's turns, each opened and closed, no other control token
+inside, the last one the opened turn of the assistant. Rendered again by a template of that markup, the messages give
+the same text: what the template itself added (a default system message, tool descriptions, tool results inside a user
+turn) stays part of the message it stands in.
+
+**Literals.** Engines print requests as Python does: `fields` splits a text at its named parts, `literal` reads one.
+
+**Times.** `seconds` reads unix times of any unit and dates in ISO 8601.
 """
 
 import ast
 import math
 import re
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 _NO_THINKING = "<think>\n\n</think>\n\n"
 _OPEN_THINKING = "<think>\n"
@@ -30,7 +35,7 @@ class _Markup(NamedTuple):
     turn: re.Pattern[str]
     """One closed turn: role and content."""
     opened: str
-    """What opens the assistant's answer."""
+    """Text that opens the assistant's answer."""
     control: re.Pattern[str]
     """Control tokens, none of which may be left in a content."""
     roles: dict[str, str]
@@ -48,11 +53,7 @@ _LLAMA3 = _Markup(
     turn=re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n(.*?)<\|eot_id\|>", re.DOTALL),
     opened="<|start_header_id|>assistant<|end_header_id|>\n\n",
     control=re.compile(r"<\|[\w-]+\|>"),
-    roles={
-        "system": "system",
-        "user": "user",
-        "assistant": "assistant",
-    },  # `ipython` turns and their calls are not text
+    roles={"system": "system", "user": "user", "assistant": "assistant"},  # `ipython` turns are not text
 )
 _GEMMA = _Markup(
     begin="<bos>",
@@ -69,12 +70,14 @@ def unrender(prompt: str) -> Rendered | None:
     return next((found for markup in _MARKUPS if (found := _read(prompt, markup)) is not None), None)
 
 
-def is_chat(prompt: str) -> bool:
-    """Whether a prompt holds the turns of a chat at all, in any markup with control tokens."""
-    return re.search(r"<[|｜][\w ▁]+[|｜]>|<start_of_turn>|\[INST\]", prompt) is not None
+def unread_reason(prompt: str) -> Literal["prompt in an unread markup", "raw prompt"]:
+    """Why `unrender` cannot read a prompt that it was given whole."""
+    chat = re.search(r"<[|｜][\w ▁]+[|｜]>|<start_of_turn>|\[INST\]", prompt)
+    return "raw prompt" if chat is None else "prompt in an unread markup"
 
 
 def _read(prompt: str, markup: _Markup) -> Rendered | None:
+    # 1) Closed turns, one after the other.
     at = len(markup.begin) if prompt.startswith(markup.begin) else 0
     messages: list[dict[str, str]] = []
     arguments: dict[str, Any] = {}
@@ -84,6 +87,7 @@ def _read(prompt: str, markup: _Markup) -> Rendered | None:
             return None
         messages.append({"role": role, "content": turn[2]})
         at = turn.end()
+    # 2) The opened turn of the assistant, and how much thinking the template began there.
     rest = prompt[at:]
     if not rest.startswith(markup.opened):
         return None
@@ -92,13 +96,17 @@ def _read(prompt: str, markup: _Markup) -> Rendered | None:
         arguments["enable_thinking"] = False
     elif opening not in ("", _OPEN_THINKING):
         return None
-    if not _dated(messages, markup, arguments) or not any(message["role"] == "user" for message in messages):
+    # 3) What the template wrote itself.
+    if not _strip_dates(messages, markup, arguments) or not any(message["role"] == "user" for message in messages):
         return None
     return Rendered([message for message in messages if message["content"].strip()], arguments)
 
 
-def _dated(messages: list[dict[str, str]], markup: _Markup, arguments: dict[str, Any]) -> bool:
-    """Llama's template writes dates above the system message and would write them again: they become an argument."""
+def _strip_dates(messages: list[dict[str, str]], markup: _Markup, arguments: dict[str, Any]) -> bool:
+    """Turn the dates that Llama's template writes above the system message into an argument: it would write them again.
+
+    False: the system message holds what no argument gives back.
+    """
     if markup is not _LLAMA3 or not messages or messages[0]["role"] != "system":
         return True
     dates = _DATES.match(messages[0]["content"])
@@ -115,8 +123,10 @@ _CUT = re.compile(r"""['"\]] \.\.\. ['"\[]""")
 
 
 def fields(text: str) -> dict[str, str]:
-    """The named parts of a text, split at the commas outside all strings and brackets, up to a bracket that closes
-    more than was opened. Parts without a name are left out."""
+    """The named parts of a text, such as `a=1, b: 'x'`; parts without a name are left out.
+
+    Parts end at commas outside all strings and brackets; the text ends at a bracket that closes more than was opened.
+    """
     found: dict[str, str] = {}
     depth, start = 0, 0
     for token in _TOKENS.finditer(text):
@@ -142,13 +152,11 @@ def arguments(text: str) -> dict[str, str]:
 
 
 def literal(text: str | None) -> Any:
-    """The value that a part prints. Raises ValueError where it is no plain literal, as of an object or a cut text."""
-    if text is None:
-        return None
+    """The value that a part prints; None where it is no plain literal, as of an object or a cut text."""
     try:
-        return ast.literal_eval(text.strip())
-    except (SyntaxError, TypeError, MemoryError, RecursionError):
-        raise ValueError("not a plain Python literal") from None
+        return None if text is None else ast.literal_eval(text.strip())
+    except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
+        return None
 
 
 def is_cut(text: str) -> bool:
@@ -179,7 +187,7 @@ def seconds(value: Any) -> float | None:
         if found is not None:
             found = next((found / scale for least, scale in _PER_SECOND if found >= least), found)
         elif isinstance(value, str):
-            return _of_text(value.strip())
+            return _seconds_of_date(value.strip())
     return found if found is not None and 0 <= found < _YEAR_10000 else None
 
 
@@ -194,7 +202,7 @@ def number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _of_text(text: str) -> float | None:
+def _seconds_of_date(text: str) -> float | None:
     # Python reads at most six digits of a fraction, and a point before them.
     text = _FRACTION.sub(lambda match: f".{match[1][:6].ljust(6, '0')}", text, count=1)
     try:

@@ -1,4 +1,4 @@
-"""Which reader reads which kind of log, and what it is fed with."""
+"""The reader of each kind of log, and what it is fed with."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import NamedTuple, get_args
 from .. import files
 from ..settings import FileSource, LogKind
 from . import langfuse, litellm, openai
-from .chat import LogReader, OneByOne
-from .sglang import Sglang
-from .vllm import Vllm
+from .chat import LogReader, ObjectReader
+from .sglang import SglangReader
+from .vllm import VllmReader
 
 
 class Format(NamedTuple):
@@ -21,10 +21,10 @@ class Format(NamedTuple):
 
 
 FORMATS: dict[LogKind, Format] = {
-    "openai": Format(files.objects, lambda source: OneByOne(openai.entries)),
-    "vllm": Format(files.text_lines, lambda source: Vllm(source.year)),
-    "sglang": Format(files.text_lines, lambda source: Sglang()),
-    "litellm": Format(files.objects, lambda source: OneByOne(litellm.entries)),
-    "langfuse": Format(files.table_rows, lambda source: OneByOne(langfuse.entries)),
+    "openai": Format(files.objects, lambda source: ObjectReader(openai.entries)),
+    "vllm": Format(files.text_lines, lambda source: VllmReader(source.year)),
+    "sglang": Format(files.text_lines, lambda source: SglangReader()),
+    "litellm": Format(files.objects, lambda source: ObjectReader(litellm.entries)),
+    "langfuse": Format(files.table_rows, lambda source: ObjectReader(langfuse.entries)),
 }
 assert set(FORMATS) == set(get_args(LogKind))

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import InputError
-from .chat import Entry, Reason, Timing, body_of, count, refusal, with_answer
-from .parsing import arguments, fields, is_chat, is_cut, literal, number, seconds, unrender
+from .chat import Entry, Reason, Timing, body_of, count, line_of, refusal
+from .parsing import arguments, fields, is_cut, literal, number, seconds, unread_reason, unrender
 
 _TEXT = re.compile(
     r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] )?(Receive OpenAI|Receive|Finish): (obj=.*)", re.DOTALL
@@ -24,11 +24,12 @@ _TEXT = re.compile(
 _HEALTH = "HEALTH_CHECK"
 _CUT_AT = 1024  # level 2 keeps so many characters of both ends, with dots between them
 _EVENTS = {"request.received.openai": "Receive OpenAI", "request.received": "Receive", "request.finished": "Finish"}
+_KEPT = ("rid", "text", "input_ids", "sampling_params", "received_time")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
-class Sglang:
-    """Takes requests as clients sent them, and of finished ones what those do not tell."""
+class SglangReader:
+    """Takes requests as clients sent them, and from finished ones what those do not hold."""
 
     def __init__(self) -> None:
         self._has_requests = False
@@ -37,7 +38,7 @@ class Sglang:
         event, when, obj, out = _event(value, where)
         if event == "Receive OpenAI":
             self._has_requests = True
-            yield _asked(obj, where, when)
+            yield _received(obj, where, when)
         elif event == "Finish":
             yield _finished(obj, out, where, when, server, self._has_requests)
         else:
@@ -61,11 +62,12 @@ def _event(value: str, where: str) -> tuple[str | None, float | None, Any, Any]:
     found = _TEXT.search(value)
     if not found:
         return None, None, None, None
-    told = fields(found[3])
+    parts = fields(found[3])
     if found[2] == "Finish":
-        obj = _values(arguments(told.get("obj", "")), ("rid", "text", "input_ids", "sampling_params", "received_time"))
-        return "Finish", seconds(found[1]), obj, _value(told.get("out"))
-    return found[2], seconds(found[1]), _value(told.get("obj")), None
+        request = arguments(parts.get("obj", ""))
+        kept = {name: _value(request[name]) for name in _KEPT if name in request}
+        return "Finish", seconds(found[1]), kept, _value(parts.get("out"))
+    return found[2], seconds(found[1]), _value(parts.get("obj")), None
 
 
 class _Cut(str):
@@ -73,17 +75,11 @@ class _Cut(str):
 
 
 def _value(part: str | None) -> Any:
-    try:
-        return literal(part)
-    except ValueError:
-        return _Cut() if part and is_cut(part) else None
+    value = literal(part)
+    return _Cut() if value is None and part and is_cut(part) else value
 
 
-def _values(parts: Mapping[str, str], names: Iterable[str]) -> dict[str, Any]:
-    return {name: _value(parts[name]) for name in names if name in parts}
-
-
-def _asked(obj: Any, where: str, when: float | None) -> Entry:
+def _received(obj: Any, where: str, when: float | None) -> Entry:
     if isinstance(obj, _Cut) or (isinstance(obj, Mapping) and _shortened(obj.get("messages"))):
         return Entry(where, left_out="text cut by the log")
     if not isinstance(obj, Mapping):
@@ -95,7 +91,7 @@ def _asked(obj: Any, where: str, when: float | None) -> Entry:
     return Entry(where, line, reason, Timing(started=when), in_flight=False)  # the finished one counts
 
 
-def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, asked: bool) -> Entry:
+def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, has_requests: bool) -> Entry:
     if not isinstance(obj, Mapping):
         raise InputError(f"{where}: obj is not an object; must be the request")
     timing = _timing(obj, out, when, replica)
@@ -105,7 +101,7 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
     reason: Reason | None = None
     if isinstance(out, Mapping) and "embedding" in out:
         reason = "no chat request"
-    elif asked:
+    elif has_requests:
         reason = "logged twice"
     elif isinstance(text, _Cut) or _shortened(text):
         reason = "text cut by the log"
@@ -113,23 +109,16 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
         reason = "no text logged"
     rendered = unrender(text) if reason is None and isinstance(text, str) else None
     if rendered is None:
-        return Entry(
-            where, {}, reason or ("prompt in an unread markup" if is_chat(str(text)) else "raw prompt"), timing
-        )
-    said = out.get("text") if isinstance(out, Mapping) else None
-    kept = isinstance(said, str) and said.strip() and not isinstance(said, _Cut)
+        return Entry(where, {}, reason or unread_reason(str(text)), timing)
+    answer = out.get("text") if isinstance(out, Mapping) else None
     params = obj.get("sampling_params")
-    line = {
-        **({name: params[name] for name in _SAMPLING if name in params} if isinstance(params, Mapping) else {}),
-        "messages": with_answer(rendered.messages, {"role": "assistant", "content": said} if kept else None),
-        "chat_template_kwargs": rendered.template_args,
-    }
-    return Entry(where, line, None, timing)
+    sampling = {name: params[name] for name in _SAMPLING if name in params} if isinstance(params, Mapping) else {}
+    return Entry(where, line_of(rendered, None if isinstance(answer, _Cut) else answer, sampling), None, timing)
 
 
 def _timing(obj: Mapping[str, Any], out: Any, when: float | None, replica: str) -> Timing:
-    told = out.get("meta_info") if isinstance(out, Mapping) else None
-    info: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
+    meta = out.get("meta_info") if isinstance(out, Mapping) else None
+    info: Mapping[str, Any] = meta if isinstance(meta, Mapping) else {}
     took = number(info.get("e2e_latency"))
     started = seconds(info.get("request_received_ts")) or seconds(obj.get("received_time"))
     ended = when

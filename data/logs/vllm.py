@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from .chat import Entry, Reason, Timing, with_answer
-from .parsing import Rendered, arguments, fields, is_chat, literal, seconds, unrender
+from .chat import Entry, Reason, Timing, line_of
+from .parsing import Rendered, arguments, fields, literal, seconds, unread_reason, unrender
 
 _LINE = re.compile(
     r"(Received request|Request|Generated response|Finished request) (\S+?)(?: (details|\(streaming \w+\)))?(?:: |\.$)"
@@ -43,7 +43,7 @@ class _Request:
     prompt_ids: str | None = None
 
 
-class Vllm:
+class VllmReader:
     """Joins the lines of each request by its id."""
 
     def __init__(self, year: int | None) -> None:
@@ -76,11 +76,11 @@ class Vllm:
         self, where: str, server: str, name: str, rest: str, when: float | None, dated: bool
     ) -> Iterator[Entry]:
         request = self._waiting.setdefault((server, name), _Request(where, server, when, dated))
-        told = fields(rest)
-        request.params = told.get("params") or told.get("sampling_params") or request.params
-        request.prompt_ids = told.get("prompt_token_ids") or request.prompt_ids
-        if told.get("prompt", "None") != "None":
-            request.prompt = told["prompt"]
+        parts = fields(rest)
+        request.params = parts.get("params") or parts.get("sampling_params") or request.params
+        request.prompt_ids = parts.get("prompt_token_ids") or request.prompt_ids
+        if parts.get("prompt", "None") != "None":
+            request.prompt = parts["prompt"]
         if len(self._waiting) > _MOST_WAITING:
             yield _entry(self._waiting.pop(next(iter(self._waiting))), None, {})
 
@@ -132,51 +132,27 @@ def _message(value: str) -> tuple[str, Any]:
 
 
 def _entry(request: _Request, ended: float | None, answered: dict[str, str]) -> Entry:
-    answer_ids = _count(answered.get("output_token_ids"))
-    timing = Timing(request.started, ended, request.server, _count(request.prompt_ids), answer_ids)
+    answer_ids = _count_ids(answered.get("output_token_ids"))
+    timing = Timing(request.started, ended, request.server, _count_ids(request.prompt_ids), answer_ids)
     rendered = _rendered(request)
     if not isinstance(rendered, Rendered):
         return Entry(request.where, {}, rendered, timing, dated=request.dated)
-    output = _text(answered.get("output"))
-    answer = {"role": "assistant", "content": output} if output and output.strip() else None
     params = arguments(request.params or "")
-    sampling = {name: value for name in _SAMPLING if (value := _number(params.get(name))) is not None}
-    line = {
-        **sampling,
-        "messages": with_answer(rendered.messages, answer),
-        "chat_template_kwargs": rendered.template_args,
-    }
+    sampling = {name: value for name in _SAMPLING if (value := literal(params.get(name))) is not None}
+    line = line_of(rendered, literal(answered.get("output")), sampling)
     return Entry(request.where, line, None, timing, dated=request.dated)
 
 
 def _rendered(request: _Request) -> Rendered | Reason:
     if request.params is not None and not request.params.startswith(("SamplingParams(", "BeamSearchParams(")):
         return "no chat request"
-    prompt = _text(request.prompt)
-    if prompt is None:
+    prompt = literal(request.prompt)
+    if not isinstance(prompt, str):
         return "no text logged"
-    rendered = unrender(prompt)
-    if rendered is not None:
-        return rendered
-    return "prompt in an unread markup" if is_chat(prompt) else "raw prompt"
+    return unrender(prompt) or unread_reason(prompt)
 
 
-def _text(part: str | None) -> str | None:
-    try:
-        value = literal(part)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None
-
-
-def _number(part: str | None) -> Any:
-    try:
-        return literal(part)
-    except ValueError:
-        return None
-
-
-def _count(part: str | None) -> int | None:
+def _count_ids(part: str | None) -> int | None:
     """How many token ids a list prints; None where they are not logged."""
     if part is None or not part.startswith("["):
         return None

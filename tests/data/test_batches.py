@@ -134,7 +134,7 @@ def test_rows_predict_the_answer_tokens_that_their_signals_belong_to(
     assert torch.equal(predicted, batch.signals.topk_ids_nk[:, 0].long())
     assert batch.supervised == len(batch.positions_N) == sum(len(sample.answer_ids) for sample in samples)
     text = torch.zeros_like(batch.ids_BT, dtype=torch.bool)
-    for number, (sample, place) in enumerate(zip(samples, batch.places, strict=True)):
+    for number, (sample, place) in enumerate(zip(samples, batch.spans, strict=True)):
         start, end = batch.offsets[number], batch.offsets[number + 1]
         first = place.row * width + place.start + len(sample.prompt_ids) - 1
         at = slice(place.start, place.start + place.length)
@@ -153,5 +153,5 @@ def test_an_empty_micro_batch_has_one_unsupervised_row() -> None:
     batch = collate([])
     assert batch.empty
     assert batch.supervised == 0 == len(batch.positions_N)
-    assert batch.ids_BT.shape[0] == 1 == len(batch.places)
+    assert batch.ids_BT.shape[0] == 1 == len(batch.spans)
     assert batch.to("cpu").empty

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftforge.data.prompts import asked_of, read_prompts
+from draftforge.data.prompts import last_context, read_prompts
 from draftforge.errors import InputError, MissingFileError
 
 
@@ -16,7 +16,7 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def texts(path: Path, most: int | None = None) -> list[str]:
-    return [asked_of(record)[-1].content for record in read_prompts([path], most)]
+    return [last_context(record)[-1].content for record in read_prompts([path], most)]
 
 
 def test_domains_come_by_turns_and_a_smaller_number_is_a_part(tmp_path: Path) -> None:
@@ -41,11 +41,11 @@ def test_what_is_asked(tmp_path: Path) -> None:
     path = write(tmp_path / "log.jsonl", {"messages": messages})
     (record,) = read_prompts([path])
     assert record.domain == "log"  # no line names one
-    assert [message.content for message in asked_of(record)] == ["one", "two", "three"]
+    assert [message.content for message in last_context(record)] == ["one", "two", "three"]
     silent = [messages[0], {"role": "system", "content": "x"}, messages[1]]
     (record,) = read_prompts([write(tmp_path / "s.jsonl", {"messages": silent})])
     with pytest.raises(InputError, match="nothing to ask"):
-        asked_of(record)
+        last_context(record)
 
 
 def test_files_of_several_shapes_and_a_copy(tmp_path: Path) -> None:

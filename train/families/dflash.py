@@ -34,7 +34,7 @@ class Blocks:
         rows: list[list[Tensor]] = [[] for _ in range(batch.ids_BT.shape[0])]
         filled = [0] * len(rows)
         block, step, row_of, chains = [], [], [], [torch.zeros(draft_tokens, 0, dtype=torch.int64)]
-        for place, low, high, begin in zip(batch.places, batch.offsets[:-1], batch.offsets[1:], begins, strict=True):
+        for place, low, high, begin in zip(batch.spans, batch.offsets[:-1], batch.offsets[1:], begins, strict=True):
             first = place.start + place.prompt - 1
             earlier = min(begin, max(place.prompt - 2, 0))  # an anchor has something before it, as in decoding
             ahead_n = torch.arange(earlier, earlier + high - low)

@@ -79,7 +79,7 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
         neither ranks nor micro-batches nor packing change what is trained."""
         seed_BT = torch.zeros(batch.ids_BT.shape, dtype=torch.int64)
         width_BT = torch.zeros(batch.ids_BT.shape)
-        for sample, (row, start, length, _) in zip(samples, batch.places):
+        for sample, (row, start, length, _) in zip(samples, batch.spans):
             at = slice(start, start + length)
             seed_BT[row, at] = seed_of(sample, f"noise/{self.epoch}")
             width_BT[row, at] = self._noise * _NOISE_LENGTH / length

@@ -83,8 +83,8 @@ class OwnAnswers:
         They read the weights where these lie, and training changes them in place. Sizes follow from the batch, not
         from those before it, so that a resumed run decodes in passes of the same shapes.
         """
-        slots = min(_MOST_SLOTS, _power_of_two(len(batch.places)))
-        capacity = _power_of_two(max(place.length for place in batch.places))
+        slots = min(_MOST_SLOTS, _power_of_two(len(batch.spans)))
+        capacity = _power_of_two(max(place.length for place in batch.spans))
         if (slots, capacity) not in self._decoders:
             try:
                 self._decoders[slots, capacity] = PlainDecoder(self._draft.lm, slots, capacity, capacity)
@@ -99,7 +99,7 @@ class OwnAnswers:
 def exchanges_of(batch: Batch) -> list[Exchange]:
     """The samples that a batch was made of."""
     rows = batch.ids_BT.tolist()
-    samples = [(rows[row][start : start + length], prompt) for row, start, length, prompt in batch.places]
+    samples = [(rows[row][start : start + length], prompt) for row, start, length, prompt in batch.spans]
     return [Exchange(ids[:prompt], ids[prompt:]) for ids, prompt in samples]
 
 

@@ -86,14 +86,14 @@ class FeatureSource:
             return self._run(batch.ids_BT, batch.positions_N, batch.documents)
         known = [self._of_sample(batch, number, index) for number, index in enumerate(samples)]
         aux_BTA = known[0].aux_BTA.new_zeros(*batch.ids_BT.shape, known[0].aux_BTA.shape[-1])
-        for place, features in zip(batch.places, known, strict=True):
+        for place, features in zip(batch.spans, known, strict=True):
             aux_BTA[place.row, place.start : place.start + place.length] = features.aux_BTA[0]
         return Features(aux_BTA, *(torch.cat(parts) for parts in list(zip(*known))[1:]))
 
     def _of_sample(self, batch: Batch, number: int, index: int) -> Features:
         if index in self._known:
             return self._known[index]
-        row, start, length, _ = batch.places[number]
+        row, start, length, _ = batch.spans[number]
         mine = slice(batch.offsets[number], batch.offsets[number + 1])
         positions_n = batch.positions_N[mine] - (row * batch.ids_BT.shape[1] + start)
         features = self._run(batch.ids_BT[row : row + 1, start : start + length], positions_n)

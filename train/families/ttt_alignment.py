@@ -22,7 +22,7 @@ class Alignment:
         filled = [0] * len(ranges)
         columns = [torch.zeros(0, dtype=torch.int64)]
         rows, lates = [], []
-        for place, low, high in zip(batch.places, batch.offsets, batch.offsets[1:]):
+        for place, low, high in zip(batch.spans, batch.offsets, batch.offsets[1:]):
             wanted = place.start + place.prompt - 2  # drafts the first supervised token at step 0
             first = max(wanted, place.start)
             ranges[place.row].append(torch.arange(first, first + high - low))

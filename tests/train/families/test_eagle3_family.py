@@ -108,7 +108,7 @@ def test_packed_samples_train_as_they_do_alone(row_tokens: int, target: Target, 
     family = family_of(target, features_bytes=0)
 
     def run(batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        loss, sums = family(family.inputs(batch, range(len(batch.places))))
+        loss, sums = family(family.inputs(batch, range(len(batch.spans))))
         return sums, list(torch.autograd.grad(loss, list(family.trainable().values())))
 
     packed = collate(samples, row_tokens=row_tokens)
@@ -151,7 +151,7 @@ def test_remembered_features_are_those_of_a_fresh_run(target: Target, tiny_captu
         fresh, found = plain(batch, indexes), memory(batch, indexes)
         for ours, theirs in zip(found[1:], fresh[1:]):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-        for row, start, length, _ in batch.places:
+        for row, start, length, _ in batch.spans:
             at = slice(start, start + length)
             torch.testing.assert_close(found.aux_BTA[row, at], fresh.aux_BTA[row, at], atol=1e-4, rtol=1e-4)
     again = FeatureSource(target, layers, 1 << 30, 1 << 20)  # another history, the same numbers bit for bit

@@ -116,7 +116,7 @@ def test_noise_is_uniform_and_shrinks_with_the_length_of_each_text(target: Targe
     assert clean is not None and noisy is not None
     assert torch.equal(noisy.hidden_NH, clean.hidden_NH)
     assert batch.documents.packed
-    for row, start, length, _ in batch.places:
+    for row, start, length, _ in batch.spans:
         share = (noisy.aux_BTA - clean.aux_BTA)[row, start : start + length] / (0.2 * 512 / length)
         assert float(share.abs().max()) == pytest.approx(0.5, abs=0.01) and float(share.abs().max()) <= 0.5001
         assert float(share.std()) == pytest.approx(12**-0.5, rel=0.05)
@@ -133,7 +133,7 @@ def test_noise_follows_from_sample_place_and_epoch_alone(target: Target, tiny_ca
         states = [family.inputs(batch, indexes).features for family in (noisy, clean)]
         assert states[0] is not None and states[1] is not None
         added = states[0].aux_BTA - states[1].aux_BTA
-        return [added[row, start : start + length] for row, start, length, _ in batch.places]
+        return [added[row, start : start + length] for row, start, length, _ in batch.spans]
 
     together, alone = noise([0, 1, 2], row_tokens=999), [noise([index])[0] for index in range(3)]
     for ours, theirs in zip(together, alone):
@@ -146,7 +146,7 @@ def test_packed_samples_train_as_they_do_alone(target: Target, tiny_capture: Cap
     family = family_of(target, features_bytes=0)
 
     def run(batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        loss, sums = family(family.inputs(batch, range(len(batch.places))))
+        loss, sums = family(family.inputs(batch, range(len(batch.spans))))
         return sums, list(torch.autograd.grad(loss, list(family.trainable().values())))
 
     packed = collate(samples, row_tokens=10_000)

@@ -83,7 +83,7 @@ def test_packed_samples_train_as_they_do_alone(target: Target, tiny_capture: Cap
     family = family_of(target, features_bytes=0, lively=True)
 
     def run(batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        loss, sums = family(family.inputs(batch, range(len(batch.places))))
+        loss, sums = family(family.inputs(batch, range(len(batch.spans))))
         return sums, list(torch.autograd.grad(loss, list(family.trainable().values())))
 
     packed = collate(samples, row_tokens=10_000)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from draftforge.data.batches import Batch, BatchPlan, Tokens, collate
+from draftforge.data.batches import Batch, BatchPlan, TokenizedSample, collate
 from draftforge.data.conversation import seed_of
 from draftforge.data.store import Capture, Sample
 from draftforge.errors import DeviceMemoryError, InputError
@@ -44,7 +44,7 @@ def family_of(target: Target, own: dict[str, Any] | None = None, **update: Any) 
     return family
 
 
-def batch_of(samples: Sequence[Tokens], row_tokens: int = 0) -> Batch:
+def batch_of(samples: Sequence[TokenizedSample], row_tokens: int = 0) -> Batch:
     return collate(samples, None, row_tokens)
 
 
@@ -174,7 +174,7 @@ def test_the_draft_as_it_is_now_answers_and_is_left_as_it_was(
     after = [exchange.answer_ids for exchange in exchanges_of(inputs.batch)]
     assert after == plainly(family.export().lm, samples, range(3), target.stop_ids)
     assert after != [exchange.answer_ids for exchange in before]
-    assert len(made) == 1 and made[0][0] == 4 and made[0][1] == made[0][2] >= max(p.length for p in inputs.batch.places)
+    assert len(made) == 1 and made[0][0] == 4 and made[0][1] == made[0][2] >= max(p.length for p in inputs.batch.spans)
     assert family.draft.model.training  # or no activations would be recomputed
     family(inputs)[0].backward()
     gradients = [parameter.grad for parameter in family.trainable().values()]
