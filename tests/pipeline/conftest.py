@@ -1,16 +1,26 @@
 """A tiny recipe that runs the whole pipeline in seconds: a random target, two domains, two families."""
 
+import io
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from distilled import Distilled
+from mlflow.tracking import MlflowClient
 
 from draftforge.pipeline import distill as flow
+from draftforge.pipeline import stages
+from draftforge.pipeline.distill import distill
 from draftforge.pipeline.scoring import Scored
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import load_recipe
+from draftforge.registry import connect
 
 WORDS = ("order", "password", "capital", "sum", "city", "settings", "function", "country", "number", "Monday")
 
@@ -96,3 +106,59 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[Scored]:
 
     monkeypatch.setattr(flow, "score_foreign", spy)
     return seen
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A new MLflow database is a copy of an empty one: making the tables takes seconds."""
+    empty = tmp_path_factory.mktemp("mlflow") / "empty.db"
+    whole = connect._connect
+
+    def copied(settings: Any, uri: str, database: Path | None) -> Any:
+        if database is not None and not database.exists():
+            if not empty.exists():
+                MlflowClient(tracking_uri=f"sqlite:///{empty}").get_experiment_by_name("none")
+            database.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(empty, database)
+        return whole(settings, uri, database)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connect, "_connect", copied)
+        yield
+
+
+@pytest.fixture(scope="session")
+def finished_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of mixes, captures and trainings that `stage_cache` keeps."""
+    return tmp_path_factory.mktemp("finished-stages")
+
+
+@pytest.fixture
+def stage_cache(finished_stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mix, capture or training that another test of this session made is copied, not made again.
+
+    A folder's name is the fingerprint of all that decides its content. Metrics of a copied training are not logged.
+    """
+    places = {"build_mix": 2, "capture": 4, "train": 3}  # of the folder among the arguments
+
+    def cached(whole: Callable[..., Any], place: int, *arguments: Any) -> None:
+        folder: Path = arguments[place]
+        kept = finished_stages / folder.name
+        if kept.is_dir():
+            shutil.copytree(kept, folder, dirs_exist_ok=True)
+            return
+        whole(*arguments)
+        shutil.copytree(folder, kept)
+
+    for name, place in places.items():
+        monkeypatch.setattr(stages, name, partial(cached, getattr(stages, name), place))
+
+
+@pytest.fixture(scope="session")
+def distilled_once(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path]) -> Distilled:
+    """The default recipe after `distill`, with a champion."""
+    recipe, printed = recipe_in(tmp_path_factory.mktemp("distilled")), io.StringIO()
+    with redirect_stdout(printed):
+        outcome = distill(Workspace(load_recipe(recipe)))
+    assert outcome is not None
+    return Distilled(recipe, outcome, printed.getvalue())

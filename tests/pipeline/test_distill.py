@@ -1,9 +1,9 @@
 """The whole flow on a tiny target: what ends up on disk and in the registry, and what a second run skips."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from distilled import Distilled
 
 from draftforge.cli import main
 from draftforge.errors import InputError
@@ -17,16 +17,13 @@ from draftforge.registry.versions import champion
 from draftforge.storage import read_object
 from draftforge.train.throughput import NoSink
 
-WriteRecipe = Callable[..., Path]
-
 
 def test_distill_promotes_and_a_second_run_does_no_work(
-    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    distilled_once: Distilled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_recipe()
-    space = Workspace(load_recipe(path))
-    outcome = distill(space)
-    assert outcome is not None and outcome.decision.promote
+    recipe, outcome, table = distilled_once
+    assert outcome.decision.promote
+    space = Workspace(load_recipe(recipe))
     now = champion(space.tracking, space.target_fingerprint)
     assert now is not None and now.reference == outcome.version.reference
     assert now.lineage.step == outcome.scored.chosen.step
@@ -37,23 +34,28 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     tau = space.tracking.client.get_metric_history(now.run_id, "small.score/tau")
     assert [point.step for point in tau] == [2, 4]
     assert space.tracking.client.get_metric_history(now.run_id, "small/loss")
-    table = capsys.readouterr().out
     assert "lookup" in table and "plain" in table and "chosen" in table
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a finished stage ran again")
 
     monkeypatch.setattr(stages, "build_mix", refuse)
     monkeypatch.setattr(stages, "capture", refuse)
     monkeypatch.setattr(stages, "train", refuse)
     monkeypatch.setattr("draftforge.pipeline.scoring.score_draft", refuse)
-    again = distill(Workspace(load_recipe(path)))
+    again = distill(Workspace(load_recipe(recipe)))
     assert again is not None and again.version.reference == outcome.version.reference
     assert again.decision.reasons == ["is the champion already"]
+    assert retrain_champion(Workspace(load_recipe(recipe))).outcome is None
 
-    main_without_exit(
-        ["fetch", str(tmp_path / "out"), "--target", str(space.recipe.target.model), "--workdir", str(space.root)]
-    )
+
+def refuse(*args: object, **kwargs: object) -> None:
+    raise AssertionError("a finished stage ran again")
+
+
+def test_a_draft_leaves_in_every_format(
+    distilled_once: Distilled, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, space = distilled_once.recipe, Workspace(load_recipe(distilled_once.recipe))
+    target = ["--target", str(space.recipe.target.model), "--workdir", str(space.root)]
+    main_without_exit(["fetch", str(tmp_path / "out"), *target])
     assert (tmp_path / "out" / "draftforge.json").is_file()
     main_without_exit(["export", str(path), str(tmp_path / "exported"), "--draft", "small"])
     assert (tmp_path / "exported" / "model.safetensors").is_file()
@@ -71,18 +73,21 @@ def test_distill_promotes_and_a_second_run_does_no_work(
         main_without_exit(["export", str(path), str(tmp_path / f"{name}-gguf"), "--draft", name, "--format", "gguf"])
         names = sorted(file.name for file in (tmp_path / f"{name}-gguf").iterdir())
         assert names == ["draft.gguf", "draftforge.json"]
+    capsys.readouterr()
     main_without_exit(["generate", str(path), "Where is my order?", "-n", "8"])
     assert "tau" in capsys.readouterr().out
-    assert retrain_champion(Workspace(load_recipe(path))).outcome is None
 
-    start = f"models:/{now.name}@champion"
-    heir = Workspace(load_recipe(path, [f"drafts.{outcome.scored.chosen.draft}.init_from={start}"]))
-    settings = heir.drafts[outcome.scored.chosen.draft]
+
+def test_a_training_starts_from_the_registrys_champion(distilled_once: Distilled, tmp_path: Path) -> None:
+    name, version = distilled_once.outcome.scored.chosen.draft, distilled_once.outcome.version
+    start = f"drafts.{name}.init_from=models:/{version.name}@champion"
+    heir = Workspace(
+        load_recipe(distilled_once.recipe, [start, f"drafts.{name}.steps=1", f"drafts.{name}.warmup_steps=0"])
+    )
+    settings = heir.drafts[name]
     assert settings.init_from is not None and (settings.init_from / "draftforge.json").is_file()
-    known = stages.captured_stages(heir)
-    monkeypatch.undo()
-    done = stages.train_stage(known, outcome.scored.chosen.draft, NoSink())
-    assert read_object(done.folder / "init" / "draftforge.json")["extra"] == {"warm_start_step": now.lineage.step}
+    done = stages.train_stage(stages.captured_stages(heir), name, NoSink())
+    assert read_object(done.folder / "init" / "draftforge.json")["extra"] == {"warm_start_step": version.lineage.step}
 
 
 def main_without_exit(arguments: list[str]) -> None:

@@ -17,6 +17,7 @@ from draftforge.pipeline import parallel_scoring, scoring
 from draftforge.pipeline.scoring import Scored
 from draftforge.recipe import load_recipe
 
+pytestmark = pytest.mark.usefixtures("stage_cache")
 WriteRecipe = Callable[..., Path]
 LOAD = {"engine": "vllm", "batch_sizes": {1: 0.75, 8: 0.25}, "context_tokens": 300, "answer_tokens": 16}
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from distilled import Distilled
 
 from draftforge.cli import main
-from draftforge.errors import CorruptDataError, MissingFileError
-from draftforge.pipeline.distill import distill
+from draftforge.errors import CorruptDataError
 from draftforge.pipeline.promotion import PROMOTION_FILE, kept_counts
 from draftforge.pipeline.report import REPORT_FILE, find_scored, log_report, write_report
 from draftforge.pipeline.scoring import SCORES_FILE
@@ -40,17 +40,11 @@ def test_looking_makes_no_work_folder(
     assert space.again().tracking.uri == made.uri != empty.uri  # a look after the first run sees it
 
 
-@pytest.mark.slow
 def test_a_run_leaves_a_report_that_is_drawn_again_without_a_model(
-    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    distilled_once: Distilled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    path = write_recipe()
-    with pytest.raises(MissingFileError, match="holds no score to report on"):
-        find_scored(Workspace(load_recipe(path)))
-    space = Workspace(load_recipe(path))
-    outcome = distill(space)
-    assert outcome is not None
-    folder = outcome.scored.stage.folder
+    path, outcome, _ = distilled_once
+    space, folder = Workspace(load_recipe(path)), outcome.scored.stage.folder
     page = (folder / REPORT_FILE).read_text()
     run = space.tracking.client.list_artifacts(outcome.version.run_id)
     assert REPORT_FILE in [artifact.path for artifact in run]
@@ -73,8 +67,8 @@ def test_a_run_leaves_a_report_that_is_drawn_again_without_a_model(
 
     changed = Workspace(load_recipe(path, ["score.draft_tokens=[1]"]))
     assert find_scored(changed) == folder  # the newest, as there is none of its own
-    write_json(folder / SCORES_FILE, {"rows": []})
+    write_json(tmp_path / SCORES_FILE, {"rows": []})
     with pytest.raises(CorruptDataError, match=r"scores\.json: not the record of a score of .*run `draftforge"):
-        write_report(space, folder)
-    log_report(space, folder, None)  # type: ignore[arg-type]
+        write_report(space, tmp_path)
+    log_report(space, tmp_path, None)  # type: ignore[arg-type]
     assert "no report: " in capsys.readouterr().err

@@ -15,6 +15,7 @@ from draftforge.recipe import load_recipe
 from draftforge.registry.versions import champion
 from draftforge.specdec.formats import read_meta
 from draftforge.specdec.stored_draft import StoredDraft
+from draftforge.storage import read_object
 
 COMMON: dict[str, Any] = {"steps": 4, "warmup_steps": 1, "tokens_per_step": 256, "draft_tokens": 2}
 MEDUSA = {"family": "medusa", **COMMON}
@@ -27,12 +28,14 @@ def run(*arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_eagle_and_medusa_are_distilled_and_exported(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("stage_cache")
+def test_eagle_and_medusa_are_scored_and_exported(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
     """What is written in each format is loaded again and scores as the checkpoint does, or `export` fails."""
-    path = write_recipe(drafts={"first": {"family": "eagle", **COMMON}, "heads": MEDUSA})
-    outcome = distill(Workspace(load_recipe(path)))
-    assert outcome is not None
-    assert {row.draft for row in outcome.scored.rows} == {"lookup", "first", "heads"}
+    one = {"first": {"family": "eagle", **COMMON}, "heads": MEDUSA}
+    path = write_recipe(drafts={name: {**draft, "steps": 2} for name, draft in one.items()})
+    run("score", str(path))
+    (scores,) = tmp_path.glob("work/score-*/scores.json")
+    assert {row["draft"] for row in read_object(scores)["rows"]} == {"plain", "lookup", "first", "heads"}
     for name, layout in (("first", "vllm"), ("first", "sglang"), ("heads", "vllm"), ("heads", "medusa")):
         out = tmp_path / f"{name}-{layout}"
         run("export", str(path), str(out), "--draft", name, "--format", layout, "--target-id", "owner/model")
@@ -41,6 +44,7 @@ def test_eagle_and_medusa_are_distilled_and_exported(write_recipe: Callable[...,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("stage_cache")
 def test_a_trained_target_is_another_target(
     write_recipe: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

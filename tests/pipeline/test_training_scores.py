@@ -29,7 +29,7 @@ EAGLE3 = {
     "draft_tokens": 2,
     "precision": "float32",
     "score_every": 1,
-    "score_conversations": 6,
+    "score_conversations": 1000,
     "keep_best": 1,
     "patience": 2,
 }
@@ -48,7 +48,10 @@ def scores_of(folder: Path) -> list[dict[str, Any]]:
 def test_a_stage_that_stopped_early_is_done_and_its_kept_drafts_are_scored(
     write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a tiny random target tau does not move beyond its interval: two scores after the first end the training."""
+    """On a tiny random target tau does not move beyond its interval: two scores after the first end the training.
+
+    The figures, of all conversations of the selection split at the trained K, are those of the score stage.
+    """
     path = write_recipe(drafts={"eagle3": EAGLE3})
     space = Workspace(load_recipe(path))
     outcome = distill(space)
@@ -62,26 +65,18 @@ def test_a_stage_that_stopped_early_is_done_and_its_kept_drafts_are_scored(
     history = space.tracking.client.get_metric_history(outcome.version.run_id, "eagle3/tau")
     assert [(point.step, point.value) for point in history] == [(one["step"], one["tau"]) for one in scores]
 
+    settings, while_training = space.recipe.score, {one["step"]: one["tau"] for one in scores}
+    for step in (best, 3):
+        mine = counts.where(outcome.scored.counts, draft="eagle3", step=step, draft_tokens=2, tree="")
+        tau = figures.tau(serving(mine, settings), settings.bootstrap).value
+        assert while_training[step] == pytest.approx(tau)
+
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a finished stage ran again")
 
     monkeypatch.setattr(stages, "train", refuse)
     again = distill(Workspace(load_recipe(path)))
     assert again is not None and again.version.reference == outcome.version.reference
-
-
-@pytest.mark.slow
-def test_the_figures_are_those_of_the_score_stage(write_recipe: Callable[..., Path]) -> None:
-    """All conversations of the selection split, at the K that the draft is trained for."""
-    every = {**EAGLE3, "steps": 2, "score_conversations": 1000, "keep_best": None, "patience": None}
-    space = Workspace(load_recipe(write_recipe(drafts={"eagle3": every})))
-    outcome = distill(space)
-    assert outcome is not None
-    while_training = {one["step"]: one["tau"] for one in scores_of(trained_in(space))}
-    settings = space.recipe.score
-    for step, tau in while_training.items():
-        mine = counts.where(outcome.scored.counts, draft="eagle3", step=step, draft_tokens=2, tree="")
-        assert tau == pytest.approx(figures.tau(serving(mine, settings), settings.bootstrap).value)
 
 
 @pytest.mark.parametrize("answer", [1, 2, 3])

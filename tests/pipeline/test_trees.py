@@ -55,7 +55,10 @@ def quick_trees(monkeypatch: pytest.MonkeyPatch) -> list[CostKey]:
 
 
 def test_a_measured_tree_is_promoted_and_met_again(
-    write_recipe: Callable[..., Path], quick_trees: list[CostKey], capsys: pytest.CaptureFixture[str]
+    write_recipe: Callable[..., Path],
+    stage_cache: None,
+    quick_trees: list[CostKey],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = write_recipe()
     recipe = load_recipe(path, [f"score.trees={json.dumps(TREES)}"])
@@ -67,14 +70,15 @@ def test_a_measured_tree_is_promoted_and_met_again(
     assert isinstance(lineage.tree, StaticTree) and lineage.tree.choices and 1 <= len(lineage.tree.choices) <= 5
     assert set(outcome.scored.counts["tree"].to_pylist()) == {"", "grown", "best"}
 
-    other = distill(Workspace(load_recipe(path, ["seed=1"])))  # knows no trees
+    small = "drafts={small: {family: small, layers: 2, steps: 1, warmup_steps: 0, tokens_per_step: 256}}"
+    other = distill(Workspace(load_recipe(path, [small])))  # knows no trees
     assert other is not None and other.decision.compared == outcome.version.reference
     holdout = capsys.readouterr().out.split("On the holdout")
     assert any(line.startswith("champion") and "best" in line for line in holdout[-2].splitlines())
     assert ["best"] in [list(key.plans) for key in quick_trees]
 
 
-def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path]) -> None:
+def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path], stage_cache: None) -> None:
     space = Workspace(load_recipe(write_recipe(score={"draft_tokens": [2], "trees": TREES})))
     captured_stages(space)
     folder = tmp_draft(space)
