@@ -209,7 +209,7 @@ def find_methods(space: Workspace, settings: BenchOptions, longest: int) -> Meth
 
     def tree_of(draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
         if tree.kind == "measured":
-            return Scorer(space, captured_stages(space).captured, SELECTION_SPLIT).tree_of(draft, name, tree)
+            return Scorer(space, captured_stages(space).captured, SELECTION_SPLIT).tree_spec(draft, name, tree)
         return ProposerSpec(partial(draft.proposer, tree), (tree.levels,), name, tree)
 
     helper = None

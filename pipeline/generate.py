@@ -133,7 +133,7 @@ def _proposer(space: Workspace, target: Target, options: GenerateOptions, longes
     tree = trees[tree_name]
     if isinstance(tree, MeasuredTree):
         scorer = Scorer(space, captured_stages(space).captured, SELECTION_SPLIT)
-        return scorer.tree_of(loaded, tree_name, tree).proposer, tree.levels
+        return scorer.tree_spec(loaded, tree_name, tree).proposer, tree.levels
     return loaded.proposer(tree), tree.levels
 
 

@@ -326,9 +326,9 @@ def _evidence(
 def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> dict[str, Any]:
     """Both drafts and prompt lookup on the holdout, then by domain; the same as a record."""
     settings, prompt_lookup = scorer.settings, scorer.load(None)
-    draftings = scorer.draftings(prompt_lookup)
-    costs = scorer.times(prompt_lookup, draftings)
-    lookup, _ = scorer.counts(draftings, Identity(LOOKUP, 0))
+    specs = scorer.specs(prompt_lookup)
+    costs = scorer.times(prompt_lookup, specs)
+    lookup, _ = scorer.counts(specs, Identity(LOOKUP, 0))
     (baseline,) = leaderboard([lookup], {(LOOKUP, 0): costs}, settings, [LOOKUP])
     drafts = [candidate] if rival is None else [candidate, rival]
     rows = [baseline, *(draft.row for draft in drafts)]
@@ -352,11 +352,11 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
     """Score a registered version, as the registry has it now, at its own tree, or K where the recipe has that."""
     folder = resolve_models_uri(space.tracking, version.uri, space.root / "models", afresh=True)
     draft, lineage = scorer.load(folder), version.lineage
-    known = scorer.draftings(draft)  # times of all of them may be there already
+    known = scorer.specs(draft)  # times of all of them may be there already
     mine = next((one for one in known if one.fixed == lineage.tree and one.tree == (lineage.tree_name or "")), None)
     if mine is None:  # a tree of another recipe, or of other answers
         assert lineage.tree is not None
-        mine = scorer.tree_of(draft, str(lineage.tree_name), lineage.tree)
+        mine = scorer.tree_spec(draft, str(lineage.tree_name), lineage.tree)
         known = [mine]
     table, lossless = scorer.counts([mine], Identity(name, lineage.step))
     times = scorer.times(draft, known)

@@ -1,16 +1,22 @@
-"""Scores of every checkpoint, the times of every shape, and the draft that they choose."""
+"""Scoring: replay and decode recorded answers with every checkpoint, time the rounds, and choose the best draft.
 
+`score_stage` and `score_foreign` begin it, `_score` is its course, `CheckpointCounter` counts one checkpoint on one
+rank, and `Scorer` holds what all checkpoints share. `parallel_scoring` shares counting among ranks, and races it.
+"""
+
+import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from .. import fingerprint, storage
 from ..data.store import Capture, Sample
-from ..errors import InputError, MissingFileError
+from ..errors import CorruptDataError, InputError, MissingFileError
 from ..eval import counts
 from ..eval.cost_measurement import Grid, cached_fit, measure_fit, most_context
 from ..eval.cost_model import CostFit, fit_for, write_fits
@@ -29,9 +35,17 @@ from ..eval.leaderboard import (
     plain_row,
 )
 from ..eval.report.page import score_record
-from ..eval.score import Identity, measured_tree, perplexity, score_draft, stratified_conversations
+from ..eval.score import (
+    Identity,
+    measured_tree,
+    perplexity,
+    score_draft,
+    scored_samples,
+    stratified_conversations,
+)
 from ..eval.serving_load import LoadTimes
 from ..eval.settings import SELECTION_SPLIT, LoadSettings, ScoreSettings
+from ..eval.successive_elimination import cut_into_blocks, elimination_order
 from ..eval.summary import serving_advice
 from ..eval.table import show_domains, show_leaderboard, show_load
 from ..eval.target_pass_cache import TargetPassCache
@@ -44,7 +58,7 @@ from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettin
 from ..specdec.stored_draft import TOKENIZER_FILE, StoredDraft, file_digests, trained_for
 from ..specdec.targets import context_length
 from ..train.families import family_of
-from .parallel_scoring import Board, Counting, help_count
+from .parallel_scoring import ScoringJob, count_together, help_count, race
 from .stages import Stage, Stages, checkpoints_of
 from .workspace import Workspace, require_whole
 
@@ -91,113 +105,6 @@ class Scored:
     def times_file(self) -> Path:
         """Fitted times, where the recipe states a load."""
         return self.stage.folder / TIMES_FILE
-
-
-class Scorer:
-    """Scores drafts of one target on one split of one capture; target passes are shared by all of them."""
-
-    def __init__(self, space: Workspace, captured: Stage, split: str) -> None:
-        require_whole(space.recipe, "a score")
-        self._space = space
-        self._data = Capture.open(captured.folder, verify=False)
-        self.settings: ScoreSettings = space.recipe.score
-        self.samples: list[Sample] = self._data.samples(split)  # type: ignore[arg-type]
-        self.traces = TargetPassCache(space.target, self.settings.trace_bytes, self.settings.replay_tokens)
-
-    def load(self, folder: Path | None, other_tokenizer: bool = False) -> StoredDraft:
-        """A stored draft, once it is seen to fit the target and what is scored; None: prompt lookup.
-
-        `other_tokenizer`: accept a draft with another one than the target's.
-        """
-        if folder is None:
-            return StoredDraft.of_method(LOOKUP, self._space.target)
-        draft = StoredDraft.load(folder, self._space.target, self.settings.draft_device, other_tokenizer)
-        draft.check_context(max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0))
-        return draft
-
-    def draftings(self, draft: StoredDraft, fixed: Mapping[str, Tree] | None = None) -> list[ProposerSpec]:
-        """The ways of drafting that the recipe scores. `fixed`: trees of this draft that were measured before."""
-        if not draft.drafts_trees:
-            return [self.chains(draft)]
-        known: Mapping[str, TreeSettings] = self.settings.trees if fixed is None else fixed
-        return [self.chains(draft), *(self.tree_of(draft, name, tree) for name, tree in known.items())]
-
-    def chains(self, draft: StoredDraft) -> ProposerSpec:
-        """Chains of every K of the recipe."""
-        return ProposerSpec(draft.proposer, tuple(self.settings.draft_tokens))
-
-    def tree_of(self, draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
-        """One tree of a draft; a measured one is measured here, on answers of the train split."""
-        fixed = self._measured(draft, tree) if isinstance(tree, MeasuredTree) else tree
-        return ProposerSpec(partial(draft.proposer, fixed), (fixed.levels,), name, fixed)
-
-    def _measured(self, draft: StoredDraft, tree: MeasuredTree) -> StaticTree:
-        samples = self._data.samples("train")
-        kept = stratified_conversations(samples, _MEASURED_CONVERSATIONS)
-        return measured_tree(
-            self._space.target, draft.proposer(), [one for one in samples if one.conversation in kept], tree
-        )
-
-    def counts(
-        self,
-        draftings: Sequence[ProposerSpec],
-        identity: Identity,
-        samples: Sequence[Sample] | None = None,
-        decoded: bool = True,
-    ) -> tuple[pa.Table, bool | None]:
-        """Counts of one draft, and whether decoding was seen to be lossless (None: nothing was decoded at T = 0).
-
-        `samples`: a part of what is scored. `decoded` False: what replay tells is not decoded too.
-        """
-        settings, some = self.settings, self.samples if samples is None else samples
-        if samples is not None:
-            settings = settings.model_copy(update={"max_conversations": 0})
-        if not decoded:
-            settings = settings.model_copy(update={"decode_conversations": 0})
-        score = score_draft(self._space.target, draftings, some, settings, identity, self.traces)
-        return score.counts, score.consistency.lossless
-
-    def perplexity(self, draft: StoredDraft) -> float | None:
-        """Of the recorded answers under the draft; shown to people, used for nothing. None: prompt lookup has none, nor
-        has a draft with another tokenizer."""
-        if draft.module is None or not draft.same_tokenizer:
-            return None
-        chosen = stratified_conversations(self.samples, self.settings.decode_conversations or 1)
-        samples = [sample for sample in self.samples if sample.conversation in chosen]
-        return perplexity(draft.proposer(), samples, self.traces)
-
-    def times(self, draft: StoredDraft, draftings: Sequence[ProposerSpec]) -> Times:
-        """Times of this shape at the recipe's load, or at batch 1 where it states none."""
-        if self.settings.load is None:
-            return self.costs(draft, draftings)
-        return LoadTimes(self._fit(draft, draftings), self.settings.load)
-
-    def _fit(self, draft: StoredDraft, draftings: Sequence[ProposerSpec]) -> CostFit:
-        """Fitted times of this shape: another machine's where the recipe gives some, else measured here, once."""
-        settings, target = self.settings, self._space.target
-        assert settings.load is not None
-        key = cost_key(target, draft.module or draft.family, draftings, settings)
-        if settings.costs.fit is not None:
-            return fit_for(key, self._space.given_times, settings.costs.fit)
-        deepest = max(depth for drafting in draftings for depth in drafting.depths)
-        grid = Grid.of(settings.load, most_context(target.max_positions, deepest, settings.costs.rounds))
-        prompts = [sample.prompt_ids for sample in self.samples]
-
-        def measure() -> CostFit:
-            return measure_fit(key, target, draftings, prompts, settings, grid)
-
-        return cached_fit(self._space.root / "costs", key, grid, measure, settings.costs.wait_seconds)
-
-    def costs(self, draft: StoredDraft, draftings: Sequence[ProposerSpec]) -> CostTable:
-        """Times of this shape at batch 1 on this machine, measured once."""
-        settings, target = self.settings, self._space.target
-        key = cost_key(target, draft.module or draft.family, draftings, settings)
-        prompts = [sample.prompt_ids for sample in self.samples]
-
-        def measure() -> CostTable:
-            return measure_costs(key, target, draftings, prompts, settings)
-
-        return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
 
 
 def check_score(space: Workspace, names: Collection[str], what: str = "a score", trees: bool = True) -> None:
@@ -252,88 +159,371 @@ def score_stage(stages: Stages, drafts: Collection[str]) -> Scored:
     """Score every checkpoint of these drafts on the selection split, prompt lookup beside them; choose, and show it."""
     trained = {name: stages.training(name) for name in drafts}
     folders = {(name, step): path for name, done in trained.items() for step, path in checkpoints_of(done).items()}
-    return _score(stages, folders, _fingerprints(stages, drafts))
+    return _score(stages, folders, {name: done.fingerprint for name, done in trained.items()})
 
 
 def help_score(stages: Stages, drafts: Collection[str]) -> None:
     """`score_stage` of a rank that is not the first: it counts checkpoints as long as there are any to count."""
-    _help(stages, _fingerprints(stages, drafts))
+    _help(stages, {name: stages.training(name).fingerprint for name in drafts})
 
 
-def _fingerprints(stages: Stages, drafts: Collection[str]) -> dict[str, str]:
-    return {name: stages.training(name).fingerprint for name in drafts}
-
-
-def score_foreign(stages: Stages, place: Path) -> Scored:
+def score_foreign(stages: Stages, path: Path) -> Scored:
     """Score a draft of anybody's making, as it is, on the selection split, and show it. Nothing is registered.
 
-    `place`: a folder in any layout, a .gguf file, or a .json file of skipped layers.
+    `path`: a folder in any layout, a .gguf file, or a .json file of skipped layers.
     """
-    if not (meta_file(place).is_file() or (place / TOKENIZER_FILE).is_file() or is_skip_file(place)):
-        say(f"{place}: nothing says which tokenizer it was trained with; only sizes are checked")
-    return _score(stages, {(_name_of(place), 0): place}, file_digests(place))
+    if not (meta_file(path).is_file() or (path / TOKENIZER_FILE).is_file() or is_skip_file(path)):
+        say(f"{path}: nothing says which tokenizer it was trained with; only sizes are checked")
+    name = "".join(character if character.isprintable() else "?" for character in path.resolve().name)[:64]
+    shown = f"{name} (given)" if name in (LOOKUP, PLAIN) else name
+    return _score(stages, {(shown, 0): path}, file_digests(path))
 
 
-def help_score_foreign(stages: Stages, place: Path) -> None:
+def help_score_foreign(stages: Stages, path: Path) -> None:
     """`score_foreign` of a rank that is not the first."""
-    _help(stages, file_digests(place))
+    _help(stages, file_digests(path))
 
 
-def _name_of(place: Path) -> str:
-    """Its name, as a table and a file name take it."""
-    name = "".join(one if one.isprintable() else "?" for one in place.resolve().name)[:64]
-    return f"{name} (given)" if name in (LOOKUP, PLAIN) else name
+def _help(stages: Stages, digests: dict[str, str]) -> None:
+    folder = stages.score(digests).folder
+    counter = CheckpointCounter(Scorer(stages.space, stages.captured, SELECTION_SPLIT), folder / PARTS)
+    help_count(stages.space.crew, folder.name, counter.count)
 
 
-def _score(stages: Stages, folders: dict[Checkpoint, Path], drafts: dict[str, str]) -> Scored:
-    """Score each draft folder, prompt lookup beside them, and show it. `drafts`: digests of what is scored."""
-    space, settings, captured = stages.space, stages.recipe.score, stages.captured
-    stage = stages.score(drafts)
-    scorer, everything = Scorer(space, captured, SELECTION_SPLIT), {(LOOKUP, 0): None, **folders}
-    board = Board(scorer, stage.folder / PARTS, everything, space.crew, stage.folder.name)
-    with board.helped():
-        parts = board.raced(settings.race) if settings.race is not None and len(folders) > 1 else board.all()
-    tables = [part.table for part in parts.values()]
-    table = counts.concat(tables)
-    counts.write(table, stage.folder / COUNTS_FILE)
-    perplexities = {one: part.perplexity for one, part in parts.items() if part.perplexity is not None}
-    shares = {one: part.share for one, part in parts.items()}
-    made_for = {one: trained_for(folder, space.target_fingerprint) for one, folder in folders.items()}
-    plans = config_rows(tables, board.times, settings, [LOOKUP])
+def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[str, str]) -> Scored:
+    """Score drafts, prompt lookup beside them, and choose. `folders`: of each checkpoint; `digests`: of their files."""
+    space, settings, stage = stages.space, stages.recipe.score, stages.score(digests)
+    entries: dict[Checkpoint, Path | None] = {(LOOKUP, 0): None, **folders}
+
+    # 1) The recorded answers. Drafts are loaded one at a time.
+    scorer = Scorer(space, stages.captured, SELECTION_SPLIT)
+    counter = CheckpointCounter(scorer, stage.folder / PARTS)
+
+    # 2) What rounds of each shape cost: measured before anything is counted, by this rank.
+    times: dict[Checkpoint, Times] = {}
+    trees: dict[Checkpoint, dict[str, Tree]] = {}
+    for checkpoint, folder in entries.items():
+        same = next((known for known in times if known[0] == checkpoint[0]), None)
+        if same is not None and not settings.trees_vary:  # checkpoints of one draft have one shape
+            times[checkpoint], trees[checkpoint] = times[same], trees[same]
+            continue
+        draft, specs = counter.load(checkpoint, folder)
+        trees[checkpoint] = {spec.tree: spec.fixed for spec in specs if spec.fixed is not None}
+        times[checkpoint] = scorer.times(draft, specs)
+
+    # 3) Replay and decode: what is not on disk, shared by all ranks; everything, or as a race.
+    def count(checkpoints: Iterable[Checkpoint], block: int | None = None, rest: bool = False) -> None:
+        jobs = [ScoringJob(one, entries[one], trees[one], block, rest) for one in checkpoints]
+        missing = [job for job in jobs if not counter.is_done(job)]
+        if missing:
+            count_together(space.crew, stage.folder.name, missing, counter.count, counter.is_done)
+
+    if settings.race is not None and len(folders) > 1:
+        results = _race(counter, list(folders), count, times)
+    else:
+        count(entries)
+        results = {one: counter.result(one) for one in entries}
+    if space.crew.size > 1:
+        count_together(space.crew, stage.folder.name, [], counter.count, counter.is_done)
+
+    # 4) Choose by expected speed-up, counts times costs.
+    tables = [result.table for result in results.values()]
+    configs = config_rows(tables, times, settings, [LOOKUP])
+    perplexities = {one: result.perplexity for one, result in results.items() if result.perplexity is not None}
+    shares = {one: result.share for one, result in results.items()}
+    others = {one: trained_for(folder, space.target_fingerprint) for one, folder in folders.items()}
     rows = [
-        replace(row, trained_for=made_for.get((row.draft, row.step), ""))
-        for row in leaderboard(tables, board.times, settings, [LOOKUP], perplexities, shares, plans)
+        replace(row, trained_for=others.get((row.draft, row.step), ""))
+        for row in leaderboard(tables, times, settings, [LOOKUP], perplexities, shares, configs)
     ]
-    domains = domain_rows(tables, rows, settings, board.times)
-    said = serving_advice(rows, domains, settings)
-    target = space.target_fingerprint
-    scored = Scored(stage, target, table, board.times, rows, domains, said, folders, board.trees)
-    fits = {times.fit.key.digest: times.fit for times in board.times.values() if isinstance(times, LoadTimes)}
+    domains = domain_rows(tables, rows, settings, times)
+    sentences = serving_advice(rows, domains, settings)
+    table = counts.concat(tables)
+    scored = Scored(stage, space.target_fingerprint, table, times, rows, domains, sentences, dict(folders), trees)
+
+    # 5) Keep and show it.
+    counts.write(table, scored.counts_file)
+    fits = {one.fit.key.digest: one.fit for one in times.values() if isinstance(one, LoadTimes)}
     if fits:
         write_fits(scored.times_file, fits.values())
-    origin = {"at": time.time(), "target": target, "capture": captured.fingerprint, "advice": said}
-    record = score_record(table, board.times, rows, settings, plans, domains)
+    origin = {"at": time.time(), "target": scored.target, "capture": stages.captured.fingerprint, "advice": sentences}
+    record = score_record(table, times, rows, settings, configs, domains)
     storage.write_json(stage.folder / SCORES_FILE, origin | record)
-    _show(scored, settings, by_config(plans, scored.chosen))
+    _show(scored, settings, by_config(configs, scored.chosen))
     return scored
 
 
-def _help(stages: Stages, drafts: dict[str, str]) -> None:
-    space, captured, folder = stages.space, stages.captured, stages.score(drafts).folder
-    help_count(space.crew, folder.name, lambda: Counting(Scorer(space, captured, SELECTION_SPLIT), folder / PARTS))
+def _race(
+    counter: "CheckpointCounter",
+    entrants: Sequence[Checkpoint],
+    count: Callable[..., None],
+    times: Mapping[Checkpoint, Times],
+) -> dict[Checkpoint, "ScoringResult"]:
+    """Prompt lookup on all conversations, and the entrants of a race: those that it drops keep the counts they have."""
+    baseline = (LOOKUP, 0)
+    count([baseline])
+
+    def count_block(checkpoints: Sequence[Checkpoint], number: int) -> dict[Checkpoint, pa.Table]:
+        count(checkpoints, block=number)
+        return {one: counter.block(one, number) for one in checkpoints}
+
+    found = race(entrants, counter.blocks, counter.sizes, times, counter.settings, count_block)
+    finalists = [one for one in entrants if found.shares[one] == 1]
+    count(finalists, rest=True)
+    results = {one: counter.result(one) for one in (baseline, *finalists)}
+    dropped = {
+        one: ScoringResult(counts.concat(found.tables[one]), None, found.shares[one])
+        for one in entrants
+        if one not in results
+    }
+    return {one: (results | dropped)[one] for one in (baseline, *entrants)}
 
 
-def _show(scored: Scored, settings: ScoreSettings, plans: Sequence[Row]) -> None:
-    """The final tables: all checkpoints, then the chosen one (at each of its `plans`) by domain beside prompt lookup;
+class ScoringResult(NamedTuple):
+    """What is known of one checkpoint."""
+
+    table: pa.Table
+    perplexity: float | None
+    share: float = 1.0
+    """Of the answers' tokens that its counts are of."""
+
+
+class CheckpointCounter:
+    """Counts checkpoints on one rank, and keeps the counts in a folder: what is there is not counted again."""
+
+    def __init__(self, scorer: "Scorer", folder: Path) -> None:
+        self.settings = scorer.settings
+        self._scorer, self._folder = scorer, folder
+        self._loaded: tuple[Checkpoint, StoredDraft, list[ProposerSpec]] | None = None
+
+    @cached_property
+    def sizes(self) -> dict[str, float]:
+        """Tokens of the scored answers by cluster, without the first of each answer, which costs no round."""
+        sizes: dict[str, float] = {}
+        for sample in self._samples:
+            sizes[sample.cluster] = sizes.get(sample.cluster, 0.0) + max(len(sample.answer_ids) - 1, 0)
+        return sizes
+
+    @cached_property
+    def blocks(self) -> list[list[str]]:
+        """Clusters of each block of a race."""
+        assert self.settings.race is not None
+        order = elimination_order(self.sizes, self.settings.seed)
+        return [list(block) for block in cut_into_blocks(order, self.sizes, self.settings.race.blocks)]
+
+    @cached_property
+    def _samples(self) -> list[Sample]:
+        return scored_samples(self._scorer.samples, self.settings)
+
+    def load(
+        self, checkpoint: Checkpoint, folder: Path | None, trees: Mapping[str, Tree] | None = None
+    ) -> tuple[StoredDraft, list[ProposerSpec]]:
+        """A draft and its ways of drafting; the last one is remembered. `trees`: measured before."""
+        if self._loaded is None or self._loaded[0] != checkpoint:
+            self._loaded = None  # before the next one takes room
+            draft = self._scorer.load(folder, other_tokenizer=True)
+            self._loaded = checkpoint, draft, self._scorer.specs(draft, trees)
+        return self._loaded[1:]
+
+    def count(self, job: ScoringJob) -> None:
+        """Make what a job asks for, and write it."""
+        checkpoint, identity = job.checkpoint, Identity(*job.checkpoint)
+        draft, specs = self.load(checkpoint, job.folder, job.trees)
+
+        # 1) A block of a race: replays alone, unless only decoding tells.
+        if job.block is not None:
+            members = set(self.blocks[job.block])
+            samples = [sample for sample in self._samples if sample.cluster in members]
+            table, _ = self._scorer.counts(specs, identity, samples, decoded=False)
+            counts.write(table, self._block_file(checkpoint, job.block))
+            return
+
+        # 2) The rest of a finalist: the decoding that checks its replays. Or everything.
+        if job.rest:
+            replayed = [counts.read(self._block_file(checkpoint, number)) for number in range(len(self.blocks))]
+            table, lossless = counts.concat(replayed), None
+            chosen = stratified_conversations(self._samples, self.settings.decode_conversations)
+            if chosen:
+                samples = [sample for sample in self._samples if sample.conversation in chosen]
+                again, lossless = self._scorer.counts(specs, identity, samples)
+                table = counts.concat([table, _only_decoded(again, table)])
+        else:
+            table, lossless = self._scorer.counts(specs, identity)
+        counts.write(table, self._file(checkpoint, "parquet"))
+        known = {"lossless": lossless, "perplexity": self._scorer.perplexity(draft)}
+        storage.write_json(self._file(checkpoint, "json"), known)
+
+    def is_done(self, job: ScoringJob) -> bool:
+        """Whether what it asks for is on disk; what is damaged (said aloud) is not."""
+        try:
+            if job.block is None:
+                self.result(job.checkpoint)
+            else:
+                self.block(job.checkpoint, job.block)
+        except MissingFileError:
+            return False
+        except CorruptDataError as error:
+            say(f"{error}; scoring it again")
+            return False
+        return True
+
+    def result(self, checkpoint: Checkpoint) -> ScoringResult:
+        """Counts on all conversations. Raises MissingFileError, CorruptDataError."""
+        table = counts.read(self._file(checkpoint, "parquet"))
+        return ScoringResult(table, _read_perplexity(self._file(checkpoint, "json")))
+
+    def block(self, checkpoint: Checkpoint, number: int) -> pa.Table:
+        """Counts on one block, without the decoding that checks replays. Raises MissingFileError, CorruptDataError."""
+        return counts.read(self._block_file(checkpoint, number))
+
+    def _block_file(self, checkpoint: Checkpoint, number: int) -> Path:
+        return self._file(checkpoint, f"block-{number + 1}-of-{len(self.blocks)}.parquet")
+
+    def _file(self, checkpoint: Checkpoint, ending: str) -> Path:
+        name, step = checkpoint
+        return self._folder / f"{name}-{step:06d}.{ending}"  # a name may hold dots: no with_suffix
+
+
+def _only_decoded(table: pa.Table, replayed: pa.Table) -> pa.Table:
+    """The decoded rows of what was replayed too; what can only be decoded is in the blocks."""
+    names = ("setting", "rule", "draft_tokens", "tree")
+    known = set(zip(*(counts.where(replayed, method="replay")[name].to_pylist() for name in names)))
+    decoded = counts.where(table, method="decode")
+    keys = zip(*(decoded[name].to_pylist() for name in names))
+    return decoded.filter(pa.array([key in known for key in keys], pa.bool_()))
+
+
+def _read_perplexity(path: Path) -> float | None:
+    """Of a checkpoint's notes; null: it has none. Raises CorruptDataError."""
+    notes = storage.read_object(path)
+    if "perplexity" not in notes:
+        raise CorruptDataError(f"{path}: perplexity: is missing")
+    value = notes["perplexity"]
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CorruptDataError(f"{path}: perplexity: {value!r}: must be a number above 0, or null")
+    return float(value)
+
+
+class Scorer:
+    """Scores drafts of one target on one split of one capture; target passes are shared by all of them."""
+
+    def __init__(self, space: Workspace, captured: Stage, split: str) -> None:
+        require_whole(space.recipe, "a score")
+        self._space = space
+        self._data = Capture.open(captured.folder, verify=False)
+        self.settings: ScoreSettings = space.recipe.score
+        self.samples: list[Sample] = self._data.samples(split)  # type: ignore[arg-type]
+        self.traces = TargetPassCache(space.target, self.settings.trace_bytes, self.settings.replay_tokens)
+
+    def load(self, folder: Path | None, other_tokenizer: bool = False) -> StoredDraft:
+        """A stored draft, once it is seen to fit the target and what is scored; None: prompt lookup.
+
+        `other_tokenizer`: accept a draft with another one than the target's.
+        """
+        if folder is None:
+            return StoredDraft.of_method(LOOKUP, self._space.target)
+        draft = StoredDraft.load(folder, self._space.target, self.settings.draft_device, other_tokenizer)
+        draft.check_context(max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0))
+        return draft
+
+    def specs(self, draft: StoredDraft, fixed: Mapping[str, Tree] | None = None) -> list[ProposerSpec]:
+        """The ways of drafting that the recipe scores. `fixed`: trees of this draft that were measured before."""
+        if not draft.drafts_trees:
+            return [self.chain_spec(draft)]
+        known: Mapping[str, TreeSettings] = self.settings.trees if fixed is None else fixed
+        return [self.chain_spec(draft), *(self.tree_spec(draft, name, tree) for name, tree in known.items())]
+
+    def chain_spec(self, draft: StoredDraft) -> ProposerSpec:
+        """Chains of every K of the recipe."""
+        return ProposerSpec(draft.proposer, tuple(self.settings.draft_tokens))
+
+    def tree_spec(self, draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
+        """One tree of a draft; a measured one is measured here, on answers of the train split."""
+        fixed = self._measured(draft, tree) if isinstance(tree, MeasuredTree) else tree
+        return ProposerSpec(partial(draft.proposer, fixed), (fixed.levels,), name, fixed)
+
+    def _measured(self, draft: StoredDraft, tree: MeasuredTree) -> StaticTree:
+        samples = self._data.samples("train")
+        kept = stratified_conversations(samples, _MEASURED_CONVERSATIONS)
+        return measured_tree(
+            self._space.target, draft.proposer(), [one for one in samples if one.conversation in kept], tree
+        )
+
+    def counts(
+        self,
+        specs: Sequence[ProposerSpec],
+        identity: Identity,
+        samples: Sequence[Sample] | None = None,
+        decoded: bool = True,
+    ) -> tuple[pa.Table, bool | None]:
+        """Counts of one draft, and whether decoding was seen to be lossless (None: nothing was decoded at T = 0).
+
+        `samples`: a part of what is scored. `decoded` False: what replay tells is not decoded too.
+        """
+        settings, some = self.settings, self.samples if samples is None else samples
+        if samples is not None:
+            settings = settings.model_copy(update={"max_conversations": 0})
+        if not decoded:
+            settings = settings.model_copy(update={"decode_conversations": 0})
+        score = score_draft(self._space.target, specs, some, settings, identity, self.traces)
+        return score.counts, score.consistency.lossless
+
+    def perplexity(self, draft: StoredDraft) -> float | None:
+        """Of the recorded answers under the draft; shown to people, used for nothing. None: prompt lookup has none, nor
+        has a draft with another tokenizer."""
+        if draft.module is None or not draft.same_tokenizer:
+            return None
+        chosen = stratified_conversations(self.samples, self.settings.decode_conversations or 1)
+        samples = [sample for sample in self.samples if sample.conversation in chosen]
+        return perplexity(draft.proposer(), samples, self.traces)
+
+    def times(self, draft: StoredDraft, specs: Sequence[ProposerSpec]) -> Times:
+        """Times of this shape at the recipe's load, or at batch 1 where it states none."""
+        if self.settings.load is None:
+            return self.costs(draft, specs)
+        return LoadTimes(self._fit(draft, specs), self.settings.load)
+
+    def _fit(self, draft: StoredDraft, specs: Sequence[ProposerSpec]) -> CostFit:
+        """Fitted times of this shape: another machine's where the recipe gives some, else measured here, once."""
+        settings, target = self.settings, self._space.target
+        assert settings.load is not None
+        key = cost_key(target, draft.module or draft.family, specs, settings)
+        if settings.costs.fit is not None:
+            return fit_for(key, self._space.given_times, settings.costs.fit)
+        deepest = max(depth for spec in specs for depth in spec.depths)
+        grid = Grid.of(settings.load, most_context(target.max_positions, deepest, settings.costs.rounds))
+        prompts = [sample.prompt_ids for sample in self.samples]
+
+        def measure() -> CostFit:
+            return measure_fit(key, target, specs, prompts, settings, grid)
+
+        return cached_fit(self._space.root / "costs", key, grid, measure, settings.costs.wait_seconds)
+
+    def costs(self, draft: StoredDraft, specs: Sequence[ProposerSpec]) -> CostTable:
+        """Times of this shape at batch 1 on this machine, measured once."""
+        settings, target = self.settings, self._space.target
+        key = cost_key(target, draft.module or draft.family, specs, settings)
+        prompts = [sample.prompt_ids for sample in self.samples]
+
+        def measure() -> CostTable:
+            return measure_costs(key, target, specs, prompts, settings)
+
+        return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
+
+
+def _show(scored: Scored, settings: ScoreSettings, configs: Sequence[Row]) -> None:
+    """The final tables: all checkpoints, then the chosen one (at each of its `configs`) by domain beside prompt lookup;
     and what follows."""
     chosen = scored.chosen
     times = scored.times[chosen.draft, chosen.step]
     rows = [plain_row(times), *scored.rows]
     show_leaderboard(rows, settings.confidence, "Drafts by expected serving speed", times.description)
-    if len(plans) > 1:
+    if len(configs) > 1:
         every = "K and tree" if settings.trees else "K"
         show_leaderboard(
-            plans, settings.confidence, f"{chosen.draft} step {chosen.step} at every {every}", times.description
+            configs, settings.confidence, f"{chosen.draft} step {chosen.step} at every {every}", times.description
         )
     show_load(chosen, f"{chosen.draft} step {chosen.step} at each batch size")
     compared = {(row.draft, row.step) for row in scored.rows if row.baseline or row is chosen}

@@ -92,7 +92,7 @@ def counts_of(space: Workspace, version: Version, folder: Path, captured: Stage)
 def _drafting(scorer: Scorer, space: Workspace, draft: StoredDraft, version: Version) -> ProposerSpec:
     lineage = version.lineage
     if lineage.tree is not None:
-        return scorer.tree_of(draft, str(lineage.tree_name), lineage.tree)
+        return scorer.tree_spec(draft, str(lineage.tree_name), lineage.tree)
     K = lineage.draft_tokens or max(space.recipe.score.draft_tokens)
     return ProposerSpec(draft.proposer, (K,))
 

@@ -225,8 +225,8 @@ def measure(space: Workspace, captured: Stage, folder: Path, name: str, among: C
     scorer = Scorer(space, captured, HOLDOUT_SPLIT)
     draft, settings = scorer.load(folder), scorer.settings
     samples = [one for one in scorer.samples if one.conversation in among]
-    table, _ = scorer.counts([scorer.chains(draft)], Identity(name, 0), samples, decoded=False)
-    times = {(name, 0): scorer.times(draft, scorer.draftings(draft))}
+    table, _ = scorer.counts([scorer.chain_spec(draft)], Identity(name, 0), samples, decoded=False)
+    times = {(name, 0): scorer.times(draft, scorer.specs(draft))}
     table = at_config(table, DraftConfig(max(settings.draft_tokens)))
     rows = leaderboard([table], times, settings)
     return Measured(name, rows[0], table, domain_rows([table], rows, settings, times))

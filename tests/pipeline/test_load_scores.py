@@ -106,12 +106,12 @@ def test_a_race_drops_what_cannot_win_and_goes_on_after_a_kill(
     recipe, calls, dropped = load_recipe(path), list[Any](), ("small", 2)
     inner = scoring.Scorer.counts
 
-    def spy(self: Any, draftings: Any, identity: Any, *args: Any, **options: Any) -> Any:
+    def spy(self: Any, specs: Any, identity: Any, *args: Any, **options: Any) -> Any:
         if len(calls) == 5:
             calls.append("killed")
             raise KeyboardInterrupt
         calls.append(tuple(identity))
-        return inner(self, draftings, identity, *args, **options)
+        return inner(self, specs, identity, *args, **options)
 
     class Steward(parallel_scoring.Race):
         """Drops one checkpoint as soon as anything was seen."""

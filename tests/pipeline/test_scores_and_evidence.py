@@ -52,13 +52,13 @@ class MadeUpScorer:
     def load(self, folder: Path | None, other_tokenizer: bool = False) -> Any:
         return folder
 
-    def draftings(self, draft: Any, fixed: Any = None) -> list[Any]:
+    def specs(self, draft: Any, fixed: Any = None) -> list[Any]:
         return [SimpleNamespace(fixed=None, tree="")]
 
     def times(self, *args: Any) -> CostTable:
         return costs_of()
 
-    def counts(self, draftings: Any, identity: Identity, *args: Any) -> tuple[pa.Table, bool]:
+    def counts(self, specs: Any, identity: Identity, *args: Any) -> tuple[pa.Table, bool]:
         return counts_of(identity.name, identity.step, 10.0 * identity.step + len(identity.name)), True
 
     def perplexity(self, draft: Any) -> float | None:

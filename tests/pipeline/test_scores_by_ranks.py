@@ -17,9 +17,9 @@ def score(recipe: str) -> dict[str, Any]:
     counted, times = list[list[Any]](), list[int]()
     whole, whole_times = scoring.Scorer.counts, scoring.Scorer.times
 
-    def counts(self: Any, draftings: Any, identity: Any, samples: Any = None, **options: Any) -> Any:
+    def counts(self: Any, specs: Any, identity: Any, samples: Any = None, **options: Any) -> Any:
         counted.append([*identity, samples and samples[0].id, options.get("decoded", True)])
-        return whole(self, draftings, identity, samples, **options)
+        return whole(self, specs, identity, samples, **options)
 
     def timed(self: Any, *args: Any) -> Any:
         times.append(len(counted))
