@@ -1,4 +1,4 @@
-"""Content hashes: of settings, files and folders. Same content, same fingerprint; nothing else counts."""
+"""Fingerprints: SHA-256 of the content of settings, files and folders. Same content, same fingerprint."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def of_file(path: Path) -> str:
 
 
 class FileDigests:
-    """Remembers digests of large files by (path, size, mtime_ns), so that a 100 GB target is hashed once.
+    """A cache of file digests by (path, size, mtime_ns), so that a 100 GB target is hashed once.
 
     The memory is a JSON file (None: kept while this lives); a lost or unreadable one only costs time.
     """

@@ -159,7 +159,7 @@ class Recipe(BaseModel):
         return self.model_dump(mode="json")
 
     def public(self) -> dict[str, Any]:
-        """The same without user names and passwords: for people and logs."""
+        """The resolved recipe without user names and passwords: for people and logs."""
         uri = self.registry.tracking_uri
         return self.resolved() | {
             "registry": self.registry.model_dump(mode="json") | {"tracking_uri": uri and redacted(uri)}
@@ -309,7 +309,7 @@ def _absolute(path: str, base: Path) -> str:
 
 
 def _explain(errors: Iterable[ErrorDetails], raw: Any, schema: Schema) -> list[str]:
-    """One line an error, unknown keys first; a missing key whose misspelling was named is not named again."""
+    """One line for each error, unknown keys first; a missing key whose misspelling was named is not named again."""
     unknown: list[str] = []
     other: dict[str, str] = {}
     meant: set[str] = set()

@@ -58,11 +58,62 @@ from .scoring import Scorer
 from .stages import captured_stages
 from .workspace import Workspace, require_whole
 
+CHAMPION = "champion"
+OWNER_FILE, RUNS = "benchmark.json", "runs"
+REPORT_FILE, PICTURE_FILE, WORDS_FILE = "bench.json", "bench.svg", "bench.txt"
 _MOST_SLOTS = 65_536  # more than any GPU holds caches for; a slip of the keyboard should not be tried
+T = TypeVar("T")
+TreeOf = Callable[[StoredDraft, str, TreeSettings], ProposerSpec]
+"""A tree as a draft drafts it."""
+
+
+@dataclass(frozen=True)
+class BenchMethod:
+    """A draft, or what drafts without one, and its entries: chains of every K, and trees."""
+
+    name: str
+    place: str
+    """Where the draft lies; "" where there is none."""
+    digest: str
+    """Of its files, and of where it runs."""
+    entries: list[BenchEntry]
+
+
+def bench(recipe: Recipe, options: BenchOptions) -> None:
+    """Measure every way of drafting on the user's own prompts, and where it loses."""
+    require_whole(recipe, "a benchmark")
+    run_bench(Workspace(recipe), options)
+
+
+def run_bench(space: Workspace, options: BenchOptions) -> Report:
+    """Run what is not on disk yet, write the report, and show it. Raises InputError where no method can run."""
+    check_options(options)
+    target, bootstrap = space.target, space.recipe.score.bootstrap
+
+    # 1) What is answered, and by what.
+    prompts, left_out = bench_prompts(target, options)
+    finder = find_methods(space, options, longest_text(prompts, options))
+    if len(finder.methods) == 1:
+        raise _nothing_runs(finder.failures)
+
+    # 2) The folder, by everything that the figures depend on.
+    about = environment(target, options, prompts, left_out, finder.methods, bootstrap)
+    found = bench_fingerprint(about, options, prompts, finder.methods)
+    folder = space.folder("bench", found) if options.out is None else options.out
+    resolved = folder.resolve()  # the lock of "." belongs beside it, not in it
+
+    # 3) The runs that it lacks, and the report.
+    with storage.lock(resolved.parent / f".{resolved.name}.lock", what="another benchmark"):
+        claim_folder(folder, found, options.fresh)
+        report = run_and_report(target, options, prompts, finder, about, folder, bootstrap)
+    show_bench(report.rows, report.failures, about)
+    print("\n".join(["", *report.words]))
+    say(f"{folder / REPORT_FILE}, {PICTURE_FILE} beside it")
+    return report
 
 
 def check_options(options: BenchOptions) -> None:
-    """Raise InputError for what cannot be done."""
+    """Raise InputError for options that cannot be."""
     _check_numbers("--draft-tokens", options.draft_tokens, MOST_LEVELS)
     _check_numbers("--batch-size", options.batch_sizes, _MOST_SLOTS)
     if not options.prompts:
@@ -84,221 +135,20 @@ def _check_numbers(option: str, values: Sequence[int], most: int) -> None:
 
 
 def sampling_of(options: BenchOptions) -> SamplingSettings:
-    """How every answer is sampled."""
+    """The sampling setting of every answer."""
     return SamplingSettings(temperature=options.temperature)
 
 
-CHAMPION = "champion"
-T = TypeVar("T")
-TreeOf = Callable[[StoredDraft, str, TreeSettings], ProposerSpec]
-"""A tree as a draft drafts it."""
-
-
-@dataclass(frozen=True)
-class BenchMethod:
-    """A draft, or what drafts without one, and the ways in which it drafts."""
-
-    name: str
-    place: str
-    """Where the draft lies; "" where there is none."""
-    digest: str
-    """Of its files, and of where it runs."""
-    ways: list[BenchEntry]
-
-
-class MethodFinder:
-    """Finds methods for one target, and notes those that cannot be run."""
-
-    def __init__(self, target: Target, settings: BenchOptions, score: ScoreSettings, longest: int) -> None:
-        self._target, self._settings, self._score, self._longest = target, settings, score, longest
-        self.methods = [BenchMethod(PLAIN, "", "", [BenchEntry(Setting(method=PLAIN, levels=0, batch_size=1), None)])]
-        self.failures: list[Failure] = []
-        self.helped = 0
-        """Small drafts that their helper is smaller than."""
-
-    def add_free(self, name: str) -> None:
-        """A training-free method."""
-        self._add(name, "", lambda: (name, self._chains(name, partial(TRAINING_FREE[name], self._target))))
-
-    def add_draft(
-        self,
-        name: str,
-        find: Callable[[], Path],
-        trees: dict[str, TreeSettings],
-        tree_of: TreeOf | None = None,
-        helper: StoredDraft | None = None,
-    ) -> None:
-        """A trained draft: its chains and its trees; a small one also helped. `find` gives its folder or file."""
-        name = f"{name} (given)" if name in (PLAIN, *TRAINING_FREE) else name
-        place = self._tried(name, None, find)
-        if place is None:
-            return
-        loaded: list[StoredDraft] = []
-
-        def ways() -> tuple[str, list[BenchEntry]]:
-            draft = StoredDraft.load(place, self._target, self._score.draft_device, other_tokenizer=True)
-            loaded.append(draft)
-            found = self._chains(name, draft.proposer)
-            draft.check_context(self._longest)
-            for tree, asked in trees.items() if draft.drafts_trees else ():
-                drafting = self._tried(name, tree, partial(tree_of, draft, tree, asked)) if tree_of else None
-                if drafting is not None:
-                    found += self._way(name, DraftConfig(drafting.depths[0], tree), drafting.make)
-            return draft.digest, found
-
-        self._add(name, str(place), ways)
-        if helper is not None and loaded and loaded[0].family == "small":
-            self._add_cascade(name, place, loaded[0], helper)
-
-    def _add_cascade(self, alone: str, place: Path, draft: StoredDraft, helper: StoredDraft) -> None:
-        option = str(self._settings.cascade)
-        shown = option if helper.path is None else Path(option).resolve().name
-        name = f"{alone} helped by {shown}"
-
-        def ways() -> tuple[str, list[BenchEntry]]:
-            check_smaller(helper, draft, option, alone)
-            self.helped += 1
-            digest = fingerprint.of_json([draft.digest, option if helper.path is None else helper.digest])
-            return digest, self._chains(name, lambda: draft.proposer(helper=helper.new_helper()))
-
-        self._add(name, str(place), ways)
-
-    def _add(self, name: str, place: str, ways: Callable[[], tuple[str, list[BenchEntry]]]) -> None:
-        known = any(method.name == name for method in self.methods)
-        found = None if known else self._tried(name, None, ways)
-        if found is not None and found[1]:
-            self.methods.append(BenchMethod(name, place, found[0], found[1]))
-
-    def _chains(self, name: str, make: Callable[[], Proposer]) -> list[BenchEntry]:
-        """Of every K; one that is more than it can draft is as much as it can."""
-        proposer, wanted = make(), sorted(set(self._settings.draft_tokens))
-        depths = [min(K, proposer.most_nodes(K)) if proposer.chain else K for K in wanted]
-        return [way for K in dict.fromkeys(depths) for way in self._way(name, DraftConfig(K), make)]
-
-    def _way(self, name: str, plan: DraftConfig, make: Callable[[], Proposer]) -> list[BenchEntry]:
-        """One, or none where no rule takes it."""
-        sampling, proposer = sampling_of(self._settings), make()
-        try:
-            rule = choose_rule(sampling, proposer, self._score.sampled_rules, self._settings.rule)
-        except InputError as error:
-            self.failures.append(Failure(method=name, plan=plan.label, batch_size=None, reason=str(error)))
-            return []
-        setting = Setting(method=name, levels=plan.levels, tree=plan.tree, rule=rule, batch_size=1)
-        return [BenchEntry(setting, make)]
-
-    def _tried(self, name: str, tree: str | None, find: Callable[[], T]) -> T | None:
-        try:
-            return find()
-        except DraftforgeError as error:
-            self.failures.append(Failure(method=name, plan=tree or "-", batch_size=None, reason=one_line(error)))
-            return None
-
-
-def find_methods(space: Workspace, settings: BenchOptions, longest: int) -> MethodFinder:
-    """Plain decoding and what a recipe's user asks for. Raises InputError for a name that means nothing.
-
-    `longest`: tokens of the longest prompt and answer.
-    """
-    recipe, finder = space.recipe, MethodFinder(space.target, settings, space.recipe.score, longest)
-    names = list(settings.drafts) or [*recipe.drafts, LOOKUP]
-    for name in names:
-        _check_name(name, recipe.drafts)
-    names = _once(names, recipe.drafts)
-    trees = _trees(recipe.score.trees, settings.trees)
-    shorts = [Path(name).resolve().name for name in names if _is_place(name, recipe.drafts)]
-
-    def tree_of(draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
-        if tree.kind == "measured":
-            return Scorer(space, captured_stages(space).captured, SELECTION_SPLIT).tree_spec(draft, name, tree)
-        return ProposerSpec(partial(draft.proposer, tree), (tree.levels,), name, tree)
-
-    helper = None
-    if settings.cascade is not None:
-        helper = helper_of(space, settings.cascade, longest)
-    for name in names:
-        if name in TRAINING_FREE and name not in recipe.drafts:
-            finder.add_free(name)
-            continue
-        short = Path(name).resolve().name if _is_place(name, recipe.drafts) else name
-        shown = short if shorts.count(short) <= 1 and (short == name or short not in recipe.drafts) else name
-        asked = None if name == CHAMPION and name not in recipe.drafts else name
-        finder.add_draft(shown, partial(find_draft, space, asked), trees, tree_of, helper)
-    if helper is not None and not finder.helped:
-        raise _helps_none(str(settings.cascade), finder.failures)
-    return finder
-
-
-def _helps_none(cascade: str, failures: Sequence[Failure]) -> InputError:
-    why = "; ".join(f"{one.method}: {one.reason}" for one in failures)
-    return InputError(f"--cascade {cascade}: no small draft here that it could help{why and f' ({why})'}")
-
-
-def _once(names: Sequence[str], drafts: Collection[str]) -> list[str]:
-    """Each once, as it is named first; a folder by any of its paths."""
-    found: dict[str | Path, str] = {}
-    for name in names:
-        found.setdefault(Path(name).resolve() if _is_place(name, drafts) else name, name)
-    return list(found.values())
-
-
-def _is_place(name: str, drafts: Collection[str]) -> bool:
-    return name not in drafts and name not in TRAINING_FREE and name != CHAMPION
-
-
-def _check_name(name: str, drafts: Collection[str]) -> None:
-    if name in (NO_DRAFT, PLAIN):
-        raise InputError(f"--draft {name}: plain decoding is always measured; name what is compared with it")
-    if _is_place(name, drafts) and not (name and Path(name).exists()):
-        known = ", ".join([*drafts, *TRAINING_FREE, CHAMPION])
-        raise InputError(f"--draft {name}: must be a draft folder or one of {known}")
-
-
-def _trees(known: dict[str, TreeSettings], wanted: Sequence[str]) -> dict[str, TreeSettings]:
-    for name in wanted:
-        check_tree(name, known)
-    return {name: tree for name, tree in known.items() if name in wanted or not wanted}
-
-
-OWNER_FILE, RUNS = "benchmark.json", "runs"
-REPORT_FILE, PICTURE_FILE, WORDS_FILE = "bench.json", "bench.svg", "bench.txt"
-
-
-def bench(recipe: Recipe, options: BenchOptions) -> None:
-    """Measure every way of drafting on the user's own prompts, and where it loses."""
-    require_whole(recipe, "a benchmark")
-    run_bench(Workspace(recipe), options)
-
-
-def run_bench(space: Workspace, settings: BenchOptions) -> Report:
-    """Run what is not on disk yet, write the report, and show it. Raises InputError where no method can run."""
-    check_options(settings)
-    prompts, left_out = bench_prompts(space.target, settings)
-    finder = find_methods(space, settings, longest_text(prompts, settings))
-    if len(finder.methods) == 1:
-        raise _nothing_runs(finder.failures)
-    about = surroundings(space.target, settings, prompts, left_out, finder.methods, space.recipe.score.bootstrap)
-    found = bench_fingerprint(about, settings, prompts, finder.methods)
-    folder = space.folder("bench", found) if settings.out is None else settings.out
-    place = folder.resolve()  # the lock of "." belongs beside it, not in it
-    with storage.lock(place.parent / f".{place.name}.lock", what="another benchmark"):
-        claim(folder, found, settings.fresh)
-        report = measure(space.target, settings, prompts, finder, about, folder, space.recipe.score.bootstrap)
-    show_bench(report.rows, report.failures, about)
-    print("\n".join(["", *report.words]))
-    say(f"{folder / REPORT_FILE}, {PICTURE_FILE} beside it")
-    return report
-
-
-def bench_prompts(target: Target, settings: BenchOptions) -> tuple[list[BenchPrompt], int]:
+def bench_prompts(target: Target, options: BenchOptions) -> tuple[list[BenchPrompt], int]:
     """The prompts as the target reads them, and how many are too long for it."""
     prompts: list[BenchPrompt] = []
-    records = read_prompts(settings.prompts, settings.max_prompts)
+    records = read_prompts(options.prompts, options.max_prompts)
     for record in track(records, "render prompts", unit="prompts"):
         ids = render(target.tokenizer, last_context(record), record.tools, dict(record.template_args or {}))
-        if len(ids) + settings.max_new_tokens <= target.max_positions:
+        if len(ids) + options.max_new_tokens <= target.max_positions:
             prompts.append(BenchPrompt(record.id, record.domain, ids))
     left_out = len(records) - len(prompts)
-    rule = f"with {settings.max_new_tokens} new tokens they do not fit the context of {target.max_positions}"
+    rule = f"with {options.max_new_tokens} new tokens they do not fit the context of {target.max_positions}"
     if not prompts:
         raise InputError(f"--prompts: all {left_out} are too long: {rule}")
     if left_out:
@@ -306,20 +156,20 @@ def bench_prompts(target: Target, settings: BenchOptions) -> tuple[list[BenchPro
     return prompts, left_out
 
 
-def longest_text(prompts: Sequence[BenchPrompt], settings: BenchOptions) -> int:
+def longest_text(prompts: Sequence[BenchPrompt], options: BenchOptions) -> int:
     """Tokens of the longest prompt and its answer."""
-    return max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
+    return max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens
 
 
-def surroundings(
+def environment(
     target: Target,
-    settings: BenchOptions,
+    options: BenchOptions,
     prompts: Sequence[BenchPrompt],
     left_out: int,
     methods: Sequence[BenchMethod],
     bootstrap: Bootstrap,
 ) -> Environment:
-    """Where the figures come from."""
+    """What the figures of a benchmark depend on: machine, versions, target, drafts, prompts and options."""
     return Environment(
         hardware=hardware_name(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -333,24 +183,24 @@ def surroundings(
         drafts={method.name: method.place for method in methods},
         prompts=dict(sorted(Counter(prompt.domain for prompt in prompts).items())),
         prompts_left_out=left_out,
-        max_new_tokens=settings.max_new_tokens,
-        sampling=sampling_of(settings).key,
-        repeats=settings.repeats,
+        max_new_tokens=options.max_new_tokens,
+        sampling=sampling_of(options).key,
+        repeats=options.repeats,
         confidence=bootstrap.confidence,
     )
 
 
 def bench_fingerprint(
-    about: Environment, settings: BenchOptions, prompts: Sequence[BenchPrompt], methods: Sequence[BenchMethod]
+    about: Environment, options: BenchOptions, prompts: Sequence[BenchPrompt], methods: Sequence[BenchMethod]
 ) -> str:
     """64 hex digits of what the figures depend on: not of where files lie, nor of the bootstrap."""
     shown = about.model_dump(mode="json", exclude={"command", "target", "drafts", "confidence"})
-    ways = [[way.setting.model_dump(mode="json"), method.digest] for method in methods for way in method.ways]
+    entries = [[entry.setting.model_dump(mode="json"), method.digest] for method in methods for entry in method.entries]
     asked = fingerprint.of_json([list(prompt) for prompt in prompts])
-    return fingerprint.of_json(["bench", shown, ways, asked, sorted(set(settings.batch_sizes)), settings.seed])
+    return fingerprint.of_json(["bench", shown, entries, asked, sorted(set(options.batch_sizes)), options.seed])
 
 
-def claim(folder: Path, found: str, fresh: bool) -> None:
+def claim_folder(folder: Path, found: str, fresh: bool) -> None:
     """Make the folder this benchmark's. Raises OwnershipError where it is another's, or something else."""
     owner = folder / OWNER_FILE
     if folder.exists() and not folder.is_dir():
@@ -368,32 +218,186 @@ def claim(folder: Path, found: str, fresh: bool) -> None:
     storage.write_json(owner, {"fingerprint": found})
 
 
-def measure(
+def run_and_report(
     target: Target,
-    settings: BenchOptions,
+    options: BenchOptions,
     prompts: Sequence[BenchPrompt],
-    finder: MethodFinder,
+    finder: "MethodFinder",
     about: Environment,
     folder: Path,
     bootstrap: Bootstrap,
 ) -> Report:
     """The report, written to the folder. Raises InputError where nothing but plain decoding can run."""
-    work = BenchRun(target, prompts, settings.max_new_tokens, sampling_of(settings), target.stop_ids, settings.seed)
-    ways = [way for method in finder.methods for way in method.ways]
-    sizes = sorted(set(settings.batch_sizes))
-    records, failed = run_all(work, ways, sizes, settings.repeats, RunFolder(folder / RUNS))
+    work = BenchRun(target, prompts, options.max_new_tokens, sampling_of(options), target.stop_ids, options.seed)
+    entries = [entry for method in finder.methods for entry in method.entries]
+    sizes = sorted(set(options.batch_sizes))
+    records, failed = run_all(work, entries, sizes, options.repeats, RunFolder(folder / RUNS))
     failures = [*finder.failures, *failed]
     if all(record.setting.plain for record in records):
         raise _nothing_runs(failures)
-    rows = bench_rows(records, prompts, bootstrap, sampling_of(settings).greedy)
-    said = bench_summary(rows, settings.repeats, target.dtype != torch.float32)
-    report = Report(surroundings=about, rows=rows, failures=failures, words=said)
+    rows = bench_rows(records, prompts, bootstrap, sampling_of(options).greedy)
+    summary = bench_summary(rows, options.repeats, target.dtype != torch.float32)
+    report = Report(surroundings=about, rows=rows, failures=failures, words=summary)
     storage.write_json(folder / REPORT_FILE, report.model_dump(mode="json"))
     storage.write_bytes(folder / PICTURE_FILE, bench_svg(rows).encode())
-    storage.write_bytes(folder / WORDS_FILE, "".join(f"{line}\n" for line in said).encode())
+    storage.write_bytes(folder / WORDS_FILE, "".join(f"{line}\n" for line in summary).encode())
     return report
 
 
 def _nothing_runs(failures: Sequence[Failure]) -> InputError:
     why = "; ".join(f"{one.method}: {one.reason}" for one in failures)
     return InputError(f"bench: no method can run: {why}")
+
+
+class MethodFinder:
+    """Finds methods for one target, and notes those that cannot be run."""
+
+    def __init__(self, target: Target, options: BenchOptions, score: ScoreSettings, longest: int) -> None:
+        self._target, self._options, self._score, self._longest = target, options, score, longest
+        self.methods = [BenchMethod(PLAIN, "", "", [BenchEntry(Setting(method=PLAIN, levels=0, batch_size=1), None)])]
+        self.failures: list[Failure] = []
+        self.helped = 0
+        """Small drafts that their helper is smaller than."""
+
+    def add_free(self, name: str) -> None:
+        """A training-free method."""
+        self._add(name, "", lambda: (name, self._chain_entries(name, partial(TRAINING_FREE[name], self._target))))
+
+    def add_draft(
+        self,
+        name: str,
+        find: Callable[[], Path],
+        trees: dict[str, TreeSettings],
+        tree_of: TreeOf | None = None,
+        helper: StoredDraft | None = None,
+    ) -> None:
+        """A trained draft: its chains and its trees; a small one also helped. `find` gives its folder or file."""
+        name = f"{name} (given)" if name in (PLAIN, *TRAINING_FREE) else name
+        place = self._or_failure(name, None, find)
+        if place is None:
+            return
+        loaded: list[StoredDraft] = []
+
+        def entries() -> tuple[str, list[BenchEntry]]:
+            draft = StoredDraft.load(place, self._target, self._score.draft_device, other_tokenizer=True)
+            loaded.append(draft)
+            found = self._chain_entries(name, draft.proposer)
+            draft.check_context(self._longest)
+            for tree, asked in trees.items() if draft.drafts_trees else ():
+                drafting = self._or_failure(name, tree, partial(tree_of, draft, tree, asked)) if tree_of else None
+                if drafting is not None:
+                    found += self._entry(name, DraftConfig(drafting.depths[0], tree), drafting.make)
+            return draft.digest, found
+
+        self._add(name, str(place), entries)
+        if helper is not None and loaded and loaded[0].family == "small":
+            self._add_cascade(name, place, loaded[0], helper)
+
+    def _add_cascade(self, alone: str, place: Path, draft: StoredDraft, helper: StoredDraft) -> None:
+        option = str(self._options.cascade)
+        shown = option if helper.path is None else Path(option).resolve().name
+        name = f"{alone} helped by {shown}"
+
+        def entries() -> tuple[str, list[BenchEntry]]:
+            check_smaller(helper, draft, option, alone)
+            self.helped += 1
+            digest = fingerprint.of_json([draft.digest, option if helper.path is None else helper.digest])
+            return digest, self._chain_entries(name, lambda: draft.proposer(helper=helper.new_helper()))
+
+        self._add(name, str(place), entries)
+
+    def _add(self, name: str, place: str, make: Callable[[], tuple[str, list[BenchEntry]]]) -> None:
+        known = any(method.name == name for method in self.methods)
+        found = None if known else self._or_failure(name, None, make)
+        if found is not None and found[1]:
+            self.methods.append(BenchMethod(name, place, found[0], found[1]))
+
+    def _chain_entries(self, name: str, make: Callable[[], Proposer]) -> list[BenchEntry]:
+        """Chains of every K; one that is more than it can draft is as much as it can."""
+        proposer, wanted = make(), sorted(set(self._options.draft_tokens))
+        depths = [min(K, proposer.most_nodes(K)) if proposer.chain else K for K in wanted]
+        return [entry for K in dict.fromkeys(depths) for entry in self._entry(name, DraftConfig(K), make)]
+
+    def _entry(self, name: str, plan: DraftConfig, make: Callable[[], Proposer]) -> list[BenchEntry]:
+        """The entry of one K or tree; none, and a failure noted, where no rule takes what drafts."""
+        sampling, proposer = sampling_of(self._options), make()
+        try:
+            rule = choose_rule(sampling, proposer, self._score.sampled_rules, self._options.rule)
+        except InputError as error:
+            self.failures.append(Failure(method=name, plan=plan.label, batch_size=None, reason=str(error)))
+            return []
+        setting = Setting(method=name, levels=plan.levels, tree=plan.tree, rule=rule, batch_size=1)
+        return [BenchEntry(setting, make)]
+
+    def _or_failure(self, name: str, tree: str | None, find: Callable[[], T]) -> T | None:
+        """What a call gives; None, and a failure noted, where it raises an error of ours."""
+        try:
+            return find()
+        except DraftforgeError as error:
+            self.failures.append(Failure(method=name, plan=tree or "-", batch_size=None, reason=one_line(error)))
+            return None
+
+
+def find_methods(space: Workspace, options: BenchOptions, longest: int) -> MethodFinder:
+    """Plain decoding and what a recipe's user asks for. Raises InputError for a name that means nothing.
+
+    `longest`: tokens of the longest prompt and answer.
+    """
+    recipe, finder = space.recipe, MethodFinder(space.target, options, space.recipe.score, longest)
+    names = list(options.drafts) or [*recipe.drafts, LOOKUP]
+    for name in names:
+        _check_name(name, recipe.drafts)
+    names = _distinct(names, recipe.drafts)
+    trees = _trees(recipe.score.trees, options.trees)
+    shorts = [Path(name).resolve().name for name in names if _is_path(name, recipe.drafts)]
+
+    def tree_of(draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
+        if tree.kind == "measured":
+            return Scorer(space, captured_stages(space).captured, SELECTION_SPLIT).tree_spec(draft, name, tree)
+        return ProposerSpec(partial(draft.proposer, tree), (tree.levels,), name, tree)
+
+    helper = None
+    if options.cascade is not None:
+        helper = helper_of(space, options.cascade, longest)
+    for name in names:
+        if name in TRAINING_FREE and name not in recipe.drafts:
+            finder.add_free(name)
+            continue
+        short = Path(name).resolve().name if _is_path(name, recipe.drafts) else name
+        shown = short if shorts.count(short) <= 1 and (short == name or short not in recipe.drafts) else name
+        asked = None if name == CHAMPION and name not in recipe.drafts else name
+        finder.add_draft(shown, partial(find_draft, space, asked), trees, tree_of, helper)
+    if helper is not None and not finder.helped:
+        raise _helps_none(str(options.cascade), finder.failures)
+    return finder
+
+
+def _helps_none(cascade: str, failures: Sequence[Failure]) -> InputError:
+    why = "; ".join(f"{one.method}: {one.reason}" for one in failures)
+    return InputError(f"--cascade {cascade}: no small draft here that it could help{why and f' ({why})'}")
+
+
+def _distinct(names: Sequence[str], drafts: Collection[str]) -> list[str]:
+    """Each draft once, as it is named first; a folder by any of its paths."""
+    found: dict[str | Path, str] = {}
+    for name in names:
+        found.setdefault(Path(name).resolve() if _is_path(name, drafts) else name, name)
+    return list(found.values())
+
+
+def _is_path(name: str, drafts: Collection[str]) -> bool:
+    return name not in drafts and name not in TRAINING_FREE and name != CHAMPION
+
+
+def _check_name(name: str, drafts: Collection[str]) -> None:
+    if name in (NO_DRAFT, PLAIN):
+        raise InputError(f"--draft {name}: plain decoding is always measured; name what is compared with it")
+    if _is_path(name, drafts) and not (name and Path(name).exists()):
+        known = ", ".join([*drafts, *TRAINING_FREE, CHAMPION])
+        raise InputError(f"--draft {name}: must be a draft folder or one of {known}")
+
+
+def _trees(known: dict[str, TreeSettings], wanted: Sequence[str]) -> dict[str, TreeSettings]:
+    for name in wanted:
+        check_tree(name, known)
+    return {name: tree for name, tree in known.items() if name in wanted or not wanted}

@@ -127,7 +127,7 @@ def same_counts(scorer: Scorer, one: Path, other: Path) -> bool:
 
 
 def _counts(scorer: Scorer, folder: Path, samples: Sequence[Sample]) -> list[list[Counted]]:
-    """What each sample's answer is worth to the draft's chains, under every rule that a replay can tell."""
+    """Replay counts of each sample with the draft's chains, under every rule that has a replay."""
     proposer, settings = scorer.load(folder).proposer(), scorer.settings
     counted = dict(replay_samples(proposer, scorer.traces, samples, settings.draft_tokens, settings))
     return [counted[index] for index in range(len(samples))]

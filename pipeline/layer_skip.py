@@ -72,7 +72,7 @@ def _search_layers(space: Workspace, options: SkipLayersOptions) -> None:
 
 
 def _samples(scorer: Scorer, domain: str | None, conversations: int) -> dict[str, list[Sample]]:
-    """By domain, of some of its conversations."""
+    """Recorded answers by domain, of at most so many conversations each."""
     domains = sorted({sample.domain for sample in scorer.samples})
     if domain is not None and domain not in domains:
         raise InputError(f"--domain {domain}: must be a domain of the selection split ({', '.join(domains)})")
@@ -87,14 +87,14 @@ def _samples(scorer: Scorer, domain: str | None, conversations: int) -> dict[str
 
 
 def _places(domains: Sequence[str], out: Path) -> dict[str, Path]:
-    """Files by what they are for."""
+    """The file to write for each domain, and for all of them together."""
     if len(domains) == 1:
         return {domains[0]: out}
     return {POOLED: out, **{name: out.with_name(f"{out.stem}-{name}{out.suffix}") for name in domains}}
 
 
 def _times(scorer: Scorer, space: Workspace, depths: Sequence[int]) -> dict[int, RoundTimes]:
-    """Of rounds at every K, from three drafts that are timed: with all sublayers, without attention, without MLPs."""
+    """Times of rounds at every K, from three drafts: with all sublayers, without attention, without MLPs."""
     target = space.target
     every = tuple(range(target.num_layers))
 
@@ -107,7 +107,7 @@ def _times(scorer: Scorer, space: Workspace, depths: Sequence[int]) -> dict[int,
 
 
 def _folder(space: Workspace, captured: Stage, scorer: Scorer, depths: Sequence[int], conversations: int) -> Path:
-    """Where the counts of these answers lie. They know of no seed and no times."""
+    """The folder of the counts of these answers, which depend on no seed and on no times."""
     inputs = [captured.fingerprint, scorer.settings.sampled_rules, list(depths), conversations]
     return space.folder("skip", fingerprint.of_json(["skip-layers", inputs]))
 
@@ -121,7 +121,7 @@ def _search(
     seed: int,
     start: Sequence[frozenset[Sublayer]],
 ) -> tuple[frozenset[Sublayer], SkipRow]:
-    """The best set for some domains together, with a bar."""
+    """Search the best set of sublayers for some domains together, with a progress bar."""
     seen: dict[frozenset[Sublayer], SkipScore] = {}
 
     with bar(f"skip layers, {name}", tries, "sets") as advance:

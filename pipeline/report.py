@@ -1,4 +1,4 @@
-"""The report for people: gathers what a run left on disk, and draws one HTML page of it. Loads no model."""
+"""The HTML report of a score and a promotion: gathers what they left on disk, and draws one page. Loads no model."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ def write_report(space: Workspace, scored: Path, out: Path | None = None) -> Pat
 
 
 def log_report(space: Workspace, scored: Path, run: TrackedRun) -> None:
-    """Draw it, and put it among the run's artifacts. One that cannot be drawn undoes no promotion: it is said."""
+    """Draw the report, and put it among the run's artifacts. One that cannot be drawn undoes no promotion."""
     try:
         path = write_report(space, scored)
     except CorruptDataError as error:
@@ -113,7 +113,7 @@ def _optional(path: Path) -> dict[str, Any] | None:
 def _chain(
     space: Workspace, scores: Mapping[str, Any], promotion: Mapping[str, Any] | None, mix: Mapping[str, Any] | None
 ) -> Iterator[Link]:
-    """From the target to the version, each step with what it says of itself."""
+    """The lineage from the target to the version: each step with its fingerprint and what is known of it."""
     recorded: Mapping[str, Any] = (promotion or {}).get("lineage", {})
     target = recorded.get("target_fingerprint") or scores["target"]
     yield Link("Target", fingerprint.short(target), [str(space.recipe.target.model), f"fingerprint {target}"])
@@ -141,7 +141,7 @@ def _made(lineage: Mapping[str, Any]) -> str:
 
 
 def _commands(space: Workspace, lineage: Mapping[str, Any]) -> list[str]:
-    """What makes the run again, and what gets its draft."""
+    """Commands that make the run again, and that fetch its draft."""
     commit = lineage.get("git_commit") or git_commit()
     commands = [f"git checkout {commit}"] if commit else []
     commands.append(f"draftforge distill {space.recipe.name}.yaml    # the recipe below, saved under that name")

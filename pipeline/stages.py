@@ -319,7 +319,7 @@ def _once(
     name: str,
     together: bool = False,
 ) -> None:
-    """Run `work` on the first rank unless it is `done`; other ranks wait for it, and before that work `together`."""
+    """Run a stage's `work` on the first rank unless it is `done`; other ranks wait (`together`: work as well)."""
     if done():
         say(f"{name}: done ({folder.name})")
         return

@@ -43,10 +43,10 @@ from draftforge.pipeline.bench import (
     bench_fingerprint,
     bench_prompts,
     check_options,
-    claim,
+    claim_folder,
+    environment,
     longest_text,
-    measure,
-    surroundings,
+    run_and_report,
 )
 from draftforge.pipeline.options import BenchOptions
 from draftforge.progress import track
@@ -266,12 +266,12 @@ def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
             finder.add_free(name)
         else:
             finder.add_draft(name, lambda folder=folder: folder, {})  # type: ignore[misc]
-    about = surroundings(target, settings, prompts, left_out, finder.methods, Bootstrap())
+    about = environment(target, settings, prompts, left_out, finder.methods, Bootstrap())
     kept = asked.out.with_suffix(".runs")
-    claim(kept, bench_fingerprint(about, settings, prompts, finder.methods), asked.fresh)
-    report = measure(target, settings, prompts, finder, about, kept, Bootstrap())
+    claim_folder(kept, bench_fingerprint(about, settings, prompts, finder.methods), asked.fresh)
+    report = run_and_report(target, settings, prompts, finder, about, kept, Bootstrap())
     ran = {row.setting.label for row in report.rows}
-    ways = [way for method in finder.methods for way in method.ways if way.setting.label in ran]
+    ways = [way for method in finder.methods for way in method.entries if way.setting.label in ran]
     steps = at_context(target, ways, prompts, asked.context, asked.rounds, asked.repeats)
     found = {
         "surroundings": about.model_dump(mode="json"),

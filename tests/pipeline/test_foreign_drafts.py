@@ -51,7 +51,7 @@ def test_the_same_weights_score_the_same_in_every_layout(
     (theirs / META_FILE).unlink()
     flow.score(recipe, str(theirs))
     ours, other = (
-        [(row["plan"], row["tau"]) for row in ({**vars(one)} for one in result.rows) if row["draft"] == "their-head"]
+        [(row["config"], row["tau"]) for row in ({**vars(one)} for one in result.rows) if row["draft"] == "their-head"]
         for result in scored
     )
     assert ours == other and ours[0][1].value >= 1.0

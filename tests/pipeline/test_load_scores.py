@@ -19,6 +19,7 @@ from draftforge.recipe import load_recipe
 
 pytestmark = pytest.mark.usefixtures("stage_cache")
 WriteRecipe = Callable[..., Path]
+SMALL = {"family": "small", "layers": 2, "steps": 2, "warmup_steps": 1, "tokens_per_step": 256}
 LOAD = {"engine": "vllm", "batch_sizes": {1: 0.75, 8: 0.25}, "context_tokens": 300, "answer_tokens": 16}
 
 
@@ -68,14 +69,14 @@ def test_a_score_at_a_load_end_to_end(
     """With times measured for real, at batch 1 and 2; then again with the fit as if it were of another machine."""
     load = {**LOAD, "batch_sizes": {1: 0.75, 2: 0.25}, "context_tokens": 40}
     costs = {"prompts": 1, "rounds": 5, "warmup_rounds": 1}
-    path = write_recipe(score=score_section(load=load, costs=costs))
+    path = write_recipe(score=score_section(load=load, costs=costs), drafts={"small": SMALL})
     flow.score(load_recipe(path), None)
     (scored,) = boards
     assert set(scored.counts["rule"].to_pylist()) == {"greedy", "onehot", "token", "block", "match"}
     assert {row.rule for row in scored.domains} == {"greedy", "onehot"}  # the engine's decides
     row = scored.chosen
     assert row.load is not None and [one.batch_size for one in row.load.batches] == [1, 2]
-    assert {one.draft for one in scored.rows} == {"lookup", "small", "eagle3"} and len(scored.domains) == 4 * 4
+    assert {one.draft for one in scored.rows} == {"lookup", "small"} and len(scored.domains) == 2 * 4
     said = capsys.readouterr()
     for text in ("goodput", "at each batch size", "load: vllm, batch 1 (75%), 2 (25%), context 40, answers of 16"):
         assert text in said.out
@@ -83,7 +84,7 @@ def test_a_score_at_a_load_end_to_end(
 
     times = scored.stage.folder / scoring.TIMES_FILE
     fits = read_fits(times)
-    assert len(fits) == 3  # lookup, small, eagle3
+    assert len(fits) == 2  # lookup, small
     other = path.parent / "theirs.json"
     write_fits(other, [fit.model_copy(update={"key": fit.key.model_copy(update={"hardware": "card"})}) for fit in fits])
     flow.score(load_recipe(path, [f"score.costs.fit={other}"]), None)
@@ -152,7 +153,8 @@ def test_what_is_decoded_is_not_raced(
     tree = {"kind": "static", "widths": [2], "drawn": "without_replacement"}
     load = {**LOAD, "engine": "draftforge"}
     section = score_section(sampling=[{"temperature": 1.0}], rules=["recursive", "token"], race={}, load=load)
-    path = write_recipe(score=section | {"trees": {"drawn": tree}})
+    section |= {"trees": {"drawn": tree}, "draft_tokens": [1], "max_conversations": 6}
+    path = write_recipe(score=section, drafts={"small": SMALL | {"score_every": 1}})
     recipe = load_recipe(path, ["score.load=null"])
     flow.score(recipe, None)
     assert "decoded, not replayed; scored on everything" in capsys.readouterr().err
