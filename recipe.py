@@ -18,7 +18,8 @@ from pydantic_core import ErrorDetails
 from .data.settings import CaptureSettings, MixSettings
 from .errors import MissingFileError, RecipeError
 from .eval.settings import ScoreSettings
-from .registry.connect import GateSettings, RegistrySettings, redacted
+from .registry.connect import RegistrySettings, redacted
+from .registry.gate import GateSettings
 from .specdec.proposers.training_free import TRAINING_FREE
 from .specdec.requests import TargetSettings
 from .train.settings import DraftSettings

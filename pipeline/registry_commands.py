@@ -1,4 +1,4 @@
-"""`draftforge fetch`: a registered draft of exactly one target, in the layout that is asked for."""
+"""`draftforge fetch` and `draftforge registry`: copy a registered draft out, and list what is registered."""
 
 import re
 import tempfile
@@ -31,6 +31,7 @@ from .workspace import open_store, store_of
 
 _FIELD, _NO_ID = "target.model: ", "not a hub id (owner/name)"
 _PREFIX = re.compile("[0-9a-f]{6,64}")
+_PIPED_COLUMNS = 160  # a file has no width to keep to
 
 
 def fetch(
@@ -41,7 +42,7 @@ def fetch(
     layout: str | None = None,
     target_id: str | None = None,
 ) -> None:
-    """A registered draft of exactly this target, in `out`.
+    """Copy a registered draft of exactly this target to `out`.
 
     `target`: its model (folder, GGUF file or hub id), or at least 6 hex digits of its fingerprint. `layout`: a format
     of `draftforge.specdec.formats`; None: as it is stored, which is vLLM's.
@@ -49,7 +50,7 @@ def fetch(
     chosen = None if layout is None else known_format(layout)
     tracking = open_store(store)
     settings = _settings(target)
-    with _as_given():
+    with _naming_option():
         found = _fingerprint(tracking, target) if settings is None else target_fingerprint(settings)
     if chosen is None or chosen == NATIVE:
         version = versions.fetch(tracking, found, out, alias)
@@ -68,8 +69,8 @@ def fetch(
 
 
 @contextmanager
-def _as_given() -> Iterator[None]:
-    """Errors name the option, not the field of a recipe that nobody gave."""
+def _naming_option() -> Iterator[None]:
+    """Let errors name the option --target, not the field of a recipe that nobody gave."""
     try:
         yield
     except DraftforgeError as error:
@@ -81,7 +82,7 @@ def _as_given() -> Iterator[None]:
 
 
 def _settings(target: str) -> TargetSettings | None:
-    """The model that the words name; None where they are hex digits of a fingerprint."""
+    """The model that --target names; None where it is hex digits of a fingerprint."""
     is_digits = _PREFIX.fullmatch(target) is not None and not Path(target).exists()
     return None if is_digits else TargetSettings(model=target)
 
@@ -119,14 +120,11 @@ def _tokenizer(source: Source | None, stored: Path, layout: Format) -> PreTraine
     if source is None:
         raise InputError("--format gguf: holds the target's tokenizer: name the target's model with --target")
     file, where = source.gguf_file, f"{_FIELD}{source.folder}"
-    with _as_given():
+    with _naming_option():
         if file is None:
             return load_tokenizer(source.folder, where, trust_remote_code=False)
         tokenizer = load_tokenizer(source.folder, where, trust_remote_code=False, gguf_file=file)
         return as_the_file_says(tokenizer, source.folder / file, where)
-
-
-_PIPED_COLUMNS = 160  # a file has no width to keep to
 
 
 def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, decisions: bool, as_json: bool) -> None:

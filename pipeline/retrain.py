@@ -31,7 +31,7 @@ from .distill import Outcome, distill
 from .promotion import check_command, follow_champion
 from .scoring import check_score
 from .stages import Stage, Stages, blended_mix, mix_stage
-from .staleness import STALENESS_FILE, Staleness, pinned
+from .staleness import STALENESS_FILE, Staleness, pin_revision
 from .staleness_evidence import judge
 from .workspace import Workspace, at, check_same_recipe, recorded, require_whole
 
@@ -69,7 +69,7 @@ def retrain(recipe: Recipe) -> int:
     if not crew().first:
         help_retrain(Workspace(recipe))
         return 0
-    return REFUSED if retrain_champion(Workspace(pinned(recipe))).refused else 0
+    return REFUSED if retrain_champion(Workspace(pin_revision(recipe))).refused else 0
 
 
 def retrain_champion(space: Workspace) -> Retrained:
@@ -232,7 +232,7 @@ def _started_from(recipe: Recipe, folder: Path, names: Collection[str]) -> Recip
 
 def dry_run(recipe: Recipe) -> Staleness:
     """Judge, and say what `retrain` would do. Changes nothing in the work folder or in MLflow."""
-    recipe = pinned(recipe)
+    recipe = pin_revision(recipe)
     with rehearsing(recipe) as space:
         require_whole(space.recipe, "a retraining")
         found = judge(space)

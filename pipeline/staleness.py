@@ -1,7 +1,7 @@
-"""Why a champion no longer fits: causes with numbers, and the two tests that decide them.
+"""Staleness of a champion: its causes with numbers, the two statistical tests behind them, and the target's revision.
 
-Both tests ask whether a change is larger than what the recipe lets pass, not whether there is any: with enough
-conversations every change is significant, and few are worth a training.
+Both tests (a fall of tau, a drift of the mix) ask whether a change is larger than what the recipe lets pass, not
+whether there is any: with enough conversations every change is significant, and few are worth a training.
 
 Shape letters: U clusters of conversations, C cells (domain x sampling setting), S simulations.
 """
@@ -37,12 +37,14 @@ STALENESS_FILE = "staleness.json"
 Kind = Literal["first", "target", "files", "acceptance", "drift"]
 Verdict = Literal["stale", "held", "unknown"]
 _SIMULATIONS = 2000
+_HUB_SECONDS = 10.0
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _PAIRED_SHARE = 0.5  # of the answers now: from here on the same ones are compared, below it all of both sides
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing that was looked at: what was found, in words and numbers."""
+    """A possible cause of staleness that was examined: what was found, in words and numbers."""
 
     kind: Kind
     verdict: Verdict
@@ -57,7 +59,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Staleness:
-    """What a look at the champion came to."""
+    """Verdict about a champion, with every cause that was examined."""
 
     champion: Version | None
     """The version that was judged, and that training may start from; None: there is none of any target."""
@@ -73,11 +75,6 @@ class Staleness:
         """What is wrong with the files of `champion`, so that nothing can start from it; empty: nothing."""
         return next((cause.text for cause in self.causes if cause.kind == "files" and cause.verdict == "unknown"), "")
 
-    @property
-    def why(self) -> str:
-        """The causes that make it stale, in one line."""
-        return "; ".join(cause.text for cause in self.causes if cause.verdict == "stale")
-
     def record(self) -> dict[str, Any]:
         """JSON-able."""
         champion = None if self.champion is None else self.champion.reference
@@ -85,7 +82,7 @@ class Staleness:
 
 
 class Change(NamedTuple):
-    """tau now over tau then, and one-sided bounds of it."""
+    """Ratio of tau now to tau then, with one-sided bounds."""
 
     before: float
     now: float
@@ -104,36 +101,38 @@ class Change(NamedTuple):
 
 
 def tau_change(before: pa.Table, now: pa.Table, confidence: float) -> Change:
-    """tau of `now` relative to `before`, at the sampling settings that both have.
+    """Change of tau from counts `before` to counts `now`, at the sampling settings that both have.
 
     Where most answers of `now` are to turns that `before` has too, those are compared pairwise. Bounds are one-sided,
     each at `confidence`: Student's t on log tau, its variance linearised and summed by cluster, with Welch's degrees of
     freedom. NaN bounds where a side has fewer than 2 clusters.
     """
+    # 1) The same settings on both sides, and the same turns where most of them are there.
     before, now = _common(before, now, "setting"), _common(now, before, "setting")
     turns_before, turns_now = set(_turns(before)), _turns(now)
     shared = turns_before & set(turns_now)
     paired = bool(shared) and len(shared) >= _PAIRED_SHARE * len(set(turns_now))
     if paired:
         before, now = (table.filter(pa.array([turn in shared for turn in _turns(table)])) for table in (before, now))
-    one, two = cluster_sums(before), cluster_sums(now)
-    sides = [_linearised(sums) for sums in (one, two)]
-    (tau_before, residuals_before), (tau_now, residuals_now) = sides
+    # 2) Each cluster's part in the error of log tau; paired, its difference between the two sides.
+    sums_before, sums_now = cluster_sums(before), cluster_sums(now)
+    tau_before, residuals_before = _linearised(sums_before)
+    tau_now, residuals_now = _linearised(sums_now)
     if paired:
-        index = {name: place for place, name in enumerate(one.clusters)}
-        order = [index[name] for name in two.clusters]
-        groups = [residuals_now - residuals_before[order]]
+        row = {name: index for index, name in enumerate(sums_before.clusters)}
+        groups = [residuals_now - residuals_before[[row[name] for name in sums_now.clusters]]]
     else:
         groups = [residuals_before, residuals_now]
+    # 3) The ratio and its bounds.
     error, freedom = _error(groups)
     ratio = tau_now / tau_before if tau_before > 0 else math.nan
     reach = math.nan if math.isnan(error) else _student(confidence, freedom) * error
     bounds = (ratio * math.exp(-reach), ratio * math.exp(reach))
-    return Change(tau_before, tau_now, ratio, *bounds, len(one.clusters), len(two.clusters), paired)
+    return Change(tau_before, tau_now, ratio, *bounds, len(sums_before.clusters), len(sums_now.clusters), paired)
 
 
 def _linearised(sums: ClusterSums) -> tuple[float, Floats]:
-    """tau, and each cluster's part in the error of log tau (they sum to 0)."""
+    """tau, and the linearised error of log tau by cluster (it sums to 0)."""
     tokens_U, rounds_U = sums.column("tokens"), sums.column("rounds")
     tokens, rounds = float(tokens_U.sum()), float(rounds_U.sum())
     if not (tokens > 0 and rounds > 0):
@@ -169,7 +168,7 @@ def _turns(table: pa.Table) -> list[tuple[Any, ...]]:
 
 
 class Drift(NamedTuple):
-    """How far two mixes lie apart, and the chance of seeing that where they lie only the margin apart."""
+    """Distance of two mixes, and the chance of seeing it where they lie only the margin apart."""
 
     distance: float
     p_value: float
@@ -195,12 +194,14 @@ def mix_drift(
     that lie at least as far apart as what was seen is the p-value: the distance's bias on few conversations, which is
     upwards, is in both. `usual`: the sampling setting of conversations whose log names none.
     """
+    # 1) Conversations of each cluster, of both mixes in turn, by cell.
     cells: dict[str, int] = {}
     counts = [_cluster_cells(side, usual, cells) for side in (before, now)]
     units_UC = np.zeros((sum(map(len, counts)), len(cells)))
     for row, found in enumerate(found for side in counts for found in side.values()):
         for cell, number in found.items():
             units_UC[row, cells[cell]] = number
+    # 2) Shares of the cells, their distance, and its p-value.
     split = len(counts[0])
     first_C, second_C = units_UC[:split].sum(0), units_UC[split:].sum(0)
     shares = first_C / first_C.sum(), second_C / second_C.sum()
@@ -215,29 +216,31 @@ def mix_drift(
 def _cluster_cells(side: Sequence[Conversation], usual: SamplingSettings, cells: dict[str, int]) -> dict[str, Any]:
     """Conversations of each cluster by cell; new cells get a column."""
     found: dict[str, Counter[str]] = {}
-    for one in side:
-        cell = f"{one.domain} {(one.sampling or usual).key}"
+    for conversation in side:
+        cell = f"{conversation.domain} {(conversation.sampling or usual).key}"
         cells.setdefault(cell, len(cells))
-        found.setdefault(one.cluster, Counter())[cell] += 1
+        found.setdefault(conversation.cluster, Counter())[cell] += 1
     return found
 
 
 def _chance(units_UC: Floats, split: int, seen: float, apart: float, rng: np.random.Generator) -> float:
     """How often two draws, whose mixes lie `apart` times as far as the observed ones, lie at least as far as `seen`."""
     sizes = split, len(units_UC) - split
-    middle = sizes[1] / sum(sizes) * (1 - apart)  # of the line: where the first mix lies; the pooled one in between
+    # Where the two mixes of the null hypothesis lie on the line from the first (0) to the second (1): `apart` from each
+    # other, with the pooled mix in between.
+    start = sizes[1] / sum(sizes) * (1 - apart)
     draws = [
-        _drawn_shares(units_UC, split, place, size, rng)
-        for place, size in zip((middle, middle + apart), sizes, strict=True)
+        _drawn_shares(units_UC, split, position, size, rng)
+        for position, size in zip((start, start + apart), sizes, strict=True)
     ]
     distances_S = np.abs(draws[0] - draws[1]).sum(1) / 2
     return float((1 + (distances_S >= seen - 1e-12).sum()) / (1 + _SIMULATIONS))
 
 
-def _drawn_shares(units_UC: Floats, split: int, place: float, clusters: int, rng: np.random.Generator) -> Floats:
-    """Shares [S, C] of `clusters` drawn clusters, conversations of the second mix making up `place` of them."""
+def _drawn_shares(units_UC: Floats, split: int, position: float, clusters: int, rng: np.random.Generator) -> Floats:
+    """Shares [S, C] of `clusters` drawn clusters; conversations of the second mix make up the share `position`."""
     means = units_UC[:split].sum() / split, units_UC[split:].sum() / (len(units_UC) - split)
-    weights = (1 - place) / means[0], place / means[1]  # clusters of the two mixes may differ in size
+    weights = (1 - position) / means[0], position / means[1]  # clusters of the two mixes may differ in size
     second = weights[1] / sum(weights)
     chance_U = np.where(np.arange(len(units_UC)) < split, (1 - second) / split, second / (len(units_UC) - split))
     drawn_SC = rng.multinomial(clusters, chance_U / chance_U.sum(), size=_SIMULATIONS) @ units_UC
@@ -249,43 +252,39 @@ def _variation(first_C: Floats, second_C: Floats) -> float:
 
 
 def _largest_move(names: Sequence[str], first_C: Floats, second_C: Floats) -> str:
-    place = int(np.abs(first_C - second_C).argmax())
-    return f"{names[place]} from {first_C[place]:.0%} to {second_C[place]:.0%}"
+    cell = int(np.abs(first_C - second_C).argmax())
+    return f"{names[cell]} from {first_C[cell]:.0%} to {second_C[cell]:.0%}"
 
 
 def _is_nan(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-_ASK_SECONDS = 10.0
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-def pinned(recipe: Recipe) -> Recipe:
-    """The recipe with a hub target pinned to the commit that its revision names now; any other recipe as it is.
+def pin_revision(recipe: Recipe) -> Recipe:
+    """Pin a hub target to the commit that its revision names now; any other recipe is given back as it is.
 
     Raises HubError where the hub cannot be asked: whether the target changed is then unknown, and nothing is done.
     """
     target = recipe.target
     if not is_hub_id(target.model) or (target.revision and _COMMIT.fullmatch(target.revision)):
         return recipe
-    commit = newest(target.model, target.revision)
+    commit = hub_commit(target.model, target.revision)
     say(f"target.model {target.model}: {target.revision or 'its default branch'} is at {commit[:12]}")
     return recipe.model_copy(update={"target": target.model_copy(update={"revision": commit})})
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether this names a repository on the hub: owner/name, and nothing here or in MLflow."""
-    here = model.startswith(("/", ".", "~")) or Path(model).exists() or Path(model).suffix == ".gguf"
-    return not here and not is_models_uri(model) and model.count("/") == 1
+    """Whether a model is named by a repository on the hub: owner/name, and nothing here or in MLflow."""
+    local = model.startswith(("/", ".", "~")) or Path(model).exists() or Path(model).suffix == ".gguf"
+    return not local and not is_models_uri(model) and model.count("/") == 1
 
 
-def newest(model: str, revision: str | None) -> str:
-    """The commit that a branch or tag of a hub repository names now. HubError, MissingFileError."""
+def hub_commit(model: str, revision: str | None) -> str:
+    """The commit that a branch or tag of a hub repository names now. Raises HubError or MissingFileError."""
     cure = "pin target.revision to a commit to work without it"
     where = f"target.model {model}"
     try:
-        commit = HfApi().model_info(model, revision=revision, timeout=_ASK_SECONDS).sha
+        commit = HfApi().model_info(model, revision=revision, timeout=_HUB_SECONDS).sha
     except RevisionNotFoundError:
         raise MissingFileError(f"target.revision: {revision}: {model} has no such branch, tag or commit") from None
     except (RepositoryNotFoundError, HFValidationError):

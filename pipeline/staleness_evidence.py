@@ -1,4 +1,4 @@
-"""Is the champion stale? Looks at the target, at recent traffic and at the mix, and only as far as it must.
+"""Evidence of staleness: the target, recent traffic and the mix are examined, and only as far as it must be.
 
 Nothing changed: nothing is answered. The logs changed: the mix is made anew, and a few of its new conversations are
 answered. The target changed: a draft is due whatever the answers say; a few show how far the old one fell.
@@ -26,7 +26,7 @@ from ..eval.leaderboard import serving
 from ..eval.score import Identity
 from ..eval.settings import HOLDOUT_SPLIT
 from ..progress import say
-from ..registry.lineage import Version, ancestors, cluster_digest, training_clusters
+from ..registry.lineage import Version, ancestors, cluster_digest, inherited_clusters
 from ..registry.versions import champion, latest_champion, missing_file, resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.stored_draft import StoredDraft
@@ -42,10 +42,8 @@ def new_conversations(
 ) -> list[Conversation]:
     """Conversations of a mix that a version's own mix (ids `known`) does not have and that lie near nothing that it or
     an ancestor was trained on, without turns that one of them was trained on: as new to it as its holdout was."""
-    trained: set[str] = set()
-    for one in (version, *ancestors(space.tracking, version)):
-        trained |= training_clusters(space.tracking, one)
-    fresh = [one for one in mix if one.id not in known and cluster_digest(one.cluster) not in trained]
+    trained = inherited_clusters(space.tracking, version)
+    fresh = [chat for chat in mix if chat.id not in known and cluster_digest(chat.cluster) not in trained]
     folder = space.folder("mix", version.lineage.mix_fingerprint)
     members = load_members([folder] if folder.is_dir() else [])
     before: list[Asking] = [(one.split, one.member.turn_keys) for one in members if one.split == "train"]
@@ -61,8 +59,8 @@ def sample(space: Workspace, conversations: Sequence[Conversation], first: Colle
     return sorted(ranked[:most], key=lambda one: one.id)
 
 
-def answered(space: Workspace, conversations: Sequence[Conversation]) -> Stage:
-    """The target's answers to them at the scored sampling settings, in a folder that the next probe replaces."""
+def answer_probe(space: Workspace, conversations: Sequence[Conversation]) -> Stage:
+    """Capture the target's answers at the scored sampling settings, in a folder that the next probe replaces."""
     recipe, target = space.recipe, space.target
     inputs = [
         [(one.id, one.cluster, one.asked_elsewhere) for one in conversations],
@@ -80,8 +78,8 @@ def answered(space: Workspace, conversations: Sequence[Conversation]) -> Stage:
     return stage
 
 
-def counts_of(space: Workspace, version: Version, folder: Path, captured: Stage) -> pa.Table:
-    """Counts of a registered version, drafting as it was promoted, on captured answers; only what decides."""
+def probe_counts(space: Workspace, version: Version, folder: Path, captured: Stage) -> pa.Table:
+    """Replay a registered version, drafting as it was promoted, on captured answers; the counts that decide."""
     settings = space.recipe.score.model_copy(update={"decode_conversations": 0, "max_conversations": 0})
     scorer = Scorer(space.with_recipe(space.recipe.model_copy(update={"score": settings})), captured, HOLDOUT_SPLIT)
     draft, step = scorer.load(folder), version.lineage.step
@@ -98,11 +96,13 @@ def _drafting(scorer: Scorer, space: Workspace, draft: StoredDraft, version: Ver
 
 
 def judge(space: Workspace) -> Staleness:
-    """What a look at the recipe's target, its champion and its traffic comes to. Hold the work folder's lock."""
+    """Judge the champion of the recipe's target by target, files and traffic. Hold the work folder's lock."""
+    # 1) A champion of this very target: has its traffic changed?
     now = champion(space.tracking, space.target_fingerprint)
     missing = None if now is None else missing_file(space.tracking, now)
     if now is not None and missing is None:
         return Staleness(now, tuple(_traffic(space, now)))
+    # 2) None that can serve: a draft is due. What is the newest champion of any target worth here?
     causes = []
     if now is not None:
         text = f"champion {now.reference}: its files are gone ({missing}): this target needs a draft again"
@@ -144,7 +144,7 @@ def _unchanged(space: Workspace, version: Version) -> bool:
 
 
 def _new_target(space: Workspace, old: Version) -> list[Cause]:
-    """How far another target's champion falls on this one."""
+    """Examine how far another target's champion falls on this one."""
     with at("mix"):
         inherit_mix(space, old)
         mix = load_mix(mix_stage(Stages(space)).folder)
@@ -160,9 +160,9 @@ def _new_target(space: Workspace, old: Version) -> list[Cause]:
         before = _kept(space, old)
         known = [] if before is None else values(before, "conversation")
         held_out = [one for one in mix if one.split == HOLDOUT_SPLIT]
-        captured = answered(space, sample(space, held_out, known))
+        captured = answer_probe(space, sample(space, held_out, known))
         try:
-            now = counts_of(space, old, folder, captured)
+            now = probe_counts(space, old, folder, captured)
         except CorruptDataError:
             raise
         except (RuntimeError, ValueError) as error:
@@ -172,7 +172,7 @@ def _new_target(space: Workspace, old: Version) -> list[Cause]:
 
 
 def _traffic(space: Workspace, now: Version) -> list[Cause]:
-    """What became of the champion's own target's traffic since it was promoted."""
+    """Examine what became of the traffic since the champion of this target was promoted."""
     with at("mix"):
         if _unchanged(space, now):
             return []
@@ -190,7 +190,7 @@ def _mix_of(space: Workspace, version: Version) -> Stage | None:
 
 
 def _drift(space: Workspace, now: Version, theirs: Stage | None, mix: Sequence[Conversation]) -> Cause:
-    """The mix now against the champion's, without the old conversations that were blended into that."""
+    """Compare the mix with the champion's, without the old conversations that were blended into that."""
     if theirs is None:
         text = f"{now.reference}: its mix is not in {space.root}: nothing to see a drift against"
         return Cause("drift", "unknown", text, {})
@@ -213,7 +213,7 @@ def _drift(space: Workspace, now: Version, theirs: Stage | None, mix: Sequence[C
 
 
 def _recent(space: Workspace, now: Version, mix: Sequence[Conversation], known: set[str]) -> Cause:
-    """The champion on conversations that it has never seen."""
+    """Compare the champion's tau on conversations that it has never seen with its holdout's."""
     fresh = new_conversations(space, now, mix, known)
     if not fresh:
         return Cause("acceptance", "held", "no new conversations to measure acceptance on", {"conversations": 0})
@@ -221,9 +221,9 @@ def _recent(space: Workspace, now: Version, mix: Sequence[Conversation], known: 
     if before is None:
         text = f"{now.reference}: was promoted without its counts being kept: nothing to see a fall against"
         return Cause("acceptance", "unknown", text, {})
-    captured = answered(space, sample(space, fresh))
+    captured = answer_probe(space, sample(space, fresh))
     folder = resolve_models_uri(space.tracking, now.uri, space.root / "models")
-    return _fall(space, now, before, counts_of(space, now, folder, captured), "on recent traffic")
+    return _fall(space, now, before, probe_counts(space, now, folder, captured), "on recent traffic")
 
 
 def _kept(space: Workspace, version: Version) -> pa.Table | None:
@@ -237,16 +237,16 @@ def _fall(space: Workspace, version: Version, before: pa.Table | None, now: pa.T
     conversations = len(values(now, "conversation"))
     numbers = {**change._asdict(), "conversations": conversations, "margin": settings.acceptance_margin}
     verdict = change.verdict(settings.acceptance_margin)
-    return Cause("acceptance", verdict, _told(version, change, verdict, conversations, where), numbers)
+    return Cause("acceptance", verdict, _describe(version, change, verdict, conversations, where), numbers)
 
 
-def _told(version: Version, change: Change, verdict: str, conversations: int, where: str) -> str:
-    """`tiny/1: tau fell on the new target: 1.90, was 2.40 (-20.8 %, at least -17.1 %; 64 conversations)`."""
-    words = {"stale": "fell", "held": "held"}.get(verdict)
-    said = f"tau {words} {where}" if words else f"cannot tell whether tau fell {where}"
+def _describe(version: Version, change: Change, verdict: str, conversations: int, where: str) -> str:
+    """Such as `tiny/1: tau fell on the new target: 1.90, was 2.40 (-20.8 %, between … and …; 64 conversations)`."""
+    verb = {"stale": "fell", "held": "held"}.get(verdict)
+    finding = f"tau {verb} {where}" if verb else f"cannot tell whether tau fell {where}"
     was = "unknown" if math.isnan(change.before) else f"{change.before:.2f}"
     numbers = f"{change.now:.2f}, was {was}"
     if not math.isnan(change.upper):
         numbers += f" ({change.ratio - 1:+.1%}, between {change.lower - 1:+.1%} and {change.upper - 1:+.1%}"
-        return f"{version.reference}: {said}: {numbers}; {conversations} conversations)"
-    return f"{version.reference}: {said}: {numbers} ({conversations} conversations)"
+        return f"{version.reference}: {finding}: {numbers}; {conversations} conversations)"
+    return f"{version.reference}: {finding}: {numbers} ({conversations} conversations)"

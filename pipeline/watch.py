@@ -1,7 +1,8 @@
-"""`draftforge watch`: retraining now and then, and when a webhook says so, each time in a process of its own.
+"""`draftforge watch`: a scheduler and a webhook receiver that start retrainings, each in a process of its own.
 
-A retraining that crashes or leaks takes nothing with it. One runs at a time; what comes meanwhile is done once, after
-it. APScheduler keeps the times by the wall clock; `Watch.tick` moves them along whenever that clock is set.
+A retraining that crashes or leaks takes nothing with it. One runs at a time; what is requested meanwhile is done once,
+after it. APScheduler keeps the times by the wall clock; `RetrainScheduler.tick` moves them along whenever that clock is
+set. Webhooks are MLflow's, signed: one that says that the target's alias moved starts a retraining.
 """
 
 import base64
@@ -41,6 +42,12 @@ _JOB = "retrain"
 _TICK_SECONDS = 1.0
 _CLOCK_SET_SECONDS = 2.0  # the wall clock left the monotonic one by so much: it was set, not merely disciplined
 _STOP_SECONDS = 60.0
+SECRET_VARIABLE = "DRAFTFORGE_WEBHOOK_SECRET"
+SIGNATURE, TIMESTAMP, DELIVERY = "X-MLflow-Signature", "X-MLflow-Timestamp", "X-MLflow-Delivery-Id"
+MOST_BYTES = 64 * 1024
+_CLOCK_SKEW_SECONDS = 300.0
+_MOST_DELIVERIES = 1000  # remembered against replays: more than five minutes of them
+_READ_SECONDS = 10.0
 
 Start = Callable[[], "subprocess.Popen[bytes]"]
 
@@ -63,7 +70,7 @@ def watch(recipe: Recipe, arguments: Sequence[str], options: WatchOptions) -> in
         schedule.serve()
         return 0
     name, alias = watched_alias(recipe.target.model)
-    receiver = Receiver(secret_of(), lambda event: matches(event, name, alias), schedule.ask)
+    receiver = Receiver(secret_of(), lambda event: matches(event, name, alias), schedule.request)
     with listening(receiver, options.bind, options.webhook) as port:
         say(f"listening for webhooks of {name}@{alias} on {options.bind}:{port}")
         schedule.serve()
@@ -103,11 +110,11 @@ class RetrainScheduler:
         )
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
-        self._asked = self._stopping = False
+        self._requested = self._stopping = False
         self._offset = time.time() - time.monotonic()
 
     def serve(self) -> None:
-        """Run until a signal's exception ends it; a retraining that runs then is stopped and resumes another time."""
+        """Retrain by the schedule until a signal's exception ends it; a retraining that runs then is stopped."""
         logging.getLogger("apscheduler").setLevel(logging.ERROR)  # that one still runs is no news
         self._scheduler.start()
         try:
@@ -129,12 +136,12 @@ class RetrainScheduler:
             job.modify(next_run_time=job.next_run_time + timedelta(seconds=jump))
             say(f"the clock was set by {jump:+.0f} s: the next retraining moves along")
 
-    def ask(self) -> None:
-        """Retrain as soon as may be. Asked again before that: still once."""
+    def request(self) -> None:
+        """Retrain as soon as possible; once, however often that is requested before."""
         with self._lock:
-            if self._asked or self._stopping:
+            if self._requested or self._stopping:
                 return
-            self._asked = True
+            self._requested = True
             if self._running is None:
                 self._scheduler.modify_job(_JOB, next_run_time=datetime.now(UTC))
 
@@ -149,12 +156,12 @@ class RetrainScheduler:
             self._scheduler.shutdown()
 
     def _run(self) -> None:
-        """A retraining, and another one if that was asked for meanwhile."""
+        """Run a retraining, and another one if that was requested meanwhile."""
         while True:
             with self._lock:
                 if self._stopping:
                     return
-                self._asked = False
+                self._requested = False
                 started = time.monotonic()
                 try:
                     self._running = process = self._start()
@@ -162,21 +169,21 @@ class RetrainScheduler:
                     say(f"retrain: cannot be started ({error}); next time again")
                     return
             code = process.wait()
-            say(ended(code, time.monotonic() - started))
+            say(describe_end(code, time.monotonic() - started))
             with self._lock:
                 self._running = None
-                if not self._asked:
+                if not self._requested:
                     return
 
 
 def run_once(start: Start) -> int:
-    """One retraining now; its exit code."""
+    """Run one retraining now, and give its exit code."""
     started, process = time.monotonic(), start()
     try:
         code = process.wait()
     finally:
         terminate(process)
-    say(ended(code, time.monotonic() - started))
+    say(describe_end(code, time.monotonic() - started))
     return code if code >= 0 else 128 - code
 
 
@@ -191,18 +198,10 @@ def terminate(process: "subprocess.Popen[bytes]") -> None:
         process.kill()
 
 
-def ended(code: int, seconds: float) -> str:
+def describe_end(code: int, seconds: float) -> str:
     """One line about a retraining that ended."""
     meaning = MEANINGS.get(code, "failed; the champion is untouched" if code > 0 else f"killed by signal {-code}")
     return f"retrain: exit code {code} ({meaning}) after {seconds:.0f} s"
-
-
-SECRET_VARIABLE = "DRAFTFORGE_WEBHOOK_SECRET"
-SIGNATURE, TIMESTAMP, DELIVERY = "X-MLflow-Signature", "X-MLflow-Timestamp", "X-MLflow-Delivery-Id"
-MOST_BYTES = 64 * 1024
-_SKEW_SECONDS = 300.0
-_REMEMBERED = 1000  # deliveries: more than five minutes of them
-_PATIENCE_SECONDS = 10.0
 
 
 def secret_of(environment: Mapping[str, str] = os.environ) -> str:
@@ -220,7 +219,7 @@ def signature(secret: str, delivery: str, timestamp: str, body: bytes) -> str:
 
 
 def matches(event: Any, name: str, alias: str) -> bool:
-    """Whether an event says that `models:/name@alias` names a version anew."""
+    """Whether an event says that the alias of `models:/name@alias` was set."""
     if not isinstance(event, dict) or not isinstance(event.get("data"), dict):
         return False
     kind, data = (event.get("entity"), event.get("action")), event["data"]
@@ -228,7 +227,7 @@ def matches(event: Any, name: str, alias: str) -> bool:
 
 
 def watched_alias(model: str) -> tuple[str, str]:
-    """Name and alias of a target that follows an alias. InputError for any other: no event could concern it."""
+    """Name and alias of a target `models:/NAME@ALIAS`. InputError for any other: no event could be about it."""
     name, at, alias = model.removeprefix("models:/").partition("@")
     if not (model.startswith("models:/") and at):
         raise InputError(f"--webhook: target.model {model}: must be models:/NAME@ALIAS; no event tells of another")
@@ -236,20 +235,20 @@ def watched_alias(model: str) -> tuple[str, str]:
 
 
 class Receiver:
-    """Checks deliveries; `accept` gives the HTTP status and acts on what concerns the target."""
+    """Webhook receiver: checks each delivery, and acts on those that match."""
 
-    def __init__(self, secret: str, matters: Callable[[Any], bool], act: Callable[[], None]) -> None:
-        self._secret, self._matters, self._act = secret, matters, act
-        self._seen: deque[str] = deque(maxlen=_REMEMBERED)
+    def __init__(self, secret: str, matches: Callable[[Any], bool], act: Callable[[], None]) -> None:
+        self._secret, self._matches, self._act = secret, matches, act
+        self._seen: deque[str] = deque(maxlen=_MOST_DELIVERIES)
         self._lock = threading.Lock()
 
     def accept(self, headers: Mapping[str, str], body: bytes) -> int:
-        """202: acted on; 204: authentic, and nothing to do; 400: not JSON; 401: not authentic."""
+        """The HTTP status: 202 acted on; 204 authentic, and nothing to do; 400 not JSON; 401 not authentic."""
         delivery, timestamp = headers.get(DELIVERY) or "", headers.get(TIMESTAMP) or ""
         wanted = signature(self._secret, delivery, timestamp, body)
         if not hmac.compare_digest(wanted.encode(), (headers.get(SIGNATURE) or "").encode()):
             return 401
-        if not (timestamp.isdecimal() and abs(time.time() - int(timestamp)) <= _SKEW_SECONDS):
+        if not (timestamp.isdecimal() and abs(time.time() - int(timestamp)) <= _CLOCK_SKEW_SECONDS):
             return 401
         with self._lock:
             if delivery in self._seen:
@@ -259,7 +258,7 @@ class Receiver:
             event = json.loads(body)
         except (ValueError, RecursionError):
             return 400
-        if not self._matters(event):
+        if not self._matches(event):
             return 204
         say(f"webhook: {event['data']['name']} changed")
         self._act()
@@ -287,7 +286,7 @@ def listening(receiver: Receiver, address: str, port: int) -> Iterator[int]:
 
 def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = _PATIENCE_SECONDS
+        timeout = _READ_SECONDS
         server_version, sys_version = "draftforge", ""
 
         def do_POST(self) -> None:

@@ -3,7 +3,9 @@
 No pickle travels: a file that is one by name or by its first bytes is refused, and nothing here ever loads one.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
@@ -83,6 +85,16 @@ def download(tracking: Tracking, uri: str, files: Mapping[str, int], into: Path)
             raise RegistryError(f"{uri}/{name}: did not arrive")
     if found := pickles(into, files):
         raise RegistryError(f"{uri}/{found[0]}: is a pickle; it is not kept")
+
+
+@contextmanager
+def run_files(tracking: Tracking, run_id: str, names: Iterable[str]) -> Iterator[Path]:
+    """A temporary folder that holds the named artifacts of a run."""
+    with mlflow_errors(tracking.uri):
+        root = str(tracking.client.get_run(run_id).info.artifact_uri)
+    with tempfile.TemporaryDirectory() as folder:
+        download(tracking, root, dict.fromkeys(names, 0), Path(folder))
+        yield Path(folder)
 
 
 def download_verified(

@@ -19,12 +19,17 @@ import requests
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import NullPool, create_engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from .. import storage
 from ..errors import DiskFullError, DraftforgeError, InputError, RegistryError, TrackingError, one_line
 from ..fingerprint import of_bytes, short
+
+DATABASE_NAME = "mlflow.db"
+_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+T = TypeVar("T")
 
 
 class RegistrySettings(BaseModel):
@@ -46,32 +51,6 @@ class RegistrySettings(BaseModel):
 def redacted(text: str) -> str:
     """The text without the user name and password of any URL in it."""
     return re.sub(r"\b(password|passwd|token)=[^&\s]+", r"\1=***", re.sub(r"//[^/\s]*@", "//***@", text))
-
-
-class GateSettings(BaseModel):
-    """What a candidate must show on the holdout to become the champion."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    min_speedup: float = Field(default=0.0, ge=0)
-    """Least expected speed-up over plain decoding; 0 asks for none (on a slow CPU speculation may lose)."""
-    non_inferiority_margin: float = Field(default=0.02, ge=0, lt=1)
-    """The candidate must be faster, and the lower end of its relative gain may not lie below minus this. 0: it must be
-    shown to be faster."""
-    domain_margin: float = Field(default=0.05, ge=0, lt=1)
-    """The same for each domain: the lower end of its relative gain may not lie below minus this."""
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """Least coverage of the intervals that the evidence carries."""
-    min_conversations: int = Field(default=20, ge=1)
-    """Least number of holdout conversations behind the comparison."""
-    min_domain_conversations: int = Field(default=20, ge=1)
-    """Domains with fewer conversations are too small to be asked for non-inferiority: they are reported, and refuse
-    only where the whole interval lies below the margin."""
-
-
-DATABASE_NAME = "mlflow.db"
-_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,7 +106,7 @@ def mlflow_errors(tracking_uri: str) -> Iterator[None]:
             raise RegistryError(f"{where}: {one_line(error, clean=redacted)}") from error
         if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
             raise
-        raise TrackingError(f"{where}: {_said(error, tracking_uri)}") from error
+        raise TrackingError(f"{where}: {_in_one_line(error, tracking_uri)}") from error
 
 
 @contextmanager
@@ -152,7 +131,7 @@ def quick_requests(timeout_seconds: float, retries: int = 0) -> Iterator[None]:
 def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tuple[MlflowClient, str]:
     """A client that has answered once, and the experiment's id."""
 
-    def ask() -> tuple[MlflowClient, str]:
+    def open_client() -> tuple[MlflowClient, str]:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         return client, _experiment(client, settings.experiment, database)
 
@@ -160,10 +139,10 @@ def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tup
     try:
         with quick_requests(settings.connect_seconds):
             if scheme in _DATABASE_PORTS:
-                _knock(uri, scheme, settings.connect_seconds)
+                _probe_database(uri, scheme, settings.connect_seconds)
             if database is not None or scheme in _DATABASE_PORTS:
-                return ask()  # making the tables may take its time
-            return _within(settings.connect_seconds, ask)
+                return open_client()  # making the tables may take its time
+            return _with_timeout(settings.connect_seconds, open_client)
     except TrackingError:
         raise
     except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError) as error:
@@ -191,8 +170,8 @@ def _experiment(client: MlflowClient, name: str, database: Path | None) -> str:
     return str(found.experiment_id)
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The call's result, or TimeoutError. A daemon thread: name resolution ignores timeouts and may hang."""
+def _with_timeout(seconds: float, call: Callable[[], T]) -> T:
+    """The call's result, or TimeoutError. It runs in a daemon thread: name resolution ignores timeouts and may hang."""
     results: list[T] = []
     errors: list[Exception] = []
 
@@ -212,11 +191,12 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
     return results[0]
 
 
-def _knock(uri: str, scheme: str, seconds: float) -> None:
-    """Open and close a socket to a database server: SQLAlchemy's own retries take minutes."""
+def _probe_database(uri: str, scheme: str, seconds: float) -> None:
+    """Reach a database server and log in, once: MLflow would retry for minutes, also a wrong password."""
     url = make_url(uri)
     if url.host:
         socket.create_connection((url.host, url.port or _DATABASE_PORTS[scheme]), timeout=seconds).close()
+    create_engine(url, poolclass=NullPool).connect().close()
 
 
 def _lock_folder(uri: str, database: Path | None) -> Path:
@@ -252,13 +232,13 @@ def _sqlite_uri(database: Path) -> str:
 
 
 def _reason(error: BaseException, uri: str) -> str:
-    """The network's own words where they are buried in a long message."""
+    """Why a store cannot be reached: the network's own words where they are buried in a long message."""
     words = re.search(r"Connection refused|Name or service not known|No route to host|timed out", str(error))
-    return words.group().lower() if words else _said(error, uri)
+    return words.group().lower() if words else _in_one_line(error, uri)
 
 
-def _said(error: BaseException, uri: str) -> str:
-    """An error in one line: the database's own words where SQLAlchemy, or MLflow quoting it, says more around them."""
+def _in_one_line(error: BaseException, uri: str) -> str:
+    """An error in one line: the database's own words, where SQLAlchemy, or MLflow quoting it, puts more around them."""
     cause = error if isinstance(error, DBAPIError) else error.__cause__
     if not isinstance(cause, DBAPIError) or cause.orig is None or not str(error).startswith(str(cause)):
         return one_line(error, clean=redacted)

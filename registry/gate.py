@@ -15,29 +15,32 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from .connect import GateSettings
-
 POWER = 0.8
 """Probability that the comparison passes with the number that is named, were the gain truly what it seems."""
-
-
-def more_conversations(value: float, low: float, floor: float, conversations: int, confidence: float) -> int | None:
-    """How many conversations beyond the present ones; None where no number helps, or nothing is known.
-
-    `value`, `low`: a difference and the lower end of its interval of `confidence`, on so many conversations; clusters
-    are taken to hold as many conversations as now.
-    """
-    room, width = value - floor, value - low
-    if not (room > 0 and width > 0 and math.isfinite(width) and 0 < confidence < 1) or conversations < 1:
-        return None
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    stretched = width / z * (z + NormalDist().inv_cdf(POWER)) / room
-    return max(math.ceil(conversations * stretched**2) - conversations, 0)
-
-
 FORMAT: Final = 2
 """Of stored decisions. Raised when a field changes its meaning; 1 held its numbers as free JSON."""
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
+class GateSettings(BaseModel):
+    """What a candidate must show on the holdout to become the champion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    min_speedup: float = Field(default=0.0, ge=0)
+    """Least expected speed-up over plain decoding; 0 asks for none (on a slow CPU speculation may lose)."""
+    non_inferiority_margin: float = Field(default=0.02, ge=0, lt=1)
+    """The candidate must be faster, and the lower end of its relative gain may not lie below minus this. 0: it must be
+    shown to be faster."""
+    domain_margin: float = Field(default=0.05, ge=0, lt=1)
+    """The same for each domain: the lower end of its relative gain may not lie below minus this."""
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    """Least coverage of the intervals that the evidence carries."""
+    min_conversations: int = Field(default=20, ge=1)
+    """Least number of holdout conversations behind the comparison."""
+    min_domain_conversations: int = Field(default=20, ge=1)
+    """Domains with fewer conversations are too small to be asked for non-inferiority: they are reported, and refuse
+    only where the whole interval lies below the margin."""
 
 
 class _Record(BaseModel):
@@ -175,7 +178,7 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
         numbers = _numbers(evidence, evidence.champion, evidence.difference, settings)
         against += _against_champion(numbers, evidence, evidence.champion, settings)
         against += _against_domains(numbers, evidence, settings)
-        supporting += _for_the_candidate(numbers, evidence, evidence.champion)
+        supporting += _supporting(numbers, evidence, evidence.champion)
     return Decision(
         promote=not against,
         reasons=[*(against or supporting), *lost],
@@ -192,7 +195,7 @@ def _numbers(evidence: Evidence, champion: Figures, difference: Interval, settin
     if not gain.low >= floor:
         narrow = more_conversations(gain.value, gain.low, floor, evidence.conversations, evidence.confidence)
         missing = max(missing, narrow or 0)
-    domains = {name: _verdict(one, evidence, settings) for name, one in sorted(evidence.domains.items())}
+    domains = {name: _verdict(domain, evidence, settings) for name, domain in sorted(evidence.domains.items())}
     return Numbers(evidence=evidence, settings=settings, gain=gain, domains=domains, more_conversations=missing or None)
 
 
@@ -244,7 +247,7 @@ def _against_champion(numbers: Numbers, evidence: Evidence, champion: Figures, s
         against.append(
             f"may be slower than champion {evidence.compared}: the gain's interval reaches {_percent(gain.low)}, "
             f"allowed is {_percent(-settings.non_inferiority_margin)} (gate.non_inferiority_margin); "
-            f"{_told_by(numbers.more_conversations)}"
+            f"{_how_many_more(numbers.more_conversations)}"
         )
     return against
 
@@ -260,32 +263,48 @@ def _against_domains(numbers: Numbers, evidence: Evidence, settings: GateSetting
             continue
         shown = verdict.gain.high < -settings.domain_margin
         against.append(
-            f"{name} {'gets' if shown else 'may get'} worse: {_spelled(verdict.gain)} on {count} conversations, "
+            f"{name} {'gets' if shown else 'may get'} worse: {_interval_text(verdict.gain)} on {count} conversations, "
             f"allowed is {allowed} (gate.domain_margin)"
-            + ("" if shown else f"; {_told_by(verdict.more_conversations)}")
+            + ("" if shown else f"; {_how_many_more(verdict.more_conversations)}")
         )
     return against
 
 
-def _for_the_candidate(numbers: Numbers, evidence: Evidence, champion: Figures) -> list[str]:
+def _supporting(numbers: Numbers, evidence: Evidence, champion: Figures) -> list[str]:
+    """What speaks for the candidate, and which domains were too small to judge."""
     assert numbers.gain is not None
-    unjudged = [
-        f"{name} ({evidence.domains[name].conversations})" for name, one in numbers.domains.items() if not one.judged
+    faster = f"faster than champion {evidence.compared} ({champion.speedup:.2f}) by {_interval_text(numbers.gain)}"
+    small = [
+        f"{name} ({evidence.domains[name].conversations})"
+        for name, verdict in numbers.domains.items()
+        if not verdict.judged
     ]
-    said = [f"too small to judge alone: {', '.join(unjudged)} (gate.min_domain_conversations)"] if unjudged else []
-    return [
-        *said,
-        f"faster than champion {evidence.compared} ({champion.speedup:.2f}) by {_spelled(numbers.gain)}",
-    ]
+    if not small:
+        return [faster]
+    return [f"too small to judge alone: {', '.join(small)} (gate.min_domain_conversations)", faster]
 
 
-def _told_by(more: int | None) -> str:
+def more_conversations(value: float, low: float, floor: float, conversations: int, confidence: float) -> int | None:
+    """How many conversations beyond the present ones; None where no number helps, or nothing is known.
+
+    `value`, `low`: a difference and the lower end of its interval of `confidence`, on so many conversations; clusters
+    are taken to hold as many conversations as now.
+    """
+    room, width = value - floor, value - low
+    if not (room > 0 and width > 0 and math.isfinite(width) and 0 < confidence < 1) or conversations < 1:
+        return None
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    stretched = width / z * (z + NormalDist().inv_cdf(POWER)) / room
+    return max(math.ceil(conversations * stretched**2) - conversations, 0)
+
+
+def _how_many_more(more: int | None) -> str:
     if more is None:
         return "more conversations would not change that, if the gain is what it seems"
     return f"about {more:,} more holdout conversations would tell"
 
 
-def _spelled(gain: Interval) -> str:
+def _interval_text(gain: Interval) -> str:
     return f"{_percent(gain.value)} [{_percent(gain.low)}, {_percent(gain.high)}]"
 
 

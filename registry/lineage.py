@@ -5,7 +5,6 @@ run, so that a later holdout can be checked against everything that any ancestor
 """
 
 import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from .. import __version__
 from ..errors import CorruptDataError, RegistryError
 from ..fingerprint import of_bytes, of_json, short
 from ..specdec.proposers.trees import Tree
-from .artifacts import download
+from .artifacts import run_files
 from .connect import Tracking, mlflow_errors
 
 LINEAGE_TAG = "draftforge.lineage"
@@ -144,23 +143,23 @@ def training_clusters(tracking: Tracking, version: Version) -> frozenset[str]:
     if wanted is None:
         raise RegistryError(f"{version.reference}: has no record of its training clusters")
     name = f"{version.lineage.folder}/{CLUSTERS_NAME}"
-    with mlflow_errors(tracking.uri):
-        root = str(tracking.client.get_run(version.run_id).info.artifact_uri)
-    with tempfile.TemporaryDirectory() as folder:
-        download(tracking, root, {name: 0}, Path(folder))
-        data = (Path(folder) / name).read_bytes()
+    with run_files(tracking, version.run_id, [name]) as folder:
+        data = (folder / name).read_bytes()
     if of_bytes(data) != wanted:
         raise CorruptDataError(f"{version.reference}: {name} does not match its recorded digest")
     return frozenset(data.decode().split())
 
 
+def inherited_clusters(tracking: Tracking, version: Version) -> set[str]:
+    """Hashed ids of the clusters that this version or any ancestor was trained on."""
+    members = (version, *ancestors(tracking, version))
+    return {cluster for member in members for cluster in training_clusters(tracking, member)}
+
+
 def holdout_overlap(tracking: Tracking, version: Version, holdout_clusters: Iterable[str]) -> int:
     """How many holdout clusters this version or any ancestor was trained on. Must be 0 for a fair comparison."""
     holdout = {cluster_digest(cluster) for cluster in holdout_clusters}
-    trained: set[str] = set()
-    for one in (version, *ancestors(tracking, version)):
-        trained |= training_clusters(tracking, one)
-    return len(holdout & trained)
+    return len(holdout & inherited_clusters(tracking, version))
 
 
 def git_commit() -> str | None:

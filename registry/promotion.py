@@ -1,101 +1,125 @@
-"""Carrying a decision out: its record beside the version, the gist as tags, and the alias moved where it says so."""
+"""Promotion and rollback: the gate's decision is recorded beside the version, then the champion's alias moves.
+
+On one host a file lock lets one promotion or rollback work at a time. Between hosts the aliases are re-read before and
+after each move; what another host moved in between is a lost race, reported as RegistryError. docs/registry.md names
+the window that stays open.
+"""
 
 import json
-import tempfile
-import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import LockedError, RegistryError, TrackingError
-from ..progress import say
-from .artifacts import download
+from ..errors import RegistryError
+from .artifacts import run_files
 from .connect import Tracking, mlflow_errors
 from .gate import FORMAT, Decision, StoredDecision
 from .lineage import Version, get_version
-from .versions import CANDIDATE, CHAMPION, PREVIOUS, aliases, aliases_lock, model_name, same_content
+from .versions import CANDIDATE, CHAMPION, PREVIOUS, alias_lock, aliases, model_name, same_content
 
-TURN_TAG = "draftforge.turn"
-_SETTLE_SECONDS = 1.0
-"""Least time between a claim and its reading: a request to a server takes a few hundredths of this."""
-_ABANDONED_SECONDS = 30.0
-"""A claim that stands so long was left by a process that died: a move takes a second or two."""
-_GIVE_UP_SECONDS = 120.0
-_LOOK_SECONDS = 0.25
-
-
-@contextmanager
-def moving(tracking: Tracking, name: str) -> Iterator[None]:
-    """Hold this while the champion of a registered model is compared and moved. Raises LockedError."""
-    with aliases_lock(tracking, name):
-        if tracking.uri.startswith("sqlite"):  # a file: whoever reaches it shares the lock beside it
-            yield
-            return
-        with turn(tracking, name):
-            yield
-
-
-@contextmanager
-def turn(tracking: Tracking, name: str) -> Iterator[None]:
-    """The turn among hosts."""
-    mine = uuid.uuid4().hex
-    _take(tracking, name, mine)
-    try:
-        yield
-    finally:
-        with suppress(TrackingError, RegistryError):  # it is abandoned, and so taken over in time
-            if _claimed(tracking, name) == mine:
-                _release(tracking, name)
-
-
-def _take(tracking: Tracking, name: str, mine: str) -> None:
-    until = time.monotonic() + _GIVE_UP_SECONDS
-    while True:
-        _wait_until_free(tracking, name, until)
-        started = time.monotonic()
-        try:
-            with mlflow_errors(tracking.uri):
-                tracking.client.set_registered_model_tag(name, TURN_TAG, mine)
-        except TrackingError:  # two that make a new tag at once: the database takes one of them
-            if _claimed(tracking, name) in ("", mine):
-                raise
-        time.sleep(max(_SETTLE_SECONDS, 3 * (time.monotonic() - started)))
-        if _claimed(tracking, name) == mine:
-            return
-
-
-def _wait_until_free(tracking: Tracking, name: str, until: float) -> None:
-    """Until nobody claims the turn, or the same claim has stood for too long. By this host's clock alone."""
-    seen, since = None, time.monotonic()
-    while holder := _claimed(tracking, name):
-        if holder != seen:
-            seen, since = holder, time.monotonic()
-        if time.monotonic() - since > _ABANDONED_SECONDS:
-            say(f"{name}: another promotion or rollback was cut off; going on without it")
-            return
-        if time.monotonic() > until:
-            raise LockedError(f"{name}: held by other promotions or rollbacks; wait for them to end")
-        time.sleep(_LOOK_SECONDS)
-
-
-def _claimed(tracking: Tracking, name: str) -> str:
-    with mlflow_errors(tracking.uri):
-        return str(tracking.client.get_registered_model(name).tags.get(TURN_TAG, ""))
-
-
-def _release(tracking: Tracking, name: str) -> None:
-    with mlflow_errors(tracking.uri):
-        tracking.client.delete_registered_model_tag(name, TURN_TAG)
-
-
+DECISION_TAG = "draftforge.decision"
+COMPARED_TAG = "draftforge.compared"
+REASONS_TAG = "draftforge.reasons"
+RECORD_TAG = "draftforge.decision_record"
+TAU_TAG, SPEEDUP_TAG = "draftforge.tau", "draftforge.speedup"
 HISTORY_TAG = "draftforge.history"
 ROLLED_BACK_TAG = "draftforge.rolled_back"
+ALREADY = "is the champion already"
+_DECISIONS = "decisions"
+"""Artifact folder of a run."""
 _MAX_TAG = 5000  # characters that every database of MLflow holds
+
+
+def promote(tracking: Tracking, decision: Decision, version: Version) -> Decision:
+    """Record the decision and, if it says so, make the version champion. Returns the decision as it was carried out.
+
+    RegistryError if the champion is no longer the one that was compared: measure again. Doing it twice changes nothing.
+    A draft that was rolled back is not promoted again.
+    """
+    name = version.name
+    with alias_lock(tracking, name):
+        # 1) Is there anything to decide?
+        current = aliases(tracking, name).get(CHAMPION)
+        if current == version.number:
+            return decision.model_copy(update={"promote": True, "reasons": [ALREADY]})
+        if rolled_back := _rolled_back(tracking, version):
+            number, why = rolled_back
+            reason = f"version {number} was rolled back ({why}); delete its tag {ROLLED_BACK_TAG} to allow it"
+            decision = decision.model_copy(update={"promote": False, "reasons": [reason, *decision.reasons]})
+        # 2) The comparison must be with the champion of now.
+        champion = None if current is None else f"{name}/{current}"
+        if decision.promote and decision.compared != champion:
+            raise RegistryError(
+                f"{name}: lost a race: the decision compared {decision.compared or 'no champion'}, "
+                f"the champion is now {champion or 'unset'}; compare with that one again"
+            )
+        # 3) Record, name what a rollback returns to, and move: a cut between these loses nothing.
+        _record(tracking, decision, version)
+        if decision.promote:
+            if current is not None and not decision.champion_lost:
+                set_alias(tracking, name, PREVIOUS, current)
+            move_champion(tracking, name, current, version.number, "promote", decision.reasons[-1])
+    return decision
+
+
+def rollback(tracking: Tracking, target_fingerprint: str, why: str = "") -> Version:
+    """Make the previous champion of this target the champion again, and the one before it `previous`.
+
+    A second rollback goes one further back, never forward to the version that was just left. That one is tagged, so
+    that no later retraining promotes it again.
+    """
+    name = model_name(tracking, target_fingerprint)
+    with alias_lock(tracking, name):
+        known = aliases(tracking, name)
+        current, previous = known.get(CHAMPION), known.get(PREVIOUS)
+        if current is None:
+            raise RegistryError(f"{name}: has no champion to roll back")
+        if previous is None:
+            raise RegistryError(f"{name}: version {current} is the champion and there is no earlier one to go back to")
+        if previous == current:
+            older = _champion_before(tracking, name, current)
+            set_alias(tracking, name, PREVIOUS, older)
+            raise RegistryError(
+                f"{name}: champion and previous are both version {current}, an earlier move was cut off; "
+                f"previous is now {older or 'unset'}: look, and roll back again if that is wanted"
+            )
+        move_champion(tracking, name, current, previous, "rollback", why)
+        with mlflow_errors(tracking.uri):
+            tracking.client.set_model_version_tag(name, str(current), ROLLED_BACK_TAG, why[:1000] or "no reason given")
+        set_alias(tracking, name, PREVIOUS, _champion_before(tracking, name, previous))
+    return get_version(tracking, f"{name}/{previous}")
+
+
+def move_champion(tracking: Tracking, name: str, current: int | None, to: int, event: str, why: str) -> None:
+    """Move `champion` from version `current` to version `to`, and add that to the history. Hold `alias_lock`.
+
+    RegistryError where another host moved the alias before or meanwhile.
+    """
+    found = aliases(tracking, name).get(CHAMPION)
+    if found != current:
+        raise _lost_race(name, current, found)
+    set_alias(tracking, name, CHAMPION, to)
+    known = aliases(tracking, name)
+    if known.get(CHAMPION) != to:
+        raise _lost_race(name, to, known.get(CHAMPION))
+    if known.get(CANDIDATE) == to:
+        set_alias(tracking, name, CANDIDATE, None)
+    _add_to_history(tracking, name, {"event": event, "from": current, "to": to, "why": why[:100]})
+
+
+def set_alias(tracking: Tracking, name: str, alias: str, number: int | None) -> None:
+    """Point an alias at a version; None deletes the alias."""
+    with mlflow_errors(tracking.uri):
+        if number is None:
+            tracking.client.delete_registered_model_alias(name, alias)
+        else:
+            tracking.client.set_registered_model_alias(name, alias, str(number))
+
+
+def _lost_race(name: str, expected: int | None, found: int | None) -> RegistryError:
+    was, is_now = ("unset" if number is None else f"version {number}" for number in (expected, found))
+    return RegistryError(f"{name}: lost a race: champion was {was} and is now {is_now}; compare with that one again")
 
 
 def history(tracking: Tracking, name: str) -> list[dict[str, Any]]:
@@ -109,69 +133,8 @@ def history(tracking: Tracking, name: str) -> list[dict[str, Any]]:
     return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
 
 
-def rollback(tracking: Tracking, target_fingerprint: str, why: str = "") -> Version:
-    """Make the previous champion of this target the champion again, and the one before it `previous`.
-
-    A second rollback goes one further back, never forward to the version that was just left. That one is tagged, so
-    that no later retraining promotes it again.
-    """
-    name = model_name(tracking, target_fingerprint)
-    with moving(tracking, name):
-        known = aliases(tracking, name)
-        current, previous = known.get(CHAMPION), known.get(PREVIOUS)
-        if current is None:
-            raise RegistryError(f"{name}: has no champion to roll back")
-        if previous is None:
-            raise RegistryError(f"{name}: version {current} is the champion and there is no earlier one to go back to")
-        if previous == current:
-            older = _before(tracking, name, current)
-            _set_alias(tracking, name, PREVIOUS, older)
-            raise RegistryError(
-                f"{name}: champion and previous are both version {current}, an earlier move was cut off; "
-                f"previous is now {older or 'unset'}: look, and roll back again if that is wanted"
-            )
-        move_champion(tracking, name, current, previous, "rollback", why)
-        with mlflow_errors(tracking.uri):
-            tracking.client.set_model_version_tag(name, str(current), ROLLED_BACK_TAG, why[:1000] or "no reason given")
-        _set_alias(tracking, name, PREVIOUS, _before(tracking, name, previous))
-    return get_version(tracking, f"{name}/{previous}")
-
-
-def move_champion(tracking: Tracking, name: str, seen: int | None, to: int, event: str, why: str) -> None:
-    """Move the alias from `seen` to `to` and note it. RegistryError when somebody else moved it. Hold the lock."""
-    found = aliases(tracking, name).get(CHAMPION)
-    if found != seen:
-        raise RegistryError(_lost(name, seen, found))
-    _set_alias(tracking, name, CHAMPION, to)
-    known = aliases(tracking, name)
-    if known.get(CHAMPION) != to:
-        raise RegistryError(_lost(name, to, known.get(CHAMPION)))
-    if known.get(CANDIDATE) == to:
-        _set_alias(tracking, name, CANDIDATE, None)
-    _note(tracking, name, {"event": event, "from": seen, "to": to, "why": why[:100]})
-
-
-def _set_alias(tracking: Tracking, name: str, alias: str, number: int | None) -> None:
-    with mlflow_errors(tracking.uri):
-        if number is None:
-            tracking.client.delete_registered_model_alias(name, alias)
-        else:
-            tracking.client.set_registered_model_alias(name, alias, str(number))
-
-
-def set_previous(tracking: Tracking, name: str, number: int) -> None:
-    """Name the version that a rollback returns to. Done before the champion moves: a cut between loses nothing."""
-    _set_alias(tracking, name, PREVIOUS, number)
-
-
-def _lost(name: str, expected: int | None, found: int | None) -> str:
-    def word(number: int | None) -> str:
-        return "unset" if number is None else f"version {number}"
-
-    return f"{name}: lost a race: champion was {word(expected)} and is now {word(found)}; compare with that one again"
-
-
-def _note(tracking: Tracking, name: str, event: dict[str, Any]) -> None:
+def _add_to_history(tracking: Tracking, name: str, event: dict[str, Any]) -> None:
+    """Append to the history's tag; the oldest events go where it would grow too long."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     events = [*history(tracking, name), {"at": now, **event}]
     while len(text := json.dumps(events, ensure_ascii=False)) > _MAX_TAG and len(events) > 1:
@@ -180,22 +143,11 @@ def _note(tracking: Tracking, name: str, event: dict[str, Any]) -> None:
         tracking.client.set_registered_model_tag(name, HISTORY_TAG, text)
 
 
-def _before(tracking: Tracking, name: str, number: int) -> int | None:
-    """The champion before version `number` became it, as the history tells; skips versions deleted since."""
-    line = _line_of_champions(history(tracking, name))
-    if number not in line:
-        return None
-    place = len(line) - 1 - line[::-1].index(number)
-    for older in reversed(line[:place]):
-        if older != number and _exists(tracking, name, older):
-            return older
-    return None
-
-
-def _line_of_champions(events: list[dict[str, Any]]) -> list[int]:
-    """Champions that lead to the present one: a rollback takes off what came after the version it returned to."""
+def _champion_before(tracking: Tracking, name: str, number: int) -> int | None:
+    """The champion before version `number` became it, by the history; skips versions deleted since."""
+    # The line of champions that leads to the present one: a rollback takes off what came after where it returned to.
     line: list[int] = []
-    for event in events:
+    for event in history(tracking, name):
         start, to = event.get("from"), event.get("to")
         if isinstance(start, int) and line[-1:] != [start]:
             line.append(start)
@@ -204,7 +156,14 @@ def _line_of_champions(events: list[dict[str, Any]]) -> list[int]:
                 line.pop()
         if isinstance(to, int) and line[-1:] != [to]:
             line.append(to)
-    return line
+    if number not in line:
+        return None
+    # What stands before its last occurrence, newest first.
+    last = len(line) - 1 - line[::-1].index(number)
+    for older in reversed(line[:last]):
+        if older != number and _exists(tracking, name, older):
+            return older
+    return None
 
 
 def _exists(tracking: Tracking, name: str, number: int) -> bool:
@@ -215,57 +174,20 @@ def _exists(tracking: Tracking, name: str, number: int) -> bool:
     return True
 
 
-DECISION_TAG = "draftforge.decision"
-COMPARED_TAG = "draftforge.compared"
-REASONS_TAG = "draftforge.reasons"
-RECORD_TAG = "draftforge.decision_record"
-TAU_TAG, SPEEDUP_TAG = "draftforge.tau", "draftforge.speedup"
-ALREADY = "is the champion already"
-_FOLDER = "decisions"
-
-
-def promote(tracking: Tracking, decision: Decision, version: Version) -> Decision:
-    """Record the decision and, if it says so, make the version champion. Returns the decision as it was carried out.
-
-    RegistryError if the champion is no longer the one that was compared: measure again. Doing it twice changes nothing.
-    A draft that was rolled back is not promoted again.
-    """
-    with moving(tracking, version.name):
-        number = aliases(tracking, version.name).get(CHAMPION)
-        if number == version.number:
-            return decision.model_copy(update={"promote": True, "reasons": [ALREADY]})
-        if left := _rolled_back(tracking, version):
-            number_left, why = left
-            reason = f"version {number_left} was rolled back ({why}); delete its tag {ROLLED_BACK_TAG} to allow it"
-            decision = decision.model_copy(update={"promote": False, "reasons": [reason, *decision.reasons]})
-        found = None if number is None else f"{version.name}/{number}"
-        if decision.promote and decision.compared != found:
-            raise RegistryError(
-                f"{version.name}: lost a race: the decision compared {decision.compared or 'no champion'}, "
-                f"the champion is now {found or 'unset'}; compare with that one again"
-            )
-        _record(tracking, decision, version)
-        if decision.promote:
-            if number is not None and not decision.champion_lost:
-                set_previous(tracking, version.name, number)
-            move_champion(tracking, version.name, number, version.number, "promote", decision.reasons[-1])
-    return decision
-
-
 def _rolled_back(tracking: Tracking, version: Version) -> tuple[int, str] | None:
     """The version by which this draft was rolled back, and why: itself, or an earlier one with the same files."""
-    for one in same_content(tracking, version.name, version.lineage.content):
+    for same in same_content(tracking, version.name, version.lineage.content):
         with mlflow_errors(tracking.uri):
-            tags = tracking.client.get_model_version(one.name, str(one.number)).tags or {}
+            tags = tracking.client.get_model_version(same.name, str(same.number)).tags or {}
         if ROLLED_BACK_TAG in tags:
-            return one.number, str(tags[ROLLED_BACK_TAG])
+            return same.number, str(tags[ROLLED_BACK_TAG])
     return None
 
 
 def _record(tracking: Tracking, decision: Decision, version: Version) -> None:
-    """The full decision as an artifact of the version's run, the gist as tags of the version."""
+    """Keep the full decision as an artifact of the version's run, and its gist as tags of the version."""
     now = datetime.now(UTC)
-    path = f"{_FOLDER}/{version.name}-v{version.number}-{now:%Y%m%dT%H%M%S.%f}.json"
+    path = f"{_DECISIONS}/{version.name}-v{version.number}-{now:%Y%m%dT%H%M%S.%f}.json"
     tags = {
         DECISION_TAG: "promote" if decision.promote else "refuse",
         COMPARED_TAG: decision.compared or "none",
@@ -287,14 +209,12 @@ def decisions(tracking: Tracking, version: Version) -> list[StoredDecision]:
 
     RegistryError for a record that another format of draftforge wrote, or that is damaged.
     """
-    start = f"{_FOLDER}/{version.name}-v{version.number}-"
+    start = f"{_DECISIONS}/{version.name}-v{version.number}-"
     with mlflow_errors(tracking.uri):
-        root = str(tracking.client.get_run(version.run_id).info.artifact_uri)
-        names = sorted(one.path for one in tracking.client.list_artifacts(version.run_id, _FOLDER))
-    mine = [name for name in names if name.startswith(start)]
-    with tempfile.TemporaryDirectory() as folder:
-        download(tracking, root, dict.fromkeys(mine, 0), Path(folder))
-        return [_stored(name, (Path(folder) / name).read_bytes()) for name in mine]
+        names = sorted(artifact.path for artifact in tracking.client.list_artifacts(version.run_id, _DECISIONS))
+    own = [name for name in names if name.startswith(start)]
+    with run_files(tracking, version.run_id, own) as folder:
+        return [_parse_decision(name, (folder / name).read_bytes()) for name in own]
 
 
 def last_decision(tracking: Tracking, version: Version) -> StoredDecision | None:
@@ -306,7 +226,7 @@ def last_decision(tracking: Tracking, version: Version) -> StoredDecision | None
     return found[-1] if found else None
 
 
-def _stored(name: str, data: bytes) -> StoredDecision:
+def _parse_decision(name: str, data: bytes) -> StoredDecision:
     try:
         found = json.loads(data)
         known = found.get("format", 1) if isinstance(found, dict) else None

@@ -1,6 +1,8 @@
-"""Versions and aliases: one registered model a target, `<name>-<12 hex>`, with `candidate`, `champion`, `previous`.
+"""Registered versions: one model a target, `<name>-<12 hex>`, with the aliases `candidate`, `champion`, `previous`.
 
-A server that still runs an old target keeps that target's champion.
+Registering uploads a draft folder with the files that make it an MLflow model (loaded by `pyfunc_model.py`); fetching
+and resolving a `models:/` address download it again and check every file. A server that still runs an old target keeps
+that target's champion.
 """
 
 import re
@@ -29,6 +31,24 @@ from .lineage import CLUSTERS_NAME, CONTENT_TAG, LINEAGE_TAG, Lineage, Version, 
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
 TARGET_TAG = "draftforge.target_fingerprint"
 TARGET_NAME_TAG = "draftforge.target_name"
+TARGET_VARIABLE = "DRAFTFORGE_TARGET_MODEL"
+DRAFT = "draft"
+"""The draft's folder among the artifacts of the MLflow model."""
+PARAMETERS = ("max_new_tokens", "temperature", "draft_tokens", "seed")
+"""Parameters of the MLflow model's signature."""
+MODEL_FILE, CODE_FILE = "MLmodel", "draftforge_model.py"
+_CODE = """\
+import warnings
+
+from mlflow.models import set_model
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # MLflow asks for type hints; the signature says what the model reads
+    from draftforge.registry.pyfunc_model import DraftModel
+
+set_model(DraftModel())
+"""
+_ADDRESS = re.compile(r"models:/(?P<name>[^/@:.][^/@:]*)(?:/(?P<number>\d+)|@(?P<alias>[\w-]+))")
 
 
 class TargetEntry(NamedTuple):
@@ -48,8 +68,8 @@ def model_name(tracking: Tracking, target_fingerprint: str) -> str:
 
 
 @contextmanager
-def aliases_lock(tracking: Tracking, name: str) -> Iterator[None]:
-    """One process of this host at a time moves a model's aliases. Other hosts are only seen by re-reading."""
+def alias_lock(tracking: Tracking, name: str) -> Iterator[None]:
+    """Let one process of this host at a time move a model's aliases. Other hosts are only seen by re-reading."""
     with storage.lock(tracking.lock_folder / f"{name}.lock", timeout_seconds=60, what="another promotion or rollback"):
         yield
 
@@ -73,14 +93,14 @@ def register_version(
     update = {"files": file_digests(folder), "clusters_digest": of_bytes(clusters)}
     lineage = Lineage.model_validate(lineage.model_dump() | update)
     name = model_name(tracking, lineage.target_fingerprint)
-    with aliases_lock(tracking, name), mlflow_errors(tracking.uri):
+    with alias_lock(tracking, name), mlflow_errors(tracking.uri):
         _ensure_model(tracking, name, lineage)
-        known = same_content(tracking, name, lineage.content)
-        version = next((one for one in known if missing_file(tracking, one) is None), None)
+        same = same_content(tracking, name, lineage.content)
+        version = next((known for known in same if missing_file(tracking, known) is None), None)
         if version is None:
-            if known:
-                say(f"{known[-1].reference}: its files are gone from the registry: the draft is registered again")
-            to = f"drafts/{short(lineage.content)}" + (f"-{len(known) + 1}" if known else "")  # apart from remains
+            if same:
+                say(f"{same[-1].reference}: its files are gone from the registry: the draft is registered again")
+            to = f"drafts/{short(lineage.content)}" + (f"-{len(same) + 1}" if same else "")  # apart from remains
             version = _upload(tracking, run_id, folder, to, lineage, clusters, target)
         if aliases(tracking, name).get(CHAMPION) != version.number:
             tracking.client.set_registered_model_alias(name, CANDIDATE, str(version.number))
@@ -124,8 +144,6 @@ def _upload(
     target: TargetSettings | None,
 ) -> Version:
     """Files first, the version last: a version that exists is complete."""
-    pass
-
     client, name = tracking.client, model_name(tracking, lineage.target_fingerprint)
     with tempfile.TemporaryDirectory() as beside:
         lineage = lineage.model_copy(update={"beside": wrap(Path(beside), lineage, target)})
@@ -235,9 +253,6 @@ def latest_champion(tracking: Tracking) -> Version | None:
     return get_version(tracking, max(found)[1]) if found else None
 
 
-_ADDRESS = re.compile(r"models:/(?P<name>[^/@:.][^/@:]*)(?:/(?P<number>\d+)|@(?P<alias>[\w-]+))")
-
-
 def is_models_uri(text: str) -> bool:
     """Whether a recipe's model is an address in the registry."""
     return text.startswith("models:/")
@@ -296,32 +311,15 @@ def _download_foreign(tracking: Tracking, source: str, into: Path) -> None:
                 path.replace(into / path.name)
 
 
-DRAFT = "draft"
-TARGET_VARIABLE = "DRAFTFORGE_TARGET_MODEL"
-MODEL_FILE, CODE_FILE = "MLmodel", "draftforge_model.py"
-PARAMETERS = ("max_new_tokens", "temperature", "draft_tokens", "seed")
-"""How an answer may be asked for: all that the signature names."""
-_CODE = """\
-import warnings
-
-from mlflow.models import set_model
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # MLflow asks for type hints; the signature says what the model reads
-    from draftforge.registry.pyfunc_model import DraftModel
-
-set_model(DraftModel())
-"""
-
-
 def wrap(folder: Path, lineage: Lineage, target: TargetSettings | None) -> dict[str, str]:
-    """Write both files into a folder of their own; name -> SHA-256. FormatError where the draft has such a file.
+    """Write the two files that make a draft an MLflow model into a folder of their own; name -> SHA-256.
 
-    `target`: where the draft's target lies, for whoever loads the model without naming it.
+    `target`: where the draft's target lies, for whoever loads the model without naming it. FormatError where the draft
+    has a file of such a name.
     """
-    for taken in (MODEL_FILE, CODE_FILE):
-        if taken in lineage.files:
-            raise FormatError(f"{taken}: the name of a file that the registry puts beside a draft's own")
+    for name in (MODEL_FILE, CODE_FILE):
+        if name in lineage.files:
+            raise FormatError(f"{name}: the name of a file that the registry puts beside a draft's own")
     recorded = None if target is None else target.model_dump(mode="json", exclude_defaults=True)
     config = {"recorded_target": recorded, "target": None}  # only keys that are here can be set at loading
     # The same draft gives the same file: no time, and an identity made of its content.
@@ -339,13 +337,9 @@ def wrap(folder: Path, lineage: Lineage, target: TargetSettings | None) -> dict[
 
 
 def signature(lineage: Lineage) -> ModelSignature:
-    """One column of prompts or conversations; how to answer, K being what the draft was chosen at."""
-
-    def param(name: str, kind: DataType, default: Any) -> ParamSpec:
-        return ParamSpec(name, kind, default)
-
+    """One column of prompts or conversations, and how to answer; K defaults to what the draft was chosen at."""
     kinds = (DataType.long, DataType.double, DataType.long, DataType.long)
-    defaults = (128, 0.0, lineage.draft_tokens or 4, 0)
-    params = [param(*one) for one in zip(PARAMETERS, kinds, defaults, strict=True)]
-    anything = AnyType()  # type: ignore[no-untyped-call]
-    return ModelSignature(inputs=Schema([ColSpec(anything)]), params=ParamSchema(params))
+    defaults: tuple[Any, ...] = (128, 0.0, lineage.draft_tokens or 4, 0)
+    params = [ParamSpec(name, kind, value) for name, kind, value in zip(PARAMETERS, kinds, defaults, strict=True)]
+    column = ColSpec(AnyType())  # type: ignore[no-untyped-call]
+    return ModelSignature(inputs=Schema([column]), params=ParamSchema(params))

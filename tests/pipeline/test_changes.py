@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from draftforge.cli import main
 from draftforge.errors import HubError, MissingFileError
 from draftforge.pipeline import retrain, staleness
-from draftforge.pipeline.staleness import is_hub_id, pinned
+from draftforge.pipeline.staleness import is_hub_id, pin_revision
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.registry.versions import resolve_models_uri
@@ -47,10 +47,10 @@ def test_a_branch_is_pinned_to_its_commit_now(
 ) -> None:
     recipe = hub_recipe(write_recipe, revision="main")
     asked = hub_at(monkeypatch, FIRST)
-    assert pinned(recipe).target.revision == FIRST and asked == [("owner/name", "main")]
-    assert pinned(recipe).base_dir == recipe.base_dir
+    assert pin_revision(recipe).target.revision == FIRST and asked == [("owner/name", "main")]
+    assert pin_revision(recipe).base_dir == recipe.base_dir
     hub_at(monkeypatch, SECOND)
-    assert pinned(hub_recipe(write_recipe)).target.revision == SECOND
+    assert pin_revision(hub_recipe(write_recipe)).target.revision == SECOND
     assert "target.model owner/name: its default branch is at 222222222222" in capsys.readouterr().err
 
 
@@ -59,7 +59,7 @@ def test_a_commit_and_a_folder_need_no_hub(
 ) -> None:
     asked = hub_at(monkeypatch, FIRST)
     for recipe in (hub_recipe(write_recipe, revision=SECOND), load_recipe(write_recipe())):
-        assert pinned(recipe) is recipe
+        assert pin_revision(recipe) is recipe
     assert not asked
     for model in (str(tiny_target_folder), "models:/name@alias", "./a/b", "~/a", "a/b/c", "name", "a/b.gguf"):
         assert not is_hub_id(model), model
@@ -83,7 +83,7 @@ def test_a_hub_that_cannot_be_asked_ends_in_one_line(
         monkeypatch.delenv("HF_HUB_OFFLINE")
     hub_at(monkeypatch, error)
     with pytest.raises(HubError, match=said) as raised:
-        pinned(recipe)
+        pin_revision(recipe)
     assert raised.value.exit_code == 3 and "pin target.revision" in str(raised.value)
 
 
@@ -107,10 +107,10 @@ def test_unknown_names_are_the_users_mistake(write_recipe: WriteRecipe, monkeypa
     monkeypatch.setattr(staleness, "RevisionNotFoundError", KeyError)
     hub_at(monkeypatch, MissingError())
     with pytest.raises(MissingFileError, match="no such repository on the hub"):
-        pinned(hub_recipe(write_recipe))
+        pin_revision(hub_recipe(write_recipe))
     hub_at(monkeypatch, KeyError())
     with pytest.raises(MissingFileError, match=r"target\.revision: v9: owner/name has no such branch"):
-        pinned(hub_recipe(write_recipe, revision="v9"))
+        pin_revision(hub_recipe(write_recipe, revision="v9"))
 
 
 def test_an_alias_that_moves_in_mlflow_is_another_target(

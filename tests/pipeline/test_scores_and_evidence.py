@@ -17,8 +17,7 @@ from draftforge.pipeline import promotion, scoring
 from draftforge.pipeline.stages import Stage, Stages
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
-from draftforge.registry.connect import GateSettings
-from draftforge.registry.gate import decide
+from draftforge.registry.gate import GateSettings, decide
 from draftforge.specdec.replay.expected_rounds import RoundCounts
 
 WriteRecipe = Callable[..., Path]

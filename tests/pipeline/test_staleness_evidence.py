@@ -56,7 +56,7 @@ def distilled(write_recipe: WriteRecipe) -> Path:
 
 
 def test_while_nothing_changed_nothing_is_answered(distilled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staleness_evidence, "answered", never)
+    monkeypatch.setattr(staleness_evidence, "answer_probe", never)
     monkeypatch.setattr(staleness_evidence, "mix_stage", never)
     done = retrain_champion(Workspace(small(distilled)))
     assert done.outcome is None and done.staleness.causes == () and not done.refused
@@ -113,7 +113,7 @@ def test_a_drifted_mix_is_stale_whatever_acceptance_says(
     monkeypatch.setattr(retraining, "distill", lambda space, parent, mix, notes: starts.append((parent, notes)))
     found = retrain_champion(Workspace(small(distilled))).staleness
     drift = next(cause for cause in found.causes if cause.kind == "drift")
-    assert drift.verdict == "stale" and "billing" in str(drift.numbers["moved"]) and "drifted" in found.why
+    assert drift.verdict == "stale" and "billing" in str(drift.numbers["moved"]) and "the mix drifted" in drift.text
     assert starts == [(found.champion.reference if found.champion else "", found.record())]
 
 

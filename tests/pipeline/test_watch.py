@@ -1,209 +1,177 @@
-"""The embedded scheduler: one retraining at a time, none lost, none doubled when the clock is set, none left behind."""
+"""`draftforge watch`: one retraining at a time, none lost, none left behind; and webhooks as MLflow signs them."""
 
-import itertools
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
+from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow.webhooks import delivery as mlflow_delivery
 
 from draftforge.errors import InputError
 from draftforge.pipeline import watch as watching
-from draftforge.pipeline.watch import RetrainScheduler, ended, run_once, seconds_of
+from draftforge.pipeline.watch import (
+    DELIVERY,
+    SIGNATURE,
+    TIMESTAMP,
+    Receiver,
+    RetrainScheduler,
+    describe_end,
+    listening,
+    matches,
+    run_once,
+    seconds_of,
+    secret_of,
+    watched_alias,
+)
 
-Popen = subprocess.Popen[bytes]
 
+class Process:
+    """A retraining that ends when it is told to."""
 
-def script(code: str) -> Callable[[], Popen]:
-    return lambda: subprocess.Popen([sys.executable, "-c", code])
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert self.ended.wait(60)
+        return 0
+
+    def poll(self) -> int | None:
+        return 0 if self.ended.is_set() else None
+
+    def send_signal(self, number: int) -> None:
+        self.ended.set()
 
 
 class Starts:
-    """Starts `true`-like processes and keeps when."""
+    """Starts such processes, and keeps them."""
 
-    def __init__(self, code: str = "pass") -> None:
-        self.at: list[float] = []
-        self._start = script(code)
+    def __init__(self) -> None:
+        self.processes: list[Process] = []
+        self._started = threading.Semaphore(0)
 
-    def __call__(self) -> Popen:
-        self.at.append(time.monotonic())
-        return self._start()
+    def __call__(self) -> Any:
+        self.processes.append(Process())
+        self._started.release()
+        return self.processes[-1]
+
+    def next(self) -> Process:
+        """The next one that is started."""
+        assert self._started.acquire(timeout=60)
+        return self.processes[-1]
 
 
 @pytest.fixture
-def ticking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RetrainScheduler], None]]:
-    """Serve a watch in a thread until the test ends."""
-    monkeypatch.setattr(watching, "_TICK_SECONDS", 0.05)
-    served: list[tuple[RetrainScheduler, threading.Thread]] = []
-
-    def serve(watch: RetrainScheduler) -> None:
-        watch._scheduler.start()
-
-        def loop() -> None:
-            while watch._scheduler.running:
-                time.sleep(0.05)
-                watch.tick()
-
-        thread = threading.Thread(target=loop, daemon=True)
-        thread.start()
-        served.append((watch, thread))
-
-    yield serve
-    for watch, thread in served:
-        watch.stop()
-        thread.join(5)
+def starts() -> Starts:
+    return Starts()
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
+@pytest.fixture
+def scheduler(starts: Starts) -> Iterator[RetrainScheduler]:
+    """A schedule that runs until the test ends."""
+    schedule = RetrainScheduler(starts, every_seconds=3600)
+    schedule._scheduler.start()
+    yield schedule
+    schedule.stop()
+
+
+def script(code: str) -> Callable[[], "subprocess.Popen[bytes]"]:
+    return lambda: subprocess.Popen([sys.executable, "-c", code])
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "too late"
         time.sleep(0.02)
 
 
 def test_times_are_read() -> None:
-    assert [seconds_of(text, "--every") for text in ("90s", "30m", "6h", "1d", "1.5h")] == [
-        90,
-        1800,
-        21600,
-        86400,
-        5400,
-    ]
+    texts = ("90s", "30m", "6h", "1d", "1.5h")
+    assert [seconds_of(text, "--every") for text in texts] == [90, 1800, 21600, 86400, 5400]
     for text in ("6", "h", "0s", "0.5s", "-1h", "6 h", "6w", "1e3s"):
         with pytest.raises(InputError, match=r"--every .*: must be a number and s, m, h or d"):
             seconds_of(text, "--every")
 
 
-def test_the_first_retraining_starts_at_once_and_the_others_follow(ticking: Callable[[RetrainScheduler], None]) -> None:
-    starts = Starts()
-    ticking(RetrainScheduler(starts, every_seconds=1))
-    until(lambda: len(starts.at) >= 3)
-    gaps = [after - before for before, after in zip(starts.at, starts.at[1:])]
-    assert all(0.7 < gap < 1.6 for gap in gaps[:2])
+def test_the_first_retraining_starts_at_once_and_the_others_follow(scheduler: RetrainScheduler, starts: Starts) -> None:
+    starts.next()
+    job = scheduler._scheduler.get_job("retrain")
+    assert job.trigger.interval == timedelta(hours=1)
+    assert job.max_instances == 1 and job.coalesce  # no two at once; what was missed is done once
 
 
-def test_a_long_retraining_is_not_joined_by_another(
-    ticking: Callable[[RetrainScheduler], None], tmp_path: Path
-) -> None:
-    """Each one leaves its times; no two overlap."""
-    log = tmp_path / "log"
-    code = f"import time; t = time.time(); time.sleep(1.3); open({str(log)!r}, 'a').write(f'{{t}} {{time.time()}}\\n')"
-    ticking(RetrainScheduler(Starts(code), every_seconds=1))
-    until(lambda: log.exists() and len(log.read_text().splitlines()) >= 3)
-    spans = [[float(text) for text in line.split()] for line in log.read_text().splitlines()]
-    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
-
-
-def test_what_is_asked_for_meanwhile_is_done_once_afterwards(ticking: Callable[[RetrainScheduler], None]) -> None:
-    starts = Starts("import time; time.sleep(0.8)")
-    watch = RetrainScheduler(starts, every_seconds=3600)
-    ticking(watch)
-    until(lambda: len(starts.at) == 1)
+def test_what_is_requested_meanwhile_is_done_once_afterwards(scheduler: RetrainScheduler, starts: Starts) -> None:
+    first = starts.next()
     for _ in range(5):
-        watch.ask()
-    until(lambda: len(starts.at) == 2)
-    until(lambda: watch._running is None)
-    time.sleep(0.5)
-    assert len(starts.at) == 2
-    watch.ask()  # nothing runs: at once
-    until(lambda: len(starts.at) == 3, seconds=3)
+        scheduler.request()
+    assert len(starts.processes) == 1
+    first.ended.set()
+    starts.next().ended.set()
+    until(lambda: scheduler._running is None)
+    assert len(starts.processes) == 2
+    scheduler.request()  # nothing runs: at once
+    starts.next()
 
 
-@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
-def test_a_clock_that_is_set_neither_skips_nor_doubles(
-    jump: float,
-    ticking: Callable[[RetrainScheduler], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_clock_that_is_set_moves_the_next_run_and_a_disciplined_one_does_not(
+    monkeypatch: pytest.MonkeyPatch, starts: Starts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shift = [0.0]
-    honest = time.time
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
-            return datetime.fromtimestamp(honest() + shift[0], UTC)
-
-    for module in ("apscheduler.schedulers.base", "apscheduler.triggers.interval", "draftforge.pipeline.watch"):
-        monkeypatch.setattr(f"{module}.datetime", Clock)
-    monkeypatch.setattr(watching.time, "time", lambda: honest() + shift[0])
-    starts = Starts()
-    watch = RetrainScheduler(starts, every_seconds=2)
-    ticking(watch)
-    until(lambda: len(starts.at) == 1)
-    time.sleep(0.5)
-    shift[0] = jump
-    until(lambda: len(starts.at) == 4)
-    gaps = [after - before for before, after in zip(starts.at, starts.at[1:])]
-    assert all(1.5 < gap < 3 for gap in gaps), gaps
-    assert f"the clock was set by {jump:+.0f} s" in capsys.readouterr().err
+    schedule = RetrainScheduler(starts, every_seconds=3600)
+    schedule._scheduler.start(paused=True)
+    job, honest = schedule._scheduler.get_job("retrain"), time.time
+    before = job.next_run_time
+    for shift, moved in ((0.5, 0), (-60, -60), (-60, -60), (3600, 3600)):  # against the clock at the start
+        monkeypatch.setattr(watching.time, "time", lambda shift=shift: honest() + shift)
+        schedule.tick()
+        found = (schedule._scheduler.get_job("retrain").next_run_time - before).total_seconds()
+        assert abs(found - moved) < 1
+    assert "the clock was set by -60 s" in capsys.readouterr().err
+    schedule.stop()
 
 
-def test_a_disciplined_clock_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = RetrainScheduler(Starts(), every_seconds=3600)
-    watch._scheduler.start(paused=True)
-    before = watch._scheduler.get_job("retrain").next_run_time
-    honest = time.time
-    monkeypatch.setattr(watching.time, "time", lambda: honest() + 0.5)
-    watch.tick()
-    assert watch._scheduler.get_job("retrain").next_run_time == before
-    monkeypatch.setattr(watching.time, "time", lambda: honest() - 60)
-    watch.tick()
-    moved = watch._scheduler.get_job("retrain").next_run_time - before
-    assert timedelta(seconds=-61) < moved < timedelta(seconds=-59)
-    watch.stop()
-
-
-def test_stopping_ends_the_child_kindly(ticking: Callable[[RetrainScheduler], None], tmp_path: Path) -> None:
-    mark = tmp_path / "unwound"
-    ready = tmp_path / "ready"
+def test_stopping_ends_the_retraining_kindly(tmp_path: Path) -> None:
+    mark, ready = tmp_path / "unwound", tmp_path / "ready"
     code = (
         f"import signal, sys, time\n"
         f"signal.signal(signal.SIGTERM, lambda *_: (open({str(mark)!r}, 'w').close(), sys.exit(143)))\n"
         f"open({str(ready)!r}, 'w').close()\ntime.sleep(60)"
     )
-    watch = RetrainScheduler(Starts(code), every_seconds=3600)
-    ticking(watch)
+    schedule = RetrainScheduler(script(code), every_seconds=3600)
+    schedule._scheduler.start()
     until(ready.exists)
-    running = watch._running
+    running = schedule._running
     assert running is not None
-    watch.stop()
-    assert mark.exists() and running.poll() == 143 and not watch._scheduler.running
+    schedule.stop()
+    assert mark.exists() and running.poll() == 143 and not schedule._scheduler.running
 
 
-def test_a_child_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retraining_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "_STOP_SECONDS", 0.3)
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)",
-        ],
-        stdout=subprocess.PIPE,
-    )
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.read(1) == b"1"
     watching.terminate(process)
-    assert process.wait(5) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
 
 
-def test_a_start_that_fails_is_said_and_tried_again(
-    ticking: Callable[[RetrainScheduler], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    tries = []
-
-    def refuse() -> Popen:
-        tries.append(1)
+def test_a_start_that_fails_is_said_and_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> Any:
         raise OSError("no more processes")
 
-    ticking(RetrainScheduler(refuse, every_seconds=1))
-    until(lambda: len(tries) >= 2)
-    assert "cannot be started (no more processes)" in capsys.readouterr().err
+    schedule = RetrainScheduler(refuse, every_seconds=3600)
+    for _ in range(2):
+        schedule._run()
+    assert capsys.readouterr().err.count("cannot be started (no more processes)") == 2
 
 
 @pytest.mark.parametrize(
@@ -218,7 +186,7 @@ def test_a_start_that_fails_is_said_and_tried_again(
     ],
 )
 def test_every_end_is_one_line(code: int, said: str) -> None:
-    assert ended(code, 12.4) == f"retrain: exit code {code} ({said}) after 12 s"
+    assert describe_end(code, 12.4) == f"retrain: exit code {code} ({said}) after 12 s"
 
 
 def test_once_gives_the_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +195,7 @@ def test_once_gives_the_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert "refused" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_command_ends_both(tmp_path: Path) -> None:
     """The verb itself, with a retraining that sleeps in place of the real one."""
     ready = tmp_path / "ready"
@@ -235,17 +204,160 @@ def test_sigterm_to_the_command_ends_both(tmp_path: Path) -> None:
         "import subprocess, sys\n"
         "from draftforge.cli import _sigterm_unwinds\n"
         "from draftforge.errors import StoppedError\n"
-        "from draftforge.pipeline.watch import Watch\n"
+        "from draftforge.pipeline.watch import RetrainScheduler\n"
         f"start = lambda: subprocess.Popen([sys.executable, '-c', {code!r}])\n"
         "try:\n"
         "    with _sigterm_unwinds():\n"
-        "        Watch(start, 3600).serve()\n"
+        "        RetrainScheduler(start, 3600).serve()\n"
         "except StoppedError:\n"
         "    sys.exit(143)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program])
-    until(lambda: ready.exists() and bool(ready.read_text()), 60)
+    until(lambda: ready.exists() and ready.read_text())
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 143
+    assert process.wait(60) == 143
     with pytest.raises(ProcessLookupError):
         os.kill(int(ready.read_text()), 0)
+
+
+SECRET = "not a real secret"
+MOVED = {
+    "entity": "model_version_alias",
+    "action": "created",
+    "timestamp": "2026-01-01T00:00:00+00:00",
+    "data": {"name": "assistant", "alias": "production", "version": "7"},
+}
+
+
+class Server:
+    def __init__(self) -> None:
+        self.requested = 0
+        self.receiver = Receiver(SECRET, lambda event: matches(event, "assistant", "production"), self._request)
+        self.port = 0
+
+    def _request(self) -> None:
+        self.requested += 1
+
+    def post(self, body: bytes, headers: dict[str, str]) -> int:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("POST", "/", body, headers)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server()
+    with listening(found.receiver, "127.0.0.1", 0) as found.port:
+        yield found
+
+
+def signed(body: bytes, delivery: str = "d1", at: float | None = None, secret: str = SECRET) -> dict[str, str]:
+    """Headers as MLflow's own code makes them."""
+    stamp = str(int(time.time() if at is None else at))
+    mark = mlflow_delivery._generate_hmac_signature(secret, delivery, stamp, body.decode())
+    return {SIGNATURE: mark, TIMESTAMP: stamp, DELIVERY: delivery}
+
+
+def test_an_alias_that_moved_asks_for_a_retraining_once(server: Server) -> None:
+    body = json.dumps(MOVED).encode()
+    assert server.post(body, signed(body)) == 202
+    assert server.post(body, signed(body)) == 204  # the same delivery again
+    assert server.requested == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"entity": "model_version", "action": "created"},
+        {"action": "deleted"},
+        {"data": {"name": "assistant", "alias": "staging", "version": "7"}},
+        {"data": {"name": "another", "alias": "production", "version": "7"}},
+        {"data": None},
+    ],
+)
+def test_other_events_are_heard_and_left(change: dict[str, Any], server: Server) -> None:
+    body = json.dumps(MOVED | change).encode()
+    assert server.post(body, signed(body)) == 204 and server.requested == 0
+
+
+def test_what_is_not_signed_rightly_is_refused(server: Server) -> None:
+    body = json.dumps(MOVED).encode()
+    assert server.post(body, {}) == 401
+    assert server.post(body, signed(body, secret="another")) == 401
+    assert server.post(body + b" ", signed(body)) == 401
+    for name in (SIGNATURE, TIMESTAMP, DELIVERY):
+        headers = signed(body)
+        del headers[name]
+        assert server.post(body, headers) == 401
+    assert server.post(body, signed(body) | {DELIVERY: "d2"}) == 401  # the signature covers the id
+    assert server.post(body, signed(body, at=time.time() - 301)) == 401
+    assert server.post(body, signed(body, at=time.time() + 330)) == 401
+    assert server.requested == 0
+    assert server.post(b"{", signed(b"{", "d3")) == 400
+    assert server.post(b"[]", signed(b"[]", "d4")) == 204
+
+
+def test_bodies_have_a_limit_and_a_length(server: Server) -> None:
+    large = b"x" * (watching.MOST_BYTES + 1)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+        raw.sendall(f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n".encode())
+        assert b" 413 " in raw.recv(100)  # before any of it was read
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+        raw.sendall(b"POST / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 411 " in raw.recv(100)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 501 " in raw.recv(100)
+
+
+def test_a_silent_client_holds_up_nobody(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps(MOVED).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+        raw.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nab")
+        assert server.post(body, signed(body)) == 202
+
+
+def test_many_at_once_ask_once_each(server: Server) -> None:
+    body = json.dumps(MOVED).encode()
+    statuses: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: statuses.append(server.post(body, signed(body, "same")))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(statuses) == [202] + [204] * 7 and server.requested == 1
+
+
+def test_mlflow_itself_is_heard(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delivery by MLflow's own sender."""
+    from mlflow.entities.webhook import Webhook, WebhookAction, WebhookEntity, WebhookEvent
+
+    monkeypatch.setenv("MLFLOW_WEBHOOK_ALLOWED_SCHEMES", "http")
+    monkeypatch.setenv("MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS", "true")
+    event = WebhookEvent(WebhookEntity.MODEL_VERSION_ALIAS, WebhookAction.CREATED)
+    hook = Webhook("id", "name", f"http://127.0.0.1:{server.port}/", [event], 0, 0, secret=SECRET)
+    session = mlflow_delivery._create_webhook_session()
+    payload: Any = {"name": "assistant", "alias": "production", "version": "8"}
+    assert mlflow_delivery._send_webhook_request(hook, payload, event, session).status_code == 202
+    assert server.requested == 1
+
+
+def test_without_a_secret_or_an_alias_nothing_listens() -> None:
+    assert secret_of({watching.SECRET_VARIABLE: "s"}) == "s"
+    with pytest.raises(InputError, match="DRAFTFORGE_WEBHOOK_SECRET: is not set"):
+        secret_of({})
+    assert watched_alias("models:/assistant@production") == ("assistant", "production")
+    for model in ("models:/assistant/3", "./folder", "owner/name@production"):
+        with pytest.raises(InputError, match="must be models:/NAME@ALIAS"):
+            watched_alias(model)
+
+
+def test_a_taken_port_is_one_line(server: Server) -> None:
+    said = rf"--webhook {server.port}: cannot listen on 127.0.0.1:{server.port} \("
+    with pytest.raises(InputError, match=said), listening(server.receiver, "127.0.0.1", server.port):
+        pass

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftforge.registry.connect import GateSettings
-from draftforge.registry.gate import Evidence, Interval, StoredDecision, decide
+from draftforge.registry.gate import Evidence, GateSettings, Interval, StoredDecision, decide
 
 GOOD: dict[str, Any] = {
     "candidate": {"tau": 2.2, "speedup": 1.32},

@@ -13,8 +13,16 @@ import pyarrow as pa
 import pytest
 
 from draftforge.eval.figures import Bootstrap, Estimate, tau, tau_difference
-from draftforge.registry.connect import GateSettings
-from draftforge.registry.gate import POWER, DomainFigures, Evidence, Figures, Interval, decide, more_conversations
+from draftforge.registry.gate import (
+    POWER,
+    DomainFigures,
+    Evidence,
+    Figures,
+    GateSettings,
+    Interval,
+    decide,
+    more_conversations,
+)
 
 SIMULATED, ROUNDS, TAU = 200, 40.0, 2.0
 BOOTSTRAP = Bootstrap(samples=400)
