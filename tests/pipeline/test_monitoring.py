@@ -20,7 +20,7 @@ from draftforge.eval.engine_metrics import expected_acceptance
 from draftforge.eval.leaderboard import serving
 from draftforge.pipeline import monitoring
 from draftforge.pipeline.distill import distill
-from draftforge.pipeline.monitoring import ChampionCollector, look_at, write_metrics
+from draftforge.pipeline.monitoring import ChampionCollector, read_counters, write_metrics
 from draftforge.pipeline.options import MetricsOptions
 from draftforge.pipeline.promotion import kept_counts
 from draftforge.pipeline.workspace import Workspace
@@ -221,7 +221,7 @@ def test_two_files_give_what_lies_between(
     assert not ended.value.code
     found = samples(capsys.readouterr().out)
     assert value(found, "served_rounds") == 200 and value(found, "served_tau") == 2.0
-    both = look_at([str(before), str(after)])
+    both = read_counters([str(before), str(after)])
     assert both.rounds == 400
 
 
@@ -246,14 +246,14 @@ def test_options_that_do_not_go_together_are_named(
 def test_engines_that_do_not_answer_are_named_without_their_passwords(engine: tuple[str, dict[str, Any]]) -> None:
     address, said = engine
     with pytest.raises(MissingFileError, match="--served no-such-file: no such file"):
-        look_at(["no-such-file"])
+        read_counters(["no-such-file"])
     said["status"] = 401
     with pytest.raises(ServedError, match="answers 401"):
-        look_at([f"{address}/custom"])
+        read_counters([f"{address}/custom"])
     assert said["path"] == "/custom"
     with pytest.raises(ServedError) as found:
-        look_at(["http://someone:secret@127.0.0.1:9/metrics"])
+        read_counters(["http://someone:secret@127.0.0.1:9/metrics"])
     assert "secret" not in str(found.value) and "does not answer" in str(found.value)
     said |= {"status": 200, "text": json.dumps({"no": "timings"})}
     with pytest.raises(InputError, match="has no timings"):
-        look_at([address])
+        read_counters([address])
