@@ -130,7 +130,10 @@ def _listen(registry: CollectorRegistry, collector: Collector, where: str) -> No
 
 
 class ChampionCollector(Collector):
-    """Reads registry, work folder and engines anew at each scrape. What cannot be read has no sample; it is said once."""
+    """Reads registry, work folder and engines anew at each scrape; what cannot be read has no sample.
+
+    What went wrong is said once.
+    """
 
     def __init__(self, space: Workspace, options: MetricsOptions) -> None:
         self._space, self._options = space, options
