@@ -35,8 +35,8 @@ from ..specdec.formats import META_FILE
 from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.targets import place
 from ..train.checkpoints import claim, is_finished, list_steps, step_folder
-from ..train.families import check_taught, family_of
-from ..train.families.initial_draft import INIT, prepare
+from ..train.families import check_teacher_signals, family_of
+from ..train.families.initial_draft import INIT, store_initial_draft
 from ..train.loop import train
 from ..train.settings import Settings
 from ..train.throughput import MetricSink
@@ -239,7 +239,7 @@ def prepare_drafts(stages: Stages) -> None:
             _check_start(space, name, settings)
             with _naming(name):
                 claim(folder, settings, space.recipe.seed, data)
-                prepare(settings, space.recipe.seed, data, folder, lambda: space.target)
+                store_initial_draft(settings, space.recipe.seed, data, folder, lambda: space.target)
 
 
 def train_stage(stages: Stages, name: str, sink: MetricSink) -> Stage:
@@ -280,7 +280,7 @@ def checkpoints_of(stage: Stage) -> dict[int, Path]:
 def _check_start(space: Workspace, name: str, settings: Settings) -> None:
     """Refuse a draft that cannot be made of the target, whose start is missing, or that the capture cannot teach."""
     with _naming(name):
-        check_taught(settings, not space.recipe.capture.top_k)
+        check_teacher_signals(settings, not space.recipe.capture.top_k)
         if settings.init_from is None:
             family_of(settings).check(settings, lambda: space.target)
         else:

@@ -29,7 +29,7 @@ from ..specdec.formats.checkpoint import DraftMeta, save_draft
 from ..storage import disk_errors, new_folder, read_object, write_json
 from .optimizers import Moments
 from .settings import Settings
-from .stopping import BestCheckpoints
+from .stopping import CheckpointScore
 
 FOLDER, TRAINER = "checkpoints", "trainer"
 STATE_FILE, RECORD_FILE = "state.safetensors", "trainer.json"
@@ -37,11 +37,11 @@ STATE_FILE, RECORD_FILE = "state.safetensors", "trainer.json"
 
 @dataclass
 class LoopState:
-    """Everything the loop itself remembers from one step to the next."""
+    """State of the loop from one step to the next."""
 
     step: int = 0
     position: list[int] = field(default_factory=lambda: [0, 0])
-    """Where the stream of batches goes on (epoch, step in it)."""
+    """Position in the stream of batches where it goes on: epoch, step in it."""
     smoothed_loss: float = 0.0
     loss_digest: str = ""
     supervised_tokens: int = 0
@@ -49,14 +49,14 @@ class LoopState:
     """Steps whose drafts are kept."""
     written: list[int] = field(default_factory=list)
     """Steps that were saved and not yet dropped."""
-    standings: list[BestCheckpoints] = field(default_factory=list)
-    """What was scored while training."""
+    standings: list[CheckpointScore] = field(default_factory=list)
+    """Acceptance of each step that was scored while training."""
     stopped: bool = False
     """Whether training ended before its last step, for want of progress."""
 
 
 class Restored(NamedTuple):
-    """A trainer's memory, read back."""
+    """State of a training, read back from a checkpoint."""
 
     state: LoopState
     weights: dict[str, Tensor]
@@ -65,7 +65,7 @@ class Restored(NamedTuple):
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the draft of a step lies."""
+    """Folder of the draft of a step."""
     return folder / FOLDER / f"step-{step:06d}"
 
 
@@ -96,18 +96,21 @@ def save(
     weights: Mapping[str, Tensor],
     moments: Moments,
     rng: list[dict[str, Any]],
-    complete: Callable[[Path], None],
+    write_extra_files: Callable[[Path], None],
 ) -> Path:
-    """Write one checkpoint, whole or not at all; then drop what it makes superfluous.
+    """Write one checkpoint, whole or not at all; then delete what it makes superfluous. Returns its folder.
 
-    `complete` adds to the draft's folder what belongs beside the draft.
+    `write_extra_files` adds to the draft's folder what is no part of its weights.
     """
-    place = step_folder(folder, state.step)
+    checkpoint = step_folder(folder, state.step)
     state.written = sorted({*state.written, state.step})
-    with new_folder(place) as extra_files:
-        save_draft(draft, extra_files, meta, tokenizer_folder)
-        complete(extra_files)
-        trainer = extra_files / TRAINER
+    with new_folder(checkpoint) as staging:
+        # 1) the draft, as it is served
+        save_draft(draft, staging, meta, tokenizer_folder)
+        write_extra_files(staging)
+
+        # 2) what training needs to go on: tensors in one file, the rest as JSON
+        trainer = staging / TRAINER
         trainer.mkdir()
         tensors = {f"weights/{name}": tensor for name, tensor in weights.items()}
         tensors |= {f"{key}/{name}": x for name, moment in moments.items() for key, x in moment.items()}
@@ -118,12 +121,12 @@ def save(
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, trainer / STATE_FILE)
         plain = [{key: value for key, value in parts.items() if not _is_tensor(value)} for parts in rng]
         write_json(trainer / RECORD_FILE, {"state": asdict(state), "rng": plain})
-    _drop_older(folder, state)
-    return place
+    _delete_superseded(folder, state)
+    return checkpoint
 
 
 def restore(folder: Path, step: int) -> Restored:
-    """Read a trainer's memory. Raises CorruptDataError naming the file."""
+    """Read the state of a training. Raises CorruptDataError naming the file."""
     trainer = step_folder(folder, step) / TRAINER
     state, rng = _read_record(folder, step)
     try:
@@ -149,7 +152,7 @@ def _read_record(folder: Path, step: int) -> tuple[LoopState, list[dict[str, Any
     record = read_object(trainer / RECORD_FILE)
     try:
         state = LoopState(**record["state"])
-        state.standings = [BestCheckpoints(*one) for one in state.standings]
+        state.standings = [CheckpointScore(*score) for score in state.standings]
         rng = [dict(parts) for parts in record["rng"]]
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptDataError(
@@ -184,32 +187,32 @@ def restore_rng(parts: list[dict[str, Any]], ranks: Ranks) -> None:
 
 
 @contextmanager
-def extra_files(folder: Path) -> Iterator[Path]:
-    """Where a draft may lie for a moment, among the checkpoints; gone afterwards."""
-    place = folder / FOLDER / ".scored"
+def temporary_draft_folder(folder: Path) -> Iterator[Path]:
+    """A place among the checkpoints for a draft that is scored; deleted afterwards."""
+    temporary = folder / FOLDER / ".scored"
     try:
-        yield place
+        yield temporary
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def delete_old(folder: Path) -> None:
+def delete_leftovers(folder: Path) -> None:
     """Remove what a killed run left half-written beside the checkpoints."""
     for leftover in (folder / FOLDER).glob(".*"):
         shutil.rmtree(leftover)
 
 
-def _drop_older(folder: Path, state: LoopState) -> None:
-    """Older trainers, and older drafts that no score needs. Renamed first, so that none is ever seen in part."""
+def _delete_superseded(folder: Path, state: LoopState) -> None:
+    """Delete older trainers, and older drafts that no score needs; renamed first, so that none is ever seen in part."""
     for step in state.written:
         if step == state.step:
             continue
         old = step_folder(folder, step)
-        doomed = old / TRAINER if step in state.scored else old
-        if doomed.exists():
+        superseded = old / TRAINER if step in state.scored else old
+        if superseded.exists():
             gone = old.parent / f".{old.name}.old"
             shutil.rmtree(gone, ignore_errors=True)
-            doomed.rename(gone)
+            superseded.rename(gone)
             shutil.rmtree(gone)
     state.written = sorted({*state.scored, state.step})
 
@@ -242,7 +245,7 @@ def claim(folder: Path, settings: Settings, seed: int, capture: Capture) -> None
 
 
 def draft_digest(folder: Path) -> str:
-    """Content of a draft folder."""
+    """Digest of the files of a draft folder."""
     return fingerprint.of_files(folder, [path.name for path in folder.iterdir() if path.is_file()])
 
 

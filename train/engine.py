@@ -21,12 +21,12 @@ class NonFiniteGradientError(ArithmeticError):
 
 
 class Engine(Protocol):
-    """What the loop needs."""
+    """Gradients and steps of one rank, as the loop calls them."""
 
     name: str
 
     def accumulate(self, inputs: Inputs, scale: float, last: bool) -> Tensor:
-        """Forward and backward of one micro-batch, its loss times `scale`. Returns its sums (see head.py)."""
+        """Forward and backward of one micro-batch, its loss times `scale`. Returns its sums (see linear_head.py)."""
         ...
 
     def step(self, rate: float) -> float:
@@ -45,7 +45,7 @@ class Engine(Protocol):
         """Restore the state after `step` optimizer steps, whatever engine or sharding saved it."""
         ...
 
-    def whole(self) -> AbstractContextManager[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         """Inside, the family's parameters are unsharded on every rank (to score or export)."""
         ...
 
@@ -79,7 +79,7 @@ class TorchEngine:
     def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
         write_moments(self._family, self._optimizer, moments, step)
 
-    def whole(self) -> AbstractContextManager[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 

@@ -45,6 +45,7 @@ class DeepSpeedEngine:
     """One rank's part of the job."""
 
     def __init__(self, settings: Settings, family: Family, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+        # 1) DeepSpeed itself, and what ZeRO-3 must know of the family
         deepspeed = import_deepspeed()
         self._stage = stage = settings.zero_stage
         self.name = f"DeepSpeed ZeRO-{stage}" + ", optimizer offloaded" * settings.offload_optimizer
@@ -58,15 +59,17 @@ class DeepSpeedEngine:
             for tensor in (tensor for head in each_head(family.head()) for tensor in (head.weight_VH, head.bias_V)):
                 if tensor is not None and id(tensor) in mine:
                     self._zero.register_external_parameter(family, tensor)
+        # 2) the engine around the family
         names = {id(parameter): name for name, parameter in family.trainable().items()}
         config = deepspeed_config(settings, sum(parameter.numel() for parameter in family.trainable().values()))
         self._engine, *_ = deepspeed.initialize(model=family, optimizer=optimizer, config=config)
+        # 3) which part of each parameter this rank holds
         self._base = optimizer
         self._sharded: Any = self._engine.optimizer if stage else None
         shards = shards_of(self._sharded, stage, ranks.rank) if stage else []
         self._shards = {names[id(shard.parameter)]: shard for shard in shards}
         if isinstance(optimizer, Muon | MuonAdamW):
-            optimizer.spread(shards, ranks)
+            optimizer.use_shards(shards, ranks)
 
     def accumulate(self, inputs: Inputs, scale: float, last: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last)
@@ -109,10 +112,10 @@ class DeepSpeedEngine:
                 zeros = {key: torch.zeros_like(flat) for key in moments[name]}
                 fresh[id(flat)] = self._base.state[flat] = state_after(flat, zeros, step)
             for key, moment in moments[name].items():
-                shard.of(fresh[id(flat)][key]).copy_(shard.cut(moment))
+                shard.in_flat(fresh[id(flat)][key]).copy_(shard.in_whole(moment))
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def unsharded(self) -> Iterator[None]:
         parameters = list(self._family.parameters()) if self._stage == 3 else []
         with self._zero.GatheredParameters(parameters, enabled=self._stage == 3):
             yield

@@ -1,13 +1,16 @@
-"""Training of one draft, top to bottom: resolve, model, optimizer, data, loop.
+"""Training of one draft, top to bottom: resolve, data, model, engine, resume, loop.
 
-The loop's order never changes: evaluate, save, stop test, one step, log. Its state is `LoopState`, and lies beside the
+The loop's order never changes: evaluate, save, stop test, step, log. Its state is `LoopState`, and lies beside the
 weights of every checkpoint; a run that was killed at any moment goes on with the same losses.
+
+Shapes: A micro-batches of a rank's step, S steps ahead that are trained (and the extra loss), R ranks.
 """
 
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,38 +30,102 @@ from ..storage import require_free_space
 from . import checkpoints
 from .checkpoints import LoopState, claim
 from .engine import Engine, NonFiniteGradientError, TorchEngine
-from .families import build, check_taught
+from .families import build, check_teacher_signals
 from .families.base import Family
-from .families.initial_draft import INIT, prepare
+from .families.initial_draft import INIT, store_initial_draft
 from .losses.linear_head import AGREE, ALPHA, COUNT, LOSS
 from .losses.schedule import describe as describe_objective
 from .losses.schedule import phase_at
-from .memory_estimate import Footprint, forget_peak, longest, memory_named, peak
-from .optimizers import forget, learning_rate, make_optimizer
+from .memory_estimate import DiskFootprint, explain_out_of_memory, longest_step, peak_memory, reset_peak_memory
+from .optimizers import learning_rate, make_optimizer, reset_state
 from .settings import Settings
-from .stopping import BestCheckpoints, StopRequest, TrainingStoppedError, best, on_sigterm, stalled
-from .throughput import MetricLog, MetricSink, Pace, describe, extend_digest, smooth
+from .stopping import CheckpointScore, StopRequest, TrainingStoppedError, best_steps, on_sigterm, stalled
+from .throughput import MetricLog, MetricSink, Pace, extend_digest, print_training_plan, smooth
 
 T = TypeVar("T")
 U = TypeVar("U")
+LoadTarget = Callable[[], Target]
+Scorer = Callable[[Path, int], dict[str, float]]
+"""(draft folder, step) -> its figures, tau, tau_low and tau_high among them; rank 0 runs it while the others wait."""
+METRICS_FILE, SCORES_FILE = "metrics.jsonl", "scores.jsonl"
 
 
-def ahead(items: Iterator[T], work: Callable[[T], U]) -> Generator[tuple[T, U], None, None]:
-    """Each item with the result of its work, which a thread did while the item before was used.
+def train(
+    settings: Settings,
+    seed: int,
+    capture: Capture,
+    folder: Path,
+    load_target: LoadTarget,
+    sink: MetricSink,
+    scorer: Scorer | None = None,
+) -> list[Path]:
+    """Train one draft in `folder`, from the start or from where it was left. Returns the kept checkpoints' folders.
 
-    `items` never ends. An error of the work is raised where its item is due.
+    Raises TrainingDivergedError before an update that is not finite, TrainingStoppedError after SIGTERM,
+    DeviceMemoryError or DiskFullError for what will not fit, LostRankError where another rank is gone.
     """
-    with ThreadPoolExecutor(1, "batches") as pool:
+    # 1) resolve: the engine, the ranks, whose folder it is, the draft before its first step
+    use_deepspeed = wants_deepspeed(settings)
+    check_teacher_signals(settings, capture.bare)
+    with process_group.join(use_deepspeed) as ranks, on_sigterm() as stop, ExitStack() as running:
+        if ranks.first:
+            claim(folder, settings, seed, capture)
+            checkpoints.delete_leftovers(folder)
+            store_initial_draft(settings, seed, capture, folder, load_target)
+        ranks.after_first()
 
-        def begin() -> tuple[T, U]:
-            item = next(items)
-            return item, work(item)
+        # 2) data: which samples make up each step, dealt out to ranks and micro-batches
+        samples = capture.samples("train")
+        plan = BatchPlan(
+            samples,
+            settings.tokens_per_step,
+            seed,
+            ranks.world_size,
+            ranks.rank,
+            settings.accumulation,
+            settings.row_tokens,
+        )
 
-        pending = pool.submit(begin)
-        while True:
-            ready = pending.result()
-            pending = pool.submit(begin)
-            yield ready
+        # 3) model: the draft as it starts, or as the newest checkpoint has it; the target beside it where it is needed
+        reset_peak_memory(ranks.device)
+        torch.manual_seed(seed_from("family", seed))  # the same on every rank
+        family = build(
+            settings, folder / INIT, lambda: running.enter_context(load_target().running()), capture, ranks.device
+        ).to(ranks.device)
+        step = checkpoints.newest(folder)
+        restored = None if step is None else checkpoints.restore(folder, step)
+        state = LoopState() if restored is None else restored.state
+        if restored is not None:
+            load_weights(family, restored.weights)
+        footprint = DiskFootprint.from_family(family)  # before an engine shards it
+
+        # 4) engine: optimizer and sharding; then whatever can fail does so now, before hours of work
+        optimizer = make_optimizer(family, settings)
+        engine = make_engine(settings, family, optimizer, ranks, use_deepspeed)
+        check_teacher(family, capture, samples, ranks)
+        print_training_plan(settings, family, plan, len(samples), ranks, engine.name)
+        trainer = Trainer(
+            settings, folder, capture, family, engine, plan, samples, ranks, sink, scorer, stop, state, footprint
+        )
+        if not trainer.finished:
+            if ranks.first:
+                require_free_space(folder, footprint.bytes_to_write(settings, state.step))
+            trainer.memory_dry_run()
+            reset_state(optimizer)
+
+        # 5) resume: the optimizer's state and the random numbers of the checkpoint
+        if restored is not None and restored.moments:
+            engine.load_moments(restored.moments, state.step)
+        torch.manual_seed(seed_from("train", seed, ranks.rank))
+        if restored is not None:
+            checkpoints.restore_rng(restored.rng, ranks)
+        if family.needs_signals and capture.truncated:
+            say("the capture kept no draws from the tails: what lies beyond its top k is left out of the objective")
+        if state.step:
+            say(f"going on after step {state.step}")
+
+        # 6) loop
+        return trainer.loop()
 
 
 def wants_deepspeed(settings: Settings) -> bool:
@@ -84,138 +151,113 @@ def make_engine(
     return DeepSpeedEngine(settings, family, optimizer, ranks)
 
 
-LoadTarget = Callable[[], Target]
-Scorer = Callable[[Path, int], dict[str, float]]
-"""(draft folder, step) -> its figures, tau, tau_low and tau_high among them; rank 0 runs it while the others wait."""
-METRICS_FILE, SCORES_FILE = "metrics.jsonl", "scores.jsonl"
+@torch.no_grad()
+def load_weights(family: Family, weights: dict[str, Tensor]) -> None:
+    """Put saved weights into the family, before any engine shards it."""
+    for name, parameter in family.trainable().items():
+        parameter.copy_(weights[name])
 
 
-def train(
-    settings: Settings,
-    seed: int,
-    capture: Capture,
-    folder: Path,
-    load_target: LoadTarget,
-    sink: MetricSink,
-    scorer: Scorer | None = None,
-) -> list[Path]:
-    """Train one draft in `folder`, from the start or from where it was left. Returns the kept checkpoints' folders.
+def check_teacher(family: Family, capture: Capture, samples: list[Sample], ranks: Ranks) -> None:
+    """Compare a live teacher with the stored signals of one sample, once, before anything is trained.
 
-    Raises TrainingDivergedError before an update that is not finite, TrainingStoppedError after SIGTERM,
-    DeviceMemoryError or DiskFullError for what will not fit, LostRankError where another rank is gone.
+    Every rank does: all of them run the pass of a sharded target together.
     """
-    use_deepspeed = wants_deepspeed(settings)
-    check_taught(settings, capture.bare)
-    with process_group.join(use_deepspeed) as ranks, on_sigterm() as stop, ExitStack() as inside:
-        if ranks.first:
-            claim(folder, settings, seed, capture)
-            checkpoints.delete_old(folder)
-            prepare(settings, seed, capture, folder, load_target)
-        ranks.after_first()
-
-        forget_peak(ranks.device)
-        torch.manual_seed(_seed("family", seed))  # the same on every rank
-
-        def running_target() -> Target:
-            return inside.enter_context(load_target().running())
-
-        family = build(settings, folder / INIT, running_target, capture, ranks.device).to(ranks.device)
-        step = checkpoints.newest(folder)
-        restored = checkpoints.restore(folder, step) if step is not None else None
-        if restored is not None:
-            load_weights(family, restored.weights)
-        state = restored.state if restored is not None else LoopState()
-        footprint = Footprint.of(family)  # before an engine shards it
-
-        optimizer = make_optimizer(family, settings)
-        engine = make_engine(settings, family, optimizer, ranks, use_deepspeed)
-        samples = capture.samples("train")
-        plan = BatchPlan(
-            samples,
-            settings.tokens_per_step,
-            seed,
-            ranks.world_size,
-            ranks.rank,
-            settings.accumulation,
-            settings.row_tokens,
-        )
-        check_teacher(family, capture, samples, ranks)
-        describe(settings, family, plan, len(samples), ranks, engine.name)
-        run = Trainer(
-            settings, folder, capture, family, engine, plan, samples, ranks, sink, scorer, stop, state, footprint
-        )
-        if not run.finished:
-            if ranks.first:
-                require_free_space(folder, footprint.rest(settings, state.step))
-            run.rehearse()
-            forget(optimizer)
-        if restored is not None and restored.moments:
-            engine.load_moments(restored.moments, state.step)
-        torch.manual_seed(_seed("train", seed, ranks.rank))
-        if restored is not None:
-            checkpoints.restore_rng(restored.rng, ranks)
-        if family.needs_signals and capture.truncated:
-            say("the capture kept no draws from the tails: what lies beyond its top k is left out of the objective")
-        if state.step:
-            say(f"going on after step {state.step}")
-        return run.loop()
+    if family.needs_signals:
+        return
+    if capture.bare:
+        say("the capture keeps no signals: the target is not compared with them")
+        return
+    family.check_teacher(collate(samples[:1], [capture.signals(samples[0])]).to(ranks.device))
 
 
+def seed_from(*parts: object) -> int:
+    """A seed that follows from these values."""
+    return int(fingerprint.of_json(list(parts))[:15], 16)
+
+
+def prefetch(items: Iterator[T], work: Callable[[T], U]) -> Generator[tuple[T, U], None, None]:
+    """Each item with the result of its work, which a thread did while the item before was used.
+
+    `items` never ends. An error of the work is raised where its item is due.
+    """
+    with ThreadPoolExecutor(1, "batches") as pool:
+
+        def begin() -> tuple[T, U]:
+            item = next(items)
+            return item, work(item)
+
+        pending = pool.submit(begin)
+        while True:
+            ready = pending.result()
+            pending = pool.submit(begin)
+            yield ready
+
+
+@dataclass
 class Trainer:
     """The loop and what it needs."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        folder: Path,
-        capture: Capture,
-        family: Family,
-        engine: Engine,
-        plan: BatchPlan,
-        samples: list[Sample],
-        ranks: Ranks,
-        sink: MetricSink,
-        scorer: Scorer | None,
-        stop: StopRequest,
-        state: LoopState,
-        footprint: Footprint,
-    ) -> None:
-        self.settings, self.folder, self.capture = settings, folder, capture
-        self.family, self.engine, self.plan, self.samples = family, engine, plan, samples
-        self.ranks, self.sink, self.scorer, self.stop, self.state = ranks, sink, scorer, stop, state
-        self.footprint = footprint
-        self.metrics, self.scores = MetricLog(folder / METRICS_FILE), MetricLog(folder / SCORES_FILE)
-        self.begun_at = state.step
-        if ranks.first:
-            self.metrics.truncate(state.step)
-            self.scores.truncate(state.step)
+    settings: Settings
+    folder: Path
+    capture: Capture
+    family: Family
+    engine: Engine
+    plan: BatchPlan
+    samples: list[Sample]
+    ranks: Ranks
+    sink: MetricSink
+    scorer: Scorer | None
+    stop: StopRequest
+    state: LoopState
+    footprint: DiskFootprint
+    metrics: MetricLog = field(init=False)
+    scores: MetricLog = field(init=False)
+    first_step: int = field(init=False)
+    """Steps that were done before this process began."""
+
+    def __post_init__(self) -> None:
+        self.metrics, self.scores = MetricLog(self.folder / METRICS_FILE), MetricLog(self.folder / SCORES_FILE)
+        self.first_step = self.state.step
+        if self.ranks.first:
+            self.metrics.truncate(self.state.step)
+            self.scores.truncate(self.state.step)
 
     def loop(self) -> list[Path]:
         """Train to the last step. Returns the folders of the kept checkpoints."""
         settings, state = self.settings, self.state
         pace = Pace(settings.steps, state.step)
-        saved = state.step  # a resumed step was evaluated and saved before
-        with closing(ahead(self.plan.steps(state.position), self.batches)) as steps:
+        with closing(prefetch(self.plan.steps(state.position), self.batches)) as steps:
             while True:
-                due = state.step > saved
-                if due and self.is_scored(state.step):
+                is_new = state.step > self.first_step  # a resumed step was evaluated and saved before
+
+                # 1) evaluate
+                if is_new and self.is_scored(state.step):
                     self.evaluate()
-                asked = self.anyone_asked()
-                if due and (self.is_scored(state.step) or self.is_saved(state.step) or asked):
+
+                # 2) save, also where any rank was asked to stop
+                stop = self.stop_requested()
+                if is_new and (self.is_scored(state.step) or self.is_saved(state.step) or stop):
                     self.save()
+
+                # 3) stop test
                 if self.finished:
                     break
-                if asked:
+                if stop:
                     raise TrainingStoppedError(
                         f"stopped by SIGTERM after step {state.step}; the same command goes on from there"
                     )
+
+                # 4) step; to wait for its batches is part of its time
                 pace.begin()
-                step, batches = next(steps)  # to wait for them is part of the step's time
+                step, batches = next(steps)
                 values = self.one_step(step, batches)
                 seconds = pace.end(state.step, step.supervised)
+
+                # 5) log
                 speed = {"tokens_per_second": step.supervised / seconds, "positions_per_second": step.tokens / seconds}
-                self.log({**values, "seconds": seconds, **speed, **peak(self.ranks.device)})
-                pace.show(state.step, state.smoothed_loss)
+                self.log({**values, "seconds": seconds, **speed, **peak_memory(self.ranks.device)})
+                say(pace.line(state.step, state.smoothed_loss))
         return [checkpoints.step_folder(self.folder, step) for step in state.scored]
 
     @property
@@ -231,31 +273,39 @@ class Trainer:
         """Whether this step is one to resume from."""
         return bool(self.settings.save_every and step % self.settings.save_every == 0)
 
-    def rehearse(self) -> None:
+    def memory_dry_run(self) -> None:
         """A step at rate 0 on the longest samples, as late as one trains most: what does not fit into memory fails now.
 
         Weights stay as they are; moments are to be forgotten, and random numbers seeded, afterwards.
         """
-        step = longest(self.plan, self.samples, self.state.position[0])
+        step = longest_step(self.plan, self.samples, self.state.position[0])
         self.family.step = self.settings.steps - 1
         try:
             for phase in self.settings.phases:
-                self.family.aim(self.settings.objective_at((phase.until or self.settings.steps) - 1))
+                self.family.set_objective(self.settings.objective_at((phase.until or self.settings.steps) - 1))
                 self.reduce(self.accumulate(step, self.batches(step)), step)
                 self.update(step, rate=0.0)
         except TrainingDivergedError as error:
             raise TrainingDivergedError(f"before {error}") from None
 
     def one_step(self, step: OptimizerStep, batches: list[Batch]) -> dict[str, float]:
-        """Forward, backward and update on one global batch. Advances the state only when all of it is done."""
+        """Forward, backward and update on one global batch; the step's figures."""
         settings, state = self.settings, self.state
+
+        # 1) what is minimised, and how far the training is
         phase = self.enter_phase()
         self.family.step, self.family.epoch = state.step, state.position[0]
+
+        # 2) forward and backward of all micro-batches; every rank hears of a loss that is not finite
         loss, values = self.reduce(self.accumulate(step, batches), step)
+
+        # 3) update, unless the gradient is not finite
         rate = learning_rate(
             state.step, settings.steps, settings.warmup_steps, settings.learning_rate, settings.final_rate_share
         )
         norm = self.update(step, rate)
+
+        # 4) the state goes on only when all of that is done
         state.smoothed_loss = smooth(state.smoothed_loss, loss, state.step)
         state.step += 1
         state.position = list(step.after)
@@ -267,9 +317,9 @@ class Trainer:
         """Set the objective of the coming step; its phase's number, where there are several."""
         settings, step = self.settings, self.state.step
         objective = settings.objective_at(step)
-        if objective != self.family.loss_settings.objective or step == self.begun_at:
+        if objective != self.family.loss_settings.objective or step == self.first_step:
             say(f"from step {step + 1} on: objective {describe_objective(objective)}")
-        self.family.aim(objective)
+        self.family.set_objective(objective)
         phases = settings.phases
         return {"phase": float(phase_at(phases, step) + 1)} if len(phases) > 1 else {}
 
@@ -277,7 +327,7 @@ class Trainer:
         """Forward and backward of this rank's micro-batches; their sums, [A, S, 4]."""
         scale = 1.0 / max(1, step.supervised)
         sums_AS4 = []
-        with memory_named(self.settings, self.ranks.rank):
+        with explain_out_of_memory(self.settings, self.ranks.rank):
             for number, (indexes, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
                 inputs = self.family.inputs(batch.to(self.ranks.device), indexes)
                 sums_AS4.append(self.engine.accumulate(inputs, scale, last=number == len(step.micro_batches)))
@@ -286,12 +336,12 @@ class Trainer:
     def update(self, step: OptimizerStep, rate: float) -> float:
         """One step of the optimizer; the gradient's norm."""
         try:
-            with memory_named(self.settings, self.ranks.rank):
+            with explain_out_of_memory(self.settings, self.ranks.rank):
                 return self.engine.step(rate)
         except NonFiniteGradientError as error:
             alone = self.ranks.world_size == 1  # a gradient is a sum over ranks: any of them may have spoilt it
             raise TrainingDivergedError(
-                self.name_nonfinite_parameter(step, str(error), self.ranks.rank if alone else None)
+                self.name_nonfinite_samples(step, str(error), self.ranks.rank if alone else None)
             ) from None
 
     def batches(self, step: OptimizerStep) -> list[Batch]:
@@ -305,6 +355,7 @@ class Trainer:
 
     def reduce(self, sums_AS4: Tensor, step: OptimizerStep) -> tuple[float, dict[str, float]]:
         """Mean loss and figures over all ranks. Raises TrainingDivergedError on every rank if one is not finite."""
+        # 1) one collective for the sums and for who has a number that is not finite
         broken_A = ~sums_AS4.isfinite().flatten(1).all(-1)
         broken_R = torch.zeros(self.ranks.world_size, device=sums_AS4.device)
         broken_R[self.ranks.rank] = broken_A.any().float()
@@ -313,24 +364,31 @@ class Trainer:
         broken = everything[sums_S4.numel() :].nonzero()[:, 0].tolist()
         if broken:
             raise TrainingDivergedError(
-                self.name_nonfinite_parameter(step, "the loss is not finite", broken[0], broken_A.tolist())
+                self.name_nonfinite_samples(step, "the loss is not finite", broken[0], broken_A.tolist())
             )
+
+        # 2) the loss: steps ahead by their weights, and the family's extra loss, whose sum is the last row
         sums = everything[: sums_S4.numel()].view_as(sums_S4).tolist()
-        values, extra = {}, self.family.extra
-        beside = 0.0 if extra is None else sums.pop()[LOSS]
+        values, extra = {}, self.family.extra_loss
+        extra_sum = 0.0 if extra is None else sums.pop()[LOSS]
         loss = sum(weight * row[LOSS] for weight, row in zip(self.family.step_weights, sums, strict=True))
         if extra is not None:
-            loss = extra.total(loss, beside)
-            values[extra.name] = beside / max(1, step.supervised)
+            loss = extra.total(loss, extra_sum)
+            values[extra.name] = extra_sum / max(1, step.supervised)
+
+        # 3) acceptance and agreement of each step ahead
         for number, row in enumerate(sums, start=1):
             values[f"alpha_{number}"] = row[ALPHA] / max(1.0, row[COUNT])
             values[f"agree_{number}"] = row[AGREE] / max(1.0, row[COUNT])
         return loss / max(1, step.supervised), values
 
-    def name_nonfinite_parameter(
+    def name_nonfinite_samples(
         self, step: OptimizerStep, what: str, rank: int | None, broken: list[bool] | None = None
     ) -> str:
-        """Step, rank (None: any) and samples behind a number that is not finite; where known, of its micro-batches."""
+        """The line of an error: step, rank (None: any) and samples behind a number that is not finite.
+
+        `broken`: which of this rank's micro-batches have one, where that is known.
+        """
         indexes = step.samples
         if rank == self.ranks.rank:
             flags = broken or [True] * len(step.micro_batches)
@@ -344,19 +402,19 @@ class Trainer:
         if self.scorer is None:
             return
         state, figures_3 = self.state, torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
-        with checkpoints.extra_files(self.folder) as place:
-            with self.engine.whole():
+        with checkpoints.temporary_draft_folder(self.folder) as temporary:
+            with self.engine.unsharded():
                 if self.ranks.first:
-                    save_draft(self.family.export(), place, self.meta(), self.folder / INIT)
+                    save_draft(self.family.export(), temporary, self.meta(), self.folder / INIT)
             if self.ranks.first:
-                values = self.scorer(place, state.step)
+                values = self.scorer(temporary, state.step)
                 self.scores.log(state.step, values)
                 self.sink.log(state.step, values)
                 figures_3 += torch.tensor(
                     [values[name] for name in ("tau", "tau_low", "tau_high")], dtype=torch.float64
                 )
         self.ranks.after_first()
-        state.standings.append(BestCheckpoints(state.step, *self.ranks.sum(figures_3).tolist()))
+        state.standings.append(CheckpointScore(state.step, *self.ranks.sum(figures_3).tolist()))
         if self.settings.patience is not None and stalled(state.standings, self.settings.patience):
             state.stopped = True
             say(f"stopping early: tau has not risen for {self.settings.patience} scored steps")
@@ -366,7 +424,7 @@ class Trainer:
         if self.is_scored(self.state.step):
             self.state.scored = self.kept()
         weights, moments, rng = self.engine.weights(), self.engine.moments(), checkpoints.rng_state(self.ranks)
-        with self.engine.whole():
+        with self.engine.unsharded():
             if self.ranks.first:
                 require_free_space(self.folder, self.footprint.checkpoint)
                 checkpoints.save(
@@ -378,7 +436,7 @@ class Trainer:
                     weights,
                     moments,
                     rng,
-                    self.family.complete,
+                    self.family.write_extra_files,
                 )
         self.ranks.after_first()
 
@@ -387,9 +445,9 @@ class Trainer:
         known = [*self.state.scored, self.state.step]
         if self.settings.keep_best is None:
             return known
-        standings = [one for one in self.state.standings if one.step in known]
-        chosen, judged = best(standings, self.settings.keep_best), {one.step for one in standings}
-        return [step for step in known if step in chosen or step not in judged or step == self.state.step]
+        scores = [score for score in self.state.standings if score.step in known]
+        best, judged = best_steps(scores, self.settings.keep_best), {score.step for score in scores}
+        return [step for step in known if step in best or step not in judged or step == self.state.step]
 
     def meta(self) -> DraftMeta:
         """Lineage of the draft at this step."""
@@ -401,33 +459,9 @@ class Trainer:
             self.metrics.log(self.state.step, values | {"time": time.time()})
             self.sink.log(self.state.step, values)
 
-    def anyone_asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether any rank was told to stop: then all of them save together."""
         if self.ranks.world_size == 1:
-            return self.stop.asked
-        asked = torch.tensor([float(self.stop.asked)], device=self.ranks.device)
-        return bool(self.ranks.sum(asked).item() > 0)
-
-
-@torch.no_grad()
-def load_weights(family: Family, weights: dict[str, Tensor]) -> None:
-    """Put saved weights into the family, before any engine shards it."""
-    for name, parameter in family.trainable().items():
-        parameter.copy_(weights[name])
-
-
-def check_teacher(family: Family, capture: Capture, samples: list[Sample], ranks: Ranks) -> None:
-    """Compare a live teacher with the stored signals of one sample, once, before anything is trained.
-
-    Every rank does: a pass of a spread target is one of all of them.
-    """
-    if family.needs_signals:
-        return
-    if capture.bare:
-        say("the capture keeps no signals: the target is not compared with them")
-        return
-    family.check_teacher(collate(samples[:1], [capture.signals(samples[0])]).to(ranks.device))
-
-
-def _seed(*parts: object) -> int:
-    return int(fingerprint.of_json(list(parts))[:15], 16)
+            return self.stop.requested
+        requested = torch.tensor([float(self.stop.requested)], device=self.ranks.device)
+        return bool(self.ranks.sum(requested).item() > 0)

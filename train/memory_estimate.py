@@ -1,4 +1,5 @@
-"""What does not fit is found out before hours of work: space on disk, and the device's memory."""
+"""What a training needs, found out early: bytes on disk, the step that takes most of the device's memory, and
+what to turn down where that runs out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from .settings import Settings
 
 
 @dataclass(frozen=True)
-class Footprint:
+class DiskFootprint:
     """Bytes on disk of one checkpoint; measured before an engine shards the family."""
 
     draft: int
@@ -22,7 +23,7 @@ class Footprint:
     """Weights and two moments, float32."""
 
     @classmethod
-    def of(cls, family: Family) -> "Footprint":
+    def from_family(cls, family: Family) -> "DiskFootprint":
         return cls(family.saved_bytes(), 12 * sum(parameter.numel() for parameter in family.trainable().values()))
 
     @property
@@ -30,7 +31,7 @@ class Footprint:
         """What one save writes."""
         return self.draft + self.trainer
 
-    def rest(self, settings: Settings, step: int) -> int:
+    def bytes_to_write(self, settings: Settings, step: int) -> int:
         """What training on from `step` writes and keeps. An older checkpoint goes when the next one is there."""
         every = settings.score_every or settings.steps
         scored = -(-settings.steps // every) - step // every
@@ -38,7 +39,7 @@ class Footprint:
         return kept * self.draft + self.checkpoint + self.trainer if step < settings.steps else 0
 
 
-def longest(plan: BatchPlan, samples: list[Sample], epoch: int) -> OptimizerStep:
+def longest_step(plan: BatchPlan, samples: list[Sample], epoch: int) -> OptimizerStep:
     """The step of an epoch that holds its longest sample: the one that needs most memory, or nearly."""
 
     def size(step: OptimizerStep) -> tuple[int, int]:
@@ -50,7 +51,7 @@ def longest(plan: BatchPlan, samples: list[Sample], epoch: int) -> OptimizerStep
 
 
 @contextmanager
-def memory_named(settings: Settings, rank: int) -> Iterator[None]:
+def explain_out_of_memory(settings: Settings, rank: int) -> Iterator[None]:
     """Turn "out of memory", which torch says in several ways, into DeviceMemoryError naming what to turn down."""
     try:
         yield
@@ -66,12 +67,12 @@ def memory_named(settings: Settings, rank: int) -> Iterator[None]:
         ) from error
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """What this process did before does not count."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak(device: torch.device) -> dict[str, float]:
+def peak_memory(device: torch.device) -> dict[str, float]:
     """`peak_gib`: the most memory that tensors took on a GPU since then, target included; nothing on a CPU."""
     return {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}

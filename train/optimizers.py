@@ -1,7 +1,11 @@
-"""Optimizers over a family's parameters, and their state by parameter name, free of how it is spread.
+"""Optimizers over a family's parameters, and their state by parameter name, free of how ranks shard it.
 
 AdamW takes everything, or Muon takes the matrices inside the network and AdamW the rest: embeddings and heads, whose
 rows are looked up one by one, tensors that hold several matrices (experts) or filters, norms and biases.
+
+`Muon` makes the steps of `torch.optim.Muon` (`match_rms_adamw`), which cannot take its place: it refuses the flat parts
+of matrices that ZeRO 1 to 3 leave on a rank, and its products are bfloat16 always, so that a float32 training would
+depend on how it is sharded.
 """
 
 import math
@@ -40,41 +44,41 @@ class Shard:
     """Where it begins in the flattened parameter."""
     size: int
 
-    def of(self, flat: Tensor) -> Tensor:
-        """The part, inside a tensor laid out like `flat`."""
+    def in_flat(self, flat: Tensor) -> Tensor:
+        """View of the part in a tensor laid out like `flat`."""
         return flat.narrow(0, self.at, self.size)
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """The part, of the whole parameter or something of its shape."""
+    def in_whole(self, whole: Tensor) -> Tensor:
+        """View of the part in the whole parameter, or in a tensor of its shape."""
         return whole.flatten().narrow(0, self.start, self.size)
 
     def gather(self, flat: Tensor, ranks: Ranks) -> Tensor:
         """The whole, float32, on this rank's device. All ranks must call it."""
-        return ranks.sum(self.alone(flat, ranks))
+        return ranks.sum(self.zero_filled(flat, ranks))
 
-    def alone(self, flat: Tensor, ranks: Ranks) -> Tensor:
+    def zero_filled(self, flat: Tensor, ranks: Ranks) -> Tensor:
         """The whole with zeros where other ranks have it."""
         whole = torch.zeros(self.shape, dtype=torch.float32, device=ranks.device)
-        self.cut(whole).copy_(self.of(flat))
+        self.in_whole(whole).copy_(self.in_flat(flat))
         return whole
 
 
 def shards_of(sharded: Any, stage: int, rank: int) -> list[Shard]:
-    """All trainable parameters under DeepSpeed's optimizer of stage 1, 2 or 3."""
+    """This rank's parts of all trainable parameters under DeepSpeed's optimizer of ZeRO stage 1, 2 or 3."""
     if stage == 3:
         return [
-            _third(sharded, parameter, flat, rank)
+            _stage3_shard(sharded, parameter, flat, rank)
             for group, flat in zip(sharded.fp16_groups, sharded.fp32_partitioned_groups_flat, strict=True)
             for parameter in group
         ]
     return [
-        _second(parameter, flat)
+        _flat_shard(parameter, flat)
         for group, flat in zip(sharded.bit16_groups, sharded.single_partition_of_fp32_groups, strict=True)
         for parameter in group
     ]
 
 
-def _second(parameter: Any, flat: Tensor) -> Shard:
+def _flat_shard(parameter: Any, flat: Tensor) -> Shard:
     """Stages 1 and 2 cut a flat tensor of all parameters: a rank has many whole ones, and a part of the outer two."""
     held = parameter._hp_mapping
     if held is None:
@@ -83,7 +87,7 @@ def _second(parameter: Any, flat: Tensor) -> Shard:
     return Shard(parameter, parameter.shape, flat, inside.start, whole.start, whole.numel)
 
 
-def _third(sharded: Any, parameter: Any, flat: Tensor, rank: int) -> Shard:
+def _stage3_shard(sharded: Any, parameter: Any, flat: Tensor, rank: int) -> Shard:
     """Stage 3 cuts every parameter into equal parts, the last ones padded."""
     _, at, size = sharded.grad_position[sharded.get_param_id(parameter)]
     start = min(size * rank, parameter.ds_numel)
@@ -97,7 +101,8 @@ _ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised; decay decoupled. Parameters are matrices, or flat parts told by `spread`."""
+    """Muon (Jordan et al. 2024; scaled to AdamW's steps as in arXiv 2502.16982): Nesterov momentum, orthogonalised;
+    decoupled weight decay. Parameters are matrices, or flat parts of matrices after `use_shards`."""
 
     def __init__(self, groups: Iterable[Mapping[str, Any]], weight_decay: float, dtype: torch.dtype) -> None:
         """`dtype`: of the matrix products."""
@@ -107,7 +112,7 @@ class Muon(torch.optim.Optimizer):
         self._parts: dict[int, list[tuple[Shard, int]]] = {}
         self._ranks: Ranks | None = None
 
-    def spread(self, shards: Iterable[Shard], ranks: Ranks) -> None:
+    def use_shards(self, shards: Iterable[Shard], ranks: Ranks) -> None:
         """From now on the parameters are flat, and hold these parts of the matrices. All ranks must call it."""
         self._ranks, shards = ranks, [shard for shard in shards if id(shard.parameter) in self._matrices]
         holders = ranks.sum(torch.tensor([float(shard.size > 0) for shard in shards], device=ranks.device))
@@ -123,22 +128,25 @@ class Muon(torch.optim.Optimizer):
                     self._step(parameter, group["lr"], group["weight_decay"])
 
     def _step(self, parameter: Tensor, rate: float, weight_decay: float) -> None:
+        # 1) momentum, looked ahead as Nesterov does; decay
         state = self.state[parameter]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(parameter)
         state[MOMENTUM].lerp_(parameter.grad, 1 - _BETA)
         ahead = parameter.grad.lerp(state[MOMENTUM], _BETA)  # type: ignore[union-attr]
         parameter.mul_(1 - rate * weight_decay)
+        # 2) a whole matrix moves along its orthogonalised momentum
         if parameter.ndim == 2:
             parameter.add_(orthogonal(ahead, self._dtype), alpha=-rate * _size(parameter.shape))
             return
+        # 3) of one that is cut, every holder orthogonalises the whole and moves its own part
         assert self._ranks is not None
         for shard, holders in self._parts[id(parameter)]:
             if holders > 1 or shard.size:  # a matrix that lies whole on one rank is that rank's alone
-                whole = shard.gather(ahead, self._ranks) if holders > 1 else shard.alone(ahead, self._ranks)
+                whole = shard.gather(ahead, self._ranks) if holders > 1 else shard.zero_filled(ahead, self._ranks)
                 if shard.size:
-                    mine = shard.cut(orthogonal(whole, self._dtype)).to(parameter)
-                    shard.of(parameter).add_(mine, alpha=-rate * _size(shard.shape))
+                    mine = shard.in_whole(orthogonal(whole, self._dtype)).to(parameter)
+                    shard.in_flat(parameter).add_(mine, alpha=-rate * _size(shard.shape))
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,6 +162,7 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _size(shape: torch.Size) -> float:
+    """Scale at which a near-rotation's numbers are as large as AdamW's steps, 0.2 on average (arXiv 2502.16982)."""
     return 0.2 * math.sqrt(max(shape))
 
 
@@ -173,9 +182,9 @@ class MuonAdamW(torch.optim.Optimizer):
         for part in (muon, adamw):
             part.state = self.state
 
-    def spread(self, shards: Iterable[Shard], ranks: Ranks) -> None:
-        """Tell Muon which parts of matrices it steps from now on."""
-        self._muon.spread(shards, ranks)
+    def use_shards(self, shards: Iterable[Shard], ranks: Ranks) -> None:
+        """From now on Muon's parameters are flat, and hold these parts of matrices. All ranks must call it."""
+        self._muon.use_shards(shards, ranks)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -209,10 +218,10 @@ def _adamw(
 
 def _groups(family: Family, parameters: list[torch.nn.Parameter], share: float, **options: float) -> list[Any]:
     """Parameters as groups with their shares of AdamW's rate: the family's slow ones apart. None is empty."""
-    slow = {id(p) for p in family.slow()}
+    slow = {id(p) for p in family.slow_parameters()}
     groups: list[Any] = [
         {"params": [p for p in parameters if id(p) not in slow], _SHARE: share, **options},
-        {"params": [p for p in parameters if id(p) in slow], _SHARE: share * family.slow_share, **options},
+        {"params": [p for p in parameters if id(p) in slow], _SHARE: share * family.slow_rate_share, **options},
     ]
     return [group for group in groups if group["params"]]
 
@@ -223,8 +232,8 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get(_SHARE, 1.0)
 
 
-def forget(optimizer: torch.optim.Optimizer) -> None:
-    """As before the first step; the memory stays."""
+def reset_state(optimizer: torch.optim.Optimizer) -> None:
+    """Set all moments to zero, as before the first step; their memory stays allocated."""
     for state in optimizer.state.values():
         for tensor in state.values():
             tensor.zero_()

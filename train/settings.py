@@ -10,7 +10,7 @@ from .losses import schedule
 from .losses.objectives import FULL
 from .losses.schedule import A_TENTH_KL, KL, Objective, Phase, Schedule, Section, StepWeights
 
-_ELSEWHERE = {
+_NOT_IDENTITY = {
     "accumulation",
     "row_tokens",
     "engine",
@@ -108,14 +108,14 @@ class _Training(Section):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What decides the result: how it is spread over memory and machines does not.
+        """What decides the result; how it is divided among memory and machines does not.
 
-        `init_from` is left out because a path says nothing of its content; `prepare` records that.
+        `init_from` is left out because a path says nothing of its content; `store_initial_draft` records that.
         """
         unused = set() if any("lk_hybrid" in phase.objective for phase in self.phases) else {"lk_eta"}
         unused |= {"patience", "score_conversations"} if self.patience is None else set()
-        said = self.model_dump(mode="json", exclude=_ELSEWHERE | unused | {"objective"})
-        return said | {"objective": schedule.identity(self.phases)}
+        values = self.model_dump(mode="json", exclude=_NOT_IDENTITY | unused | {"objective"})
+        return values | {"objective": schedule.identity(self.phases)}
 
     @property
     def phases(self) -> list[Phase]:
@@ -207,8 +207,8 @@ class SmallSettings(_Training):
 
     def identity(self) -> dict[str, Any]:
         """Without `on_policy` as it was before there was any, so that what was trained then is found."""
-        said = super().identity()
-        return said if self.on_policy is not None else {name: said[name] for name in said if name != "on_policy"}
+        values = super().identity()
+        return values if self.on_policy is not None else {name: values[name] for name in values if name != "on_policy"}
 
 
 class FeatureSettings(_Training):
@@ -239,8 +239,8 @@ class FeatureSettings(_Training):
 
     def identity(self) -> dict[str, Any]:
         """A single weight goes by the name that it had first, so that what was trained under it is found."""
-        said = super().identity()
-        return said if isinstance(self.step_weights, list) else said | {"step_decay": said.pop("step_weights")}
+        values = super().identity()
+        return values if isinstance(self.step_weights, list) else values | {"step_decay": values.pop("step_weights")}
 
 
 class Eagle3Settings(FeatureSettings):

@@ -1,4 +1,5 @@
-"""Stopping on request: SIGTERM lets the current step end, saves, and leaves with an exception of its own."""
+"""When a training ends before its last step: SIGTERM lets the current step end, saves, and leaves with an exception of
+its own; early stopping ends it once the acceptance of scored checkpoints has stopped rising."""
 
 import signal
 import threading
@@ -20,11 +21,11 @@ class StopRequest:
     """Whether someone asked this process to stop."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
-    def ask(self, number: int = 0, frame: FrameType | None = None) -> None:
+    def request(self, number: int = 0, frame: FrameType | None = None) -> None:
         """Remember the request; also a signal handler."""
-        self.asked = True
+        self.requested = True
 
 
 @contextmanager
@@ -34,16 +35,16 @@ def on_sigterm() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = signal.signal(signal.SIGTERM, request.ask)
+    before = signal.signal(signal.SIGTERM, request.request)
     try:
         yield request
     finally:
         signal.signal(signal.SIGTERM, before)
-    if request.asked and callable(before):  # asked too late to stop the training: the caller must still hear of it
+    if request.requested and callable(before):  # too late to stop the training: the caller must still hear of it
         before(signal.SIGTERM, None)
 
 
-class BestCheckpoints(NamedTuple):
+class CheckpointScore(NamedTuple):
     """Acceptance of one step's draft on the conversations that are scored while training."""
 
     step: int
@@ -53,20 +54,20 @@ class BestCheckpoints(NamedTuple):
     """The interval of tau."""
 
 
-def best(scores: Sequence[BestCheckpoints], count: int) -> set[int]:
+def best_steps(scores: Sequence[CheckpointScore], count: int) -> set[int]:
     """Steps of the `count` highest tau; of equals the earlier."""
-    return {one.step for one in sorted(scores, key=lambda one: (-one.tau, one.step))[:count]}
+    return {score.step for score in sorted(scores, key=lambda score: (-score.tau, score.step))[:count]}
 
 
-def stalled(scores: Sequence[BestCheckpoints], patience: int) -> bool:
+def stalled(scores: Sequence[CheckpointScore], patience: int) -> bool:
     """Whether the last `patience` scores brought no rise.
 
     A rise lies above the interval of the last rise, at first of the first score: small steps up add up to one.
     """
     last, since = None, 0
-    for one in scores:
-        if last is None or one.tau > last.high:
-            last, since = one, 0
+    for score in scores:
+        if last is None or score.tau > last.high:
+            last, since = score, 0
         else:
             since += 1
     return since >= patience

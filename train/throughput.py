@@ -1,4 +1,5 @@
-"""What a person sees: the batch arithmetic before the first step, then each step's number, loss, speed, time left."""
+"""Progress and metrics of a training: the batch arithmetic before the first step, each step's progress line (number,
+loss, speed, time left), metrics.jsonl, and the digest of the loss sequence."""
 
 import hashlib
 import json
@@ -53,16 +54,12 @@ class Pace:
         return self._supervised / self._seconds if self._seconds else 0.0
 
     def line(self, step: int, loss: float) -> str:
-        """The progress line."""
+        """The progress line of one step; without speed and time left until a step was timed."""
         speed, left = "", ""
         if self._timed:
             speed = f"  {self.tokens_per_second:,.0f} supervised tok/s"
             left = f"  {_clock((self._steps - step) * self._seconds / self._timed)} left"
         return f"step {step}/{self._steps}  {100 * step // self._steps:>3}%  loss {loss:.4f}{speed}{left}"
-
-    def show(self, step: int, loss: float) -> None:
-        """Print the progress line."""
-        say(self.line(step, loss))
 
 
 def _clock(seconds: float) -> str:
@@ -71,8 +68,10 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-def describe(settings: Settings, family: Family, plan: BatchPlan, samples: int, ranks: Ranks, engine: str) -> None:
-    """What is about to be trained, and the batch arithmetic."""
+def print_training_plan(
+    settings: Settings, family: Family, plan: BatchPlan, samples: int, ranks: Ranks, engine: str
+) -> None:
+    """Say what is about to be trained, and the batch arithmetic."""
     trained = sum(parameter.numel() for parameter in family.trainable().values()) / 1e6
     dtype = str(family.loss_settings.dtype).removeprefix("torch.")
     world, epoch = ranks.world_size, plan.steps_per_epoch()

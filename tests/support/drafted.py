@@ -124,4 +124,4 @@ def save(family: Family, target: Target, folder: Path) -> None:
         extra={"warm_start_step": 7},
     )
     save_draft(family.export(), folder, meta)
-    family.complete(folder)
+    family.write_extra_files(folder)

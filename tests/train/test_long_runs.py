@@ -32,7 +32,7 @@ from draftforge.train import checkpoints, loop
 from draftforge.train.families.medusa import Backbone
 from draftforge.train.families.small import SmallFamily
 from draftforge.train.loop import train
-from draftforge.train.memory_estimate import Footprint
+from draftforge.train.memory_estimate import DiskFootprint
 from draftforge.train.stopping import TrainingStoppedError
 
 
@@ -129,19 +129,19 @@ def test_the_rehearsal_changes_nothing(
     settings = settings.model_copy(update={"save_every": 3})
     seen = make_recorder(), make_recorder()
     rehearsed: list[OptimizerStep] = []
-    original = loop.Trainer.rehearse
+    original = loop.Trainer.memory_dry_run
     for name, recorder in zip(("with", "without"), seen, strict=True):
 
-        def rehearse(self: loop.Trainer, name: str = name) -> None:
+        def memory_dry_run(self: loop.Trainer, name: str = name) -> None:
             if name == "with":
                 original(self)
-                rehearsed.append(loop.longest(self.plan, self.samples, 0))
+                rehearsed.append(loop.longest_step(self.plan, self.samples, 0))
 
         def stop_after_start(self: loop.Trainer) -> bool:
             return self.state.step == start > 0 and not (tmp_path / f"{self.folder.name}.on").exists()
 
-        monkeypatch.setattr(loop.Trainer, "rehearse", rehearse)
-        monkeypatch.setattr(loop.Trainer, "anyone_asked", stop_after_start)
+        monkeypatch.setattr(loop.Trainer, "memory_dry_run", memory_dry_run)
+        monkeypatch.setattr(loop.Trainer, "stop_requested", stop_after_start)
         if start:
             with pytest.raises(TrainingStoppedError):
                 train(settings, 0, tiny_capture, tmp_path / name, load_tiny_target, recorder)
@@ -235,8 +235,8 @@ def test_space_for_all_that_will_be_kept_is_asked_for_first_and_for_each_checkpo
     trainer = (place / "step-000006" / "trainer" / "state.safetensors").stat().st_size
     assert needed[1:] == pytest.approx([drafts[0] + trainer] * 3, rel=0.02)
     assert needed[0] == pytest.approx(sum(drafts) + drafts[0] + 2 * trainer, rel=0.02)
-    footprint = Footprint(draft=100, trainer=1000)
-    assert footprint.rest(settings, 0) == 3 * 100 + 100 + 2 * 1000
-    assert footprint.rest(settings, 4) == 1 * 100 + 100 + 2 * 1000
-    assert footprint.rest(settings.model_copy(update={"keep_best": 1}), 0) == 2 * 100 + 100 + 2 * 1000
-    assert footprint.rest(settings, 6) == 0
+    footprint = DiskFootprint(draft=100, trainer=1000)
+    assert footprint.bytes_to_write(settings, 0) == 3 * 100 + 100 + 2 * 1000
+    assert footprint.bytes_to_write(settings, 4) == 1 * 100 + 100 + 2 * 1000
+    assert footprint.bytes_to_write(settings.model_copy(update={"keep_best": 1}), 0) == 2 * 100 + 100 + 2 * 1000
+    assert footprint.bytes_to_write(settings, 6) == 0

@@ -38,7 +38,7 @@ from draftforge.specdec.formats.checkpoint import ORIGINAL_TARGET, load_draft
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
 from draftforge.train.families import build
-from draftforge.train.families.initial_draft import prepare
+from draftforge.train.families.initial_draft import store_initial_draft
 from draftforge.train.loop import train
 from draftforge.train.optimizers import learning_rate, make_optimizer
 from draftforge.train.settings import (
@@ -140,7 +140,7 @@ def test_loss_and_gradient_are_means_over_supervised_tokens(
     settings = settings.model_copy(update=update)
     train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     samples = tiny_capture.samples("train")  # one step holds them all
-    torch.manual_seed(loop._seed("family", 0))  # of fresh adapters
+    torch.manual_seed(loop.seed_from("family", 0))  # of fresh adapters
     family = build(settings, tmp_path / "t" / "init", load_tiny_target, tiny_capture, CPU)
     batch = collate(samples, [tiny_capture.signals(sample) for sample in samples])
     total, _ = family(family.inputs(batch, range(len(samples))))
@@ -148,7 +148,7 @@ def test_loss_and_gradient_are_means_over_supervised_tokens(
     norm = torch.nn.utils.get_total_norm(torch.autograd.grad(mean, list(family.trainable().values())))
     assert recorder.losses[1] == pytest.approx(float(mean.detach()), rel=1e-5)
     assert recorder.rows[0][1]["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
-    extra = family.extra  # its mean is logged too
+    extra = family.extra_loss  # its mean is logged too
     assert extra is None or extra.name in recorder.rows[0][1]
 
 
@@ -177,7 +177,7 @@ def test_settings_of_the_optimizer_reach_it(
 @pytest.mark.parametrize("settings", FAMILIES)
 def test_norms_do_not_decay(settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path) -> None:
     settings = settings.model_copy(update={"weight_decay": 0.3})
-    prepare(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target)
+    store_initial_draft(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target)
     family = build(settings, tmp_path / "t" / "init", load_tiny_target, tiny_capture, CPU)
     groups = make_optimizer(family, settings).param_groups
     decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
@@ -224,7 +224,7 @@ def test_small_trains_after_the_target_is_gone(
     with pytest.raises(MissingFileError):
         train(SMALL, 0, tiny_capture, tmp_path / "never", gone, recorder)
     loop.claim(tmp_path / "t", SMALL, 0, tiny_capture)
-    prepare(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target)
+    store_initial_draft(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target)
     assert len(train(SMALL, 0, tiny_capture, tmp_path / "t", gone, recorder)) == 1
 
 
@@ -331,7 +331,7 @@ def test_progress_line_of_each_step(
     tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("draftforge.train.throughput.say", lines.append)
+    monkeypatch.setattr("draftforge.train.loop.say", lines.append)
     assert progress.say is not None
     train(SMALL, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     assert lines[-1].startswith("step 6/6  100%  loss ") and lines[-1].endswith("supervised tok/s  0:00 left")

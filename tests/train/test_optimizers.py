@@ -14,7 +14,7 @@ from draftforge.data.store import Capture
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.train.families import build
 from draftforge.train.families.base import Family
-from draftforge.train.families.initial_draft import prepare
+from draftforge.train.families.initial_draft import store_initial_draft
 from draftforge.train.families.small import SmallFamily
 from draftforge.train.losses.linear_head import LossSettings
 from draftforge.train.optimizers import Muon, make_optimizer, orthogonal, read_moments, set_rate, write_moments
@@ -29,7 +29,7 @@ ADAPTERS = SmallSettings(layers=2, lora=LoraSettings(rank=4), optimizer="muon", 
 
 
 def family_of(settings: Settings, capture: Capture, load_target: Any, folder: Path) -> Family:
-    init = prepare(settings, 0, capture, folder, load_target)
+    init = store_initial_draft(settings, 0, capture, folder, load_target)
     return build(settings, init, load_target, capture, torch.device("cpu"))
 
 

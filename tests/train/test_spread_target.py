@@ -98,6 +98,6 @@ def test_one_process_trains_with_whole_layers(
 def test_nothing_is_remembered_of_a_spread_target_and_it_is_not_trained(tiny_target_folder: Path) -> None:
     """A rank that remembers a sample would run fewer passes than the others, which would wait for it."""
     target = Target.load(TargetSettings(model=str(tiny_target_folder), device="cpu", shard=True))
-    assert not FeatureSource(target, (), 1 << 20, 1 << 20)._remembers
+    assert not FeatureSource(target, (), 1 << 20, 1 << 20)._caches
     with pytest.raises(InputError, match=r"draft\.backbone: target\.shard is true"):
         check_trainable(target)

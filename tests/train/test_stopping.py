@@ -2,17 +2,17 @@
 
 import pytest
 
-from draftforge.train.stopping import BestCheckpoints, best, stalled
+from draftforge.train.stopping import CheckpointScore, best_steps, stalled
 
 
-def scores(*taus: float, half: float = 0.1) -> list[BestCheckpoints]:
-    return [BestCheckpoints(step, tau, tau - half, tau + half) for step, tau in enumerate(taus, start=1)]
+def scores(*taus: float, half: float = 0.1) -> list[CheckpointScore]:
+    return [CheckpointScore(step, tau, tau - half, tau + half) for step, tau in enumerate(taus, start=1)]
 
 
 def test_the_best_are_those_of_the_highest_tau_and_the_earlier_of_equals() -> None:
-    assert best(scores(1.0, 3.0, 2.0, 3.0), 2) == {2, 4}
-    assert best(scores(1.0, 3.0, 2.0, 3.0), 1) == {2}
-    assert best(scores(1.0), 3) == {1}
+    assert best_steps(scores(1.0, 3.0, 2.0, 3.0), 2) == {2, 4}
+    assert best_steps(scores(1.0, 3.0, 2.0, 3.0), 1) == {2}
+    assert best_steps(scores(1.0), 3) == {1}
 
 
 @pytest.mark.parametrize(

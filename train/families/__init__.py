@@ -28,8 +28,8 @@ def family_of(settings: Settings) -> type[Family]:
     return FAMILIES[settings.family]
 
 
-def check_taught(settings: Settings, bare: bool) -> None:
-    """Raise InputError for a family that stored signals teach, where a capture is `bare` of them."""
+def check_teacher_signals(settings: Settings, bare: bool) -> None:
+    """Raise InputError where stored signals are the only teacher and the capture is `bare` of them."""
     if bare and not family_of(settings).needs_target(settings):
         raise InputError(
             f"draft.family = {settings.family}: is taught by stored signals, of which capture.top_k 0 keeps none"

@@ -41,15 +41,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One micro-batch on the device, with whatever a frozen target said about it."""
+    """One micro-batch on the device, with what the frozen target computed of it."""
 
     batch: Batch
     embeds_BTH: Tensor | None = None
     features: Features | None = None
 
 
-class Extra(NamedTuple):
-    """A loss beside the drafting steps' (`Rows.beside`)."""
+class ExtraLoss(NamedTuple):
+    """Name and weight of the loss that a family adds to that of the drafting steps (`Rows.extra_loss`)."""
 
     name: str
     """What its mean over supervised tokens is logged as."""
@@ -81,18 +81,18 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     """Whether batches carry the stored signals."""
     step_weights: tuple[float, ...] = (1.0,)
     """Weight of the loss of each step ahead that one forward pass trains."""
-    extra: Extra | None = None
+    extra_loss: ExtraLoss | None = None
     """The loss that `rows` adds; its sum is the last row of the sums."""
     step: int = 0
-    """Optimizer steps done; the loop says it before every step."""
+    """Optimizer steps done; set by the loop before every step."""
     epoch: int = 0
-    """Passes over the samples that are done; so does it this."""
-    slow_share: float = 1.0
-    """Share of the learning rate that the `slow` parameters have."""
+    """Passes over the samples that are done; set by the loop before every step."""
+    slow_rate_share: float = 1.0
+    """Share of the learning rate that `slow_parameters` have."""
     draft: DraftT
 
     def __init__(self, draft: DraftT, settings: SettingsT, loss: LossSettings, target: Target | None) -> None:
-        """`target`: there where `needs_target` says so."""
+        """`target`: given where `needs_target` says so."""
         super().__init__()
         self.draft = draft
         self.loss_settings = loss
@@ -109,7 +109,7 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
 
     @classmethod
     def changes_target(cls, settings: SettingsT) -> bool:
-        """Whether training makes another model of the target, which alone the draft fits."""
+        """Whether training changes the target's weights too; the draft then fits the changed target alone."""
         return False
 
     @classmethod
@@ -120,7 +120,8 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     @classmethod
     @abstractmethod
     def check(cls, settings: SettingsT, load_target: LoadTarget) -> None:
-        """Raise InputError where a fresh draft cannot be made of this target: said before the capture takes hours."""
+        """Raise InputError where a fresh draft cannot be made for this target. Called before the capture, which takes
+        hours."""
 
     @classmethod
     def check_capture(cls, draft: DraftT, capture: Capture, where: str) -> None:
@@ -138,37 +139,37 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     def head(self) -> Head | Sequence[Head]:
         """The linear head that turns states into logits: one for all rows, or one for each s of their states."""
 
-    def aim(self, objective: Objective) -> None:
-        """Minimise this from now on; the loop says it before every step."""
+    def set_objective(self, objective: Objective) -> None:
+        """Minimise this from now on; called by the loop before every step."""
         self.loss_settings = replace(self.loss_settings, objective=objective)
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Summed loss and detached sums [K, 4] of one micro-batch (see head.py); the extra loss adds a row."""
+        """Summed loss and detached sums [K, 4] of one micro-batch (see linear_head.py); the extra loss adds a row."""
         dtype = self.loss_settings.dtype
         device = inputs.batch.ids_BT.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype != torch.float32):
             rows = self.rows(inputs)
         loss, sums = head_loss(rows, self.head(), self.loss_settings)
-        if self.extra is None:
+        if self.extra_loss is None:
             return loss, sums
-        assert rows.beside is not None
+        assert rows.extra_loss is not None
         last_14 = torch.zeros_like(sums[:1])
-        last_14[0, LOSS] = rows.beside.detach()
-        return self.extra.total(loss, rows.beside), torch.cat([sums, last_14])
+        last_14[0, LOSS] = rows.extra_loss.detach()
+        return self.extra_loss.total(loss, rows.extra_loss), torch.cat([sums, last_14])
 
     def export(self) -> DraftModule:
         """The draft as it is saved and served. Adapters are merged into a copy."""
         return self.draft
 
     def saved_bytes(self) -> int:
-        """Bytes on disk of the draft and what belongs beside it."""
+        """Bytes on disk of a saved draft, extra files included."""
         return bytes_of(self.draft.parameters())
 
-    def complete(self, folder: Path) -> None:
-        """Add what belongs beside the draft to the folder that it was saved in."""
+    def write_extra_files(self, folder: Path) -> None:
+        """Write into a saved draft's folder what belongs to it but is no part of its weights."""
 
-    def slow(self) -> list[nn.Parameter]:
-        """Trainable parameters that learn at `slow_share` of the rate."""
+    def slow_parameters(self) -> list[nn.Parameter]:
+        """Trainable parameters that learn at `slow_rate_share` of the learning rate."""
         return []
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
@@ -188,11 +189,11 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def check_teacher(self, batch: Batch) -> None:
-        """Compare a live teacher with a batch's stored signals. Raises StaleInputError where they part."""
+        """Compare a live teacher with a batch's stored signals. Raises StaleInputError where they differ."""
 
 
-def aux_layers_of(wanted: tuple[int, int, int] | None, total: int) -> tuple[int, int, int]:
-    """The target layers that are read."""
+def resolve_aux_layers(wanted: tuple[int, int, int] | None, total: int) -> tuple[int, int, int]:
+    """Indexes of the target layers that are read: those that the recipe names, or the default ones."""
     if wanted is None:
         return default_aux_layers(total)
     if not 1 <= wanted[0] <= wanted[-1] <= total:
@@ -208,7 +209,7 @@ def default_aux_layers(total: int) -> tuple[int, int, int]:
     return usual if usual[0] < usual[1] < usual[2] else (1, (total + 1) // 2, total)
 
 
-def same_tokenizer(field: str, source: str, digest: str, capture: Capture) -> None:
+def check_same_tokenizer(field: str, source: str, digest: str, capture: Capture) -> None:
     """Raise TokenizerMismatchError unless the draft from `source` reads the target's ids."""
     if digest != capture.tokenizer_digest:
         raise TokenizerMismatchError(

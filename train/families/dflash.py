@@ -1,4 +1,4 @@
-"""`dflash`: a few decoder layers that fill in a block of masks from the target's features, in one pass.
+"""`dflash`: a few decoder layers that fill in a block of masks from the target's features, in one pass (DFlash).
 
 Shapes: B rows, T tokens, M blocks a row, K drafted tokens of a block, S steps ahead, N supervised positions, H hidden
 size, V vocabulary.
@@ -22,21 +22,22 @@ from .. import vocabulary
 from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import DFlashSettings
 from .base import Inputs, LoadTarget, Start
-from .feature_family import FeatureFamily, copy_tables, fresh, head_misfit
-from .initial_weights import layer_fields, spread
+from .feature_family import FeatureFamily, copy_tables, head_incompatibility, seeded_init
+from .initial_weights import evenly_spaced_layers, layer_fields
 
 
 class Blocks:
-    """Where the blocks of a batch stand, and which supervised token each of their masks drafts."""
+    """Block masks of a batch: where its blocks begin, and which supervised token each of their masks drafts."""
 
-    def __init__(self, batch: Batch, begins: list[int], draft_tokens: int) -> None:
-        """`begins`: of each sample, how many places before its first supervised position its first block begins."""
+    def __init__(self, batch: Batch, offsets: list[int], draft_tokens: int) -> None:
+        """`offsets`: of each sample, how many tokens before its first supervised position its first block begins."""
+        # For each sample: the anchors of its blocks, and the block and the step in it of each supervised token.
         rows: list[list[Tensor]] = [[] for _ in range(batch.ids_BT.shape[0])]
         filled = [0] * len(rows)
         block, step, row_of, chains = [], [], [], [torch.zeros(draft_tokens, 0, dtype=torch.int64)]
-        for place, low, high, begin in zip(batch.spans, batch.offsets[:-1], batch.offsets[1:], begins, strict=True):
+        for place, low, high, offset in zip(batch.spans, batch.offsets[:-1], batch.offsets[1:], offsets, strict=True):
             first = place.start + place.prompt - 1
-            earlier = min(begin, max(place.prompt - 2, 0))  # an anchor has something before it, as in decoding
+            earlier = min(offset, max(place.prompt - 2, 0))  # an anchor has something before it, as in decoding
             ahead_n = torch.arange(earlier, earlier + high - low)
             count = -(-(earlier + high - low) // draft_tokens) if high > low else 0
             rows[place.row].append(first - earlier + draft_tokens * torch.arange(count))
@@ -44,10 +45,12 @@ class Blocks:
             step.append(ahead_n % draft_tokens)
             row_of.append(torch.full_like(ahead_n, place.row))
             filled[place.row] += count
-            place_n = torch.where(ahead_n < draft_tokens, ahead_n - earlier, ahead_n % draft_tokens)
+            # A block's chain is its supervised tokens in order; the first block's may begin after some others.
+            link_n = torch.where(ahead_n < draft_tokens, ahead_n - earlier, ahead_n % draft_tokens)
             chain_KC = torch.full((draft_tokens, count), -1)
-            chain_KC[place_n, ahead_n // draft_tokens] = torch.arange(low, high)
+            chain_KC[link_n, ahead_n // draft_tokens] = torch.arange(low, high)
             chains.append(chain_KC)
+        # Then as tensors: [B, M] anchors, rows with fewer of them padded.
         device, width = batch.ids_BT.device, max(1, *filled)
         at_BM = torch.zeros(len(rows), width, dtype=torch.int64)
         for row, parts in enumerate(rows):
@@ -55,7 +58,7 @@ class Blocks:
                 at_BM[row, : filled[row]] = torch.cat(parts)
         block_N, self.step_N = torch.cat(row_of) * width + torch.cat(block), moved(torch.cat(step), device)
         self.anchors = QueryMask(batch.documents, moved(at_BM, device))
-        """Places [B, M] of the anchors; a row that has fewer repeats its first token, which then means nothing."""
+        """Positions [B, M] of the anchors; a row that has fewer repeats its first token, which then means nothing."""
         self.at_N = moved(block_N, device) * draft_tokens + self.step_N
         """The mask that drafts each supervised token, in the flattened [B, M, K]."""
 
@@ -68,22 +71,22 @@ class Blocks:
         return torch.cat([anchor_BM1, torch.full_like(anchor_BM1, mask_id).expand(-1, -1, draft_tokens)], -1)
 
 
-def begin_of(sample: int, epoch: int, draft_tokens: int) -> int:
-    """How many places before a sample's first supervised position its first block begins, in a pass over the samples.
+def block_offset(sample: int, epoch: int, draft_tokens: int) -> int:
+    """How many tokens before a sample's first supervised position its first block begins, in a pass over the samples.
 
-    By the sample and the pass alone: the same however samples are dealt out, and after a resume.
+    It follows from the sample and the pass alone: the same however samples are dealt out, and after a resume.
     """
     return (int(fingerprint.of_json(["blocks", sample])[:8], 16) + epoch) % draft_tokens
 
 
-_ALIKE = ("llama", "mistral", "qwen3")
-"""Targets whose layers are ours, but for norms of queries and keys."""
-_LAYERS = 3  # of a fresh draft whose recipe names no number
+_COPIED_MODELS = ("llama", "mistral", "qwen3")
+"""Model types whose layers compute what a draft's do, but for norms of queries and keys."""
+_DEFAULT_LAYERS = 3  # of a fresh draft whose recipe names no number
 
 
 @dataclass(frozen=True)
 class BlockInputs(Inputs):
-    """With the blocks that a batch is cut into."""
+    """A micro-batch with the blocks that it is cut into."""
 
     blocks: Blocks | None = None
 
@@ -108,7 +111,7 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
         capture.check_target(target)
         draft_ids, extra = vocabulary.reduced(settings.draft_vocabulary, capture)
         config = dflash_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
-        with fresh(cls.name, seed):
+        with seeded_init(cls.name, seed):
             draft = DFlashDraft(config, draft_ids, settings.train_embeddings, settings.train_head)
         copy_tables(draft, target)
         layers = copy_layers(draft, target)
@@ -126,7 +129,7 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
             return f"mask_token = {settings.mask_token}: {source} has {config.mask_token_id}"
         if settings.train_head and draft.lm_head is None:
             return f"train_head = true: {source} has no head of its own"
-        return head_misfit(settings, draft, source)
+        return head_incompatibility(settings, draft, source)
 
     @classmethod
     def check(cls, settings: DFlashSettings, load_target: LoadTarget) -> None:
@@ -137,9 +140,9 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> BlockInputs:
-        """Run the target, or remember it; cut each sample into blocks."""
-        begins = [begin_of(sample, self.epoch, self._draft_tokens) for sample in samples]
-        blocks = Blocks(batch, [0] if batch.empty else begins, self._draft_tokens)
+        """Run the target, or take its cached features; cut each sample into blocks."""
+        offsets = [block_offset(sample, self.epoch, self._draft_tokens) for sample in samples]
+        blocks = Blocks(batch, [0] if batch.empty else offsets, self._draft_tokens)
         return BlockInputs(batch, features=self._features(batch, samples), blocks=blocks)
 
     def rows(self, inputs: Inputs) -> Rows:
@@ -162,14 +165,14 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
 
 @torch.no_grad()
 def copy_layers(draft: DFlashDraft, target: CausalModel) -> list[int]:
-    """Start the draft's layers from the target's, evenly spread. Returns which; none where they compute otherwise.
+    """Start the draft's layers from evenly spaced ones of the target. Returns which; none where they compute otherwise.
 
     Norms of queries and keys that the target does not have start at one.
     """
     count, total = draft.config.num_hidden_layers, target.num_layers
-    if target.config.model_type not in _ALIKE or count > total:
+    if target.config.model_type not in _COPIED_MODELS or count > total:
         return []
-    chosen = spread(count, total) if count > 1 else [total // 2]
+    chosen = evenly_spaced_layers(count, total) if count > 1 else [total // 2]
     for layer, source in zip(draft.layers, chosen, strict=True):
         own, theirs = layer.state_dict(), target.layer_weights(source)
         if not all(name in own and tensor.shape == own[name].shape for name, tensor in theirs.items()):
@@ -182,7 +185,7 @@ def dflash_config(settings: DFlashSettings, target: Target, draft_vocabulary: in
     """The draft's dimensions: layers like the target's own."""
     return DFlashConfig(
         **layer_fields(target, settings.intermediate_size),
-        num_hidden_layers=settings.layers or _LAYERS,
+        num_hidden_layers=settings.layers or _DEFAULT_LAYERS,
         target_hidden_size=target.hidden_size,
         draft_vocab_size=draft_vocabulary,
         aux_layers=read_layers(settings, target.num_layers),
@@ -192,7 +195,7 @@ def dflash_config(settings: DFlashSettings, target: Target, draft_vocabulary: in
 
 
 def read_layers(settings: DFlashSettings, total: int) -> tuple[int, ...]:
-    """The target layers that are read: those named, or one for each layer of the draft, evenly spread.
+    """The target layers that are read: those named, or one for each layer of the draft, evenly spaced.
 
     The published drafts leave out the first output and the last two; shallow targets give what they have.
     """
@@ -201,7 +204,7 @@ def read_layers(settings: DFlashSettings, total: int) -> tuple[int, ...]:
             named = list(settings.aux_layers)
             raise InputError(f"draft.aux_layers = {named}: must be between 1 and {total}, the target's last layer")
         return settings.aux_layers
-    count = min(settings.layers or _LAYERS, total)
+    count = min(settings.layers or _DEFAULT_LAYERS, total)
     if count == 1:
         return (total // 2 + 1,)
     low, high = (2, total - 2) if total - 3 >= count else (1, total)

@@ -21,8 +21,8 @@ from ...specdec.sampling import Purpose, uniforms
 from ...specdec.targets import Target
 from ..losses.linear_head import Head, LossSettings, Rows, on_device
 from ..settings import EagleSettings
-from .base import Extra, Inputs, LoadTarget, Start
-from .feature_family import FeatureFamily, fresh
+from .base import ExtraLoss, Inputs, LoadTarget, Start
+from .feature_family import FeatureFamily, seeded_init
 from .initial_weights import layer_fields
 from .ttt_alignment import Alignment
 
@@ -39,7 +39,7 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
     def __init__(self, draft: EagleDraft, settings: EagleSettings, loss: LossSettings, target: Target | None) -> None:
         super().__init__(draft, settings, loss, target)
         self._noise = settings.feature_noise
-        self.extra = Extra("feature_loss", settings.feature_weight) if settings.feature_weight else None
+        self.extra_loss = ExtraLoss("feature_loss", settings.feature_weight) if settings.feature_weight else None
 
     @classmethod
     def start(cls, settings: EagleSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
@@ -47,7 +47,7 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
         target = load_target()
         capture.check_target(target)
         config = EagleConfig(**layer_fields(target, settings.intermediate_size))
-        with fresh(cls.name, seed):
+        with seeded_init(cls.name, seed):
             return Start(EagleDraft(config))
 
     @classmethod
@@ -67,7 +67,7 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
-        """Run the target, or remember it: states of every position, noisy ones; those of the supervised stay clean."""
+        """Run the target, or take its cached features; states that the draft reads get noise, its teacher's do not."""
         features = self._features(batch, samples)
         states_BTH = features.aux_BTA.float()
         if self._noise:
@@ -91,15 +91,17 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
         return torch.stack(noise)
 
     def rows(self, inputs: Inputs) -> Rows:
-        """States of all steps, lined up with the positions that teach them."""
+        """States of all steps, aligned with the positions that teach them."""
         assert inputs.features is not None
-        steps, place = len(self.step_weights), Alignment(inputs.batch)
-        states = self.draft(inputs.embeds_BTH, inputs.features.aux_BTA, place.trained, steps)
-        at_SN, valid_SN = place.rows(steps)
+        steps, alignment = len(self.step_weights), Alignment(inputs.batch)
+        states = self.draft(inputs.embeds_BTH, inputs.features.aux_BTA, alignment.trained, steps)
+        at_SN, valid_SN = alignment.rows(steps)
         states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
-        beside = None if self.extra is None else self._regression(states_SNH, inputs.features.hidden_NH, valid_SN)
+        extra_loss = (
+            None if self.extra_loss is None else self._regression(states_SNH, inputs.features.hidden_NH, valid_SN)
+        )
         teacher = self.teacher(inputs.features)
-        return Rows(states_SNH, valid_SN, teacher, self.step_weights, beside=beside)
+        return Rows(states_SNH, valid_SN, teacher, self.step_weights, extra_loss=extra_loss)
 
     def _regression(self, states_SNH: Tensor, hidden_NH: Tensor, valid_SN: Tensor) -> Tensor:
         """Smooth L1 between each state and the target's, mean over H, summed over positions and weighted steps."""

@@ -1,4 +1,7 @@
-"""`eagle3`: one decoder layer on the target's features. The frozen target runs beside the engine and teaches.
+"""`eagle3`: one decoder layer on the target's features (EAGLE-3; Li et al. 2025, arXiv 2503.01840).
+
+The frozen target runs outside the engine; its head is the teacher. Step k reads what the draft itself made at step
+k - 1, as it will when it drafts (training-time test).
 
 Shapes: B rows, T tokens, S steps ahead, N supervised positions, H hidden size, V vocabulary.
 """
@@ -15,8 +18,8 @@ from ...specdec.targets import Target
 from .. import vocabulary
 from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import Eagle3Settings
-from .base import Inputs, LoadTarget, Start, aux_layers_of
-from .feature_family import FeatureFamily, copy_tables, fresh, head_misfit
+from .base import Inputs, LoadTarget, Start, resolve_aux_layers
+from .feature_family import FeatureFamily, copy_tables, head_incompatibility, seeded_init
 from .initial_weights import layer_fields
 from .ttt_alignment import Alignment
 
@@ -40,7 +43,7 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
         capture.check_target(target)
         draft_ids, extra = vocabulary.reduced(settings.draft_vocabulary, capture)
         config = eagle3_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
-        with fresh(cls.name, seed):
+        with seeded_init(cls.name, seed):
             draft = Eagle3Draft(config, draft_ids, own_embeddings=settings.train_embeddings)
         copy_tables(draft, target)
         return Start(draft, extra)
@@ -50,30 +53,30 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
         """Vocabulary, layers, width, embeddings."""
         if settings.fc_norm not in (None, draft.config.fc_norm):
             return f"fc_norm = {settings.fc_norm}: {source} has {draft.config.fc_norm}"
-        return head_misfit(settings, draft, source)
+        return head_incompatibility(settings, draft, source)
 
     @classmethod
     def check(cls, settings: Eagle3Settings, load_target: LoadTarget) -> None:
         """The target has the layers that are read."""
-        aux_layers_of(settings.aux_layers, load_target().num_layers)
+        resolve_aux_layers(settings.aux_layers, load_target().num_layers)
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
-        """Run the target, or remember it: features of every position, hidden states of the supervised ones."""
+        """Run the target, or take its cached features; embed the tokens where the draft has no embeddings."""
         features = self._features(batch, samples)
         embeds = self._target.embed(batch.ids_BT) if self.draft.embed_tokens is None else None
         return Inputs(batch, embeds, features)
 
     def rows(self, inputs: Inputs) -> Rows:
-        """States of all steps, lined up with the positions that teach them."""
+        """States of all steps, aligned with the positions that teach them."""
         batch = inputs.batch
         assert inputs.features is not None
         embeds = inputs.embeds_BTH
         if self.draft.embed_tokens is not None:
             embeds = self.draft.embed_tokens(batch.ids_BT)
-        place = Alignment(batch)
-        states = self.draft(embeds, inputs.features.aux_BTA, place.trained, len(self.step_weights))
-        at_SN, valid_SN = place.rows(len(self.step_weights))
+        alignment = Alignment(batch)
+        states = self.draft(embeds, inputs.features.aux_BTA, alignment.trained, len(self.step_weights))
+        at_SN, valid_SN = alignment.rows(len(self.step_weights))
         states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
         teacher = self.teacher(inputs.features)
         return Rows(self.draft.normed(states_SNH), valid_SN, teacher, self.step_weights)
@@ -89,6 +92,6 @@ def eagle3_config(settings: Eagle3Settings, target: CausalModel, draft_vocabular
         **layer_fields(target, settings.intermediate_size),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=draft_vocabulary,
-        aux_layers=aux_layers_of(settings.aux_layers, target.num_layers),
+        aux_layers=resolve_aux_layers(settings.aux_layers, target.num_layers),
         fc_norm=bool(settings.fc_norm),
     )

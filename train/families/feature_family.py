@@ -1,4 +1,5 @@
-"""What families share whose frozen target runs beside them: its features, and its head as the teacher.
+"""Base of the families that read the frozen target's features, with its head as the teacher (medusa, eagle, eagle3,
+dflash).
 
 Shapes: V vocabulary, H hidden size.
 """
@@ -21,17 +22,17 @@ from ..settings import DFlashSettings, Eagle3Settings, EagleSettings, MedusaSett
 from .base import DraftT, Family
 from .target_features import Features, FeatureSource, LiveTeacher, check_live
 
-TaughtT = TypeVar("TaughtT", bound=MedusaSettings | EagleSettings | Eagle3Settings | DFlashSettings)
+FeatureSettingsT = TypeVar("FeatureSettingsT", bound=MedusaSettings | EagleSettings | Eagle3Settings | DFlashSettings)
 HeadSettings = Eagle3Settings | DFlashSettings
 
 
-class FeatureFamily(Family[TaughtT, DraftT]):
-    """Trains all of the draft, unless the family freezes a part, by what the target says of each batch."""
+class FeatureFamily(Family[FeatureSettingsT, DraftT]):
+    """A draft that the target's hidden states teach; all of it is trained unless the family freezes a part."""
 
     def __init__(
         self,
         draft: DraftT,
-        settings: TaughtT,
+        settings: FeatureSettingsT,
         loss: LossSettings,
         target: Target | None,
         aux_layers: Sequence[int] = (),
@@ -51,7 +52,7 @@ class FeatureFamily(Family[TaughtT, DraftT]):
         )
 
     @classmethod
-    def needs_target(cls, settings: TaughtT) -> bool:
+    def needs_target(cls, settings: FeatureSettingsT) -> bool:
         """Always: for its features."""
         return True
 
@@ -60,13 +61,13 @@ class FeatureFamily(Family[TaughtT, DraftT]):
         return LiveTeacher(self._teacher_head, features, self._draft_ids, self._target_head)
 
     def check_teacher(self, batch: Batch) -> None:
-        """Compare the live head with the stored top-k. Raises StaleInputError where they part."""
+        """Compare the live head with the stored top-k. Raises StaleInputError where they differ."""
         check_live(self._target, batch)
 
 
 @contextmanager
-def fresh(family: str, seed: int) -> Iterator[None]:
-    """Inside, random weights follow from the family and the recipe's seed; outside, nothing is drawn."""
+def seeded_init(family: str, seed: int) -> Iterator[None]:
+    """Seed random initial weights by the family and the recipe's seed; torch's generator is restored afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(fingerprint.of_json([family, seed])[:15], 16))
         yield
@@ -74,7 +75,7 @@ def fresh(family: str, seed: int) -> Iterator[None]:
 
 @torch.no_grad()
 def copy_tables(draft: Eagle3Draft | DFlashDraft, target: CausalModel) -> None:
-    """Start a head and embeddings of the draft's own from the target's."""
+    """Copy the target's head rows and embeddings into those that the draft has of its own."""
     if draft.lm_head is not None:
         rows_VH = target.model.get_output_embeddings().weight.float().cpu()
         draft.lm_head.weight.copy_(rows_VH[draft.draft_ids])
@@ -82,8 +83,8 @@ def copy_tables(draft: Eagle3Draft | DFlashDraft, target: CausalModel) -> None:
         draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight.float().cpu())
 
 
-def head_misfit(settings: HeadSettings, draft: Eagle3Draft | DFlashDraft, source: str) -> str | None:
-    """Read layers, vocabulary, width, embeddings: the first that the recipe wants otherwise."""
+def head_incompatibility(settings: HeadSettings, draft: Eagle3Draft | DFlashDraft, source: str) -> str | None:
+    """The first of read layers, vocabulary, width and embeddings that the recipe wants otherwise; None: all fit."""
     config = draft.config
     if settings.aux_layers not in (None, config.aux_layers):
         return f"aux_layers = {list(settings.aux_layers or ())}: {source} reads {list(config.aux_layers)}"

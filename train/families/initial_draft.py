@@ -1,6 +1,6 @@
-"""The initial draft, made once before step 0: often the only place that needs the target's weights.
+"""The initial draft, made and stored before step 0 as a draft folder, `init/`: a fresh one or a warm start.
 
-It is stored as a draft folder, `init/`. A family that trains from stored signals needs no target once it is there.
+A family that trains from stored signals needs the target for this alone.
 """
 
 import tempfile
@@ -14,18 +14,18 @@ from ...errors import InputError
 from ...specdec.formats.checkpoint import META_FILE, DraftMeta, load_draft, read_meta, save_draft
 from ..settings import Settings
 from . import family_of
-from .base import LoadTarget, Start, same_tokenizer
+from .base import LoadTarget, Start, check_same_tokenizer
 
 INIT = "init"
 
 
-def prepare(settings: Settings, seed: int, capture: Capture, folder: Path, load_target: LoadTarget) -> Path:
+def store_initial_draft(settings: Settings, seed: int, capture: Capture, folder: Path, load_target: LoadTarget) -> Path:
     """Store the initial draft in `folder/init` unless it is there already; returns that folder."""
     init = folder / INIT
     if (init / META_FILE).is_file():
         return init
     if settings.init_from is not None:
-        start = _warm(settings, settings.init_from, capture)
+        start = _warm_start(settings, settings.init_from, capture)
     else:
         start = family_of(settings).start(settings, seed, capture, load_target)
     meta = DraftMeta(
@@ -46,12 +46,12 @@ def prepare(settings: Settings, seed: int, capture: Capture, folder: Path, load_
     return init
 
 
-def _warm(settings: Settings, source: Path, capture: Capture) -> Start:
+def _warm_start(settings: Settings, source: Path, capture: Capture) -> Start:
     meta = read_meta(source)
     where = f"draft.init_from: {source}"
     if meta.family != settings.family:
         raise InputError(f"{where}: is of family {meta.family}, but draft.family is {settings.family}")
-    same_tokenizer("draft.init_from", str(source), meta.tokenizer_digest, capture)
+    check_same_tokenizer("draft.init_from", str(source), meta.tokenizer_digest, capture)
     draft = load_draft(source, torch.device("cpu"), torch.float32).draft
     if draft.vocab_size != capture.vocab_size:
         raise InputError(f"{where}: vocabulary {draft.vocab_size}, the target's is {capture.vocab_size}")

@@ -26,7 +26,10 @@ def add_lora(model: PreTrainedModel, lora: LoraSettings, field: str) -> None:
 
 @torch.no_grad()
 def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of the same model without adapters, in its own type: W + alpha / rank * B A; these on the CPU."""
+    """Weights with the LoRA adapters merged, W + alpha / rank * B A (arXiv 2106.09685), in the model's dtype.
+
+    The merged ones are on the CPU.
+    """
     from peft.tuners.lora import LoraLayer
 
     weights: dict[str, Tensor] = {}
@@ -41,8 +44,8 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return weights
 
 
-def spread(count: int, total: int) -> list[int]:
-    """`count` of `total` layers, evenly spread, first and last included."""
+def evenly_spaced_layers(count: int, total: int) -> list[int]:
+    """Indexes of `count` of `total` layers, evenly spaced, first and last included."""
     if not 2 <= count <= total:
         raise InputError(f"draft.layers {count}: must be between 2 and the target's {total}")
     return [round(index * (total - 1) / (count - 1)) for index in range(count)]
@@ -84,6 +87,7 @@ def prune_config(config: Any, layers: list[int]) -> Any:
 
 
 def layers_prefix(model: nn.Module, total: int) -> str:
+    """Beginning of the names of all weights inside the decoder's layers: that of the list of `total` modules."""
     found = [
         name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == total
     ]
@@ -101,10 +105,10 @@ _FIELDS = {
 
 
 def rope_fields(target: CausalModel, head_dim: int) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of a head.
+    """`rope_theta` and `rope_scaling` of a draft's layers.
 
-    Where layers differ, the head takes after those that see the whole past, as it does. A scaling that does nothing
-    within the context (dynamic), or whose factors are those of a part of each head, is left out.
+    Where the target's layers differ, the draft's are like those with full attention. A scaling that changes nothing
+    within the context (dynamic), or that rotates only a part of each head, is left out.
     """
     rope = getattr(target.config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
@@ -122,7 +126,7 @@ def _scaling(target: CausalModel, rope: dict[str, Any], head_dim: int) -> dict[s
 
 
 def _long_fields(target: CausalModel, rope: dict[str, Any]) -> dict[str, Any]:
-    """The factors that the target takes at the context that it is served with, whichever an engine would choose."""
+    """LongRoPE fields with the factors of the target's served context, whichever set an engine would choose."""
     original = rope["original_max_position_embeddings"]
     factors = rope["long_factor" if target.max_positions > original else "short_factor"]
     _, stretch = ROPE_INIT_FUNCTIONS["longrope"](target.config, target.device)

@@ -33,14 +33,14 @@ from ...specdec.targets import Target, copy_tokenizer, locate, target_fingerprin
 from ...storage import write_json
 from ..losses.linear_head import Head, LossSettings, Rows, head_loss
 from ..settings import BackboneSettings, MedusaSettings
-from .base import Extra, Inputs, LoadTarget, Start, bytes_of
+from .base import ExtraLoss, Inputs, LoadTarget, Start, bytes_of
 from .feature_family import FeatureFamily
 from .initial_weights import add_lora, merged_weights
 from .ttt_alignment import Alignment
 
 
 class Backbone:
-    """The target's layers with adapters, on the target's own weights, which are held once and stay as they are."""
+    """LoRA adapters around the target's layers (Medusa-2); the target's own weights are held once and stay frozen."""
 
     def __init__(self, target: Target, settings: BackboneSettings, recompute: bool) -> None:
         """`recompute`: activations, in the backward pass."""
@@ -69,9 +69,9 @@ class Backbone:
 
 
 def check_trainable(target: Target) -> None:
-    """Raise InputError for a target that has no plain weights to write back."""
+    """Raise InputError for a target whose weights cannot be trained and saved: sharded or quantised."""
     if target.collective:
-        raise InputError("draft.backbone: target.shard is true: a spread target cannot be trained")
+        raise InputError("draft.backbone: target.shard is true: a sharded target cannot be trained")
     if getattr(target.model.config, "quantization_config", None) is not None:
         raise InputError("draft.backbone: the target is quantised; train the model that it was made of")
 
@@ -95,17 +95,14 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
         super().__init__(draft, settings, loss, target)
         if not settings.train_heads:
             draft.lm_heads.requires_grad_(False)
-            _share_equal(draft)
+            _tie_equal_heads(draft)
         self._backbone: Backbone | None = None
-        if settings.backbone is not None:
-            self._train_with(settings.backbone, settings.activation_checkpointing)
-
-    def _train_with(self, settings: BackboneSettings, recompute: bool) -> None:
-        self._backbone = Backbone(self._target, settings, recompute)
-        self.adapters = self._backbone.adapters
-        self._start_step, self.slow_share = settings.start_step, settings.rate_share
-        self.extra = Extra("backbone_loss", 1.0, settings.heads_weight)
-        self._divergence = replace(self.loss_settings, objective={"kl": 1.0})
+        if (backbone := settings.backbone) is not None:
+            self._backbone = Backbone(self._target, backbone, settings.activation_checkpointing)
+            self.adapters = self._backbone.adapters
+            self._start_step, self.slow_rate_share = backbone.start_step, backbone.rate_share
+            self.extra_loss = ExtraLoss("backbone_loss", 1.0, backbone.heads_weight)
+            self._divergence = replace(self.loss_settings, objective={"kl": 1.0})
 
     @classmethod
     def start(cls, settings: MedusaSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
@@ -140,34 +137,36 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
 
     @classmethod
     def check(cls, settings: MedusaSettings, load_target: LoadTarget) -> None:
-        """Any target will do; one that is trained must be whole."""
+        """Any target fits; one that is trained must have plain weights."""
         if settings.backbone is not None:
             check_trainable(load_target())
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
-        """Run the target, or remember it: states of every position."""
+        """Run the target, or take its cached features: states of every position."""
         return Inputs(batch, features=self._features(batch, samples))
 
     def rows(self, inputs: Inputs) -> Rows:
-        """What each head's matrix reads, lined up with the positions that teach it."""
+        """States that each head's matrix reads, aligned with the positions that teach it."""
         assert inputs.features is not None
+        # Medusa-1, and Medusa-2 before its start step: the heads read the frozen target's states.
         if self._backbone is None:
             return self._rows(inputs, inputs.features.aux_BTA)
         if self.step < self._start_step:
             nothing = torch.stack([p.sum() for p in self.adapters.parameters()]).sum() * 0.0  # moments from step 1 on
-            return replace(self._rows(inputs, inputs.features.aux_BTA), beside=nothing)
+            return replace(self._rows(inputs, inputs.features.aux_BTA), extra_loss=nothing)
+        # Afterwards those of the target under training, whose own loss is its divergence from the frozen one.
         hidden_BTH = self._backbone.states(inputs.batch)
         rows = self._rows(inputs, hidden_BTH)
         own_1NH = hidden_BTH.flatten(0, 1)[inputs.batch.positions_N][None]
         divergence, _ = head_loss(Rows(own_1NH, None, rows.teacher), self._teacher_head, self._divergence)
-        return replace(rows, beside=divergence)
+        return replace(rows, extra_loss=divergence)
 
     def _rows(self, inputs: Inputs, hidden_BTH: Tensor) -> Rows:
         assert inputs.features is not None
-        heads, place = len(self.step_weights), Alignment(inputs.batch)
-        read_LH = take(hidden_BTH, place.trained.at_BM).flatten(0, 1).float()  # L = B x M
-        at_KN, valid_KN = place.rows(heads)
+        heads, alignment = len(self.step_weights), Alignment(inputs.batch)
+        read_LH = take(hidden_BTH, alignment.trained.at_BM).flatten(0, 1).float()  # L = B x M
+        at_KN, valid_KN = alignment.rows(heads)
         states_KNH = torch.stack([self.draft.state(read_LH[at], head) for head, at in enumerate(at_KN)])
         teacher = self.teacher(inputs.features)
         return Rows(states_KNH, valid_KN, teacher, self.step_weights)
@@ -176,7 +175,7 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
         """Each head's own matrix. Engines add no scale or soft-cap of the target's."""
         return [Head(linear.weight) for linear in self.draft.lm_heads]  # type: ignore[arg-type]
 
-    def slow(self) -> list[nn.Parameter]:
+    def slow_parameters(self) -> list[nn.Parameter]:
         """The adapters."""
         return [] if self._backbone is None else list(self.adapters.parameters())
 
@@ -185,7 +184,7 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
         target = 0 if self._backbone is None else bytes_of(self._target.model.parameters())
         return bytes_of(self.draft.state_dict().values()) + target
 
-    def complete(self, folder: Path) -> None:
+    def write_extra_files(self, folder: Path) -> None:
         """Write the changed target beside the draft, which fits no other."""
         if self._backbone is None:
             return
@@ -206,8 +205,8 @@ def copy_heads(draft: MedusaDraft, target: CausalModel) -> None:
         linear.weight.copy_(rows_VH)  # type: ignore[operator]
 
 
-def _share_equal(draft: MedusaDraft) -> None:
-    """Hold equal matrices once."""
+def _tie_equal_heads(draft: MedusaDraft) -> None:
+    """Let heads whose matrices are equal share one tensor."""
     first: nn.Parameter = draft.lm_heads[0].weight  # type: ignore[assignment]
     for linear in draft.lm_heads:
         if torch.equal(linear.weight, first):  # type: ignore[arg-type]

@@ -27,14 +27,14 @@ _MOST_SLOTS = 64  # answers at a time: more would take memory from the training 
 
 
 class Exchange(NamedTuple):
-    """A prompt and its answer: what `collate` asks of a sample."""
+    """A prompt and its answer: the part of a sample that `collate` reads."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
 
 
 class OwnAnswers:
-    """Puts the draft's own answers in the place of recorded ones.
+    """Replaces recorded answers of a batch by the draft's own.
 
     An own answer ends with one of `stop_ids`, or as long as the recorded one: the batch never grows. Where it ends
     sooner, fewer tokens are supervised than the plan counted.
@@ -70,7 +70,7 @@ class OwnAnswers:
     def _answers(self, batch: Batch, requests: Sequence[Request]) -> list[list[int]]:
         """Tokens of each, drawn without autocast: it would keep rounded copies of weights that are about to change."""
         found: dict[int, list[int]] = {}
-        with _evaluating(self._draft.model):
+        with _eval_mode(self._draft.model):
             decoder = self._decoder(batch)
             decoder.submit([QueuedRequest(str(number), request) for number, request in enumerate(requests)])
             while not decoder.idle:
@@ -104,8 +104,8 @@ def exchanges_of(batch: Batch) -> list[Exchange]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, neither dropout nor recomputed activations: those need a model that trains."""
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode, without dropout and recomputed activations; restore its mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -115,5 +115,5 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _power_of_two(number: int) -> int:
-    """The first that is at least as large."""
+    """The smallest power of two that is not below the number."""
     return 1 << (number - 1).bit_length()

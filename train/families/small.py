@@ -21,15 +21,15 @@ from ..losses.expected_length import chains_of_runs
 from ..losses.linear_head import Head, LossSettings, Rows, head_of
 from ..losses.objectives import StoredDistribution, stored_entries
 from ..settings import SmallSettings
-from .base import Family, Inputs, LoadTarget, Start, same_tokenizer
-from .initial_weights import add_lora, check_layers, merged_weights, prune, spread
+from .base import Family, Inputs, LoadTarget, Start, check_same_tokenizer
+from .initial_weights import add_lora, check_layers, evenly_spaced_layers, merged_weights, prune
 from .on_policy import OwnAnswers
 from .target_features import FeatureSource, LiveTeacher, check_live
 
 
 @dataclass(frozen=True)
 class StoredTeacher:
-    """The target as the capture recorded it."""
+    """Teacher made of the signals that the capture stored."""
 
     signals: Signals
     live = False
@@ -52,7 +52,7 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         self._lora, self._target, self._draft_tokens = settings.lora, target, settings.draft_tokens
         self.needs_signals = target is None
         if target is not None:
-            # It remembers nothing: a sample's answer may be another one each time.
+            # Nothing is cached: a sample's answer may be another one each time.
             self._features = FeatureSource(target, None, 0, loss.logits_bytes, loss.dtype, summarised=False)
         self._own_answers: OwnAnswers | None = None
         if settings.on_policy is not None:
@@ -111,7 +111,7 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
-        """Nothing to prepare where the teacher is in the batch; else own answers, and what the target says of it."""
+        """Where the target is loaded: put the draft's own answers into the batch, and run the target on it."""
         if self._target is None:
             return Inputs(batch)
         if self._own_answers is not None:
@@ -136,18 +136,18 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         return head_of(self.draft.lm)
 
     def check_teacher(self, batch: Batch) -> None:
-        """Compare a live head with the stored top-k. Raises StaleInputError where they part."""
+        """Compare a live head with the stored top-k. Raises StaleInputError where they differ."""
         assert self._target is not None
         check_live(self._target, batch)
 
     def export(self) -> SmallDraft:
         """The draft itself, or a copy with the adapters merged: training goes on unrounded."""
-        return self.draft if self._lora is None else merged(self.draft)
+        return self.draft if self._lora is None else merge_adapters(self.draft)
 
 
 def _kept_layers(settings: SmallSettings, total: int) -> list[int]:
     if isinstance(settings.layers, int):
-        return spread(settings.layers, total)
+        return evenly_spaced_layers(settings.layers, total)
     assert settings.layers is not None
     check_layers(settings.layers, total)
     return settings.layers
@@ -161,7 +161,7 @@ def _other_model(
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
         raise MissingFileError(f"{where}: no such folder")
     tokenizer = load_tokenizer(name, where, **options)
-    same_tokenizer("draft.from_model", name, tokenizer_digest(tokenizer), capture)
+    check_same_tokenizer("draft.from_model", name, tokenizer_digest(tokenizer), capture)
     model = load_model(name, where, dtype=torch.float32, use_safetensors=True, **options)
     if model.get_output_embeddings().weight.shape[0] != capture.vocab_size:
         model.resize_token_embeddings(capture.vocab_size)  # rows past the tokenizer's last id are padding
@@ -169,8 +169,8 @@ def _other_model(
 
 
 @torch.no_grad()
-def merged(draft: SmallDraft) -> SmallDraft:
-    """A plain copy of a draft with adapters."""
+def merge_adapters(draft: SmallDraft) -> SmallDraft:
+    """A copy of a draft with its LoRA adapters merged into plain weights."""
     weights = merged_weights(draft.model)
     config = copy.deepcopy(draft.model.config)
     plain = AutoModelForCausalLM.from_config(config, dtype=next(iter(weights.values())).dtype)

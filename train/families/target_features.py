@@ -1,4 +1,4 @@
-"""What the frozen target says of a batch: recomputed each time, or remembered per sample.
+"""Features and distributions of the frozen target at a batch: recomputed each time, or cached by sample.
 
 Shapes: B rows, T tokens, A features of all captured layers, H hidden size, N supervised tokens (n of one sample).
 """
@@ -22,7 +22,7 @@ _CPU_BUDGET_BYTES = 1 << 31  # a CPU has more memory to spare than time
 
 
 class Features(NamedTuple):
-    """Features of every token; at the supervised positions, what gives the target's distribution."""
+    """Hidden features of every token, and what gives the target's distribution at the supervised positions."""
 
     aux_BTA: Tensor
     """Of the captured layers; where none is, the post-norm states."""
@@ -45,10 +45,10 @@ def summary(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FeatureSource:
-    """Runs the target. With a budget, samples that come again are not run again.
+    """Runs the target. With a memory budget, features are cached and a sample is run once.
 
-    Then each sample is run on its own, so that what is remembered does not depend on the batch in which the sample
-    first came: a resumed run, which remembers nothing, sees the same numbers bit for bit.
+    Then each sample is run on its own, so that what is cached does not depend on the batch in which the sample first
+    came: a resumed run, which begins with an empty cache, sees the same numbers bit for bit.
     """
 
     def __init__(
@@ -62,9 +62,8 @@ class FeatureSource:
     ) -> None:
         """`aux_layers` empty: the post-norm states are the features; None: there are none.
 
-        `budget_bytes` None: 2 GiB where the target is on the CPU, 0 elsewhere; 0 for a spread target, which all ranks
-        must run equally often. `summarised`: `lse` and `best` are
-        wanted even of what is not remembered.
+        `budget_bytes` None: 2 GiB where the target is on the CPU, 0 elsewhere; always 0 for a sharded target, which all
+        ranks must run equally often. `summarised`: `lse` and `best` are wanted even of what is not cached.
         """
         if target.collective:
             budget_bytes = 0
@@ -73,16 +72,16 @@ class FeatureSource:
         self._target, self._aux_layers = target, aux_layers
         # A float32 target's layers run in the precision that the draft trains in; its head stays in float32.
         self._half = target.dtype == torch.float32 and matrix_dtype == torch.bfloat16
-        self._left_bytes = budget_bytes
+        self._free_bytes = budget_bytes
         self._chunk = max(1, logits_bytes // (4 * target.vocab_size))
-        self._remembers = budget_bytes > 0
-        self._summarises = summarised or self._remembers
-        self._known: dict[int, Features] = {}
+        self._caches = budget_bytes > 0
+        self._summarises = summarised or self._caches
+        self._cache: dict[int, Features] = {}
 
     @torch.no_grad()
     def __call__(self, batch: Batch, samples: Sequence[int]) -> Features:
         """Features of a batch of the samples of these indexes."""
-        if not self._remembers or batch.empty:
+        if not self._caches or batch.empty:
             return self._run(batch.ids_BT, batch.positions_N, batch.documents)
         known = [self._of_sample(batch, number, index) for number, index in enumerate(samples)]
         aux_BTA = known[0].aux_BTA.new_zeros(*batch.ids_BT.shape, known[0].aux_BTA.shape[-1])
@@ -91,16 +90,16 @@ class FeatureSource:
         return Features(aux_BTA, *(torch.cat(parts) for parts in list(zip(*known))[1:]))
 
     def _of_sample(self, batch: Batch, number: int, index: int) -> Features:
-        if index in self._known:
-            return self._known[index]
+        if index in self._cache:
+            return self._cache[index]
         row, start, length, _ = batch.spans[number]
         mine = slice(batch.offsets[number], batch.offsets[number + 1])
         positions_n = batch.positions_N[mine] - (row * batch.ids_BT.shape[1] + start)
         features = self._run(batch.ids_BT[row : row + 1, start : start + length], positions_n)
         size = sum(tensor.numel() * tensor.element_size() for tensor in features if tensor is not None)
-        if size <= self._left_bytes:
-            self._known[index] = features
-            self._left_bytes -= size
+        if size <= self._free_bytes:
+            self._cache[index] = features
+            self._free_bytes -= size
         return features
 
     def _run(self, ids_BT: Tensor, positions_N: Tensor, documents: Documents | None = None) -> Features:
@@ -128,7 +127,8 @@ _CHECKED_LOGP = -8.0  # rarer tokens are not compared: rounding alone moves them
 
 @dataclass(frozen=True)
 class LiveTeacher:
-    """The target's head on its own hidden states, a few positions at a time: only the rows that the draft has."""
+    """Teacher that computes the target's logits from its hidden states, a few positions at a time, for the tokens that
+    the draft has."""
 
     head: Head
     """Of the draft's tokens; of all where `draft_ids` is None."""
@@ -167,7 +167,7 @@ def _lse(logits_CV: Tensor, temperature: float) -> Tensor:
 
 @torch.no_grad()
 def check_live(target: Target, batch: Batch) -> None:
-    """Compare the live head with the stored top-k of a batch. Raises StaleInputError where they part."""
+    """Compare the live head with the stored top-k of a batch. Raises StaleInputError where they differ."""
     assert batch.signals is not None
     hidden_NH = target.states(batch.ids_BT).hidden_BTH.flatten(0, 1)[batch.positions_N]
     logp_NV = target.logits(hidden_NH).float().log_softmax(-1)

@@ -1,4 +1,5 @@
-"""Which state of a draft meets which supervised token, for families that draft several tokens from one position.
+"""Alignment of draft states with supervised tokens, for families that draft several tokens from one position (the
+training-time test of EAGLE-3, arXiv 2503.01840, and the heads of Medusa).
 
 Shapes: B rows, M trained positions a row, S steps ahead, N supervised positions, D samples.
 
@@ -15,30 +16,32 @@ from ...specdec.kernels.documents import QueryMask
 
 
 class Alignment:
-    """Where the draft's states stand, and which supervised token each of them drafts."""
+    """Positions that draft, and which supervised token each of their states drafts."""
 
     def __init__(self, batch: Batch) -> None:
+        # For each sample: the positions that draft, their columns in the row's M, the row's first column of the sample.
         ranges: list[list[Tensor]] = [[] for _ in range(batch.ids_BT.shape[0])]
         filled = [0] * len(ranges)
         columns = [torch.zeros(0, dtype=torch.int64)]
-        rows, lates = [], []
+        rows, firsts = [], []
         for place, low, high in zip(batch.spans, batch.offsets, batch.offsets[1:]):
             wanted = place.start + place.prompt - 2  # drafts the first supervised token at step 0
             first = max(wanted, place.start)
             ranges[place.row].append(torch.arange(first, first + high - low))
             columns.append(torch.arange(filled[place.row], filled[place.row] + high - low) - (first - wanted))
-            lates.append(filled[place.row])
+            firsts.append(filled[place.row])
             rows.append(place.row)
             filled[place.row] += high - low
         self.width = max(1, *filled)
         """Trained positions a row, M."""
+        # Then as tensors: [B, M] positions, and for each supervised token its row, column and first column.
         counts = torch.tensor(batch.offsets).diff()
         at_BM = torch.zeros(len(ranges), self.width, dtype=torch.int64)
         for row, parts in enumerate(ranges):
             if filled[row]:
                 at_BM[row, : filled[row]] = torch.cat(parts)
         self._row_N = moved(torch.repeat_interleave(torch.tensor(rows), counts), batch.ids_BT.device)
-        self._first_N = moved(torch.repeat_interleave(torch.tensor(lates), counts), batch.ids_BT.device)
+        self._first_N = moved(torch.repeat_interleave(torch.tensor(firsts), counts), batch.ids_BT.device)
         self._column_N = moved(torch.cat(columns), batch.ids_BT.device)
         self.trained = QueryMask(batch.documents, moved(at_BM, batch.ids_BT.device))
         """The positions that draft, [B, M]; a row that has fewer repeats its first token, which then means nothing."""

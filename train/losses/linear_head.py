@@ -84,8 +84,8 @@ class Rows:
     """Rows, s * N + n, that follow each other from one start (see expected_length.py); None: those of the steps."""
     chain_weight: float = 1.0
     """Of each chain, where there are fewer of them than positions."""
-    beside: Tensor | None = None
-    """A loss of another kind, summed over the supervised positions; what it counts for is the family's to say."""
+    extra_loss: Tensor | None = None
+    """A loss of another kind, summed over the supervised positions; the family's `ExtraLoss` weighs it."""
 
     def steps(self) -> Tensor:
         """[S, N] steps ahead."""

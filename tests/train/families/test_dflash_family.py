@@ -16,7 +16,7 @@ from draftforge.specdec.targets import Target
 from draftforge.train.families.dflash import (
     Blocks,
     DFlashFamily,
-    begin_of,
+    block_offset,
     copy_layers,
     copy_tables,
     dflash_config,
@@ -65,8 +65,8 @@ def test_every_supervised_token_is_drafted_in_one_block(begin: int, row_tokens: 
 
 def test_blocks_begin_at_every_place_as_samples_come_again() -> None:
     for sample in range(5):
-        assert sorted(begin_of(sample, epoch, 7) for epoch in range(20, 27)) == list(range(7))
-    assert len({begin_of(sample, 0, 7) for sample in range(50)}) == 7
+        assert sorted(block_offset(sample, epoch, 7) for epoch in range(20, 27)) == list(range(7))
+    assert len({block_offset(sample, 0, 7) for sample in range(50)}) == 7
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_the_loss_is_that_of_what_decoding_drafts(
             logp = target.logits(states.hidden_BTH)[0].float().log_softmax(-1)
             logp = logp if ids is None else logp[:, ids]
             first = len(sample.prompt_ids) - 1
-            for anchor in range(first - begin_of(number, 1, K), len(tokens) - 1, K):
+            for anchor in range(first - block_offset(number, 1, K), len(tokens) - 1, K):
                 drafter.reserve(1, len(tokens), 0, K)
                 prefix = tokens[: anchor + 1]
                 drafter.begin(

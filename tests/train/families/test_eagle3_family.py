@@ -165,8 +165,8 @@ def test_the_budget_holds(target: Target, tiny_capture: Capture) -> None:
     source = FeatureSource(target, (1, 2, 4), 60_000, 1 << 20)
     for index, sample in enumerate(samples):
         source(collate([sample]), [index])
-    kept = sum(x.numel() * x.element_size() for known in source._known.values() for x in known if x is not None)
-    assert 0 < kept <= 60_000 and len(source._known) < len(samples)
+    kept = sum(x.numel() * x.element_size() for known in source._cache.values() for x in known if x is not None)
+    assert 0 < kept <= 60_000 and len(source._cache) < len(samples)
 
 
 def test_only_the_draft_is_trained(target: Target) -> None:
@@ -180,7 +180,7 @@ def test_a_reduced_vocabulary_keeps_its_share_at_other_temperatures(target: Targ
     """p at temperature 2 is that of the whole vocabulary, of which the draft has half the tokens."""
     ids = torch.arange(0, 300, 2)
     family = family_of(target, ids)
-    family.aim({"kl": Weighted(temperature=2.0)})
+    family.set_objective({"kl": Weighted(temperature=2.0)})
     batch = collate(tiny_capture.samples("train")[:2])
     inputs = family.inputs(batch, [0, 1])
     teacher = family.rows(inputs).teacher
@@ -200,7 +200,7 @@ def test_a_chain_drafts_neighbours_of_one_answer(target: Target, tiny_capture: C
     """A sample's expected_length is the same whatever stands beside it in the batch."""
     samples = tiny_capture.samples("train")[:3]
     family = family_of(target)
-    family.aim({"expected_length": 1.0})
+    family.set_objective({"expected_length": 1.0})
     alone = [float(family(family.inputs(collate([sample]), [i]))[0].detach()) for i, sample in enumerate(samples)]
     together = float(family(family.inputs(collate(samples), [0, 1, 2]))[0].detach())
     assert together == pytest.approx(sum(alone), rel=1e-4)

@@ -17,27 +17,29 @@ from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats.checkpoint import load_draft, read_meta
 from draftforge.specdec.targets import Target
 from draftforge.train.families.base import default_aux_layers
-from draftforge.train.families.initial_draft import prepare
-from draftforge.train.families.initial_weights import prune, prune_config, spread
+from draftforge.train.families.initial_draft import store_initial_draft
+from draftforge.train.families.initial_weights import evenly_spaced_layers, prune, prune_config
 from draftforge.train.settings import Eagle3Settings, EagleSettings, MedusaSettings, Settings, SmallSettings
 
 LoadTarget = Callable[[], Target]
 
 
 def started(settings: Settings, capture: Capture, folder: Path, load_target: Any) -> Any:
-    return load_draft(prepare(settings, 0, capture, folder, load_target), torch.device("cpu"), torch.float32).draft
+    return load_draft(
+        store_initial_draft(settings, 0, capture, folder, load_target), torch.device("cpu"), torch.float32
+    ).draft
 
 
 def test_layers_are_spread_evenly_with_first_and_last() -> None:
-    assert spread(6, 30) == [0, 6, 12, 17, 23, 29]
-    assert spread(2, 30) == [0, 29]
-    assert spread(5, 5) == [0, 1, 2, 3, 4]
+    assert evenly_spaced_layers(6, 30) == [0, 6, 12, 17, 23, 29]
+    assert evenly_spaced_layers(2, 30) == [0, 29]
+    assert evenly_spaced_layers(5, 5) == [0, 1, 2, 3, 4]
     for total in range(2, 40):
         for count in range(2, total + 1):
-            kept = spread(count, total)
+            kept = evenly_spaced_layers(count, total)
             assert (kept[0], kept[-1], len(set(kept))) == (0, total - 1, count)
     with pytest.raises(InputError, match=r"draft\.layers 7: must be between 2 and the target's 4"):
-        spread(7, 4)
+        evenly_spaced_layers(7, 4)
 
 
 def test_a_pruned_draft_holds_the_targets_own_weights(
@@ -74,7 +76,7 @@ def test_lists_with_an_entry_per_layer_are_cut(load_tiny_target: LoadTarget) -> 
 
 def test_first_and_last_layer_must_be_kept(tiny_capture: Capture, load_tiny_target: LoadTarget, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"draft\.layers \[0, 2\]: must start at 0 and end at 3"):
-        prepare(SmallSettings(layers=[0, 2]), 0, tiny_capture, tmp_path, load_tiny_target)
+        store_initial_draft(SmallSettings(layers=[0, 2]), 0, tiny_capture, tmp_path, load_tiny_target)
     assert not (tmp_path / "init").exists()
 
 
@@ -112,9 +114,11 @@ def test_another_tokenizer_is_refused(tiny_capture: Capture, tiny_target_folder:
     tokenizer.add_tokens(["<new>"])
     source = other_model(tmp_path / "m", tokenizer, 301)
     with pytest.raises(TokenizerMismatchError, match=r"draft\.from_model: .*must be the target's [0-9a-f]{12}"):
-        prepare(SmallSettings(from_model=str(source)), 0, tiny_capture, tmp_path / "t", no_target)
+        store_initial_draft(SmallSettings(from_model=str(source)), 0, tiny_capture, tmp_path / "t", no_target)
     with pytest.raises(MissingFileError, match=r"draft\.from_model: .*nowhere"):
-        prepare(SmallSettings(from_model=str(tmp_path / "nowhere")), 0, tiny_capture, tmp_path / "t", no_target)
+        store_initial_draft(
+            SmallSettings(from_model=str(tmp_path / "nowhere")), 0, tiny_capture, tmp_path / "t", no_target
+        )
 
 
 def test_a_reduced_eagle3_starts_from_the_targets_head(
@@ -132,7 +136,7 @@ def test_a_reduced_eagle3_starts_from_the_targets_head(
 
 def test_the_seed_decides_fresh_weights(tiny_capture: Capture, load_tiny_target: LoadTarget, tmp_path: Path) -> None:
     def fresh(name: str, seed: int) -> torch.Tensor:
-        init = prepare(Eagle3Settings(), seed, tiny_capture, tmp_path / name, load_tiny_target)
+        init = store_initial_draft(Eagle3Settings(), seed, tiny_capture, tmp_path / name, load_tiny_target)
         draft = load_draft(init, torch.device("cpu"), torch.float32).draft
         assert isinstance(draft, Eagle3Draft)
         return draft.fc.weight
@@ -154,19 +158,21 @@ def test_captured_layers_by_default() -> None:
 def test_a_warm_start_of_another_kind_is_refused(
     tiny_capture: Capture, load_tiny_target: LoadTarget, tmp_path: Path
 ) -> None:
-    init = prepare(SmallSettings(layers=2), 0, tiny_capture, tmp_path / "a", load_tiny_target)
+    init = store_initial_draft(SmallSettings(layers=2), 0, tiny_capture, tmp_path / "a", load_tiny_target)
     with pytest.raises(InputError, match=r"is of family small, but draft\.family is eagle3"):
-        prepare(Eagle3Settings(init_from=init), 0, tiny_capture, tmp_path / "b", load_tiny_target)
+        store_initial_draft(Eagle3Settings(init_from=init), 0, tiny_capture, tmp_path / "b", load_tiny_target)
 
 
 def test_a_warm_start_of_another_shape_than_the_recipe_names_is_refused(
     tiny_capture: Capture, load_tiny_target: LoadTarget, tmp_path: Path
 ) -> None:
-    small = prepare(SmallSettings(layers=2), 0, tiny_capture, tmp_path / "small", load_tiny_target)
+    small = store_initial_draft(SmallSettings(layers=2), 0, tiny_capture, tmp_path / "small", load_tiny_target)
     named = Eagle3Settings(draft_vocabulary=120, aux_layers=(1, 2, 4), intermediate_size=64)
-    eagle = prepare(named, 0, tiny_capture, tmp_path / "eagle", load_tiny_target)
-    first = prepare(EagleSettings(intermediate_size=64), 0, tiny_capture, tmp_path / "first", load_tiny_target)
-    medusa = prepare(MedusaSettings(), 0, tiny_capture, tmp_path / "medusa", load_tiny_target)
+    eagle = store_initial_draft(named, 0, tiny_capture, tmp_path / "eagle", load_tiny_target)
+    first = store_initial_draft(
+        EagleSettings(intermediate_size=64), 0, tiny_capture, tmp_path / "first", load_tiny_target
+    )
+    medusa = store_initial_draft(MedusaSettings(), 0, tiny_capture, tmp_path / "medusa", load_tiny_target)
     wrong: list[tuple[Settings, str]] = [
         (SmallSettings(layers=3, init_from=small), f"draft.layers = 3: init_from {small} has 2 layers"),
         (SmallSettings(layers=[0, 1, 3], init_from=small), f"draft.layers = [0, 1, 3]: init_from {small} has 2 layers"),
@@ -183,7 +189,7 @@ def test_a_warm_start_of_another_shape_than_the_recipe_names_is_refused(
     ]
     for settings, says in wrong:
         with pytest.raises(InputError, match=re.escape(says)):
-            prepare(settings, 0, tiny_capture, tmp_path / "out", no_target)
+            store_initial_draft(settings, 0, tiny_capture, tmp_path / "out", no_target)
         assert not (tmp_path / "out" / "init").exists()
     fitting: list[Settings] = [
         SmallSettings(layers=2, init_from=small),
@@ -194,7 +200,7 @@ def test_a_warm_start_of_another_shape_than_the_recipe_names_is_refused(
         MedusaSettings(init_from=medusa),
     ]
     for number, settings in enumerate(fitting):
-        prepare(settings, 0, tiny_capture, tmp_path / f"fits-{number}", no_target)
+        store_initial_draft(settings, 0, tiny_capture, tmp_path / f"fits-{number}", no_target)
 
 
 def test_a_draft_that_is_too_short_for_the_capture_is_refused(
@@ -207,5 +213,5 @@ def test_a_draft_that_is_too_short_for_the_capture_is_refused(
         for sample in tiny_capture.samples(split)
     )
     with pytest.raises(InputError, match=rf"draft\.from_model: .*context of 16 tokens .*, {longest} tokens$"):
-        prepare(SmallSettings(from_model=str(source)), 0, tiny_capture, tmp_path / "t", no_target)
+        store_initial_draft(SmallSettings(from_model=str(source)), 0, tiny_capture, tmp_path / "t", no_target)
     assert not (tmp_path / "t" / "init").exists()

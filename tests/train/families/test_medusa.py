@@ -39,7 +39,7 @@ def family_of(target: Target, settings: MedusaSettings) -> MedusaFamily:
 def stir(family: MedusaFamily) -> None:
     """Adapters that do something."""
     torch.manual_seed(1)
-    for parameter in family.slow():
+    for parameter in family.slow_parameters():
         parameter.add_(0.05 * torch.randn_like(parameter))
 
 
@@ -106,7 +106,9 @@ def test_the_heads_train_alone_until_the_start(target: Target, tiny_capture: Cap
         family.zero_grad()
         loss, sums = family(inputs)
         loss.backward()
-        assert all(p.grad is not None and bool(p.grad.any()) == moves for p in family.slow())  # there from the start on
+        assert all(
+            p.grad is not None and bool(p.grad.any()) == moves for p in family.slow_parameters()
+        )  # there from the start on
         assert (float(sums[-1, LOSS]) > 0.01) == moves
 
 
@@ -116,7 +118,7 @@ def test_adapters_learn_at_their_share_of_the_rate(target: Target) -> None:
         family = family_of(target, settings)
         optimizer = make_optimizer(family, settings)
         set_rate(optimizer, 1e-3)
-        slow = {id(p) for p in family.slow()}
+        slow = {id(p) for p in family.slow_parameters()}
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         assert set(rates) == {id(p) for p in family.trainable().values()}
         by_muon = settings.muon_rate if update else 1e-3
@@ -149,7 +151,7 @@ def test_recomputed_activations_give_the_same_gradients(target: Target, tiny_cap
         family = family_of(target, settings_of(activation_checkpointing=recompute))
         stir(family)
         family(family.inputs(batch, [0, 1]))[0].backward()
-        gradients.append([p.grad for p in family.slow()])
+        gradients.append([p.grad for p in family.slow_parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
 
