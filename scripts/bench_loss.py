@@ -117,14 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     given = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    usual = "triton" if device.type == "cuda" else "torch"
     found = []
     for objective in given.objective or OBJECTIVES:
         fused = objective in FUSED
-        ways = given.way or [usual if fused else "autograd"]
+        ways = given.way or ["triton" if device.type == "cuda" else "torch" if fused else "autograd"]
         for mib in given.chunk_mib or [256, 1024]:
             for way in ways:
-                if (way != "autograd" and not fused) or (way == "triton" and device.type != "cuda"):
+                if (way == "torch" and not fused) or (way == "triton" and device.type != "cuda"):
                     continue
                 row = measure(given, objective, mib << 20, way, device)
                 speed = f"{row.pairs_per_second:12,.0f} pairs/s {row.gib:6.2f} GiB"

@@ -1,22 +1,25 @@
-"""The fused loss: kl, ce, tv and lk_hybrid at rows of logits, with their gradient in closed form, without autograd.
+"""The fused loss: objectives at rows of logits, with their gradient in closed form, without autograd.
 
 Shapes: T temperatures, R rows, V draft vocabulary.
 
-With q = softmax(z / tau), p the teacher's share of the same entries (their sum P may be below 1: a reduced vocabulary)
-and alpha = sum min(p, q), the gradients on z / tau are
+With q = softmax(z / tau), p the teacher's share of the same entries (their sum P may be below 1: a reduced vocabulary),
+alpha = sum min(p, q), x = log q - log p and y = log q / m = log 2 - softplus(-x), the gradients on z / tau are
 
-    kl     P q - p                                 ce   q - onehot(best), 0 where the draft cannot say it
-    alpha  q (1[q < p] - sum q 1[q < p])
+    kl           P q - p                              ce    q - onehot(best), 0 where the draft cannot say it
+    alpha        q (1[q < p] - sum q 1[q < p])        jsd   q (y - sum q y) / 2
+    reverse_kl   q (x - sum q x)
 
-and tv and lk_hybrid read alpha. So any mix of the four is four numbers a row:
+and tv, lk, lk_hybrid and expected_length read alpha. So any mix of them is six numbers a row:
 
-    q (f_0 + f_1 1[q < p]) - f_2 p - f_3 onehot(best)
+    q (f_0 + f_1 1[q < p] + f_4 x + f_5 y) - f_2 p - f_3 onehot(best)
 
 A pass makes `stats` of its rows; `coefficients` turns them into the loss and these numbers; the pass then writes the
-gradient over its logits. Here is the pass in torch; fused_triton.py has that in Triton. What the objectives mean is
-said in objectives.py, whose autograd the tests compare both with.
+gradient over its logits. fused_triton.py has the pass in Triton, for all objectives. Here is the one in torch, for kl,
+ce, tv and lk_hybrid: the others gain nothing by it over autograd. What the objectives mean is said in objectives.py,
+whose autograd the tests compare both with.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
@@ -24,22 +27,25 @@ import torch
 from torch import Tensor
 
 from ...data.teacher_logprobs import FLOOR
-from .objectives import FullDistribution, LossWeights
+from .objectives import CHAINED, FullDistribution, LossWeights
 from .schedule import LossPlan
 
 FUSED = frozenset({"kl", "ce", "tv", "lk_hybrid"})
-"""Objectives that are known here."""
-LSE, ALPHA, BELOW, MASS, KL, BEST, AGREE = range(7)
+"""Objectives of the pass in torch."""
+LSE, ALPHA, BELOW, MASS, KL, BEST, AGREE, REVERSE, JS_P, JS_Q = range(10)
 """Columns of a row's statistics: log sum exp; sum min(p, q); sum q 1[q < p]; P; kl; log q of the target's likeliest
-token, 0 without one; 1 where it is the draft's likeliest too."""
-STATS = 7
-CONSTANT, WHERE_BELOW, TIMES_P, AT_BEST = range(4)
-"""Columns of a row's coefficients: f_0 to f_3."""
-COEFFICIENTS = 4
+token, 0 without one; 1 where it is the draft's likeliest too. Of Triton alone: reverse_kl; sum p log p / m; sum q y."""
+STATS = 10
+CONSTANT, WHERE_BELOW, TIMES_P, AT_BEST, TIMES_X, TIMES_Y = range(6)
+"""Columns of a row's coefficients: f_0 to f_5."""
+COEFFICIENTS = 6
+LOG_2 = math.log(2.0)
+ALPHA_FLOOR = 1e-30
+"""`lk` takes a smaller overlap for this one, so that 1 / alpha stays finite."""
 
 
 def can_fuse(plan: LossPlan) -> bool:
-    """Whether every objective of the plan has a closed form here."""
+    """Whether the pass in torch knows every objective of the plan."""
     return all(name in FUSED for terms in plan.terms for name in terms)
 
 
@@ -53,33 +59,35 @@ class ChunkPass(Protocol):
         """[T, R, STATS], float32."""
         ...
 
-    def gradient(self, coefficients_TR4: Tensor) -> None:
+    def gradient(self, coefficients_TR6: Tensor) -> None:
         """The gradient on the logits, summed over temperatures, in their place. Once, after `stats`."""
         ...
 
 
 def coefficients(plan: LossPlan, stats_TRX: Tensor, best_R: Tensor, weights: LossWeights) -> tuple[Tensor, Tensor]:
-    """Loss [R], unweighted, and coefficients [T, R, 4] of the gradient, weighted."""
+    """Loss [R] of the objectives that look at one row alone, unweighted; coefficients [T, R, 6], weighted."""
     loss_R = torch.zeros_like(weights.weight_R)
     found = []
     for number, (temperature, terms) in enumerate(zip(plan.temperatures, plan.terms)):
         stats = stats_TRX[number].unbind(-1)
         value_R, slopes = _slopes(terms, stats, plan.lk_eta)
         loss_R = loss_R + value_R
-        kl, ce, alpha = (slope * weights.weight_R for slope in slopes)
+        kl, ce, alpha, reverse, middle = (slope * weights.weight_R for slope in slopes)
+        if weights.slope_R is not None and CHAINED in terms:
+            alpha = alpha + weights.slope_R
         ce = torch.where(best_R >= 0, ce, 0.0)
-        constant = kl * stats[MASS] + ce - alpha * stats[BELOW]
-        found.append(torch.stack([constant, alpha, kl, ce], dim=-1) / temperature)
+        constant = kl * stats[MASS] + ce - alpha * stats[BELOW] - reverse * stats[REVERSE] - middle * stats[JS_Q]
+        found.append(torch.stack([constant, alpha, kl, ce, reverse, middle], dim=-1) / temperature)
     valid = weights.valid_R
     return torch.where(valid, loss_R, 0.0), torch.where(valid[:, None], torch.stack(found), 0.0)
 
 
 def _slopes(
     terms: Mapping[str, float], stats: tuple[Tensor, ...], eta: float
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Loss [R], and its derivatives by kl, ce and alpha, [R] each."""
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Loss [R], and its derivatives by kl, ce, alpha, reverse_kl and 2 jsd, [R] each."""
     zero = torch.zeros_like(stats[ALPHA])
-    loss, kl, ce, alpha = zero, zero, zero, zero
+    loss, kl, ce, alpha, reverse, middle = zero, zero, zero, zero, zero, zero
     for name, weight in terms.items():
         if name == "kl":
             loss, kl = loss + weight * stats[KL], kl + weight
@@ -87,11 +95,20 @@ def _slopes(
             loss, ce = loss - weight * stats[BEST], ce + weight
         elif name == "tv":
             loss, alpha = loss + weight * (1.0 - stats[ALPHA]), alpha - weight
+        elif name == "lk":
+            overlap = stats[ALPHA].clamp_min(ALPHA_FLOOR)
+            loss, alpha = loss - weight * overlap.log(), alpha - weight / overlap
         elif name == "lk_hybrid":  # the share is a constant to the gradient
             share = weight * torch.exp(-eta * stats[ALPHA])
             loss = loss + share * stats[KL] + (weight - share) * (1.0 - stats[ALPHA])
             kl, alpha = kl + share, alpha - (weight - share)
-    return loss, (kl, ce, alpha)
+        elif name == "reverse_kl":
+            loss, reverse = loss + weight * stats[REVERSE], reverse + weight
+        elif name == "jsd":
+            outside = (1.0 - stats[MASS]).clamp_min(0.0) * LOG_2
+            loss = loss + 0.5 * weight * (stats[JS_P] + stats[JS_Q] + outside)
+            middle = middle + 0.5 * weight
+    return loss, (kl, ce, alpha, reverse, middle)
 
 
 class TorchTeacher(NamedTuple):
@@ -175,18 +192,18 @@ class TorchPass:
             stats[:, BELOW] = self._below_RV[number].sum(-1)
         return stats
 
-    def gradient(self, coefficients_TR4: Tensor) -> None:
+    def gradient(self, coefficients_TR6: Tensor) -> None:
         """[R, V], where the logits were."""
-        last = len(coefficients_TR4) - 1
+        last = len(coefficients_TR6) - 1
         for number in range(last, -1, -1):
             if self._plan.terms[number]:
-                self._gradient(number, coefficients_TR4[number])
+                self._gradient(number, coefficients_TR6[number])
             if self._plan.terms[number] and number < last:
                 self._q_RV[last].add_(self._q_RV[number])
 
-    def _gradient(self, number: int, columns_R4: Tensor) -> None:
+    def _gradient(self, number: int, columns_R6: Tensor) -> None:
         """Turn q at one temperature into its part of the gradient."""
-        f = columns_R4[:, :, None].unbind(1)
+        f = columns_R6[:, :, None].unbind(1)
         q_RV = self._q_RV[number].mul_(f[CONSTANT])
         if self._needs_alpha:
             q_RV.addcmul_(self._below_RV[number], f[WHERE_BELOW])

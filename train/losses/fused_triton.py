@@ -15,12 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ...data.teacher_logprobs import FLOOR
-from .fused_torch import COEFFICIENTS, STATS
+from .fused_torch import COEFFICIENTS, LOG_2, STATS
 from .objectives import FullDistribution
 from .schedule import LossPlan
 
 _BLOCK = 2048
 _WARPS = 8
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _to_middle(x, log_2):  # type: ignore[no-untyped-def]
+    """log q / m of x = log q / p, with m = (p + q) / 2; of -x it is log p / m."""
+    return log_2 - tl.maximum(-x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
 @triton.jit(do_not_specialize=["rows", "positions"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -35,7 +41,9 @@ def _stats(  # type: ignore[no-untyped-def]
     positions,
     vocabulary,
     floor: tl.constexpr,
+    log_2: tl.constexpr,
     width: tl.constexpr,
+    middle: tl.constexpr,
     block: tl.constexpr,
 ):
     """The statistics of one row at one temperature, in the columns of fused_torch.py."""
@@ -65,6 +73,9 @@ def _stats(  # type: ignore[no-untyped-def]
     below = tl.zeros([block], tl.float32)
     mass = tl.zeros([block], tl.float32)
     kl = tl.zeros([block], tl.float32)
+    reverse = tl.zeros([block], tl.float32)
+    js_p = tl.zeros([block], tl.float32)
+    js_q = tl.zeros([block], tl.float32)
     for start in range(0, vocabulary, block):
         at = start + lanes
         inside = at < vocabulary
@@ -80,6 +91,10 @@ def _stats(  # type: ignore[no-untyped-def]
         below += tl.where(x < 0.0, q, 0.0)
         mass += p
         kl -= p * x
+        reverse += q * x
+        if middle:
+            js_p += p * _to_middle(-x, log_2)
+            js_q += q * _to_middle(x, log_2)
 
     # 3) the target's likeliest token, and all columns in their order
     known = best >= 0
@@ -92,6 +107,9 @@ def _stats(  # type: ignore[no-untyped-def]
     tl.store(out + 4, tl.sum(kl, 0))
     tl.store(out + 5, tl.where(known, u_best - lse_q, 0.0))
     tl.store(out + 6, tl.where(known & (u_best >= top), 1.0, 0.0))
+    tl.store(out + 7, tl.sum(reverse, 0))
+    tl.store(out + 8, tl.sum(js_p, 0))
+    tl.store(out + 9, tl.sum(js_q, 0))
 
 
 @triton.jit(do_not_specialize=["rows", "positions"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -107,8 +125,10 @@ def _gradient(  # type: ignore[no-untyped-def]
     positions,
     vocabulary,
     floor: tl.constexpr,
+    log_2: tl.constexpr,
     stats_width: tl.constexpr,
     width: tl.constexpr,
+    middle: tl.constexpr,
     first: tl.constexpr,
     temperatures: tl.constexpr,
     block: tl.constexpr,
@@ -133,7 +153,9 @@ def _gradient(  # type: ignore[no-untyped-def]
             logp = tl.maximum(t * scale - tl.load(lse_ptr + number * positions + position), floor)
             x = logq - logp
             f = coefficients_ptr + line.to(tl.int64) * width
-            factor = tl.load(f) + tl.where(x < 0.0, tl.load(f + 1), 0.0)
+            factor = tl.load(f) + tl.where(x < 0.0, tl.load(f + 1), 0.0) + tl.load(f + 4) * x
+            if middle:
+                factor += tl.load(f + 5) * _to_middle(x, log_2)
             gradient += tl.exp(logq) * factor - tl.load(f + 2) * tl.exp(logp)
             gradient -= tl.where(at == best, tl.load(f + 3), 0.0)
         tl.store(draft + at, gradient.to(draft_ptr.dtype.element_ty), mask=inside)
@@ -207,6 +229,8 @@ class TritonPass:
             len(self._best_C),
             self._vocabulary,
             floor=FLOOR,
+            log_2=LOG_2,
+            middle=self._plan.has("jsd"),
             width=STATS,
             block=_BLOCK,
             num_warps=_WARPS,
@@ -214,7 +238,7 @@ class TritonPass:
         self._stats_TRX = stats_TRX
         return stats_TRX
 
-    def gradient(self, coefficients_TR4: Tensor) -> None:
+    def gradient(self, coefficients_TR6: Tensor) -> None:
         """Over the logits, in their dtype."""
         assert self._stats_TRX is not None
         _gradient[(self._rows,)](
@@ -224,11 +248,13 @@ class TritonPass:
             self._lse_TC,
             self._best_C,
             self._stats_TRX,
-            coefficients_TR4.contiguous(),
+            coefficients_TR6.contiguous(),
             self._rows,
             len(self._best_C),
             self._vocabulary,
             floor=FLOOR,
+            log_2=LOG_2,
+            middle=self._plan.has("jsd"),
             stats_width=STATS,
             width=COEFFICIENTS,
             first=0 if self._plan.terms[0] else 1,

@@ -9,8 +9,8 @@ are the whole draft vocabulary (weight p). p is never renormalised: what a reduc
 counts as rejected in `tv` and `lk`, and pulls nowhere in `kl`, `ce` and `reverse_kl`. Objectives that are no such
 expectation (FULL) need the live target.
 
-`autograd_loss` differentiates the definitions for any teacher and any mix of objectives. For mixes of kl, ce, tv and
-lk_hybrid with a live target, fused_torch.py and fused_triton.py compute the same in fewer passes.
+`autograd_loss` differentiates the definitions for any teacher and any mix of objectives. With a live target
+fused_torch.py (for kl, ce, tv and lk_hybrid) and fused_triton.py compute the same in fewer passes.
 """
 
 import math

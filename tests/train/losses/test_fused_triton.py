@@ -1,4 +1,4 @@
-"""The Triton kernels against the closed form in torch, in Triton's interpreter where there is no GPU."""
+"""The Triton kernels against autograd of the definitions, in Triton's interpreter where there is no GPU."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from objective_mixes import ETA, MIXES
+from objective_mixes import ETA, MIXES, OTHERS
 
 from draftforge.train.losses import fused_triton
 from draftforge.train.losses import linear_head as heads
-from draftforge.train.losses.fused_torch import TorchPass, TorchTeacher, coefficients
+from draftforge.train.losses.fused_torch import AGREE, ALPHA, coefficients
 from draftforge.train.losses.linear_head import Head, LossSettings, Rows, head_loss
-from draftforge.train.losses.objectives import FullDistribution, LossWeights
+from draftforge.train.losses.objectives import FullDistribution, LossWeights, TeacherEntries, autograd_loss
 from draftforge.train.losses.schedule import LossPlan, Objective, Weighted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,28 +43,28 @@ def teacher_of(logits_CW: Tensor, plan: LossPlan) -> FullDistribution:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mix", MIXES)
-def test_kernels_equal_the_pass_in_torch(mix: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mix", MIXES | OTHERS)
+def test_kernels_equal_autograd_of_the_definitions(mix: str, dtype: torch.dtype) -> None:
     """Given the same logits, both compute in float32 and differ by the order of sums; the gradient is then rounded to
     bfloat16 (8 bits: a unit in the last place is up to 2 ** -7 of it, and the interpreter truncates)."""
-    plan = LossPlan.from_objective(MIXES[mix], ETA)
+    plan = LossPlan.from_objective((MIXES | OTHERS)[mix], ETA)
     rows = STEPS * C
     logits, whole = draw(rows, V, dtype=dtype), teacher_of(draw(C, V + 60, dtype=dtype), plan)
     weights = LossWeights(torch.linspace(0.3, 1.0, rows, device=DEVICE), torch.arange(rows, device=DEVICE) != 1, None)
-    fused = fused_triton.TritonPass(logits.clone(), whole, plan)
-    stats = fused.stats()
-    loss, four = coefficients(plan, stats, fused.best_R, weights)
-    fused.gradient(four)
+    ours = logits.clone()
+    kernels = fused_triton.TritonPass(ours, whole, plan)
+    stats = kernels.stats()
+    loss, six = coefficients(plan, stats, kernels.best_R, weights)
+    kernels.gradient(six)
     for step in range(STEPS):
         at = slice(step * C, (step + 1) * C)
-        expected = logits[at].float()
-        eager = TorchPass(expected, TorchTeacher.from_distribution(whole, plan), plan)
-        wanted_loss, wanted_four = coefficients(plan, eager.stats(), eager.best_R, weights.part(at))
-        eager.gradient(wanted_four)
-        torch.testing.assert_close(loss[at], wanted_loss, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(four[:, at], wanted_four, atol=1e-5, rtol=1e-4)
-        rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(fused._logits_RV[at].float(), expected, atol=1e-7, rtol=rounding)
+        theirs = logits[at].float().requires_grad_()
+        total, *wanted = autograd_loss(theirs, TeacherEntries.from_distribution(whole, plan), plan, weights.part(at))
+        for found, expected in zip((loss[at], stats[0, at, ALPHA], stats[0, at, AGREE]), wanted):
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+        rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-4
+        (gradient,) = torch.autograd.grad(total, theirs)
+        torch.testing.assert_close(ours[at].float(), gradient, atol=1e-6, rtol=rounding)
 
 
 class Live:
@@ -86,16 +86,21 @@ class Live:
 def test_a_loss_by_kernels_equals_one_without(
     dtype: torch.dtype, own_heads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All steps of a chunk at once or not. In bfloat16 both round logits and gradient alike."""
+    """All steps of a chunk at once or not, chained or not. In bfloat16 both round logits and gradient alike."""
     count = 7
     states = draw(STEPS, count, H, scale=1.0).requires_grad_()
     weights = [draw(V, H + k, scale=0.7)[:, :H].clone().requires_grad_() for k in range(STEPS if own_heads else 1)]
     valid = torch.ones(STEPS, count, dtype=torch.bool, device=DEVICE)
     valid[1, 2] = False
-    objective: Objective = {"lk_hybrid": 1.0, "ce": 0.1, "tv": Weighted(weight=0.5, temperature=2.0)}
+    objective: Objective = {
+        "lk_hybrid": 1.0,
+        "jsd": 0.5,
+        "ce": 0.1,
+        "expected_length": Weighted(weight=0.3, temperature=2.0),
+    }
     rows = Rows(states, valid, Live(draw(count, V + 60)), (1.0, 0.5))
     found = []
-    for way in ("triton", "torch"):
+    for way in ("triton", "autograd"):
         monkeypatch.setattr(heads, "way_of", lambda *_, way=way: way)
         settings = LossSettings(objective, ETA, dtype, logits_bytes=dtype.itemsize * V * 3 * 3)
         loss, sums = head_loss(rows, [Head(weight) for weight in weights], settings)
