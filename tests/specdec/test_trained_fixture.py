@@ -78,7 +78,7 @@ def test_training_is_reproducible() -> None:
         torch.manual_seed(0)
         model = fixture._llama(layers=1)
         ids = torch.arange(2000) % fixture.VOCABULARY
-        fixture._fit(model, lambda ids_BT: model(ids_BT, use_cache=False).logits.logsumexp(-1).mean(), ids, steps=2)
+        fixture._fit([model], lambda ids_BT: model(ids_BT, use_cache=False).logits.logsumexp(-1).mean(), ids, steps=2)
         return torch.cat([p.flatten() for p in model.parameters()])
 
     assert torch.equal(weights(), weights())

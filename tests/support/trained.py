@@ -1,7 +1,7 @@
 """A tiny trained target and drafts trained on it: what comparisons with serving engines need.
 
 Random models agree too rarely, or argmax at near ties, where two engines' arithmetic picks differently. Trained once
-on one core in well under a minute, then read from the cache; the cache's name is a digest of everything that the
+on one core in some 20 seconds, then read from the cache; the cache's name is a digest of everything that the
 weights depend on.
 
 Shapes: B rows, T tokens, M trained positions a row, K steps, H hidden size, A features, V vocabulary.
@@ -9,7 +9,7 @@ Shapes: B rows, T tokens, M trained positions a row, K steps, H hidden size, A f
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,8 @@ LAYER: dict[str, Any] = {
 """Heads times their size is not the hidden size, and queries share keys: what a format may get wrong."""
 SEED = 20
 """Of every random choice made here."""
+TARGET_STEPS, DRAFT_STEPS = 160, 80
+ROWS, WINDOW = 6, 56  # of a training step
 
 NAMES = ["Maria", "Peter", "Olga", "Henry", "Aisha", "Tomas", "Greta", "Ivan"]
 ITEMS = ["lamp", "chair", "kettle", "carpet", "mirror", "basket", "candle", "ladder"]
@@ -99,10 +101,13 @@ def trained(cache: Path = ROOT / ".cache" / "tests") -> Trained:
 
 
 def recipe_digest() -> str:
-    """16 hex digits of this file, the modules that it trains and the libraries that compute."""
-    modules = ROOT / "specdec" / "drafts"
-    files = [Path(__file__), Path(byte_level_tokenizer.__code__.co_filename), *sorted(modules.glob("*.py"))]
-    parts = [path.read_bytes() for path in files]
+    """16 hex digits of this file, the names and shapes of all weights, and the libraries that compute."""
+    target, shapes = CausalModel(_llama(layers=4)), []
+    for name, make in FAMILIES.items():
+        draft, _ = make(target)
+        shapes += [f"{name} {key} {list(value.shape)}" for key, value in draft.state_dict().items()]
+    files = [Path(__file__), Path(byte_level_tokenizer.__code__.co_filename)]
+    parts = [path.read_bytes() for path in files] + [shape.encode() for shape in shapes]
     parts += [module.__version__.encode() for module in (torch, transformers, tokenizers)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
@@ -126,19 +131,18 @@ def _train_all(folder: Path) -> None:
     torch.set_num_threads(1)  # sums in one order, so the same weights every time
     try:
         title = "the tests' tiny target and drafts, trained once"
-        with torch.random.fork_rng(devices=[]), bar(title, 1 + len(DRAFTS), "models") as advance:
+        with torch.random.fork_rng(devices=[]), bar(title, 2, "trainings") as advance:
             torch.manual_seed(SEED)
             tokenizer = byte_level_tokenizer([sentences(200, SEED)], VOCABULARY)
-            text = torch.tensor(tokenizer(sentences(6000, SEED + 1)).input_ids)
+            text = torch.tensor(tokenizer(sentences(3000, SEED + 1)).input_ids)
             target = train_target(text)
             target.save_pretrained(folder / "target")
             tokenizer.save_pretrained(folder / "target")
             advance(note="target")
-            for name, train in DRAFTS.items():
-                draft = train(CausalModel(target), text)
+            for name, draft in train_drafts(CausalModel(target), text).items():
                 tokenizer_folder = folder / "target" if name == "small" else None
                 save_draft(draft, folder / name, _meta(draft.family, tokenizer), tokenizer_folder)
-                advance(note=name)
+            advance(note="drafts")
     finally:
         torch.set_num_threads(threads)
 
@@ -150,59 +154,85 @@ def train_target(text: Tensor) -> LlamaForCausalLM:
         logits_BTV = model(ids_BT[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten())
 
-    _fit(model, loss, text, steps=400)
+    _fit([model], loss, text, TARGET_STEPS)
     return model.eval().requires_grad_(False)
 
 
-def train_small(target: CausalModel, text: Tensor) -> SmallDraft:
-    """Two layers, by cross-entropy against the target's distribution."""
-    draft = SmallDraft(_llama(layers=2))
+class Batch(NamedTuple):
+    """Token ids, and what the target makes of them: its states, and its distribution of the token after each."""
+
+    ids_BT: Tensor
+    states: States
+    teacher_BTV: Tensor
+
+
+Loss = Callable[[Batch], Tensor]
+"""Cross-entropy of a draft against the target's distributions, at every place that it drafts."""
+
+
+def train_drafts(target: CausalModel, text: Tensor) -> dict[str, DraftModule]:
+    """All drafts on the same batches, each with gradients of its own: one pass of the target teaches them all."""
+    made = {name: make(target) for name, make in FAMILIES.items()}
 
     def loss(ids_BT: Tensor) -> Tensor:
-        return _cross_entropy(draft.logits(draft(ids_BT)), _teacher(target, ids_BT)[1])
+        with torch.no_grad():
+            states = target.states(ids_BT, aux_layers=AUX_LAYERS)
+            batch = Batch(ids_BT, states, target.logits(states.hidden_BTH).softmax(-1))
+        return torch.stack([one(batch) for _, one in made.values()]).sum()
 
-    _fit(draft, loss, text, steps=150)
-    return draft.eval()
+    _fit([draft for draft, _ in made.values()], loss, text, DRAFT_STEPS, peak=6e-3)
+    drafts = {name: draft.eval() for name, (draft, _) in made.items()}
+    return {
+        name: drafts[name] if name in drafts else _reduced(drafts[name.split("-")[0]], target, text) for name in DRAFTS
+    }
 
 
-def train_eagle3(target: CausalModel, text: Tensor, draft_ids: Tensor | None = None) -> Eagle3Draft:
-    """By cross-entropy against the target, over the steps of the training-time test. `draft_ids` [Vd], ascending."""
+def _reduced(draft: Any, target: CausalModel, text: Tensor) -> Any:
+    """The same draft, of the most frequent tokens only: those rows of its head, or of the target's."""
+    draft_ids = torch.bincount(text, minlength=target.vocab_size).topk(REDUCED).indices.sort().values
+    head = target.model.get_output_embeddings() if draft.lm_head is None else draft.lm_head
+    known = {name: value for name, value in draft.state_dict().items() if name not in ("d2t", "t2d")}
+    config = draft.config.model_copy(update={"draft_vocab_size": REDUCED})
+    reduced = type(draft)(config, draft_ids)
+    reduced.load_state_dict({**known, "lm_head.weight": head.weight[draft_ids]}, strict=False)
+    return reduced.eval()
+
+
+def make_small(target: CausalModel) -> tuple[SmallDraft, Loss]:
+    """Two layers."""
+    draft = SmallDraft(_llama(layers=2))
+    return draft, lambda batch: _cross_entropy(draft.logits(draft(batch.ids_BT)), batch.teacher_BTV)
+
+
+def make_eagle3(target: CausalModel) -> tuple[Eagle3Draft, Loss]:
+    """Over the steps of the training-time test."""
     config = Eagle3Config(
         **LAYER,
         target_hidden_size=target.hidden_size,
-        draft_vocab_size=target.vocab_size if draft_ids is None else len(draft_ids),
+        draft_vocab_size=target.vocab_size,
         aux_layers=AUX_LAYERS,
     )
-    draft = Eagle3Draft(config, draft_ids)
+    draft = Eagle3Draft(config)
 
-    def loss(ids_BT: Tensor) -> Tensor:
-        features, teacher_BTV = _teacher(target, ids_BT)
-        states = _unroll(draft, target, ids_BT, features.aux_BTA)
-        return _steps_loss([draft.logits(state) for state in states], teacher_BTV[..., draft.draft_ids])
+    def loss(batch: Batch) -> Tensor:
+        states = _unroll(draft, target, batch.ids_BT, batch.states.aux_BTA)
+        return _steps_loss([draft.logits(state) for state in states], batch.teacher_BTV)
 
-    _fit(draft, loss, text, steps=150)
-    return draft.eval()
+    return draft, loss
 
 
-def train_eagle3_reduced(target: CausalModel, text: Tensor) -> Eagle3Draft:
-    """Drafts only the most frequent tokens."""
-    return train_eagle3(target, text, _frequent(target, text))
-
-
-def train_eagle(target: CausalModel, text: Tensor) -> EagleDraft:
+def make_eagle(target: CausalModel) -> tuple[EagleDraft, Loss]:
     """As EAGLE-3; the target's head reads the states. No loss on the states themselves: it is right often enough."""
     draft = EagleDraft(EagleConfig(**LAYER))
 
-    def loss(ids_BT: Tensor) -> Tensor:
-        features, teacher_BTV = _teacher(target, ids_BT)
-        states = _unroll(draft, target, ids_BT, features.hidden_BTH)
-        return _steps_loss([target.logits(state) for state in states], teacher_BTV)
+    def loss(batch: Batch) -> Tensor:
+        states = _unroll(draft, target, batch.ids_BT, batch.states.hidden_BTH)
+        return _steps_loss([target.logits(state) for state in states], batch.teacher_BTV)
 
-    _fit(draft, loss, text, steps=150)
-    return draft.eval()
+    return draft, loss
 
 
-def train_medusa(target: CausalModel, text: Tensor) -> MedusaDraft:
+def make_medusa(target: CausalModel) -> tuple[MedusaDraft, Loss]:
     """Five heads of one block, each from the target's own head."""
     config = MedusaConfig(
         hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_heads=5, num_layers=1, fc_bias=True
@@ -212,59 +242,51 @@ def train_medusa(target: CausalModel, text: Tensor) -> MedusaDraft:
         for head in draft.lm_heads:
             head.weight.copy_(target.model.get_output_embeddings().weight)  # type: ignore[operator]
 
-    def loss(ids_BT: Tensor) -> Tensor:
-        features, teacher_BTV = _teacher(target, ids_BT)
-        hidden_BMH = features.hidden_BTH[:, : ids_BT.shape[1] - config.num_heads]
-        return _steps_loss([draft.logits(hidden_BMH, head) for head in range(config.num_heads)], teacher_BTV)
+    def loss(batch: Batch) -> Tensor:
+        hidden_BMH = batch.states.hidden_BTH[:, : batch.ids_BT.shape[1] - config.num_heads]
+        return _steps_loss([draft.logits(hidden_BMH, head) for head in range(config.num_heads)], batch.teacher_BTV)
 
-    _fit(draft, loss, text, steps=80)
-    return draft.eval()
+    return draft, loss
 
 
-def train_dflash(target: CausalModel, text: Tensor, draft_ids: Tensor | None = None) -> DFlashDraft:
-    """Two layers, by cross-entropy against the target, in blocks at every third place. `draft_ids` [Vd], ascending."""
+def make_dflash(target: CausalModel) -> tuple[DFlashDraft, Loss]:
+    """Two layers, in blocks at every third place."""
     config = DFlashConfig(
         **LAYER,
         num_hidden_layers=2,
         target_hidden_size=target.hidden_size,
-        draft_vocab_size=target.vocab_size if draft_ids is None else len(draft_ids),
+        draft_vocab_size=target.vocab_size,
         aux_layers=AUX_LAYERS,
         block_size=BLOCK,
         mask_token_id=MASK_TOKEN,
     )
-    draft = DFlashDraft(config, draft_ids)
+    draft = DFlashDraft(config)
 
-    def loss(ids_BT: Tensor) -> Tensor:
-        features, teacher_BTV = _teacher(target, ids_BT)
+    def loss(batch: Batch) -> Tensor:
+        ids_BT = batch.ids_BT
         anchor_M = torch.arange(1 + int(torch.randint(3, ())), ids_BT.shape[1] - BLOCK, 3)
         block_BMW = torch.full((len(ids_BT), len(anchor_M), BLOCK), MASK_TOKEN)
         block_BMW[..., 0] = ids_BT[:, anchor_M]
-        embeds_BMWH = target.embed(block_BMW).detach()
         anchors = QueryMask(Documents.rows(ids_BT), anchor_M.expand(len(ids_BT), -1))
-        states_BMKH = draft(embeds_BMWH, features.aux_BTA, anchors)[:, :, 1:]
-        logits = target.logits(states_BMKH) if draft.lm_head is None else draft.lm_head(states_BMKH)
+        assert batch.states.aux_BTA is not None
+        states_BMKH = draft(target.embed(block_BMW).detach(), batch.states.aux_BTA, anchors)[:, :, 1:]
         place_MK = anchor_M[:, None] + torch.arange(BLOCK - 1)
-        return _cross_entropy(logits, teacher_BTV[:, place_MK][..., draft.draft_ids])
+        return _cross_entropy(target.logits(states_BMKH), batch.teacher_BTV[:, place_MK])
 
-    _fit(draft, loss, text, steps=150)
-    return draft.eval()
-
-
-def train_dflash_reduced(target: CausalModel, text: Tensor) -> DFlashDraft:
-    """Drafts only the most frequent tokens, by a head of its own."""
-    return train_dflash(target, text, _frequent(target, text))
+    return draft, loss
 
 
-DRAFTS: dict[str, Callable[[CausalModel, Tensor], DraftModule]] = {
-    "small": train_small,
-    "medusa": train_medusa,
-    "eagle": train_eagle,
-    "eagle3": train_eagle3,
-    "eagle3-reduced": train_eagle3_reduced,
-    "dflash": train_dflash,
-    "dflash-reduced": train_dflash_reduced,
+FAMILIES: dict[str, Callable[[CausalModel], tuple[DraftModule, Loss]]] = {
+    "small": make_small,
+    "medusa": make_medusa,
+    "eagle": make_eagle,
+    "eagle3": make_eagle3,
+    "dflash": make_dflash,
 }
-"""What is trained beside the target. A new family's head is one function (target, text) -> draft and one line here."""
+"""What is trained beside the target. A new family is one function target -> (draft, loss) and one line here."""
+REDUCED_DRAFTS = ("eagle3-reduced", "dflash-reduced")
+"""Those that know the most frequent tokens only."""
+DRAFTS = (*FAMILIES, *REDUCED_DRAFTS)
 
 
 def _llama(layers: int) -> LlamaForCausalLM:
@@ -272,23 +294,20 @@ def _llama(layers: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def _fit(module: nn.Module, loss: Callable[[Tensor], Tensor], text: Tensor, steps: int, peak: float = 3e-3) -> None:
-    """AdamW with a warm-up and a linear decay over random windows of the text."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=peak, betas=(0.9, 0.95))
+def _fit(
+    modules: Sequence[nn.Module], loss: Callable[[Tensor], Tensor], text: Tensor, steps: int, peak: float = 3e-3
+) -> None:
+    """AdamW with a warm-up and a linear decay over random windows of the text; clips gradients module by module."""
+    parameters = [one for module in modules for one in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.95), fused=True)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = peak * min((step + 1) / 20, 1 - step / steps)
-        start_B1 = torch.randint(len(text) - 64, (8, 1))
+        start_B1 = torch.randint(len(text) - WINDOW, (ROWS, 1))
         optimizer.zero_grad()
-        loss(text[start_B1 + torch.arange(64)]).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        loss(text[start_B1 + torch.arange(WINDOW)]).backward()  # type: ignore[no-untyped-call]
+        for module in modules:
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-
-
-@torch.no_grad()
-def _teacher(target: CausalModel, ids_BT: Tensor) -> tuple[States, Tensor]:
-    """The target's states and its distributions [B, T, V]: row t is of the token after x_t."""
-    states = target.states(ids_BT, aux_layers=AUX_LAYERS)
-    return states, target.logits(states.hidden_BTH).softmax(-1)
 
 
 def _unroll(
@@ -305,11 +324,6 @@ def _steps_loss(logits_KBMV: list[Tensor], teacher_BTV: Tensor) -> Tensor:
     width = logits_KBMV[0].shape[1]
     losses = [_cross_entropy(x, teacher_BTV[:, 1 + k : 1 + k + width]) for k, x in enumerate(logits_KBMV)]
     return torch.stack(losses).mean()
-
-
-def _frequent(target: CausalModel, text: Tensor) -> Tensor:
-    """[Vd] the most frequent tokens, ascending."""
-    return torch.bincount(text, minlength=target.vocab_size).topk(REDUCED).indices.sort().values
 
 
 def _cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
