@@ -73,6 +73,12 @@ def of_files(root: Path, names: Iterable[str], digests: FileDigests | None = Non
     return of_json({name: hash_one(root / name) for name in sorted(names)})
 
 
+def file_digests(path: Path) -> dict[str, str]:
+    """By name: digests of the files of a folder, not of its folders; or of one file."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return {file.name: of_file(file) for file in files if file.is_file()}
+
+
 def is_fingerprint(value: object) -> bool:
     """Whether a value is 64 hex digits, as every function here gives them."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None

@@ -55,7 +55,7 @@ from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.formats.layer_skip import is_skip_file
 from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
-from ..specdec.stored_draft import TOKENIZER_FILE, StoredDraft, file_digests, trained_for
+from ..specdec.stored_draft import TOKENIZER_FILE, StoredDraft, trained_for
 from ..specdec.targets import context_length
 from ..train.families import family_of
 from .parallel_scoring import ScoringJob, count_together, help_count, race
@@ -176,12 +176,12 @@ def score_foreign(stages: Stages, path: Path) -> Scored:
         say(f"{path}: nothing says which tokenizer it was trained with; only sizes are checked")
     name = "".join(character if character.isprintable() else "?" for character in path.resolve().name)[:64]
     shown = f"{name} (given)" if name in (LOOKUP, PLAIN) else name
-    return _score(stages, {(shown, 0): path}, file_digests(path))
+    return _score(stages, {(shown, 0): path}, fingerprint.file_digests(path))
 
 
 def help_score_foreign(stages: Stages, path: Path) -> None:
     """`score_foreign` of a rank that is not the first."""
-    _help(stages, file_digests(path))
+    _help(stages, fingerprint.file_digests(path))
 
 
 def _help(stages: Stages, digests: dict[str, str]) -> None:

@@ -1,6 +1,6 @@
 """A draft that was loaded for a target, once: what it is, where it comes from, and how it drafts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +17,11 @@ from .formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET, DraftMeta
 from .formats.layer_skip import is_skip_file, read_skipped
 from .kernels.fused import can_fuse, fuse
 from .loading import load_tokenizer
-from .proposers import CascadeProposer, Proposer, SmallHelper, make_proposer
+from .proposers import CascadeProposer, MergedProposer, Proposer, SmallHelper, make_proposer
 from .proposers.cascade import Helper
 from .proposers.other_device import DraftDevice, place_of
 from .proposers.training_free import HELPERS, TRAINING_FREE
-from .proposers.trees import Tree
+from .proposers.trees import MergedTree, Tree
 from .targets import Target, tokenizer_digest
 from .targets import place as target_place
 
@@ -42,6 +42,7 @@ class StoredDraft:
     """Its lineage; None: nothing says where it comes from."""
     device: str | None = None
     """The device that the recipe names for it; None: the target's."""
+    _others: dict[Path, "StoredDraft"] = field(default_factory=dict, repr=False)
 
     @classmethod
     def load(
@@ -118,7 +119,7 @@ class StoredDraft:
         """Of its files, and of its device where the recipe names one."""
         if self.path is None:
             return self.family
-        files = file_digests(self.path)
+        files = fingerprint.file_digests(self.path)
         return fingerprint.of_json(files if self.device is None else [files, self.device])
 
     def check_context(self, longest: int) -> None:
@@ -128,6 +129,9 @@ class StoredDraft:
 
     def proposer(self, tree: Tree | None = None, helper: Helper | None = None) -> Proposer:
         """What drafts: chains, or this tree; with a helper, chains in fewer passes of a small draft."""
+        if isinstance(tree, MergedTree):
+            others = [self._beside(path) for path in tree.drafts]
+            return MergedProposer([self.proposer(), *(other.proposer() for other in others)])
         if self.module is None:
             return TRAINING_FREE[self.family](self.target)
         if helper is not None:
@@ -137,6 +141,12 @@ class StoredDraft:
     def new_helper(self) -> Helper:
         """What drafts for a small draft: this small draft, or this training-free method."""
         return HELPERS[self.family]() if self.module is None else SmallHelper(self._small())
+
+    def _beside(self, path: Path) -> "StoredDraft":
+        """Another draft of the same target, loaded once."""
+        if path not in self._others:
+            self._others[path] = StoredDraft.load(path, self.target, self.device)
+        return self._others[path]
 
     def _small(self) -> SmallDraft:
         assert isinstance(self.module, SmallDraft), self.family
@@ -161,12 +171,6 @@ def trained_for(path: Path, target_fingerprint: str) -> str:
         return ""
     theirs = read_meta(path).target_fingerprint
     return "" if theirs == target_fingerprint else fingerprint.short(theirs)
-
-
-def file_digests(path: Path) -> dict[str, str]:
-    """Digests of a draft's files by name."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return {file.name: fingerprint.of_file(file) for file in files if file.is_file()}
 
 
 def _read_foreign(path: Path, target: Target, meta: DraftMeta | None) -> ForeignDraft | None:

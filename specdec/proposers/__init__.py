@@ -19,7 +19,7 @@ from .other_device import ElsewhereDrafter, place_of, remote_copy
 from .shape import TreeShape
 from .small import SmallDrafter
 from .static_tree import StaticProposer
-from .trees import DynamicTree, Tree
+from .trees import DynamicTree, OwnTree
 
 __all__ = [
     "Ask",
@@ -58,7 +58,7 @@ def make_drafter(draft: DraftModule, target: CausalModel) -> Drafter:
     return ElsewhereDrafter(make(draft, remote_copy(target, there)), here.device, there.device)
 
 
-def make_proposer(draft: DraftModule, target: CausalModel, tree: Tree | None = None) -> Proposer:
+def make_proposer(draft: DraftModule, target: CausalModel, tree: OwnTree | None = None) -> Proposer:
     """The proposer of a trained draft: of chains, or of trees."""
     if isinstance(draft, ForeignDraft):
         if tree is not None:

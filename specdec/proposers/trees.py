@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...errors import InputError, MissingFileError
+from ...fingerprint import file_digests, of_json
 from ..tree import Drawn
 from .shape import TreeShape
 
@@ -97,6 +98,31 @@ class DynamicTree(_Tree):
     """Nodes that are drafted, the best of all that were offered."""
 
 
-Tree = Annotated[StaticTree | DynamicTree, Field(discriminator="kind")]
-TreeSettings = Annotated[StaticTree | DynamicTree | MeasuredTree, Field(discriminator="kind")]
+class MergedTree(_Tree):
+    """SpecInfer's (Miao et al. 2024, arXiv 2305.09781): chains of the draft and of others, side by side."""
+
+    kind: Literal["merged"]
+    drafts: list[Path] = Field(min_length=1, max_length=MOST_LEVELS)
+    """The others: folders or files of drafts for the same target."""
+    levels: int = Field(default=4, ge=1, le=MOST_LEVELS)
+    """Tokens of each chain."""
+    digests: list[str] = []
+    """Of the others' files; read with the recipe, which keeps them: with other weights it is another tree."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _digests_read(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or raw.get("digests") or not isinstance(raw.get("drafts"), list):
+            return raw
+        paths = [Path(path) for path in raw["drafts"] if isinstance(path, str | Path)]
+        missing = [path for path in paths if not path.exists()]
+        if missing:
+            raise ValueError(f"drafts: {missing[0]}: no such draft folder or file")
+        return {**raw, "digests": [of_json(file_digests(path)) for path in paths]}
+
+
+OwnTree = StaticTree | DynamicTree
+"""A tree of one draft."""
+Tree = Annotated[StaticTree | DynamicTree | MergedTree, Field(discriminator="kind")]
+TreeSettings = Annotated[StaticTree | DynamicTree | MergedTree | MeasuredTree, Field(discriminator="kind")]
 """What a recipe may ask for; `measured` becomes a static tree of one draft."""

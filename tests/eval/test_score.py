@@ -22,7 +22,7 @@ from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup
-from draftforge.specdec.proposers.trees import DynamicTree, StaticTree, Tree
+from draftforge.specdec.proposers.trees import DynamicTree, OwnTree, StaticTree
 from draftforge.specdec.replay.expected_rounds import RoundCounts
 from draftforge.specdec.replay.target_trace import TargetTrace, trace_target
 from draftforge.specdec.sampling import SamplingSettings
@@ -110,7 +110,7 @@ def test_a_proposer_that_cannot_be_replayed_is_decoded(target: Target, samples: 
     assert not any(math.isnan(rounds) for rounds in result.counts["rounds"].to_pylist())
 
 
-TREES: dict[str, Tree] = {
+TREES: dict[str, OwnTree] = {
     "wide": StaticTree(kind="static", widths=[3, 2, 1]),
     "grown": DynamicTree(kind="dynamic", levels=3, top_k=3, nodes=7),
     "drawn": StaticTree(kind="static", widths=[2, 2], drawn="iid"),

@@ -8,9 +8,11 @@ from typing import Any
 import heads
 import pytest
 
-from draftforge.errors import InputError
+from draftforge.errors import InputError, RecipeError
 from draftforge.eval.costs import CostKey, CostTable, RoundCost
 from draftforge.eval.draft_configs import DraftConfig
+from draftforge.eval.score import Identity
+from draftforge.eval.settings import SELECTION_SPLIT
 from draftforge.pipeline import generate, scoring
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.generate import GeneratedAnswer
@@ -79,7 +81,8 @@ def test_a_measured_tree_is_promoted_and_met_again(
 
 
 def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path], stage_cache: None) -> None:
-    space = Workspace(load_recipe(write_recipe(score={"draft_tokens": [2], "trees": TREES})))
+    path = write_recipe(score={"draft_tokens": [2], "trees": TREES})
+    space = Workspace(load_recipe(path))
     captured_stages(space)
     folder = tmp_draft(space)
 
@@ -94,6 +97,28 @@ def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path],
         assert said(tree).generation.tokens == plain and said(tree).config == DraftConfig(2, tree)
     assert said("best", 0.9).rule == "onehot" and said(None, 0.9).rule == "token"
     assert len(said("grown", 0.9, rule="typical").generation.tokens) > 0
+
+    # The same draft twice is as good as two: the second chain is drawn with numbers of its own.
+    merged = {"both": {"kind": "merged", "levels": 2, "drafts": [folder]}}
+    space = Workspace(load_recipe(path, [f"score.trees={json.dumps(merged)}"]))
+    assert said("both").generation.tokens == plain and said("both").config == DraftConfig(2, "both")
+    assert said("both", 0.9).rule == "multiround"
+    scorer = scoring.Scorer(space, captured_stages(space).captured, SELECTION_SPLIT)
+    trees = scorer.specs(scorer.load(Path(folder)))[1:]
+    rows = scorer.counts(trees, Identity("head", 0))[0].to_pylist()
+    assert rows and {row["tree"] for row in rows} == {"both"} and {row["method"] for row in rows} == {"decode"}
+    with pytest.raises(RecipeError, match=r"score\.trees\.both.*nowhere: no such draft folder or file"):
+        load_recipe(path, ["score.trees={both: {kind: merged, drafts: [nowhere]}}"])
+
+
+def test_a_tree_that_cannot_be_is_refused(write_recipe: Callable[..., Path]) -> None:
+    space = Workspace(load_recipe(write_recipe(score={"draft_tokens": [2], "trees": TREES})))
+    folder = tmp_draft(space)
+
+    def said(tree: str | None, draft: str = folder) -> GeneratedAnswer:
+        options = GenerateOptions(draft=draft, tree=tree, max_new_tokens=12)
+        return generate.answer_prompt(space, "hi there", options)
+
     with pytest.raises(InputError, match=r"--tree wide: must be one of the recipe's score.trees \(grown, best\)"):
         said("wide")
     with pytest.raises(InputError, match="--tree grown: --draft lookup drafts no trees"):
