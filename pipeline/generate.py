@@ -34,7 +34,7 @@ _NO_CHAMPION = "this target has no champion yet: run `draftforge distill`, or na
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """What was said, and with which draft."""
+    """Generated answer, with the draft, rule and K or tree that drafted it."""
 
     generation: Generation
     draft: str
@@ -43,7 +43,7 @@ class GeneratedAnswer:
 
 
 def require_champion(recipe: Recipe, draft: str | None) -> None:
-    """Raise RegistryError where no draft is named and there is no registry to ask. Makes nothing."""
+    """Raise RegistryError where no draft is named and no registry exists. Makes nothing."""
     if draft is None and not is_there(recipe.registry, recipe.workdir.resolve()):
         raise RegistryError(_NO_CHAMPION)
 
@@ -103,7 +103,7 @@ def _check_prompt(prompt: str) -> None:
 
 
 def check_tree(name: str, trees: Collection[str]) -> None:
-    """Refuse a tree that the recipe does not have."""
+    """Raise InputError for a tree that the recipe does not have."""
     if name not in trees:
         known = f"one of the recipe's score.trees ({', '.join(trees)})" if trees else "in score.trees, which is empty"
         raise InputError(f"--tree {name}: must be {known}")
@@ -138,7 +138,7 @@ def _proposer(space: Workspace, target: Target, options: GenerateOptions, longes
 
 
 def _cascade(space: Workspace, draft: str | None, cascade: str, longest: int) -> Proposer:
-    """A small draft with something smaller that drafts for it."""
+    """Proposer of a cascade: a small draft, and something smaller that drafts for it."""
     if draft == NO_DRAFT or draft in TRAINING_FREE:
         raise InputError(f"--cascade {cascade}: helps a small draft, not --draft {draft}")
     small = StoredDraft.load(find_draft(space, draft), space.target, space.recipe.score.draft_device)
@@ -151,7 +151,7 @@ def _cascade(space: Workspace, draft: str | None, cascade: str, longest: int) ->
 
 
 def helper_of(space: Workspace, cascade: str, longest: int) -> StoredDraft:
-    """What drafts for a small draft: prompt lookup, or a smaller draft by name or folder."""
+    """Find what drafts for a small draft in a cascade: prompt lookup, or a smaller draft by name or folder."""
     if cascade in HELPERS:
         return StoredDraft.of_method(cascade, space.target)
     path = find_draft(space, cascade, "--cascade")
@@ -171,24 +171,24 @@ def check_smaller(helper: StoredDraft, draft: StoredDraft, cascade: str, name: s
         )
 
 
-def show(target: Target, spoken: GeneratedAnswer) -> None:
+def show(target: Target, answer: GeneratedAnswer) -> None:
     """Print the answer with accepted drafted tokens coloured, then one line of figures."""
     console, text = Console(highlight=False), Text()
-    for piece, drafted in pieces(target, spoken.generation):
+    for piece, drafted in pieces(target, answer.generation):
         text.append(piece, DRAFTED if drafted else "")
     console.print(text, soft_wrap=True)
-    generation = spoken.generation
+    generation = answer.generation
     speed = f"{len(generation.tokens)} tokens in {generation.seconds:.2f} s"
-    if not spoken.config.levels or not generation.rounds:
+    if not answer.config.levels or not generation.rounds:
         console.print(f"{speed}, no draft", style="dim", soft_wrap=True)
         return
     rounds = len(generation.rounds)
     tau = (len(generation.tokens) - 1) / rounds
     accepted = sum(one.accepted for one in generation.rounds)
     proposed = sum(one.drafted for one in generation.rounds)
-    plan = f"{spoken.config}, at most {spoken.config.levels} levels" if spoken.config.tree else str(spoken.config)
+    plan = f"{answer.config}, at most {answer.config.levels} levels" if answer.config.tree else str(answer.config)
     console.print(
-        f"{speed}; {spoken.draft}, rule {RULES[spoken.rule].label}, {plan}: tau {tau:.2f} "
+        f"{speed}; {answer.draft}, rule {RULES[answer.rule].label}, {plan}: tau {tau:.2f} "
         f"({rounds} rounds, {accepted} of {proposed} drafted tokens accepted)",
         style="dim",
         soft_wrap=True,
@@ -202,7 +202,7 @@ def pieces(target: Target, generation: Generation) -> Iterator[tuple[str, bool]]
         origins += [True] * one.accepted + [False] * (one.emitted - one.accepted)
     origins += [False] * (len(generation.tokens) - len(origins))
     tokens = [token for token in generation.tokens if token not in target.stop_ids]
-    said = ""
+    shown = ""
     for count, origin in enumerate(origins[: len(tokens)], start=1):
         at_end = count == len(tokens)
         if not at_end and origins[count] == origin:
@@ -210,5 +210,5 @@ def pieces(target: Target, generation: Generation) -> Iterator[tuple[str, bool]]
         text = target.tokenizer.decode(tokens[:count], skip_special_tokens=True)
         if text.endswith("\ufffd") and not at_end:  # half a character: it goes with the next piece
             continue
-        yield text[len(said) :], origin
-        said = text
+        yield text[len(shown) :], origin
+        shown = text

@@ -1,4 +1,8 @@
-"""From the chosen checkpoint to the registry: register it, meet the champion on the holdout, decide."""
+"""Promotion: the chosen checkpoint is registered, compared with the champion on the holdout, and promoted or refused.
+
+After a promotion or rollback the operator's command (`promotion.command`) runs for the champion; a tag of the version
+says how it ended, and whoever comes by later catches up what failed or was killed.
+"""
 
 import os
 import shutil
@@ -28,7 +32,7 @@ from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
 from ..recipe import PromotionSettings, Recipe
 from ..registry import promotion as registry_promotion
-from ..registry.artifacts import download, stored_files
+from ..registry.artifacts import run_files
 from ..registry.connect import Tracking, mlflow_errors, redacted
 from ..registry.gate import Decision, DomainFigures, Evidence, Figures, Interval, decide
 from ..registry.lineage import Lineage, Version, ancestors, git_commit, holdout_overlap
@@ -41,16 +45,29 @@ from .scoring import Scored, Scorer, check_score
 from .stages import Stages
 from .workspace import Workspace
 
-Event = Literal["promote", "rollback"]
+CANDIDATE, CHAMPION = "candidate", "champion"
+PROMOTION_FILE = "promotion.json"
+KEPT_COUNTS = "holdout.parquet"
 HOOK_TAG = "draftforge.hook"
+Event = Literal["promote", "rollback"]
 _NOUN: dict[Event, str] = {"promote": "promotion", "rollback": "rollback"}
 _DONE = "done"
-_KEPT_CHARACTERS = 20_000
+_KEPT_CHARACTERS = 20_000  # of a command's output
 _DRAIN_SECONDS = 5.0
 
 
-class _Ended(NamedTuple):
-    """How a command ended: `problem` empty, or what went wrong in a few words."""
+@dataclass(frozen=True)
+class _HoldoutScore:
+    """Score of one draft on the holdout, at the K or tree that it was chosen at."""
+
+    row: Row
+    table: pa.Table
+    times: Times
+    lossless: bool | None
+
+
+class _CommandResult(NamedTuple):
+    """How the operator's command ended: `problem` empty, or what went wrong in a few words."""
 
     output: str
     problem: str
@@ -68,22 +85,26 @@ def check_command(settings: PromotionSettings) -> None:
         raise InputError(f"promotion.command {settings.command[0]}: no such program, or not executable")
 
 
-def follow_champion(space: Workspace) -> None:
-    """Run the command for the target's champion, unless it was run for the move that made it so. Raises HookError.
+def promote_stage(stages: Stages, run_id: str, scored: Scored, parent: str | None = None) -> tuple[Version, Decision]:
+    """Register the chosen checkpoint, compare it with the champion on the holdout, and move the alias or say why not.
 
-    Whoever comes by, a retraining with nothing else to do too, catches up what failed or was killed before.
+    `parent`: the version (`name/number`) that its training started from.
     """
-    if not space.recipe.promotion.command:
-        return
-    now = champion(space.tracking, space.target_fingerprint)
-    if now is None:
-        return
-    move = _last_move(space, now)
-    event: Event = "rollback" if move.get("event") == "rollback" else "promote"
-    with mlflow_errors(space.tracking.uri):
-        tags = space.tracking.client.get_model_version(now.name, str(now.number)).tags or {}
-    if tags.get(HOOK_TAG) != _noted(event, move, _DONE):
-        _follow(space, event, now, move)
+    # 1) Register it as candidate; a draft that is the champion already has nothing to prove.
+    space, scorer = stages.space, Scorer(stages.space, stages.captured, HOLDOUT_SPLIT)
+    version = _register(stages, run_id, scored, scorer, parent)
+    current = champion(space.tracking, space.target_fingerprint)
+    if current is not None and current.reference == version.reference:
+        decision = Decision(promote=True, reasons=[ALREADY])
+        _say_decision(version, decision)
+        return version, decision
+    # 2) Measure both from the registry's copies, decide, and carry the decision out.
+    evidence, holdout = _evidence(space, scorer, version, current)
+    decision = promote(space.tracking, decide(evidence, space.recipe.gate), version)
+    _say_decision(version, decision)
+    # 3) Keep what the report shows.
+    _write_record(space, scored.stage.folder / PROMOTION_FILE, version, decision, holdout)
+    return version, decision
 
 
 def rollback(recipe: Recipe) -> None:
@@ -92,163 +113,6 @@ def rollback(recipe: Recipe) -> None:
     version = registry_promotion.rollback(space.tracking, space.target_fingerprint, "asked for on the command line")
     say(f"{version.reference}: champion again")
     follow_champion(space)
-
-
-def _last_move(space: Workspace, version: Version) -> dict[str, object]:
-    moves = [move for move in history(space.tracking, version.name) if move.get("to") == version.number]
-    return moves[-1] if moves else {}
-
-
-def _noted(event: Event, move: dict[str, object], how: str) -> str:
-    """The tag's words: the same version may be promoted, left and promoted again."""
-    return f"{event} {move.get('at', '')}: {how}"
-
-
-def _follow(space: Workspace, event: Event, version: Version, move: dict[str, object]) -> None:
-    settings = space.recipe.promotion
-    say(f"{version.reference}: running {settings.command[0]} after the {_NOUN[event]}")
-    ended = run_command(settings, environment(space, event, version, move))
-    output = _without_secrets(ended.output, space.tracking.uri)
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
-    note = _noted(event, move, ended.problem or _DONE)
-    with mlflow_errors(space.tracking.uri):
-        client = space.tracking.client
-        client.log_text(version.run_id, output, f"hooks/{version.name}-v{version.number}-{stamp}.txt")
-        client.set_model_version_tag(version.name, str(version.number), HOOK_TAG, note)
-    if ended.problem:
-        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it said nothing")
-        raise HookError(
-            f"promotion.command {settings.command[0]}: {ended.problem}: {last[:300]} "
-            f"({version.reference} stays champion)"
-        )
-
-
-def environment(space: Workspace, event: Event, version: Version, move: dict[str, object]) -> dict[str, str]:
-    """What the command is told, beside the environment of this process."""
-    decision = last_decision(space.tracking, version)
-    path = space.root / "hooks" / f"{version.name}-v{version.number}-{event}.json"
-    told = {
-        "event": event,
-        "version": version.reference,
-        "target": version.lineage.target_fingerprint,
-        "move": move,
-        "decision": None if decision is None else decision.model_dump(mode="json"),
-    }
-    storage.write_json(path, told)
-    return {
-        "DRAFTFORGE_EVENT": event,
-        "DRAFTFORGE_VERSION": version.reference,
-        "DRAFTFORGE_URI": version.uri,
-        "DRAFTFORGE_TARGET": version.lineage.target_fingerprint,
-        "DRAFTFORGE_DECISION": str(path),
-        "DRAFTFORGE_DRAFT": str(resolve_models_uri(space.tracking, version.uri, space.root / "models")),
-        "MLFLOW_TRACKING_URI": space.tracking.uri,
-    }
-
-
-def run_command(settings: PromotionSettings, told: dict[str, str]) -> _Ended:
-    """Run the command in a session of its own, so that nothing that it started outlives its time."""
-    try:
-        process = subprocess.Popen(
-            settings.command,
-            env=os.environ | told,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except (OSError, ValueError) as error:
-        return _Ended("", f"cannot be started ({error})")
-    problem = ""
-    try:
-        output, _ = process.communicate(timeout=settings.timeout_seconds)
-    except subprocess.TimeoutExpired:
-        output, problem = _killed(process), f"not done after {settings.timeout_seconds:g} s (promotion.timeout_seconds)"
-    except BaseException:
-        _killed(process)
-        raise
-    if not problem and process.returncode:
-        code = process.returncode
-        problem = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return _Ended(output.decode(errors="replace")[-_KEPT_CHARACTERS:], problem)
-
-
-def _killed(process: "subprocess.Popen[bytes]") -> bytes:
-    """What the command had said when it, and what it started, was killed."""
-    os.killpg(process.pid, signal.SIGKILL)
-    try:
-        return process.communicate(timeout=_DRAIN_SECONDS)[0]
-    except subprocess.TimeoutExpired:  # something left the session and holds the pipe
-        return b""
-
-
-def _without_secrets(text: str, tracking_uri: str) -> str:
-    return redacted(text.replace(tracking_uri, redacted(tracking_uri)))
-
-
-KEPT_COUNTS = "holdout.parquet"
-
-
-def keep_counts(tracking: Tracking, version: Version, table: pa.Table) -> None:
-    """Keep a version's counts on the holdout, at the K or tree that it was judged at."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / KEPT_COUNTS
-        counts.write(table, path)
-        with mlflow_errors(tracking.uri):
-            tracking.client.log_artifact(version.run_id, str(path), version.lineage.folder)
-
-
-def kept_counts(tracking: Tracking, version: Version) -> pa.Table | None:
-    """What `keep_counts` kept; None where nothing was."""
-    with mlflow_errors(tracking.uri):
-        root = f"{tracking.client.get_run(version.run_id).info.artifact_uri}/{version.lineage.folder}"
-    if KEPT_COUNTS not in stored_files(tracking, root):
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        download(tracking, root, {KEPT_COUNTS: 0}, Path(folder))
-        return counts.read(Path(folder) / KEPT_COUNTS)
-
-
-CANDIDATE, CHAMPION = "candidate", "champion"
-PROMOTION_FILE = "promotion.json"
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """One draft on the holdout, at the K or tree that it was chosen at."""
-
-    row: Row
-    table: pa.Table
-    times: Times
-    lossless: bool | None
-
-
-def promote_stage(stages: Stages, run_id: str, scored: Scored, parent: str | None = None) -> tuple[Version, Decision]:
-    """Register the chosen checkpoint, let it meet the champion on the holdout, and move the alias or say why not.
-
-    `parent`: the version (`name/number`) that its training started from.
-    """
-    space, scorer = stages.space, Scorer(stages.space, stages.captured, HOLDOUT_SPLIT)
-    version = _register(stages, run_id, scored, scorer, parent)
-    now = champion(space.tracking, space.target_fingerprint)
-    if now is not None and now.reference == version.reference:
-        decision = Decision(promote=True, reasons=[ALREADY])
-        return version, _told(version, decision)
-    evidence, holdout = _evidence(space, scorer, version, now)
-    decision = _told(version, promote(space.tracking, decide(evidence, space.recipe.gate), version))
-    _keep(space, scored.stage.folder / PROMOTION_FILE, version, decision, holdout)
-    return version, decision
-
-
-def _keep(space: Workspace, path: Path, version: Version, decision: Decision, holdout: Mapping[str, Any]) -> None:
-    """The decision, what was seen on the holdout, and where the version comes from: for the report."""
-    line = [{"version": one.reference, "lineage": _told_of(one)} for one in ancestors(space.tracking, version)]
-    record = {"version": version.reference, "at": time.time(), "lineage": _told_of(version), "ancestors": line}
-    storage.write_json(path, {**record, "decision": decision.model_dump(mode="json"), "holdout": holdout})
-
-
-def _told_of(version: Version) -> dict[str, Any]:
-    return version.lineage.model_dump(mode="json", exclude={"files", "tree"})
 
 
 def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, parent: str | None) -> Version:
@@ -281,24 +145,35 @@ def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, paren
     return register_version(space.tracking, run_id, exported, lineage, trained_on, space.target_settings)
 
 
-def _told(version: Version, decision: Decision) -> Decision:
+def _say_decision(version: Version, decision: Decision) -> None:
     verdict = "promoted to champion" if decision.promote else "not promoted"
     say(f"{version.reference}: {verdict}: {'; '.join(decision.reasons)}")
-    return decision
+
+
+def _write_record(
+    space: Workspace, path: Path, version: Version, decision: Decision, holdout: Mapping[str, Any]
+) -> None:
+    """Keep the decision, the figures on the holdout, and the lineage, for the report."""
+
+    def lineage(one: Version) -> dict[str, Any]:
+        return one.lineage.model_dump(mode="json", exclude={"files", "tree"})
+
+    line = [{"version": one.reference, "lineage": lineage(one)} for one in ancestors(space.tracking, version)]
+    record = {"version": version.reference, "at": time.time(), "lineage": lineage(version), "ancestors": line}
+    storage.write_json(path, {**record, "decision": decision.model_dump(mode="json"), "holdout": holdout})
 
 
 def _evidence(
-    space: Workspace, scorer: Scorer, version: Version, now: Version | None
+    space: Workspace, scorer: Scorer, version: Version, current: Version | None
 ) -> tuple[Evidence, dict[str, Any]]:
-    """Measure the version, and the champion beside it, on the holdout; and show it, with prompt lookup to compare.
-
-    Also gives all of that as a record.
-    """
+    """Measure the version, and the champion beside it, on the holdout; show it, and give the evidence and a record."""
+    # 1) The candidate, then the champion.
     settings = space.recipe.score
     candidate = _measure(space, scorer, version, CANDIDATE)
     keep_counts(space.tracking, version, candidate.table)
-    rival, lost = (None, None) if now is None else _rival(space, scorer, now)
-    holdout = _show(scorer, candidate, rival)
+    rival, lost = (None, None) if current is None else _measure_champion(space, scorer, current)
+    holdout = _show_holdout(scorer, candidate, rival)
+    # 2) What is known of the candidate alone, then what the comparison adds.
     evidence = Evidence(
         candidate=_figures(candidate.row),
         conversations=len(counts.values(candidate.table, "conversation")),  # those scored, not those there are
@@ -306,25 +181,22 @@ def _evidence(
         lossless=candidate.lossless,
         export_reads_back=True,  # what was measured is the registered copy, downloaded and checked by its digests
         holdout_overlap=holdout_overlap(space.tracking, version, {sample.cluster for sample in scorer.samples}),
+        compared=None if current is None else current.reference,
+        champion_lost=lost,
     )
-    if now is None:
-        return evidence, holdout
     if rival is None:
-        return evidence.model_copy(update={"compared": now.reference, "champion_lost": lost}), holdout
+        return evidence, holdout
     difference = speedup_difference([candidate.table, rival.table], candidate.row, rival.row, settings)
-    found = evidence.model_copy(
-        update={
-            "compared": now.reference,
-            "champion": _figures(rival.row),
-            "difference": _interval(difference),
-            "domains": _by_domain(candidate, rival, settings),
-        }
-    )
-    return found, holdout
+    comparison = {
+        "champion": _figures(rival.row),
+        "difference": _interval(difference),
+        "domains": _by_domain(candidate, rival, settings),
+    }
+    return evidence.model_copy(update=comparison), holdout
 
 
-def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> dict[str, Any]:
-    """Both drafts and prompt lookup on the holdout, then by domain; the same as a record."""
+def _show_holdout(scorer: Scorer, candidate: _HoldoutScore, rival: _HoldoutScore | None) -> dict[str, Any]:
+    """Show both drafts and prompt lookup on the holdout, overall and by domain; the same as a record."""
     settings, prompt_lookup = scorer.settings, scorer.load(None)
     specs = scorer.specs(prompt_lookup)
     costs = scorer.times(prompt_lookup, specs)
@@ -340,44 +212,44 @@ def _show(scorer: Scorer, candidate: _Measured, rival: _Measured | None) -> dict
     return holdout_record(tables, rows, settings, domains)
 
 
-def _rival(space: Workspace, scorer: Scorer, now: Version) -> tuple[_Measured | None, str | None]:
-    """The champion measured, or what is wrong with its files: one that nobody can fetch blocks no better draft."""
+def _measure_champion(space: Workspace, scorer: Scorer, current: Version) -> tuple[_HoldoutScore | None, str | None]:
+    """Score the champion, or say what is wrong with its files: one that nobody can fetch blocks no better draft."""
     try:
-        return _measure(space, scorer, now, CHAMPION), None
+        return _measure(space, scorer, current, CHAMPION), None
     except LostFilesError as error:
         return None, str(error)
 
 
-def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _Measured:
-    """Score a registered version, as the registry has it now, at its own tree, or K where the recipe has that."""
+def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _HoldoutScore:
+    """Score a registered version on the holdout, as the registry has it now, at its own tree or K."""
     folder = resolve_models_uri(space.tracking, version.uri, space.root / "models", afresh=True)
     draft, lineage = scorer.load(folder), version.lineage
     known = scorer.specs(draft)  # times of all of them may be there already
-    mine = next((one for one in known if one.fixed == lineage.tree and one.tree == (lineage.tree_name or "")), None)
-    if mine is None:  # a tree of another recipe, or of other answers
+    own = next((spec for spec in known if (spec.fixed, spec.tree) == (lineage.tree, lineage.tree_name or "")), None)
+    if own is None:  # a tree of another recipe, or of other answers
         assert lineage.tree is not None
-        mine = scorer.tree_spec(draft, str(lineage.tree_name), lineage.tree)
-        known = [mine]
-    table, lossless = scorer.counts([mine], Identity(name, lineage.step))
+        own = scorer.tree_spec(draft, str(lineage.tree_name), lineage.tree)
+        known = [own]
+    table, lossless = scorer.counts([own], Identity(name, lineage.step))
     times = scorer.times(draft, known)
     if lineage.tree is None and lineage.draft_tokens in scorer.settings.draft_tokens:
         table = at_config(table, DraftConfig(lineage.draft_tokens))
     (row,) = leaderboard([table], {(name, lineage.step): times}, scorer.settings)
     row = replace(row, chosen=False)  # there was nothing to choose from
-    return _Measured(row, at_config(table, row.config), times, lossless)
+    return _HoldoutScore(row, at_config(table, row.config), times, lossless)
 
 
-def _by_domain(candidate: _Measured, rival: _Measured, settings: ScoreSettings) -> dict[str, DomainFigures]:
+def _by_domain(candidate: _HoldoutScore, rival: _HoldoutScore, settings: ScoreSettings) -> dict[str, DomainFigures]:
     """Both drafts' expected speed-ups on each domain alone: its tokens a round, at the times of the whole."""
-    one, two = serving(candidate.table, settings), serving(rival.table, settings)
-    mine, theirs = (draft.row.gain.speedup for draft in (candidate, rival))
+    tables = [serving(draft.table, settings) for draft in (candidate, rival)]
+    speedups = [draft.row.gain.speedup for draft in (candidate, rival)]
     found: dict[str, DomainFigures] = {}
-    for domain in sorted(counts.values(one, "domain")):
-        here, there = counts.where(one, domain=domain), counts.where(two, domain=domain)
+    for domain in sorted(counts.values(tables[0], "domain")):
+        own, theirs = (counts.where(table, domain=domain) for table in tables)
         found[domain] = DomainFigures(
-            conversations=len(counts.values(here, "conversation")),
-            champion_speedup=float(theirs(tau(there, settings.bootstrap).value)),
-            difference=_interval(tau_difference(here, there, settings.bootstrap, mine, theirs)),
+            conversations=len(counts.values(own, "conversation")),
+            champion_speedup=float(speedups[1](tau(theirs, settings.bootstrap).value)),
+            difference=_interval(tau_difference(own, theirs, settings.bootstrap, *speedups)),
         )
     return found
 
@@ -388,3 +260,119 @@ def _figures(row: Row) -> Figures:
 
 def _interval(estimate: Estimate) -> Interval:
     return Interval(value=estimate.value, low=estimate.low, high=estimate.high)
+
+
+def keep_counts(tracking: Tracking, version: Version, table: pa.Table) -> None:
+    """Keep a version's counts on the holdout, at the K or tree that it was judged at."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / KEPT_COUNTS
+        counts.write(table, path)
+        with mlflow_errors(tracking.uri):
+            tracking.client.log_artifact(version.run_id, str(path), version.lineage.folder)
+
+
+def kept_counts(tracking: Tracking, version: Version) -> pa.Table | None:
+    """Read what `keep_counts` kept; None where nothing was."""
+    name = f"{version.lineage.folder}/{KEPT_COUNTS}"
+    with mlflow_errors(tracking.uri):
+        known = tracking.client.list_artifacts(version.run_id, version.lineage.folder)
+    if name not in {artifact.path for artifact in known}:
+        return None
+    with run_files(tracking, version.run_id, [name]) as folder:
+        return counts.read(folder / name)
+
+
+def follow_champion(space: Workspace) -> None:
+    """Run the operator's command for the target's champion, unless it has run for the move that made it so.
+
+    Raises HookError where the command fails.
+    """
+    settings = space.recipe.promotion
+    current = champion(space.tracking, space.target_fingerprint) if settings.command else None
+    if current is None:
+        return
+    # 1) The move that made it champion: a version may be promoted, left and promoted again.
+    moves = [move for move in history(space.tracking, current.name) if move.get("to") == current.number]
+    move = moves[-1] if moves else {}
+    event: Event = "rollback" if move.get("event") == "rollback" else "promote"
+    label = f"{event} {move.get('at', '')}: "
+    client = space.tracking.client
+    with mlflow_errors(space.tracking.uri):
+        tags = client.get_model_version(current.name, str(current.number)).tags or {}
+    if tags.get(HOOK_TAG) == label + _DONE:
+        return
+    # 2) Run it, and keep its output beside the version, without secrets.
+    say(f"{current.reference}: running {settings.command[0]} after the {_NOUN[event]}")
+    result = run_command(settings, command_environment(space, event, current, move))
+    output = redacted(result.output.replace(space.tracking.uri, redacted(space.tracking.uri)))
+    path = f"hooks/{current.name}-v{current.number}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}.txt"
+    with mlflow_errors(space.tracking.uri):
+        client.log_text(current.run_id, output, path)
+        client.set_model_version_tag(current.name, str(current.number), HOOK_TAG, label + (result.problem or _DONE))
+    # 3) A failure undoes nothing.
+    if result.problem:
+        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it said nothing")
+        raise HookError(
+            f"promotion.command {settings.command[0]}: {result.problem}: {last[:300]} "
+            f"({current.reference} stays champion)"
+        )
+
+
+def command_environment(space: Workspace, event: Event, version: Version, move: dict[str, object]) -> dict[str, str]:
+    """Variables that the command gets beside the environment of this process."""
+    decision = last_decision(space.tracking, version)
+    path = space.root / "hooks" / f"{version.name}-v{version.number}-{event}.json"
+    record = {
+        "event": event,
+        "version": version.reference,
+        "target": version.lineage.target_fingerprint,
+        "move": move,
+        "decision": None if decision is None else decision.model_dump(mode="json"),
+    }
+    storage.write_json(path, record)
+    return {
+        "DRAFTFORGE_EVENT": event,
+        "DRAFTFORGE_VERSION": version.reference,
+        "DRAFTFORGE_URI": version.uri,
+        "DRAFTFORGE_TARGET": version.lineage.target_fingerprint,
+        "DRAFTFORGE_DECISION": str(path),
+        "DRAFTFORGE_DRAFT": str(resolve_models_uri(space.tracking, version.uri, space.root / "models")),
+        "MLFLOW_TRACKING_URI": space.tracking.uri,
+    }
+
+
+def run_command(settings: PromotionSettings, variables: dict[str, str]) -> _CommandResult:
+    """Run the command in a session of its own, so that nothing that it started outlives its time."""
+    try:
+        process = subprocess.Popen(
+            settings.command,
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        return _CommandResult("", f"cannot be started ({error})")
+    problem = ""
+    try:
+        output, _ = process.communicate(timeout=settings.timeout_seconds)
+    except subprocess.TimeoutExpired:
+        output = _kill_session(process)
+        problem = f"not done after {settings.timeout_seconds:g} s (promotion.timeout_seconds)"
+    except BaseException:
+        _kill_session(process)
+        raise
+    if not problem and process.returncode:
+        code = process.returncode
+        problem = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return _CommandResult(output.decode(errors="replace")[-_KEPT_CHARACTERS:], problem)
+
+
+def _kill_session(process: "subprocess.Popen[bytes]") -> bytes:
+    """Kill the command and what it started; its output so far."""
+    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        return process.communicate(timeout=_DRAIN_SECONDS)[0]
+    except subprocess.TimeoutExpired:  # something left the session and holds the pipe
+        return b""

@@ -192,7 +192,7 @@ def _by_target(found: Listing) -> Table:
 
 def _shown(entry: ListedTarget) -> list[tuple[str, ListedVersion]]:
     """The versions with an alias; where none has one, the newest."""
-    return entry.named() or [("-", version) for version in entry.versions[:1]]
+    return entry.by_alias() or [("-", version) for version in entry.versions[:1]]
 
 
 def _gate(version: ListedVersion) -> str:

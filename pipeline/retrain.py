@@ -1,4 +1,7 @@
-"""Retraining when the champion is stale: idempotent, one at a time, and never a worse draft for anyone."""
+"""`draftforge retrain`: judge the champion, and distil a new draft if it is stale; or a dry run that only plans it.
+
+It is idempotent, one runs at a time, and what fails leaves the champion as it was.
+"""
 
 import shutil
 import tempfile
@@ -169,42 +172,43 @@ def tell(found: Staleness) -> None:
 
 
 def plan(space: Workspace, found: Staleness) -> RetrainPlan:
-    """The mix, with a share of old conversations, and drafts that start from the champion where they can."""
+    """Plan a retraining: its mix, with a share of old conversations, and drafts that start warm where they can."""
+    stale, stages = found.champion, Stages(space)
     with at("mix"):
-        stages = Stages(space)
         mix = mix_stage(stages)
-    stale = found.champion
-    if stale is None:
-        return RetrainPlan(space, mix, None)
-    with at("mix"):
+        if stale is None:
+            return RetrainPlan(space, mix, None)
         mix = blended_mix(stages, stale.lineage.mix_fingerprint)
     with at("start"):
         if found.lost:
             say(f"cold start, not from {found.lost}")
-        started = _warm(space, stale) if space.recipe.retrain.warm_start and not found.lost else None
-    return RetrainPlan(space, mix, None) if started is None else RetrainPlan(started, mix, stale.reference)
+        warm = _warm_start(space, stale) if space.recipe.retrain.warm_start and not found.lost else None
+    return RetrainPlan(space, mix, None) if warm is None else RetrainPlan(warm, mix, stale.reference)
 
 
-def _warm(space: Workspace, stale: Version) -> Workspace | None:
-    """The same work with drafts of the champion's family starting from it; None (said aloud) where that cannot be."""
+def _warm_start(space: Workspace, stale: Version) -> Workspace | None:
+    """The work space with drafts of the champion's family starting from it; None, said aloud, where that cannot be."""
+    # 1) Which drafts of the recipe have its family, and of these, which have another shape?
     folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models")
     meta = read_meta(folder)
     draft = load_draft(folder, space.target.device, space.target.dtype).draft
-    mine = {name: settings for name, settings in space.recipe.drafts.items() if settings.family == meta.family}
-    odd = {
+    drafts = {name: settings for name, settings in space.recipe.drafts.items() if settings.family == meta.family}
+    unfit = {
         name: why
-        for name, settings in mine.items()
+        for name, settings in drafts.items()
         if (why := family_of(settings).incompatibility(settings, draft, stale.reference))
     }
+    # 2) Does anything keep all of them from starting there?
     why = _obstacle(space, draft, meta)
-    if why is None and len(odd) == len(mine):
-        why = next(f"drafts.{name}.{field}" for name, field in odd.items())
+    if why is None and len(unfit) == len(drafts):
+        why = next(f"drafts.{name}.{field}" for name, field in unfit.items())
     if why is not None:
         say(f"cold start, not from {stale.reference}: {why}")
         return None
-    for name, field in odd.items():
+    # 3) The others start from it.
+    for name, field in unfit.items():
         say(f"drafts.{name} starts cold: drafts.{name}.{field}")
-    return space.with_recipe(_started_from(space.recipe, folder, mine.keys() - odd.keys()))
+    return space.with_recipe(_initialised_from(space.recipe, folder, drafts.keys() - unfit.keys()))
 
 
 def _obstacle(space: Workspace, draft: DraftModule, meta: DraftMeta) -> str | None:
@@ -220,7 +224,8 @@ def _obstacle(space: Workspace, draft: DraftModule, meta: DraftMeta) -> str | No
     return None
 
 
-def _started_from(recipe: Recipe, folder: Path, names: Collection[str]) -> Recipe:
+def _initialised_from(recipe: Recipe, folder: Path, names: Collection[str]) -> Recipe:
+    """The recipe with `init_from` of these drafts set to a draft's folder, and the steps of a retraining."""
     drafts = {}
     for name, draft in recipe.drafts.items():
         steps = recipe.retrain.steps or draft.steps
@@ -233,22 +238,24 @@ def _started_from(recipe: Recipe, folder: Path, names: Collection[str]) -> Recip
 def dry_run(recipe: Recipe) -> Staleness:
     """Judge, and say what `retrain` would do. Changes nothing in the work folder or in MLflow."""
     recipe = pin_revision(recipe)
-    with rehearsing(recipe) as space:
+    with scratch_workspace(recipe) as space:
         require_whole(space.recipe, "a retraining")
         found = judge(space)
         tell(found)
         if not found.stale:
             say("would do nothing")
             return found
-        for line in _steps(recipe, plan(space, found), found):
+        for line in _planned_steps(recipe, plan(space, found), found):
             say(line)
     return found
 
 
 @contextmanager
-def rehearsing(recipe: Recipe) -> Iterator[Workspace]:
-    """The recipe's work folder as it looks, in a temporary one: notes are copied; finished mixes, probes, and targets
-    that came from the registry, are linked."""
+def scratch_workspace(recipe: Recipe) -> Iterator[Workspace]:
+    """A temporary work folder that looks like the recipe's own, for a dry run.
+
+    Notes are copied; finished mixes, probes, and targets that came from the registry are linked.
+    """
     real = recipe.workdir.resolve()
     with tempfile.TemporaryDirectory(prefix="draftforge-rehearsal-") as folder:
         root = Path(folder) / real.name
@@ -258,7 +265,7 @@ def rehearsing(recipe: Recipe) -> Iterator[Workspace]:
                 shutil.copy2(path, root / path.name)
             elif path.name.startswith("mix-") or (path / CAPTURE_MANIFEST).is_file():
                 (root / path.name).symlink_to(path)
-        registry = recipe.registry.model_copy(update={"tracking_uri": _store(recipe, real, root)})
+        registry = recipe.registry.model_copy(update={"tracking_uri": _store_or_empty(recipe, real, root)})
         space = Workspace(recipe.model_copy(update={"workdir": root, "registry": registry}))
         (root / "models").mkdir()
         for path in (real / "models").glob("[!.]*"):
@@ -267,20 +274,20 @@ def rehearsing(recipe: Recipe) -> Iterator[Workspace]:
         yield space
 
 
-def _store(recipe: Recipe, real: Path, root: Path) -> str:
-    """The recipe's store; where that is none yet, or has nothing of ours, an empty one in `root`: opening makes it."""
+def _store_or_empty(recipe: Recipe, real: Path, root: Path) -> str:
+    """The recipe's MLflow store; an empty one in `root` where there is none, since opening makes what is missing."""
     uri = resolve_uri(recipe.registry, real)
     if uri.startswith("sqlite"):
-        there = Path(str(make_url(uri).database)).is_file()
+        exists = Path(str(make_url(uri).database)).is_file()
     else:
         with mlflow_errors(uri), quick_requests(recipe.registry.connect_seconds):
             client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-            there = client.get_experiment_by_name(recipe.registry.experiment) is not None
-    return uri if there else f"sqlite:///{root / 'none.db'}"
+            exists = client.get_experiment_by_name(recipe.registry.experiment) is not None
+    return uri if exists else f"sqlite:///{root / 'none.db'}"
 
 
-def _steps(recipe: Recipe, work: RetrainPlan, found: Staleness) -> list[str]:
-    """What would be run, in order; what is on disk already is said to be done."""
+def _planned_steps(recipe: Recipe, work: RetrainPlan, found: Staleness) -> list[str]:
+    """Lines that say what would be run, in order, and what is on disk already."""
     space, real = work.space, recipe.workdir.resolve()
 
     def state(folder: Path, done: bool) -> str:
@@ -296,9 +303,7 @@ def _steps(recipe: Recipe, work: RetrainPlan, found: Staleness) -> list[str]:
         lines.append(
             f"would train {name}: {settings.steps} steps, {start}: {state(folder, is_finished(folder, settings.steps))}"
         )
-    rival = found.champion
-    mine = rival is not None and rival.lineage.target_fingerprint == space.target_fingerprint
-    against = (
-        f"against champion {rival.reference}" if rival is not None and mine else "with no champion to compare with"
-    )
+    rival, against = found.champion, "with no champion to compare with"
+    if rival is not None and rival.lineage.target_fingerprint == space.target_fingerprint:
+        against = f"against champion {rival.reference}"
     return [*lines, f"would score, register, and meet the gate {against}"]

@@ -22,14 +22,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from apscheduler.schedulers.background import BackgroundScheduler
 
 from ..errors import InputError
 from ..progress import say
-from ..recipe import Recipe
 from .options import WatchOptions
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
 
 MEANINGS = {
     0: "up to date, or promoted",
@@ -52,7 +54,7 @@ _READ_SECONDS = 10.0
 Start = Callable[[], "subprocess.Popen[bytes]"]
 
 
-def watch(recipe: Recipe, arguments: Sequence[str], options: WatchOptions) -> int:
+def watch(recipe: "Recipe", arguments: Sequence[str], options: WatchOptions) -> int:
     """Retrain now and then, and when a webhook says that the target changed; the exit code.
 
     `arguments`: those of a retraining's command line, the recipe's file and what it overrides.

@@ -1,4 +1,4 @@
-"""Folders between the disk and MLflow: what may travel, what arrives, and proof that it is the same.
+"""Upload and download of draft folders as MLflow artifacts: what is allowed, and digests of what arrives.
 
 No pickle travels: a file that is one by name or by its first bytes is refused, and nothing here ever loads one.
 """
@@ -34,7 +34,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def pickles(folder: Path, names: Iterable[str]) -> list[str]:
-    """Those of the files that are pickles by name or content; only the first bytes are read."""
+    """Names of the files that are pickles by name or content; only the first bytes are read."""
     return [name for name in names if named_like_pickle(name) or _starts_like_pickle(folder / name)]
 
 
@@ -51,7 +51,7 @@ def _starts_like_pickle(path: Path) -> bool:
 
 
 def stored_files(tracking: Tracking, uri: str) -> dict[str, int]:
-    """Every file below an artifact address: relative name -> bytes."""
+    """Sizes of every file below an artifact address, by relative name."""
     with mlflow_errors(tracking.uri):
         return _walk(get_artifact_repository(uri, tracking_uri=tracking.uri), None)
 
@@ -114,7 +114,7 @@ def download_verified(
 
 
 def difference(folder: Path, digests: Mapping[str, str]) -> str | None:
-    """The first file of a folder that is not as recorded, and how it differs; None where all are."""
+    """Find the first file of a folder that is not as recorded, and how it differs; None where all are."""
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     if odd := _odd_name(found, digests):
         return odd

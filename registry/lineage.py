@@ -1,4 +1,4 @@
-"""Where a version comes from: target, data, recipe, files, training clusters, and the version it was warm-started from.
+"""Lineage of a version: target, data, recipe, files, training clusters, and the version it was warm-started from.
 
 The record is the version's tag `draftforge.lineage`; the hashed ids of its training clusters are an artifact of its
 run, so that a later holdout can be checked against everything that any ancestor was trained on.
@@ -90,7 +90,7 @@ class Version:
 
 
 def as_version(record: ModelVersion) -> Version:
-    """MLflow's record as ours. RegistryError if it was not registered by draftforge."""
+    """Convert MLflow's record. RegistryError if it was not registered by draftforge."""
     name, number = str(record.name), int(record.version)
     text = (record.tags or {}).get(LINEAGE_TAG)
     if text is None:
@@ -105,7 +105,7 @@ def as_version(record: ModelVersion) -> Version:
 
 
 def get_version(tracking: Tracking, reference: str) -> Version:
-    """The version `name/number`."""
+    """Read the version `name/number`."""
     name, _, number = reference.rpartition("/")
     if not name or not number.isdecimal():
         raise RegistryError(f"{reference}: must read name/number")

@@ -1,4 +1,4 @@
-"""Which draft serves which target, both ways: each target with its versions, each draft with its targets."""
+"""Listing of the registry for `draftforge registry`: each target with its versions, each draft with its targets."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -65,9 +65,9 @@ class ListedTarget(_Listed):
     moves: list[dict[str, Any]]
     """Of the champion, oldest first."""
 
-    def named(self) -> list[tuple[str, ListedVersion]]:
+    def by_alias(self) -> list[tuple[str, ListedVersion]]:
         """Alias and version, the champion first."""
-        return [(alias, one) for alias in _ORDER for one in self.versions if alias in one.aliases]
+        return [(alias, version) for alias in _ORDER for version in self.versions if alias in version.aliases]
 
 
 class ServedTarget(_Listed):
@@ -100,13 +100,13 @@ class Listing(_Listed):
 
 def listing(tracking: Tracking, target: str = "", with_decisions: bool = False) -> Listing:
     """Every target of the registry, or those whose fingerprint begins with `target`."""
-    names: dict[str, str] = {}  # of runs
+    run_names: dict[str, str] = {}
     found = [
         ListedTarget(
             name=entry.name,
             fingerprint=entry.fingerprint,
             target=entry.target_name,
-            versions=_versions(tracking, entry.name, names, with_decisions),
+            versions=_versions(tracking, entry.name, run_names, with_decisions),
             moves=history(tracking, entry.name),
         )
         for entry in targets(tracking)
@@ -115,9 +115,9 @@ def listing(tracking: Tracking, target: str = "", with_decisions: bool = False) 
     return Listing(targets=found, drafts=_by_draft(found))
 
 
-def _versions(tracking: Tracking, name: str, runs: dict[str, str], with_decisions: bool) -> list[ListedVersion]:
+def _versions(tracking: Tracking, name: str, run_names: dict[str, str], with_decisions: bool) -> list[ListedVersion]:
     with mlflow_errors(tracking.uri):
-        named = tracking.client.get_registered_model(name).aliases
+        known = tracking.client.get_registered_model(name).aliases
         records: list[ModelVersion] = []
         token: str | None = None
         while True:
@@ -128,19 +128,19 @@ def _versions(tracking: Tracking, name: str, runs: dict[str, str], with_decision
                 break
     ours = [record for record in records if LINEAGE_TAG in (record.tags or {})]
     ours.sort(key=lambda record: -int(record.version))
-    return [_listed(tracking, record, named, runs, with_decisions) for record in ours]
+    return [_listed(tracking, record, known, run_names, with_decisions) for record in ours]
 
 
 def _listed(
-    tracking: Tracking, record: ModelVersion, named: dict[str, Any], runs: dict[str, str], with_decisions: bool
+    tracking: Tracking, record: ModelVersion, known: dict[str, Any], run_names: dict[str, str], with_decisions: bool
 ) -> ListedVersion:
     version, tags = as_version(record), record.tags or {}
     lineage = version.lineage
-    if version.run_id not in runs:
-        runs[version.run_id] = _run_name(tracking, version.run_id)
+    if version.run_id not in run_names:
+        run_names[version.run_id] = _run_name(tracking, version.run_id)
     return ListedVersion(
         reference=version.reference,
-        aliases=sorted(alias for alias, number in named.items() if int(number) == version.number),
+        aliases=sorted(alias for alias, number in known.items() if int(number) == version.number),
         draft=short(lineage.content),
         family=lineage.family,
         step=lineage.step,
@@ -149,7 +149,7 @@ def _listed(
         speedup=_number(tags.get(SPEEDUP_TAG)),
         registered=datetime.fromtimestamp(int(record.creation_timestamp) / 1000, UTC),
         run=version.run_id,
-        run_name=runs[version.run_id],
+        run_name=run_names[version.run_id],
         recipe=short(lineage.recipe_fingerprint),
         parent=lineage.parent,
         decision=tags.get(DECISION_TAG, ""),
@@ -160,7 +160,7 @@ def _listed(
 
 
 def _decisions(tracking: Tracking, version: Version) -> list[StoredDecision]:
-    """What an older draftforge wrote is said to be there and left out: its gist is in the tags."""
+    """Decisions in full; those that cannot be read are left out, which is said: their gist is in the tags."""
     try:
         return decisions(tracking, version)
     except RegistryError as error:
@@ -169,7 +169,7 @@ def _decisions(tracking: Tracking, version: Version) -> list[StoredDecision]:
 
 
 def _run_name(tracking: Tracking, run_id: str) -> str:
-    """Empty for a run that was deleted: its versions outlive it."""
+    """The run's name; empty for one that was deleted, since its versions outlive it."""
     try:
         with mlflow_errors(tracking.uri):
             return str(tracking.client.get_run(run_id).info.run_name or "")
@@ -200,4 +200,4 @@ def _by_draft(found: list[ListedTarget]) -> list[ListedDraft]:
                 **{key: getattr(version, key) for key in ("draft", "family", "step", "run", "run_name", "recipe")},
                 serves=[*(known.serves if known else []), here],
             )
-    return sorted(drafts.values(), key=lambda one: (one.run_name, one.family, one.step, one.draft))
+    return sorted(drafts.values(), key=lambda draft: (draft.run_name, draft.family, draft.step, draft.draft))

@@ -4,8 +4,7 @@ The target is not in the registry. It is taken from, in this order: `model_confi
 environment's DRAFTFORGE_TARGET_MODEL, and what the recipe called it when the draft was registered. Whichever it is,
 its fingerprint must be the one that the draft was made for.
 
-Imported by the code beside a registered draft (`wrapping.py`), never by the rest of draftforge: it loads MLflow's
-pyfunc.
+Only the code file beside a registered draft (`versions.wrap`) imports this: it loads MLflow's pyfunc.
 """
 
 import ast
@@ -37,13 +36,13 @@ _DROPPED = re.compile(r"Unrecognized params (\[.*?\]) are ignored for inference\
 
 
 class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
-    """The target with the draft's help."""
+    """A target and its draft as an MLflow `PythonModel`."""
 
     def load_context(self, context: Any) -> None:
         """Load target and draft. Raises StaleInputError for a target that the draft was not made for."""
-        warns = logging.getLogger("mlflow.models.utils")
-        warns.setLevel(logging.WARNING)  # heard, whether or not it is shown
-        warns.addFilter(_refuse_dropped)
+        warnings = logging.getLogger("mlflow.models.utils")
+        warnings.setLevel(logging.WARNING)  # filters see them, whether or not they are shown
+        warnings.addFilter(_refuse_dropped)
         folder = Path(context.artifacts[DRAFT])
         settings: Mapping[str, Any] = context.model_config or {}
         self.target = Target.load(_target_settings(settings))
@@ -79,9 +78,9 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
 
     def _answer(self, generation: Generation) -> dict[str, Any]:
         rounds, tokens = len(generation.rounds), generation.tokens
-        said = [token for token in tokens if token not in self.target.stop_ids]
+        shown = [token for token in tokens if token not in self.target.stop_ids]
         return {
-            "text": self.target.tokenizer.decode(said, skip_special_tokens=True),
+            "text": self.target.tokenizer.decode(shown, skip_special_tokens=True),
             "finish": generation.finish,
             "tokens": len(tokens),
             "rounds": rounds,

@@ -1,4 +1,4 @@
-"""Runs: parameters, metrics, inputs, artifacts; resumable by id, and marked FAILED with the reason when they fail."""
+"""MLflow runs: parameters, metrics, inputs and artifacts; resumable by id, and FAILED with the reason."""
 
 import json
 import math
@@ -13,9 +13,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunT
 
 from ..errors import MissingFileError, RegistryError, TrackingError
 from ..progress import say
-from .connect import Tracking, mlflow_errors, open_tracking, quick_requests, redacted
-
-__all__ = ["MlflowSink", "TrackedRun", "Tracking", "find_run", "flatten", "open_tracking", "start_run"]
+from .connect import Tracking, mlflow_errors, quick_requests, redacted
 
 FINGERPRINT_TAG = "draftforge.fingerprint"
 FAILURE_TAG = "draftforge.failure"
@@ -26,7 +24,7 @@ _MAX_METRICS = 1000
 
 
 class MlflowSink:
-    """Collects metrics and sends them in batches. A store that fails for a while delays them and never stops training.
+    """Metric sink that sends in batches. A store that fails for a while delays metrics and never stops training.
 
     Steps that a resumed run has already logged are dropped: resuming repeats them exactly.
     """
@@ -41,7 +39,7 @@ class MlflowSink:
         self._retry_seconds = 30.0
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Note the values of one step. What is not finite is kept as NaN (MLflow would turn infinity into 1.8e308)."""
+        """Add the values of one step. What is not finite is kept as NaN (MLflow would turn infinity into 1.8e308)."""
         now = int(time.time() * 1000)
         for key, value in values.items():
             number = float(value) if math.isfinite(value) else math.nan
@@ -180,7 +178,7 @@ def find_run(tracking: Tracking, fingerprint: str) -> str | None:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:
-    """Nested mappings and lists as `a.b.0.c` -> text, in names that MLflow accepts."""
+    """Flatten nested mappings and lists to `a.b.0.c` -> text, in names that MLflow accepts."""
     if isinstance(value, Mapping) and value:
         items: Sequence[tuple[Any, Any]] = list(value.items())
     elif isinstance(value, list | tuple) and value:
@@ -194,7 +192,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
 
 
 def _record_failure(run: TrackedRun, tracking: Tracking, error: BaseException) -> None:
-    """Say in the store why the run ended. The error itself matters more than a store that does not listen."""
+    """Tag the run with why it ended. The error itself matters more than a store that does not answer."""
     status = "FAILED" if isinstance(error, Exception) else "KILLED"
     reason = redacted(f"{type(error).__name__}: {error}")
     for sink in run._sinks:

@@ -89,7 +89,7 @@ def test_the_gate_hears_of_the_conversations_that_were_scored(
     space = Workspace(load_recipe(write_recipe()))
     table = counts_of("candidate", 4, 50.0, conversations=3)
     (row,) = leaderboard([table], {("candidate", 4): costs_of()}, space.recipe.score)
-    monkeypatch.setattr(promotion, "_measure", lambda *args: promotion._Measured(row, table, costs_of(), True))
+    monkeypatch.setattr(promotion, "_measure", lambda *args: promotion._HoldoutScore(row, table, costs_of(), True))
     monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
     version, scorer, kept = None, MadeUpScorer(space), list[Any]()
     monkeypatch.setattr(promotion, "keep_counts", lambda tracking, version, table: kept.append(table))
@@ -133,13 +133,13 @@ def test_the_gate_knows_an_equal_a_worse_and_a_better_draft(
     space = Workspace(load_recipe(write_recipe()))
     tables = {"candidate": uneven("candidate", gain, noise), "champion": uneven("champion", 0.0, 0.0)}
 
-    def measured(space: Any, scorer: Any, version: Any, name: str) -> promotion._Measured:
+    def measured(space: Any, scorer: Any, version: Any, name: str) -> promotion._HoldoutScore:
         (row,) = leaderboard([tables[name]], {(name, 4): costs_of()}, space.recipe.score)
-        return promotion._Measured(row, tables[name], costs_of(), True)
+        return promotion._HoldoutScore(row, tables[name], costs_of(), True)
 
     monkeypatch.setattr(promotion, "_measure", measured)
     monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
-    monkeypatch.setattr(promotion, "_show", lambda *args: None)
+    monkeypatch.setattr(promotion, "_show_holdout", lambda *args: None)
     monkeypatch.setattr(Workspace, "tracking", None)
     monkeypatch.setattr(promotion, "keep_counts", lambda *args: None)
     evidence, _ = promotion._evidence(space, MadeUpScorer(space), None, SimpleNamespace(reference="m/1"))  # type: ignore[arg-type]
@@ -163,8 +163,8 @@ def test_a_champion_is_measured_as_the_registry_has_it(
     monkeypatch.setattr(promotion, "resolve_models_uri", resolve)
     version: Any = SimpleNamespace(uri="models:/m/1")
     error: Exception = LostFilesError("file:///x/config.json: is missing")
-    assert promotion._rival(space, None, version) == (None, str(error))  # type: ignore[arg-type]
+    assert promotion._measure_champion(space, None, version) == (None, str(error))  # type: ignore[arg-type]
     error = TrackingError("no answer")
     with pytest.raises(TrackingError):
-        promotion._rival(space, None, version)  # type: ignore[arg-type]
+        promotion._measure_champion(space, None, version)  # type: ignore[arg-type]
     assert asked == [{"afresh": True}] * 2

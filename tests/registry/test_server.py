@@ -82,7 +82,7 @@ def test_the_flow_through_a_server(
     (decision,) = decisions(tracking, two)
     assert decision.reasons == ["better"] and decision.compared == one.reference
     (listed,) = listing(tracking).targets
-    assert [(alias, version.reference) for alias, version in listed.named()] == [
+    assert [(alias, version.reference) for alias, version in listed.by_alias()] == [
         (CHAMPION, two.reference),
         (PREVIOUS, one.reference),
     ]

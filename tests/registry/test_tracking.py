@@ -9,7 +9,8 @@ from mlflow.exceptions import MlflowException
 
 from draftforge.errors import MissingFileError, RegistryError, TrackingError
 from draftforge.registry import tracking as module
-from draftforge.registry.tracking import MlflowSink, Tracking, find_run, flatten, start_run
+from draftforge.registry.connect import Tracking
+from draftforge.registry.tracking import MlflowSink, find_run, flatten, start_run
 
 
 def status(tracking: Tracking, run_id: str) -> str:
