@@ -502,7 +502,7 @@ def main(args: list[str] | None = None) -> None:
     except KeyboardInterrupt as error:
         _fail(error, "interrupted", 130)
     except Exception as error:
-        _fail(error, *_outside_the_tree(error))
+        _fail(error, *_describe_error(error))
     if code == 130:  # the parser's own way of passing on Ctrl-C
         print("error: interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
@@ -534,16 +534,15 @@ def _quiet_libraries() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")
 
 
-def _outside_the_tree(error: Exception) -> tuple[str, int]:
-    """One line and an exit code for what no code of ours raised: wrong usage, the operating system, the unexpected."""
+def _describe_error(error: Exception) -> tuple[str, int]:
+    """One line and an exit code for an error outside `errors.py`: wrong usage, the operating system, the unexpected."""
     usage = getattr(error, "format_message", None)  # the parser's errors
     if usage is not None:
-        said = " ".join(str(usage()).split())  # nothing after a help page, which a verb too few shows
-        flag = getattr(error, "option_name", "")
+        message, flag = " ".join(str(usage()).split()), getattr(error, "option_name", "")
         if flag in RENAMED:
-            said = f"{flag}: the option's name is {RENAMED[flag]}"
-        help_of = getattr(getattr(error, "ctx", None), "command_path", "draftforge")
-        return said and f"{said.rstrip('.')}; see `{help_of} --help`", 2
+            message = f"{flag}: the option's name is {RENAMED[flag]}"
+        command = getattr(getattr(error, "ctx", None), "command_path", "draftforge")
+        return message and f"{message.rstrip('.')}; see `{command} --help`", 2  # nothing after a help page
     if is_disk_full(error):
         where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
         return f"{where}no space left on the device ({' '.join(str(error).split())[:200]})", 3

@@ -15,7 +15,7 @@ from draftforge.specdec.sampling import SamplingSettings
 
 GREEDY = SamplingSettings()
 MARGIN, CONFIDENCE = 0.1, 0.95
-TRIALS = 400
+TRIALS = 200
 
 
 def table(tokens: list[float], rounds: list[float], start: int = 0, setting: str = "t0", size: int = 1) -> pa.Table:
@@ -88,17 +88,17 @@ def test_one_conversation_tells_nothing() -> None:
     assert math.isnan(change.upper) and change.verdict(MARGIN) == "unknown"
 
 
-@pytest.mark.parametrize(("ratio", "lowest", "highest"), [(1.0, 0, 0.01), (1 - MARGIN, 0.02, 0.085), (0.7, 0.95, 1)])
-@pytest.mark.parametrize("conversations", [12, 60])
-def test_false_alarms_of_acceptance(ratio: float, lowest: float, highest: float, conversations: int) -> None:
+@pytest.mark.parametrize(
+    ("ratio", "conversations", "lowest", "highest"),
+    [(1.0, 12, 0, 0.01), (1 - MARGIN, 12, 0.004, 0.096), (1 - MARGIN, 60, 0.004, 0.096), (0.7, 60, 0.95, 1)],
+)
+def test_false_alarms_of_acceptance(ratio: float, conversations: int, lowest: float, highest: float) -> None:
     """Nothing fell; exactly the margin fell (an alarm in 5 %, give or take 3 standard errors); much more fell."""
     rng = np.random.default_rng(7)
     alarms = 0
     for _ in range(TRIALS):
         before, now = drawn(rng, 2.5, 80), drawn(rng, 2.5 * ratio, conversations, start=1000)
         alarms += tau_change(before, now, CONFIDENCE).verdict(MARGIN) == "stale"
-    if conversations == 12 and ratio == 0.7:
-        lowest = 0.8
     assert lowest <= alarms / TRIALS <= highest
 
 
@@ -156,8 +156,7 @@ def test_one_large_cluster_is_no_drift() -> None:
     assert mix_drift(before, apart, GREEDY, 0.0).p_value < mix_drift(before, now, GREEDY, 0.0).p_value
 
 
-@pytest.mark.parametrize("margin", [0.0, 0.1])
-@pytest.mark.parametrize("cells", [2, 12])
+@pytest.mark.parametrize(("margin", "cells"), [(0.0, 2), (0.1, 2), (0.1, 12)])
 def test_false_alarms_of_drift(margin: float, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At exactly the margin: at most 5 %, give or take 3 standard errors. Twelve cells bias the distance upwards."""
     monkeypatch.setattr("draftforge.pipeline.staleness._SIMULATIONS", 300)
@@ -168,7 +167,7 @@ def test_false_alarms_of_drift(margin: float, cells: int, monkeypatch: pytest.Mo
         half = cells // 2
         second = first + np.r_[np.full(half, margin / half), np.full(half, -margin / half)]
     assert np.abs(first - second).sum() / 2 == pytest.approx(margin)
-    alarms, trials = 0, 200
+    alarms, trials = 0, 100
     for _ in range(trials):
         sides = []
         for start, shares in enumerate((first, second)):

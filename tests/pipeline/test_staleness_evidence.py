@@ -21,7 +21,7 @@ from draftforge.registry.tracking import FAILURE_TAG
 from draftforge.registry.versions import champion
 
 WriteRecipe = Callable[..., Path]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("stage_cache")]
 
 
 def small(path: Path) -> Recipe:
@@ -150,8 +150,8 @@ def test_what_fails_outside_a_run_leaves_one_that_says_so(
     assert last.removeprefix("error: ") in failed.data.tags[FAILURE_TAG]
 
 
-def test_the_first_stage_that_an_error_passes_is_its_stage(distilled: Path) -> None:
-    tracking = Workspace(small(distilled)).tracking
+def test_the_first_stage_that_an_error_passes_is_its_stage(write_recipe: WriteRecipe) -> None:
+    tracking = Workspace(load_recipe(write_recipe())).tracking
     runs = len(tracking.client.search_runs([tracking.experiment_id]))
     with pytest.raises(ValueError, match="why") as error, recorded(tracking, "x"), at("outer"), at("inner"):
         raise ValueError("why")

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from mlflow.webhooks import delivery as mlflow_delivery
 
-from draftforge.errors import InputError
+from draftforge.cli import _sigterm_unwinds
+from draftforge.errors import InputError, StoppedError
 from draftforge.pipeline import watch as watching
 from draftforge.pipeline.watch import (
     DELIVERY,
@@ -195,29 +196,22 @@ def test_once_gives_the_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert "refused" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_sigterm_to_the_command_ends_both(tmp_path: Path) -> None:
-    """The verb itself, with a retraining that sleeps in place of the real one."""
+def test_sigterm_ends_the_schedule_and_the_retraining(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
-    code = f"import os, time; open({str(ready)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    program = (
-        "import subprocess, sys\n"
-        "from draftforge.cli import _sigterm_unwinds\n"
-        "from draftforge.errors import StoppedError\n"
-        "from draftforge.pipeline.watch import RetrainScheduler\n"
-        f"start = lambda: subprocess.Popen([sys.executable, '-c', {code!r}])\n"
-        "try:\n"
-        "    with _sigterm_unwinds():\n"
-        "        RetrainScheduler(start, 3600).serve()\n"
-        "except StoppedError:\n"
-        "    sys.exit(143)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program])
-    until(lambda: ready.exists() and ready.read_text())
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(ready.read_text()), 0)
+    schedule = RetrainScheduler(script(f"import time; open({str(ready)!r}, 'w').close(); time.sleep(600)"), 3600)
+    running: list[Any] = []
+
+    def stop() -> None:
+        until(ready.exists)
+        running.append(schedule._running)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(StoppedError), _sigterm_unwinds():
+        schedule.serve()
+    thread.join()
+    assert running[0].wait(60) == -signal.SIGTERM
 
 
 SECRET = "not a real secret"
