@@ -1,42 +1,41 @@
-"""Measures rounds and prompts over batch size, levels and context, for the fit of `load_fit.py`.
+"""Measures a cost table: rounds of plain decoding and of every K or tree, interleaved round by round.
 
-The grid is a cross: every batch size at the load's context, and the least and largest at shorter and longer ones; of
-chains the least, the middle and the largest K. At each of its points plain decoding and every way of drafting take
-turns, round by round, as at batch 1 (`turns.py`). Slots hold real prompts, cut or repeated to one length: times do not
-depend on what is said.
+A time counts as its ratio to the plain round beside it, so that what else a machine does meets both alike. Without a
+load, rounds are measured at batch 1, on real prompts one by one, for every K or tree. With one, over a grid that is a
+cross: every batch size at the load's context, and the least and largest at shorter and longer ones; of chains the
+least, the middle and the largest K; slots hold real prompts, cut or repeated to one length. Answers do not stop before
+`costs.rounds`: times do not depend on what is said.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice, pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from pydantic import ValidationError
 
 from .. import fingerprint
-from ..errors import CorruptDataError, DeviceMemoryError, InputError, MissingFileError
+from ..errors import DeviceMemoryError, InputError
 from ..progress import Advance, bar, say
 from ..specdec.decoder import decode_rounds
 from ..specdec.memory_fit import takes_graphs
 from ..specdec.models import CausalModel
-from ..specdec.requests import DecodeRun, Request, RoundSeconds
+from ..specdec.proposers.base import Proposer
+from ..specdec.requests import DecodeRun, Request, RoundSeconds, RoundTimer
 from ..specdec.sampling import SamplingSettings
-from ..storage import lock, read_json, write_json
 from .bench.run import draft_bytes
-from .cost_model import PLAIN_WAY, CostFit, Point, PromptPoint, way_of
-from .costs import PLAIN_MODE, CostKey, Mode, Parts, by_turns, lower_quartile, most_tokens, plain_seconds, typical
+from .costs import CostKey, CostTable, MeasuredPrompt, MeasuredRound, timed_rule, way_of
 from .draft_configs import DraftConfig, ProposerSpec
 from .settings import LoadSettings, ScoreSettings
 
+_FEWEST_ROUNDS = 5
 _PROMPT_REPEATS = 3
 _PROMPTS_A_RUN = 6
 _SETTLING_PROMPTS = 2  # of a run: the first of a width runs as it is, the second is recorded as a graph
 
 
 class Grid(NamedTuple):
-    """Where is measured."""
+    """Batch sizes, contexts and prompts over which a load's times are measured."""
 
     batch_sizes: list[int]
     contexts: list[int]
@@ -46,8 +45,8 @@ class Grid(NamedTuple):
     """Lengths of prompts that are read alone."""
 
     @classmethod
-    def of(cls, load: LoadSettings, most_context: int) -> "Grid":
-        """Around a load. Raises InputError where its context is longer than `most_context`."""
+    def around(cls, load: LoadSettings, most_context: int) -> "Grid":
+        """The grid around a load. Raises InputError where its context is longer than `most_context`."""
         if load.context_tokens > most_context:
             raise InputError(
                 f"score.load.context_tokens {load.context_tokens}: with the rounds that are timed (score.costs.rounds) "
@@ -68,154 +67,284 @@ class Grid(NamedTuple):
         return sorted(cross | {(size, context) for size in ends for context in self.contexts}, reverse=True)
 
 
-def measure_fit(
+def most_context(max_positions: int, deepest: int, rounds: int) -> int:
+    """The longest context at which rounds of at most so many levels can be timed."""
+    return max_positions - _answer_tokens(rounds, deepest) + rounds // 2
+
+
+def costs_file(key: CostKey, grid: Grid | None) -> str:
+    """Name of the file that keeps the table of a key, measured over a grid or at batch 1."""
+    if grid is None:
+        return f"costs-{fingerprint.short(key.digest)}.json"
+    return f"fit-{fingerprint.short(fingerprint.of_json([key.digest, grid._asdict()]))}.json"
+
+
+def measure_costs(
+    key: CostKey,
+    target: CausalModel,
+    specs: Sequence[ProposerSpec],
+    prompts: Sequence[list[int]],
+    settings: ScoreSettings,
+    grid: Grid | None = None,
+) -> CostTable:
+    """Decode the prompts plainly and with each config of the specs, interleaved: at batch 1, or over a grid.
+
+    Raises InputError without prompts, or where the rounds do not fit the target's context.
+    """
+    if not any(prompts):
+        raise InputError("no prompts: times are measured on at least one")
+    if grid is None:
+        return CostTable(key=key, points=_batch_one(target, specs, prompts, settings))
+    return _over_grid(key, target, specs, prompts, settings, grid)
+
+
+class _Decoder(NamedTuple):
+    """One of the decoders whose rounds are interleaved."""
+
+    config: DraftConfig
+    proposer: Proposer | None
+    rule: str
+    nodes: int
+    """Of a full draft."""
+
+
+_PLAIN = _Decoder(DraftConfig(0), None, "greedy", 0)
+Rounds = dict[DraftConfig, list[RoundSeconds]]
+
+
+def _decoders(
+    specs: Sequence[ProposerSpec], settings: ScoreSettings, configs: Callable[[ProposerSpec], list[DraftConfig]]
+) -> list[_Decoder]:
+    """Plain decoding, then each config, with a proposer of its own."""
+    decoders = [_PLAIN]
+    for spec in specs:
+        for config in configs(spec):
+            proposer = spec.make()
+            nodes = proposer.most_nodes(config.levels)
+            decoders.append(_Decoder(config, proposer, timed_rule(spec, settings), nodes))
+    return decoders
+
+
+def _batch_one(
+    target: CausalModel, specs: Sequence[ProposerSpec], prompts: Sequence[list[int]], settings: ScoreSettings
+) -> list[MeasuredRound]:
+    asked = settings.costs
+    decoders = _decoders(specs, settings, lambda spec: spec.configs)
+    deepest = max(decoder.config.levels for decoder in decoders)
+    room = target.max_positions - _answer_tokens(asked.rounds, deepest)
+    if room < 1:
+        most = (target.max_positions - 2) // (deepest + 1)
+        raise InputError(
+            f"score.costs.rounds = {asked.rounds}: so many rounds of up to {deepest + 1} tokens do not fit the "
+            f"target's context of {target.max_positions}; at most {most} do (more with smaller score.draft_tokens)"
+        )
+    prompts = [prompt[-room:] for prompt in prompts[: asked.prompts]]  # their ends: the answer needs the rest
+    rounds: Rounds = {decoder.config: [] for decoder in decoders}
+    with bar("measure times", len(prompts) + 1, "prompts") as advance:
+        # Allocations, kernel choices and clocks settle before anything counts.
+        interleaved_rounds(target, decoders, prompts[:1], settings.sampling[0], asked.rounds)
+        advance(note="warm-up")
+        for prompt in prompts:
+            timed = interleaved_rounds(target, decoders, [prompt], settings.sampling[0], asked.rounds)
+            for config, seconds in timed.items():
+                rounds[config] += seconds[asked.warmup_rounds :]
+            advance()
+    context = statistics.fmean(map(len, prompts)) + asked.rounds / 2
+    return _points(decoders, rounds, 1, context)
+
+
+def _over_grid(
     key: CostKey,
     target: CausalModel,
     specs: Sequence[ProposerSpec],
     prompts: Sequence[list[int]],
     settings: ScoreSettings,
     grid: Grid,
-) -> CostFit:
-    """Decode the prompts plainly and in every way at every point of the grid, and fit the times."""
+) -> CostTable:
     text = [token for prompt in prompts for token in prompt]
-    if not text:
-        raise InputError("no prompts: times are measured on at least one")
-    modes = [PLAIN_MODE, *(Mode.of(config, spec, settings) for spec in specs for config in _some(spec))]
-    points: list[Point] = []
+    decoders = _decoders(specs, settings, _least_middle_largest)
+    points: list[MeasuredRound] = []
     memory = 0, 0.0
     with bar("measure times", len(grid.places) + len(grid.prompts) + 1, "points") as advance:
-        _rounds(target, modes, text, 1, grid.context, settings)  # allocations, kernel choices and clocks settle
+        # 1) allocations, kernel choices and clocks settle
+        _rounds_at(target, decoders, text, 1, grid.context, settings)
         advance(note="warm-up")
+        # 2) rounds of every decoder at every place; the draft's memory at the largest
         for size, context in grid.places:
-            points += _points(target, modes, text, size, context, settings)
+            rounds = _rounds_at(target, decoders, text, size, context, settings)
+            points += _points(decoders, rounds, size, context, f", batch {size}, context {context}")
             if (size, context) == grid.places[0]:
-                memory = _memory(target, modes[1], size, context, settings.costs.rounds)
+                memory = _draft_memory(target, decoders[1], size, context, settings.costs.rounds)
             advance(note=f"batch {size}, context {context}")
-        read = _read_prompts(target, modes, text, grid.prompts, settings.sampling[0], advance)
-    return CostFit.of(key, points, read, *memory)
+        # 3) prompts read alone
+        read = _read_prompts(target, decoders[1], text, grid.prompts, settings.sampling[0], advance)
+    return CostTable(key=key, points=points, prompt_points=read, draft_bytes=memory[0], cache_bytes_per_token=memory[1])
 
 
-def most_context(max_positions: int, deepest: int, rounds: int) -> int:
-    """The longest context at which rounds of at most so many levels can be timed."""
-    return max_positions - most_tokens(rounds, deepest) + rounds // 2
+# --- the timer ---
 
 
-def cached_fit(
-    folder: Path, key: CostKey, grid: Grid, measure: Callable[[], CostFit], wait_seconds: float = 0.0
-) -> CostFit:
-    """The fit of this key over this grid under `folder`; measured and kept where there is none."""
-    path = folder / f"fit-{fingerprint.short(fingerprint.of_json([key.digest, grid._asdict()]))}.json"
-    with lock(folder / ".costs.lock", wait_seconds, "a process that measures times"):
-        known = _stored(path)
-        if known is not None and known.key == key:
-            return known
-        measured = measure()
-        write_json(path, measured.model_dump(mode="json"))
-        return measured
+def interleaved_rounds(
+    target: CausalModel,
+    decoders: Sequence[_Decoder],
+    prompts: Sequence[list[int]],
+    sampling: SamplingSettings,
+    rounds: int,
+) -> Rounds:
+    """Time `rounds` rounds of every decoder on the prompts, all of them at once: one round each by turns."""
+    timers = {decoder.config: RoundTimer(target.device) for decoder in decoders}
+    runs = []
+    for decoder in decoders:
+        answer = _answer_tokens(rounds, decoder.config.levels)
+        requests = [Request(prompt, sampling, seed, answer) for seed, prompt in enumerate(prompts)]
+        levels, timer = max(decoder.config.levels, 1), timers[decoder.config]
+        run = DecodeRun(target, decoder.proposer, requests, decoder.rule, levels, len(prompts), timer=timer)
+        runs.append(decode_rounds(run))
+    for _ in range(rounds + 1):  # the first turn reads the prompts
+        for steps in runs:
+            next(steps)
+    return {config: timer.rounds for config, timer in timers.items()}
 
 
-def _stored(path: Path) -> CostFit | None:
-    try:
-        return CostFit.model_validate(read_json(path))
-    except MissingFileError:
-        return None
-    except (CorruptDataError, ValidationError):
-        say(f"{path}: not readable fitted times; measuring again")
-        return None
+def _answer_tokens(rounds: int, levels: int) -> int:
+    """Tokens of an answer that lasts so many rounds, none of them with its draft clipped."""
+    return 1 + rounds * (levels + 1)
 
 
-def _some(spec: ProposerSpec) -> list[DraftConfig]:
+def _points(
+    decoders: Sequence[_Decoder], rounds: Rounds, batch_size: int, context: float, where: str = ""
+) -> list[MeasuredRound]:
+    """A row of each decoder at one batch size and context."""
+    plain = rounds[_PLAIN.config]
+    plain_seconds = _lower_quartile([one.total for one in plain])  # of rounds that nothing else slowed down
+    points = []
+    for decoder in decoders:
+        draft, verify, rest, count = 0.0, plain_seconds, 0.0, len(plain)
+        if decoder is not _PLAIN:
+            draft, verify, rest, count = _typical_parts(decoder, rounds[decoder.config], plain, plain_seconds, where)
+        points.append(
+            MeasuredRound(
+                way=way_of(decoder.config),
+                batch_size=batch_size,
+                levels=decoder.config.levels,
+                tokens=decoder.nodes + 1,
+                context_tokens=context,
+                draft_seconds=draft,
+                verify_seconds=verify,
+                rest_seconds=rest,
+                rounds=count,
+            )
+        )
+    return points
+
+
+def _typical_parts(
+    decoder: _Decoder,
+    rounds: Sequence[RoundSeconds],
+    plain: Sequence[RoundSeconds],
+    plain_seconds: float,
+    where: str,
+) -> tuple[float, float, float, int]:
+    """Seconds of draft, verification and rest: medians of their shares of the plain round beside each, of rounds with a
+    full draft; and the number of rounds.
+
+    A proposer that seldom drafts that many is timed on what it does draft.
+    """
+    pairs = list(zip(rounds, plain))
+    full = [(one, beside) for one, beside in pairs if one.drafted == decoder.nodes]
+    if len(full) < min(_FEWEST_ROUNDS, len(pairs)):
+        say(
+            f"times of {decoder.config}{where}: only {len(full)} full rounds; taken from all {len(pairs)} that were "
+            "not warm-up"
+        )
+        full = pairs
+    draft, verify, rest = (
+        plain_seconds * statistics.median(getattr(one, part) / beside.total for one, beside in full)
+        for part in ("draft", "verify", "rest")
+    )
+    return draft, verify, rest, len(full)
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    """Interpolated; of one value, itself."""
+    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
+
+
+# --- a place of the grid ---
+
+
+def _least_middle_largest(spec: ProposerSpec) -> list[DraftConfig]:
     """Of chains the least, the middle and the largest K."""
     configs = sorted(spec.configs)
     return sorted({configs[0], configs[(len(configs) - 1) // 2], configs[-1]})
 
 
-def _prompts(text: Sequence[int], count: int, length: int) -> list[list[int]]:
-    """So many of that length, from different places of the text."""
-    step = max(len(text) // count, 1)
-    return [list(islice(cycle(text), place * step, place * step + length)) for place in range(count)]
-
-
-def _points(
-    target: CausalModel, modes: Sequence[Mode], text: Sequence[int], size: int, context: int, settings: ScoreSettings
-) -> list[Point]:
-    """One place of the grid, every mode."""
+def _rounds_at(
+    target: CausalModel,
+    decoders: Sequence[_Decoder],
+    text: Sequence[int],
+    size: int,
+    context: int,
+    settings: ScoreSettings,
+) -> Rounds:
+    """Timed rounds of every decoder: of as many runs as give each batch size about as many prompts."""
+    asked = settings.costs
+    rounds: Rounds = {decoder.config: [] for decoder in decoders}
+    length = max(context - asked.rounds // 2, 1)  # so that the rounds' mean context is the one asked for
     try:
-        rounds = _rounds(target, modes, text, size, context, settings)
+        for _ in range(max(asked.prompts // size, 1)):
+            prompts = _cut_prompts(text, size, length)
+            timed = interleaved_rounds(target, decoders, prompts, settings.sampling[0], asked.rounds)
+            for config, seconds in timed.items():
+                rounds[config] += seconds[asked.warmup_rounds :]
     except torch.OutOfMemoryError:
         raise DeviceMemoryError(
             f"score.load: batch {size} at context {context} does not fit the device's memory; state a smaller one"
         ) from None
-    plain = rounds[PLAIN_MODE.config]
-    parts = {
-        mode: typical(mode, rounds[mode.config], plain, f", batch {size}, context {context}") for mode in modes[1:]
-    }
-    bare = Parts(0.0, plain_seconds(plain), 0.0, len(plain))
-    return [_point(mode, each, size, context) for mode, each in {PLAIN_MODE: bare, **parts}.items()]
+    return rounds
 
 
-def _point(mode: Mode, parts: Parts, size: int, context: int) -> Point:
-    return Point(
-        way=PLAIN_WAY if mode is PLAIN_MODE else way_of(mode.config),
-        batch_size=size,
-        levels=mode.config.levels,
-        tokens=mode.nodes + 1,
-        context_tokens=context,
-        draft_seconds=parts.draft,
-        verify_seconds=parts.verify,
-        rest_seconds=parts.rest,
-        rounds=parts.rounds,
-    )
+def _cut_prompts(text: Sequence[int], count: int, length: int) -> list[list[int]]:
+    """So many prompts of that length, from different places of the text."""
+    step = max(len(text) // count, 1)
+    return [list(islice(cycle(text), place * step, place * step + length)) for place in range(count)]
 
 
-def _rounds(
-    target: CausalModel, modes: Sequence[Mode], text: Sequence[int], size: int, context: int, settings: ScoreSettings
-) -> dict[DraftConfig, list[RoundSeconds]]:
-    """Timed rounds of every mode: of as many runs as give each batch size about as many prompts."""
-    asked, found = settings.costs, {mode.config: list[RoundSeconds]() for mode in modes}
-    length = max(context - asked.rounds // 2, 1)  # so that the rounds' mean context is the one asked for
-    for _ in range(max(asked.prompts // size, 1)):
-        prompts = _prompts(text, size, length)
-        for config, rounds in by_turns(target, modes, prompts, settings.sampling[0], asked.rounds).items():
-            found[config] += rounds[asked.warmup_rounds :]
-    return found
-
-
-def _memory(target: CausalModel, mode: Mode, size: int, context: int, rounds: int) -> tuple[int, float]:
+def _draft_memory(target: CausalModel, decoder: _Decoder, size: int, context: int, rounds: int) -> tuple[int, float]:
     """Bytes of the draft's weights, and of what it keeps of a token of a sequence, after rounds at that place."""
-    weights, state = draft_bytes(mode.proposer, target)
-    capacity = max(context - rounds // 2, 1) + most_tokens(rounds, mode.config.levels) + mode.nodes
+    weights, state = draft_bytes(decoder.proposer, target)
+    capacity = max(context - rounds // 2, 1) + _answer_tokens(rounds, decoder.config.levels) + decoder.nodes
     return weights, state / ((size + takes_graphs(target)) * capacity)
 
 
 def _read_prompts(
     target: CausalModel,
-    modes: Sequence[Mode],
+    decoder: _Decoder,
     text: Sequence[int],
     lengths: Sequence[int],
     sampling: SamplingSettings,
     advance: Advance,
-) -> list[PromptPoint]:
-    """Prompts of each length read alone, plainly and with a draft beside, by turns of a few prompts."""
+) -> list[MeasuredPrompt]:
+    """Prompts of each length read alone, plainly and with a draft beside, a few of each by turns."""
     found = []
     for length in lengths:
         plain, drafted = list[float](), list[float]()
         for _ in range(_PROMPT_REPEATS):
-            plain += _prompt_seconds(target, PLAIN_MODE, text, length, sampling)
-            drafted += _prompt_seconds(target, modes[1], text, length, sampling)
-        seconds = lower_quartile(plain)
+            plain += _prompt_seconds(target, _PLAIN, text, length, sampling)
+            drafted += _prompt_seconds(target, decoder, text, length, sampling)
+        seconds = _lower_quartile(plain)
         ratio = statistics.median(one / beside for one, beside in zip(drafted, plain))
-        found.append(PromptPoint(tokens=length, plain_seconds=seconds, draft_seconds=seconds * max(ratio - 1, 0.0)))
+        found.append(MeasuredPrompt(tokens=length, plain_seconds=seconds, draft_seconds=seconds * max(ratio - 1, 0.0)))
         advance(note=f"prompts of {length}")
     return found
 
 
 def _prompt_seconds(
-    target: CausalModel, mode: Mode, text: Sequence[int], length: int, sampling: SamplingSettings
+    target: CausalModel, decoder: _Decoder, text: Sequence[int], length: int, sampling: SamplingSettings
 ) -> list[float]:
-    """From when a prompt's turn comes to when the next one's does, of answers that end with their first token."""
-    prompts = _prompts(text, _PROMPTS_A_RUN, length)
+    """From when a prompt gets its slot to when the next one does, of answers that end with their first token."""
+    prompts = _cut_prompts(text, _PROMPTS_A_RUN, length)
     requests = [Request(prompt, sampling, seed, 1) for seed, prompt in enumerate(prompts)]
-    run = DecodeRun(target, mode.proposer, requests, mode.rule, max(mode.config.levels, 1))
+    run = DecodeRun(target, decoder.proposer, requests, decoder.rule, max(decoder.config.levels, 1))
     done = sorted((index, one.begun) for finished in decode_rounds(run) for index, one in finished)
     return [after - before for (_, before), (_, after) in pairwise(done[_SETTLING_PROMPTS:])]

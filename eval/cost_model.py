@@ -1,23 +1,24 @@
-"""Times of rounds and prompts, fitted over batch, levels and context: a JSON record that another machine can read.
+"""Cost model: times of rounds and prompts fitted over batch, levels and context, from a measured cost table.
 
 What a machine does besides may slow a whole place of the grid, plain rounds and drafted ones alike. So plain rounds are
 fitted first, and what is fitted of a drafted round is its measured ratio to the plain one beside it, times the fitted
 plain one: speed-ups rest on paired ratios, and the noise of a place is left to absolute figures such as goodput.
+
+Shapes: P measured places, F parts of a surface.
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from scipy.optimize import nnls
 
-from ..errors import CorruptDataError, InputError
-from ..storage import read_object, write_json
-from .costs import CostKey, RoundCost
+from ..errors import InputError
+from .costs import PLAIN_WAY, CostTable, MeasuredPrompt, MeasuredRound, RoundCost, way_of
 from .draft_configs import DraftConfig
 
 Floats = NDArray[np.float64]
@@ -33,14 +34,13 @@ class GridPoint(NamedTuple):
     context: float
 
 
-class CostSurface(BaseModel):
+@dataclass(frozen=True)
+class CostSurface:
     """Seconds by where; all weights are at least 0."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     weights: dict[str, float]
     """Seconds a unit of each part; parts that weigh nothing are left out."""
-    knots: list[int] = Field(default=[])
+    knots: list[int] = field(default_factory=list)
     """Tokens of a pass (batch x tokens) from which each one more costs; the weights `tokens>N` are theirs."""
 
     @classmethod
@@ -76,57 +76,8 @@ def _parts(places: Sequence[GridPoint], knots: Sequence[int]) -> Floats:
     return found
 
 
-FIT_VERSION: Final = 1
-PLAIN_WAY, CHAIN_WAY = "plain", "chain"
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Point(_Record):
-    """A measured round."""
-
-    way: str
-    """plain, chain, or "tree NAME"."""
-    batch_size: int = Field(ge=1)
-    levels: int = Field(ge=0)
-    tokens: int = Field(ge=1)
-    """That the target sees of each sequence: drafted nodes and one."""
-    context_tokens: int = Field(ge=1)
-    draft_seconds: float = Field(ge=0)
-    verify_seconds: float = Field(gt=0)
-    rest_seconds: float = Field(ge=0)
-    rounds: int = Field(ge=1)
-
-    @property
-    def where(self) -> GridPoint:
-        return GridPoint(self.batch_size, self.levels, self.tokens, self.context_tokens)
-
-    @property
-    def seconds(self) -> float:
-        return self.draft_seconds + self.verify_seconds + self.rest_seconds
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Where in the grid it was measured, by turns with the plain round there."""
-        return self.batch_size, self.context_tokens
-
-    def scaled(self, factor: float) -> "Point":
-        names = ("draft_seconds", "verify_seconds", "rest_seconds")
-        return self.model_copy(update={name: factor * getattr(self, name) for name in names})
-
-
-class PromptPoint(_Record):
-    """A measured prompt, read alone."""
-
-    tokens: int = Field(ge=1)
-    plain_seconds: float = Field(gt=0)
-    draft_seconds: float = Field(ge=0)
-    """What the draft adds."""
-
-
-class RoundFit(_Record):
+@dataclass(frozen=True)
+class RoundFit:
     """Rounds of one way of drafting."""
 
     draft: CostSurface
@@ -134,17 +85,17 @@ class RoundFit(_Record):
     rest: CostSurface
     levels: tuple[int, int]
     """Fewest and most that were measured."""
-    error: float = Field(ge=0)
+    error: float
     """Median distance of a whole round's fitted time from its measured one, as a share of that. Of drafted rounds both
     are ratios to plain ones."""
-    worst_error: float = Field(ge=0)
-    left_out_error: float = Field(ge=0)
+    worst_error: float
+    left_out_error: float
     """The median again, each point compared with a fit that had not seen it."""
     tokens_per_level: dict[int, int]
     """Tokens that the target sees of a sequence, by levels, as measured."""
 
     @classmethod
-    def of(cls, points: Sequence[Point]) -> "RoundFit":
+    def fit(cls, points: Sequence[MeasuredRound]) -> "RoundFit":
         """Fit all three parts. The points are of one way."""
         fitted = _surfaces(points)
         errors = [_error(fitted, point) for point in points]
@@ -166,11 +117,12 @@ class RoundFit(_Record):
         """A round's parts there. Between measured levels of a chain, so many tokens and one."""
         where = GridPoint(batch_size, levels, self.tokens_per_level.get(levels, levels + 1), context)
         return RoundCost(
-            draft_seconds=self.draft(where), verify_seconds=self.verify(where), rest_seconds=self.rest(where), rounds=1
+            draft_seconds=self.draft(where), verify_seconds=self.verify(where), rest_seconds=self.rest(where)
         )
 
 
-class PromptFit(_Record):
+@dataclass(frozen=True)
+class PromptFit:
     """Seconds of reading a prompt of Q tokens: a + b Q + c Q^2, none of them negative."""
 
     plain: tuple[float, float, float]
@@ -178,62 +130,42 @@ class PromptFit(_Record):
     """What the draft adds."""
 
     @classmethod
-    def of(cls, points: Sequence[PromptPoint]) -> "PromptFit":
+    def fit(cls, points: Sequence[MeasuredPrompt]) -> "PromptFit":
         lengths = [point.tokens for point in points]
-        plain = _growth(lengths, [point.plain_seconds for point in points])
+        plain = _fit_quadratic(lengths, [point.plain_seconds for point in points])
         shares = [point.draft_seconds / point.plain_seconds for point in points]
-        draft = _growth(lengths, [share * _grown(plain, tokens) for share, tokens in zip(shares, lengths)])
+        draft = _fit_quadratic(lengths, [share * _quadratic(plain, tokens) for share, tokens in zip(shares, lengths)])
         return cls(plain=plain, draft=draft)
 
 
-class CostFit(_Record):
-    """Times of one target and draft shape on one machine, and where they hold."""
+@dataclass(frozen=True)
+class CostFit:
+    """Fitted times of a cost table over a grid, and where they hold."""
 
-    version: int = FIT_VERSION
-    key: CostKey
-    """Hardware, software, precision and shapes."""
-    batch_sizes: list[int] = Field(min_length=1)
-    """Measured ones; times hold between the least and the largest."""
-    contexts: list[int] = Field(min_length=1)
-    """The same of context lengths."""
-    draft_bytes: int = Field(ge=0)
-    """Weights that the draft does not share with the target."""
-    cache_bytes_per_token: float = Field(ge=0)
-    """What the draft keeps of each token of each sequence: keys, values and buffers."""
-    rounds: dict[str, RoundFit]
-    """By way."""
-    prompts: PromptFit
-    prompt_tokens: list[int] = Field(min_length=1)
-    """Measured prompts' lengths; times hold between the least and the largest."""
-    points: list[Point]
-    prompt_points: list[PromptPoint]
+    table: CostTable
 
-    @classmethod
-    def of(
-        cls,
-        key: CostKey,
-        points: Sequence[Point],
-        prompt_points: Sequence[PromptPoint],
-        draft_bytes: int,
-        cache_bytes_per_token: float,
-    ) -> "CostFit":
-        """Fit what was measured."""
-        ways = {point.way: [other for other in points if other.way == point.way] for point in points}
-        plain = RoundFit.of(ways.pop(PLAIN_WAY))
-        beside = {one.place: plain.at(0, *one.place).seconds / one.seconds for one in points if one.way == PLAIN_WAY}
-        drafted = {way: RoundFit.of([one.scaled(beside[one.place]) for one in some]) for way, some in ways.items()}
-        return cls(
-            key=key,
-            batch_sizes=sorted({point.batch_size for point in points}),
-            contexts=sorted({point.context_tokens for point in points}),
-            draft_bytes=draft_bytes,
-            cache_bytes_per_token=cache_bytes_per_token,
-            rounds={PLAIN_WAY: plain, **drafted},
-            prompts=PromptFit.of(prompt_points),
-            prompt_tokens=sorted({point.tokens for point in prompt_points}),
-            points=list(points),
-            prompt_points=list(prompt_points),
-        )
+    @cached_property
+    def rounds(self) -> dict[str, RoundFit]:
+        """By way: plain, chain, "tree NAME"."""
+        by_way: dict[str, list[MeasuredRound]] = {}
+        for point in self.table.points:
+            by_way.setdefault(point.way, []).append(point)
+        # 1) plain rounds
+        plain_points = by_way.pop(PLAIN_WAY)
+        plain = RoundFit.fit(plain_points)
+        # 2) drafted rounds, each in units of the plain one beside it
+        factors = {one.place: plain.at(0, *one.place).seconds / one.seconds for one in plain_points}
+        drafted = {way: RoundFit.fit([one.scaled(factors[one.place]) for one in some]) for way, some in by_way.items()}
+        return {PLAIN_WAY: plain, **drafted}
+
+    @cached_property
+    def prompts(self) -> PromptFit:
+        return PromptFit.fit(self.table.prompt_points)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Measured ones; times hold between the least and the largest."""
+        return sorted({point.batch_size for point in self.table.points})
 
     @property
     def error(self) -> float:
@@ -241,19 +173,24 @@ class CostFit(_Record):
         return max((fit.left_out_error for way, fit in self.rounds.items() if way != PLAIN_WAY), default=0.0)
 
     @property
-    def place(self) -> str:
+    def plain_error(self) -> float:
+        """How far fitted plain rounds are off, at the median, on points that the fit had not seen."""
+        return self.rounds[PLAIN_WAY].left_out_error
+
+    @property
+    def hardware(self) -> str:
         """The hardware and precision, in words."""
-        return f"{self.key.hardware}, {self.key.dtype}"
+        return f"{self.table.key.hardware}, {self.table.key.dtype}"
 
     def outside(self, batch_size: int, context: int, prompt: int) -> str | None:
         """Why the times do not hold there, if they do not."""
         for name, value, known in (
             ("batch", batch_size, self.batch_sizes),
-            ("context", context, self.contexts),
-            ("prompt", prompt, self.prompt_tokens),
+            ("context", context, [point.context_tokens for point in self.table.points]),
+            ("prompt", prompt, [point.tokens for point in self.table.prompt_points]),
         ):
             if not min(known) <= value <= max(known):
-                return f"{name} {value} is not within the measured range of {min(known)} to {max(known)}"
+                return f"{name} {value} is not within the measured range of {min(known):g} to {max(known):g}"
         return None
 
     def plain(self, batch_size: int, context: int) -> float:
@@ -270,90 +207,34 @@ class CostFit(_Record):
 
     def prompt(self, tokens: int) -> tuple[float, float]:
         """Seconds in which the target reads a prompt, and what the draft adds to them."""
-        return _grown(self.prompts.plain, tokens), _grown(self.prompts.draft, tokens)
+        return _quadratic(self.prompts.plain, tokens), _quadratic(self.prompts.draft, tokens)
 
 
-def way_of(config: DraftConfig) -> str:
-    """Rounds that one fit describes: chains of every K together, each tree by itself."""
-    return f"tree {config.tree}" if config.tree else CHAIN_WAY
-
-
-def write_fits(path: Path, fits: Iterable[CostFit]) -> None:
-    """All shapes of one machine in one file, which `score.costs.fit` of another machine may name."""
-    write_json(path, {"fits": [fit.model_dump(mode="json") for fit in fits]})
-
-
-def read_fits(path: Path) -> list[CostFit]:
-    """Raises MissingFileError, or CorruptDataError naming the file and what is wrong."""
-    found = read_object(path).get("fits")
-    if not isinstance(found, list) or not found:
-        raise CorruptDataError(f"{path}: fits: must be a list of fitted times")
-    try:
-        fits = TypeAdapter(list[CostFit]).validate_python(found)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise CorruptDataError(f"{path}: fits.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if any(fit.version != FIT_VERSION or PLAIN_WAY not in fit.rounds for fit in fits):
-        raise CorruptDataError(f"{path}: not fitted times of version {FIT_VERSION} with a plain round in each")
-    return fits
-
-
-def fit_for(key: CostKey, fits: Sequence[CostFit], path: Path) -> CostFit:
-    """The fit of this target and draft shape, on whatever hardware. Raises InputError where there is none."""
-    why = [incompatibility(key, fit.key) for fit in fits]
-    if None not in why:
-        raise InputError(f"score.costs.fit {path}: holds no times of this target and draft: {'; '.join(map(str, why))}")
-    return fits[why.index(None)]
-
-
-def incompatibility(asked: CostKey, known: CostKey) -> str | None:
-    """Why times of one key are not another's, hardware, software and precision aside."""
-    for name in ("target", "draft"):
-        one, other = getattr(asked, name), getattr(known, name)
-        for field in ("class", "parameters"):
-            if one.get(field) != other.get(field):
-                return f"{name} {field} {other.get(field)} instead of {one.get(field)}"
-        different = _differing(one.get("config") or {}, other.get("config") or {})
-        if different:
-            return f"{name} {different[0]} differs"
-    missing = sorted(label for label, config in asked.plans.items() if not _is_covered(label, config, known.plans))
-    return f"no {missing[0]}" if missing else None
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Fields that both have and that differ: versions of libraries add fields of their own."""
-    return sorted(name for name in one.keys() & other.keys() if one[name] != other[name])
-
-
-def _is_covered(label: str, config: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> bool:
-    if config["tree"] is None and label.isdigit():  # a chain
-        measured = [other["levels"] for name, other in known.items() if name.isdigit()]
-        return bool(measured) and min(measured) <= config["levels"] <= max(measured)
-    other = known.get(label)
-    return other is not None and (other["levels"], other["tree"]) == (config["levels"], config["tree"])
-
-
-def _surfaces(points: Sequence[Point]) -> tuple[CostSurface, CostSurface, CostSurface]:
+def _surfaces(points: Sequence[MeasuredRound]) -> tuple[CostSurface, CostSurface, CostSurface]:
     """Of draft, verify and rest: errors of each count as shares of the whole round."""
-    places, whole = [point.where for point in points], [point.seconds for point in points]
+    places, whole = [_grid_point(point) for point in points], [point.seconds for point in points]
 
-    def part(of: Callable[[Point], float]) -> CostSurface:
+    def part(of: Callable[[MeasuredRound], float]) -> CostSurface:
         return CostSurface.fit(places, [of(point) for point in points], whole)
 
     verify = part(lambda point: point.verify_seconds)
     return part(lambda point: point.draft_seconds), verify, part(lambda point: point.rest_seconds)
 
 
-def _error(fitted: Sequence[CostSurface], point: Point) -> float:
-    return abs(sum(surface(point.where) for surface in fitted) / point.seconds - 1)
+def _grid_point(point: MeasuredRound) -> GridPoint:
+    return GridPoint(point.batch_size, point.levels, point.tokens, point.context_tokens)
 
 
-def _grown(weights: tuple[float, float, float], tokens: int) -> float:
+def _error(fitted: Sequence[CostSurface], point: MeasuredRound) -> float:
+    return abs(sum(surface(_grid_point(point)) for surface in fitted) / point.seconds - 1)
+
+
+def _quadratic(weights: tuple[float, float, float], tokens: int) -> float:
     constant, each, square = weights
     return constant + each * tokens + square * tokens**2
 
 
-def _growth(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+def _fit_quadratic(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
     Q = np.array(lengths, dtype=np.float64)
     columns, y = np.stack([np.ones_like(Q), Q, Q**2], axis=1), np.array(seconds, dtype=np.float64)
     size, below = columns.max(axis=0), np.maximum(y, 1e-9)

@@ -1,144 +1,42 @@
-"""What a round costs at batch 1: draft and verify times, measured once per shape.
+"""The cost table: measured times of rounds and prompts of one target and draft shape on one machine.
 
-Times come from the decoder's own timer; plain decoding and every K or tree take turns (`turns.py`). All checkpoints of
-one shape share the table. Times at other batch sizes and contexts: `load_fit.py`.
+A row is a round at a batch size, a K or tree, and a context. Where the recipe states no load, rows are at batch 1, one
+a K or tree, and are looked up; over a load's grid they are fitted (`cost_model.py`). `cost_measurement.py` measures
+them. All checkpoints of one shape share a table.
 """
 
 import math
 import platform
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import nn
 
 from .. import fingerprint
 from ..errors import CorruptDataError, InputError, MissingFileError
-from ..progress import bar, say
-from ..specdec.decoder import decode_rounds
+from ..progress import say
 from ..specdec.models import CausalModel
-from ..specdec.proposers.base import Proposer
-from ..specdec.requests import DecodeRun, Request, RoundSeconds, RoundTimer
 from ..specdec.rules import choose_rule
-from ..specdec.sampling import SamplingSettings
-from ..storage import lock, read_json, write_json
+from ..storage import lock, read_json, read_object, write_json
 from .draft_configs import DraftConfig, ProposerSpec
 from .settings import ScoreSettings
 from .speedup import Gain
 
-_FEWEST_ROUNDS = 5
-
-
-class Mode(NamedTuple):
-    """One of the decoders that take turns."""
-
-    config: DraftConfig
-    proposer: Proposer | None
-    rule: str
-    nodes: int
-    """Of a full draft."""
-
-    @classmethod
-    def of(cls, config: DraftConfig, spec: ProposerSpec, settings: ScoreSettings) -> "Mode":
-        proposer = spec.make()
-        return cls(config, proposer, timed_rule(spec, settings), proposer.most_nodes(config.levels))
-
-
-PLAIN_MODE = Mode(DraftConfig(0), None, "greedy", 0)
-
-
-class Parts(NamedTuple):
-    """Seconds of a typical round."""
-
-    draft: float
-    verify: float
-    rest: float
-    rounds: int
-    """Behind the times."""
-
-
-def timed_rule(spec: ProposerSpec, settings: ScoreSettings) -> str:
-    """The rule under which rounds are timed: the deciding one of the first sampling setting."""
-    return choose_rule(settings.sampling[0], spec.proposer, settings.sampled_rules)
-
-
-def most_tokens(rounds: int, levels: int) -> int:
-    """Tokens of an answer that lasts so many rounds, none of them with its draft clipped."""
-    return 1 + rounds * (levels + 1)
-
-
-def by_turns(
-    target: CausalModel,
-    modes: Sequence[Mode],
-    prompts: Sequence[list[int]],
-    sampling: SamplingSettings,
-    rounds: int,
-) -> dict[DraftConfig, list[RoundSeconds]]:
-    """Every mode decodes the prompts, all of them at once; they take turns after each round."""
-    timers = {mode.config: RoundTimer(target.device) for mode in modes}
-    turns = [decode_rounds(_run(target, mode, prompts, sampling, rounds, timers[mode.config])) for mode in modes]
-    for _ in range(rounds + 1):  # the first turn reads the prompts
-        for turn in turns:
-            next(turn)
-    return {config: timer.rounds for config, timer in timers.items()}
-
-
-def _run(
-    target: CausalModel,
-    mode: Mode,
-    prompts: Sequence[list[int]],
-    sampling: SamplingSettings,
-    rounds: int,
-    timer: RoundTimer,
-) -> DecodeRun:
-    longest, levels = most_tokens(rounds, mode.config.levels), max(mode.config.levels, 1)
-    requests = [Request(prompt, sampling, seed, longest) for seed, prompt in enumerate(prompts)]
-    return DecodeRun(target, mode.proposer, requests, mode.rule, levels, batch_size=len(prompts), timer=timer)
-
-
-def plain_seconds(plain: Sequence[RoundSeconds]) -> float:
-    """Of a plain round: the lower quartile, which is of rounds that nothing else slowed down."""
-    return lower_quartile([one.total for one in plain])
-
-
-def typical(mode: Mode, rounds: Sequence[RoundSeconds], plain: Sequence[RoundSeconds], where: str = "") -> Parts:
-    """Times of rounds with a full draft, each as a share of the plain round beside it.
-
-    A proposer that seldom drafts that many is timed on what it does draft.
-    """
-    pairs, seconds = list(zip(rounds, plain)), plain_seconds(plain)
-    full = [(one, beside) for one, beside in pairs if one.drafted == mode.nodes]
-    if len(full) < min(_FEWEST_ROUNDS, len(pairs)):
-        say(
-            f"times of {mode.config}{where}: only {len(full)} full rounds; taken from all {len(pairs)} that were not "
-            "warm-up"
-        )
-        full = pairs
-
-    def middle(part: Callable[[RoundSeconds], float]) -> float:
-        return seconds * statistics.median(part(one) / beside.total for one, beside in full)
-
-    draft, verify = middle(lambda one: one.draft), middle(lambda one: one.verify)
-    return Parts(draft, verify, middle(lambda one: one.rest), len(full))
-
-
-def lower_quartile(values: Sequence[float]) -> float:
-    """Interpolated; of one value, itself."""
-    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
-
-
-COSTS_VERSION = 4  # of what is measured; a new number measures everything again
+COSTS_VERSION: Final = 4  # of what is measured; a new number measures everything again
+PLAIN_WAY, CHAIN_WAY = "plain", "chain"
 _CONFIG_NOISE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 _CONFIG_NOISE_ENDINGS = ("_token_id", "_dropout", "_range", "id2label", "label2id")
 
 
-class CostKey(BaseModel):
-    """What times depend on: everything but the weights' values."""
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+class CostKey(_Record):
+    """What times depend on: everything but the weights' values."""
 
     version: int = COSTS_VERSION
     hardware: str
@@ -149,7 +47,7 @@ class CostKey(BaseModel):
     draft: dict[str, Any]
     sampling: str
     plans: dict[str, dict[str, Any]]
-    """By label: the rule, the levels, and what the tree's times depend on (null: a chain)."""
+    """By label of the K or tree: the rule, the levels, and what the tree's times depend on (null: a chain)."""
 
     @property
     def digest(self) -> str:
@@ -157,16 +55,12 @@ class CostKey(BaseModel):
         return fingerprint.of_json(self.model_dump(mode="json"))
 
 
-class RoundCost(BaseModel):
-    """Seconds of a round that drafts one way, at batch 1."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class RoundCost(_Record):
+    """Seconds of a round."""
 
     draft_seconds: float = Field(ge=0)
     verify_seconds: float = Field(gt=0)
     rest_seconds: float = Field(ge=0)
-    rounds: int = Field(ge=1)
-    """Rounds behind the times."""
 
     @property
     def seconds(self) -> float:
@@ -174,32 +68,70 @@ class RoundCost(BaseModel):
         return self.draft_seconds + self.verify_seconds + self.rest_seconds
 
 
-class CostTable(BaseModel):
-    """Measured times of one target and draft shape on one machine."""
+class MeasuredRound(RoundCost):
+    """A row of the table: a round as it was measured."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    way: str
+    """plain, chain, or "tree NAME"."""
+    batch_size: int = Field(ge=1)
+    levels: int = Field(ge=0)
+    tokens: int = Field(ge=1)
+    """That the target sees of each sequence: drafted nodes and one."""
+    context_tokens: float = Field(ge=0)
+    rounds: int = Field(ge=1)
+    """Behind the times."""
+
+    @property
+    def place(self) -> tuple[int, float]:
+        """Batch size and context, at which it was interleaved with the plain round there."""
+        return self.batch_size, self.context_tokens
+
+    def scaled(self, factor: float) -> "MeasuredRound":
+        names = ("draft_seconds", "verify_seconds", "rest_seconds")
+        return self.model_copy(update={name: factor * getattr(self, name) for name in names})
+
+
+class MeasuredPrompt(_Record):
+    """A prompt that was read alone."""
+
+    tokens: int = Field(ge=1)
+    plain_seconds: float = Field(gt=0)
+    draft_seconds: float = Field(ge=0)
+    """What the draft adds."""
+
+
+class CostTable(_Record):
+    """Measured times of one target and draft shape on one machine; gives what rounds cost at batch 1."""
 
     key: CostKey
-    plain_seconds: float = Field(gt=0)
-    """Seconds of a token decoded without a draft."""
-    plain_rounds: int = Field(ge=1)
-    context_tokens: float = Field(ge=0)
-    """Mean context length at which times were taken."""
-    by_plan: dict[str, RoundCost]
-    """By the config's label."""
+    """Hardware, software, precision and shapes."""
+    points: list[MeasuredRound] = Field(min_length=1)
+    prompt_points: list[MeasuredPrompt] = []
+    """Of a grid only."""
+    draft_bytes: int = Field(default=0, ge=0)
+    """Weights that the draft does not share with the target."""
+    cache_bytes_per_token: float = Field(default=0.0, ge=0)
+    """What the draft keeps of each token of each sequence: keys, values and buffers."""
 
     @model_validator(mode="after")
-    def _covers_its_key(self) -> "CostTable":
-        if sorted(self.by_plan) != sorted(self.key.plans):
-            raise ValueError(f"by_plan {sorted(self.by_plan)}: must hold the key's plans {sorted(self.key.plans)}")
+    def _has_plain_rounds(self) -> "CostTable":
+        if all(point.way != PLAIN_WAY for point in self.points):
+            raise ValueError("points: must hold a plain round")
         return self
 
-    def cost(self, config: DraftConfig) -> RoundCost:
-        """The cost of a round that drafts so. Raises InputError for a config that was not measured."""
-        if config.label not in self.by_plan or self.key.plans[config.label]["levels"] != config.levels:
-            known = ", ".join(f"{label} ({shape['levels']} levels)" for label, shape in self.key.plans.items())
-            raise InputError(f"{config} ({config.levels} levels): no times measured; there are times for {known}")
-        return self.by_plan[config.label]
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a token decoded without a draft, at batch 1."""
+        return self.cost(DraftConfig(0)).seconds
+
+    def cost(self, config: DraftConfig) -> MeasuredRound:
+        """The cost of a round at batch 1 that drafts so. Raises InputError where it was not measured."""
+        row = (way_of(config), config.levels, 1)
+        for point in self.points:
+            if (point.way, point.levels, point.batch_size) == row:
+                return point
+        known = ", ".join(f"{label} ({shape['levels']} levels)" for label, shape in self.key.plans.items())
+        raise InputError(f"{config} ({config.levels} levels): no times measured; there are times for {known}")
 
     def round_seconds(self, config: DraftConfig, drafted_share: float = 1.0) -> float:
         """A round's time. `drafted_share`: share of rounds that draft at all; the others cost a plain token."""
@@ -212,8 +144,20 @@ class CostTable(BaseModel):
 
     @property
     def description(self) -> str:
-        """Where the times were taken, in words."""
+        """Where the times hold, in words."""
         return "times at batch 1"
+
+
+def way_of(config: DraftConfig) -> str:
+    """Rounds that one fit describes: plain ones, chains of every K together, each tree by itself."""
+    if config.tree:
+        return f"tree {config.tree}"
+    return CHAIN_WAY if config.levels else PLAIN_WAY
+
+
+def timed_rule(spec: ProposerSpec, settings: ScoreSettings) -> str:
+    """The rule under which rounds are timed: the deciding one of the first sampling setting."""
+    return choose_rule(settings.sampling[0], spec.proposer, settings.sampled_rules)
 
 
 def cost_key(
@@ -243,62 +187,78 @@ def cost_key(
     )
 
 
-def measure_costs(
-    key: CostKey,
-    target: CausalModel,
-    specs: Sequence[ProposerSpec],
-    prompts: Sequence[list[int]],
-    settings: ScoreSettings,
-) -> CostTable:
-    """Decode the first prompts plainly and with each config of the key, by turns.
-
-    Answers do not stop before `costs.rounds`: times do not depend on what is said.
-    """
-    if not prompts:
-        raise InputError("no prompts: times are measured on at least one")
-    sampling, asked = settings.sampling[0], settings.costs
-    modes = [PLAIN_MODE, *(Mode.of(config, spec, settings) for spec in specs for config in spec.configs)]
-    deepest = max(mode.config.levels for mode in modes)
-    room = target.max_positions - most_tokens(asked.rounds, deepest)
-    if room < 1:
-        most = (target.max_positions - 2) // (deepest + 1)
-        raise InputError(
-            f"score.costs.rounds = {asked.rounds}: so many rounds of up to {deepest + 1} tokens do not fit the "
-            f"target's context of {target.max_positions}; at most {most} do (more with smaller score.draft_tokens)"
-        )
-    prompts = [prompt[-room:] for prompt in prompts[: asked.prompts]]  # their ends: the answer needs the rest
-    rounds: dict[DraftConfig, list[RoundSeconds]] = {mode.config: [] for mode in modes}
-    with bar("measure times", len(prompts) + 1, "prompts") as advance:
-        # Allocations, kernel choices and clocks settle before anything counts.
-        by_turns(target, modes, prompts[:1], sampling, asked.rounds)
-        advance(note="warm-up")
-        for prompt in prompts:
-            timed = by_turns(target, modes, [prompt], sampling, asked.rounds)
-            for config, seconds in timed.items():
-                rounds[config] += seconds[asked.warmup_rounds :]
-            advance()
-    plain = rounds[PLAIN_MODE.config]
-    return CostTable(
-        key=key,
-        plain_seconds=plain_seconds(plain),
-        plain_rounds=len(plain),
-        context_tokens=statistics.fmean(map(len, prompts)) + asked.rounds / 2,
-        by_plan={mode.config.label: _cost(typical(mode, rounds[mode.config], plain)) for mode in modes[1:]},
-    )
-
-
-def cached_costs(folder: Path, key: CostKey, measure: Callable[[], CostTable], wait_seconds: float = 0.0) -> CostTable:
-    """The table of this key under `folder`; measured and kept where there is none. One process measures at a time."""
-    path = folder / f"costs-{fingerprint.short(key.digest)}.json"
-    with lock(folder / ".costs.lock", wait_seconds, "a process that measures times"):
-        known = _read(path)
-        if known is not None and known.key == key:
-            return known
+def cached_costs(path: Path, key: CostKey, measure: Callable[[], CostTable], wait_seconds: float = 0.0) -> CostTable:
+    """The table of this key in a file; measured and kept where there is none. One process of a folder measures at a
+    time."""
+    with lock(path.parent / ".costs.lock", wait_seconds, "a process that measures times"):
+        try:
+            known = CostTable.model_validate(read_json(path))
+            if known.key == key:
+                return known
+        except MissingFileError:
+            pass
+        except (CorruptDataError, ValidationError):
+            say(f"{path}: not a readable table of times; measuring again")
         measured = measure()
         if measured.key != key:
             raise InputError(f"{path}: times were measured for another shape than asked for")
         write_json(path, measured.model_dump(mode="json"))
         return measured
+
+
+def write_tables(path: Path, tables: Iterable[CostTable]) -> None:
+    """Write all shapes of one machine to one file, which `score.costs.fit` of another machine may name."""
+    write_json(path, {"fits": [table.model_dump(mode="json") for table in tables]})
+
+
+def read_tables(path: Path) -> list[CostTable]:
+    """Read what `write_tables` wrote. Raises MissingFileError, or CorruptDataError naming the file and the fault."""
+    found = read_object(path).get("fits")
+    if not isinstance(found, list) or not found:
+        raise CorruptDataError(f"{path}: fits: must be a list of measured times")
+    try:
+        tables = TypeAdapter(list[CostTable]).validate_python(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CorruptDataError(f"{path}: fits.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if any(table.key.version != COSTS_VERSION or not table.prompt_points for table in tables):
+        raise CorruptDataError(f"{path}: not times of version {COSTS_VERSION} that were measured over a load's grid")
+    return tables
+
+
+def table_for(key: CostKey, tables: Sequence[CostTable], path: Path) -> CostTable:
+    """The table of this target and draft shape, on whatever hardware. Raises InputError where there is none."""
+    why = [incompatibility(key, table.key) for table in tables]
+    if None not in why:
+        raise InputError(f"score.costs.fit {path}: holds no times of this target and draft: {'; '.join(map(str, why))}")
+    return tables[why.index(None)]
+
+
+def incompatibility(asked: CostKey, known: CostKey) -> str | None:
+    """Why times of one key are not another's, hardware, software and precision aside."""
+    for name in ("target", "draft"):
+        one, other = getattr(asked, name), getattr(known, name)
+        for field in ("class", "parameters"):
+            if one.get(field) != other.get(field):
+                return f"{name} {field} {other.get(field)} instead of {one.get(field)}"
+        different = _differing(one.get("config") or {}, other.get("config") or {})
+        if different:
+            return f"{name} {different[0]} differs"
+    missing = sorted(label for label, config in asked.plans.items() if not _is_covered(label, config, known.plans))
+    return f"no {missing[0]}" if missing else None
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Fields that both have and that differ: versions of libraries add fields of their own."""
+    return sorted(name for name in one.keys() & other.keys() if one[name] != other[name])
+
+
+def _is_covered(label: str, config: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> bool:
+    if config["tree"] is None and label.isdigit():  # a chain
+        measured = [other["levels"] for name, other in known.items() if name.isdigit()]
+        return bool(measured) and min(measured) <= config["levels"] <= max(measured)
+    other = known.get(label)
+    return other is not None and (other["levels"], other["tree"]) == (config["levels"], config["tree"])
 
 
 def hardware_name(device: torch.device) -> str:
@@ -351,22 +311,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return value if isinstance(value, str | bool | int | None) else repr(value)
-
-
-def _cost(parts: Parts) -> RoundCost:
-    return RoundCost(
-        draft_seconds=parts.draft, verify_seconds=parts.verify, rest_seconds=parts.rest, rounds=parts.rounds
-    )
-
-
-def _read(path: Path) -> CostTable | None:
-    try:
-        return CostTable.model_validate(read_json(path))
-    except MissingFileError:
-        return None
-    except (CorruptDataError, ValidationError):
-        say(f"{path}: not a readable table of times; measuring again")
-        return None
 
 
 def _cpu_model() -> str:

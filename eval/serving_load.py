@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import InputError
-from .cost_model import PLAIN_WAY, CostFit
-from .costs import CostKey, RoundCost
+from .cost_model import CostFit
+from .costs import CostKey, CostTable, RoundCost
 from .draft_configs import DraftConfig
 from .figures import Estimate
 from .settings import LoadSettings
@@ -51,21 +51,27 @@ class BreakEvenPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """Fitted times at one load. Raises InputError where they do not hold there."""
+    """Fitted times of a cost table at one load. Raises InputError where they do not hold there."""
 
-    fit: CostFit
+    table: CostTable
     load: LoadSettings
 
     def __post_init__(self) -> None:
         for size in self.load.batch_sizes:
             why = self.fit.outside(size, self.load.context_tokens, self.load.prompt_tokens)
             if why is not None:
-                raise InputError(f"score.load: {why} ({self.fit.place}); measure there, or give a fit that covers it")
+                raise InputError(
+                    f"score.load: {why} ({self.fit.hardware}); measure there, or give a fit that covers it"
+                )
 
     @property
     def key(self) -> CostKey:
-        """Of the fit: the hardware is where it was measured."""
-        return self.fit.key
+        """The table's key: the hardware is where it was measured."""
+        return self.table.key
+
+    @cached_property
+    def fit(self) -> CostFit:
+        return CostFit(self.table)
 
     @property
     def plain_seconds(self) -> float:
@@ -80,8 +86,8 @@ class LoadTimes:
     def description(self) -> str:
         """The load and where its times come from, in words."""
         return (
-            f"load: {self.load.description}; times of {self.fit.place}, fitted to {self.fit.error:.0%} (plain rounds: "
-            f"{self.fit.rounds[PLAIN_WAY].left_out_error:.0%}); draft and verify ms at batch {self.load.main}"
+            f"load: {self.load.description}; times of {self.fit.hardware}, fitted to {self.fit.error:.0%} (plain "
+            f"rounds: {self.fit.plain_error:.0%}); draft and verify ms at batch {self.load.main}"
         )
 
     def gain(self, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
@@ -142,7 +148,7 @@ class LoadTimes:
     def memory(self) -> Memory:
         """Of the draft at this load."""
         tokens = self.load.prompt_tokens + self.load.answer_tokens
-        return Memory(self.fit.draft_bytes, self.fit.cache_bytes_per_token * tokens * self.load.largest)
+        return Memory(self.table.draft_bytes, self.table.cache_bytes_per_token * tokens * self.load.largest)
 
 
 class Candidate(NamedTuple):
@@ -235,7 +241,7 @@ def load_figures(
     gain = times.gain(config, mine.drafted_share)
     return LoadFigures(
         load=times.load.description,
-        hardware=times.fit.place,
+        hardware=times.fit.hardware,
         fit_error=times.fit.error,
         goodput=gain.estimate(mine.tau).scaled(times.plain_goodput),
         plain_goodput=times.plain_goodput,

@@ -18,9 +18,8 @@ from .. import fingerprint, storage
 from ..data.store import Capture, Sample
 from ..errors import CorruptDataError, InputError, MissingFileError
 from ..eval import counts
-from ..eval.cost_measurement import Grid, cached_fit, measure_fit, most_context
-from ..eval.cost_model import CostFit, fit_for, write_fits
-from ..eval.costs import CostTable, cached_costs, cost_key, measure_costs
+from ..eval.cost_measurement import Grid, costs_file, measure_costs, most_context
+from ..eval.costs import CostTable, cached_costs, cost_key, table_for, write_tables
 from ..eval.draft_configs import ProposerSpec
 from ..eval.leaderboard import (
     PLAIN,
@@ -140,15 +139,15 @@ def check_load(space: Workspace, trees: bool = True) -> None:
         # What a measured tree will be is not known yet.
         known = [tree for tree in score.trees.values() if not isinstance(tree, MeasuredTree)] if trees else []
         deepest = max([*score.draft_tokens, *(tree.levels for tree in known)])
-        Grid.of(score.load, most_context(longest, deepest, score.costs.rounds))
+        Grid.around(score.load, most_context(longest, deepest, score.costs.rounds))
 
 
 def _check_given_times(space: Workspace, load: LoadSettings) -> None:
     """Raise InputError where no shape's times hold at the load."""
     failed: list[InputError] = []
-    for fit in space.given_times:
+    for table in space.given_times:
         try:
-            LoadTimes(fit, load)
+            LoadTimes(table, load)
         except InputError as error:
             failed.append(error)
     if len(failed) == len(space.given_times):
@@ -243,9 +242,9 @@ def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[
 
     # 5) Keep and show it.
     counts.write(table, scored.counts_file)
-    fits = {one.fit.key.digest: one.fit for one in times.values() if isinstance(one, LoadTimes)}
-    if fits:
-        write_fits(scored.times_file, fits.values())
+    cost_tables = {one.key.digest: one.table for one in times.values() if isinstance(one, LoadTimes)}
+    if cost_tables:
+        write_tables(scored.times_file, cost_tables.values())
     origin = {"at": time.time(), "target": scored.target, "capture": stages.captured.fingerprint, "advice": sentences}
     record = score_record(table, times, rows, settings, configs, domains)
     storage.write_json(stage.folder / SCORES_FILE, origin | record)
@@ -481,36 +480,28 @@ class Scorer:
 
     def times(self, draft: StoredDraft, specs: Sequence[ProposerSpec]) -> Times:
         """Times of this shape at the recipe's load, or at batch 1 where it states none."""
-        if self.settings.load is None:
-            return self.costs(draft, specs)
-        return LoadTimes(self._fit(draft, specs), self.settings.load)
+        load = self.settings.load
+        table = self.costs(draft, specs, load)
+        return table if load is None else LoadTimes(table, load)
 
-    def _fit(self, draft: StoredDraft, specs: Sequence[ProposerSpec]) -> CostFit:
-        """Fitted times of this shape: another machine's where the recipe gives some, else measured here, once."""
-        settings, target = self.settings, self._space.target
-        assert settings.load is not None
-        key = cost_key(target, draft.module or draft.family, specs, settings)
-        if settings.costs.fit is not None:
-            return fit_for(key, self._space.given_times, settings.costs.fit)
-        deepest = max(depth for spec in specs for depth in spec.depths)
-        grid = Grid.of(settings.load, most_context(target.max_positions, deepest, settings.costs.rounds))
-        prompts = [sample.prompt_ids for sample in self.samples]
-
-        def measure() -> CostFit:
-            return measure_fit(key, target, specs, prompts, settings, grid)
-
-        return cached_fit(self._space.root / "costs", key, grid, measure, settings.costs.wait_seconds)
-
-    def costs(self, draft: StoredDraft, specs: Sequence[ProposerSpec]) -> CostTable:
-        """Times of this shape at batch 1 on this machine, measured once."""
+    def costs(self, draft: StoredDraft, specs: Sequence[ProposerSpec], load: LoadSettings | None = None) -> CostTable:
+        """The cost table of this shape at batch 1, or over a load's grid: measured on this machine, once, or another
+        machine's where the recipe gives its times."""
         settings, target = self.settings, self._space.target
         key = cost_key(target, draft.module or draft.family, specs, settings)
-        prompts = [sample.prompt_ids for sample in self.samples]
+        grid = None
+        if load is not None:
+            if settings.costs.fit is not None:
+                return table_for(key, self._space.given_times, settings.costs.fit)
+            deepest = max(depth for spec in specs for depth in spec.depths)
+            grid = Grid.around(load, most_context(target.max_positions, deepest, settings.costs.rounds))
 
         def measure() -> CostTable:
-            return measure_costs(key, target, specs, prompts, settings)
+            prompts = [sample.prompt_ids for sample in self.samples]
+            return measure_costs(key, target, specs, prompts, settings, grid)
 
-        return cached_costs(self._space.root / "costs", key, measure, settings.costs.wait_seconds)
+        path = self._space.root / "costs" / costs_file(key, grid)
+        return cached_costs(path, key, measure, settings.costs.wait_seconds)
 
 
 def _show(scored: Scored, settings: ScoreSettings, configs: Sequence[Row]) -> None:

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from .. import fingerprint, storage
 from ..distributed.shared_work import crew
 from ..errors import CorruptDataError, InputError, LockedError, MissingFileError, OwnershipError, named
-from ..eval.cost_model import CostFit, read_fits
+from ..eval.costs import CostTable, read_tables
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.connect import DATABASE_NAME, RegistrySettings, Tracking, open_tracking, quick_requests
@@ -294,12 +294,12 @@ class Workspace:
         return settings.model_copy(update={"model": str(local)})
 
     @cached_property
-    def given_times(self) -> list[CostFit]:
+    def given_times(self) -> list[CostTable]:
         """What `score.costs.fit` holds. Raises an error that names the field."""
         path = self.recipe.score.costs.fit
         assert path is not None
         with named("score.costs.fit"):
-            return read_fits(path)
+            return read_tables(path)
 
     @cached_property
     def drafts(self) -> dict[str, Settings]:

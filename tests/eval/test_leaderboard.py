@@ -4,13 +4,14 @@ import json
 import math
 from typing import Any
 
+import loads
 import pyarrow as pa
 import pytest
 from counted import counts_of
 
 from draftforge.errors import InputError
 from draftforge.eval import leaderboard as module
-from draftforge.eval.costs import CostKey, CostTable, RoundCost
+from draftforge.eval.costs import CostKey, CostTable
 from draftforge.eval.counts import CountRow, concat, to_table
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.leaderboard import (
@@ -36,11 +37,9 @@ def costs_of(draft_ms: float, verify_ms: float = 31.0, plain_ms: float = 30.0) -
         hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy",
         plans={label: {"levels": 2 if label == "wide" else int(label)} for label in [*map(str, DEPTHS), "wide"]},
     )  # fmt: skip
-    by_plan = {
-        label: RoundCost(draft_seconds=draft_ms * K / 1e3, verify_seconds=verify_ms / 1e3, rest_seconds=0.0, rounds=9)
-        for label, K in {**{str(K): K for K in DEPTHS}, "wide": 2}.items()
-    }
-    return CostTable(key=key, plain_seconds=plain_ms / 1e3, plain_rounds=9, context_tokens=30.0, by_plan=by_plan)
+    depths = {**{str(K): K for K in DEPTHS}, "wide": 2}
+    parts = {label: (draft_ms * K / 1e3, verify_ms / 1e3, 0.0) for label, K in depths.items()}
+    return loads.batch_one_table(key, plain_ms / 1e3, parts)
 
 
 def board(tables: list[pa.Table], costs: dict[str, CostTable], *args: Any, **options: Any) -> list[Row]:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reported import SETTINGS, sample_holdout, sample_records, sample_rows, sample_scores
 
+from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.figures import tau
 from draftforge.eval.report import svg
 from draftforge.eval.report.charts import ConfigPoint, Palette, by_batch_size, config_points, joint_acceptance, pareto
@@ -141,7 +142,7 @@ def test_a_round_costs_what_its_speedup_says() -> None:
     for place in config_points(plans):
         table = costs[place.row["draft"], place.row["step"]]
         if not place.row["baseline"]:
-            expected = table.by_plan[str(place.row["draft_tokens"])].seconds / table.plain_seconds - 1
+            expected = table.cost(DraftConfig(place.row["draft_tokens"])).seconds / table.plain_seconds - 1
             assert place.cost == pytest.approx(expected)
     assert rows
 

@@ -11,15 +11,17 @@ from counted import counts_of
 from pydantic import ValidationError
 
 from draftforge.errors import CorruptDataError, InputError
-from draftforge.eval import cost_model
+from draftforge.eval import costs
+from draftforge.eval.cost_model import CostFit
+from draftforge.eval.costs import CostTable
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.leaderboard import Row, domain_rows, engine_tau, leaderboard, speedup_difference
 from draftforge.eval.serving_load import BreakEvenPoint, LoadTimes
 from draftforge.eval.settings import LoadSettings, ScoreSettings
 from draftforge.eval.summary import serving_advice
 
-CHEAP = loads.fit_of(lambda B, L, N, C: 2e-4 * L)
-DEAR = loads.fit_of(lambda B, L, N, C: 1e-3 * L * (1 + B / 16))
+CHEAP = loads.grid_table(lambda B, L, N, C: 2e-4 * L)
+DEAR = loads.grid_table(lambda B, L, N, C: 1e-3 * L * (1 + B / 16))
 
 
 def load_of(**changes: Any) -> LoadSettings:
@@ -30,7 +32,7 @@ def settings_of(**changes: Any) -> ScoreSettings:
     return ScoreSettings(draft_tokens=[1, 2, 3, 4], bootstrap_samples=100, load=load_of(**changes))
 
 
-def rows_of(settings: ScoreSettings, *drafts: tuple[str, dict[int, float], cost_model.CostFit]) -> list[Row]:
+def rows_of(settings: ScoreSettings, *drafts: tuple[str, dict[int, float], CostTable]) -> list[Row]:
     assert settings.load is not None
     times = {(name, 10): LoadTimes(fit, settings.load) for name, _, fit in drafts}
     return leaderboard([counts_of(name, 10, taus) for name, taus, _ in drafts], times, settings)
@@ -239,37 +241,37 @@ def test_the_engine_fixes_the_rule() -> None:
 
 def test_a_fit_is_read_where_its_shapes_are_known(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    other = loads.fit_of(
+    other = loads.grid_table(
         lambda B, L, N, C: 1e-3, draft={"class": "E", "parameters": 5, "config": {"layers": 1, "new": 2}}
     )
-    cost_model.write_fits(path, [CHEAP, other])
-    fits = cost_model.read_fits(path)
-    assert fits == [CHEAP, other]
+    costs.write_tables(path, [CHEAP, other])
+    tables = costs.read_tables(path)
+    assert tables == [CHEAP, other]
     elsewhere = other.key.model_copy(update={"hardware": "here", "software": "t", "dtype": "float32"})
     asked = elsewhere.model_copy(update={"draft": {"class": "E", "parameters": 5, "config": {"layers": 1, "old": 3}}})
-    assert cost_model.fit_for(asked, fits, path) == other
+    assert costs.table_for(asked, tables, path) == other
     deeper = asked.model_copy(update={"draft": {"class": "E", "parameters": 5, "config": {"layers": 2}}})
     with pytest.raises(
         InputError, match=r"times.json: holds no times of this .*: draft class D .* E; draft layers differs"
     ):
-        cost_model.fit_for(deeper, fits, path)
+        costs.table_for(deeper, tables, path)
     longer = asked.model_copy(update={"plans": {"9": {"rule": "greedy", "levels": 9, "tree": None}}})
     with pytest.raises(InputError, match="; no 9"):
-        cost_model.fit_for(longer, fits, path)
+        costs.table_for(longer, tables, path)
     between = asked.model_copy(update={"plans": {"3": {"rule": "greedy", "levels": 3, "tree": None}}})
-    assert cost_model.incompatibility(between, other.key) is None
+    assert costs.incompatibility(between, other.key) is None
     tree = asked.model_copy(update={"plans": {"wide": {"rule": "greedy", "levels": 2, "tree": {}}}})
-    assert cost_model.incompatibility(tree, other.key) == "no wide"
+    assert costs.incompatibility(tree, other.key) == "no wide"
     path.write_text(path.read_text().replace('"verify_seconds"', '"verified"', 1))
     with pytest.raises(CorruptDataError, match=r"times.json: fits\.0\.points\.0\."):
-        cost_model.read_fits(path)
+        costs.read_tables(path)
     path.write_text('{"fits": []}')
-    with pytest.raises(CorruptDataError, match="must be a list of fitted times"):
-        cost_model.read_fits(path)
+    with pytest.raises(CorruptDataError, match="must be a list of measured times"):
+        costs.read_tables(path)
 
 
 def test_a_tree_has_times_of_its_own() -> None:
-    fit = loads.fit_of(lambda B, L, N, C: 1e-3 * L, trees={"wide": (2, 20)})
+    fit = CostFit(loads.grid_table(lambda B, L, N, C: 1e-3 * L, trees={"wide": (2, 20)}))
     assert fit.round(DraftConfig(2, "wide"), 8, 512).verify_seconds == pytest.approx(
         5e-3 + 2e-8 * 8 * 512 + 5e-5 * 104, rel=0.01
     )
@@ -279,10 +281,10 @@ def test_a_tree_has_times_of_its_own() -> None:
 
 def test_a_busy_place_of_the_grid_does_not_move_speedups() -> None:
     """Everything that was measured at some places took up to twice as long."""
-    quiet = loads.fit_of(lambda B, L, N, C: 1e-3 * L)
-    slow = {place: 1 + (n * 7 % 5) / 4 for n, place in enumerate(sorted({point.place for point in quiet.points}))}
-    points = [point.scaled(slow[point.place]) for point in quiet.points]
-    busy = cost_model.CostFit.of(quiet.key, points, quiet.prompt_points, 0, 0.0)
+    table = loads.grid_table(lambda B, L, N, C: 1e-3 * L)
+    slow = {place: 1 + (n * 7 % 5) / 4 for n, place in enumerate(sorted({point.place for point in table.points}))}
+    points = [point.scaled(slow[point.place]) for point in table.points]
+    quiet, busy = CostFit(table), CostFit(table.model_copy(update={"points": points}))
     assert busy.rounds["plain"].error > 0.1 > 0.02 > busy.error
     for batch in (1, 8, 64):
         ratios = [fit.round(DraftConfig(3), batch, 512).seconds / fit.plain(batch, 512) for fit in (quiet, busy)]

@@ -4,13 +4,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import loads
 import pytest
 import stand_ins
 import torch
 
 from draftforge.data.store import Sample
 from draftforge.eval import layer_skip
-from draftforge.eval.costs import CostTable, RoundCost, cost_key
+from draftforge.eval.costs import CostTable, cost_key
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.figures import Bootstrap, tau
 from draftforge.eval.layer_skip import RoundTimes, SkipScorer, SkipTrial, search, sublayers
@@ -73,8 +74,7 @@ def scorer(target: Target, samples: dict[str, list[Sample]], tmp_path: Path) -> 
 
 def table(target: CausalModel, plain: float, draft: float, verify: float, rest: float) -> CostTable:
     key = cost_key(target, "lookup", [ProposerSpec(PromptLookup, (3,))], SETTINGS)
-    cost = RoundCost(draft_seconds=draft, verify_seconds=verify, rest_seconds=rest, rounds=9)
-    return CostTable(key=key, plain_seconds=plain, plain_rounds=9, context_tokens=9, by_plan={"3": cost})
+    return loads.batch_one_table(key, plain, {"3": (draft, verify, rest)})
 
 
 def test_times_are_fixed_ones_and_a_part_for_each_sublayer(target: CausalModel) -> None:

@@ -10,7 +10,7 @@ from byte_level import byte_level_tokenizer
 from stand_ins import llama
 
 from draftforge.errors import CorruptDataError, InputError, MissingFileError
-from draftforge.eval.cost_model import read_fits, write_fits
+from draftforge.eval.costs import read_tables, write_tables
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline import retrain, workspace
 from draftforge.pipeline.mix_report import _known_context
@@ -61,11 +61,11 @@ def test_given_times_that_do_not_hold_at_the_load_are_refused_and_read_once(
 
     def spy(path: Path) -> Any:
         reads.append(path)
-        return read_fits(path)
+        return read_tables(path)
 
-    monkeypatch.setattr(workspace, "read_fits", spy)
+    monkeypatch.setattr(workspace, "read_tables", spy)
     path = write_recipe(score=score())
-    write_fits(tmp_path / "theirs.json", [loads.fit_of(lambda B, L, N, C: 1e-4 * L, [1, 2])])
+    write_tables(tmp_path / "theirs.json", [loads.grid_table(lambda B, L, N, C: 1e-4 * L, [1, 2])])
     given = f"score.costs.fit={tmp_path / 'theirs.json'}"
     space = Workspace(load_recipe(path, [given]))
     check_load(space)

@@ -10,8 +10,7 @@ import pytest
 
 from draftforge.errors import InputError
 from draftforge.eval import counts
-from draftforge.eval.cost_model import CostFit, read_fits, write_fits
-from draftforge.eval.costs import CostKey
+from draftforge.eval.costs import CostKey, CostTable, read_tables, write_tables
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline import parallel_scoring, scoring
 from draftforge.pipeline.scoring import Scored
@@ -42,13 +41,13 @@ def made_up_times(monkeypatch: pytest.MonkeyPatch) -> list[CostKey]:
     """Measuring takes no time, and gives what a made-up card would."""
     keys: list[CostKey] = []
 
-    def measure(key: CostKey, *args: Any) -> CostFit:
+    def measure(key: CostKey, *args: Any) -> CostTable:
         keys.append(key)
         depths = [plan["levels"] for label, plan in key.plans.items() if label.isdigit()]
-        fit = loads.fit_of(lambda B, L, N, C: 1e-4 * L, depths)
-        return fit.model_copy(update={"key": key})
+        table = loads.grid_table(lambda B, L, N, C: 1e-4 * L, depths)
+        return table.model_copy(update={"key": key})
 
-    monkeypatch.setattr(scoring, "measure_fit", measure)
+    monkeypatch.setattr(scoring, "measure_costs", measure)
     return keys
 
 
@@ -83,10 +82,11 @@ def test_a_score_at_a_load_end_to_end(
     assert "By batch size: " in said.err and "Goodput" in said.err
 
     times = scored.stage.folder / scoring.TIMES_FILE
-    fits = read_fits(times)
-    assert len(fits) == 2  # lookup, small
+    tables = read_tables(times)
+    assert len(tables) == 2  # lookup, small
     other = path.parent / "theirs.json"
-    write_fits(other, [fit.model_copy(update={"key": fit.key.model_copy(update={"hardware": "card"})}) for fit in fits])
+    theirs = [one.model_copy(update={"key": one.key.model_copy(update={"hardware": "card"})}) for one in tables]
+    write_tables(other, theirs)
     flow.score(load_recipe(path, [f"score.costs.fit={other}"]), None)
     assert boards[1].stage == scored.stage and boards[1].rows[0].load is not None
     assert boards[1].rows[0].load.hardware == "card, float32" and "times of card, float32" in capsys.readouterr().out

@@ -5,11 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import loads
 import pyarrow as pa
 import pytest
 
 from draftforge.errors import LostFilesError, TrackingError
-from draftforge.eval.costs import CostKey, CostTable, RoundCost
+from draftforge.eval.costs import CostKey, CostTable
 from draftforge.eval.counts import CountRow, to_table
 from draftforge.eval.leaderboard import leaderboard
 from draftforge.eval.score import Identity
@@ -37,8 +38,7 @@ def costs_of() -> CostTable:
         hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy",
         plans={"1": {"levels": 1}},
     )  # fmt: skip
-    cost = RoundCost(draft_seconds=0.01, verify_seconds=0.03, rest_seconds=0.0, rounds=9)
-    return CostTable(key=key, plain_seconds=0.03, plain_rounds=9, context_tokens=30.0, by_plan={"1": cost})
+    return loads.batch_one_table(key, 0.03, {"1": (0.01, 0.03, 0.0)})
 
 
 class MadeUpScorer:

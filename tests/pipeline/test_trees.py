@@ -1,15 +1,16 @@
 """A tree may be what a draft is chosen and promoted with; the next recipe meets it at that tree."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import heads
+import loads
 import pytest
 
 from draftforge.errors import InputError, RecipeError
-from draftforge.eval.costs import CostKey, CostTable, RoundCost
+from draftforge.eval.costs import CostKey, CostTable
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.score import Identity
 from draftforge.eval.settings import SELECTION_SPLIT
@@ -44,13 +45,10 @@ def quick_trees(monkeypatch: pytest.MonkeyPatch) -> list[CostKey]:
     """Times under which the measured tree costs less than anything else."""
     keys: list[CostKey] = []
 
-    def measure(key: CostKey, target: Any, draftings: Sequence[Any], prompts: Any, settings: Any) -> CostTable:
+    def measure(key: CostKey, *args: Any) -> CostTable:
         keys.append(key)
-        by_plan = {
-            label: RoundCost(draft_seconds=draft, verify_seconds=0.01, rest_seconds=0, rounds=9)
-            for label, draft in ((label, 0.001 if label == "best" else 1.0) for label in key.plans)
-        }
-        return CostTable(key=key, plain_seconds=0.02, plain_rounds=9, context_tokens=9.0, by_plan=by_plan)
+        parts = {label: (0.001 if label == "best" else 1.0, 0.01, 0.0) for label in key.plans}
+        return loads.batch_one_table(key, 0.02, parts)
 
     monkeypatch.setattr(scoring, "measure_costs", measure)
     return keys

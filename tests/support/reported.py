@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from loads import batch_one_table
 
-from draftforge.eval.costs import CostKey, CostTable, RoundCost
+from draftforge.eval.costs import CostKey, CostTable
 from draftforge.eval.counts import CountRow, concat, context_bucket, to_table
 from draftforge.eval.leaderboard import Checkpoint, Row, config_rows, domain_rows, leaderboard
 from draftforge.eval.report.page import Link, ReportRecords, holdout_record, score_record
@@ -94,11 +95,8 @@ def costs_of(draft: str) -> CostTable:
         sampling="greedy",
         plans=plans,
     )
-    by_plan = {
-        str(K): RoundCost(draft_seconds=each * K, verify_seconds=0.0405 + 0.002 * K, rest_seconds=0.0004, rounds=40)
-        for K in DEPTHS
-    }
-    return CostTable(key=key, plain_seconds=0.040, plain_rounds=56, context_tokens=75.0, by_plan=by_plan)
+    parts = {str(K): (each * K, 0.0405 + 0.002 * K, 0.0004) for K in DEPTHS}
+    return batch_one_table(key, 0.040, parts)
 
 
 def sample_rows(domains: dict[str, float] = DOMAINS) -> tuple[pa.Table, dict[Checkpoint, CostTable], list[Row]]:
