@@ -40,7 +40,7 @@ class TargetPassCache:
 
     def of(self, pack: Sequence[Sample], proposer: Proposer) -> TargetTrace:
         """The target's states along the answers of a pack, as far as the proposer reads them."""
-        key = tuple(sample.id for sample in pack), proposer.aux_layers, proposer.reads_states
+        key = tuple(sample.id for sample in pack), proposer.aux_layers, proposer.needs_hidden_states
         traced = self._known.get(key)
         if traced is None:
             traced = trace_target(self._target, pack, pack[0].sampling, *key[1:])

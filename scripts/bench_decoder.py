@@ -170,7 +170,7 @@ def replays(
             continue
         for turn, pack in enumerate([packs[0], *track(packs, f"replay {way.setting.label}", unit="passes")]):
             some = [answers[index] for index in pack]
-            traced = trace_target(target, some, GREEDY, proposer.aux_layers, proposer.reads_states)
+            traced = trace_target(target, some, GREEDY, proposer.aux_layers, proposer.needs_hidden_states)
             replay(proposer, traced, ["greedy"], [way.setting.levels])
             said = sum(len(one.answer_ids) for one in some)
             start, tokens = (time.perf_counter(), 0) if turn == 0 else (start, tokens + said)

@@ -95,12 +95,12 @@ def matched_runs(
 
     Rows nearer to the text's end than K are cut short: the text must go on K tokens beyond the answer that is counted.
     """
-    if known < 1 and proposer.reads_states:
+    if known < 1 and proposer.needs_hidden_states:
         raise InputError(f"known {known}: a draft that reads the target's states drafts after its first token")
     ids, greedy = prompt_ids + text_ids, SamplingSettings()
     with running(target.device):
         recorded = [RecordedAnswer(prompt_ids, text_ids, len(text_ids))]
-        traced = trace_target(target, recorded, greedy, proposer.aux_layers, proposer.reads_states)
+        traced = trace_target(target, recorded, greedy, proposer.aux_layers, proposer.needs_hidden_states)
         pack = Pack([Text(ids, len(prompt_ids) + known)], target.device)
         trace = proposer.trace(pack, K, greedy, traced.states)
     right = (trace.rank_RK == 0).long().cumprod(1).sum(1).tolist()

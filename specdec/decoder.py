@@ -208,8 +208,10 @@ class _Decoder:
         judged = self._replayed(("judge", *shape), sampling, self._judge, draft, logits_BMV, states)
         read = read_back(judged.read_BX)
         if self.listener is not None and judged.best_BM is not None:
-            self.listener.hear(judged.best_BM)
-        if self.proposer is not None and not self.proposer.waits:  # beside the host, which waits for the verdict only
+            self.listener.observe_target_argmax(judged.best_BM)
+        if (
+            self.proposer is not None and not self.proposer.needs_host_sync
+        ):  # beside the host, which waits for the verdict only
             mark()
             self.replays.run(("observe", *shape), self.proposer.observe, judged.new, judged.states)
             mark()
@@ -242,7 +244,7 @@ class _Decoder:
         if not self.shapes.fixed:
             return self._propose(sampling, levels)
         levels = self.draft_tokens  # whatever is left: a graph has one shape
-        if not self.proposer.waits:
+        if not self.proposer.needs_host_sync:
             return self._replayed(("draft", rows), sampling, partial(self._propose, levels=levels))
         draft = self._propose(sampling, levels)
         return draft.padded(self.nodes, levels) if draft.tree.tokens_BN.shape[1] else draft
@@ -385,7 +387,7 @@ class _Decoder:
         if self.proposer is None:
             return
         known = Texts(_followed_by(texts, tokens_R), texts.counts_B + 1)
-        if self.proposer.waits:
+        if self.proposer.needs_host_sync:
             rows = [[*slot.request.prompt_ids, *slot.generation.tokens] for slot in fresh]
             some = slice(len(fresh))
             known = Texts(known.ids_BT[some], known.counts_B[some], rows)

@@ -19,7 +19,7 @@ from .kernels.fused import can_fuse, fuse
 from .loading import load_tokenizer
 from .proposers import CascadeProposer, MergedProposer, Proposer, SmallHelper, make_proposer
 from .proposers.cascade import Helper
-from .proposers.other_device import DraftDevice, place_of
+from .proposers.other_device import DraftDevice, device_of
 from .proposers.training_free import HELPERS, TRAINING_FREE
 from .proposers.trees import MergedTree, Tree
 from .targets import Target, tokenizer_digest
@@ -59,7 +59,7 @@ class StoredDraft:
 
         # 1) layers of the target itself
         if is_skip_file(path):
-            if there != place_of(target):
+            if there != device_of(target):
                 raise InputError(
                     f"score.draft_device {device}: {path} drafts with the target's own layers, which stay there"
                 )
@@ -155,7 +155,7 @@ class StoredDraft:
 
 def draft_device(target: Target, device: str | None) -> DraftDevice:
     """A device that the recipe names, and the precision there: between a GPU and a CPU, the usual one of each."""
-    here = place_of(target)
+    here = device_of(target)
     if device is None:
         return here
     found, usual = target_place(device, "auto", "score.draft_device")

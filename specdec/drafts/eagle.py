@@ -48,7 +48,7 @@ class EagleDraft(FeatureDraft):
     def layer(self) -> DecoderLayer:
         return self.layers[0]  # type: ignore[return-value]
 
-    def enter(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+    def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
         """fc of embedding and state, twice: attention reads the residual as it is, there is no norm before it."""
         mixed_BNH = self.fc(torch.cat([embeds_BNH, state_BNH], dim=-1))
         return mixed_BNH, mixed_BNH

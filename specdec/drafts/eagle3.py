@@ -110,15 +110,15 @@ class Eagle3Draft(FeatureDraft):
     def layer(self) -> DecoderLayer:
         return self.midlayer
 
-    def enter(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+    def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
         """The residual, [B, N, H], and what attention reads, [B, N, 2H]."""
         normed_BNH = self.midlayer.hidden_norm(state_BNH)
         z_BNZ = torch.cat([self.midlayer.input_layernorm(embeds_BNH), normed_BNH], dim=-1)
         return normed_BNH if self.config.norm_before_residual else state_BNH, z_BNZ
 
-    def leave(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
+    def project_out(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
         """The next state: un-normed, but for `norm_output`."""
-        state_BNH = super().leave(residual_BNH, attended_BNQD)
+        state_BNH = super().project_out(residual_BNH, attended_BNQD)
         return self.norm(state_BNH) if self.config.norm_output else state_BNH
 
     def normed(self, state: Tensor) -> Tensor:

@@ -319,10 +319,10 @@ class FeatureDraft(DraftModule):
         """The decoder layer."""
 
     @abstractmethod
-    def enter(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+    def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
         """What the layer's output is added to, [B, N, H], and what its attention reads, [B, N, Z]."""
 
-    def leave(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
+    def project_out(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
         """The state that comes out, [B, N, H]."""
         return self.layer.finish(residual_BNH, attended_BNQD)
 
@@ -331,11 +331,11 @@ class FeatureDraft(DraftModule):
         attn, positions_BN = self.layer.self_attn, step.positions_BN
         if positions_BN is None:
             positions_BN = torch.arange(embeds_BNH.shape[1], device=embeds_BNH.device).expand(embeds_BNH.shape[:2])
-        residual_BNH, z_BNZ = self.enter(embeds_BNH, state_BNH)
+        residual_BNH, z_BNZ = self.project_in(embeds_BNH, state_BNH)
         value = attn.value(z_BNZ)
         query, key = attn.query_and_key(z_BNZ, attn.rope.waves(positions_BN, value.dtype))
         attended, _ = attend(attn, query, key, value, None, kv_step=step)
-        return self.leave(residual_BNH, attended)
+        return self.project_out(residual_BNH, attended)
 
     def unroll(self, embeds_BTH: Tensor, state_BTH: Tensor, trained: QueryMask, steps: int) -> list[Tensor]:
         """Training-time test: the states of steps 0..steps-1 at the positions that `trained` names.
@@ -347,7 +347,7 @@ class FeatureDraft(DraftModule):
         attn, at_BM, place_BM = self.layer.self_attn, trained.at_BM, trained.positions_BM
         place_BT = trained.documents.positions_BT
         next_BT = torch.arange(1, embeds_BTH.shape[1] + 1, device=embeds_BTH.device).expand_as(place_BT)
-        residual_BTH, z_BTZ = self.enter(take(embeds_BTH, next_BT), state_BTH)
+        residual_BTH, z_BTZ = self.project_in(take(embeds_BTH, next_BT), state_BTH)
         values = [attn.value(z_BTZ)]
         dtype = values[0].dtype
         keys = [attn.key(z_BTZ, attn.rope.waves(place_BT, dtype))]
@@ -356,11 +356,11 @@ class FeatureDraft(DraftModule):
         for k in range(steps):
             waves = attn.rope.waves(place_BM + k, dtype)
             if k:
-                residual_BMH, z_BMZ = self.enter(take(embeds_BTH, at_BM + 1 + k), states[-1])
+                residual_BMH, z_BMZ = self.project_in(take(embeds_BTH, at_BM + 1 + k), states[-1])
                 keys.append(attn.key(z_BMZ, waves))
                 values.append(attn.value(z_BMZ))
             attended = attend_columns(attn.query(z_BMZ, waves), keys, values, trained)
-            states.append(self.leave(residual_BMH, attended))
+            states.append(self.project_out(residual_BMH, attended))
         return states
 
 

@@ -15,7 +15,7 @@ from .dynamic_tree import DynamicProposer
 from .eagle import Eagle3Drafter, EagleDrafter
 from .medusa import MedusaDrafter
 from .merged import MergedProposer
-from .other_device import ElsewhereDrafter, place_of, remote_copy
+from .other_device import OtherDeviceDrafter, device_of, remote_copy
 from .shape import TreeShape
 from .small import SmallDrafter
 from .static_tree import StaticProposer
@@ -52,10 +52,10 @@ DRAFTERS: Mapping[str, Callable[[Any, CausalModel], Drafter]] = {
 
 def make_drafter(draft: DraftModule, target: CausalModel) -> Drafter:
     """What reads a trained draft, on whatever device it lies."""
-    make, here, there = DRAFTERS[draft.family], place_of(target), place_of(draft)
+    make, here, there = DRAFTERS[draft.family], device_of(target), device_of(draft)
     if here == there:
         return make(draft, target)
-    return ElsewhereDrafter(make(draft, remote_copy(target, there)), here.device, there.device)
+    return OtherDeviceDrafter(make(draft, remote_copy(target, there)), here.device, there.device)
 
 
 def make_proposer(draft: DraftModule, target: CausalModel, tree: OwnTree | None = None) -> Proposer:

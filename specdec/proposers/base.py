@@ -124,10 +124,10 @@ class Reader(Protocol):
     """Follows a batch of texts. All calls of one decoding run come from one decoder."""
 
     aux_layers: tuple[int, ...]  # target layers whose hidden states it needs (hidden_states numbering)
-    reads_states: bool  # whether it needs the target's states at all
+    needs_hidden_states: bool  # whether it needs the target's states at all
     nested: bool  # a draft of fewer levels is the start of one of more: one trace tells of every number of levels
 
-    waits: bool
+    needs_host_sync: bool
     """Whether it waits for the device, or reads tokens on the host: then no graph can hold what it does. One that does
     not wait keeps what it knows in tensors of its own, at the same places all along."""
 
@@ -144,7 +144,7 @@ class Reader(Protocol):
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """The trace of all rounds that may start along the texts, `count` drafted tokens deep.
 
-        `states`: the target's, [B, T, ...], of the texts' rows; None for one without `reads_states`.
+        `states`: the target's, [B, T, ...], of the texts' rows; None for one without `needs_hidden_states`.
         """
 
 
@@ -174,8 +174,12 @@ class FollowsDrafter:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self.aux_layers, self.reads_states, self.nested = drafter.aux_layers, drafter.reads_states, drafter.nested
-        self.waits = drafter.waits
+        self.aux_layers, self.needs_hidden_states, self.nested = (
+            drafter.aux_layers,
+            drafter.needs_hidden_states,
+            drafter.nested,
+        )
+        self.needs_host_sync = drafter.needs_host_sync
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
         self._drafter.begin(slots_R, known, states)
@@ -215,7 +219,7 @@ class Proposer(Reader, Protocol):
 class ObservesTargetArgmax(Proposer, Protocol):
     """A proposer that learns from all nodes of a round, accepted or not."""
 
-    def hear(self, best_BM: Tensor) -> None:
+    def observe_target_argmax(self, best_BM: Tensor) -> None:
         """The target's likeliest token, penalties applied, after each row of the round: 0 the root, i + 1 node i.
 
         Called after `propose` and before `observe`, unless nothing was drafted. Another round overwrites it.

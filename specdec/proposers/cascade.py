@@ -134,8 +134,8 @@ class CascadeProposer:
     chain = True
     drawn: Drawn = "iid"
     aux_layers: tuple[int, ...] = ()
-    reads_states = False
-    waits = True
+    needs_hidden_states = False
+    needs_host_sync = True
 
     def __init__(self, draft: SmallDraft, helper: Helper) -> None:
         if isinstance(helper, SmallHelper) and helper.width != draft.vocab_size:

@@ -136,8 +136,8 @@ class ForeignProposer:
     chain = True
     drawn: Drawn = "deterministic"
     aux_layers: tuple[int, ...] = ()
-    reads_states = False
-    waits = True
+    needs_hidden_states = False
+    needs_host_sync = True
 
     def __init__(self, draft: ForeignDraft) -> None:
         self._draft, self._texts = draft, TextReader(draft.lm)

@@ -23,9 +23,9 @@ from .logits import MOST_PAIRS, over_vocabulary, trace_levels
 class DFlashDrafter:
     """Keeps the context's keys, of all tokens but the last emitted one; a block's own are dropped with its round."""
 
-    reads_states = True
+    needs_hidden_states = True
     nested = False
-    waits = False
+    needs_host_sync = False
 
     def __init__(self, draft: DFlashDraft, target: CausalModel) -> None:
         self._draft, self._target = draft, target
@@ -69,7 +69,7 @@ class DFlashDrafter:
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """A block at every round start. Those that run past the answer's end draft there too, and are not looked at."""
         if states is None:
-            raise ValueError("DFlash needs the target's states; ask for proposer.reads_states")
+            raise ValueError("DFlash needs the target's states; ask for proposer.needs_hidden_states")
         masks, read_BTA, at_BM = self._masks(count), self._read(states), pack.places(-1)
         blocks_NWH = self._blocks(pack.ids_BT.gather(1, at_BM).flatten(), masks)
         blocks_BMWH = blocks_NWH.view(*at_BM.shape, *blocks_NWH.shape[1:])

@@ -32,9 +32,9 @@ class FeatureDrafter(ABC, Generic[D]):
     """
 
     aux_layers: tuple[int, ...] = ()
-    reads_states = True
+    needs_hidden_states = True
     nested = True
-    waits = False
+    needs_host_sync = False
     levels: int | None = None
 
     def __init__(self, draft: D, target: CausalModel, width: int) -> None:
@@ -89,7 +89,7 @@ class FeatureDrafter(ABC, Generic[D]):
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """The training-time test over the answer: step k of the pair before each round start."""
         if states is None:
-            raise ValueError("EAGLE heads need the target's states; ask for proposer.reads_states")
+            raise ValueError("EAGLE heads need the target's states; ask for proposer.needs_hidden_states")
         embeds_BTH, read_BTA, at_BM = self._embed(pack.ids_BT), self._read(states), pack.places(-2)
         parts = [
             self._draft(embeds_BTH[some], read_BTA[some], QueryMask(pack.documents(some), at_BM[some]), count)

@@ -45,8 +45,8 @@ class LookaheadProposer:
     drawn: Drawn = "deterministic"
     chain = False
     aux_layers: tuple[int, ...] = ()
-    reads_states = False
-    waits = True
+    needs_hidden_states = False
+    needs_host_sync = True
 
     def __init__(self, window: int = 15, guesses: int = 15) -> None:
         for name, value in (("window", window), ("guesses", guesses)):
@@ -75,7 +75,7 @@ class LookaheadProposer:
         trees = [_NOTHING if search is None else search.tree(limit) for search, limit in zip(self._searches, limits)]
         return Draft(TreeBatch.of(trees, self._device), None, chain=False)
 
-    def hear(self, best_BM: Tensor) -> None:
+    def observe_target_argmax(self, best_BM: Tensor) -> None:
         self._best_BM = best_BM  # read later, when the round has waited for the device anyway
 
     def observe(self, new: Texts, states: States) -> None:
@@ -84,7 +84,7 @@ class LookaheadProposer:
         self._best_BM = None
         for search, emitted, row in zip(self._searches, emitted_B, rows):
             if search is not None:
-                search.hear(row[1:])
+                search.observe_target_argmax(row[1:])
                 search.read(emitted)
 
     def move(self, source: int, destination: int) -> None:
@@ -149,7 +149,7 @@ class _Search:
             "deterministic",
         )
 
-    def hear(self, best_N: Sequence[int]) -> None:
+    def observe_target_argmax(self, best_N: Sequence[int]) -> None:
         """What the target says after each node: complete the n-grams, and go on by one level."""
         new_W = list(best_N[self._ends])
         if new_W:
@@ -193,8 +193,8 @@ class JacobiProposer:
     drawn: Drawn = "deterministic"
     chain = True
     aux_layers: tuple[int, ...] = ()
-    reads_states = False
-    waits = True
+    needs_hidden_states = False
+    needs_host_sync = True
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
         self._levels = levels
@@ -218,7 +218,7 @@ class JacobiProposer:
         drafted = Texts.of(drafts, self._device)
         return Draft.of_chains(drafted.ids_BT, drafted.counts_B, self.drawn)
 
-    def hear(self, best_BM: Tensor) -> None:
+    def observe_target_argmax(self, best_BM: Tensor) -> None:
         self._best_BM = best_BM  # read later, when the round has waited for the device anyway
 
     def observe(self, new: Texts, states: States) -> None:

@@ -34,8 +34,8 @@ class PromptLookup:
     drawn: Drawn = "deterministic"
     chain = True
     aux_layers: tuple[int, ...] = ()
-    reads_states = False
-    waits = True
+    needs_hidden_states = False
+    needs_host_sync = True
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, occurrence: Literal["last", "first"] = "last") -> None:
         if not 1 <= min_ngram <= max_ngram:

@@ -19,9 +19,9 @@ class MedusaDrafter:
     """Remembers the target's state from which each slot's last token was emitted; there is nothing else to know."""
 
     aux_layers: tuple[int, ...] = ()
-    reads_states = True
+    needs_hidden_states = True
     nested = True
-    waits = False
+    needs_host_sync = False
 
     def __init__(self, draft: MedusaDraft) -> None:
         self._draft = draft
@@ -52,7 +52,7 @@ class MedusaDrafter:
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         """Head j at every round start, which drafts the token j + 1 places on."""
         if states is None:
-            raise ValueError("Medusa heads need the target's states; ask for proposer.reads_states")
+            raise ValueError("Medusa heads need the target's states; ask for proposer.needs_hidden_states")
         hidden_RH = pack.pick(states.hidden_BTH, -2).to(self._weight.dtype)
         levels = ((hidden_RH, partial(self._draft.logits, head=head)) for head in range(min(count, self._heads)))
         return trace_levels(pack, count, levels, self.width, sampling)

@@ -31,8 +31,8 @@ class MergedProposer:
             raise InputError(f"merged drafts: {len(proposers)} with {others or 'iid'}: must be two or more, drawn iid")
         self._proposers = tuple(proposers)
         self.aux_layers = tuple(sorted({layer for one in proposers for layer in one.aux_layers}))
-        self.waits = any(one.waits for one in proposers)
-        self.reads_states = any(one.reads_states for one in proposers)
+        self.needs_host_sync = any(one.needs_host_sync for one in proposers)
+        self.needs_hidden_states = any(one.needs_hidden_states for one in proposers)
         unlike = [one.aux_layers for one in proposers if one.aux_layers not in ((), self.aux_layers)]
         if unlike:
             raise InputError(f"merged drafts: read layers {unlike[0]} and {self.aux_layers}: must read the same ones")

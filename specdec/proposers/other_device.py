@@ -29,19 +29,23 @@ class DraftDevice(NamedTuple):
     dtype: torch.dtype
 
 
-def place_of(model: DraftModule | CausalModel) -> DraftDevice:
+def device_of(model: DraftModule | CausalModel) -> DraftDevice:
     """The device and precision of a draft or a target."""
     return DraftDevice(model.device, model.dtype)
 
 
-class ElsewhereDrafter:
+class OtherDeviceDrafter:
     """A drafter that lies elsewhere, for a proposer that works where the target lies."""
 
     def __init__(self, drafter: Drafter, here: torch.device, there: torch.device) -> None:
         self._drafter, self._here, self._there = drafter, here, there
-        self.aux_layers, self.reads_states, self.nested = drafter.aux_layers, drafter.reads_states, drafter.nested
+        self.aux_layers, self.needs_hidden_states, self.nested = (
+            drafter.aux_layers,
+            drafter.needs_hidden_states,
+            drafter.nested,
+        )
         self.levels, self.width = drafter.levels, drafter.width
-        self.waits = True  # what crosses waits for either device
+        self.needs_host_sync = True  # what crosses waits for either device
 
     def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
         with running(self._there):
@@ -80,7 +84,7 @@ class ElsewhereDrafter:
 
     def _sent(self, states: States) -> States:
         """A draft that reads none gets them as they are: nothing is sent for it."""
-        if not self.reads_states:
+        if not self.needs_hidden_states:
             return states
         aux = None if states.aux_BTA is None else states.aux_BTA.to(self._there)
         return States(states.hidden_BTH.to(self._there), aux)

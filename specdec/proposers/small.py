@@ -22,14 +22,14 @@ class SmallDrafter:
     """Runs the draft on a cache of its own, and keeps the known tokens that it has not read yet."""
 
     aux_layers: tuple[int, ...] = ()
-    reads_states = False
+    needs_hidden_states = False
     nested = True
     levels: int | None = None
 
     def __init__(self, draft: SmallDraft | SkippedDraft) -> None:
         self._lm = draft.lm
         self.width = draft.vocab_size
-        self.waits = probe_pass(draft.lm).waits
+        self.needs_host_sync = probe_pass(draft.lm).waits
 
     def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
         self._cache = KVCache(slots, tokens + max(nodes, levels + 1), self._lm.device)

@@ -137,8 +137,8 @@ class SuffixProposer:
     drawn: Drawn = "deterministic"
     chain = False
     aux_layers: tuple[int, ...] = ()
-    reads_states = False
-    waits = True
+    needs_hidden_states = False
+    needs_host_sync = True
 
     def __init__(self, nodes: int = 16, min_score: float = 0.1, max_match: int = 16, memory: int = 0) -> None:
         for name, value, least in (("nodes", nodes, 1), ("max_match", max_match, 1), ("memory", memory, 0)):

@@ -48,14 +48,14 @@ def trace_target(
     answers: Sequence[RecordedAnswer],
     sampling: SamplingSettings,
     aux_layers: Sequence[int] = (),
-    reads_states: bool = False,
+    needs_hidden_states: bool = False,
 ) -> TargetTrace:
     """States of the target along answers of one sampling setting, and how likely each of their tokens was.
 
     A draft that reads no states is scored at temperature 0 without the target: nothing is run.
     """
     with running(target.device):
-        return _trace(target, answers, sampling, aux_layers, reads_states)
+        return _trace(target, answers, sampling, aux_layers, needs_hidden_states)
 
 
 def _trace(
@@ -63,13 +63,13 @@ def _trace(
     answers: Sequence[RecordedAnswer],
     sampling: SamplingSettings,
     aux_layers: Sequence[int],
-    reads_states: bool,
+    needs_hidden_states: bool,
 ) -> TargetTrace:
     # Rounds start after the answer's first token, which comes from the prefill.
     texts = [Text(answer.prompt_ids + answer.answer_ids, len(answer.prompt_ids) + 1) for answer in answers]
     pack = Pack(texts, target.device)
     traced = TargetTrace(answers, sampling, pack, None, None, target.vocab_size)
-    wanted = bool(aux_layers) or reads_states
+    wanted = bool(aux_layers) or needs_hidden_states
     if sampling.greedy and not wanted:
         return traced
     states = target.states(pack.ids_BT, aux_layers=aux_layers)

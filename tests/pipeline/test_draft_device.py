@@ -18,7 +18,7 @@ from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.layer_skip import SkippedLayers
 from draftforge.specdec.formats import write_draft
 from draftforge.specdec.formats.layer_skip import SkipFile, write_skipped
-from draftforge.specdec.proposers.other_device import DraftDevice, ElsewhereDrafter, place_of
+from draftforge.specdec.proposers.other_device import DraftDevice, OtherDeviceDrafter, device_of
 from draftforge.specdec.stored_draft import StoredDraft
 
 THERE = DraftDevice(torch.device("cpu"), torch.float64)
@@ -47,19 +47,19 @@ def test_drafts_lie_where_they_are_told_to(
     recipe_file: Path, head: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str | None] = []
-    seen: list[ElsewhereDrafter] = []
-    inner, init = stored_draft.draft_device, ElsewhereDrafter.__init__
+    seen: list[OtherDeviceDrafter] = []
+    inner, init = stored_draft.draft_device, OtherDeviceDrafter.__init__
 
     def elsewhere(target: Any, device: str | None) -> DraftDevice:
         asked.append(device)
         return inner(target, device) if device is None else THERE
 
-    def spy(self: ElsewhereDrafter, *args: Any) -> None:
+    def spy(self: OtherDeviceDrafter, *args: Any) -> None:
         seen.append(self)
         init(self, *args)
 
     monkeypatch.setattr(stored_draft, "draft_device", elsewhere)
-    monkeypatch.setattr(ElsewhereDrafter, "__init__", spy)
+    monkeypatch.setattr(OtherDeviceDrafter, "__init__", spy)
 
     def said(*args: str) -> list[str]:
         with pytest.raises(SystemExit) as ended:
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused(
     target = space.target
     for device in ("cpu", None):
         module = StoredDraft.load(head, target, device).module
-        assert module is not None and place_of(module) == place_of(target)
+        assert module is not None and device_of(module) == device_of(target)
     with pytest.raises(InputError, match=r"score\.draft_device: gpu9: must be auto, cpu or a device of torch"):
         StoredDraft.load(head, target, "gpu9")
     with pytest.raises(InputError, match=r"score\.draft_device: cuda:3: there are 0 CUDA devices here"):
@@ -118,5 +118,5 @@ def test_the_precision_there(
 ) -> None:
     """Meta stands for a GPU."""
     monkeypatch.setattr(targets, "_computes", lambda device: True)
-    monkeypatch.setattr(stored_draft, "place_of", lambda target: DraftDevice(torch.device(here[0]), here[1]))
+    monkeypatch.setattr(stored_draft, "device_of", lambda target: DraftDevice(torch.device(here[0]), here[1]))
     assert stored_draft.draft_device(None, device) == DraftDevice(torch.device(there[0]), there[1])  # type: ignore[arg-type]

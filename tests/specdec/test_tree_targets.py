@@ -94,9 +94,9 @@ class Oracle:
     sixth place none; after a wrong token it says anything."""
 
     aux_layers: tuple[int, ...] = ()
-    reads_states = False
+    needs_hidden_states = False
     nested = True
-    waits = True
+    needs_host_sync = True
     levels: int | None = None
     width = 61
 

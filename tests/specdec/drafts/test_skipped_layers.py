@@ -103,7 +103,7 @@ def test_it_has_no_weights_and_caches_only_what_it_runs() -> None:
         lm.states(IDS, cache.prefill(torch.tensor([0]), torch.tensor([IDS.shape[1]])))
     assert part.nbytes == whole.nbytes / 2
     drafter = make_drafter(draft, model)
-    assert drafter.width == model.vocab_size and not drafter.reads_states
+    assert drafter.width == model.vocab_size and not drafter.needs_hidden_states
 
 
 def test_the_target_does_not_notice_a_draft_inside_its_own_pass() -> None:

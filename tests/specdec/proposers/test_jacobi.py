@@ -98,10 +98,10 @@ def test_guesses_are_what_the_target_said_after_those_not_accepted() -> None:
         return [row[:count] for row, count in zip(draft.tree.tokens_BN.tolist(), counts)]
 
     assert drafts(4, 3) == [[8, 8, 8, 8], [9, 9, 9]]
-    proposer.hear(torch.tensor([[8, 1, 2, 3, 4], [9, 9, 9, 7, 0]]))
+    proposer.observe_target_argmax(torch.tensor([[8, 1, 2, 3, 4], [9, 9, 9, 7, 0]]))
     proposer.observe(Texts.of([[8, 1], [9, 9, 9, 7]]), STATES)
     assert drafts(4, 4) == [[2, 3, 4, 4], [7, 7, 7, 7]]
-    proposer.hear(torch.tensor([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]]))
+    proposer.observe_target_argmax(torch.tensor([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]]))
     proposer.observe(Texts.of([[5], [1, 2]]), STATES)
     proposer.move(1, 0)
     assert drafts(2) == [[3, 4]]

@@ -38,8 +38,8 @@ class Listening(LookaheadProposer):
         self._draft = super().propose(ask)
         return self._draft
 
-    def hear(self, best_BM: Tensor) -> None:
-        super().hear(best_BM)
+    def observe_target_argmax(self, best_BM: Tensor) -> None:
+        super().observe_target_argmax(best_BM)
         self.rounds.append([])
         tree = self._draft.tree
         for tokens, parents, candidates, best in zip(*(column.tolist() for column in tree[:3]), best_BM.tolist()):
@@ -182,7 +182,9 @@ def test_slots_are_apart_and_movable() -> None:
 
     assert drafted(1, 1, 1) == [[2], [4], [6]]
     assert drafted(1, 0, 1) == [[2], [], [6]]
-    proposer.hear(torch.tensor([[0, 0, 8], [0, 0, 7], [0, 0, 9]]))  # what row 1 says belongs to no window
+    proposer.observe_target_argmax(
+        torch.tensor([[0, 0, 8], [0, 0, 7], [0, 0, 9]])
+    )  # what row 1 says belongs to no window
     proposer.observe(Texts.of([[2], [4], [6]]), STATES)
     proposer.move(2, 0)
     assert drafted(1, 1) == [[9], [3]]
@@ -197,7 +199,7 @@ def test_rows_that_a_round_covers_for_nobody_leave_moved_windows_alone() -> None
     proposer.begin(torch.tensor([0, 1]), Texts.of([[1, 2, 1], [3, 4, 5]]), STATES)
     proposer.move(1, 0)
     proposer.propose(Ask(torch.tensor([1, 0]), 1, [GREEDY] * 2, None, None))
-    proposer.hear(torch.tensor([[6, 7], [0, 0]]))
+    proposer.observe_target_argmax(torch.tensor([[6, 7], [0, 0]]))
     proposer.observe(Texts.of([[4]]), STATES)
     tree = proposer.propose(Ask(torch.tensor([1]), 1, [GREEDY], None, None)).tree
     assert tree.tokens_BN.tolist() == [[7, 7]]  # what followed 4 in the window, and the window as it goes on

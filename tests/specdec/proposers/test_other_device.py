@@ -33,7 +33,7 @@ from draftforge.specdec.proposers import (
     make_proposer,
 )
 from draftforge.specdec.proposers.base import Drafter, Texts, Trace
-from draftforge.specdec.proposers.other_device import DraftDevice, ElsewhereDrafter, place_of, remote_copy
+from draftforge.specdec.proposers.other_device import DraftDevice, OtherDeviceDrafter, device_of, remote_copy
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.replay.replay import replay
@@ -85,9 +85,9 @@ class Watched:
         return call
 
 
-def elsewhere(name: str, model: CausalModel) -> tuple[ElsewhereDrafter, Watched]:
+def elsewhere(name: str, model: CausalModel) -> tuple[OtherDeviceDrafter, Watched]:
     drafter = make_drafter(copy.deepcopy(DRAFTS[name](model)).double(), model)
-    assert isinstance(drafter, ElsewhereDrafter) and drafter.waits
+    assert isinstance(drafter, OtherDeviceDrafter) and drafter.needs_host_sync
     watched = drafter._drafter = Watched(drafter._drafter)
     return drafter, watched
 
@@ -111,7 +111,7 @@ def test_greedy_answers_are_the_targets_and_counted_alike(name: str, way: str) -
         assert answer.tokens == plain[index].tokens
         ids = requests[index].prompt_ids
         recorded = [RecordedAnswer(ids, answer.tokens, 16)]
-        traced = trace_target(model, recorded, GREEDY, proposer.aux_layers, proposer.reads_states)
+        traced = trace_target(model, recorded, GREEDY, proposer.aux_layers, proposer.needs_hidden_states)
         ((replayed,),) = replay(proposer, traced, ["greedy"], [3])
         assert replayed.counts == count_rounds(answer.rounds, 3)
     assert {"begin", "open", "expand", "observe"} <= set(watched.calls)
@@ -137,7 +137,7 @@ def test_nothing_of_the_targets_place_is_read_there(name: str, monkeypatch: pyte
     monkeypatch.setattr(cache, "reads_lengths", lambda device: device == META)
     model = target()
     drafter = make_drafter(copy.deepcopy(DRAFTS[name](model)).to("meta"), model)
-    assert isinstance(drafter, ElsewhereDrafter)
+    assert isinstance(drafter, OtherDeviceDrafter)
     drafter._here = META  # from there no number comes back
     ids = [[3, 1, 4, 1, 5], [9, 2, 6]]
     drafter.reserve(2, 32, 8, 4)
@@ -153,7 +153,11 @@ def test_nothing_of_the_targets_place_is_read_there(name: str, monkeypatch: pyte
             Texts.of(tokens), model.states(torch.ones(2, most, dtype=torch.long), aux_layers=drafter.aux_layers)
         )
     drafter.move(1, 0)
-    along = model.states(torch.tensor([[*ids[0], 2]]), aux_layers=drafter.aux_layers) if drafter.reads_states else None
+    along = (
+        model.states(torch.tensor([[*ids[0], 2]]), aux_layers=drafter.aux_layers)
+        if drafter.needs_hidden_states
+        else None
+    )
     for setting in (GREEDY, WARM):
         trace = drafter.trace(Pack([Text([*ids[0], 2], 3)], CPU), 2, setting, along)
         assert trace.rank_RK.device == trace.q_RK.device == META
@@ -162,7 +166,7 @@ def test_nothing_of_the_targets_place_is_read_there(name: str, monkeypatch: pyte
 class Stub:
     """Says on which devices its inputs are."""
 
-    aux_layers, reads_states, nested, levels, width = (1,), True, True, None, 4
+    aux_layers, needs_hidden_states, nested, levels, width = (1,), True, True, None, 4
 
     def __init__(self) -> None:
         self.seen: list[torch.device] = []
@@ -190,7 +194,7 @@ class Stub:
 def test_what_crosses_in_which_direction() -> None:
     """There is the CPU, here the meta device; a draft that reads no states is sent none."""
     stub = Stub()
-    drafter = ElsewhereDrafter(stub, META, META)  # type: ignore[arg-type]
+    drafter = OtherDeviceDrafter(stub, META, META)  # type: ignore[arg-type]
     states = States(torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))
     one, slots_R = Texts.of([[1]]), torch.tensor([0])
     drafter.begin(slots_R, one, states)
@@ -200,7 +204,7 @@ def test_what_crosses_in_which_direction() -> None:
     trace = drafter.trace(Pack([Text([1, 2], 1)], CPU), 1, GREEDY, states)
     assert {x.device for x in trace if x is not None} == {META}
     assert stub.seen == [META] * 15
-    stub.reads_states, drafter.reads_states, stub.seen = False, False, []
+    stub.needs_hidden_states, drafter.needs_hidden_states, stub.seen = False, False, []
     drafter.begin(slots_R, one, states)
     assert stub.seen == [META, META, CPU, CPU]
 
@@ -233,13 +237,13 @@ def test_what_is_borrowed_is_copied_once_and_when_it_is_read(make: Callable[[], 
     assert not set(first) & set(storages(model)) and (len(set(first)) == 1) == (make is tied)
     there.embed(ids), there.logits(hidden.double())
     assert list(storages(there)) == first
-    assert model.dtype == torch.float32 and place_of(model) == (CPU, torch.float32)
+    assert model.dtype == torch.float32 and device_of(model) == (CPU, torch.float32)
 
 
 def test_beside_the_target_nothing_is_between() -> None:
     model = target()
     for name, make in DRAFTS.items():
-        assert not isinstance(make_drafter(make(model), model), ElsewhereDrafter), name
+        assert not isinstance(make_drafter(make(model), model), OtherDeviceDrafter), name
 
 
 def test_times_know_of_the_drafts_own_hardware() -> None:

@@ -31,7 +31,7 @@ def traced_by(
     model: CausalModel, proposer: Proposer, setting: SamplingSettings, *answers: RecordedAnswer
 ) -> TargetTrace:
     """The target's pass, as far as the proposer reads it."""
-    return trace_target(model, answers, setting, proposer.aux_layers, proposer.reads_states)
+    return trace_target(model, answers, setting, proposer.aux_layers, proposer.needs_hidden_states)
 
 
 def replayed(

@@ -55,7 +55,7 @@ def mix(model: CausalModel, seed: int, count: int = 7) -> list[RecordedAnswer]:
 def traced_by(
     model: CausalModel, proposer: Proposer, setting: SamplingSettings, answers: list[RecordedAnswer]
 ) -> TargetTrace:
-    return trace_target(model, answers, setting, proposer.aux_layers, proposer.reads_states)
+    return trace_target(model, answers, setting, proposer.aux_layers, proposer.needs_hidden_states)
 
 
 def check_alike(together: Sequence[Counted], alone: Sequence[Counted], exact: bool) -> None:
