@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from distilled import Distilled
+from distilled import Distilled, cached_stages
 from mlflow.tracking import MlflowClient
 
 from draftforge.pipeline import distill as flow
-from draftforge.pipeline import stages
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.scoring import Scored
 from draftforge.pipeline.workspace import Workspace
@@ -134,31 +133,19 @@ def finished_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stage_cache(finished_stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mix, capture or training that another test of this session made is copied, not made again.
-
-    A folder's name is the fingerprint of all that decides its content. Metrics of a copied training are not logged.
-    """
-    places = {"build_mix": 2, "capture": 4, "train": 3}  # of the folder among the arguments
-
-    def cached(whole: Callable[..., Any], place: int, *arguments: Any) -> None:
-        folder: Path = arguments[place]
-        kept = finished_stages / folder.name
-        if kept.is_dir():
-            shutil.copytree(kept, folder, dirs_exist_ok=True)
-            return
-        whole(*arguments)
-        shutil.copytree(folder, kept)
-
-    for name, place in places.items():
-        monkeypatch.setattr(stages, name, partial(cached, getattr(stages, name), place))
+def stage_cache(finished_stages: Path) -> Iterator[None]:
+    """Stages that another test of this session made are copied (see `cached_stages`)."""
+    with cached_stages(finished_stages):
+        yield
 
 
 @pytest.fixture(scope="session")
-def distilled_once(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path]) -> Distilled:
+def distilled_once(
+    tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path], finished_stages: Path
+) -> Distilled:
     """The default recipe after `distill`, with a champion."""
     recipe, printed = recipe_in(tmp_path_factory.mktemp("distilled")), io.StringIO()
-    with redirect_stdout(printed):
+    with redirect_stdout(printed), cached_stages(finished_stages, reads=False):
         outcome = distill(Workspace(load_recipe(recipe)))
     assert outcome is not None
     return Distilled(recipe, outcome, printed.getvalue())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from distilled import cached_stages
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -41,10 +42,13 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def trained_once(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path]) -> Trained:
+def trained_once(
+    tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path], finished_stages: Path
+) -> Trained:
     folder = tmp_path_factory.mktemp("bad-input")
     recipe = recipe_in(folder, drafts={"small": SMALL})
-    assert code_of("score", recipe) == 0
+    with cached_stages(finished_stages):
+        assert code_of("score", recipe) == 0
     return Trained(recipe, folder / "work")
 
 
@@ -146,11 +150,8 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     ("score", write("owner.json", "[]"), "owner.json: holds a JSON list"),
     ("score", write("owner.json", '{"recipe": "other"}'), "belongs to recipe 'other', not 'tiny'"),
     ("score", write("targets.json", "{"), "targets.json: not valid JSON"),
-    ("score", lambda work: fill(work / "targets.json", 3), "targets.json: [0-9a-f]{64}: must be a fingerprint"),
     ("score", lambda work: fill(work / "targets.json", "abc"), "targets.json: [0-9a-f]{64}: must be a fingerprint"),
-    ("score", write_ancestors("x"), "ancestors.json: [0-9a-f]{64}: must be a list of fingerprints"),
     ("score", write_ancestors(["x"]), "ancestors.json: [0-9a-f]{64}: must be a list of fingerprints"),
-    ("score", write_ancestors([["0" * 64]]), "ancestors.json: [0-9a-f]{64}: must be a list of fingerprints"),
 ]
 
 
@@ -168,16 +169,10 @@ def test_a_damaged_file_is_named(verb: str, damage: Damage, says: str, trained: 
     "damage",
     [
         cut("score-*/parts/small-000004.parquet"),
-        write("score-*/parts/small-000004.json", "[]"),
         write("score-*/parts/small-000004.json", "{}"),
-        write("score-*/parts/small-000004.json", '{"perplexity": "much"}'),
-        write("score-*/parts/small-000004.json", '{"perplexity": [2.0]}'),
-        write("score-*/parts/small-000004.json", '{"perplexity": NaN}'),
-        write("score-*/parts/small-000004.json", '{"perplexity": true}'),
         lambda work: one(work, "score-*/parts/small-000004.parquet").unlink(),
         cut("score-*/counts.parquet"),
         write("digests.json", '{"a": 1}'),
-        write("digests.json", "[]"),
     ],
 )
 def test_what_is_only_remembered_is_made_again(damage: Damage, trained: Trained) -> None:
@@ -259,11 +254,6 @@ def test_a_start_that_is_missing_is_found_before_the_capture(
         ("target.device=cuda:64", "target.device: cuda:64: there are"),
         ("target.adapter=/nowhere", "target.adapter: /nowhere"),
         ("drafts={s: {family: small, from_model: /nowhere}}", "drafts.s.from_model: /nowhere: no such folder"),
-        ("drafts={s: {family: small, layers: 9}}", "drafts.s.layers 9: must be between 2 and the target's 4"),
-        (
-            "drafts={s: {family: eagle3, aux_layers: [1, 2, 9]}}",
-            r"drafts.s.aux_layers = \[1, 2, 9\]: must",
-        ),
         (
             "drafts={s: {family: small, layers: 2, lora: {rank: 2, targets: [zzz]}}}",
             r"s.lora: targets \['zzz'\]",

@@ -8,6 +8,7 @@ from typing import Any
 
 import heads
 import pytest
+from distilled import cached_stages
 from drafted import add_idle_layer
 
 from draftforge import cli
@@ -36,11 +37,12 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path]) -> Recipe:
+def trained(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path], finished_stages: Path) -> Recipe:
     """A recipe of which one draft is trained."""
     path = recipe_in(tmp_path_factory.mktemp("bench"), score={"draft_tokens": [1, 2], "trees": TREES})
     recipe = load_recipe(path)
-    flow.train(recipe, "small")
+    with cached_stages(finished_stages):
+        flow.train(recipe, "small")
     return recipe
 
 

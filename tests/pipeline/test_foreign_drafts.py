@@ -11,6 +11,7 @@ from typing import Any
 import heads
 import pytest
 import torch
+from distilled import cached_stages
 
 from draftforge.errors import FormatError, InputError
 from draftforge.pipeline import distill as flow
@@ -28,10 +29,11 @@ TREES = {"wide": {"kind": "static", "widths": [3, 2]}, "best": {"kind": "measure
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path]) -> Recipe:
+def recipe(tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path], finished_stages: Path) -> Recipe:
     folder = tmp_path_factory.mktemp("foreign")
     recipe = load_recipe(recipe_in(folder))
-    flow.train(recipe, "eagle3")
+    with cached_stages(finished_stages):
+        flow.train(recipe, "eagle3")
     return recipe
 
 

@@ -9,7 +9,7 @@ import loads
 import pyarrow as pa
 import pytest
 
-from draftforge.errors import LostFilesError, TrackingError
+from draftforge.errors import CorruptDataError, LostFilesError, TrackingError
 from draftforge.eval.costs import CostKey, CostTable
 from draftforge.eval.counts import CountRow, to_table
 from draftforge.eval.leaderboard import leaderboard
@@ -20,6 +20,7 @@ from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.gate import GateSettings, decide
 from draftforge.specdec.replay.expected_rounds import RoundCounts
+from draftforge.storage import write_json
 
 WriteRecipe = Callable[..., Path]
 
@@ -168,3 +169,10 @@ def test_a_champion_is_measured_as_the_registry_has_it(
     with pytest.raises(TrackingError):
         promotion._measure_champion(space, None, version)  # type: ignore[arg-type]
     assert asked == [{"afresh": True}] * 2
+
+
+@pytest.mark.parametrize("notes", [{}, {"perplexity": "much"}, {"perplexity": [2.0]}, {"perplexity": True}])
+def test_notes_without_a_usable_perplexity_are_damaged(notes: dict[str, Any], tmp_path: Path) -> None:
+    write_json(tmp_path / "notes.json", notes)
+    with pytest.raises(CorruptDataError, match=r"notes\.json: perplexity: "):
+        scoring._read_perplexity(tmp_path / "notes.json")
