@@ -35,7 +35,7 @@ from .stages import (
     prepare_drafts,
     train_stage,
 )
-from .workspace import Workspace, at, open_workspace, told
+from .workspace import Workspace, in_stage, open_workspace, tag_failed_stage
 
 
 def mix(recipe: Recipe) -> None:
@@ -171,10 +171,13 @@ def distill(
         return None
     tracking = space.tracking  # a server that does not answer is found out before the work, not after it
     with space.alone():
-        with at("mix"):
+        with in_stage("mix"):
             mix_stage(stages)
         identity = stages.run_fingerprint
-        with start_run(tracking, space.recipe.name, identity, run_id=find_run(tracking, identity)) as run, told(run):
+        with (
+            start_run(tracking, space.recipe.name, identity, run_id=find_run(tracking, identity)) as run,
+            tag_failed_stage(run),
+        ):
             if notes is not None:
                 run.log_json(dict(notes), "staleness.json")
             outcome = _tracked(stages, run, parent)
@@ -190,17 +193,17 @@ def _tracked(stages: Stages, run: TrackedRun, parent: str | None) -> Outcome:
     run.log_params(space.recipe.public())
     run.log_json(space.recipe.public(), "recipe.json")
     run.set_tags({"draftforge.target": space.target_fingerprint})
-    with at("capture"):
+    with in_stage("capture"):
         captured = capture_stage(stages)
         run.log_input("mix", stages.mix.folder, stages.mix.fingerprint)
         run.log_input("capture", captured.folder, captured.fingerprint)
-    with at("train"):
+    with in_stage("train"):
         prepare_drafts(stages)
         trained = {name: train_stage(stages, name, run.sink(name)) for name in drafts}
-    with at("score"):
+    with in_stage("score"):
         scored = score_stage(stages, drafts)
         _log_scores(run, scored, trained)
-    with at("promote"):
+    with in_stage("promote"):
         version, decision = promote_stage(stages, run.id, scored, parent)
         log_report(space, scored.stage.folder, run)
     run.set_tags({"draftforge.version": version.reference, "draftforge.promoted": str(decision.promote).lower()})

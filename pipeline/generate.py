@@ -25,7 +25,7 @@ from ..specdec.targets import Target
 from .options import GenerateOptions
 from .scoring import Scorer
 from .stages import captured_stages, checkpoints_of
-from .workspace import Workspace, is_there, require_whole
+from .workspace import Workspace, require_whole, store_exists
 
 NO_DRAFT = "none"
 DRAFTED = "bold green"
@@ -44,7 +44,7 @@ class GeneratedAnswer:
 
 def require_champion(recipe: Recipe, draft: str | None) -> None:
     """Raise RegistryError where no draft is named and no registry exists. Makes nothing."""
-    if draft is None and not is_there(recipe.registry, recipe.workdir.resolve()):
+    if draft is None and not store_exists(recipe.registry, recipe.workdir.resolve()):
         raise RegistryError(_NO_CHAMPION)
 
 

@@ -52,7 +52,7 @@ Labels = Mapping[str, str]
 
 def metrics(recipe: Recipe, options: MetricsOptions) -> None:
     """Write the metrics to a file or to standard output, or serve them until stopped."""
-    text = write_metrics(Workspace(recipe, reads=True), options)
+    text = write_metrics(Workspace(recipe, read_only=True), options)
     if text is not None:
         print(text, end="")
 
@@ -151,7 +151,7 @@ class ChampionCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         expected = None
         try:
-            self._space = self._space.again()
+            self._space = self._space.reopened()
             version = _champion(self._space)
             expected = None if version is None else self._expected_of(version[0])
             yield from list(champion_families(self._space, version, expected, time.time()))  # all of it, or none

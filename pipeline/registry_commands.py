@@ -27,7 +27,7 @@ from ..specdec.targets import Source, locate, target_fingerprint
 from ..storage import read_object
 from .export import rewrite_draft
 from .options import StoreOptions
-from .workspace import open_store, store_of
+from .workspace import open_recipe_store, open_store
 
 _FIELD, _NO_ID = "target.model: ", "not a hub id (owner/name)"
 _PREFIX = re.compile("[0-9a-f]{6,64}")
@@ -138,7 +138,7 @@ def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, dec
     ):
         if recipe is not None and given is not None:
             raise InputError(f"{option} {given}: the recipe names the registry; give {key}={given} instead")
-    tracking = open_store(store) if recipe is None else store_of(recipe)
+    tracking = open_store(store) if recipe is None else open_recipe_store(recipe)
     found = listing(tracking, target or "", decisions)
     if as_json:
         print(found.model_dump_json(indent=2))

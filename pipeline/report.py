@@ -27,7 +27,7 @@ REPORT_FILE = "report.html"
 
 def report(recipe: Recipe, out: Path | None) -> None:
     """Draw the report of the recipe's newest score again, from what is on disk."""
-    space = Workspace(recipe, reads=True)
+    space = Workspace(recipe, read_only=True)
     storage.require_file_place(out, "--out")
     write_report(space, find_scored(space), out)
 

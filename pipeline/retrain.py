@@ -36,7 +36,7 @@ from .scoring import check_score
 from .stages import Stage, Stages, blended_mix, mix_stage
 from .staleness import STALENESS_FILE, Staleness, pin_revision
 from .staleness_evidence import judge
-from .workspace import Workspace, at, check_same_recipe, recorded, require_whole
+from .workspace import Workspace, check_same_recipe, in_stage, recorded, require_whole
 
 REFUSED = 5
 """Exit code of a retraining whose draft the gate refused: nothing broke, and the champion is still stale."""
@@ -174,12 +174,12 @@ def tell(found: Staleness) -> None:
 def plan(space: Workspace, found: Staleness) -> RetrainPlan:
     """Plan a retraining: its mix, with a share of old conversations, and drafts that start warm where they can."""
     stale, stages = found.champion, Stages(space)
-    with at("mix"):
+    with in_stage("mix"):
         mix = mix_stage(stages)
         if stale is None:
             return RetrainPlan(space, mix, None)
         mix = blended_mix(stages, stale.lineage.mix_fingerprint)
-    with at("start"):
+    with in_stage("start"):
         if found.lost:
             say(f"cold start, not from {found.lost}")
         warm = _warm_start(space, stale) if space.recipe.retrain.warm_start and not found.lost else None

@@ -34,7 +34,7 @@ from .promotion import kept_counts
 from .scoring import Scorer
 from .stages import Stage, Stages, mix_stage, stage_address
 from .staleness import Cause, Change, Staleness, mix_drift, tau_change
-from .workspace import Workspace, at
+from .workspace import Workspace, in_stage
 
 
 def new_conversations(
@@ -145,10 +145,10 @@ def _unchanged(space: Workspace, version: Version) -> bool:
 
 def _new_target(space: Workspace, old: Version) -> list[Cause]:
     """Examine how far another target's champion falls on this one."""
-    with at("mix"):
+    with in_stage("mix"):
         inherit_mix(space, old)
         mix = load_mix(mix_stage(Stages(space)).folder)
-    with at("probe"):
+    with in_stage("probe"):
         try:
             folder = resolve_models_uri(space.tracking, old.uri, space.root / "models", afresh=True)
         except LostFilesError as error:
@@ -173,14 +173,14 @@ def _new_target(space: Workspace, old: Version) -> list[Cause]:
 
 def _traffic(space: Workspace, now: Version) -> list[Cause]:
     """Examine what became of the traffic since the champion of this target was promoted."""
-    with at("mix"):
+    with in_stage("mix"):
         if _unchanged(space, now):
             return []
         inherit_mix(space, now)
         stage = mix_stage(Stages(space))
         mix, theirs = load_mix(stage.folder), _mix_of(space, now)
         known = set() if theirs is None else {one.id for one in load_mix(theirs.folder)}
-    with at("probe"):
+    with in_stage("probe"):
         return [_drift(space, now, theirs, mix), _recent(space, now, mix, known)]
 
 

@@ -43,13 +43,27 @@ from ..train.checkpoints import flatten
 from ..train.settings import Settings
 from .options import StoreOptions
 
+OWNER_FILE, TARGETS_FILE, ANCESTORS_FILE = "owner.json", "targets.json", "ancestors.json"
+HALF_WRITTEN = (
+    ".mix-*",
+    "probe-*/.*",
+    "probe-*/shards/.*",
+    "train-*/.*",
+    "train-*/checkpoints/.*",
+    "score-*/.*",
+    "score-*/parts/.*",
+    "exports/.*",
+    ".skip-*",
+    "skip-*/.*",
+)
+"""Where a killed run may leave files that only runs under the lock of `alone` write."""
 STAGE_TAG = "draftforge.failed_stage"
 _STAGE, _RECORDED = "in stage: ", "recorded in MLflow"
 _PATIENCE_SECONDS = 5
 
 
 @contextmanager
-def at(stage: str) -> Iterator[None]:
+def in_stage(stage: str) -> Iterator[None]:
     """Note the stage on whatever error passes through here first."""
     try:
         yield
@@ -60,14 +74,14 @@ def at(stage: str) -> Iterator[None]:
 
 
 def stage_of(error: BaseException) -> str:
-    """The stage that `at` noted; empty: none."""
+    """The stage that `in_stage` noted; empty: none."""
     notes: list[str] = getattr(error, "__notes__", [])
     return next((note.removeprefix(_STAGE) for note in notes if note.startswith(_STAGE)), "")
 
 
 @contextmanager
-def told(run: TrackedRun) -> Iterator[None]:
-    """Tag an open run, which an error is about to end as FAILED with its reason, with the stage."""
+def tag_failed_stage(run: TrackedRun) -> Iterator[None]:
+    """Tag an open run with the stage of an error, which is about to end the run as FAILED with its reason."""
     if run.resumed:
         run.set_tags({STAGE_TAG: ""})
     try:
@@ -95,7 +109,7 @@ def recorded(tracking: Tracking, name: str) -> Iterator[None]:
                 suppress(BaseException),
                 quick_requests(_PATIENCE_SECONDS),
                 start_run(tracking, name) as run,
-                told(run),
+                tag_failed_stage(run),
             ):
                 raise error
         raise
@@ -115,12 +129,12 @@ def open_store(options: StoreOptions) -> Tracking:
     return _open(settings, home, f"--workdir {home}")
 
 
-def store_of(recipe: Recipe) -> Tracking:
+def open_recipe_store(recipe: Recipe) -> Tracking:
     """The recipe's store."""
     return _open(recipe.registry, recipe.workdir, f"workdir {recipe.workdir}")
 
 
-def is_there(settings: RegistrySettings, home: Path) -> bool:
+def store_exists(settings: RegistrySettings, home: Path) -> bool:
     """Whether a store is named, or the default one was made in the work folder `home`."""
     named = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     return bool(named) or (home / DATABASE_NAME).is_file()
@@ -128,25 +142,9 @@ def is_there(settings: RegistrySettings, home: Path) -> bool:
 
 def _open(settings: RegistrySettings, workdir: Path, where: str) -> Tracking:
     home = workdir.resolve()
-    if not is_there(settings, home):
+    if not store_exists(settings, home):
         raise MissingFileError(f"{where}: holds no {DATABASE_NAME}; name the recipe's work folder or a store")
     return open_tracking(settings, home)
-
-
-OWNER_FILE, TARGETS_FILE, ANCESTORS_FILE = "owner.json", "targets.json", "ancestors.json"
-HALF_WRITTEN = (
-    ".mix-*",
-    "probe-*/.*",
-    "probe-*/shards/.*",
-    "train-*/.*",
-    "train-*/checkpoints/.*",
-    "score-*/.*",
-    "score-*/parts/.*",
-    "exports/.*",
-    ".skip-*",
-    "skip-*/.*",
-)
-"""Where a killed run may leave files that only runs under the lock of `alone` write."""
 
 
 def require_whole(recipe: Recipe, what: str) -> None:
@@ -187,18 +185,18 @@ def _without_paths(value: Any) -> Any:
 class Workspace:
     """The work folder of one recipe. Opening it claims it; nothing else is touched."""
 
-    def __init__(self, recipe: Recipe, reads: bool = False) -> None:
-        """`reads`: for a look at what is there; neither a work folder nor a registry is made."""
+    def __init__(self, recipe: Recipe, read_only: bool = False) -> None:
+        """`read_only`: for a look at what is there; neither a work folder nor a registry is made."""
         self.recipe = recipe
         self.root = recipe.workdir.resolve()
         self.crew = crew()
-        self._reads = reads
+        self._read_only = read_only
         self._empty: tempfile.TemporaryDirectory[str] | None = None
         self._claim()
 
     def _claim(self) -> None:
         owner = self.root / OWNER_FILE
-        if not self.first_rank and not self._reads:  # the first one claims
+        if not self.first_rank and not self._read_only:  # the first one claims
             self.crew.wait(owner.is_file, OWNER_FILE)
         if self.root.exists() and not self.root.is_dir():
             raise OwnershipError(f"workdir {self.root}: is a file, must be a folder or not exist")
@@ -208,9 +206,9 @@ class Workspace:
                 raise OwnershipError(f"workdir {self.root}: belongs to recipe {name!r}, not {self.recipe.name!r}")
         elif self.root.is_dir() and any(not path.name.startswith(".") for path in self.root.iterdir()):
             raise OwnershipError(f"workdir {self.root}: is not empty and was not made by draftforge")
-        elif not self._reads:
+        elif not self._read_only:
             storage.write_json(owner, {"recipe": self.recipe.name})
-        if not self._reads:
+        if not self._read_only:
             self.crew.made(OWNER_FILE)
 
     @contextmanager
@@ -264,25 +262,25 @@ class Workspace:
 
     @cached_property
     def digests(self) -> fingerprint.FileDigests:
-        return fingerprint.FileDigests(self.root / "digests.json" if self._remembers else None)
+        return fingerprint.FileDigests(self.root / "digests.json" if self._keeps_notes else None)
 
     @property
-    def _remembers(self) -> bool:
+    def _keeps_notes(self) -> bool:
         """Whether notes may be kept in the folder."""
-        return not self._reads or self.root.is_dir()
+        return not self._read_only or self.root.is_dir()
 
     @cached_property
     def tracking(self) -> Tracking:
         """The MLflow store. Raises TrackingError in one line when it does not answer."""
-        if self._reads and not is_there(self.recipe.registry, self.root):
+        if self._read_only and not store_exists(self.recipe.registry, self.root):
             self._empty = tempfile.TemporaryDirectory(prefix="draftforge-nothing-")
             return open_tracking(self.recipe.registry, Path(self._empty.name))
         return open_tracking(self.recipe.registry, self.root)
 
-    def again(self) -> "Workspace":
-        """For the next of several looks: opened anew where the last one found no registry, and there is one now."""
-        come = self._empty is not None and is_there(self.recipe.registry, self.root)
-        return Workspace(self.recipe, reads=True) if come else self
+    def reopened(self) -> "Workspace":
+        """For the next of several looks: opened again where the last one found no registry, and there is one now."""
+        appeared = self._empty is not None and store_exists(self.recipe.registry, self.root)
+        return Workspace(self.recipe, read_only=True) if appeared else self
 
     @cached_property
     def target_settings(self) -> TargetSettings:
@@ -324,7 +322,7 @@ class Workspace:
                 raise
             say(f"target {self.recipe.target.model}: is gone; going on with what it left here")
             return known[key]
-        if self.first_rank and self._remembers and known.get(key) != found:
+        if self.first_rank and self._keeps_notes and known.get(key) != found:
             storage.write_json(self.root / TARGETS_FILE, {**known, key: found})
         return found
 

@@ -33,11 +33,11 @@ def test_looking_makes_no_work_folder(
         main(["metrics", str(recipe)])
     assert not ended.value.code and re.search(r"draftforge_champion_exists\{.*\} 0", capsys.readouterr().out)
     assert sorted(recipe.parent.iterdir()) == before
-    space = Workspace(load_recipe(recipe), reads=True)
+    space = Workspace(load_recipe(recipe), read_only=True)
     empty = space.tracking
-    assert space.again() is space
+    assert space.reopened() is space
     made = Workspace(load_recipe(recipe)).tracking
-    assert space.again().tracking.uri == made.uri != empty.uri  # a look after the first run sees it
+    assert space.reopened().tracking.uri == made.uri != empty.uri  # a look after the first run sees it
 
 
 def test_a_run_leaves_a_report_that_is_drawn_again_without_a_model(

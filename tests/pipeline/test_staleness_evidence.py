@@ -15,7 +15,7 @@ from draftforge.pipeline import retrain as retraining
 from draftforge.pipeline import staleness_evidence
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.retrain import dry_run, retrain_champion
-from draftforge.pipeline.workspace import STAGE_TAG, Workspace, at, recorded, stage_of
+from draftforge.pipeline.workspace import STAGE_TAG, Workspace, in_stage, recorded, stage_of
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.registry.tracking import FAILURE_TAG
 from draftforge.registry.versions import champion
@@ -153,7 +153,7 @@ def test_what_fails_outside_a_run_leaves_one_that_says_so(
 def test_the_first_stage_that_an_error_passes_is_its_stage(write_recipe: WriteRecipe) -> None:
     tracking = Workspace(load_recipe(write_recipe())).tracking
     runs = len(tracking.client.search_runs([tracking.experiment_id]))
-    with pytest.raises(ValueError, match="why") as error, recorded(tracking, "x"), at("outer"), at("inner"):
+    with pytest.raises(ValueError, match="why") as error, recorded(tracking, "x"), in_stage("outer"), in_stage("inner"):
         raise ValueError("why")
     assert stage_of(error.value) == "inner" and stage_of(ValueError()) == ""
     assert len(tracking.client.search_runs([tracking.experiment_id])) == runs + 1
