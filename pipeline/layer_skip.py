@@ -40,6 +40,7 @@ def skip_layers(recipe: Recipe, options: SkipLayersOptions) -> None:
 
 def _search_layers(space: Workspace, options: SkipLayersOptions) -> None:
     tries, conversations, seed = options.tries, options.conversations, options.seed
+    # 1) The answers to search on, and the files to write.
     out = space.root / "skip-layers.json" if options.out is None else options.out
     check_writable(out)
     captured = captured_stages(space).captured
@@ -48,27 +49,31 @@ def _search_layers(space: Workspace, options: SkipLayersOptions) -> None:
     scorer = Scorer(space, captured, SELECTION_SPLIT)
     samples = _samples(scorer, options.domain, conversations)
     depths = scorer.settings.draft_tokens if options.draft_tokens is None else [options.draft_tokens]
-    places = _places(list(samples), out)
-    for place in places.values():
-        check_writable(place)
+    files = _files(list(samples), out)
+    for path in files.values():
+        check_writable(path)
+
+    # 2) What a set of skipped layers is worth: its counts, kept from earlier searches, and the times of its rounds.
     times = _times(scorer, space, depths)
     tried = SkipTrial(_folder(space, captured, scorer, depths, conversations) / TRIES_FILE)
     worth = SkipScorer(space.target, samples, times, scorer.settings, tried)
+
+    # 3) Search over all domains together, then from there in each.
     rows: list[SkipRow] = []
     best: list[frozenset[Sublayer]] = []  # of all domains together: where the search in each begins
-    for name, place in places.items():
+    for name, path in files.items():
         asked = list(samples) if name == POOLED else [name]
         found, row = _search(space, worth, name, asked, tries, seed, best)
         best = best or [found]
         rows.append(row)
         how = {**row.record(), "seed": seed, "conversations": conversations, "capture": captured.fingerprint}
         file = SkipFile(target_fingerprint=space.target_fingerprint, skipped=row.skipped, found=how)
-        write_skipped(place, file)
+        write_skipped(path, file)
     show_skips(rows)
-    for row, place in zip(rows, places.values()):
+    for row, path in zip(rows, files.values()):
         if row.speedup < 1:
             say(f"skipping layers loses here: {row.domain}: {row.speedup:.2f}x of plain decoding at best")
-        say(f"{place}: {row.domain}; a draft: --draft {place}")
+        say(f"{path}: {row.domain}; a draft: --draft {path}")
 
 
 def _samples(scorer: Scorer, domain: str | None, conversations: int) -> dict[str, list[Sample]]:
@@ -86,7 +91,7 @@ def _samples(scorer: Scorer, domain: str | None, conversations: int) -> dict[str
     return found
 
 
-def _places(domains: Sequence[str], out: Path) -> dict[str, Path]:
+def _files(domains: Sequence[str], out: Path) -> dict[str, Path]:
     """The file to write for each domain, and for all of them together."""
     if len(domains) == 1:
         return {domains[0]: out}
