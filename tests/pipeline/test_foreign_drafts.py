@@ -74,7 +74,8 @@ def test_heads_of_every_family_are_scored_with_trees(recipe: Recipe, scored: lis
         "medusa": MedusaDraft(medusa),
         "dflash": heads.dflash(target.vocab_size, **sizes, **width),
     }
-    settings = recipe.score.model_copy(update={"trees": type(recipe.score).model_validate({"trees": TREES}).trees})
+    trees = type(recipe.score).model_validate({"trees": TREES}).trees
+    settings = recipe.score.model_copy(update={"trees": trees, "max_conversations": 4, "draft_tokens": [2]})
     for name, draft in drafts.items():
         folder = tmp_path / name
         folder.mkdir()
