@@ -42,22 +42,7 @@ class KVCache:
     def prefill(self, slots_R: Tensor, lengths_R: Tensor) -> "CacheStep":
         """A step that fills fresh slots with right-padded prompts; each sees only itself, causally."""
         self.lengths_S[slots_R] = lengths_R
-        return self.fill(slots_R)
-
-    def fill(self, slots_B: Tensor) -> "CacheStep":
-        """`prefill` for callers that keep the lengths themselves."""
-        return CacheStep(self, slots_B, None, None)
-
-    def follow(self, past_B: Tensor, longest: int | None) -> "CacheStep":
-        """A step that adds one token to each of the first B slots, whose lengths the caller keeps on the device.
-
-        `longest`: the largest of them; None: the attention reads each from `past_B` and no mask is made.
-        """
-        rows, at_B1 = torch.arange(len(past_B), device=self.device), past_B[:, None]
-        if longest is None:
-            return CacheStep(self, rows, at_B1, at_B1, past_B=past_B)
-        visible_BNL = torch.arange(longest + 1, device=self.device) <= at_B1[..., None]
-        return CacheStep(self, rows, at_B1, at_B1, visible_BNL)
+        return CacheStep(self, slots_R, None, None)
 
     def extend(self, batch: int, tokens: int, skip: int = 0) -> "CacheStep":
         """A step that adds `tokens` tokens to each of the first `batch` slots; call `keep` after it.
@@ -118,21 +103,20 @@ class KVCache:
             layer[rows_B1, :, to_BD] = layer[rows_B1, :, from_BD]
         self.keep(counts_B)
 
-    def move(self, source: int, destination: int) -> None:
-        """Copy one slot onto another, so that the active slots stay the first ones."""
-        length = slice(None) if reads_lengths(self.device) else slice(0, int(self.lengths_S[source]))
+    def move(self, source: int | Tensor, destination: int | Tensor, longest: int | None = None) -> None:
+        """Copy a slot onto another, or several onto others, so that the active slots stay the first ones.
+
+        `longest`: tokens of the longest of them, where the host knows; None: it is looked up where that costs no wait.
+        """
+        if longest is None and not reads_lengths(self.device):
+            longest = int(self.lengths_S[source].max())
         for layer in (*self._keys.values(), *self._values.values()):
-            layer[destination, :, length] = layer[source, :, length]
+            layer[destination, :, :longest] = layer[source, :, :longest]
         self.lengths_S[destination] = self.lengths_S[source]
 
-    def free(self, slot: int) -> None:
-        """A slot without a past: passes that cover it cost nothing and never run past its end."""
-        self.lengths_S[slot] = 0
-
-    def move_rows(self, from_B: Tensor, to_B: Tensor, length: int) -> None:
-        """Copy the first `length` tokens of many slots onto others, for callers that keep the lengths themselves."""
-        for layer in (*self._keys.values(), *self._values.values()):
-            layer[to_B, :, :length] = layer[from_B, :, :length]
+    def free(self, slots_R: Tensor) -> None:
+        """Leave these slots without a past: passes that cover them cost nothing and never run past their end."""
+        self.lengths_S.index_fill_(0, slots_R, 0)
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,12 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from .cache import KVCache, reads_lengths
+from .cache import KVCache
 from .cuda_graphs import Replays, Shapes, running, send
 from .memory_fit import fitting_capacity, probe_pass, takes_graphs
 from .models import CausalModel
+from .proposers.base import Texts
 from .requests import Request, check_requests
-from .sampling import Purpose, SamplingSettings, categorical, penalised, probabilities, uniforms
+from .sampling import Purpose, uniforms
+from .slots import RowsOfSetting, SlotTable, draw, read_prompts, rows_by_setting
 
 Listen = Callable[[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
 """(logits_RV, tokens_R, seeds_R, emitted_R) -> what is kept of each token, [R, ...] under a name of its own.
@@ -35,134 +36,60 @@ The logits are the raw ones that the tokens were drawn from, `seeds` the listene
 tokens before. It must not wait for the device."""
 
 TOKENS = "tokens"
-SettingRows = list[tuple[SamplingSettings, Tensor | None]]
+Columns = dict[str, Tensor]
 
 
-class Number(IntEnum):
-    """Columns of a slot's numbers."""
-
-    LAST = 0
-    """The token that was emitted last."""
-    PAST = 1
-    """Tokens whose keys are in the cache: the position of `LAST`."""
-    EMITTED = 2
-    BUDGET = 3
-    """Tokens that the answer may have."""
-    SEED = 4
-    LISTENER_SEED = 5
-
-
-class SlotState:
-    """Numbers, stop tokens, repetition marks and kept columns of every slot."""
+class AnswerTable(SlotTable):
+    """A slot table that also knows stop tokens, and keeps each answer's tokens and what a listener kept of them."""
 
     def __init__(self, slots: int, budget: int, device: torch.device) -> None:
+        """`budget`: tokens of the longest answer."""
+        super().__init__(slots, device)
         self._budget = budget
-        self.numbers_SX = torch.zeros(slots + 1, len(Number), dtype=torch.long, device=device)
-        self._stops_SK = torch.full((slots + 1, 1), -1, device=device)
-        self._seen_SV: Tensor | None = None
+        self._stops_SK = torch.full((slots, 1), -1, device=device)
         self._kept: dict[str, Tensor] = {}
 
-    def of(self, number: Number) -> Tensor:
-        """A view of one number of all slots."""
-        return self.numbers_SX[:, number]
-
-    def admit(self, rows_R: Tensor, asked: Sequence[tuple[Request, int]], ids_RT: Tensor, vocab_size: int) -> None:
-        """Put requests and their listener's seeds into slots. `ids`: their prompts, padded with tokens of their own;
-        rows past the requests are padding."""
-        numbers = [[0, len(r.prompt_ids), 0, r.max_new_tokens, r.seed, seed] for r, seed in asked]
-        numbers += [[0] * len(Number)] * (len(rows_R) - len(asked))
-        self.numbers_SX[rows_R] = send(torch.tensor(numbers), rows_R.device)
-        self._admit_stops(rows_R, [request.stop_ids for request, _ in asked])
-        if self._seen_SV is None and any(request.sampling.repetition_penalty != 1.0 for request, _ in asked):
-            shape = (len(self.numbers_SX), vocab_size)
-            self._seen_SV = torch.zeros(shape, dtype=torch.bool, device=rows_R.device)
-        if self._seen_SV is not None:
-            seen_RV = self._seen_SV.new_zeros(len(rows_R), vocab_size).scatter_(1, ids_RT, True)
-            self._seen_SV[rows_R] = seen_RV
-
-    def _admit_stops(self, rows_R: Tensor, stops: Sequence[frozenset[int]]) -> None:
+    def admit_stops(self, slots_R: Tensor, stops: Sequence[frozenset[int]]) -> None:
+        """Put the stop tokens of requests into slots; rows past them are padding."""
         most = max(map(len, stops))
         if most > self._stops_SK.shape[1]:
             self._stops_SK = F.pad(self._stops_SK, (0, most - self._stops_SK.shape[1]), value=-1)
         width = self._stops_SK.shape[1]
-        filled = [[*ids, *[-1] * (width - len(ids))] for ids in stops] + [[-1] * width] * (len(rows_R) - len(stops))
-        self._stops_SK[rows_R] = send(torch.tensor(filled), rows_R.device)
+        filled = [[*ids, *[-1] * (width - len(ids))] for ids in stops] + [[-1] * width] * (len(slots_R) - len(stops))
+        self._stops_SK[slots_R] = send(torch.tensor(filled), slots_R.device)
 
-    def seen(self, rows_R: Tensor) -> Tensor | None:
-        """Marks of the tokens that each slot knows; None where no request had a use for them."""
-        return None if self._seen_SV is None else self._seen_SV[rows_R]
+    def keep(self, slots_R: Tensor, emitted_R: Tensor, columns: Columns) -> None:
+        """Keep what there is of each slot's token number `emitted`.
 
-    def emit(self, rows_R: Tensor, tokens_R: Tensor, kept: dict[str, Tensor]) -> Tensor:
-        """Note each slot's new token and what is kept of it. [R]: the answer's tokens where it ended, else 0.
-
-        A slot that ended goes on until it is freed; what it then says goes past the answer's end.
+        A slot whose answer has ended goes on until it is freed; what it then says goes past the answer's end.
         """
-        numbers_RX = self.numbers_SX[rows_R]
-        at_R = numbers_RX[:, Number.EMITTED].clamp(max=self._budget)
-        for name, value in {TOKENS: tokens_R.int(), **kept}.items():
+        at_R = emitted_R.clamp(max=self._budget)
+        for name, value in columns.items():
             if name not in self._kept:
-                shape = (len(self.numbers_SX), self._budget + 1, *value.shape[1:])
+                shape = (self.numbers_XS.shape[1], self._budget + 1, *value.shape[1:])
                 self._kept[name] = value.new_zeros(shape)
-            self._kept[name][rows_R, at_R] = value
-        if self._seen_SV is not None:
-            self._seen_SV[rows_R, tokens_R] = torch.ones_like(tokens_R, dtype=torch.bool)
-        numbers_RX[:, Number.LAST] = tokens_R
-        numbers_RX[:, Number.EMITTED] += 1
-        self.numbers_SX[rows_R] = numbers_RX
-        emitted_R = numbers_RX[:, Number.EMITTED]
-        ends_R = (self._stops_SK[rows_R] == tokens_R[:, None]).any(1) | (emitted_R >= numbers_RX[:, Number.BUDGET])
+            self._kept[name][slots_R, at_R] = value
+
+    def ended(self, slots_R: Tensor, tokens_R: Tensor, emitted_R: Tensor, budget_R: Tensor) -> Tensor:
+        """[R]: the tokens of answers that ended with these ones, else 0."""
+        ends_R = (self._stops_SK[slots_R] == tokens_R[:, None]).any(1) | (emitted_R >= budget_R)
         return torch.where(ends_R, emitted_R, 0)
 
-    def gather(self, slots: Sequence[int], counts: Sequence[int]) -> dict[str, Tensor]:
+    def gather(self, slots: Sequence[int], counts: Sequence[int]) -> Columns:
         """What was kept of the first `counts` tokens of some slots, end to end [n, ...], on its way to the CPU."""
         width = self._budget + 1
         places = [torch.arange(slot * width, slot * width + count) for slot, count in zip(slots, counts)]
-        at_n = send(torch.cat(places), self.numbers_SX.device)
+        at_n = send(torch.cat(places), self.numbers_XS.device)
         return {
             name: kept.flatten(0, 1).index_select(0, at_n).to("cpu", non_blocking=True)
             for name, kept in self._kept.items()
         }
 
-    def free(self, slots: Sequence[int]) -> None:
-        """Freed slots have no past, so attention over them costs nothing."""
-        self.of(Number.PAST).index_fill_(0, send(torch.tensor(slots), self.numbers_SX.device), 0)
-
-    def move(self, from_R: Tensor, to_R: Tensor) -> None:
-        """Copy slots onto others."""
-        state = [self.numbers_SX, self._stops_SK, *self._kept.values()]
-        for part in state if self._seen_SV is None else [*state, self._seen_SV]:
-            part[to_R] = part[from_R]
-
-
-def rows_by_setting(sampling: Sequence[SamplingSettings], device: torch.device) -> SettingRows:
-    """The rows that each setting draws; None: all of them."""
-    found: dict[SamplingSettings, list[int]] = {}
-    for row, setting in enumerate(sampling):
-        found.setdefault(setting, []).append(row)
-    if len(found) == 1:
-        return [(sampling[0], None)]
-    return [(setting, send(torch.tensor(rows), device)) for setting, rows in found.items()]
-
-
-def draw(logits_RV: Tensor, settings: SettingRows, seen_RV: Tensor | None, u_R: Tensor) -> Tensor:
-    """The next token of each row, through its setting's processors."""
-    tokens_R = torch.zeros_like(u_R, dtype=torch.long)
-    for setting, rows in settings:
-        some_RV, some_seen_RV, some_u_R = logits_RV, seen_RV, u_R
-        if rows is not None:
-            some_RV, some_u_R = logits_RV[rows], u_R[rows]
-            some_seen_RV = None if seen_RV is None or setting.repetition_penalty == 1.0 else seen_RV[rows]
-        if setting.greedy:
-            drawn = penalised(some_RV, setting, some_seen_RV).argmax(-1)
-        else:
-            drawn = categorical(probabilities(some_RV, setting, some_seen_RV), some_u_R)
-        if rows is None:
-            return drawn
-        tokens_R[rows] = drawn
-    return tokens_R
-
-
-Columns = dict[str, Tensor]
+    def move(self, source: int | Tensor, destination: int | Tensor) -> None:
+        """Copy a slot onto another, or several onto others."""
+        super().move(source, destination)
+        for part in (self._stops_SK, *self._kept.values()):
+            part[destination] = part[source]
 
 
 class QueuedRequest(NamedTuple):
@@ -189,7 +116,7 @@ class DecodedAnswer(NamedTuple):
 class _Slot:
     asked: QueuedRequest
     index: int
-    past: int  # tokens in the cache, as far as passes were started
+    begun: int  # the decoding step before which its prompt was read
     ended: bool = False
 
 
@@ -220,7 +147,6 @@ class PlainDecoder:
         shapes: Callable[[int, int, bool], Shapes] = Shapes,
     ) -> None:
         device = target.device
-        self._lengths_on_device = reads_lengths(device)
         self._lag = 1 if device.type == "cuda" else 0
         self._target, self._listen, self._advance = target, listen, advance
         one = probe_pass(target)
@@ -230,16 +156,17 @@ class PlainDecoder:
         self._shapes = shapes(slots, self.capacity + 1, graphed)
         with torch.inference_mode():
             self._cache = KVCache(slots + 1, self.capacity + 1, device)
-            self._state = SlotState(slots, budget, device)
+            self._table = AnswerTable(slots + 1, budget, device)
             self._replays = Replays(graphed)
         self._waiting: dict[int, list[tuple[int, int, int, QueuedRequest]]] = {}  # heaps by width of the prompt
         self._count = 0
         self._slots: list[_Slot | None] = []  # of the rows that are in use or were
         self._size = slots
         self._late: deque[_DeferredAnswers] = deque()
+        self._steps = 0
         self._active = 0
         self._living = 0  # of these, as far as the host has looked
-        self._settings: SettingRows | None = None
+        self._settings: list[RowsOfSetting] | None = None
         self._rows_R = torch.empty(0, dtype=torch.long)
 
     @property
@@ -310,34 +237,31 @@ class PlainDecoder:
 
     def _prefill(self, asked: Sequence[QueuedRequest], width: int) -> None:
         """Read prompts in one pass and emit their first tokens."""
-        prompts = [one.request.prompt_ids for one in asked]
-        slots = self._place(asked)
+        device, vocab_size = self._target.device, self._target.vocab_size
+        requests, slots = [one.request for one in asked], self._place(asked)
         padding = self._shapes.prompts(width) - len(asked) if width else 0
-        width = width or max(map(len, prompts))
-        last = [len(prompt) - 1 for prompt in prompts] + [0] * padding
-        indexes = [slot.index for slot in slots] + [self._size] * padding
-        ids = [[*prompt, *prompt[-1:] * (width - len(prompt))] for prompt in prompts] + [[0] * width] * padding
-        device = self._target.device
-        ids_RT = send(torch.tensor(ids), device)
-        rows_R, last_R = send(torch.tensor([indexes, last]), device)
+        # 1) read them into their slots; padding goes into the spare one
+        prompts = Texts.of([*(request.prompt_ids for request in requests), *[[0]] * padding], device).wide(width)
+        slots_R = send(torch.tensor([slot.index for slot in slots] + [self._size] * padding), device)
+        shape = tuple(prompts.ids_BT.shape)
         with record_function("forward"):
-            logits_RV = self._replays.run(("read", *ids_RT.shape), self._read, ids_RT, rows_R, last_R)
-        pairs = [(one.request, one.listener_seed) for one in asked]
-        self._state.admit(rows_R, pairs, ids_RT, self._target.vocab_size)
-        sampling = [one.request.sampling for one in asked] + [asked[0].request.sampling] * padding
-        ended_R = self._emit(rows_R, logits_RV, rows_by_setting(sampling, device))
+            logits_RV = self._replays.run(("read", *shape), self._read, slots_R, prompts.ids_BT, prompts.counts_B)
+        # 2) begin their answers
+        self._table.admit(slots_R, requests, prompts, vocab_size, [one.listener_seed for one in asked])
+        self._table.admit_stops(slots_R, [request.stop_ids for request in requests])
+        sampling = [request.sampling for request in requests]
+        ended_R = self._emit(slots_R, logits_RV, rows_by_setting(sampling + sampling[:1] * padding, device))
         self._settings = None
         self._read_later(ended_R, [*slots, *[None] * padding], len(slots))
 
-    def _read(self, ids_RT: Tensor, rows_R: Tensor, last_R: Tensor) -> Tensor:
-        hidden_RTH = self._target.states(ids_RT, self._cache.fill(rows_R)).hidden_BTH
-        return self._target.logits(hidden_RTH[torch.arange(len(last_R), device=last_R.device), last_R])
+    def _read(self, slots_R: Tensor, ids_RT: Tensor, counts_R: Tensor) -> Tensor:
+        return read_prompts(self._target, self._cache, (), slots_R, ids_RT, counts_R)[1]
 
     def _place(self, asked: Sequence[QueuedRequest]) -> list[_Slot]:
         """Give requests the first free slots."""
         free = [index for index, slot in enumerate(self._slots) if slot is None]
         free += range(len(self._slots), self._size)
-        slots = [_Slot(one, index, len(one.request.prompt_ids)) for one, index in zip(asked, free)]
+        slots = [_Slot(one, index, self._steps) for one, index in zip(asked, free)]
         for slot in slots:
             self._slots += [None] * (slot.index + 1 - len(self._slots))
             self._slots[slot.index] = slot
@@ -354,8 +278,9 @@ class PlainDecoder:
         moving = [slot for slot in self._slots[rows:] if slot is not None]
         holes = [index for index, slot in enumerate(self._slots[:rows]) if slot is None]
         from_R, to_R = send(torch.tensor([[slot.index for slot in moving], holes[: len(moving)]]), self._target.device)
-        self._cache.move_rows(from_R, to_R, max(slot.past for slot in moving))
-        self._state.move(from_R, to_R)
+        longest = max(len(slot.asked.request.prompt_ids) + self._steps - slot.begun for slot in moving)
+        self._cache.move(from_R, to_R, longest)
+        self._table.move(from_R, to_R)
         for slot, index in zip(moving, holes):
             self._slots[index], slot.index = slot, index
         del self._slots[rows:]
@@ -365,38 +290,33 @@ class PlainDecoder:
         """One token of every active slot."""
         rows = self._shapes.rows(len(self._slots))
         slots = [*self._slots, *[None] * (rows - len(self._slots))]
-        active = [slot for slot in slots if slot is not None]
-        longest = None if self._lengths_on_device else max(slot.past for slot in active)
         with record_function("forward"):
-            logits_RV = self._replays.run(("decode", rows), lambda: self._forward(rows, longest))
-        self._state.of(Number.PAST)[:rows].add_(1).clamp_(max=self.capacity)
-        for slot in active:
-            slot.past += 1
+            logits_RV = self._replays.run(("decode", rows), self._forward, rows)
+        self._steps += 1
         if self._settings is None or rows != self._rows_R.shape[0]:
-            idle = active[0].asked.request.sampling
+            idle = next(slot.asked.request.sampling for slot in slots if slot is not None)
             sampling = [idle if slot is None else slot.asked.request.sampling for slot in slots]
             self._settings = rows_by_setting(sampling, self._target.device)
             self._rows_R = torch.arange(rows, device=self._target.device)
         self._read_later(self._emit(self._rows_R, logits_RV, self._settings), slots, 0)
 
-    def _forward(self, rows: int, longest: int | None) -> Tensor:
-        numbers_RX = self._state.numbers_SX[:rows]
-        step = self._cache.follow(numbers_RX[:, Number.PAST].contiguous(), longest)
-        hidden_RH = self._target.states(numbers_RX[:, Number.LAST, None], step).hidden_BTH[:, 0]
-        return self._target.logits(hidden_RH)
+    def _forward(self, rows: int) -> Tensor:
+        step = self._cache.extend(rows, 1)
+        logits_RV = self._target.logits(self._target.states(self._table.last_S[:rows, None], step).hidden_BTH[:, 0])
+        self._cache.lengths_S[:rows].add_(1).clamp_(max=self.capacity)  # a slot goes on past its answer's end
+        return logits_RV
 
-    def _emit(self, rows_R: Tensor, logits_RV: Tensor, settings: SettingRows) -> Tensor:
-        """Draw each row's token and keep what the listener takes. [R]: tokens of the answers that ended, else 0."""
-        numbers_RX = self._state.numbers_SX[rows_R]
-        emitted_R = numbers_RX[:, Number.EMITTED]
+    def _emit(self, slots_R: Tensor, logits_RV: Tensor, settings: Sequence[RowsOfSetting]) -> Tensor:
+        """Draw each slot's token and keep what the listener takes. [R]: tokens of the answers that ended, else 0."""
+        _, emitted_R, budget_R, seed_R, listener_seed_R = self._table.numbers_XS[:, slots_R]
         with record_function("sampling"):
-            u_R = uniforms(numbers_RX[:, Number.SEED], emitted_R, Purpose.FINAL, 1)[:, 0]
-            tokens_R = draw(logits_RV, settings, self._state.seen(rows_R), u_R)
-        kept: Columns = {}
+            u_R = uniforms(seed_R, emitted_R, Purpose.FINAL, 1)[:, 0]
+            tokens_R = draw(logits_RV, settings, self._table.seen(slots_R), u_R)
         with record_function("signals"):
-            if self._listen is not None:
-                kept = self._listen(logits_RV, tokens_R, numbers_RX[:, Number.LISTENER_SEED], emitted_R)
-            return self._state.emit(rows_R, tokens_R, kept)
+            columns = {} if self._listen is None else self._listen(logits_RV, tokens_R, listener_seed_R, emitted_R)
+            self._table.keep(slots_R, emitted_R, {TOKENS: tokens_R.int(), **columns})
+            self._table.emit(slots_R, tokens_R)
+            return self._table.ended(slots_R, tokens_R, emitted_R + 1, budget_R)
 
     def _read_later(self, ended_R: Tensor, slots: Sequence[_Slot | None], begun: int) -> None:
         """Have the host look at `ended` once the device has passed; `slots` are those of the rows now."""
@@ -416,8 +336,9 @@ class PlainDecoder:
         if not ended:
             return
         slots, counts = [slot for slot, _ in ended], [count for _, count in ended]
-        columns = self._state.gather([slot.index for slot in slots], counts)
-        self._state.free([slot.index for slot in slots])
+        indexes = [slot.index for slot in slots]
+        columns = self._table.gather(indexes, counts)
+        self._cache.free(send(torch.tensor(indexes), self._target.device))
         self._living -= len(slots)
         self._active -= len(slots)
         for slot in slots:

@@ -17,7 +17,7 @@ their graphs: what stands past the active slots is free and says nothing.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -34,77 +34,10 @@ from .proposers.base import Ask, Draft, ObservesTargetArgmax, Texts
 from .proposers.logits import pick_states, process_rows
 from .requests import DecodeRun, Generation, Request, Round, until_stop
 from .rules import RULES
-from .sampling import Purpose, SamplingSettings, categorical, uniforms
+from .sampling import Purpose, SamplingSettings
+from .slots import SlotTable, draw, read_prompts, rows_by_setting
 from .tree import TreeBatch
 from .verify_batch import BatchVerdict, verify_batch, verify_greedy_chains
-
-
-class RoundState:
-    """Last tokens, counts, seeds and repetition marks of every slot."""
-
-    def __init__(self, slots: int, device: torch.device, marked: int = 0) -> None:
-        """`marked`: tokens of the vocabulary, where any request has a repetition penalty."""
-        self.last_S, self.emitted_S, self.budget_S, self.seed_S = torch.zeros(
-            4, slots, dtype=torch.long, device=device
-        ).unbind()
-        self._seen_SV = torch.zeros(slots, marked, dtype=torch.bool, device=device) if marked else None
-
-    def admit(self, slots_R: Tensor, requests: Sequence[Request], ids_RT: Tensor, counts_R: Tensor) -> None:
-        """Put requests into slots; rows past them are padding. `ids`: their prompts."""
-        numbers = [[request.max_new_tokens, request.seed] for request in requests]
-        numbers += [[0, 0]] * (len(slots_R) - len(requests))
-        budget_R, seed_R = send(torch.tensor(numbers), slots_R.device).unbind(1)
-        self.budget_S[slots_R], self.seed_S[slots_R], self.emitted_S[slots_R] = budget_R, seed_R, 0
-        if self._seen_SV is not None:
-            seen_RV = self._seen_SV.new_zeros(len(slots_R), self._seen_SV.shape[1])
-            inside_RT = torch.arange(ids_RT.shape[1], device=ids_RT.device) < counts_R[:, None]
-            self._seen_SV[slots_R] = seen_RV.scatter_(1, torch.where(inside_RT, ids_RT, ids_RT[:, :1]), True)
-
-    def begin(self, slots_R: Tensor, tokens_R: Tensor) -> None:
-        """Each answer's first token."""
-        self.last_S[slots_R], self.emitted_S[slots_R] = tokens_R, 1
-        if self._seen_SV is not None:
-            self._seen_SV[slots_R, tokens_R] = True
-
-    def advance(self, new: Texts) -> None:
-        """What each of the first slots emitted."""
-        rows = len(new.counts_B)
-        self.last_S[:rows] = new.last()
-        self.emitted_S[:rows] += new.counts_B
-        if self._seen_SV is not None:
-            inside_BT = torch.arange(new.ids_BT.shape[1], device=new.ids_BT.device) < new.counts_B[:, None]
-            self._seen_SV[:rows].scatter_(1, torch.where(inside_BT, new.ids_BT, new.ids_BT[:, :1]), True)
-
-    def limits(self, rows: int, levels: int) -> Tensor:
-        """[B]: levels that may be drafted, so that the target's own token still fits."""
-        return (self.budget_S[:rows] - self.emitted_S[:rows] - 1).clamp(0, levels)
-
-    def live(self, rows: int) -> Tensor:
-        """[B]: whether a request is there."""
-        return self.budget_S[:rows] > 0
-
-    def seen(self, rows: int) -> Tensor | None:
-        """Marks [B, V] of the tokens that each slot knows; None where no request has a use for them."""
-        return None if self._seen_SV is None else self._seen_SV[:rows]
-
-    def seen_by(self, slots_R: Tensor) -> Tensor | None:
-        """The same of some slots."""
-        return None if self._seen_SV is None else self._seen_SV[slots_R]
-
-    def uniforms(self, slots: Tensor | slice, purpose: Purpose, count: int, ahead: int = 0) -> Tensor:
-        """Numbers [., C] of a round that starts `ahead` tokens later than this one."""
-        return uniforms(self.seed_S[slots], self.emitted_S[slots] + ahead, purpose, count)
-
-    def move(self, source: int, destination: int) -> None:
-        """Copy a slot onto another."""
-        for part in (self.last_S, self.emitted_S, self.budget_S, self.seed_S, self._seen_SV):
-            if part is not None:
-                part[destination] = part[source]
-
-    def free(self, slot: int) -> None:
-        """Nothing is there."""
-        self.budget_S[slot] = 0
-
 
 Finished = tuple[int, Generation]
 """A request's index, and its answer."""
@@ -182,8 +115,7 @@ class _Decoder:
         self.cache = KVCache(slots, longest + self.nodes, target.device)
         if proposer is not None:
             proposer.reserve(slots, longest, run.draft_tokens)
-        marked = any(request.sampling.repetition_penalty != 1.0 for request in requests)
-        self.state = RoundState(slots, target.device, target.vocab_size if marked else 0)
+        self.table = SlotTable(slots, target.device)
 
     def steps(self) -> Iterator[list[Finished]]:
         yield list(self._refill())
@@ -253,7 +185,7 @@ class _Decoder:
         """No node in any slot; made once, so that plain decoding launches nothing for it."""
         if rows not in self.nothing:
             empty_B0 = torch.zeros(rows, 0, dtype=torch.long, device=self.target.device)
-            counts_B = torch.zeros_like(self.state.last_S[:rows])
+            counts_B = torch.zeros_like(self.table.last_S[:rows])
             self.nothing[rows] = Draft.of_chains(empty_B0, counts_B, "deterministic")
         return self.nothing[rows]
 
@@ -261,15 +193,15 @@ class _Decoder:
         assert self.proposer is not None
         rows = len(sampling)
         draws = self.rule.draws and not all(setting.greedy for setting in sampling)
-        numbers = partial(self.state.uniforms, slice(rows), Purpose.DRAFT) if draws else None
-        limits_B = self.state.limits(rows, levels)
-        return self.proposer.propose(Ask(limits_B, levels, sampling, numbers, self.state.seen(rows)))
+        numbers = partial(self.table.uniforms, slice(rows), Purpose.DRAFT) if draws else None
+        limits_B = self.table.limits(rows, levels)
+        return self.proposer.propose(Ask(limits_B, levels, sampling, numbers, self.table.seen(slice(rows))))
 
     def _target_pass(self, draft: Draft) -> tuple[States, Tensor]:
         """The target's states and logits after the last token and after every node."""
         tree = draft.tree
         rows, nodes = tree.tokens_BN.shape
-        ids_BM = torch.cat([self.state.last_S[:rows, None], tree.tokens_BN], dim=1)
+        ids_BM = torch.cat([self.table.last_S[:rows, None], tree.tokens_BN], dim=1)
         step = self.cache.extend(rows, nodes + 1) if draft.chain else self.cache.branch(*tree.below_one_root())
         states = self.target.states(ids_BM, step, self.aux_layers)
         return states, self.target.logits(states.hidden_BTH)
@@ -282,7 +214,7 @@ class _Decoder:
         verdict = self._verify(sampling, draft, p_BMV)
         along_BD = tree.tokens_BN.gather(1, verdict.path_BD.clamp(min=0))
         ids_BE = F.pad(along_BD, (0, 1)).scatter(1, verdict.length_B[:, None], verdict.token_B[:, None])
-        new = Texts(ids_BE, (verdict.length_B + 1) * self.state.live(len(ids_BE)))
+        new = Texts(ids_BE, (verdict.length_B + 1) * self.table.live(len(ids_BE)))
         drafted_B, reached_B = tree.candidate_BN.sum(1), verdict.length_B + tree.goes_on(verdict.path_BD)
         read_BX = torch.cat([torch.stack([verdict.length_B, drafted_B, reached_B], 1), ids_BE], 1)
         if draft.chain:
@@ -291,12 +223,12 @@ class _Decoder:
             path_BE = F.pad(verdict.path_BD + 1, (1, 0)).masked_fill_(F.pad(verdict.path_BD < 0, (1, 0)), -1)
             self.cache.keep_path(path_BE, new.counts_B)
             states = pick_states(states, path_BE.clamp(min=0))
-        self.state.advance(new)
+        self.table.advance(new)
         return _Judged(read_BX, new, states, best_BM)
 
     def _processed(self, sampling: list[SamplingSettings], tree: TreeBatch, logits_BMV: Tensor) -> Tensor:
         """The target's p after every row; where all take the likeliest token, logits will do."""
-        seen_BMV = _seen_along(tree, self.state.seen(len(sampling)))
+        seen_BMV = _seen_along(tree, self.table.seen(slice(len(sampling))))
         if seen_BMV is None and all(setting.greedy for setting in sampling):
             return logits_BMV
         return process_rows(logits_BMV, sampling, seen_BMV)
@@ -309,9 +241,9 @@ class _Decoder:
             no_numbers = p_BMV.new_empty(len(sampling), 0)
             return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)
         rule = self.rule.name if tree.depth else "onehot"  # with nothing drafted that is a draw from p
-        accept_BN = self.state.uniforms(slots, Purpose.ACCEPT, tree.tokens_BN.shape[1])
+        accept_BN = self.table.uniforms(slots, Purpose.ACCEPT, tree.tokens_BN.shape[1])
         finals = [
-            self.state.uniforms(slots, Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].target_draws(tree.depth))
+            self.table.uniforms(slots, Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].target_draws(tree.depth))
         ]
         return verify_batch(rule, p_BMV, draft.q_BNV, tree, accept_BN, torch.cat(finals, 1))
 
@@ -339,16 +271,18 @@ class _Decoder:
             yield self._close(slot)
 
     def _free(self, slot: _Slot) -> None:
+        """Leave a slot empty, and fill the gap with the last active one."""
         last = self.slots.pop()
         vacant = last.index
         if last is not slot:
-            self.cache.move(last.index, slot.index)
-            self.state.move(last.index, slot.index)
+            self.cache.move(vacant, slot.index)
+            self.table.move(vacant, slot.index)
             if self.proposer is not None:
-                self.proposer.move(last.index, slot.index)
+                self.proposer.move(vacant, slot.index)
             self.slots[slot.index], last.index = last, slot.index
-        self.cache.free(vacant)
-        self.state.free(vacant)
+        vacant_1 = send(torch.tensor([vacant]), self.target.device)
+        self.cache.free(vacant_1)
+        self.table.free(vacant_1)
 
     def _refill(self) -> Iterator[Finished]:
         """Prefill waiting requests into free slots; a request may end with its first token."""
@@ -374,12 +308,14 @@ class _Decoder:
         texts = Texts.of([*prompts, *prompts[:1] * padding], device).wide(self.shapes.width(max(map(len, prompts))))
         slots_R = send(torch.tensor([slot.index for slot in fresh] + [self.batch_size] * padding), device)
         shape = tuple(texts.ids_BT.shape)
-        states, logits_RV = self.replays.run(("read", *shape), self._read, slots_R, texts.ids_BT, texts.counts_B)
-        self.state.admit(slots_R, [slot.request for slot in fresh], texts.ids_BT, texts.counts_B)
+        read = partial(read_prompts, self.target, self.cache, self.aux_layers)
+        states, logits_RV = self.replays.run(("read", *shape), read, slots_R, texts.ids_BT, texts.counts_B)
+        self.table.admit(slots_R, [slot.request for slot in fresh], texts, self.target.vocab_size)
         sampling = [slot.request.sampling for slot in fresh]
-        p_RV = process_rows(logits_RV, sampling + sampling[:1] * padding, self.state.seen_by(slots_R))
-        tokens_R = categorical(p_RV, self.state.uniforms(slots_R, Purpose.FINAL, 1)[:, 0])
-        self.state.begin(slots_R, tokens_R)
+        settings = rows_by_setting(sampling + sampling[:1] * padding, device)
+        u_R = self.table.uniforms(slots_R, Purpose.FINAL, 1)[:, 0]
+        tokens_R = draw(logits_RV, settings, self.table.seen(slots_R), u_R)
+        self.table.emit(slots_R, tokens_R)
         first, now = tokens_R.tolist(), time.perf_counter()
         for slot, token in zip(fresh, first):
             slot.generation.arrivals.append(now)
@@ -395,11 +331,6 @@ class _Decoder:
             self.proposer.begin(slots_R[some], known, States(states.hidden_BTH[some], aux_RTA))
         else:
             self.replays.run(("begin", *shape), self.proposer.begin, slots_R, known, states)
-
-    def _read(self, slots_R: Tensor, ids_RT: Tensor, counts_R: Tensor) -> tuple[States, Tensor]:
-        states = self.target.states(ids_RT, self.cache.prefill(slots_R, counts_R), self.aux_layers)
-        rows_R = torch.arange(len(slots_R), device=slots_R.device)
-        return states, self.target.logits(states.hidden_BTH[rows_R, counts_R - 1])
 
     @staticmethod
     def _close(slot: _Slot) -> Finished:

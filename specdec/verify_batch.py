@@ -1,8 +1,8 @@
 """The accept rules for a batch of slots, on their device and without ever waiting for it.
 
-`verify.py` states each rule in p and q; here the same uniforms decide the same. Level by level, where one look at a
-node settles all its children (greedy, match, onehot) or a chain is all there is (token, block); `batch_trees.py` has
-the rules that go node by node.
+`verify.py` states each rule in p and q; here the same uniforms decide the same. Rules by which one look at a node
+settles all its children (greedy, match, onehot) go level by level; rules for chains (token, block) judge a chain as a
+whole; the others (multiround, recursive, traversal, typical) go node by node.
 
 Shapes: B slots, N drafted nodes, M = N + 1 rows of the target, K drafted tokens of a chain, D levels, V vocabulary.
 """
@@ -18,6 +18,8 @@ from .sampling import categorical
 from .tree import ROOT, TreeBatch
 from .verify import typical_threshold
 
+__all__ = ["BatchVerdict", "verify_batch", "verify_greedy_chains"]
+
 
 class BatchVerdict(NamedTuple):
     """What one round emits in each slot."""
@@ -30,7 +32,42 @@ class BatchVerdict(NamedTuple):
     """The correction or bonus that follows them."""
 
 
-class VerifyInputs(NamedTuple):
+def verify_batch(
+    rule: str, p_BMV: Tensor, q_BNV: Tensor | None, tree: TreeBatch, u_BN: Tensor, u_final_BD: Tensor
+) -> BatchVerdict:
+    """Verify one tree a slot by the rule of that name.
+
+    p_BMV: row 0 after the last emitted token, row i+1 after node i; may be logits for `greedy`. q_BNV: row i is the
+    full distribution that node i was drawn from; None for a rule that reads none. u_BN: the acceptance number of each
+    node. u_final_BD: column 0 draws the final token; `match` needs D+1 columns, and draws the token at depth d with
+    column d. For a rule that takes only chains each node must be the parent of the next. Raises InputError for a draft
+    whose way of drawing the rule does not take.
+    """
+    known = known_rule(rule)
+    known.check_drawn(tree.drawn)
+    nodes = tree.tokens_BN.shape[1]
+    if p_BMV.shape[1] != nodes + 1:
+        raise ValueError(f"p: {p_BMV.shape[1]} rows: must be {nodes + 1} for this draft")
+    if known.needs_q and (q_BNV is None or q_BNV.shape[1] != nodes):
+        raise ValueError(f"q: {None if q_BNV is None else q_BNV.shape[1]} rows: must be {nodes} for rule {rule!r}")
+    inputs = _Inputs(p_BMV, p_BMV[:, :0] if q_BNV is None else q_BNV, tree, u_BN, u_final_BD)
+    if nodes == 0 and rule != "greedy":
+        return _Walk(tree).end(inputs.draw(inputs.p(ROOT)))
+    return _VERIFY[rule](inputs)
+
+
+def verify_greedy_chains(p_BMV: Tensor, tree: TreeBatch) -> BatchVerdict:
+    """`greedy` where every tree is a chain, each node the parent of the next: all levels at once."""
+    best_BM = p_BMV.argmax(-1)
+    agree_BK = tree.candidate_BN & (tree.tokens_BN == best_BM[:, :-1])
+    length_B = agree_BK.long().cumprod(1).sum(1)
+    return BatchVerdict(length_B, _path(length_B, tree.depth), best_BM.gather(1, length_B[:, None])[:, 0])
+
+
+# What every rule is made of.
+
+
+class _Inputs(NamedTuple):
     """One round's numbers."""
 
     p_BMV: Tensor
@@ -56,7 +93,7 @@ class VerifyInputs(NamedTuple):
         return categorical(p_BV, self.u_final_BD[:, 0])
 
 
-class Walk:
+class _Walk:
     """Where each slot stands: at the root, or at the last node that it accepted."""
 
     def __init__(self, tree: TreeBatch) -> None:
@@ -81,29 +118,29 @@ class Walk:
         return BatchVerdict(self.length_B, self._path_BD[:, :-1], token_B)
 
 
-def pick(rows_BN: Tensor, index_B: Tensor) -> Tensor:
+def _pick(rows_BN: Tensor, index_B: Tensor) -> Tensor:
     """One entry [B] of each slot's row."""
     return rows_BN.gather(1, index_B[:, None])[:, 0]
 
 
-def ratio(p_BV: Tensor, q_BV: Tensor, token_B: Tensor) -> Tensor:
+def _ratio(p_BV: Tensor, q_BV: Tensor, token_B: Tensor) -> Tensor:
     """p(x) / q(x) [B] of a drafted token; 0 where q(x) = 0."""
-    p_B, q_B = pick(p_BV, token_B), pick(q_BV, token_B)
+    p_B, q_B = _pick(p_BV, token_B), _pick(q_BV, token_B)
     return torch.where(q_B > 0.0, p_B / q_B, 0.0)
 
 
-def residual(weight_B: Tensor, p_BV: Tensor, q_BV: Tensor) -> Tensor:
+def _residual(weight_B: Tensor, p_BV: Tensor, q_BV: Tensor) -> Tensor:
     """max(P p - q, 0) [B, V]."""
     return (weight_B[:, None] * p_BV - q_BV).clamp(min=0.0)
 
 
-def norm(weights_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
-    """norm(weights) [B, V]; `otherwise` where they have no mass."""
+def _norm(weights_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
+    """_norm(weights) [B, V]; `otherwise` where they have no mass."""
     mass_B1 = weights_BV.sum(1, keepdim=True)
     return torch.where(mass_B1 > 0.0, weights_BV / mass_B1, otherwise_BV)
 
 
-def share(part_B: Tensor, rest_B: Tensor) -> Tensor:
+def _share(part_B: Tensor, rest_B: Tensor) -> Tensor:
     """part / (part + rest) [B], and 1 where `rest` is 0."""
     return torch.where(rest_B > 0.0, part_B / (part_B + rest_B), 1.0)
 
@@ -118,24 +155,117 @@ def _rows(rows_BMV: Tensor, row_B: Tensor | int) -> Tensor:
 def _distribution(rows_BV: Tensor) -> Tensor:
     """In float64, summing to one; zeros stay zeros."""
     rows_BV = rows_BV.double()
-    return norm(rows_BV, rows_BV)
+    return _norm(rows_BV, rows_BV)
 
 
-def siblings(given: VerifyInputs) -> BatchVerdict:
+# Level by level.
+
+
+def _greedy(inputs: _Inputs) -> BatchVerdict:
+    best_BM, walk = inputs.p_BMV.argmax(-1), _Walk(inputs.tree)
+    for _ in range(inputs.tree.depth):
+        best_B1 = best_BM.gather(1, walk.node_B[:, None] + 1)
+        walk.step_to_first(inputs.children(walk.node_B) & (inputs.tree.tokens_BN == best_B1))
+    return walk.end(best_BM.gather(1, walk.node_B[:, None] + 1)[:, 0])
+
+
+def _match(inputs: _Inputs) -> BatchVerdict:
+    walk = _Walk(inputs.tree)
+    token_B = categorical(inputs.p(ROOT), inputs.u_final_BD[:, 0])
+    for level in range(1, inputs.tree.depth + 1):
+        matching_BN = inputs.children(walk.node_B) & (inputs.tree.tokens_BN == token_B[:, None])
+        # A slot that has stopped meets its last token again, and stops again.
+        moves_B = walk.step_to_first(matching_BN)
+        token_B = torch.where(moves_B, categorical(inputs.p(walk.node_B), inputs.u_final_BD[:, level]), token_B)
+    return walk.end(token_B)
+
+
+def _onehot(inputs: _Inputs) -> BatchVerdict:
+    walk = _Walk(inputs.tree)
+    for _ in range(inputs.tree.depth):
+        children_BN = inputs.children(walk.node_B)
+        p_BN, others_BV = _take_out(inputs.p(walk.node_B), inputs.tree.tokens_BN, children_BN)
+        # What is left of p when a child is tried: itself, its younger siblings, and all tokens that are no child's.
+        left_BN = p_BN.flip(1).cumsum(1).flip(1) + others_BV.sum(1, keepdim=True)
+        walk.step_to_first(children_BN & (inputs.u_BN < p_BN / left_BN))
+    _, others_BV = _take_out(inputs.p(walk.node_B), inputs.tree.tokens_BN, inputs.children(walk.node_B))
+    return walk.end(inputs.draw(others_BV))
+
+
+def _take_out(p_BV: Tensor, tokens_BN: Tensor, children_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Split p into that of the children's (distinct) tokens [B, N] and that of all other tokens [B, V]."""
+    p_BN = p_BV.gather(1, tokens_BN) * children_BN
+    return p_BN, p_BV.scatter_add(1, tokens_BN, -p_BN)
+
+
+# Chains.
+
+
+def _token(inputs: _Inputs) -> BatchVerdict:
+    drafted_BK = inputs.tree.candidate_BN.long().cumprod(1)
+    accepted = [
+        inputs.u_BN[:, k] < _ratio(inputs.p(k - 1), inputs.q(k), inputs.tree.tokens_BN[:, k])
+        for k in range(drafted_BK.shape[1])
+    ]
+    length_B = (drafted_BK * torch.stack(accepted, 1)).cumprod(1).sum(1)
+    return _end_of_chain(inputs, length_B, drafted_BK.sum(1), torch.ones_like(inputs.u_BN[:, 0]))
+
+
+def _block(inputs: _Inputs) -> BatchVerdict:
+    drafted_B = inputs.tree.candidate_BN.long().cumprod(1).sum(1)
+    nodes = inputs.tree.tokens_BN.shape[1]
+    weight_B = torch.ones_like(inputs.u_BN[:, 0])
+    # The last token that is accepted so far, and the weight P there.
+    length_B, weight_at_length_B = torch.zeros_like(drafted_B), weight_B
+    p_BV, q_BV = inputs.p(ROOT), inputs.q(0)
+    for i in range(1, nodes + 1):
+        # P_i = min(P_{i-1} p(x_i) / q(x_i), 1); h_i = Z_i / (Z_i + 1 - P_i) with the next p and q, and h_K = P_K.
+        weight_B = (weight_B * _ratio(p_BV, q_BV, inputs.tree.tokens_BN[:, i - 1])).clamp(max=1.0)
+        threshold_B = weight_B
+        if i < nodes:
+            p_BV, q_BV = inputs.p(i - 1), inputs.q(i)
+            mass_B = _residual(weight_B, p_BV, q_BV).sum(1)
+            threshold_B = torch.where(i < drafted_B, _share(mass_B, 1.0 - weight_B), weight_B)
+        accepted_B = (i <= drafted_B) & (inputs.u_BN[:, i - 1] < threshold_B)
+        length_B = torch.where(accepted_B, i, length_B)
+        weight_at_length_B = torch.where(accepted_B, weight_B, weight_at_length_B)
+    return _end_of_chain(inputs, length_B, drafted_B, weight_at_length_B)
+
+
+def _end_of_chain(inputs: _Inputs, length_B: Tensor, drafted_B: Tensor, weight_B: Tensor) -> BatchVerdict:
+    """Emit from _norm(max(P p - q, 0)) after so many accepted tokens, or after all that were drafted from p."""
+    p_BV = inputs.p(length_B - 1)
+    residual_BV = _residual(weight_B, p_BV, inputs.q(length_B.clamp(max=inputs.tree.tokens_BN.shape[1] - 1)))
+    rest_BV = torch.where((length_B < drafted_B)[:, None], _norm(residual_BV, p_BV), p_BV)
+    return BatchVerdict(length_B, _path(length_B, inputs.tree.depth), inputs.draw(rest_BV))
+
+
+def _path(length_B: Tensor, depth: int) -> Tensor:
+    """[B, D]: the first nodes of a chain."""
+    index_D = torch.arange(depth, device=length_B.device)
+    return torch.where(index_D < length_B[:, None], index_D, -1)
+
+
+# Node by node.
+
+
+def _siblings(inputs: _Inputs) -> BatchVerdict:
     """multiround and recursive. Parents stand before children and siblings in order, so one scan tries each in turn."""
-    tree, walk, rest_BV = given.tree, Walk(given.tree), given.p(ROOT)
+    tree, walk, rest_BV = inputs.tree, _Walk(inputs.tree), inputs.p(ROOT)
     rejected = _Rejected(tree, rest_BV)
     for node in range(tree.tokens_BN.shape[1]):
+        # A node is tried where its parent is the last that was accepted; earlier siblings were rejected.
         tried_B = tree.candidate_BN[:, node] & (tree.parents_BN[:, node] == walk.node_B)
-        token_B, q_BV = tree.tokens_BN[:, node], given.q(node, rejected.tokens_BV)
-        accepted_B = tried_B & (given.u_BN[:, node] < ratio(rest_BV, q_BV, token_B))
+        token_B, q_BV = tree.tokens_BN[:, node], inputs.q(node, rejected.tokens_BV)
+        # Accept child x with probability min(1, p(x) / q(x)), else p <- _norm(max(p - q, 0)) for its next sibling.
+        accepted_B = tried_B & (inputs.u_BN[:, node] < _ratio(rest_BV, q_BV, token_B))
         rejected_B = tried_B & ~accepted_B
-        rest_BV = torch.where(rejected_B[:, None], norm((rest_BV - q_BV).clamp(min=0.0), rest_BV), rest_BV)
-        rest_BV = torch.where(accepted_B[:, None], given.p(node), rest_BV)
+        rest_BV = torch.where(rejected_B[:, None], _norm((rest_BV - q_BV).clamp(min=0.0), rest_BV), rest_BV)
+        rest_BV = torch.where(accepted_B[:, None], inputs.p(node), rest_BV)
         rejected.forget(accepted_B)
         rejected.add(rejected_B, token_B)
         walk.step(accepted_B, torch.full_like(token_B, node))
-    return walk.end(given.draw(rest_BV))
+    return walk.end(inputs.draw(rest_BV))
 
 
 class _Rejected:
@@ -153,48 +283,65 @@ class _Rejected:
             self.tokens_BV.scatter_(1, token_B[:, None], self.tokens_BV.gather(1, token_B[:, None]) | slots_B[:, None])
 
 
-def traversal(given: VerifyInputs) -> BatchVerdict:
+def _traversal(inputs: _Inputs) -> BatchVerdict:
     """Traversal verification, leaf to root, without climbing.
 
     What becomes of a node's weight and of its p once all below it is rejected depends on no uniform. So one scan finds
     the weight that each node has in the end; the first node in post-order with u < weight is where the walk ends.
     """
-    tree, nodes = given.tree, given.tree.tokens_BN.shape[1]
+    tree, nodes = inputs.tree, inputs.tree.tokens_BN.shape[1]
     ancestors_BNN = tree.ancestors_BNN
+    # 1) Set families side by side, and number the nodes as a climb meets them: the root last, which always accepts.
     order_BN, parents_BN = _families(tree)
     around_BN = pad(parents_BN, (1, 1), value=_NOBODY - 1)
     eldest_BN, youngest_BN = around_BN[:, :-2] != parents_BN, around_BN[:, 2:] != parents_BN
-    rank_BM = pad(_post_order(tree, ancestors_BNN), (1, 0), value=nodes)  # the root comes last ...
-    u_BM = pad(given.u_BN, (1, 0), value=-1.0)  # ... and always accepts
-    weight_BM = torch.ones_like(u_BM)
-    rest_BV = end_BV = given.p(ROOT)  # what is left of p: after the parent at hand; after the first one that accepts
-    end_B, end_rank_B = torch.full_like(order_BN[:, 0], ROOT), torch.full_like(order_BN[:, 0], nodes)
-    rejected = _Rejected(tree, rest_BV)
+    rank_BM = pad(_post_order(tree, ancestors_BNN), (1, 0), value=nodes)
+    u_BM = pad(inputs.u_BN, (1, 0), value=-1.0)
+    # 2) Scan families from the root down: each child's first weight, and its parent's when the child is rejected.
+    weight_BM, rest_BV = torch.ones_like(u_BM), inputs.p(ROOT)
+    rejected, first = _Rejected(tree, rest_BV), _FirstParent(rest_BV, nodes)
     for step in range(nodes):
         node_B, candidate_B = order_BN[:, step], parents_BN[:, step] != _NOBODY
         parent_B = parents_BN[:, step].clamp(min=ROOT)
-        rest_BV = torch.where(eldest_BN[:, step, None], given.p(parent_B), rest_BV)
+        # A family begins with its parent's whole p, and none of its tokens rejected.
+        rest_BV = torch.where(eldest_BN[:, step, None], inputs.p(parent_B), rest_BV)
         rejected.forget(eldest_BN[:, step])
-        token_B, q_BV = pick(tree.tokens_BN, node_B), given.q(node_B, rejected.tokens_BV)
-        # The child's weight before its own children; then the parent's, and its p, without this child.
-        weight_B = pick(weight_BM, parent_B + 1)
-        child_weight_B = (weight_B * ratio(rest_BV, q_BV, token_B)).clamp(max=1.0)
-        residual_BV = residual(weight_B, rest_BV, q_BV)
-        weight_B = torch.where(candidate_B, share(residual_BV.sum(1), 1.0 - weight_B), weight_B)
-        rest_BV = norm(residual_BV, rest_BV)
+        token_B, q_BV = _pick(tree.tokens_BN, node_B), inputs.q(node_B, rejected.tokens_BV)
+        # The child: a_c = min(1, a p(x) / q(x)).
+        weight_B = _pick(weight_BM, parent_B + 1)
+        child_weight_B = (weight_B * _ratio(rest_BV, q_BV, token_B)).clamp(max=1.0)
         weight_BM = weight_BM.scatter(1, node_B[:, None] + 1, child_weight_B[:, None])
+        # Its parent, once it is rejected: r = max(a p - q, 0), Z = sum r; a <- Z / (Z + 1 - a), p <- r / Z.
+        residual_BV = _residual(weight_B, rest_BV, q_BV)
+        weight_B = torch.where(candidate_B, _share(residual_BV.sum(1), 1.0 - weight_B), weight_B)
         weight_BM = weight_BM.scatter(1, parent_B[:, None] + 1, weight_B[:, None])
+        rest_BV = _norm(residual_BV, rest_BV)
         rejected.add(candidate_B, token_B)
-        # The parent's last child: keep its rest if it accepts before all others so far.
-        rank_B = pick(rank_BM, parent_B + 1)
-        ends_B = candidate_B & youngest_BN[:, step] & (pick(u_BM, parent_B + 1) < weight_B) & (rank_B <= end_rank_B)
-        end_B, end_rank_B = torch.where(ends_B, parent_B, end_B), torch.where(ends_B, rank_B, end_rank_B)
-        end_BV = torch.where(ends_B[:, None], rest_BV, end_BV)
+        # After its last child the parent's weight and p are what they will be.
+        accepts_B = candidate_B & youngest_BN[:, step] & (_pick(u_BM, parent_B + 1) < weight_B)
+        first.offer(accepts_B, parent_B, _pick(rank_BM, parent_B + 1), rest_BV)
+    # 3) End at the first that accepts. Of a leaf nothing was rejected: its p is whole.
     accepts_BM = pad(tree.candidate_BN, (1, 0), value=True) & (u_BM < weight_BM)
     node_B = torch.where(accepts_BM, rank_BM, nodes + 1).argmin(1) - 1
-    # Of a leaf nothing was rejected.
-    rest_BV = torch.where((node_B == end_B)[:, None], end_BV, given.p(node_B))
-    return _end_at(tree, ancestors_BNN, node_B, given.draw(rest_BV))
+    rest_BV = torch.where((node_B == first.node_B)[:, None], first.rest_BV, inputs.p(node_B))
+    return _end_at(tree, ancestors_BNN, node_B, inputs.draw(rest_BV))
+
+
+class _FirstParent:
+    """The first node in post-order, of those with children, that accepts; and what is left of its p."""
+
+    def __init__(self, root_BV: Tensor, nodes: int) -> None:
+        """The root, until another accepts: it comes last and always does. `root`: its p."""
+        self.node_B = torch.full_like(root_BV[:, 0], ROOT, dtype=torch.long)
+        self._rank_B = torch.full_like(self.node_B, nodes)
+        self.rest_BV = root_BV
+
+    def offer(self, accepts_B: Tensor, node_B: Tensor, rank_B: Tensor, rest_BV: Tensor) -> None:
+        """Take a node of each slot where it accepts and comes before the one that is known."""
+        sooner_B = accepts_B & (rank_B <= self._rank_B)
+        self.node_B = torch.where(sooner_B, node_B, self.node_B)
+        self._rank_B = torch.where(sooner_B, rank_B, self._rank_B)
+        self.rest_BV = torch.where(sooner_B[:, None], rest_BV, self.rest_BV)
 
 
 _NOBODY = ROOT - 1
@@ -225,24 +372,26 @@ def _post_order(tree: TreeBatch, ancestors_BNN: Tensor) -> Tensor:
     return (ancestors_BNN * elders_BN[:, None]).sum(2) + family_BN - 1
 
 
-def typical(given: VerifyInputs) -> BatchVerdict:
+def _typical(inputs: _Inputs) -> BatchVerdict:
     """Typical acceptance. A node is accepted with all its ancestors, so no walk is needed."""
-    tree, ancestors_BNN = given.tree, given.tree.ancestors_BNN
+    tree, ancestors_BNN = inputs.tree, inputs.tree.ancestors_BNN
+    # 1) Which tokens are typical after their parent, and how likely each path is.
     is_typical: list[Tensor] = []
-    likelihood_BM = torch.ones_like(given.p_BMV[:, :1, 0], dtype=torch.float64)  # of the path to the root, the nodes
+    likelihood_BM = torch.ones_like(inputs.p_BMV[:, :1, 0], dtype=torch.float64)  # of the path to the root, the nodes
     for node in range(tree.tokens_BN.shape[1]):
         parent_B = tree.parents_BN[:, node]
-        p_BV = given.p(parent_B)
-        p_B = pick(p_BV, tree.tokens_BN[:, node])
+        p_BV = inputs.p(parent_B)
+        p_B = _pick(p_BV, tree.tokens_BN[:, node])
         is_typical.append(p_B > typical_threshold(p_BV))
-        likelihood_BM = torch.cat([likelihood_BM, (pick(likelihood_BM, parent_B + 1) * p_B)[:, None]], 1)
+        likelihood_BM = torch.cat([likelihood_BM, (_pick(likelihood_BM, parent_B + 1) * p_B)[:, None]], 1)
+    # 2) The longest path of typical tokens, the likeliest of several.
     typical_BN = torch.stack(is_typical, 1) & tree.candidate_BN
     accepted_BN = ~(ancestors_BNN & ~typical_BN[:, None]).any(2)
     length_BN = ancestors_BNN.sum(2) * accepted_BN
     longest_BN = accepted_BN & (length_BN == length_BN.amax(1, keepdim=True))
     likeliest_B = torch.where(longest_BN, likelihood_BM[:, 1:], -1.0).argmax(1)  # the first of equals
     node_B = torch.where(accepted_BN.any(1), likeliest_B, ROOT)
-    return _end_at(tree, ancestors_BNN, node_B, given.draw(given.p(node_B)))
+    return _end_at(tree, ancestors_BNN, node_B, inputs.draw(inputs.p(node_B)))
 
 
 def _end_at(tree: TreeBatch, ancestors_BNN: Tensor, node_B: Tensor, token_B: Tensor) -> BatchVerdict:
@@ -255,129 +404,14 @@ def _end_at(tree: TreeBatch, ancestors_BNN: Tensor, node_B: Tensor, token_B: Ten
     return BatchVerdict(accepted_BN.sum(1), path_BD[:, :-1], token_B)
 
 
-__all__ = ["BatchVerdict", "verify_batch", "verify_greedy_chains"]
-
-
-def verify_batch(
-    rule: str, p_BMV: Tensor, q_BNV: Tensor | None, tree: TreeBatch, u_BN: Tensor, u_final_BD: Tensor
-) -> BatchVerdict:
-    """Verify one tree a slot by the rule of that name.
-
-    p_BMV: row 0 after the last emitted token, row i+1 after node i; may be logits for `greedy`. q_BNV: row i is the
-    full distribution that node i was drawn from; None for a rule that reads none. u_BN: the acceptance number of each
-    node. u_final_BD: column 0 draws the final token; `match` needs D+1 columns, and draws the token at depth d with
-    column d. For a rule that takes only chains each node must be the parent of the next. Raises InputError for a draft
-    whose way of drawing the rule does not take.
-    """
-    known = known_rule(rule)
-    known.check_drawn(tree.drawn)
-    nodes = tree.tokens_BN.shape[1]
-    if p_BMV.shape[1] != nodes + 1:
-        raise ValueError(f"p: {p_BMV.shape[1]} rows: must be {nodes + 1} for this draft")
-    if known.needs_q and (q_BNV is None or q_BNV.shape[1] != nodes):
-        raise ValueError(f"q: {None if q_BNV is None else q_BNV.shape[1]} rows: must be {nodes} for rule {rule!r}")
-    given = VerifyInputs(p_BMV, p_BMV[:, :0] if q_BNV is None else q_BNV, tree, u_BN, u_final_BD)
-    if nodes == 0 and rule != "greedy":
-        return Walk(tree).end(given.draw(given.p(ROOT)))
-    return _VERIFY[rule](given)
-
-
-def verify_greedy_chains(p_BMV: Tensor, tree: TreeBatch) -> BatchVerdict:
-    """`greedy` where every tree is a chain, each node the parent of the next: all levels at once."""
-    best_BM = p_BMV.argmax(-1)
-    agree_BK = tree.candidate_BN & (tree.tokens_BN == best_BM[:, :-1])
-    length_B = agree_BK.long().cumprod(1).sum(1)
-    return BatchVerdict(length_B, _path(length_B, tree.depth), best_BM.gather(1, length_B[:, None])[:, 0])
-
-
-def _path(length_B: Tensor, depth: int) -> Tensor:
-    """[B, D]: the first nodes of a chain."""
-    index_D = torch.arange(depth, device=length_B.device)
-    return torch.where(index_D < length_B[:, None], index_D, -1)
-
-
-def _greedy(given: VerifyInputs) -> BatchVerdict:
-    best_BM, walk = given.p_BMV.argmax(-1), Walk(given.tree)
-    for _ in range(given.tree.depth):
-        best_B1 = best_BM.gather(1, walk.node_B[:, None] + 1)
-        walk.step_to_first(given.children(walk.node_B) & (given.tree.tokens_BN == best_B1))
-    return walk.end(best_BM.gather(1, walk.node_B[:, None] + 1)[:, 0])
-
-
-def _match(given: VerifyInputs) -> BatchVerdict:
-    walk = Walk(given.tree)
-    token_B = categorical(given.p(ROOT), given.u_final_BD[:, 0])
-    for level in range(1, given.tree.depth + 1):
-        matching_BN = given.children(walk.node_B) & (given.tree.tokens_BN == token_B[:, None])
-        # A slot that has stopped meets its last token again, and stops again.
-        moves_B = walk.step_to_first(matching_BN)
-        token_B = torch.where(moves_B, categorical(given.p(walk.node_B), given.u_final_BD[:, level]), token_B)
-    return walk.end(token_B)
-
-
-def _onehot(given: VerifyInputs) -> BatchVerdict:
-    walk = Walk(given.tree)
-    for _ in range(given.tree.depth):
-        children_BN = given.children(walk.node_B)
-        p_BN, others_BV = _take_out(given.p(walk.node_B), given.tree.tokens_BN, children_BN)
-        # What is left of p when a child is tried: itself, its younger siblings, and all tokens that are no child's.
-        left_BN = p_BN.flip(1).cumsum(1).flip(1) + others_BV.sum(1, keepdim=True)
-        walk.step_to_first(children_BN & (given.u_BN < p_BN / left_BN))
-    _, others_BV = _take_out(given.p(walk.node_B), given.tree.tokens_BN, given.children(walk.node_B))
-    return walk.end(given.draw(others_BV))
-
-
-def _take_out(p_BV: Tensor, tokens_BN: Tensor, children_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Split p into that of the children's (distinct) tokens [B, N] and that of all other tokens [B, V]."""
-    p_BN = p_BV.gather(1, tokens_BN) * children_BN
-    return p_BN, p_BV.scatter_add(1, tokens_BN, -p_BN)
-
-
-def _token(given: VerifyInputs) -> BatchVerdict:
-    drafted_BK = given.tree.candidate_BN.long().cumprod(1)
-    accepted = [
-        given.u_BN[:, k] < ratio(given.p(k - 1), given.q(k), given.tree.tokens_BN[:, k])
-        for k in range(drafted_BK.shape[1])
-    ]
-    length_B = (drafted_BK * torch.stack(accepted, 1)).cumprod(1).sum(1)
-    return _end_of_chain(given, length_B, drafted_BK.sum(1), torch.ones_like(given.u_BN[:, 0]))
-
-
-def _block(given: VerifyInputs) -> BatchVerdict:
-    drafted_B = given.tree.candidate_BN.long().cumprod(1).sum(1)
-    nodes = given.tree.tokens_BN.shape[1]
-    weight_B = torch.ones_like(given.u_BN[:, 0])
-    length_B, weight_at_length_B = torch.zeros_like(drafted_B), weight_B
-    p_BV, q_BV = given.p(ROOT), given.q(0)
-    for i in range(1, nodes + 1):
-        weight_B = (weight_B * ratio(p_BV, q_BV, given.tree.tokens_BN[:, i - 1])).clamp(max=1.0)
-        threshold_B = weight_B
-        if i < nodes:
-            p_BV, q_BV = given.p(i - 1), given.q(i)
-            mass_B = residual(weight_B, p_BV, q_BV).sum(1)
-            threshold_B = torch.where(i < drafted_B, share(mass_B, 1.0 - weight_B), weight_B)
-        accepted_B = (i <= drafted_B) & (given.u_BN[:, i - 1] < threshold_B)
-        length_B = torch.where(accepted_B, i, length_B)
-        weight_at_length_B = torch.where(accepted_B, weight_B, weight_at_length_B)
-    return _end_of_chain(given, length_B, drafted_B, weight_at_length_B)
-
-
-def _end_of_chain(given: VerifyInputs, length_B: Tensor, drafted_B: Tensor, weight_B: Tensor) -> BatchVerdict:
-    """Emit from norm(max(P p - q, 0)) after so many accepted tokens, or after all that were drafted from p."""
-    p_BV = given.p(length_B - 1)
-    residual_BV = residual(weight_B, p_BV, given.q(length_B.clamp(max=given.tree.tokens_BN.shape[1] - 1)))
-    rest_BV = torch.where((length_B < drafted_B)[:, None], norm(residual_BV, p_BV), p_BV)
-    return BatchVerdict(length_B, _path(length_B, given.tree.depth), given.draw(rest_BV))
-
-
 _VERIFY = {
     "greedy": _greedy,
     "token": _token,
     "block": _block,
     "onehot": _onehot,
     "match": _match,
-    "multiround": siblings,
-    "recursive": siblings,
-    "traversal": traversal,
-    "typical": typical,
+    "multiround": _siblings,
+    "recursive": _siblings,
+    "traversal": _traversal,
+    "typical": _typical,
 }

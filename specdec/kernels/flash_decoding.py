@@ -51,7 +51,10 @@ def attend_cached(
     tree: dict[str, Any] = {"visible": past_B, "depth": past_B}  # not read without a tree
     if visible_BNF is not None and depth_BF is not None:
         tree = {"visible": visible_BNF.to(torch.int8).contiguous(), "depth": depth_BF.contiguous()}
+    # A program's rows are the queries that share a key-value head; a product has at least 16 rows and columns.
     rows = min(_MOST, max(_LEAST, triton.next_power_of_2(shared * new)))
+    options = {"TREE": visible_BNF is not None, "WINDOWED": window is not None, "CAPPED": softcap is not None}
+    blocks = {"ROWS": rows, "KEYS": _KEYS, "SIZE": max(_LEAST, triton.next_power_of_2(size))}
     _attend[(batch, groups, triton.cdiv(shared * new, rows))](
         query,
         key,
@@ -64,37 +67,66 @@ def attend_cached(
         scale=scaling if scaling is not None else size**-0.5,
         cap=softcap or 0.0,
         window=window or 0,
-        query_slot=query.stride(0),
-        query_head=query.stride(1),
-        query_new=query.stride(2),
-        new_key_slot=key.stride(0),
-        new_key_group=key.stride(1),
-        new_key_row=key.stride(2),
-        new_value_slot=value.stride(0),
-        new_value_group=value.stride(1),
-        new_value_row=value.stride(2),
-        output_slot=output.stride(0),
-        output_head=output.stride(1),
-        output_new=output.stride(2),
-        key_slot=keys.stride(0),
-        key_group=keys.stride(1),
-        value_slot=values.stride(0),
-        value_group=values.stride(1),
+        **_strides("query", query, ("slot", "head", "new")),
+        **_strides("new_key", key, ("slot", "group", "row")),
+        **_strides("new_value", value, ("slot", "group", "row")),
+        **_strides("output", output, ("slot", "head", "new")),
+        **_strides("key", keys, ("slot", "group")),
+        **_strides("value", values, ("slot", "group")),
         capacity=keys.shape[2],
         N=new,
         F=entries,
         R=shared,
         D=size,
-        TREE=visible_BNF is not None,
-        WINDOWED=window is not None,
-        CAPPED=softcap is not None,
-        ROWS=rows,
-        KEYS=_KEYS,
-        SIZE=max(_LEAST, triton.next_power_of_2(size)),
+        **options,
+        **blocks,
         num_warps=4,
         num_stages=3,
     )
     return output
+
+
+def _strides(name: str, x: Tensor, dimensions: tuple[str, ...]) -> dict[str, int]:
+    """Strides of the first dimensions, under the names that the kernel has for them."""
+    return {f"{name}_{dimension}": stride for dimension, stride in zip(dimensions, x.stride())}
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _store_new(  # type: ignore[no-untyped-def]
+    new_keys,
+    new_values,
+    new_key_row,
+    new_value_row,
+    keys,
+    values,
+    first,
+    capacity,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    KEYS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Write a slot's N new keys and values of one head into its cache, from position `first` on."""
+    column = tl.arange(0, SIZE)
+    for start in range(0, N, KEYS):
+        row = start + tl.arange(0, KEYS)
+        to = first + row
+        fits = ((row < N) & (to < capacity))[:, None] & (column < D)[None, :]
+        k = tl.load(new_keys + row[:, None] * new_key_row + column[None, :], mask=fits, other=0.0)
+        v = tl.load(new_values + row[:, None] * new_value_row + column[None, :], mask=fits, other=0.0)
+        tl.store(keys + to[:, None] * D + column[None, :], k.to(keys.dtype.element_ty), mask=fits)
+        tl.store(values + to[:, None] * D + column[None, :], v.to(values.dtype.element_ty), mask=fits)
+    tl.debug_barrier()  # what one thread wrote another reads after this
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _tree_sees(visible, depth, slot, n, real, entry, key, length, N: tl.constexpr, F: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether each query of a tree sees each key, and the keys' positions: the past as it stands, entries by depth."""
+    inside = (entry >= 0) & (entry < F)
+    at = visible + (slot * N + n[:, None]) * F + entry[None, :]
+    among = tl.load(at, mask=real[:, None] & inside[None, :], other=0)
+    position = tl.where(inside, length + tl.load(depth + slot * F + entry, mask=inside, other=0), key)
+    return (entry < 0)[None, :] | (among != 0), position
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -140,27 +172,33 @@ def _attend(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
 ):
     slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, column, place = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, KEYS)
-    real, n = row < R * N, row % N  # a row is (head r of the group, query n)
+    # 1) This program's queries: a row is (head r of the group, query n).
+    row, column = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
+    real, n = row < R * N, row % N
     head = group * R + row // N
     inside = real[:, None] & (column < D)[None, :]
     at = slot * query_slot + head * query_head + n * query_new
     q = tl.load(query + at[:, None] + column[None, :], mask=inside, other=0.0)
 
+    # 2) The new keys and values go into the cache, behind the slot's past and the entries that stand there already.
     length = tl.load(past + slot)
     key_base, value_base = keys + slot * key_slot + group * key_group, values + slot * value_slot + group * value_group
-    new_key_base = new_keys + slot * new_key_slot + group * new_key_group
-    new_value_base = new_values + slot * new_value_slot + group * new_value_group
-    for start in range(0, N, KEYS):
-        fresh = start + place
-        to = length + F - N + fresh
-        fits = ((fresh < N) & (to < capacity))[:, None] & (column < D)[None, :]
-        k = tl.load(new_key_base + fresh[:, None] * new_key_row + column[None, :], mask=fits, other=0.0)
-        v = tl.load(new_value_base + fresh[:, None] * new_value_row + column[None, :], mask=fits, other=0.0)
-        tl.store(key_base + to[:, None] * D + column[None, :], k.to(keys.dtype.element_ty), mask=fits)
-        tl.store(value_base + to[:, None] * D + column[None, :], v.to(values.dtype.element_ty), mask=fits)
-    tl.debug_barrier()  # what one thread wrote another reads below
+    _store_new(
+        new_keys + slot * new_key_slot + group * new_key_group,
+        new_values + slot * new_value_slot + group * new_value_group,
+        new_key_row,
+        new_value_row,
+        key_base,
+        value_base,
+        length + F - N,
+        capacity,
+        N,
+        D,
+        KEYS,
+        SIZE,
+    )
 
+    # 3) The queries' own positions, and the first block of keys that any of them sees.
     position = length + n
     if TREE:
         position = length + tl.load(depth + slot * F + F - N + n)
@@ -168,11 +206,12 @@ def _attend(  # type: ignore[no-untyped-def]
     if WINDOWED:  # no query stands before the end of the past
         first = tl.maximum(length - window + 1, 0) // KEYS * KEYS
 
+    # 4) Keys and values stream past the queries; best, total and mean are those of the softmax so far.
     best = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(first, length + F, KEYS):
-        key = start + place
+        key = start + tl.arange(0, KEYS)
         entry = key - length
         exists = (key < length + F)[:, None] & (column < D)[None, :]
         k = tl.load(key_base + key[:, None] * D + column[None, :], mask=exists, other=0.0)
@@ -180,16 +219,10 @@ def _attend(  # type: ignore[no-untyped-def]
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             score = cap - 2 * cap / (tl.exp(2 * score / cap) + 1)  # cap * tanh(score / cap)
-        key_position = key
+        # Which keys each query sees: its past, its chain or its tree's path, inside the window.
+        sees, key_position = entry[None, :] <= n[:, None], key
         if TREE:
-            new = (entry >= 0) & (entry < F)
-            among = tl.load(
-                visible + (slot * N + n[:, None]) * F + entry[None, :], mask=real[:, None] & new[None, :], other=0
-            )
-            sees = (entry < 0)[None, :] | (among != 0)
-            key_position = tl.where(new, length + tl.load(depth + slot * F + entry, mask=new, other=0), key)
-        else:
-            sees = entry[None, :] <= n[:, None]
+            sees, key_position = _tree_sees(visible, depth, slot, n, real, entry, key, length, N, F)
         if WINDOWED:
             sees = sees & (position[:, None] - key_position[None, :] < window)
         # A row that has seen nothing yet gathers nonsense, which its first visible key multiplies by exp(-1e30) = 0.
@@ -200,6 +233,8 @@ def _attend(  # type: ignore[no-untyped-def]
         total = total * fade + tl.sum(weight, 1)
         mean = mean * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         best = higher
+
+    # 5) The weighted mean of the values is the attention.
     at = slot * output_slot + head * output_head + n * output_new
     to = output + at[:, None] + column[None, :]
     tl.store(to, (mean / total[:, None]).to(output.dtype.element_ty), mask=inside)

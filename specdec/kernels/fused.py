@@ -24,6 +24,8 @@ from .shared_products import share_products
 Forward = Callable[[Any, Tensor], Tensor]
 """(module, what it reads) -> what it gives."""
 _CLOSE = 2e-2  # of the largest value: two roundings in bfloat16
+_SCALES = (0.1, 1.0, 4.0)  # of the numbers that a fused forward is tried on
+_ROTARY = "apply_rotary_pos_emb"  # what transformers calls the function in each model's file
 
 
 def can_fuse(device: torch.device) -> bool:
@@ -33,33 +35,32 @@ def can_fuse(device: torch.device) -> bool:
 
 @torch.no_grad()
 def fuse(model: nn.Module, share: bool = True) -> list[str]:
-    """Replace what can be; names of what was. The model must be frozen.
+    """Replace what can be by fused kernels; returns the names of what was. The model must be frozen.
 
-    `share`: products of few rows too, which needs weights that stay where they are.
+    `share`: also multiply once where layers read the same few rows, which needs weights that stay where they are.
     """
     device = next(model.parameters()).device
-    with current(device):
-        return _fuse(model, share, device)
+    with current(device):  # Triton launches there
+        # 1) Norms and gated MLPs: one fused forward a class, taken where it agrees with the module's own.
+        fused: dict[type, Forward | None] = {}
+        for module in model.modules():
+            kind = type(module)
+            if kind not in fused:
+                fused[kind] = next((forward for forward in _candidates(module) if _agree(module, forward)), None)
+            forward = fused[kind]
+            if forward is not None:
+                module.forward = MethodType(forward, module)  # bound: a copy of the module runs on its own weights
+        names = [kind.__name__ for kind, forward in fused.items() if forward is not None]
+        # 2) Queries, keys and values, and gate and up, in one product each.
+        shared = share_products(model) if share else 0
+        names += [f"{shared} shared products"] if shared else []
+        # 3) Rotary embeddings, which the classes of one Python module share.
+        files = sorted({kind.__module__ for kind in fused})
+        return [*names, *(f"{file}.{_ROTARY}" for file in files if _replace_rotary(file, device))]
 
 
-def _fuse(model: nn.Module, share: bool, device: torch.device) -> list[str]:
-    fused: dict[type, Forward | None] = {}
-    for module in model.modules():
-        kind = type(module)
-        if kind not in fused:
-            fused[kind] = next((forward for forward in _forms(module) if _agree(module, forward)), None)
-        forward = fused[kind]
-        if forward is not None:
-            module.forward = MethodType(forward, module)  # bound: a copy of the module runs on its own weights
-    shared = share_products(model) if share else 0
-    names = [kind.__name__ for kind, forward in fused.items() if forward is not None]
-    places = sorted({kind.__module__ for kind in fused})
-    names += [f"{shared} shared products"] if shared else []
-    return [*names, *(f"{place}.{_ROTARY}" for place in places if _turn(place, device))]
-
-
-def _forms(module: Any) -> list[Forward]:
-    """What could replace modules of this class, by its looks."""
+def _candidates(module: Any) -> list[Forward]:
+    """Fused forwards that could replace modules of this class, by its looks."""
     weight = getattr(module, "weight", None)
     if "RMSNorm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dim() == 1:
         return [_norm, _norm_from_one]
@@ -68,7 +69,8 @@ def _forms(module: Any) -> list[Forward]:
 
 
 def _is_silu(activation: Any, device: torch.device) -> bool:
-    """Seen by itself: behind a layer of zeros, or on large numbers, other activations look the same."""
+    """Whether an activation is SiLU. Compared by itself: behind a layer of zeros, or on large numbers, others look the
+    same."""
     if not callable(activation):
         return False
     x = torch.linspace(-6, 6, 97, device=device)
@@ -80,7 +82,7 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 def _norm_from_one(module: Any, x: Tensor) -> Tensor:
-    """Gemma's: the weight is what 1 is changed by."""
+    """RMSNorm of Gemma, whose weight is added to 1."""
     return _normed(module, x, 1.0, "gemma")
 
 
@@ -106,9 +108,6 @@ def _gated(module: Any, x: Tensor) -> Tensor:
     return down
 
 
-_SCALES = (0.1, 1.0, 4.0)
-
-
 def _agree(module: Any, fused: Forward) -> bool:
     """Whether both give the same for a row of numbers, small and large."""
     weight = module.weight if hasattr(module, "weight") else module.gate_proj.weight
@@ -124,22 +123,19 @@ def _close(theirs: Tensor, ours: Tensor) -> bool:
     return bool(torch.allclose(ours.float(), theirs.float(), rtol=0, atol=limit))
 
 
-_ROTARY = "apply_rotary_pos_emb"
-
-
-def _turn(name: str, device: torch.device) -> bool:
-    """Have the functions of a Python module of transformers rotate frozen queries and keys there in one kernel.
+def _replace_rotary(name: str, device: torch.device) -> bool:
+    """Let a Python module of transformers rotate frozen queries and keys on the device in one kernel; whether it does.
 
     Its models share that function, so the new one hands back to the old whatever is learned or on another device.
     """
-    place: Any = sys.modules[name]
-    theirs = getattr(place, _ROTARY, None)
+    file: Any = sys.modules[name]
+    theirs = getattr(file, _ROTARY, None)
     if theirs is None or isinstance(theirs, _Rotary):
         return theirs is not None
     ours = _Rotary(theirs, device)
     if ours.agrees():
-        setattr(place, _ROTARY, ours)
-    return isinstance(getattr(place, _ROTARY), _Rotary)
+        setattr(file, _ROTARY, ours)
+    return isinstance(getattr(file, _ROTARY), _Rotary)
 
 
 class _Rotary:
@@ -156,7 +152,7 @@ class _Rotary:
         return self._fused(q, k, cos, sin)
 
     def agrees(self) -> bool:
-        """Whether both rotate alike."""
+        """Whether the kernel and the replaced function rotate alike, on a few random numbers."""
         generator = torch.Generator().manual_seed(0)
         q, k = (torch.randn(2, heads, 3, 8, generator=generator).to(self._device) for heads in (4, 2))
         angle = torch.rand(2, 3, 4, generator=generator).to(self._device).repeat(1, 1, 2)

@@ -18,22 +18,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_MOST_ROWS = 256
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_MOST_ROWS = 256  # of an input whose product is shared
 
 
 def share_products(model: nn.Module) -> int:
-    """Let every attention and gated MLP of the model multiply once; how many do."""
+    """Let every attention and gated MLP of the model multiply once. Returns how many do."""
     groups: list[list[Any]] = [
-        [getattr(module, name, None) for name in names] for module in model.modules() for names in _TOGETHER
+        [getattr(module, name, None) for name in names] for module in model.modules() for names in _GROUPS
     ]
-    found = [linears for linears in groups if _alike(linears)]
+    found = [linears for linears in groups if _can_share(linears)]
     for linears in found:
-        _Shared(linears)
+        _SharedProduct(linears)
     return len(found)
 
 
-def _alike(linears: Sequence[Any]) -> bool:
+def _can_share(linears: Sequence[Any]) -> bool:
+    """Whether these are plain linear layers over the same input, with weights of one kind."""
     if not all(type(linear) is nn.Linear and "forward" not in vars(linear) for linear in linears):
         return False
     first = linears[0].weight
@@ -44,67 +45,73 @@ def _alike(linears: Sequence[Any]) -> bool:
     return same and len({one.bias is None for one in linears}) == 1
 
 
-class _Shared:
-    """The joint weights of a few layers, and the parts of the last product that nobody has fetched."""
+class _SharedProduct:
+    """The joint weights of a few layers, and the parts of the last product that no layer has fetched."""
 
     @torch.no_grad()
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        # The joint weights, and the last product: its input, the state it was made in, and the parts left over, each
+        # with how often its weights had changed.
         self._sizes = [linear.out_features for linear in linears]
         self._weight = torch.cat([linear.weight for linear in linears])
         self._bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-        self._kind = self._weight.device.type
+        self._device_type = self._weight.device.type
         self._input: Tensor | None = None
-        self._made: object = None
+        self._state: object = None
         self._parts: dict[int, tuple[Tensor, int]] = {}
+        # Each layer's weights become views of the joint ones, and its forward asks here.
         weights = torch.split(self._weight, self._sizes)
         biases = None if self._bias is None else torch.split(self._bias, self._sizes)
-        for place, linear in enumerate(linears):
-            linear.weight.data = weights[place]
+        for number, linear in enumerate(linears):
+            linear.weight.data = weights[number]
             if biases is not None:
-                linear.bias.data = biases[place]
+                linear.bias.data = biases[number]
             ours: Any = linear
-            ours.shared, ours.place = self, place
+            ours.shared, ours.shared_number = self, number
             ours.forward = MethodType(_forward, linear)  # bound: a copy of the layer asks for itself
         self._held = [(linear.weight, linear.bias) for linear in linears]
         self._addresses = [_addresses(*held) for held in self._held]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shared | None":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_SharedProduct | None":
         """Layers that are copied around the same weights stay with us; others, whose weights are copies, do not."""
         ours = [tensor for held in self._held for tensor in held if tensor is not None]
         return self if all(memo.get(id(tensor)) is tensor for tensor in ours) else None
 
-    def part(self, linear: nn.Linear, place: int, x: Tensor) -> Tensor:
-        """What the layer at this place makes of x [..., H]."""
+    def part(self, linear: nn.Linear, number: int, x: Tensor) -> Tensor:
+        """The layer's own product of x [..., H]; `number`: which of the group it is."""
         weight, bias = linear.weight, linear.bias
-        moved = _addresses(weight, bias) != self._addresses[place]
+        # 1) Weights that were put elsewhere or learn, and large inputs: a product of its own.
+        moved = _addresses(weight, bias) != self._addresses[number]
         learns = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
         if moved or learns or x.numel() > _MOST_ROWS * x.shape[-1]:
             return F.linear(x, weight, bias)
-        made = self._making(x)
-        if self._input is x and self._made == made:
-            part, changes = self._parts.pop(place, (None, 0))
+        # 2) Another layer has multiplied this very input by all weights: fetch the part.
+        state = self._product_state(x)
+        if self._input is x and self._state == state:
+            part, changes = self._parts.pop(number, (None, 0))
             if not self._parts:
                 self._input = None
             if part is not None and changes == _changes(weight, bias):
                 return part
+        # 3) The first that is asked multiplies for all.
         parts = torch.split(F.linear(x, self._weight, self._bias), self._sizes, dim=-1)
         changed = [_changes(*held) for held in self._held]
-        self._input, self._made = x, made  # x is kept until all is fetched, so that no other takes its identity
-        self._parts = {other: (parts[other], changed[other]) for other in range(len(parts)) if other != place}
-        return parts[place]
+        self._input, self._state = x, state  # x is kept until all is fetched, so that no other takes its identity
+        self._parts = {other: (parts[other], changed[other]) for other in range(len(parts)) if other != number}
+        return parts[number]
 
-    def _making(self, x: Tensor) -> object:
-        """What else a product depends on: a part that was left over is not handed out after a change of it.
+    def _product_state(self, x: Tensor) -> object:
+        """What a product depends on beside the tensors: a part that was left over is not handed out once it changed.
 
         Torch counts no changes of what was made in inference mode: there x must stay as it is between two layers.
         """
-        autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
+        autocast = torch.get_autocast_dtype(self._device_type) if torch.is_autocast_enabled(self._device_type) else None
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
         return modes, x.requires_grad, _changes(x, None)
 
 
 def _changes(one: Tensor, other: Tensor | None) -> int:
-    """How often they were changed in place."""
+    """How often two tensors were changed in place."""
     found = 0 if one.is_inference() else one._version
     return found if other is None or other.is_inference() else found + other._version
 
@@ -114,7 +121,7 @@ def _addresses(weight: Tensor, bias: Tensor | None) -> tuple[int, int | None]:
 
 
 def _forward(linear: Any, x: Tensor) -> Tensor:
-    shared: _Shared | None = linear.shared
-    if shared is None:
+    shared: _SharedProduct | None = linear.shared
+    if shared is None:  # a copy of the layer
         return F.linear(x, linear.weight, linear.bias)
-    return shared.part(linear, linear.place, x)
+    return shared.part(linear, linear.shared_number, x)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import requests
+from engine_counts import EngineCounts, engine_rounds, matched_runs
 from trained import PROMPTS, Trained
 from vllm_served import served
 
 from draftforge.eval.engine_metrics import Counters, parse
-from draftforge.specdec.counting import EngineCounts, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.sampling import SamplingSettings

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from drafted import fit, fresh_family, save, talks
+from engine_counts import EngineRound, engine_rounds, matched_runs
 from trained import PROMPTS, SEED, Trained, sentences
 from vllm_served import VLLM, environment
 
-from draftforge.specdec.counting import EngineRound, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.formats import write_draft

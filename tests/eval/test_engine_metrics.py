@@ -22,7 +22,7 @@ from draftforge.eval.engine_metrics import (
 )
 from draftforge.eval.figures import Bootstrap
 from draftforge.eval.summary import describe_mismatch
-from draftforge.specdec.counting import CountedRounds, EngineRound, engine_rounds
+from engine_counts import CountedRounds, EngineRound, engine_rounds
 from draftforge.specdec.replay.expected_rounds import count_rounds
 
 K, LENGTH = 4, 30

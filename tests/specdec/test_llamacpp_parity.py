@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_counts import EngineCounts, EngineRound, engine_rounds, matched_runs
 from llamacpp import LlamaServer
 from trained import PROMPTS, Trained
 from transformers import AutoConfig, LlamaForCausalLM
 
 from draftforge.eval.engine_metrics import parse
-from draftforge.specdec.counting import EngineCounts, EngineRound, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Generation, Request, generate
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.formats import write_draft

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine_counts import EngineCounts, EngineRound, engine_rounds, matched_runs
 from trained import PROMPTS, Trained
 from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from draftforge.specdec.counting import EngineCounts, EngineRound, engine_rounds, matched_runs
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.sampling import SamplingSettings

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import requests
 import xllamacpp
-
-from draftforge.specdec.counting import EngineCounts
+from engine_counts import EngineCounts
 
 
 class Completion(NamedTuple):

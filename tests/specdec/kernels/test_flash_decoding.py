@@ -39,9 +39,17 @@ def windowed(visible_BNL: Tensor, position_BN: Tensor, key_BL: Tensor, window: i
     return visible_BNL if window is None else visible_BNL & (position_BN[..., None] - key_BL[:, None] < window)
 
 
-@pytest.mark.parametrize("new", [1, 3, 30])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (100, 2.0), (None, 3.0)])
-@pytest.mark.parametrize(("heads", "groups", "size"), [(9, 3, 64), (4, 4, 80), (8, 1, 16)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "window", "softcap", "new"),
+    [
+        (9, 3, 64, None, None, 1),
+        (4, 4, 80, 5, None, 1),
+        (8, 1, 16, 100, 2.0, 3),
+        (4, 4, 80, None, 3.0, 3),
+        (8, 1, 16, 5, None, 30),
+        (4, 4, 80, 100, 2.0, 30),
+    ],
+)
 def test_equals_the_dense_path(
     heads: int, groups: int, size: int, window: int | None, softcap: float | None, new: int
 ) -> None:

@@ -3,10 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from stand_ins import near_copy, prompts, random_eagle3, target
-
-from draftforge.errors import InputError
-from draftforge.specdec.counting import (
+from engine_counts import (
     CountedRounds,
     CountingConvention,
     EngineCounts,
@@ -14,6 +11,9 @@ from draftforge.specdec.counting import (
     engine_rounds,
     matched_runs,
 )
+from stand_ins import near_copy, prompts, random_eagle3, target
+
+from draftforge.errors import InputError
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import Proposer, make_proposer
 from draftforge.specdec.proposers.lookup import PromptLookup

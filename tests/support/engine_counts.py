@@ -1,7 +1,7 @@
 """Counts as serving engines report them, so that a score here may be laid beside an engine's own metrics.
 
-The decoder and replay count in one way (decoder.py, walk.py). At temperature 0 what a draft gets right along the
-target's own text fixes every round of every engine; they differ in where rounds start and in what is clipped:
+The decoder and replay count in one way (decoder.py, expected_rounds.py). At temperature 0 what a draft gets right along
+the target's own text fixes every round of every engine; they differ in where rounds start and in what is clipped:
 
                  first round after  drafts at most          without a draft  a stop token inside a draft
   draftforge     the first token    min(K, remaining - 1)   a round          accepted; what follows is not
@@ -18,13 +18,13 @@ Shapes: T round starts (row t: t tokens of the answer known), K drafted tokens.
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from ..errors import InputError
-from .cuda_graphs import running
-from .models import CausalModel
-from .proposers.base import Proposer
-from .replay.packing import Pack, Text
-from .replay.target_trace import RecordedAnswer, trace_target
-from .sampling import SamplingSettings
+from draftforge.errors import InputError
+from draftforge.specdec.cuda_graphs import running
+from draftforge.specdec.models import CausalModel
+from draftforge.specdec.proposers.base import Proposer
+from draftforge.specdec.replay.packing import Pack, Text
+from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
+from draftforge.specdec.sampling import SamplingSettings
 
 CountingConvention = Literal["draftforge", "llamacpp", "transformers", "vllm"]
 
