@@ -33,7 +33,7 @@ from ..eval.training_eval import SampledScore
 from ..progress import say
 from ..specdec.formats import META_FILE
 from ..specdec.formats.checkpoint import OWN_TARGET
-from ..specdec.targets import place
+from ..specdec.targets import resolve_device
 from ..train.checkpoints import claim, is_finished, list_steps, step_folder
 from ..train.families import check_teacher_signals, family_of
 from ..train.families.initial_draft import INIT, store_initial_draft
@@ -90,7 +90,7 @@ class Stages:
             recipe.capture.identity(),
             [sampling.model_dump() for sampling in recipe.score.sampling],
             self.space.target_fingerprint,
-            str(place(recipe.target.device, recipe.target.dtype)[1]),
+            str(resolve_device(recipe.target.device, recipe.target.dtype)[1]),
         ]
         if recipe.capture.answers is not None:
             inputs.append(answers_digest(recipe.capture.answers))
@@ -222,7 +222,7 @@ def capture_stage(stages: Stages, part: Part | None = None) -> Stage:
 def join_stage(stages: Stages, parts: Sequence[Path]) -> None:
     """Make the capture of the parts that several machines made."""
     recipe = stages.recipe
-    dtype = place(recipe.target.device, recipe.target.dtype)[1]
+    dtype = resolve_device(recipe.target.device, recipe.target.dtype)[1]
     conversations, scored = load_mix(stages.mix.folder), recipe.score.sampling
     found = stages.space.target_fingerprint
     join(parts, found, str(dtype), conversations, recipe.capture, scored, stages.capture.folder)

@@ -57,7 +57,7 @@ from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.stored_draft import StoredDraft
-from draftforge.specdec.targets import Target, locate, place
+from draftforge.specdec.targets import Target, locate, resolve_device
 
 GREEDY = SamplingSettings()
 _PASS_TOKENS = 16384  # of recorded answers that are replayed together
@@ -224,7 +224,7 @@ def check(asked: argparse.Namespace) -> BenchOptions:
     storage.require_file_place(asked.out, "OUT")
     if not Path(asked.target).is_dir():
         raise MissingFileError(f"TARGET {asked.target}: no such folder")
-    place(asked.device, asked.dtype, "--device")
+    resolve_device(asked.device, asked.dtype, "--device")
     locate(TargetSettings(model=asked.target))
     most = _positions(Path(asked.target))
     longest = asked.context + 1 + asked.rounds * (asked.draft_tokens + 1)

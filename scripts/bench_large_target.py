@@ -31,7 +31,7 @@ from draftforge.data.store import FORMAT, MANIFEST, SHARDS, Capture, Sample, wri
 from draftforge.distributed.process_group import wait_until
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.sharding import fill_ends, held_bytes, skeleton
+from draftforge.specdec.sharding import fill_unsharded, held_bytes, skeleton
 from draftforge.specdec.targets import Target
 from draftforge.train.loop import train
 from draftforge.train.settings import Eagle3Settings
@@ -93,7 +93,7 @@ def shape_of(given: argparse.Namespace, wanted: int, number: int) -> LlamaConfig
 def random_target(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Target:
     """Embeddings, norm and head; the layers come when the training asks for them."""
     model, weights = skeleton(config, dtype), RandomWeights(device, dtype)
-    fill_ends(model, model.get_decoder().layers, weights, device)
+    fill_unsharded(model, model.get_decoder().layers, weights, device)
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b")
     identity = fingerprint.of_json(["random", config.to_diff_dict()])

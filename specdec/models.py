@@ -171,11 +171,11 @@ class CausalModel:
     """A transformers causal LM without its cache, masks and head: `states`, then `logits` where wanted.
 
     `context` is the longest sequence that is served; None: the longest that the config allows. Raises FormatError for
-    a model that does more than we know of, found by comparing both on a few tokens (see architecture.py).
+    a model that does more than we know of, found by comparing both on a few tokens (`check`).
     """
 
-    def __init__(self, model: PreTrainedModel, context: int | None = None, there: bool = True) -> None:
-        """`there` False: the layers have no memory yet; `check` is to be called when they have."""
+    def __init__(self, model: PreTrainedModel, context: int | None = None, loaded: bool = True) -> None:
+        """`loaded` False: the layers have no weights yet; call `check` when they have."""
         self.model = model
         config = model.config.get_text_config()
         self.config = config
@@ -189,7 +189,7 @@ class CausalModel:
         self._head: nn.Module = model.get_output_embeddings()
         self._scale, self._softcap = head_arithmetic(config)
         fix_rope(model, self._decoder, self.max_positions)
-        if there:
+        if loaded:
             self.check()
 
     @property

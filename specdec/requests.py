@@ -226,9 +226,7 @@ class TargetSettings(BaseModel):
         if self.shard and self.adapter is not None:
             raise ValueError(f"shard true: cannot merge adapter {self.adapter}; give a folder that it is merged into")
         if self.shard and (self.gguf_file is not None or self.model.endswith(".gguf")):
-            raise ValueError(
-                f"shard true: cannot spread the GGUF file {self.gguf_file or self.model}; give safetensors"
-            )
+            raise ValueError(f"shard true: cannot shard the GGUF file {self.gguf_file or self.model}; give safetensors")
         if self.shard and self.device not in ("auto", "cpu"):
             raise ValueError(
                 f"shard true: device {self.device} is one for all ranks; must be auto, each rank's own GPU"

@@ -4,7 +4,6 @@ Shapes: N rows (any leading dimensions, none included), V vocabulary, K best tok
 """
 
 import math
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -99,17 +98,6 @@ def penalised(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor | N
         raise InputError(f"repetition_penalty {penalty}: must be 1 here, where the tokens seen so far are not known")
     scores_NV = logits_NV.float()
     return torch.where(seen_NV, torch.where(scores_NV < 0, scores_NV * penalty, scores_NV / penalty), scores_NV)
-
-
-def seen_before(ids: Sequence[int], first: int, rows: int, vocab_size: int, device: torch.device) -> Tensor:
-    """Marks [rows, V] of the tokens in ids[: first + r] for each row r."""
-    marks_NV = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
-    if rows == 0:
-        return marks_NV
-    marks_NV[0, list(ids[:first])] = True
-    new_N = torch.tensor(ids[first : first + rows - 1], dtype=torch.long, device=device)
-    marks_NV[torch.arange(1, rows, device=device), new_N] = True
-    return marks_NV.cummax(0).values if rows > 1 else marks_NV
 
 
 def categorical(p_NV: Tensor, u_N: Tensor | float) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model larger than one device: the weights of its decoder layers lie spread over the ranks of a training.
+"""A model larger than one device: the weights of its decoder layers are sharded over the ranks of a training.
 
 Every rank keeps 1/N of each weight, rows of its first dimension. They are gathered just before a layer runs, while the
 one before it computes, and dropped after it: ZeRO-3 (Rajbhandari et al. 2020, arXiv 1910.02054) for a model that is
@@ -57,7 +57,7 @@ class FileWeights:
         if known is None:
             raise FormatError(
                 f"{self._where}: target.shard = true: its files have no tensor {name}; a model whose tensors are "
-                "rewritten as it is loaded, such as a mixture of experts, cannot be spread"
+                "rewritten as it is loaded, such as a mixture of experts, cannot be sharded"
             )
         with refused(self._where):
             tensor = self._files[known].get_slice(known)
@@ -69,7 +69,7 @@ class FileWeights:
 
 
 def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """The model without memory for its parameters; what it computes itself (rotary frequencies) is there."""
+    """Make a model without memory for its parameters; what it computes itself (rotary frequencies) is there."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -78,8 +78,8 @@ def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel
     return model.requires_grad_(False).eval()
 
 
-def skeleton_of(folder: Path, where: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """`skeleton` of a transformers folder. Raises InputError for a quantised one, FormatError."""
+def load_skeleton(folder: Path, where: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Make the skeleton of a model folder. Raises InputError for quantised weights, FormatError."""
     with refused(where):
         config = AutoConfig.from_pretrained(folder, **options)
         if getattr(config, "quantization_config", None) is not None:
@@ -90,32 +90,33 @@ def skeleton_of(folder: Path, where: str, dtype: torch.dtype, **options: Any) ->
     return model
 
 
-def fill_ends(model: PreTrainedModel, layers: nn.Module, weights: Weights, device: torch.device) -> None:
+def fill_unsharded(model: PreTrainedModel, layers: nn.Module, weights: Weights, device: torch.device) -> None:
     """Give memory to all but the layers' parameters: embeddings, final norm, head, and every buffer."""
     inside = {id(parameter) for parameter in layers.parameters()}
     for name, parameter in list(model.named_parameters()):
         if id(parameter) not in inside:
-            place, leaf = _owner(model, name)
+            owner, leaf = _owner(model, name)
             tensor = weights.rows(name, parameter.shape, slice(None)).to(device, parameter.dtype)
-            setattr(place, leaf, nn.Parameter(tensor, requires_grad=False))
+            setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
     model.tie_weights()
     saved = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
-        place, leaf = _owner(model, name)
+        owner, leaf = _owner(model, name)
         tensor = weights.rows(name, buffer.shape, slice(None)) if name in saved else buffer
-        place._buffers[leaf] = tensor.to(device, buffer.dtype)
+        owner._buffers[leaf] = tensor.to(device, buffer.dtype)
 
 
-def spread(model: PreTrainedModel, decoder: Any, weights: Weights, device: torch.device) -> None:
-    """Give each rank its share of every layer, and have the decoder gather them as it runs. All ranks do this together.
+def shard_layers(model: PreTrainedModel, decoder: Any, weights: Weights, device: torch.device) -> None:
+    """Give each rank its share of every layer; the decoder gathers them as it runs. All ranks call this together.
 
     A lone process, which has no process group, holds all of each layer.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
     if world > 1:
-        _hand_over(decoder, device, world)
+        _fully_shard(decoder, device, world)
     prefix = prefix_of(model, decoder)
+    # Memory for this rank's rows of each parameter, read from the files; buffers are whole on every rank.
     for number, layer in enumerate(decoder.layers):
         buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
         layer.to_empty(device=device)
@@ -128,8 +129,8 @@ def spread(model: PreTrainedModel, decoder: Any, weights: Weights, device: torch
                 mine.copy_(weights.rows(f"{prefix}{number}.{name}", parameter.shape, slice(first, first + len(mine))))
 
 
-def _hand_over(decoder: Any, device: torch.device, world: int) -> None:
-    """To torch: each layer is gathered as one, the next one beside its computation."""
+def _fully_shard(decoder: Any, device: torch.device, world: int) -> None:
+    """Shard the layers with torch: each is gathered as one, the next one beside its computation."""
     mesh = init_device_mesh(device.type, (world,))
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh)
@@ -141,8 +142,8 @@ def _hand_over(decoder: Any, device: torch.device, world: int) -> None:
 
 
 @contextmanager
-def gathered(layer: nn.Module) -> Iterator[None]:
-    """Inside, the layer's weights are whole; all ranks do this together."""
+def unsharded(layer: nn.Module) -> Iterator[None]:
+    """Inside, the layer's weights are whole. All ranks enter together."""
     if not isinstance(layer, FSDPModule):
         yield
         return
@@ -171,7 +172,7 @@ def prefix_of(model: PreTrainedModel, decoder: nn.Module) -> str:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters that lie on this rank."""
+    """Bytes of the parameters that this rank holds."""
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return sum(tensor.numel() * tensor.element_size() for tensor in local if tensor.device.type != "meta")
 
@@ -182,5 +183,5 @@ def refuse_pass(*call: object) -> NoReturn:
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    place, _, leaf = name.rpartition(".")
-    return model.get_submodule(place), leaf
+    owner, _, leaf = name.rpartition(".")
+    return model.get_submodule(owner), leaf

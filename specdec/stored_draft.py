@@ -22,8 +22,7 @@ from .proposers.cascade import Helper
 from .proposers.other_device import DraftDevice, device_of
 from .proposers.training_free import HELPERS, TRAINING_FREE
 from .proposers.trees import MergedTree, Tree
-from .targets import Target, tokenizer_digest
-from .targets import place as target_place
+from .targets import Target, resolve_device, tokenizer_digest
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -158,7 +157,7 @@ def draft_device(target: Target, device: str | None) -> DraftDevice:
     here = device_of(target)
     if device is None:
         return here
-    found, usual = target_place(device, "auto", "score.draft_device")
+    found, usual = resolve_device(device, "auto", "score.draft_device")
     found = torch.empty(0, device=found).device  # with its number: cuda alone is the current one
     if found == here.device:
         return here

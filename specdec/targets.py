@@ -19,7 +19,16 @@ from .kernels.fused import can_fuse, fuse
 from .loading import as_the_file_says, load_model, load_tokenizer, refused
 from .models import CausalModel
 from .requests import TargetSettings
-from .sharding import FileWeights, Weights, fill_ends, gathered, layer_weights, refuse_pass, skeleton_of, spread
+from .sharding import (
+    FileWeights,
+    Weights,
+    fill_unsharded,
+    layer_weights,
+    load_skeleton,
+    refuse_pass,
+    shard_layers,
+    unsharded,
+)
 
 _CONFIG_NOISE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
@@ -36,9 +45,9 @@ class Target(CausalModel):
         target_fingerprint: str,
         weights: Weights | None = None,
     ) -> None:
-        """`weights`: those of the layers, where these have no memory; `running` spreads them."""
-        super().__init__(model.requires_grad_(False).eval(), settings.context, there=weights is None)
-        self._weights, self._spread = weights, False
+        """`weights`: where the layers' come from, where these have no memory yet; `running` shards them."""
+        super().__init__(model.requires_grad_(False).eval(), settings.context, loaded=weights is None)
+        self._weights, self._sharded = weights, False
         if weights is not None:
             self._closed = self._decoder.register_forward_pre_hook(refuse_pass, prepend=True)
         elif can_fuse(self.device):
@@ -53,17 +62,17 @@ class Target(CausalModel):
     def load(cls, settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> "Target":
         """Load weights (safetensors or GGUF only), merge the adapter, and fingerprint the files they came from."""
         source = locate(settings)
-        device, dtype = place(settings.device, settings.dtype)
+        device, dtype = resolve_device(settings.device, settings.dtype)
         common: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
         if source.gguf_file is not None:
             common["gguf_file"] = source.gguf_file
         where = f"target.model: {settings.model}"
         tokenizer = load_tokenizer(source.folder, where, **common)
         if settings.shard:
-            files, frame = FileWeights(source.folder, where), skeleton_of(source.folder, where, dtype, **common)
+            files, model = FileWeights(source.folder, where), load_skeleton(source.folder, where, dtype, **common)
             with refused(where):
-                fill_ends(frame, frame.get_decoder().layers, files, device)
-                return cls(frame, tokenizer, settings, target_fingerprint(settings, digests), files)
+                fill_unsharded(model, model.get_decoder().layers, files, device)
+                return cls(model, tokenizer, settings, target_fingerprint(settings, digests), files)
         if source.gguf_file is not None:
             tokenizer = as_the_file_says(tokenizer, source.folder / source.gguf_file, where)
         weights: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, **common}
@@ -79,12 +88,12 @@ class Target(CausalModel):
 
     @property
     def collective(self) -> bool:
-        """Whether its layers are spread over ranks: a pass is then one of all of them together."""
+        """Whether its layers are sharded over ranks: a pass is then one of all of them together."""
         return self._weights is not None
 
     @contextmanager
     def running(self) -> Iterator["Target"]:
-        """Inside, passes of a spread target run, on all ranks together and equally often; elsewhere they are refused.
+        """Inside, passes of a sharded target run, on all ranks together and equally often; elsewhere they are refused.
 
         The first time, each rank takes its share of the layers, which it keeps.
         """
@@ -93,24 +102,24 @@ class Target(CausalModel):
             return
         self._closed.remove()
         try:
-            if not self._spread:
-                self._take_share(self._weights)
+            if not self._sharded:
+                self._shard(self._weights)
             yield self
         finally:
             self._closed = self._decoder.register_forward_pre_hook(refuse_pass, prepend=True)
 
     @torch.no_grad()
-    def _take_share(self, weights: Weights) -> None:
-        spread(self.model, self._decoder, weights, self.device)
+    def _shard(self, weights: Weights) -> None:
+        shard_layers(self.model, self._decoder, weights, self.device)
         self.check()
-        self._spread = True
+        self._sharded = True
         if can_fuse(self.device):
             for layer in self._decoder.layers:  # type: ignore[union-attr]
-                with gathered(layer):
+                with unsharded(layer):
                     fuse(layer, share=False)
 
     def layer_weights(self, layer: int) -> Mapping[str, Tensor]:
-        """All weights of one decoder layer by their names in it; a spread target's are read from its files."""
+        """All weights of one decoder layer by their names in it; a sharded target's are read from its files."""
         if self._weights is None:
             return super().layer_weights(layer)
         return layer_weights(self.model, self._decoder, self._weights, layer)
@@ -142,7 +151,7 @@ def locate(settings: TargetSettings) -> Source:
     return Source(_snapshot(settings.model, settings.revision, "target.model"), settings.gguf_file)
 
 
-def place(device: str, dtype: str, field: str = "target.device") -> tuple[torch.device, torch.dtype]:
+def resolve_device(device: str, dtype: str, field: str = "target.device") -> tuple[torch.device, torch.dtype]:
     """Resolve `auto`: this process's CUDA device in bfloat16 where there is one, else the CPU in float32.
 
     `field`: whose device it is, for errors.

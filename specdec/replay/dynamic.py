@@ -1,4 +1,4 @@
-"""Drafting for real along recorded answers: for trees whose shape each round's own confidence gives.
+"""Replay of dynamic trees: drafting for real along recorded answers, since each round's confidence shapes its tree.
 
 Shapes: B answers side by side, T tokens of the longest with its prompt, S starts of the answer that has most, R round
 starts of all answers, N drafted nodes, V vocabulary.
@@ -20,12 +20,11 @@ from ..tree import ROOT
 from .expected_rounds import RoundCounts, survival_chosen, walk_expected
 from .target_trace import RecordedAnswer, TargetTrace
 
-_MOST_LOGITS = 1 << 28
-"""Nodes times vocabulary of all trees that grow at once."""
+_MOST_LOGITS = 1 << 28  # nodes times vocabulary of all trees that grow at once
 
 
-class _Hit(NamedTuple):
-    """One tree against the answer."""
+class _Match(NamedTuple):
+    """How a tree fares against the answer that follows."""
 
     nodes: int = 0
     """Candidates of the tree."""
@@ -35,29 +34,24 @@ class _Hit(NamedTuple):
     """Levels of it that judge a token of the answer."""
 
 
-def drive(proposer: Proposer, traced: TargetTrace, K: int) -> list[RoundCounts]:
+def replay_dynamic(proposer: Proposer, traced: TargetTrace, K: int) -> list[RoundCounts]:
     """Counts of each answer by a proposer whose trees depend on its confidence, some answers at a time.
 
     At temperature 0 trees are built where rounds start, as in decoding. Above it, for chosen siblings, the round goes
     on while the answer's token is among them; where it starts is not certain then, so trees are built at every token.
     """
-    with running(traced.pack.ids_BT.device):
-        return _driven(proposer, traced, K)
-
-
-def _driven(proposer: Proposer, traced: TargetTrace, K: int) -> list[RoundCounts]:
-    pack = traced.pack
-    states = traced.states or States(pack.ids_BT.new_zeros(*pack.ids_BT.shape, 0), None)
-    first_BV = None if traced.sampling.repetition_penalty == 1.0 else pack.first_places(traced.vocab_size)
-    counts: list[RoundCounts] = []
-    for some in pack.groups(proposer.most_nodes(K) * traced.vocab_size, _MOST_LOGITS):
-        own = States(states.hidden_BTH[some], None if states.aux_BTA is None else states.aux_BTA[some])
-        marks_BV = None if first_BV is None else first_BV[some]
-        counts += _Drive(proposer, traced.answers[some], traced.sampling, own, marks_BV, K).counts()
+    pack, counts = traced.pack, list[RoundCounts]()
+    with running(pack.ids_BT.device):
+        states = traced.states or States(pack.ids_BT.new_zeros(*pack.ids_BT.shape, 0), None)
+        first_BV = None if traced.sampling.repetition_penalty == 1.0 else pack.first_places(traced.vocab_size)
+        for some in pack.groups(proposer.most_nodes(K) * traced.vocab_size, _MOST_LOGITS):
+            own = States(states.hidden_BTH[some], None if states.aux_BTA is None else states.aux_BTA[some])
+            marks_BV = None if first_BV is None else first_BV[some]
+            counts += _DynamicReplay(proposer, traced.answers[some], traced.sampling, own, marks_BV, K).counts()
     return counts
 
 
-class _Drive:
+class _DynamicReplay:
     """Rounds of some answers, a slot each. Those that have ended stay in their slots, and emit nothing."""
 
     def __init__(
@@ -75,20 +69,20 @@ class _Drive:
         self._emitted = [1] * len(answers)
 
     def counts(self) -> list[RoundCounts]:
-        """Of each answer."""
+        """Decode along all answers, and count each one's rounds."""
         starts_B, limits = np.array(self._lengths)[:, None] - 1, [answer.max_new_tokens for answer in self._answers]
         found_3BS = np.zeros((3, len(self._answers), max(max(self._lengths) - 1, 0)), np.int64)
         if found_3BS.size:
             self._begin()
         while any(map(self._goes_on, range(len(self._answers)))):
             rows = [emitted - 1 for emitted in self._emitted]
-            for index, hit in self._round().items():
-                found_3BS[:, index, rows[index]] = hit
+            for index, match in self._round().items():
+                found_3BS[:, index, rows[index]] = match
         nodes_R, run_R, judged_R = found_3BS[:, np.arange(found_3BS.shape[2]) < starts_B]
         return walk_expected(survival_chosen(run_R, self._K), self._K, self._lengths, limits, judged_R, nodes_R)
 
     def _begin(self) -> None:
-        """Prompts and first tokens."""
+        """Give the proposer the prompts and first tokens."""
         known = Texts.of([[*one.prompt_ids, *one.answer_ids[:1]] for one in self._answers], self._device)
         slots, longest = len(self._answers), self._states.hidden_BTH.shape[1]
         self._proposer.reserve(slots, longest + 1, self._K)
@@ -98,42 +92,45 @@ class _Drive:
     def _goes_on(self, index: int) -> bool:
         return self._emitted[index] < self._lengths[index]
 
-    def _round(self) -> dict[int, _Hit]:
+    def _round(self) -> dict[int, _Match]:
         """One round of each answer that goes on."""
+        # 1) Draft as deep as each answer may still go; those that have ended draft nothing.
         going = [index for index in range(len(self._answers)) if self._goes_on(index)]
         known = [len(one.prompt_ids) + emitted for one, emitted in zip(self._answers, self._emitted)]
         left = [one.max_new_tokens - emitted - 1 for one, emitted in zip(self._answers, self._emitted)]
         limits = [min(self._K, left[index]) if self._goes_on(index) else 0 for index in range(len(left))]
         limits_B, known_B = send(torch.tensor([limits, known]), self._device)
-        hits = self._drafted(limits_B, max(limits), known_B, going)
+        matches = self._draft(limits_B, max(limits), known_B, going)
+        # 2) Emit what the round accepts and one more token; above temperature 0 one token, as any may start a round.
         new: list[list[int]] = [[] for _ in self._answers]
         for index in going:
-            emitted, step = self._emitted[index], 1 + hits[index].run if self._sampling.greedy else 1
+            emitted, step = self._emitted[index], 1 + matches[index].run if self._sampling.greedy else 1
             new[index] = self._answers[index].answer_ids[emitted : emitted + step]
             self._emitted[index] += len(new[index])
+        # 3) Show the proposer the new tokens and the target's states before each.
         texts = Texts.of(new, self._device)
         at_BE = known_B[:, None] - 1 + torch.arange(texts.ids_BT.shape[1], device=self._device)
         at_BE = at_BE.clamp(max=self._states.hidden_BTH.shape[1] - 1)
         self._proposer.observe(texts, pick_states(self._states, at_BE))
-        return hits
+        return matches
 
-    def _drafted(self, limits_B: Tensor, levels: int, known_B: Tensor, going: list[int]) -> dict[int, _Hit]:
-        """The trees that are drafted now against what follows. The host waits for the device once."""
+    def _draft(self, limits_B: Tensor, levels: int, known_B: Tensor, going: list[int]) -> dict[int, _Match]:
+        """Draft a tree for each answer and match it with what follows there. The host waits for the device once."""
         if levels <= 0:
-            return {index: _Hit() for index in going}
+            return {index: _Match() for index in going}
         seen_BV = None if self._first_BV is None else self._first_BV < known_B[:, None]
         ask = Ask(limits_B, levels, [self._sampling] * len(self._answers), None, seen_BV)
         tree = self._proposer.propose(ask).tree
         trees = torch.stack([tree.tokens_BN, tree.parents_BN, tree.candidate_BN.long()], 1).tolist()
-        return {index: _hit(trees[index], self._answers[index].answer_ids[self._emitted[index] :]) for index in going}
+        return {index: _match(trees[index], self._answers[index].answer_ids[self._emitted[index] :]) for index in going}
 
 
-def _hit(tree: list[list[int]], answer: list[int]) -> _Hit:
-    """`tree`: tokens, parents and whether each is a candidate."""
+def _match(tree: list[list[int]], answer: list[int]) -> _Match:
+    """Follow the answer down a tree. `tree`: tokens, parents and whether each is a candidate."""
     tokens, parents, candidates = tree
     edges = {(parent, token): n for n, (parent, token, ok) in enumerate(zip(parents, tokens, candidates)) if ok}
     node, run = ROOT, 0
     while run < len(answer) and (node, answer[run]) in edges:
         node = edges[node, answer[run]]
         run += 1
-    return _Hit(sum(candidates), run, run + any(parent == node for parent, _ in edges))
+    return _Match(sum(candidates), run, run + any(parent == node for parent, _ in edges))

@@ -54,27 +54,17 @@ def trace_target(
 
     A draft that reads no states is scored at temperature 0 without the target: nothing is run.
     """
-    with running(target.device):
-        return _trace(target, answers, sampling, aux_layers, needs_hidden_states)
-
-
-def _trace(
-    target: CausalModel,
-    answers: Sequence[RecordedAnswer],
-    sampling: SamplingSettings,
-    aux_layers: Sequence[int],
-    needs_hidden_states: bool,
-) -> TargetTrace:
     # Rounds start after the answer's first token, which comes from the prefill.
     texts = [Text(answer.prompt_ids + answer.answer_ids, len(answer.prompt_ids) + 1) for answer in answers]
     pack = Pack(texts, target.device)
     traced = TargetTrace(answers, sampling, pack, None, None, target.vocab_size)
-    wanted = bool(aux_layers) or needs_hidden_states
-    if sampling.greedy and not wanted:
+    needs_states = bool(aux_layers) or needs_hidden_states
+    if sampling.greedy and not needs_states:
         return traced
-    states = target.states(pack.ids_BT, aux_layers=aux_layers)
-    if not sampling.greedy:
-        hidden_RH = pack.pick(states.hidden_BTH, -1)
-        _, p_R = trace_level(pack, 0, hidden_RH, target.logits, target.vocab_size, sampling)
-        traced = traced._replace(p_R=p_R)
-    return traced._replace(states=states) if wanted else traced
+    with running(target.device):
+        states = target.states(pack.ids_BT, aux_layers=aux_layers)
+        if not sampling.greedy:
+            hidden_RH = pack.pick(states.hidden_BTH, -1)
+            _, p_R = trace_level(pack, 0, hidden_RH, target.logits, target.vocab_size, sampling)
+            traced = traced._replace(p_R=p_R)
+    return traced._replace(states=states) if needs_states else traced

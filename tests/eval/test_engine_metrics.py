@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 import pytest
+from engine_counts import CountedRounds, EngineRound, engine_rounds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,6 @@ from draftforge.eval.engine_metrics import (
 )
 from draftforge.eval.figures import Bootstrap
 from draftforge.eval.summary import describe_mismatch
-from engine_counts import CountedRounds, EngineRound, engine_rounds
 from draftforge.specdec.replay.expected_rounds import count_rounds
 
 K, LENGTH = 4, 30

@@ -105,12 +105,14 @@ def test_a_finished_row_is_replaced_before_the_next_step(monkeypatch: pytest.Mon
     assert max(rows) == slots
 
 
+@pytest.mark.slow  # Triton's interpreter
 def test_answers_with_the_kernel_are_the_same(lengths_on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftforge.specdec.cuda_graphs._FEWEST", 2)
     model, asked = target(), requests(4, most=4)
     assert equal(stream(model, asked, 3, fixed=True), expected(model, asked))
 
 
+@pytest.mark.slow  # Triton's interpreter
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen3", "mistral"])
 def test_every_family_runs_on_the_kernel(family: str, lengths_on_device: None) -> None:
     model, asked = CausalModel(tiny(*SUPPORTED[family])), requests(2, SETTINGS[:2], most=3)

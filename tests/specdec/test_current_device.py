@@ -59,5 +59,5 @@ def test_replays(model: CausalModel, entered: list[str]) -> None:
     replay.replay(make_proposer(draft, model), target_trace.trace_target(model, [ANSWER], GREEDY), ["greedy"], [2])
     assert "replay" in entered and traced.p_R is not None
     grown = make_proposer(draft, model, DynamicTree(kind="dynamic", nodes=3, levels=2, top_k=2))
-    dynamic.drive(grown, target_trace.trace_target(model, [ANSWER], GREEDY), 2)
+    dynamic.replay_dynamic(grown, target_trace.trace_target(model, [ANSWER], GREEDY), 2)
     assert "dynamic" in entered

@@ -91,18 +91,18 @@ def same(one: list[Generation], other: list[Generation]) -> bool:
     return [(a.tokens, a.rounds, a.finish) for a in one] == [(b.tokens, b.rounds, b.finish) for b in other]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("name", ["plain", *WAITING, *TRAINED])
-def test_few_sizes_change_no_round(name: str, batch_size: int, request: pytest.FixtureRequest) -> None:
+def test_few_sizes_change_no_round(name: str, request: pytest.FixtureRequest) -> None:
     requests = asked(GREEDY)
-    expected = answers(name, requests, "greedy", batch_size)
+    expected = answers(name, requests, "greedy", 3)
     request.getfixturevalue("fixed")
-    assert same(answers(name, requests, "greedy", batch_size), expected)
+    assert same(answers(name, requests, "greedy", 3), expected)
 
 
-@pytest.mark.parametrize("name", ["lookup", "lookahead", "cascade-small", "eagle3", "small-tree"])
+@pytest.mark.slow  # Triton's interpreter
+@pytest.mark.parametrize("name", ["lookup", "eagle3", "small-tree"])
 def test_the_kernel_changes_no_round(name: str, request: pytest.FixtureRequest) -> None:
-    requests = asked(GREEDY, tokens=6)
+    requests = asked(GREEDY, tokens=5)[:3]
     expected = answers(name, requests, "greedy", 3)
     request.getfixturevalue("on_kernel")
     assert same(answers(name, requests, "greedy", 3), expected)
@@ -122,7 +122,7 @@ def tensors_of(thing: Any, depth: int = 3) -> dict[str, int]:
 CASES = [
     *((name, GREEDY, "greedy") for name in TRAINED if name != "small-merged"),
     *((name, WARM, rule) for name in DRAWN_TREES for rule in ("multiround", "recursive") if takes(rule, name)),
-    *(("eagle3", WARM, rule) for rule in ("token", "block", "onehot", "match", "typical")),
+    *(("small", WARM, rule) for rule in ("token", "block", "onehot", "match", "typical")),
     ("small", PENALISED, "token"),
     ("plain", PENALISED, "greedy"),
     ("small-sampled", WARM, "traversal"),
@@ -148,7 +148,7 @@ def test_graphs_can_hold_every_part(
         return output
 
     monkeypatch.setattr(Replays, "run", watched)
-    answers(name, asked(sampling, tokens=7), rule, 2)
+    answers(name, asked(sampling, tokens=7)[:3], rule, 2)
     assert len(known) > 2
     assert all(place == places[0] for place in places)
     assert name == "plain" or (places and places[0])

@@ -87,7 +87,7 @@ def test_a_pass_outside_a_training_is_refused(tiny_target_folder: Path) -> None:
 def test_what_cannot_be_spread_is_refused_in_one_line(tiny_target_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=r"shard true: cannot merge adapter there"):
         TargetSettings(model="owner/name", shard=True, adapter="there")
-    with pytest.raises(ValidationError, match=r"shard true: cannot spread the GGUF file here\.gguf"):
+    with pytest.raises(ValidationError, match=r"shard true: cannot shard the GGUF file here\.gguf"):
         TargetSettings(model="here.gguf", shard=True)
     with pytest.raises(ValidationError, match=r"shard true: device cuda:1 is one for all ranks; must be auto"):
         TargetSettings(model="owner/name", shard=True, device="cuda:1")

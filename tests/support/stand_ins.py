@@ -1,7 +1,7 @@
 """Tiny models for the decoder's tests: a random Llama target, and drafts that agree with it now and then."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +46,13 @@ def llama(layers: int = 4, seed: int = 0, vocab: int = VOCAB) -> LlamaForCausalL
         tie_word_embeddings=False,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def seen_before(ids: Sequence[int], known: int, vocab_size: int) -> Tensor:
+    """Marks [1, V] of the tokens in ids[:known]."""
+    marks_1V = torch.zeros(1, vocab_size, dtype=torch.bool)
+    marks_1V[0, list(ids[:known])] = True
+    return marks_1V
 
 
 def target(seed: int = 0) -> CausalModel:

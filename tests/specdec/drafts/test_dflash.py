@@ -19,7 +19,7 @@ from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.kernels.documents import Documents, QueryMask
 from draftforge.specdec.proposers import DynamicProposer, StaticProposer, TreeShape, make_drafter, make_proposer
 from draftforge.specdec.proposers.base import Texts
-from draftforge.specdec.replay.dynamic import drive
+from draftforge.specdec.replay.dynamic import replay_dynamic
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.replay import replay
 from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
@@ -147,7 +147,7 @@ def test_trees_have_blocks_as_long_as_they_are_deep(levels: int) -> None:
             ((_, decoded),) = generate(model, proposer, [request], draft_tokens=levels)
             traced = trace_target(model, [RecordedAnswer(ids, decoded.tokens, 20)], GREEDY, proposer.aux_layers)
             ((counted,),) = replay(proposer, traced, ["greedy"], [levels])
-            assert counted.counts == count_rounds(decoded.rounds, levels) == drive(proposer, traced, levels)[0]
+            assert counted.counts == count_rounds(decoded.rounds, levels) == replay_dynamic(proposer, traced, levels)[0]
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from stand_ins import seen_before
 
 from draftforge.specdec.replay.packing import Pack, Text
-from draftforge.specdec.sampling import seen_before
 
 CPU = torch.device("cpu")
 MIX = [Text([5, 6, 7, 8, 9], 2), Text([3, 4], 2), Text([1, 2, 1, 2, 2, 6, 0], 4), Text([7, 0], 1)]
@@ -61,7 +61,7 @@ def test_tokens_seen_are_those_before(ahead: int) -> None:
     seen_NV = pack.seen(pack.first_places(11), slice(2, 6), ahead)
     for (text, known), seen_V in zip(starts()[2:6], seen_NV, strict=True):
         if known + ahead <= len(text.ids):
-            assert torch.equal(seen_V[None], seen_before(text.ids, known + ahead, 1, 11, CPU))
+            assert torch.equal(seen_V[None], seen_before(text.ids, known + ahead, 11))
 
 
 def test_groups_hold_all_texts_within_their_pairs() -> None:

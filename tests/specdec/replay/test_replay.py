@@ -15,7 +15,7 @@ from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Proposer, StaticProposer, Trace, TreeShape, make_drafter, make_proposer
 from draftforge.specdec.proposers.base import UNRANKED
-from draftforge.specdec.replay.dynamic import drive
+from draftforge.specdec.replay.dynamic import replay_dynamic
 from draftforge.specdec.replay.expected_rounds import RoundCounts, count_rounds
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.replay.replay import Counted, rank_accuracies, replay, replayable
@@ -101,7 +101,7 @@ def test_one_trace_counts_static_trees_as_drafting_does(name: str, setting: Samp
         traced = traced_by(model, proposer, setting, RecordedAnswer(ids, answer.tokens, limit))
         rules = ["greedy"] if setting.greedy else ["onehot", "match"]
         for rule, K, counts in replay(proposer, traced, rules, [1, 3, 6])[0]:
-            assert [counts] == drive(proposer, traced, K), (rule, K)
+            assert [counts] == replay_dynamic(proposer, traced, K), (rule, K)
             if setting.greedy:
                 ((_, decoded),) = generate(
                     model, proposer, [Request(ids, setting, 0, limit, frozenset({5, 17}))], draft_tokens=K

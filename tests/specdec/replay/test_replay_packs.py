@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from proposing import CHAINS, COPIES, DECODED, WAITING, proposer_named
-from stand_ins import VOCAB, prompts, target
+from stand_ins import VOCAB, prompts, seen_before, target
 from torch import Tensor
 
 from draftforge.specdec.decoder import Request, generate
@@ -20,7 +20,7 @@ from draftforge.specdec.replay import dynamic
 from draftforge.specdec.replay.replay import Counted, replay, replayable
 from draftforge.specdec.replay.target_trace import RecordedAnswer, TargetTrace, trace_target
 from draftforge.specdec.rules import RULES
-from draftforge.specdec.sampling import SamplingSettings, penalised, probabilities, seen_before
+from draftforge.specdec.sampling import SamplingSettings, penalised, probabilities
 
 GREEDY = SamplingSettings()
 DRY = SamplingSettings(repetition_penalty=1.4)
@@ -141,7 +141,7 @@ def test_a_trace_is_what_drafting_says_at_every_place(name: str, setting: Sampli
                     assert (rank, q) == (UNRANKED, 0.0)
                     continue
                 token, logits_1V = ids[known + level], said[level][None]
-                seen_1V = seen_before(ids, known + level, 1, VOCAB, logits_1V.device)
+                seen_1V = seen_before(ids, known + level, VOCAB)
                 scores_V = penalised(logits_1V, setting, seen_1V)[0]
                 better = int((scores_V > scores_V[token] + 1e-4).sum()), int((scores_V > scores_V[token] - 1e-4).sum())
                 assert better[0] <= rank <= better[1] if scores_V[token].isfinite() else rank == UNRANKED
@@ -159,6 +159,6 @@ def test_how_likely_the_target_found_each_token() -> None:
     for ids, start in traced.pack.texts:
         for known in range(start, len(ids)):
             logits_1V = model.logits(model.states(torch.tensor([ids[:known]])).hidden_BTH[:, -1])
-            seen_1V = seen_before(ids, known, 1, VOCAB, model.device)
+            seen_1V = seen_before(ids, known, VOCAB)
             expected.append(float(probabilities(logits_1V, WARM, seen_1V)[0, ids[known]]))
     assert traced.p_R.tolist() == pytest.approx(expected, abs=1e-5)
