@@ -84,7 +84,7 @@ generate = _one_by_one(DecodeRun)
 
 
 class _Judged(NamedTuple):
-    """What a round leaves on the device."""
+    """What a round's verdict leaves on the device."""
 
     read_BX: Tensor  # what the host reads: accepted, drafted and reached counts, then the tokens
     new: Texts
@@ -103,7 +103,7 @@ class _Decoder:
         self.aux_layers = proposer.aux_layers if proposer is not None else ()
         self.waiting, self.barriers = deque(enumerate(requests)), run.barriers
         self.slots: list[_Slot] = []
-        self.nothing: dict[int, Draft] = {}
+        self.empty_drafts: dict[int, Draft] = {}
         self.batch_size = min(run.batch_size, max(len(requests), 1))
         longest = max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=1) + 1
         # Rows near their end are padded up to the largest tree of the batch.
@@ -125,25 +125,27 @@ class _Decoder:
             yield [*self._retire(), *self._refill()]
 
     def _round(self) -> None:
-        """Draft from q, let the target see it in one pass, keep what the rule accepts by p and q, tell the proposer."""
+        """One round of all active slots."""
         mark = self.timer.mark if self.timer is not None else lambda: None
         if self.timer is not None:
             self.timer.start()
+        # 1) Draft a tree a slot, from q where the rule draws.
         rows = self.shapes.rows(len(self.slots))
         sampling = self._sampling(rows)
         draft = self._draft(rows, sampling)
         mark()
+        # 2) One target pass gives p after the last token and after every node.
         nodes = draft.tree.tokens_BN.shape[1]
         shape = (rows, nodes, draft.tree.depth, draft.chain)
         states, logits_BMV = self.replays.run(("target", *shape), self._target_pass, draft)
         mark()
-        judged = self._replayed(("judge", *shape), sampling, self._judge, draft, logits_BMV, states)
+        # 3) The rule keeps a path and adds a token; the verdict starts on its way to the host.
+        judged = self._by_setting(("judge", *shape), sampling, self._judge, draft, logits_BMV, states)
         read = read_back(judged.read_BX)
         if self.listener is not None and judged.best_BM is not None:
             self.listener.observe_target_argmax(judged.best_BM)
-        if (
-            self.proposer is not None and not self.proposer.needs_host_sync
-        ):  # beside the host, which waits for the verdict only
+        # 4) The proposer learns what was emitted: on the device while the host waits for the verdict, or after that.
+        if self.proposer is not None and not self.proposer.needs_host_sync:
             mark()
             self.replays.run(("observe", *shape), self.proposer.observe, judged.new, judged.states)
             mark()
@@ -157,10 +159,10 @@ class _Decoder:
         if self.timer is not None:
             self.timer.end(nodes, len(self.slots))
 
-    def _replayed(
+    def _by_setting(
         self, name: tuple[object, ...], sampling: list[SamplingSettings], function: Callable[..., T], *args: object
     ) -> T:
-        """A graph holds one setting; slots of several are judged without one."""
+        """Run a part that depends on the sampling settings: a graph holds one, so slots of several run without one."""
         if len(set(sampling)) > 1:
             return function(sampling, *args)
         return self.replays.run((*name, sampling[0].key), partial(function, sampling), *args)
@@ -172,22 +174,22 @@ class _Decoder:
     def _draft(self, rows: int, sampling: list[SamplingSettings]) -> Draft:
         levels = min(self.draft_tokens, max(slot.remaining for slot in self.slots) - 1)
         if self.proposer is None or levels <= 0:
-            return self._nothing(rows)
+            return self._empty_draft(rows)
         if not self.shapes.fixed:
             return self._propose(sampling, levels)
         levels = self.draft_tokens  # whatever is left: a graph has one shape
         if not self.proposer.needs_host_sync:
-            return self._replayed(("draft", rows), sampling, partial(self._propose, levels=levels))
+            return self._by_setting(("draft", rows), sampling, partial(self._propose, levels=levels))
         draft = self._propose(sampling, levels)
         return draft.padded(self.nodes, levels) if draft.tree.tokens_BN.shape[1] else draft
 
-    def _nothing(self, rows: int) -> Draft:
-        """No node in any slot; made once, so that plain decoding launches nothing for it."""
-        if rows not in self.nothing:
+    def _empty_draft(self, rows: int) -> Draft:
+        """A draft without a node in any slot; made once, so that plain decoding launches nothing for it."""
+        if rows not in self.empty_drafts:
             empty_B0 = torch.zeros(rows, 0, dtype=torch.long, device=self.target.device)
             counts_B = torch.zeros_like(self.table.last_S[:rows])
-            self.nothing[rows] = Draft.of_chains(empty_B0, counts_B, "deterministic")
-        return self.nothing[rows]
+            self.empty_drafts[rows] = Draft.of_chains(empty_B0, counts_B, "deterministic")
+        return self.empty_drafts[rows]
 
     def _propose(self, sampling: list[SamplingSettings], levels: int) -> Draft:
         assert self.proposer is not None
@@ -198,7 +200,7 @@ class _Decoder:
         return self.proposer.propose(Ask(limits_B, levels, sampling, numbers, self.table.seen(slice(rows))))
 
     def _target_pass(self, draft: Draft) -> tuple[States, Tensor]:
-        """The target's states and logits after the last token and after every node."""
+        """States [B, M, H] and logits [B, M, V] of the target after the last token and after every node."""
         tree = draft.tree
         rows, nodes = tree.tokens_BN.shape
         ids_BM = torch.cat([self.table.last_S[:rows, None], tree.tokens_BN], dim=1)
@@ -207,16 +209,18 @@ class _Decoder:
         return states, self.target.logits(states.hidden_BTH)
 
     def _judge(self, sampling: list[SamplingSettings], draft: Draft, logits_BMV: Tensor, states: States) -> _Judged:
-        """The rule's verdict for every slot, and the slots as it leaves them."""
+        """Verify every slot's draft by the rule, and bring table and cache to where that leaves them."""
         tree = draft.tree
         p_BMV = self._processed(sampling, tree, logits_BMV)
         best_BM = p_BMV.argmax(-1) if self.listener is not None and tree.depth else None
         verdict = self._verify(sampling, draft, p_BMV)
+        # The accepted tokens and the target's own, and what the host reads of them.
         along_BD = tree.tokens_BN.gather(1, verdict.path_BD.clamp(min=0))
         ids_BE = F.pad(along_BD, (0, 1)).scatter(1, verdict.length_B[:, None], verdict.token_B[:, None])
         new = Texts(ids_BE, (verdict.length_B + 1) * self.table.live(len(ids_BE)))
         drafted_B, reached_B = tree.candidate_BN.sum(1), verdict.length_B + tree.goes_on(verdict.path_BD)
         read_BX = torch.cat([torch.stack([verdict.length_B, drafted_B, reached_B], 1), ids_BE], 1)
+        # The cache keeps the path: of a chain its beginning, of a tree nodes that are moved side by side.
         if draft.chain:
             self.cache.keep(new.counts_B)
         else:
@@ -303,6 +307,7 @@ class _Decoder:
 
     def _prefill(self, fresh: list[_Slot]) -> None:
         """Read the prompts in one pass and emit each slot's first token."""
+        # 1) One padded pass over the prompts; the spare slot takes the padding rows.
         device, padding = self.target.device, self.shapes.padding(len(fresh))
         prompts = [slot.request.prompt_ids for slot in fresh]
         texts = Texts.of([*prompts, *prompts[:1] * padding], device).wide(self.shapes.width(max(map(len, prompts))))
@@ -310,6 +315,7 @@ class _Decoder:
         shape = tuple(texts.ids_BT.shape)
         read = partial(read_prompts, self.target, self.cache, self.aux_layers)
         states, logits_RV = self.replays.run(("read", *shape), read, slots_R, texts.ids_BT, texts.counts_B)
+        # 2) Each answer's first token.
         self.table.admit(slots_R, [slot.request for slot in fresh], texts, self.target.vocab_size)
         sampling = [slot.request.sampling for slot in fresh]
         settings = rows_by_setting(sampling + sampling[:1] * padding, device)
@@ -322,6 +328,7 @@ class _Decoder:
             slot.generation.tokens, slot.stopped = until_stop((), [token], slot.request, self.decode)
         if self.proposer is None:
             return
+        # 3) The proposer begins with prompt and first token, on the host where it reads tokens there.
         known = Texts(_followed_by(texts, tokens_R), texts.counts_B + 1)
         if self.proposer.needs_host_sync:
             rows = [[*slot.request.prompt_ids, *slot.generation.tokens] for slot in fresh]

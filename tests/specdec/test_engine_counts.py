@@ -90,8 +90,7 @@ def test_totals_name_each_position() -> None:
     assert EngineCounts.of(rounds, 3) == (3, 7, 4, (2, 1, 1))
 
 
-@pytest.mark.parametrize("K", [1, 4])
-@pytest.mark.parametrize("name", ["small", "eagle3", "lookup", "lookup first"])
+@pytest.mark.parametrize(("name", "K"), [("small", 1), ("eagle3", 4), ("lookup", 4), ("lookup first", 1)])
 def test_our_own_law_is_the_decoders(name: str, K: int) -> None:
     model, length, stops = target(), 24, frozenset({5, 17})
     proposers: dict[str, Callable[[], Proposer]] = {
@@ -101,7 +100,7 @@ def test_our_own_law_is_the_decoders(name: str, K: int) -> None:
         "lookup first": lambda: PromptLookup(occurrence="first"),
     }
     proposer, total = proposers[name](), 0
-    for ids in prompts(8):
+    for ids in prompts(4):
         ((_, answer),) = generate(model, proposer, [Request(ids, SamplingSettings(), 0, length, stops)], draft_tokens=K)
         ((_, text),) = generate(model, None, [Request(ids, SamplingSettings(), 0, length + K)])
         stopped = len(answer.tokens) if answer.finish == "stop" else None
@@ -110,4 +109,4 @@ def test_our_own_law_is_the_decoders(name: str, K: int) -> None:
         decoded = count_rounds(answer.rounds, K)
         assert EngineCounts.of(rounds, K) == (decoded.rounds, decoded.drafted, decoded.accepted, decoded.accepted_K)
         total += len(rounds)
-    assert total > 10
+    assert total > 5

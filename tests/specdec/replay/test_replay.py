@@ -25,6 +25,7 @@ from draftforge.specdec.sampling import SamplingSettings
 
 GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=1.0, top_k=12, repetition_penalty=1.2)
+DRY = SamplingSettings(repetition_penalty=1.4)
 
 
 def traced_by(
@@ -47,17 +48,22 @@ def replayed(
     return counted
 
 
-@pytest.mark.parametrize("K", [1, 3, 5])
-@pytest.mark.parametrize("setting", [GREEDY, SamplingSettings(repetition_penalty=1.4)], ids=["bare", "penalised"])
+REPLAYED = [*(name for name in (*CHAINS, *TREES) if name not in DECODED), "small-sampled", "eagle3-distinct"]
+
+
 @pytest.mark.parametrize(
-    "name", [*(name for name in (*CHAINS, *TREES) if name not in DECODED), "small-sampled", "eagle3-distinct"]
+    ("name", "setting", "K"),
+    [
+        *((name, GREEDY, 3) for name in REPLAYED),
+        *((name, DRY, 1 + 4 * (number % 2)) for number, name in enumerate(REPLAYED)),
+    ],
 )
 def test_replay_equals_decoding_count_by_count(name: str, setting: SamplingSettings, K: int) -> None:
     model = target()
     proposer = proposer_named(name, model, noise=0.1)
-    requests = [Request(ids, setting, 0, 28, frozenset({5, 17})) for ids in prompts(10)]
+    requests = [Request(ids, setting, 0, 28, frozenset({5, 17})) for ids in prompts(6)]
     total = 0.0
-    for index, answer in dict(generate(model, proposer, requests, draft_tokens=K)).items():
+    for index, answer in dict(generate(model, proposer, requests, draft_tokens=K, batch_size=6)).items():
         ids = requests[index].prompt_ids
         decoded = count_rounds(answer.rounds, K)
         assert (
@@ -75,7 +81,6 @@ STATIC: dict[str, Callable[[CausalModel], DraftModule]] = {
     "medusa, 3 heads": lambda model: taught_medusa(model, steps=30),  # fewer than the shape's levels
     "dflash, 3 masks": lambda model: taught_dflash(model, steps=30),
 }
-DRY = SamplingSettings(repetition_penalty=1.4)
 
 
 @cache
@@ -95,7 +100,7 @@ def test_one_trace_counts_static_trees_as_drafting_does(name: str, setting: Samp
     """Drafting for real along the answer, at temperature 0 as the decoder itself does; also above it."""
     model, proposer = tree_of(name)
     accepted = 0.0
-    for number, ids in enumerate(prompts(4)):
+    for number, ids in enumerate(prompts(2)):
         limit = 9 + 4 * number
         ((_, answer),) = generate(model, None, [Request(ids, setting, number, limit, frozenset({5, 17}))])
         traced = traced_by(model, proposer, setting, RecordedAnswer(ids, answer.tokens, limit))
@@ -115,7 +120,7 @@ def test_a_tree_whose_path_holds_the_stop() -> None:
     """The stop is an accepted node with children and siblings; what is below it is drafted, and not reached."""
     model, proposer = tree_of("small")
     inside = 0
-    for ids in prompts(6):
+    for ids in prompts(3):
         ((_, whole),) = generate(model, None, [Request(ids, GREEDY, 0, 24)])
         for stop in set(whole.tokens[4:12]):
             request = Request(ids, GREEDY, 0, 24, frozenset({stop}))
@@ -123,7 +128,7 @@ def test_a_tree_whose_path_holds_the_stop() -> None:
             (counted,) = replayed(model, proposer, GREEDY, RecordedAnswer(ids, decoded.tokens, 24), ["greedy"], [4])
             assert counted.counts == count_rounds(decoded.rounds, 4)
             inside += any(r.emitted == r.accepted for r in decoded.rounds)
-    assert inside > 5
+    assert inside > 1
 
 
 @pytest.mark.parametrize("shape", [None, SHAPE], ids=["chain", "tree"])
@@ -157,12 +162,12 @@ def test_one_trace_serves_every_draft_length() -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        *(
-            (name, rule)
-            for name in ("small", "skipped", "eagle3-reduced", "dflash")
-            for rule in ("token", "block", "onehot", "match")
-        ),
-        ("small-tree", "onehot"),
+        ("small", "token"),
+        ("small", "match"),
+        ("skipped", "block"),
+        ("eagle3-reduced", "block"),
+        ("eagle3-reduced", "onehot"),
+        ("dflash", "token"),
         ("small-tree", "match"),
         ("small-sampled", "onehot"),
         ("eagle3-dynamic", "onehot"),

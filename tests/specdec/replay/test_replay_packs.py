@@ -67,12 +67,16 @@ def check_alike(together: Sequence[Counted], alone: Sequence[Counted], exact: bo
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4), one[:2]
 
 
+NAMES = [name for name in (*CHAINS, *TOGETHER) if name not in DECODED]
+
+
 @pytest.mark.parametrize(
-    ("setting", "pieces"),
-    [(GREEDY, False), (DRY, True), (WARM, True)],
-    ids=["bare", "penalised in pieces", "warm in pieces"],
+    ("name", "setting", "pieces"),
+    [
+        *((name, GREEDY, False) for name in NAMES),
+        *((name, DRY if number % 2 else WARM, True) for number, name in enumerate(NAMES)),
+    ],
 )
-@pytest.mark.parametrize("name", [name for name in (*CHAINS, *TOGETHER) if name not in DECODED])
 def test_answers_replayed_together_count_as_each_alone(
     name: str, setting: SamplingSettings, pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,8 +122,14 @@ def drafted(drafter: Drafter, states: States | None, ids: list[int], known: int,
     return said
 
 
-@pytest.mark.parametrize("setting", [GREEDY, DRY, WARM], ids=["bare", "penalised", "warm"])
-@pytest.mark.parametrize("name", [name for name in CHAINS if name not in WAITING])
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        (name, setting)
+        for number, name in enumerate(name for name in CHAINS if name not in WAITING)
+        for setting in (WARM, DRY if number % 2 else GREEDY)
+    ],
+)
 @torch.inference_mode()
 def test_a_trace_is_what_drafting_says_at_every_place(name: str, setting: SamplingSettings) -> None:
     """Ranks and probabilities of the answers' tokens, from the drafter's own steps along them."""
