@@ -1,7 +1,7 @@
-"""One text in two tokenizers' ids: what a draft with another tokenizer than the target's reads and says.
+"""Cross-tokenizer drafting: one text in two tokenizers' ids, for a draft with another tokenizer than the target's.
 
 Text goes over as text (string-level exact match, Timor et al. 2025, arXiv 2502.05202, algorithm 2): what the target has
-emitted is decoded and encoded again, and so is what the draft says. Nothing here need be exact for the output to be: a
+emitted is decoded and encoded again, and so is what it drafts. Nothing here need be exact for the output to be: a
 text that comes out otherwise costs accepted tokens only.
 """
 
@@ -49,7 +49,7 @@ class TokenizerBridge:
         return ids[len(self._line) :] if ids[: len(self._line)] == self._line else self.encode(text)
 
     def text(self, ids: Sequence[int], start: int, stop: int) -> str:
-        """What ids[start:stop] say where they stand."""
+        """Decode ids[start:stop] as they read after the ids before them."""
         first = max(start - _CONTEXT, 0)
         before, whole = self._decode(ids[first:start]), self._decode(ids[first:stop])
         return whole[len(before) :] if whole.startswith(before) else self._decode(ids[start:stop])
@@ -64,7 +64,7 @@ class TokenizerBridge:
 
 
 class Retokenized:
-    """A growing text, known in one tokenizer's ids, in another's.
+    """A growing text, given in one tokenizer's ids, encoded in another's.
 
     Its beginning is spelled once, cut before words; only the last tokens are spelled anew as the text grows. Where it
     is cut depends on the ids alone, not on how many came at once.
@@ -80,7 +80,7 @@ class Retokenized:
             self.settled = self._settle(self._cut(range(len(ids) - 1, len(ids) - _WINDOW, -1)))
 
     def extend(self, ids: Sequence[int]) -> list[int]:
-        """The text goes on with these. Returns own ids that are settled by it."""
+        """Append ids to the text. Returns the own ids that are settled by it."""
         self._ids += ids
         settled: list[int] = []
         while len(self._ids) - self._start >= 2 * _WINDOW:
@@ -92,10 +92,10 @@ class Retokenized:
         """Own ids of what is not settled, up to its last whole character."""
         return self._spell(self._whole_text(self._start))
 
-    def following(self, said: str) -> list[int]:
-        """The known tokenizer's ids of a text that goes on like this; none where that would change ids before it."""
+    def following(self, continuation: str) -> list[int]:
+        """Encode a continuation in the known tokenizer's ids; none where that would change ids before it."""
         first = self._cut(range(len(self._ids) - 1, max(len(self._ids) - _WORD, 0), -1)) if len(self._ids) > 1 else 0
-        text, known = self._whole_text(first) + said.rstrip(_BROKEN), self._ids[first:]
+        text, known = self._whole_text(first) + continuation.rstrip(_BROKEN), self._ids[first:]
         ids = self._known.inside(text) if first else self._known.encode(text)
         return ids[len(known) :] if ids[: len(known)] == known else []
 

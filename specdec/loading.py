@@ -20,7 +20,7 @@ _OURS = (DraftforgeError, MemoryError, torch.OutOfMemoryError)
 
 
 def load_model(source: str | Path, where: str, only_known: bool = False, **options: Any) -> PreTrainedModel:
-    """A causal LM with every weight from the files. `where` begins the error's line; `only_known`: nothing unread.
+    """Load a causal LM with every weight from the files. `where` begins the error's line; `only_known`: nothing unread.
 
     Raises FormatError.
     """
@@ -36,14 +36,14 @@ def load_model(source: str | Path, where: str, only_known: bool = False, **optio
 
 
 def load_tokenizer(source: str | Path, where: str, **options: Any) -> PreTrainedTokenizerBase:
-    """A tokenizer. Raises FormatError, its line beginning with `where`."""
+    """Load a tokenizer. Raises FormatError, its line beginning with `where`."""
     with refused(where):
         return AutoTokenizer.from_pretrained(source, **options)
 
 
 @contextmanager
 def refused(where: str) -> Iterator[None]:
-    """Whatever a reader raises becomes one FormatError."""
+    """Turn whatever a reader raises inside into one FormatError, its line beginning with `where`."""
     try:
         yield
     except _OURS:
@@ -69,7 +69,7 @@ _STRING, _ARRAY = 8, 9
 
 
 def as_the_file_says(tokenizer: PreTrainedTokenizerBase, path: Path, where: str) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the file's first token. Raises FormatError where it is of another kind than the file's."""
+    """Make a tokenizer begin texts as its GGUF file says. Raises FormatError where it is of another kind."""
     with path.open("rb") as file:
         keys = {name.removeprefix(_START): value for name, value in _keys(file) if name.startswith(_START)}
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -86,12 +86,15 @@ def as_the_file_says(tokenizer: PreTrainedTokenizerBase, path: Path, where: str)
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a text's tokens begin with one that says so."""
+    """Whether the tokenizer puts its begin-of-text token before a text."""
     return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
 
 
 def _keys(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """All keys, lists as None: the `gguf` package takes many seconds to keep every token of a large vocabulary."""
+    """Read all keys of a GGUF file, lists as None.
+
+    The `gguf` package takes many seconds to keep every token of a large vocabulary.
+    """
     _, _, _, count = _read(file, "4sIQQ")
     for _ in range(count):
         name = _string(file)

@@ -66,13 +66,13 @@ class RoundTimer:
         self._began = 0.0
 
     def start(self) -> None:
-        """A round begins; `mark` after each of its parts, `end` at its end."""
+        """Begin a round; call `mark` after each of its parts, `end` at its end."""
         self._began = time.perf_counter()
         self._marks = []
         self.mark()
 
     def mark(self) -> None:
-        """A part is over: drafting, the target's pass, the verdict, and what the proposer makes of it."""
+        """Mark the end of a part: drafting, the target's pass, the verdict, what the proposer makes of it."""
         if not self._on_gpu:
             self._marks.append(time.perf_counter())
             return
@@ -81,12 +81,12 @@ class RoundTimer:
         self._marks.append(event)
 
     def end(self, drafted: int, batch: int) -> None:
-        """The round is over, for the host."""
+        """End the round, for the host."""
         self._laps.append((self._marks, time.perf_counter() - self._began, drafted, batch))
 
     @property
     def rounds(self) -> list[RoundSeconds]:
-        """Of every round so far. Waits for the device."""
+        """Seconds of every round so far. Waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return [_seconds(*lap) for lap in self._laps]
@@ -144,7 +144,7 @@ class DecodeRun:
     timer: RoundTimer | None = None
     """Takes the seconds of every round."""
     barriers: frozenset[int] = frozenset()
-    """Places of requests that are begun only when all before them are answered."""
+    """Numbers of the requests that are begun only when all before them are answered."""
 
     def __post_init__(self) -> None:
         known_rule(self.rule)
@@ -176,19 +176,19 @@ def check_requests(target: CausalModel, requests: Sequence[Request], decode: Dec
 
 
 def until_stop(known: Sequence[int], new: list[int], request: Request, decode: Decode | None) -> tuple[list[int], bool]:
-    """The new tokens up to one that stops the answer, and whether one does. `known`: those emitted before."""
-    for place, token in enumerate(new):
+    """Cut new tokens after one that stops the answer; returns them and whether one does. `known`: those before."""
+    for index, token in enumerate(new):
         if token in request.stop_ids:
-            return new[: place + 1], True
+            return new[: index + 1], True
         if request.stop_strings and decode is not None:
-            text = _ending([*known, *new[: place + 1]], max(len(text) for text in request.stop_strings), decode)
+            text = _decode_ending([*known, *new[: index + 1]], max(len(text) for text in request.stop_strings), decode)
             if any(stop in text for stop in request.stop_strings):
-                return new[: place + 1], True
+                return new[: index + 1], True
     return new, False
 
 
-def _ending(tokens: list[int], reach: int, decode: Decode) -> str:
-    """Text of the last token and of at least `reach` characters before it. Some tokens spell a byte, some nothing."""
+def _decode_ending(tokens: list[int], reach: int, decode: Decode) -> str:
+    """Decode the last token and at least `reach` characters before it: some tokens spell a byte, some nothing."""
     count = reach + 1
     while count < len(tokens) and len(decode(tokens[-count:-1])) < reach:
         count *= 2

@@ -33,10 +33,10 @@ _ELSEWHERE = (
 
 
 class Weights(Protocol):
-    """Where a model's tensors come from."""
+    """A source of a model's tensors."""
 
     def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
-        """Some rows of a tensor of this shape (all of one without dimensions), on any device, in any float type."""
+        """Read some rows of a tensor of this shape (all of one without dimensions), on any device, in any type."""
 
 
 class FileWeights:

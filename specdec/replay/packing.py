@@ -16,7 +16,7 @@ from ..kernels.documents import Documents
 
 
 class Text(NamedTuple):
-    """What is known of one text: rounds may start with `start` to len(ids) - 1 of its tokens known."""
+    """A recorded text: rounds may start with `start` to len(ids) - 1 of its tokens known."""
 
     ids: list[int]
     start: int
@@ -46,11 +46,11 @@ class Pack:
 
     @property
     def rounds(self) -> int:
-        """R."""
+        """How many round starts R all texts have."""
         return len(self.text_R)
 
     def pick(self, x_BTX: Tensor, offset: int) -> Tensor:
-        """[R, ...]: what stands `offset` places after the first token that is not known."""
+        """[R, ...]: rows of x at `offset` positions after the first token that is not known."""
         return x_BTX[self.text_R, self.known_R + offset]
 
     def next_tokens(self, ahead: int) -> tuple[Tensor, Tensor]:
@@ -60,21 +60,20 @@ class Pack:
         return self.ids_BT[self.text_R, at_R], self.left_R > ahead
 
     def ahead(self, x_R: Tensor, count: int, filler: float) -> Tensor:
-        """[R, K]: each start's own, and those of the starts after it, or the filler where the text has no more."""
+        """[R, K]: each start's value and those of the starts after it; the filler where the text has no more."""
         padded = torch.cat([x_R, x_R.new_full((count,), filler)])
         inside_RK = self.left_R[:, None] > torch.arange(count, device=x_R.device)
         return torch.where(inside_RK, padded.unfold(0, count, 1)[: len(x_R)], filler)
 
     def places(self, offset: int) -> Tensor:
-        """The same places as `pick` takes, as indexes [B, M] into rows: any place where a text has fewer than M, which
-        is at least 1."""
+        """The positions that `pick` takes, as indexes [B, M] into rows, M >= 1; any where a text has fewer than M."""
         most = max(1, *(text.rounds for text in self.texts))
         first_B = torch.tensor([text.start + offset for text in self.texts])
         places_BM = (first_B[:, None] + torch.arange(most)).clamp(max=self.ids_BT.shape[1] - 1)
         return send(places_BM, self.ids_BT.device)
 
     def unplaced(self, x_BMX: Tensor) -> Tensor:
-        """[R, ...]: what was made at `places`."""
+        """[R, ...]: rows of what was computed at `places`."""
         return x_BMX[self.text_R, self.nth_R]
 
     def groups(self, pairs: int, most: int) -> list[slice]:
@@ -96,5 +95,5 @@ class Pack:
         return seen_NV
 
     def documents(self, some: slice) -> Documents:
-        """Of some texts."""
+        """The documents of some texts, a row each."""
         return Documents.rows(self.ids_BT[some])
