@@ -39,6 +39,7 @@ def attend(
     """
     if unused.get("s_aux") is not None:
         raise FormatError(f"{type(module).__name__}: attention sinks are not supported")
+    # 1) Packed rows, as in training: each document attends to itself.
     if documents is not None and documents.packed:
         query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a rotary embedding leaves float32
         if documents.runs is not None and takes_runs(query, softcap):
@@ -46,6 +47,7 @@ def attend(
         else:
             output = attention_within(query, key, value, documents.everyone(), scaling, softcap, sliding_window)
         return output.transpose(1, 2).contiguous(), None
+    # 2) Rows of a cache: the new keys are written there and the visible past is read, by the kernel or under a mask.
     visible: Tensor | None = None
     if kv_step is not None:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -59,6 +61,7 @@ def attend(
         if kv_step.visible_BNL is not None:
             visible = kv_step.visible_BNL[:, None]
             key, value = kv_step.cache.read(layer, query.shape[0], visible.shape[-1])
+    # 3) Causal or masked attention, inside the sliding window where rows are longer than it.
     if visible is None and sliding_window is not None and query.shape[2] > sliding_window:
         visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     if visible is not None and sliding_window is not None:
@@ -93,15 +96,15 @@ def attention_within(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sight: QueryMask,
+    queries: QueryMask,
     scaling: float | None,
     softcap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The same inside the documents of packed rows: query [B, H, M, D] at the places of `sight`."""
+    """Attention inside the documents of packed rows: query [B, H, M, D] at the places of `queries` -> [B, H, M, D]."""
     if query.is_cuda:
-        return flex(query, key, value, sight.blocks(window), scaling, softcap)[0]
-    return attention(query, key, value, sight.dense(window)[:, None], scaling, softcap)
+        return flex(query, key, value, queries.blocks(window), scaling, softcap)[0]
+    return attention(query, key, value, queries.dense(window)[:, None], scaling, softcap)
 
 
 def _group(query: Tensor, groups: int) -> Tensor:

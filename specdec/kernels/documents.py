@@ -1,4 +1,4 @@
-"""Several documents in one row: which tokens see which.
+"""Packed rows: several documents in one, and which tokens see which.
 
 Shapes: B rows, T tokens a row, M queries a row.
 
@@ -76,12 +76,13 @@ class QueryMask:
         return self._dense[window]
 
     def blocks(self, window: int | None = None) -> BlockMask:
-        """The same for FlexAttention. Whole blocks are left out by the documents and places that they span."""
+        """The mask for FlexAttention. Whole blocks are left out by the documents and positions that they span."""
         if window not in self._blocks:
             self._blocks[window] = self._make_blocks(window)
         return self._blocks[window]
 
     def _make_blocks(self, window: int | None) -> BlockMask:
+        # What each block of queries and of keys spans: documents, and positions in the row.
         documents_BT = self.documents.document_BT
         queries, keys = self.at_BM.shape[1], documents_BT.shape[1]
         key_BT = torch.arange(keys, device=self.at_BM.device).expand_as(documents_BT)
@@ -89,6 +90,7 @@ class QueryMask:
         key_low, key_high = _spans(documents_BT)
         at_low, at_high = _spans(self.at_BM)
         first, last = _spans(key_BT)
+        # A pair of blocks is computed where documents overlap, some key is not later, and some is inside the window.
         wanted = (key_low[:, None] <= query_high[..., None]) & (key_high[:, None] >= query_low[..., None])
         wanted &= first[:, None] <= at_high[..., None]
         if window is not None:
@@ -125,7 +127,7 @@ _WIDEST = 256  # head that the kernel for runs takes
 
 
 def takes_runs(query: Tensor, softcap: float | None) -> bool:
-    """Whether `attend_runs` can do it."""
+    """Whether `attend_runs` takes such queries."""
     return query.is_cuda and softcap is None and query.dtype in _HALVES and query.shape[-1] <= _WIDEST
 
 
