@@ -114,7 +114,7 @@ class DecodedAnswer(NamedTuple):
 
 @dataclass(eq=False)
 class _Slot:
-    asked: QueuedRequest
+    queued: QueuedRequest
     index: int
     begun: int  # the decoding step before which its prompt was read
     ended: bool = False
@@ -122,17 +122,18 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _DeferredAnswers:
-    """Work that waits until the device has come by."""
+    """Work of the host that waits until the device has passed an event."""
 
     passed: "torch.cuda.Event | None"
     work: Callable[[], list[DecodedAnswer]]
 
 
 class PlainDecoder:
-    """Answers what is asked of it; `step` until `idle`.
+    """Continuous batching: answers submitted requests in slots that are refilled as they end; `step` until `idle`.
 
     `capacity`: tokens of the longest prompt and answer together; `budget`: of the longest answer. `wanted`: a capacity
-    to be had where memory allows. Raises InputError where that many slots do not fit the GPU's memory.
+    to be had where memory allows. `listen` is called with the logits that each token is drawn from, `advance` with how
+    many tokens a step gave. Raises InputError where that many slots do not fit the GPU's memory.
     """
 
     def __init__(
@@ -149,8 +150,8 @@ class PlainDecoder:
         device = target.device
         self._lag = 1 if device.type == "cuda" else 0
         self._target, self._listen, self._advance = target, listen, advance
-        one = probe_pass(target)
-        self.capacity = fitting_capacity(target, one.token_bytes, slots, capacity, max(wanted, capacity))
+        probed = probe_pass(target)
+        self.capacity = fitting_capacity(target, probed.token_bytes, slots, capacity, max(wanted, capacity))
         self.budget = budget
         graphed = takes_graphs(target)
         self._shapes = shapes(slots, self.capacity + 1, graphed)
@@ -176,7 +177,7 @@ class PlainDecoder:
 
     @property
     def wants_more(self) -> bool:
-        """Whether it could do with more requests."""
+        """Whether more requests would keep its slots and its passes over prompts full."""
         return self.waiting < self._shapes.ahead + self._size - self._active
 
     @property
@@ -204,14 +205,14 @@ class PlainDecoder:
             self._count += 1
 
     def step(self) -> list[DecodedAnswer]:
-        """Begin what waits and finds room, decode a token of every active slot; gives the answers that came in."""
+        """Read waiting prompts into free slots, decode a token of every active slot; returns answers that ended."""
         with running(self._target.device):
             return self._step()
 
     def _step(self) -> list[DecodedAnswer]:
         started = self._refill()
         if self._active:
-            self._close_up()
+            self._compact()
             self._decode()
             started = True
         answers: list[DecodedAnswer] = []
@@ -223,7 +224,7 @@ class PlainDecoder:
         return answers
 
     def _refill(self) -> bool:
-        """Read the prompts of waiting requests into free slots, full passes first; whether there were any."""
+        """Read prompts of waiting requests into free slots, full passes first. Returns whether there were any."""
         started = False
         while self.waiting:
             width = min((heap[0], width) for width, heap in self._waiting.items() if heap)[1]
@@ -235,19 +236,19 @@ class PlainDecoder:
             started = True
         return started
 
-    def _prefill(self, asked: Sequence[QueuedRequest], width: int) -> None:
+    def _prefill(self, queued: Sequence[QueuedRequest], width: int) -> None:
         """Read prompts in one pass and emit their first tokens."""
         device, vocab_size = self._target.device, self._target.vocab_size
-        requests, slots = [one.request for one in asked], self._place(asked)
-        padding = self._shapes.prompts(width) - len(asked) if width else 0
-        # 1) read them into their slots; padding goes into the spare one
+        requests, slots = [each.request for each in queued], self._assign_slots(queued)
+        padding = self._shapes.prompts(width) - len(queued) if width else 0
+        # 1) Read them into their slots in one pass; padding rows go into the spare slot.
         prompts = Texts.of([*(request.prompt_ids for request in requests), *[[0]] * padding], device).wide(width)
         slots_R = send(torch.tensor([slot.index for slot in slots] + [self._size] * padding), device)
         shape = tuple(prompts.ids_BT.shape)
         with record_function("forward"):
             logits_RV = self._replays.run(("read", *shape), self._read, slots_R, prompts.ids_BT, prompts.counts_B)
-        # 2) begin their answers
-        self._table.admit(slots_R, requests, prompts, vocab_size, [one.listener_seed for one in asked])
+        # 2) Draw the first token of each answer.
+        self._table.admit(slots_R, requests, prompts, vocab_size, [each.listener_seed for each in queued])
         self._table.admit_stops(slots_R, [request.stop_ids for request in requests])
         sampling = [request.sampling for request in requests]
         ended_R = self._emit(slots_R, logits_RV, rows_by_setting(sampling + sampling[:1] * padding, device))
@@ -257,18 +258,18 @@ class PlainDecoder:
     def _read(self, slots_R: Tensor, ids_RT: Tensor, counts_R: Tensor) -> Tensor:
         return read_prompts(self._target, self._cache, (), slots_R, ids_RT, counts_R)[1]
 
-    def _place(self, asked: Sequence[QueuedRequest]) -> list[_Slot]:
+    def _assign_slots(self, queued: Sequence[QueuedRequest]) -> list[_Slot]:
         """Give requests the first free slots."""
         free = [index for index, slot in enumerate(self._slots) if slot is None]
         free += range(len(self._slots), self._size)
-        slots = [_Slot(one, index, self._steps) for one, index in zip(asked, free)]
+        slots = [_Slot(each, index, self._steps) for each, index in zip(queued, free)]
         for slot in slots:
             self._slots += [None] * (slot.index + 1 - len(self._slots))
             self._slots[slot.index] = slot
         self._active += len(slots)
         return slots
 
-    def _close_up(self) -> None:
+    def _compact(self) -> None:
         """Move the last active slots into free ones before them where that makes the pass smaller."""
         rows = self._shapes.rows(self._active)
         while self._slots[-1] is None:
@@ -278,7 +279,7 @@ class PlainDecoder:
         moving = [slot for slot in self._slots[rows:] if slot is not None]
         holes = [index for index, slot in enumerate(self._slots[:rows]) if slot is None]
         from_R, to_R = send(torch.tensor([[slot.index for slot in moving], holes[: len(moving)]]), self._target.device)
-        longest = max(len(slot.asked.request.prompt_ids) + self._steps - slot.begun for slot in moving)
+        longest = max(len(slot.queued.request.prompt_ids) + self._steps - slot.begun for slot in moving)
         self._cache.move(from_R, to_R, longest)
         self._table.move(from_R, to_R)
         for slot, index in zip(moving, holes):
@@ -287,15 +288,15 @@ class PlainDecoder:
         self._settings = None
 
     def _decode(self) -> None:
-        """One token of every active slot."""
+        """Decode one token of every active slot."""
         rows = self._shapes.rows(len(self._slots))
         slots = [*self._slots, *[None] * (rows - len(self._slots))]
         with record_function("forward"):
             logits_RV = self._replays.run(("decode", rows), self._forward, rows)
         self._steps += 1
         if self._settings is None or rows != self._rows_R.shape[0]:
-            idle = next(slot.asked.request.sampling for slot in slots if slot is not None)
-            sampling = [idle if slot is None else slot.asked.request.sampling for slot in slots]
+            idle = next(slot.queued.request.sampling for slot in slots if slot is not None)
+            sampling = [idle if slot is None else slot.queued.request.sampling for slot in slots]
             self._settings = rows_by_setting(sampling, self._target.device)
             self._rows_R = torch.arange(rows, device=self._target.device)
         self._read_later(self._emit(self._rows_R, logits_RV, self._settings), slots, 0)
@@ -344,7 +345,7 @@ class PlainDecoder:
         for slot in slots:
             slot.ended = True
             self._slots[slot.index] = None
-        self._when_passed(lambda: _answers([slot.asked for slot in slots], counts, columns))
+        self._when_passed(lambda: _answers([slot.queued for slot in slots], counts, columns))
 
     def _when_passed(self, work: Callable[[], list[DecodedAnswer]]) -> None:
         passed = None
@@ -354,11 +355,12 @@ class PlainDecoder:
         self._late.append(_DeferredAnswers(passed, work))
 
 
-def _answers(asked: Sequence[QueuedRequest], counts: list[int], columns: Columns) -> list[DecodedAnswer]:
+def _answers(queued: Sequence[QueuedRequest], counts: list[int], columns: Columns) -> list[DecodedAnswer]:
     parts = {name: torch.split(column.clone(), counts) for name, column in columns.items()}  # pinned ones are reused
     answers: list[DecodedAnswer] = []
-    for place, one in enumerate(asked):
-        own = {name: part[place] for name, part in parts.items()}
+    for index, each in enumerate(queued):
+        own = {name: part[index] for name, part in parts.items()}
         tokens = own.pop(TOKENS).tolist()
-        answers.append(DecodedAnswer(one.name, tokens, "stop" if tokens[-1] in one.request.stop_ids else "length", own))
+        finish: Literal["stop", "length"] = "stop" if tokens[-1] in each.request.stop_ids else "length"
+        answers.append(DecodedAnswer(each.name, tokens, finish, own))
     return answers
