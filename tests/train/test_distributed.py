@@ -26,7 +26,7 @@ from draftforge.train.settings import (
 )
 from draftforge.train.stopping import TrainingStoppedError
 
-pytestmark = pytest.mark.timeout(1200)  # what sets a module's launches up counts with its first test
+pytestmark = pytest.mark.timeout(3000)  # what sets a module's launches up counts with its first test
 
 STEPS = 4
 COMMON: dict[str, Any] = {
@@ -237,7 +237,7 @@ def on_ranks(places: tuple[str, str], run_distributed: Any, tmp_path_factory: py
         if world_size == 1:
             answers = [run_all(*places, jobs)]
         else:
-            answers = run_distributed(__file__, "run_all", world_size, [*places, jobs], timeout_seconds=400)
+            answers = run_distributed(__file__, "run_all", world_size, [*places, jobs], timeout_seconds=900)
         for one, figures in zip(jobs, zip(*answers)):
             _, losses, norms, _ = found.get(Path(one["folder"]).name, (None, [], [], None))
             losses, norms = losses + figures[0].get("losses", []), norms + figures[0].get("norms", [])

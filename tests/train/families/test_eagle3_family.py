@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from draftforge.data.batches import Batch, collate
+from draftforge.data.batches import collate
 from draftforge.data.store import Capture
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.kernels.documents import Documents, QueryMask
 from draftforge.specdec.targets import Target
 from draftforge.train.families.eagle3 import Eagle3Family, eagle3_config
 from draftforge.train.families.feature_family import copy_tables
-from draftforge.train.families.target_features import FeatureSource
 from draftforge.train.families.ttt_alignment import Alignment
 from draftforge.train.losses.linear_head import LOSS, LossSettings
 from draftforge.train.losses.objectives import FullDistribution
@@ -101,25 +100,6 @@ def test_the_loss_is_that_of_drafting_one_position_at_a_time(
     assert sums[:, LOSS].tolist() == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("row_tokens", [0, 10_000])
-def test_packed_samples_train_as_they_do_alone(row_tokens: int, target: Target, tiny_capture: Capture) -> None:
-    """Whatever stands beside a sample in its row: the same loss, the same gradient."""
-    samples = tiny_capture.samples("train")[:6]
-    family = family_of(target, features_bytes=0)
-
-    def run(batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        loss, sums = family(family.inputs(batch, range(len(batch.spans))))
-        return sums, list(torch.autograd.grad(loss, list(family.trainable().values())))
-
-    packed = collate(samples, row_tokens=row_tokens)
-    assert packed.documents.packed
-    sums, grads = run(packed)
-    alone = [run(collate([sample])) for sample in samples]
-    torch.testing.assert_close(sums, sum(one[0] for one in alone), rtol=1e-4, atol=1e-4)
-    for index, grad in enumerate(grads):
-        torch.testing.assert_close(grad, sum(one[1][index] for one in alone), rtol=1e-3, atol=1e-3)
-
-
 def test_later_steps_weigh_less_in_loss_and_gradient(target: Target, tiny_capture: Capture) -> None:
     """The loss is sum_k w^k loss_k, and so is its gradient: 1, 0.5, 0.25 here."""
     batch = collate(tiny_capture.samples("train")[:2])
@@ -139,34 +119,6 @@ def test_later_steps_weigh_less_in_loss_and_gradient(target: Target, tiny_captur
     _, loss, listed = gradient(draft_tokens=3, step_weights=[2.0, 0.5, 0.25])
     assert float(loss) == pytest.approx(2 * sums[0] + 0.5 * sums[1] + 0.25 * sums[2], rel=1e-5)
     torch.testing.assert_close(listed, grad + first, rtol=1e-3, atol=1e-3)
-
-
-def test_remembered_features_are_those_of_a_fresh_run(target: Target, tiny_capture: Capture) -> None:
-    samples = tiny_capture.samples("train")
-    layers = (1, 2, 4)
-    plain = FeatureSource(target, layers, 0, 1 << 20)
-    memory = FeatureSource(target, layers, 1 << 30, 1 << 20)
-    for indexes in ([3, 0, 5], [5, 1], [0, 3, 1]):
-        batch = collate([samples[index] for index in indexes])
-        fresh, found = plain(batch, indexes), memory(batch, indexes)
-        for ours, theirs in zip(found[1:], fresh[1:]):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-        for row, start, length, _ in batch.spans:
-            at = slice(start, start + length)
-            torch.testing.assert_close(found.aux_BTA[row, at], fresh.aux_BTA[row, at], atol=1e-4, rtol=1e-4)
-    again = FeatureSource(target, layers, 1 << 30, 1 << 20)  # another history, the same numbers bit for bit
-    batch = collate([samples[1], samples[0]])
-    for ours, theirs in zip(again(batch, [1, 0]), memory(batch, [1, 0])):
-        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
-
-
-def test_the_budget_holds(target: Target, tiny_capture: Capture) -> None:
-    samples = tiny_capture.samples("train")
-    source = FeatureSource(target, (1, 2, 4), 60_000, 1 << 20)
-    for index, sample in enumerate(samples):
-        source(collate([sample]), [index])
-    kept = sum(x.numel() * x.element_size() for known in source._cache.values() for x in known if x is not None)
-    assert 0 < kept <= 60_000 and len(source._cache) < len(samples)
 
 
 def test_only_the_draft_is_trained(target: Target) -> None:

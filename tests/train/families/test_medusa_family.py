@@ -10,7 +10,7 @@ from drafted import drafted_logits, fit, fresh_family, greedy_accepted, save, ta
 from families import SUPPORTED, tiny
 from trained import SEED, Trained, sentences
 
-from draftforge.data.batches import Batch, collate
+from draftforge.data.batches import collate
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
 from draftforge.specdec.drafts.medusa import MedusaDraft
@@ -76,23 +76,6 @@ def test_the_loss_is_the_weighted_sum_of_the_heads(target: Target, tiny_capture:
     assert sums[:, LOSS].tolist() == pytest.approx(expected, rel=1e-4)
     assert float(loss.detach()) == pytest.approx(sum(0.5**k * x for k, x in enumerate(expected)), rel=1e-4)
     assert sums[:, COUNT].tolist() == [len(sample.answer_ids) - head for head in range(3)]
-
-
-def test_packed_samples_train_as_they_do_alone(target: Target, tiny_capture: Capture) -> None:
-    samples = tiny_capture.samples("train")[:6]
-    family = family_of(target, features_bytes=0, lively=True)
-
-    def run(batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        loss, sums = family(family.inputs(batch, range(len(batch.spans))))
-        return sums, list(torch.autograd.grad(loss, list(family.trainable().values())))
-
-    packed = collate(samples, row_tokens=10_000)
-    assert packed.documents.packed
-    sums, grads = run(packed)
-    alone = [run(collate([sample])) for sample in samples]
-    torch.testing.assert_close(sums, sum(one[0] for one in alone), rtol=1e-4, atol=1e-4)
-    for index, grad in enumerate(grads):
-        torch.testing.assert_close(grad, sum(one[1][index] for one in alone), rtol=1e-3, atol=1e-3)
 
 
 def test_fresh_heads_say_what_the_target_says(target: Target) -> None:
