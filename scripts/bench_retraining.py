@@ -113,7 +113,7 @@ def cycle(
     judged = stratified_conversations(samples_of(captured), old.recipe.score.max_conversations or sys.maxsize)
     with timed(seconds, "measure"):
         before = measure(old, captured, fetched(old, first.version), "champion, old target", judged)
-    told = {"first": training_told(first.scored.chosen_folder, captured)}
+    trainings = {"first": training_record(first.scored.chosen_folder, captured)}
     with timed(seconds, "tune"):
         tuning = tune(
             old.target, samples_of(captured, "train"), target, out / "tuned", tuning_steps, tuning_batch, tuning_answers
@@ -131,7 +131,7 @@ def cycle(
     stages = stages_of(new, heir)
     captured = stages.captured
     if done.outcome is not None:
-        told["retrained"] = training_told(done.outcome.scored.chosen_folder, captured)
+        trainings["retrained"] = training_record(done.outcome.scored.chosen_folder, captured)
     with timed(seconds, "measure again"):
         stale = measure(new, captured, fetched(new, first.version), "champion, new target", judged)
         fresh = measure(new, captured, fetched(new, heir), "retrained, new target", judged)
@@ -139,7 +139,7 @@ def cycle(
     if cold:
         with timed(seconds, "cold start"):
             folder = cold_start(stages, given)
-        told["cold"] = training_told(folder, captured)
+        trainings["cold"] = training_record(folder, captured)
         found.append(measure(new, captured, folder, "cold start, new target", judged))
     style.append(in_style(samples_of(captured), new.target))
 
@@ -149,8 +149,8 @@ def cycle(
         gains[f"{fresh.name} - {found[3].name}"] = tau_difference(fresh.table, found[3].table, bootstrap)
     tuning |= {"share_in_style": dict(zip(("before", "after"), style, strict=True))}
     known = history(new, first.version, heir, done.refused)
-    write_results(out, given, found, gains, seconds, {**known, "tuning": tuning, "training": told})
-    show(found, gains, seconds, told)
+    write_results(out, given, found, gains, seconds, {**known, "tuning": tuning, "training": trainings})
+    show(found, gains, seconds, trainings)
     say(f"fine-tuned: {json.dumps(tuning, ensure_ascii=False)}")
     show_history(known)
 
@@ -180,7 +180,7 @@ def mixes(
     spaces: dict[str, Workspace] = {}
     captures: dict[str, Stage] = {}
     drafts: dict[str, Path] = {}
-    told: dict[str, Any] = {}
+    trainings: dict[str, Any] = {}
     for name, records in asked.items():
         sources = [write_prompts(records[:count], out / f"{name}.jsonl", "train"), *held]
         given = [served, *settings_of(out / name, sources), *(overrides or [])]
@@ -191,7 +191,7 @@ def mixes(
             captures[name] = made.captured
         with timed(seconds, f"{name}: train"):
             drafts[name] = trained_draft(made)
-        told[name] = training_told(drafts[name], captures[name])
+        trainings[name] = training_record(drafts[name], captures[name])
     both = set.intersection(*({one.conversation for one in samples_of(stage)} for stage in captures.values()))
     space, captured = spaces["production"], captures["production"]
     most = space.recipe.score.max_conversations or sys.maxsize
@@ -200,8 +200,8 @@ def mixes(
         found = [measure(space, captured, drafts[name], f"{name} mix", judged) for name in asked]
     by_domain = differences(found[0], found[1], space)
     gains = {f"production mix - generic mix, {domain}": gain for domain, gain in by_domain.items()}
-    write_results(out, given, found, gains, seconds, {"training": told})
-    show(found, gains, seconds, told)
+    write_results(out, given, found, gains, seconds, {"training": trainings})
+    show(found, gains, seconds, trainings)
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def cold_start(stages: Stages, given: Sequence[str]) -> Path:
     return trained_draft(Stages(changed_space, stages.mix))
 
 
-def training_told(checkpoint: Path, captured: Stage) -> dict[str, float]:
+def training_record(checkpoint: Path, captured: Stage) -> dict[str, float]:
     """What a training read and took. `checkpoint`: its draft folder."""
     lines = MetricLog(checkpoint.parents[1] / METRICS_FILE).read()
     manifest = Capture.open(captured.folder, verify=False).manifest
@@ -399,18 +399,24 @@ def show(
         parts += [(row.domain, row) for row in one.domains if len(one.domains) > 1]
         for name, row in parts:
             many = len(values(one.table if row is one.row else where(one.table, domain=name), "conversation"))
-            alphas = " ".join(said(alpha, bounds=False) for alpha in row.alphas)
-            cells = (str(many), str(row.config.levels), said(row.tau), alphas, said(row.speedup, "x"))
+            alphas = " ".join(format_estimate(alpha, bounds=False) for alpha in row.alphas)
+            cells = (
+                str(many),
+                str(row.config.levels),
+                format_estimate(row.tau),
+                alphas,
+                format_estimate(row.speedup, "x"),
+            )
             table.add_row(one.name, name, *cells)
     Console(width=160).print(table)
     for name, gain in gains.items():
-        say(f"tau, {name}: {said(gain)} ({gain.clusters} clusters, paired)")
+        say(f"tau, {name}: {format_estimate(gain)} ({gain.clusters} clusters, paired)")
     for name, run in trainings.items():
         say(f"{name}: {', '.join(f'{key} {value:,.0f}' for key, value in run.items())}")
     say(", ".join(f"{what} {took:.0f} s" for what, took in seconds.items()))
 
 
-def said(estimate: Estimate, unit: str = "", bounds: bool = True) -> str:
+def format_estimate(estimate: Estimate, unit: str = "", bounds: bool = True) -> str:
     """A figure and its interval, as far as they are known."""
     if math.isnan(estimate.value):
         return "n/a"

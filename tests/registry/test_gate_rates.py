@@ -24,6 +24,7 @@ from draftforge.registry.gate import (
     more_conversations,
 )
 
+pytestmark = pytest.mark.slow
 SIMULATED, ROUNDS, TAU = 120, 40.0, 2.0
 BOOTSTRAP = Bootstrap(samples=250)
 NOISE = 0.12
