@@ -48,7 +48,7 @@ app.add_typer(recipe_app, name="recipe", rich_help_panel="Look")
 
 STAGES, REGISTRY, USE, LOOK = "Stages", "Registry", "Use a draft", "Look"
 RENAMED = {"--helped-by": "--cascade", "--fail-on-parting": "--fail-on-mismatch"}
-"""Flags of before, which are refused with the one that took their place."""
+"""Old flags, which are refused with the new one named."""
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; see `draftforge recipe schema`.")]
 Overrides = Annotated[

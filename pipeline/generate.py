@@ -110,7 +110,7 @@ def check_tree(name: str, trees: Collection[str]) -> None:
 
 
 def _proposer(space: Workspace, target: Target, options: GenerateOptions, longest: int) -> tuple[Proposer | None, int]:
-    """The proposer, and how many levels it drafts unless told otherwise. `longest`: tokens that the text may have."""
+    """The proposer, and how many levels it drafts by default. `longest`: tokens that the text may have."""
     draft, tree_name, cascade = options.draft, options.tree, options.cascade
     trees, K = space.recipe.score.trees, max(space.recipe.score.draft_tokens)
     if tree_name is not None:

@@ -324,7 +324,7 @@ def _staleness(path: Path, champion: str | None, labels: Labels) -> Iterator[Met
             stale, checked_at = bool(record["stale"]), float(record["checked_at"])
             causes = sorted(kinds) if stale else []
     except (CorruptDataError, KeyError, TypeError, ValueError) as error:
-        say(f"{path}: not a record of a check ({type(error).__name__}: {error}); staleness is not told")
+        say(f"{path}: not a record of a check ({type(error).__name__}: {error}); its staleness has no sample")
     yield from _known("champion_stale", "Whether the last check found a new draft due.", labels, stale)
     yield _labelled("champion_stale_cause", "Why; always 1.", labels, "cause", dict.fromkeys(causes, 1.0))
     yield from _known("staleness_checked_timestamp_seconds", "When that was.", labels, checked_at)

@@ -138,9 +138,9 @@ def inherit_mix(space: Workspace, stale: Version) -> None:
 
 def _unchanged(space: Workspace, version: Version) -> bool:
     """Whether the recipe makes the mix that this version was trained on (old conversations aside)."""
-    theirs, place = version.lineage.mix_fingerprint, Stages(space).mix.fingerprint
+    theirs, own = version.lineage.mix_fingerprint, Stages(space).mix.fingerprint
     folder = space.folder("mix", theirs)
-    return place == theirs or (folder.is_dir() and base_of(folder) == place)
+    return own == theirs or (folder.is_dir() and base_of(folder) == own)
 
 
 def _new_target(space: Workspace, old: Version) -> list[Cause]:

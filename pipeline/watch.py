@@ -63,7 +63,7 @@ def watch(recipe: "Recipe", arguments: Sequence[str], options: WatchOptions) -> 
     every_seconds = seconds_of(options.every, "--every")
     jitter_seconds = 0.0 if options.jitter is None else seconds_of(options.jitter, "--jitter")
     if options.once and options.webhook is not None:
-        raise InputError(f"--webhook {options.webhook}: cannot be heard with --once; leave one of them out")
+        raise InputError(f"--webhook {options.webhook}: cannot be served with --once; leave one of them out")
     if options.once:
         return run_once(start)
     schedule = RetrainScheduler(start, every_seconds, jitter_seconds)
@@ -309,6 +309,6 @@ def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
             self.close_connection = True
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Deliveries that change something are said; the rest is noise that anybody can make."""
+            """Log nothing: deliveries that start something are said, and the rest is noise that anybody can make."""
 
     return Handler

@@ -276,20 +276,20 @@ def resolve_models_uri(tracking: Tracking, uri: str, folder: Path, afresh: bool 
         record = tracking.client.get_model_version(name, number)
         source = tracking.client.get_model_version_download_uri(name, number)
     identity = short(of_json([redacted(tracking.uri), source, record.creation_timestamp]))
-    place = storage.inside(folder, f"{name}-{number}-{identity}")
+    local = storage.inside(folder, f"{name}-{number}-{identity}")
     lineage = as_version(record).lineage if LINEAGE_TAG in (record.tags or {}) else None
     digests = None if lineage is None else lineage.files
-    if place.is_dir() and not afresh:
-        damage = None if digests is None else difference(place, digests)
+    if local.is_dir() and not afresh:
+        damage = None if digests is None else difference(local, digests)
         if damage is None:
-            return place
-        say(f"{place}/{damage}; downloading it again")
-    with storage.new_folder(place) as beside:
+            return local
+        say(f"{local}/{damage}; downloading it again")
+    with storage.new_folder(local) as beside:
         if lineage is not None:
             download_verified(tracking, source, lineage.files, beside, lineage.beside)
         else:
             _download_foreign(tracking, source, beside)
-    return place
+    return local
 
 
 def _aliased(tracking: Tracking, name: str, alias: str) -> int:

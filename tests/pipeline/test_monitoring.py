@@ -154,7 +154,7 @@ def test_a_champion_is_told_of(
     assert "champion_stale" not in scraped(space)
     write_json(space.root / "staleness.json", ["not", "it"])
     told = scraped(space)
-    assert "champion_stale" not in told and "staleness is not told" in " ".join(capsys.readouterr().err.split())
+    assert "champion_stale" not in told and "its staleness has no sample" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_port_answers_until_it_is_stopped(
