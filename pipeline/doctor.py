@@ -199,6 +199,7 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
         return Check("tracking", "FAIL", f"MLflow cannot be imported: {error}", "pip install 'mlflow'")
     except DraftforgeError as error:
         return Check("tracking", "FAIL", str(error), "correct --tracking-uri or MLFLOW_TRACKING_URI")
+    # A file needs a folder that can be written to; a server is asked; of other databases only the port is tried.
     parts = urlsplit(uri)
     if parts.scheme.startswith("sqlite"):
         folder = check_disk(Path(uri.split("///", 1)[1]).parent)

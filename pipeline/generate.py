@@ -111,6 +111,7 @@ def check_tree(name: str, trees: Collection[str]) -> None:
 
 def _proposer(space: Workspace, target: Target, options: GenerateOptions, longest: int) -> tuple[Proposer | None, int]:
     """The proposer, and how many levels it drafts by default. `longest`: tokens that the text may have."""
+    # 1) Options that fit each other, and what needs no trained draft.
     draft, tree_name, cascade = options.draft, options.tree, options.cascade
     trees, K = space.recipe.score.trees, max(space.recipe.score.draft_tokens)
     if tree_name is not None:
@@ -123,6 +124,7 @@ def _proposer(space: Workspace, target: Target, options: GenerateOptions, longes
         if tree_name is not None:
             raise InputError(f"--tree {tree_name}: --draft {draft} drafts no trees")
         return (None if draft == NO_DRAFT else TRAINING_FREE[draft](target)), K
+    # 2) A stored draft: its chains, or a tree of the recipe.
     path, device = find_draft(space, draft), space.recipe.score.draft_device
     loaded = StoredDraft.load(path, target, device, other_tokenizer=True)
     loaded.check_context(longest)

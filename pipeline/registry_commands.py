@@ -47,11 +47,13 @@ def fetch(
     `target`: its model (folder, GGUF file or hub id), or at least 6 hex digits of its fingerprint. `layout`: a format
     of `draftforge.specdec.formats`; None: as it is stored, which is vLLM's.
     """
+    # 1) Which target? Its model, or the first digits of its fingerprint.
     chosen = None if layout is None else known_format(layout)
     tracking = open_store(store)
     settings = _settings(target)
     with _naming_option():
         found = _fingerprint(tracking, target) if settings is None else target_fingerprint(settings)
+    # 2) Copy the draft as it is stored, or fetch it aside and write it in the other format.
     if chosen is None or chosen == NATIVE:
         version = versions.fetch(tracking, found, out, alias)
     else:
@@ -139,6 +141,7 @@ def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, dec
         if recipe is not None and given is not None:
             raise InputError(f"{option} {given}: the recipe names the registry; give {key}={given} instead")
     tracking = open_store(store) if recipe is None else open_recipe_store(recipe)
+    # Print what is there: JSON for programs, tables for people.
     found = listing(tracking, target or "", decisions)
     if as_json:
         print(found.model_dump_json(indent=2))

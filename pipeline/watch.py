@@ -59,6 +59,7 @@ def watch(recipe: "Recipe", arguments: Sequence[str], options: WatchOptions) -> 
 
     `arguments`: those of a retraining's command line, the recipe's file and what it overrides.
     """
+    # 1) Check the options; `--once` needs no schedule.
     start = retrain_command(arguments)
     every_seconds = seconds_of(options.every, "--every")
     jitter_seconds = 0.0 if options.jitter is None else seconds_of(options.jitter, "--jitter")
@@ -66,6 +67,7 @@ def watch(recipe: "Recipe", arguments: Sequence[str], options: WatchOptions) -> 
         raise InputError(f"--webhook {options.webhook}: cannot be served with --once; leave one of them out")
     if options.once:
         return run_once(start)
+    # 2) Serve the schedule, and the webhook beside it where one is asked for.
     schedule = RetrainScheduler(start, every_seconds, jitter_seconds)
     say(f"watching {recipe.name}: a retraining now, then every {options.every}")
     if options.webhook is None:
@@ -246,6 +248,7 @@ class Receiver:
 
     def accept(self, headers: Mapping[str, str], body: bytes) -> int:
         """The HTTP status: 202 acted on; 204 authentic, and nothing to do; 400 not JSON; 401 not authentic."""
+        # 1) Authentic, recent, and not seen before?
         delivery, timestamp = headers.get(DELIVERY) or "", headers.get(TIMESTAMP) or ""
         wanted = signature(self._secret, delivery, timestamp, body)
         if not hmac.compare_digest(wanted.encode(), (headers.get(SIGNATURE) or "").encode()):
@@ -256,6 +259,7 @@ class Receiver:
             if delivery in self._seen:
                 return 204
             self._seen.append(delivery)
+        # 2) Is it about this target's alias?
         try:
             event = json.loads(body)
         except (ValueError, RecursionError):

@@ -135,13 +135,14 @@ def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tup
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         return client, _experiment(client, settings.experiment, database)
 
+    # A database is probed first, then may take its time to make tables; a server must answer in time.
     scheme = urllib.parse.urlsplit(uri).scheme.split("+")[0]
     try:
         with quick_requests(settings.connect_seconds):
             if scheme in _DATABASE_PORTS:
                 _probe_database(uri, scheme, settings.connect_seconds)
             if database is not None or scheme in _DATABASE_PORTS:
-                return open_client()  # making the tables may take its time
+                return open_client()
             return _with_timeout(settings.connect_seconds, open_client)
     except TrackingError:
         raise

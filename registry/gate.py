@@ -155,6 +155,7 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
 
     Conditions are written so that NaN (not measured) refuses.
     """
+    # 1) Checks that need no champion.
     against = _validity(evidence, settings)
     supporting = [f"expected speed-up over plain decoding is {evidence.candidate.speedup:.2f}"]
     if evidence.lossless is None:
@@ -163,6 +164,7 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
         against.append(
             f"expected speed-up {evidence.candidate.speedup:.2f} is below {settings.min_speedup:g} (gate.min_speedup)"
         )
+    # 2) The comparison, where there is something to compare with.
     numbers = Numbers(evidence=evidence, settings=settings)
     lost = []
     if evidence.compared is None:

@@ -145,6 +145,7 @@ def start_run(
 
     `fingerprint` is what `find_run` finds it by.
     """
+    # 1) Create the run, or open it again without the failure of last time.
     client = tracking.client
     tags = {**(tags or {}), **({FINGERPRINT_TAG: fingerprint} if fingerprint else {})}
     with mlflow_errors(tracking.uri):
@@ -155,6 +156,7 @@ def start_run(
             client.update_run(run_id, status="RUNNING")
             run = TrackedRun(tracking, run_id, resumed=True)
             run.set_tags({**tags, FAILURE_TAG: ""})
+    # 2) Whatever ends the block is recorded; metrics that wait are sent first.
     try:
         yield run
         run.flush()

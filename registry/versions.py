@@ -89,11 +89,13 @@ def register_version(
     The same draft (same files) is registered once; again, the version that exists comes back, unless files of its own
     are gone from the store: then they are uploaded again, as a new version.
     """
+    # 1) The record, with the digest of every file.
     clusters = clusters_file(train_clusters)
     update = {"files": file_digests(folder), "clusters_digest": of_bytes(clusters)}
     lineage = Lineage.model_validate(lineage.model_dump() | update)
     name = model_name(tracking, lineage.target_fingerprint)
     with alias_lock(tracking, name), mlflow_errors(tracking.uri):
+        # 2) The version that has these files already, if its store still has them too; else a new one.
         _ensure_model(tracking, name, lineage)
         same = same_content(tracking, name, lineage.content)
         version = next((known for known in same if missing_file(tracking, known) is None), None)
@@ -102,6 +104,7 @@ def register_version(
                 say(f"{same[-1].reference}: its files are gone from the registry: the draft is registered again")
             to = f"drafts/{short(lineage.content)}" + (f"-{len(same) + 1}" if same else "")  # apart from remains
             version = _upload(tracking, run_id, folder, to, lineage, clusters, target)
+        # 3) What is champion already is no candidate.
         if aliases(tracking, name).get(CHAMPION) != version.number:
             tracking.client.set_registered_model_alias(name, CANDIDATE, str(version.number))
     return version
@@ -145,6 +148,7 @@ def _upload(
 ) -> Version:
     """Files first, the version last: a version that exists is complete."""
     client, name = tracking.client, model_name(tracking, lineage.target_fingerprint)
+    # Artifacts of the run: the draft, what makes it an MLflow model, its lineage, its hashed training clusters.
     with tempfile.TemporaryDirectory() as beside:
         lineage = lineage.model_copy(update={"beside": wrap(Path(beside), lineage, target)})
         client.log_artifacts(run_id, str(folder), to)
@@ -154,6 +158,7 @@ def _upload(
         path = Path(beside) / CLUSTERS_NAME
         path.write_bytes(clusters)
         client.log_artifact(run_id, str(path), lineage.folder)
+    # The version itself, with the lineage as a tag and what people look for as tags of their own.
     tags = {
         LINEAGE_TAG: lineage.model_dump_json(),
         CONTENT_TAG: lineage.content,
@@ -259,13 +264,14 @@ def is_models_uri(text: str) -> bool:
 
 
 def resolve_models_uri(tracking: Tracking, uri: str, folder: Path, afresh: bool = False) -> Path:
-    """The local copy, below `folder`, of `models:/name/version` or `models:/name@alias`.
+    """Download `models:/name/version` or `models:/name@alias` below `folder`; the local copy.
 
     Drafts of ours are verified against their recorded digests, a copy that is here already too: a damaged one is
     downloaded again. Other models (a fine-tuned target) are taken as they are, without pickles; what MLflow's
     transformers flavour spreads over folders is put into one. `afresh`: download even where a sound copy is here,
     to see what the registry itself holds.
     """
+    # 1) Which version is it, and where do its files lie?
     match = _ADDRESS.fullmatch(uri)
     if match is None:
         raise InputError(f"{uri}: must read models:/name/version or models:/name@alias")
@@ -275,6 +281,7 @@ def resolve_models_uri(tracking: Tracking, uri: str, folder: Path, afresh: bool 
             number = str(_aliased(tracking, name, alias))
         record = tracking.client.get_model_version(name, number)
         source = tracking.client.get_model_version_download_uri(name, number)
+    # 2) A copy that is here is used, if it is sound.
     identity = short(of_json([redacted(tracking.uri), source, record.creation_timestamp]))
     local = storage.inside(folder, f"{name}-{number}-{identity}")
     lineage = as_version(record).lineage if LINEAGE_TAG in (record.tags or {}) else None
@@ -284,6 +291,7 @@ def resolve_models_uri(tracking: Tracking, uri: str, folder: Path, afresh: bool 
         if damage is None:
             return local
         say(f"{local}/{damage}; downloading it again")
+    # 3) Download it: all files, or nothing.
     with storage.new_folder(local) as beside:
         if lineage is not None:
             download_verified(tracking, source, lineage.files, beside, lineage.beside)
