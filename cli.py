@@ -528,7 +528,7 @@ def _sigterm_unwinds() -> Iterator[None]:
 def _quiet_libraries() -> None:
     """Standard output is for results, and a log without a terminal is no place for other libraries' bars."""
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)  # it prints to stdout
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of a lost connection our error says it, without its stack
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of a lost connection our error says it, without its stack
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of in tables, loading.py checks
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
@@ -564,8 +564,8 @@ def _fail(error: BaseException, message: str, code: int) -> NoReturn:
     rank = os.environ.get("RANK", "0")
     if message and not debugging:
         print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr, flush=True)
-    if (crew := sys.modules.get(f"{__package__}.distributed.shared_work")) is not None:
-        crew.tell_others(error)
+    if (ranks := sys.modules.get(f"{__package__}.distributed.ranks")) is not None:
+        ranks.report_failure(error)
     if debugging:
         raise error
     sys.exit(code)

@@ -23,7 +23,7 @@ from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.throughput import NoSink
 from .promotion import check_promotion, follow_champion, promote_stage
 from .report import log_report, write_report
-from .scoring import Scored, check_score, help_score, help_score_foreign, score_foreign, score_stage
+from .scoring import Scored, check_score, score_foreign, score_stage
 from .stages import (
     Stage,
     Stages,
@@ -110,11 +110,9 @@ def score(recipe: Recipe, draft: str | None = None) -> None:
     stages = Stages(space)
     with space.alone():
         _run_to_training(stages, names)
-        if not space.first_rank:
-            help_score(stages, names) if foreign is None else help_score_foreign(stages, foreign)
-            return
         scored = score_stage(stages, names) if foreign is None else score_foreign(stages, foreign)
-        write_report(space, scored.stage.folder)
+        if scored is not None:
+            write_report(space, scored.stage.folder)
 
 
 def promote(recipe: Recipe) -> None:
@@ -124,10 +122,9 @@ def promote(recipe: Recipe) -> None:
         check_promotion(space)
         stages = Stages(space)
         _run_to_training(stages, recipe.drafts)
-        if not space.first_rank:
-            help_score(stages, recipe.drafts)
-            return
         scored = score_stage(stages, recipe.drafts)
+        if scored is None:
+            return
         identity = stages.run_fingerprint
         with start_run(space.tracking, recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
             promote_stage(stages, run.id, scored)
@@ -167,7 +164,7 @@ def distill(
     stages = Stages(space, made_mix)
     if not space.first_rank:
         _run_to_training(stages, space.recipe.drafts)
-        help_score(stages, space.recipe.drafts)
+        score_stage(stages, space.recipe.drafts)
         return None
     tracking = space.tracking  # a server that does not answer is found out before the work, not after it
     with space.alone():
@@ -202,6 +199,7 @@ def _tracked(stages: Stages, run: TrackedRun, parent: str | None) -> Outcome:
         trained = {name: train_stage(stages, name, run.sink(name)) for name in drafts}
     with in_stage("score"):
         scored = score_stage(stages, drafts)
+        assert scored is not None
         _log_scores(run, scored, trained)
     with in_stage("promote"):
         version, decision = promote_stage(stages, run.id, scored, parent)

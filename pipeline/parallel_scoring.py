@@ -4,7 +4,7 @@ Counts are those of one rank: ranks share whole checkpoints or, of a race, whole
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import TypeAdapter
 
-from ..distributed.shared_work import Crew, Work
+from ..distributed.ranks import Ranks
 from ..eval import counts
 from ..eval.draft_configs import DraftConfig
 from ..eval.leaderboard import Checkpoint, Times, serving
@@ -50,43 +50,24 @@ class ScoringJob(NamedTuple):
         return cls((name, step), folder and Path(folder), trees, record["block"], record["rest"])
 
 
-def count_together(
-    crew: Crew,
-    name: str,
+def count_shared(
     jobs: Sequence[ScoringJob],
     count: Callable[[ScoringJob], None],
     is_done: Callable[[ScoringJob], bool],
-) -> None:
-    """The first process's part of some jobs; on return all of them are done, and the others wait for more."""
-    with crew.share(name, {"jobs": [job.record() for job in jobs]}) as work:
-        assert work is not None
-        for job in _taken(crew, work, jobs):
-            count(job)
-        work.finish({})
-        # A file of another machine may take a moment to be seen here.
-        work.wait(lambda: all(map(is_done, jobs)), name)
+    ranks: Ranks,
+) -> bool:
+    """Count the first rank's `jobs`, each rank a share of them; whether there were any.
 
-
-def help_count(crew: Crew, name: str, count: Callable[[ScoringJob], None]) -> None:
-    """Another process's part: jobs as long as there are any."""
-    while True:
-        with crew.share(name, None) as work:
-            assert work is not None
-            jobs = [ScoringJob.read(record) for record in work.plan["jobs"]]
-            for job in _taken(crew, work, jobs):
-                count(job)
-            work.finish({})
-        if not jobs:
-            return
-
-
-def _taken(crew: Crew, work: Work, jobs: Sequence[ScoringJob]) -> Iterator[ScoringJob]:
-    """Jobs that this process gets, from its own place in the list on: neighbours are of one draft, and the target's
-    passes are remembered from one of them to the next."""
-    start = len(jobs) * crew.rank // crew.size
-    for number in (*range(start, len(jobs)), *range(start)):
-        if work.claim(str(number)):
-            yield jobs[number]
+    Neighbours are of one draft, and the target's passes are remembered from one of them to the next.
+    """
+    records = ranks.broadcast("checkpoints to count", [job.record() for job in jobs])
+    jobs = [ScoringJob.read(record) for record in records]
+    for job in ranks.share(jobs):
+        count(job)
+    if jobs:
+        ranks.barrier("counts of checkpoints")
+        ranks.wait_for_file(lambda: all(map(is_done, jobs)), "counts of checkpoints")
+    return bool(jobs)
 
 
 class RaceResult(NamedTuple):

@@ -18,7 +18,7 @@ from sqlalchemy.engine import make_url
 from .. import storage
 from ..data.capture.reuse import drop_damaged
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
-from ..distributed.shared_work import crew
+from ..distributed.ranks import ranks
 from ..errors import CorruptDataError, InputError, TrackingError
 from ..progress import say
 from ..recipe import Recipe
@@ -40,7 +40,7 @@ from .workspace import Workspace, check_same_recipe, in_stage, recorded, require
 
 REFUSED = 5
 """Exit code of a retraining whose draft the gate refused: nothing broke, and the champion is still stale."""
-_SHARED = "retrain"
+_FOUND = "what a retraining has to do"
 
 
 @dataclass(frozen=True)
@@ -69,21 +69,22 @@ class RetrainPlan:
 def retrain(recipe: Recipe) -> int:
     """Retrain if the champion is stale; the exit code."""
     check_same_recipe(recipe)
-    if not crew().first:
-        help_retrain(Workspace(recipe))
-        return 0
-    return REFUSED if retrain_champion(Workspace(pin_revision(recipe))).refused else 0
+    space = Workspace(pin_revision(recipe) if ranks().first else recipe)
+    return REFUSED if retrain_champion(space).refused else 0
 
 
 def retrain_champion(space: Workspace) -> Retrained:
     """Distil for the recipe's target if its champion is stale. LockedError: another one runs.
 
     Training starts from the champion, or from another target's newest one, where tokenizer, family and shapes allow;
-    where they do not, it starts cold and says so. What fails leaves a FAILED run and the champion as it was. Other
-    ranks than the first take part by `help_retrain`.
+    where they do not, it starts cold and says so. What fails leaves a FAILED run and the champion as it was. The
+    first rank finds what there is to do; the others take part in it, and return what finds nothing.
     """
     require_whole(space.recipe, "a retraining")
     check_command(space.recipe.promotion)
+    if not space.first_rank:
+        _distil_as_found(space, space.ranks.broadcast(_FOUND))
+        return Retrained(Staleness(None, ()))
     timeout = space.recipe.retrain.lock_timeout_seconds
     with (
         storage.lock(space.root / ".retrain.lock", timeout, "another retraining"),
@@ -91,45 +92,41 @@ def retrain_champion(space: Workspace) -> Retrained:
     ):
         check_score(space, space.recipe.drafts)
         with space.alone():
-            found = judge(space)
+            alone = space.for_one_rank()
+            found = judge(alone)
             tell(found)
             _note(space, found.record())
             if not found.stale:
                 follow_champion(space)
-                _announce(space, None)
+                space.ranks.broadcast(_FOUND, {})
                 return Retrained(found)
-            work = plan(space, found)
-        _announce(space, work)
+            work = plan(alone, found)
+            work.space.ranks = space.ranks
+        space.ranks.broadcast(_FOUND, _record(work))
         try:
             return Retrained(found, _distilled(work, found))
         finally:
             _note_champion(space)
 
 
-def _announce(space: Workspace, work: RetrainPlan | None) -> None:
-    """Tell the other ranks what is to be done, if anything is."""
-    todo: dict[str, Any] = {}
-    if work is not None:
-        todo["mix"] = [str(work.mix.folder), work.mix.fingerprint]
-        todo["target"] = space.target_settings.model_dump(mode="json")  # what an alias or a branch names now
-        todo["drafts"] = {name: draft.model_dump(mode="json") for name, draft in work.space.recipe.drafts.items()}
-    with space.crew.share(_SHARED, todo) as shared:
-        assert shared is not None
-        shared.finish({})
+def _record(work: RetrainPlan) -> dict[str, Any]:
+    """What other ranks must know of a plan."""
+    return {
+        "mix": [str(work.mix.folder), work.mix.fingerprint],
+        "target": work.space.target_settings.model_dump(mode="json"),  # what an alias or a branch names now
+        "drafts": {name: draft.model_dump(mode="json") for name, draft in work.space.recipe.drafts.items()},
+    }
 
 
-def help_retrain(space: Workspace) -> None:
-    """`retrain` of a rank that is not the first: it waits for what that one finds, and takes part in the work."""
-    with space.crew.share(_SHARED, None) as shared:
-        assert shared is not None
-        shared.finish({})
-    todo, recipe = shared.plan, space.recipe
-    if todo:
-        target = TargetSettings.model_validate(todo["target"])
-        drafts = {name: type(recipe.drafts[name]).model_validate(draft) for name, draft in todo["drafts"].items()}
-        folder, found = todo["mix"]
-        same = Workspace(recipe.model_copy(update={"target": target, "drafts": drafts}))
-        distill(same, made_mix=Stage(Path(folder), found))
+def _distil_as_found(space: Workspace, found: dict[str, Any]) -> None:
+    """Another rank's part in a retraining: none, or the distillation that the first one plans."""
+    if not found:
+        return
+    target, recipe = TargetSettings.model_validate(found["target"]), space.recipe
+    drafts = {name: type(recipe.drafts[name]).model_validate(draft) for name, draft in found["drafts"].items()}
+    folder, fingerprint = found["mix"]
+    same = Workspace(recipe.model_copy(update={"target": target, "drafts": drafts}))
+    distill(same, made_mix=Stage(Path(folder), fingerprint))
 
 
 def _note_champion(space: Workspace) -> None:
@@ -157,7 +154,7 @@ def _distilled(work: RetrainPlan, found: Staleness) -> Outcome | None:
             damaged = drop_damaged(stages.capture.folder)
             for name in work.space.drafts if damaged else ():  # begun on answers that are no longer there
                 shutil.rmtree(stages.training(name).folder, ignore_errors=True)
-        if not damaged or work.space.crew.size > 1:
+        if not damaged or work.space.ranks.world_size > 1:
             raise
         say(f"{error}; answering again: {', '.join(damaged)}")
     return distill(work.space, work.parent, work.mix, found.record())

@@ -57,7 +57,7 @@ from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettin
 from ..specdec.stored_draft import TOKENIZER_FILE, StoredDraft, trained_for
 from ..specdec.targets import context_length
 from ..train.families import family_of
-from .parallel_scoring import ScoringJob, count_together, help_count, race
+from .parallel_scoring import ScoringJob, count_shared, race
 from .stages import Stage, Stages, checkpoints_of
 from .workspace import Workspace, require_whole
 
@@ -154,22 +154,21 @@ def _check_given_times(space: Workspace, load: LoadSettings) -> None:
         raise failed[0]
 
 
-def score_stage(stages: Stages, drafts: Collection[str]) -> Scored:
-    """Score every checkpoint of these drafts on the selection split, prompt lookup beside them; choose, and show it."""
+def score_stage(stages: Stages, drafts: Collection[str]) -> Scored | None:
+    """Score every checkpoint of these drafts on the selection split, prompt lookup beside them; choose, and show it.
+
+    All ranks count; None on those that are not the first.
+    """
     trained = {name: stages.training(name) for name in drafts}
     folders = {(name, step): path for name, done in trained.items() for step, path in checkpoints_of(done).items()}
     return _score(stages, folders, {name: done.fingerprint for name, done in trained.items()})
 
 
-def help_score(stages: Stages, drafts: Collection[str]) -> None:
-    """`score_stage` of a rank that is not the first: it counts checkpoints as long as there are any to count."""
-    _help(stages, {name: stages.training(name).fingerprint for name in drafts})
-
-
-def score_foreign(stages: Stages, path: Path) -> Scored:
+def score_foreign(stages: Stages, path: Path) -> Scored | None:
     """Score a draft of anybody's making, as it is, on the selection split, and show it. Nothing is registered.
 
-    `path`: a folder in any layout, a .gguf file, or a .json file of skipped layers.
+    `path`: a folder in any layout, a .gguf file, or a .json file of skipped layers. All ranks count; None on those that
+    are not the first.
     """
     if not (meta_file(path).is_file() or (path / TOKENIZER_FILE).is_file() or is_skip_file(path)):
         say(f"{path}: nothing says which tokenizer it was trained with; only sizes are checked")
@@ -178,18 +177,7 @@ def score_foreign(stages: Stages, path: Path) -> Scored:
     return _score(stages, {(shown, 0): path}, fingerprint.file_digests(path))
 
 
-def help_score_foreign(stages: Stages, path: Path) -> None:
-    """`score_foreign` of a rank that is not the first."""
-    _help(stages, fingerprint.file_digests(path))
-
-
-def _help(stages: Stages, digests: dict[str, str]) -> None:
-    folder = stages.score(digests).folder
-    counter = CheckpointCounter(Scorer(stages.space, stages.captured, SELECTION_SPLIT), folder / PARTS)
-    help_count(stages.space.crew, folder.name, counter.count)
-
-
-def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[str, str]) -> Scored:
+def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[str, str]) -> Scored | None:
     """Score drafts, prompt lookup beside them, and choose. `folders`: of each checkpoint; `digests`: of their files."""
     space, settings, stage = stages.space, stages.recipe.score, stages.score(digests)
     entries: dict[Checkpoint, Path | None] = {(LOOKUP, 0): None, **folders}
@@ -197,6 +185,10 @@ def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[
     # 1) The recorded answers. Drafts are loaded one at a time.
     scorer = Scorer(space, stages.captured, SELECTION_SPLIT)
     counter = CheckpointCounter(scorer, stage.folder / PARTS)
+    if not space.first_rank:  # takes its share of what the first one finds to be counted, as long as there is any
+        while count_shared([], counter.count, counter.is_done, space.ranks):
+            pass
+        return None
 
     # 2) What rounds of each shape cost: measured before anything is counted, by this rank.
     times: dict[Checkpoint, Times] = {}
@@ -215,15 +207,14 @@ def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[
         jobs = [ScoringJob(one, entries[one], trees[one], block, rest) for one in checkpoints]
         missing = [job for job in jobs if not counter.is_done(job)]
         if missing:
-            count_together(space.crew, stage.folder.name, missing, counter.count, counter.is_done)
+            count_shared(missing, counter.count, counter.is_done, space.ranks)
 
     if settings.race is not None and len(folders) > 1:
         results = _race(counter, list(folders), count, times)
     else:
         count(entries)
         results = {one: counter.result(one) for one in entries}
-    if space.crew.size > 1:
-        count_together(space.crew, stage.folder.name, [], counter.count, counter.is_done)
+    count_shared([], counter.count, counter.is_done, space.ranks)  # the other ranks go on
 
     # 4) Choose by expected speed-up, counts times costs.
     tables = [result.table for result in results.values()]

@@ -210,9 +210,9 @@ def capture_stage(stages: Stages, part: Part | None = None) -> Stage:
         if space.first_rank:
             for name, settings in space.drafts.items():  # hours before the training would find it out
                 _check_start(space, name, settings)
-        capture(space.target, stages.mix.folder, recipe.capture, recipe.score.sampling, folder, part, space.crew)
+        capture(space.target, stages.mix.folder, recipe.capture, recipe.score.sampling, folder, part, space.ranks)
 
-    _once(space, folder, lambda: is_captured(folder, recipe.capture.budget), work, "capture", together=True)
+    _once(space, folder, lambda: is_captured(folder, recipe.capture.budget), work, "capture", every_rank=True)
     if part is not None:
         return Stage(folder, stages.capture.fingerprint)
     stages.capture_is_new()
@@ -246,13 +246,13 @@ def train_stage(stages: Stages, name: str, sink: MetricSink) -> Stage:
     """Checkpoints of one draft. Every rank takes part."""
     space, stage = stages.space, stages.training(name)
     settings = space.drafts[name]
-    if is_finished(stage.folder, settings.steps):
+    if space.ranks.broadcast(f"{stage.folder.name}: whether it is done", is_finished(stage.folder, settings.steps)):
         say(f"train {name}: done ({stage.folder.name})")
         return stage
     data = Capture.open(stages.captured.folder, verify=space.first_rank)
     if space.first_rank and not (stage.folder / INIT).is_dir():
         _check_start(space, name, settings)
-    with _naming(name), space.crew.together(stage.folder.name):
+    with _naming(name):
         scorer = _training_scorer(space, settings, data)
         train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink, scorer)
     if space.first_rank and family_of(settings).changes_target(settings):
@@ -317,17 +317,14 @@ def _once(
     done: Callable[[], bool],
     work: Callable[[], None],
     name: str,
-    together: bool = False,
+    every_rank: bool = False,
 ) -> None:
-    """Run a stage's `work` on the first rank unless it is `done`; other ranks wait (`together`: work as well)."""
-    if done():
-        say(f"{name}: done ({folder.name})")
-        return
-    started = time.monotonic()
-    if space.first_rank or together:
-        work()
-    if space.first_rank:
-        space.crew.made(folder.name)
-        say(f"{name}: {time.monotonic() - started:.0f} s ({folder.name})")
-    else:
-        space.crew.wait(done, folder.name)
+    """Run a stage's `work` on the first rank (or on every one), unless that finds it `done`; all wait for its end."""
+    ranks, started = space.ranks, time.monotonic()
+    is_done = ranks.broadcast(f"{folder.name}: whether it is done", done())
+    if not is_done:
+        if ranks.first or every_rank:
+            work()
+        ranks.barrier(folder.name)
+    say(f"{name}: done ({folder.name})" if is_done else f"{name}: {time.monotonic() - started:.0f} s ({folder.name})")
+    ranks.wait_for_file(done, folder.name)

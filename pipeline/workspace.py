@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from .. import fingerprint, storage
-from ..distributed.shared_work import crew
+from ..distributed.ranks import ALONE, ranks
 from ..errors import CorruptDataError, InputError, LockedError, MissingFileError, OwnershipError, named
 from ..eval.costs import CostTable, read_tables
 from ..progress import say
@@ -170,7 +170,7 @@ def check_same_recipe(recipe: Recipe, **options: str | None) -> None:
     own = {"target.model", "target.adapter", "capture.backend.url", "registry.tracking_uri"}
     fields = flatten(_without_paths(recipe.model_dump()))
     shared = {name: value for name, value in fields.items() if name not in own}
-    crew().agree(shared | {f"--{name}": value for name, value in options.items()})
+    ranks().check_same_config(shared | {f"--{name}": value for name, value in options.items()})
 
 
 def _without_paths(value: Any) -> Any:
@@ -189,15 +189,15 @@ class Workspace:
         """`read_only`: for a look at what is there; neither a work folder nor a registry is made."""
         self.recipe = recipe
         self.root = recipe.workdir.resolve()
-        self.crew = crew()
+        self.ranks = ranks()
         self._read_only = read_only
         self._empty: tempfile.TemporaryDirectory[str] | None = None
         self._claim()
 
     def _claim(self) -> None:
         owner = self.root / OWNER_FILE
-        if not self.first_rank and not self._read_only:  # the first one claims
-            self.crew.wait(owner.is_file, OWNER_FILE)
+        if not self.first_rank:  # the first one claims
+            return
         if self.root.exists() and not self.root.is_dir():
             raise OwnershipError(f"workdir {self.root}: is a file, must be a folder or not exist")
         if owner.is_file():
@@ -208,8 +208,6 @@ class Workspace:
             raise OwnershipError(f"workdir {self.root}: is not empty and was not made by draftforge")
         elif not self._read_only:
             storage.write_json(owner, {"recipe": self.recipe.name})
-        if not self._read_only:
-            self.crew.made(OWNER_FILE)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -227,7 +225,7 @@ class Workspace:
     @property
     def first_rank(self) -> bool:
         """Whether this process writes files and talks to people."""
-        return os.environ.get("RANK", "0") == "0"
+        return self.ranks.first
 
     def folder(self, stage: str, stage_fingerprint: str) -> Path:
         """Where the stage with this fingerprint lies, or will."""
@@ -330,6 +328,12 @@ class Workspace:
     def target(self) -> Target:
         """The loaded target; loaded at the first use, then shared by every stage of this process."""
         return Target.load(self.target_settings, self.digests)
+
+    def for_one_rank(self) -> "Workspace":
+        """The same folder and the same loaded things, for work that no other rank takes part in."""
+        other = self.with_recipe(self.recipe)
+        other.ranks = ALONE
+        return other
 
     def with_recipe(self, recipe: Recipe) -> "Workspace":
         """The same folder and the same loaded things under a changed recipe (of the same target)."""

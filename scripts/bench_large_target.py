@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -28,7 +27,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from draftforge import fingerprint, storage
 from draftforge.data.store import FORMAT, MANIFEST, SHARDS, Capture, Sample, write_shard
-from draftforge.distributed.process_group import wait_until
+from draftforge.distributed.ranks import ranks
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.sharding import fill_unsharded, held_bytes, skeleton
@@ -139,7 +138,8 @@ def random_answers(folder: Path, target: Target, given: argparse.Namespace, toke
 
 def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     """One rank's part."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    mine = ranks()
+    rank, world = mine.rank, mine.world_size
     on_gpu = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
@@ -152,7 +152,7 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     a_step = given.tokens * world
     if rank == 0:
         random_answers(work / "answers", target, given, a_step * given.steps)
-    wait_until((work / "answers" / MANIFEST).is_file, "the random answers")
+    mine.barrier("the random answers")
     settings = Eagle3Settings(
         steps=given.steps,
         warmup_steps=1,
@@ -165,16 +165,14 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     sink = Figures()
     train(settings, 0, Capture.open(work / "answers"), work / "training", lambda: target, sink)
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
-    held = torch.tensor([held_bytes(target.model), peak], device=device)
-    ranks = [torch.empty_like(held) for _ in range(world)]
-    dist.all_gather(ranks, held) if world > 1 else ranks[0].copy_(held)
+    held = mine.gather("the memory of every rank", [held_bytes(target.model), peak])
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "card_bytes": card,
         "layers": config.num_hidden_layers,
         "target_bytes": dtype.itemsize * sum(parameter.numel() for parameter in target.model.parameters()),
-        "held_bytes": [int(one[0]) for one in ranks],
-        "peak_bytes": [int(one[1]) for one in ranks],
+        "held_bytes": [one[0] for one in held],
+        "peak_bytes": [one[1] for one in held],
         "seconds": [step["seconds"] for step in sink.steps],
         "positions_per_second": [step["positions_per_second"] for step in sink.steps],
         "losses": [step["loss"] for step in sink.steps],
@@ -198,8 +196,8 @@ def _gib(numbers: Sequence[int]) -> str:
 
 def launch(given: argparse.Namespace, arguments: Sequence[str], work: Path) -> int:
     """This script again, on each rank; the exit code."""
-    ranks = given.ranks or max(1, torch.cuda.device_count())
-    place = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    count = given.ranks or max(1, torch.cuda.device_count())
+    place = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     return subprocess.run([*place, str(Path(__file__).resolve()), *arguments, "--work", str(work)]).returncode
 
 

@@ -80,6 +80,7 @@ def main(
         trained[name] = train_stage(stages, name, NoSink())
         runs[name] = _speed(trained[name].folder)
     scored = score_stage(stages, trained)
+    assert scored is not None
     curves = {name: _curve(scored, name, trained[name].folder, space) for name in trained}
     rules = _by_rule(scored, trained, space)
     _show(runs, curves, scored)

@@ -181,11 +181,6 @@ class PlainDecoder:
         return self.waiting < self._shapes.ahead + self._size - self._active
 
     @property
-    def has_free_slots(self) -> bool:
-        """Whether slots stand empty that no waiting request will fill."""
-        return self.waiting < self._size - self._active
-
-    @property
     def idle(self) -> bool:
         """Whether all that was asked is answered."""
         return not (self.waiting or self._active or self._late)

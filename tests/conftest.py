@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +19,7 @@ import hypothesis
 import pytest
 import torch
 from byte_level import byte_level_tokenizer
-from ports import free_port
+from rank_processes import returning, run_ranks
 from trained import Trained, trained
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -130,34 +127,11 @@ def run_distributed(tmp_path_factory: pytest.TempPathFactory) -> RunDistributed:
         fn_module: str | Path, fn_name: str, world_size: int = 2, args: Sequence[Any] = (), timeout_seconds: float = 120
     ) -> list[Any]:
         folder = tmp_path_factory.mktemp("ranks")
-        call = [str(fn_module), fn_name, json.dumps(list(args), default=str)]
-        _run_ranks(folder, call, world_size, timeout_seconds)
+        call = [str(folder), str(fn_module), fn_name, *json.loads(json.dumps(list(args), default=str))]
+        ended = run_ranks(returning, call, folder, world_size, timeout_seconds, until_failure=True)
+        if any(rank.code != 0 for rank in ended):
+            logs = "\n".join(f"--- rank {number}\n{rank.said[-4000:]}" for number, rank in enumerate(ended))
+            pytest.fail(f"ranks ended with {[rank.code for rank in ended]} (None: still running, killed)\n{logs}")
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
     return run
-
-
-def _run_ranks(folder: Path, call: list[str], world_size: int, timeout_seconds: float) -> None:
-    port = free_port()
-    ranks: list[subprocess.Popen[bytes]] = []
-    deadline = time.monotonic() + timeout_seconds
-    try:
-        for rank in range(world_size):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-            place |= {"MASTER_PORT": port}
-            env = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            command = [sys.executable, str(ROOT / "tests" / "run_rank.py"), str(folder / f"{rank}.json"), *call]
-            with (folder / f"{rank}.log").open("wb") as log:
-                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-        while any(process.poll() is None for process in ranks):
-            if any(process.poll() for process in ranks) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-    finally:
-        codes = [process.poll() for process in ranks]
-        for process in ranks:
-            process.kill()
-            process.wait()
-    if any(codes) or None in codes:
-        logs = "\n".join(f"--- rank {i}\n{(folder / f'{i}.log').read_text()[-4000:]}" for i in range(world_size))
-        pytest.fail(f"ranks ended with {codes} (None: still running, killed)\n{logs}")

@@ -20,8 +20,7 @@ from torch import Tensor
 from .. import fingerprint
 from ..data.batches import Batch, BatchPlan, OptimizerStep, collate
 from ..data.store import Capture, Sample
-from ..distributed import process_group
-from ..distributed.process_group import Ranks
+from ..distributed.ranks import Ranks, training_ranks, world_size
 from ..errors import RecipeError, TrainingDivergedError
 from ..progress import say
 from ..specdec.formats.checkpoint import DraftMeta, read_meta, save_draft
@@ -67,12 +66,12 @@ def train(
     # 1) resolve: the engine, the ranks, whose folder it is, the draft before its first step
     use_deepspeed = wants_deepspeed(settings)
     check_teacher_signals(settings, capture.bare)
-    with process_group.join(use_deepspeed) as ranks, on_sigterm() as stop, ExitStack() as running:
+    with training_ranks(use_deepspeed) as ranks, on_sigterm() as stop, ExitStack() as running:
         if ranks.first:
             claim(folder, settings, seed, capture)
             checkpoints.delete_leftovers(folder)
             store_initial_draft(settings, seed, capture, folder, load_target)
-        ranks.after_first()
+        ranks.barrier(f"{folder.name}: the first draft")
 
         # 2) data: which samples make up each step, dealt out to ranks and micro-batches
         samples = capture.samples("train")
@@ -130,7 +129,7 @@ def train(
 
 def wants_deepspeed(settings: Settings) -> bool:
     """Resolve `engine`. Raises RecipeError where the ranks launched do not fit it."""
-    world = process_group.world_size()
+    world = world_size()
     if settings.engine == "torch" and world > 1:
         raise RecipeError(
             f"draft.engine torch: runs in one process, but {world} were launched; set draft.engine=deepspeed"
@@ -401,7 +400,7 @@ class Trainer:
         """Let the scorer score the draft as it would be saved, and decide whether training on pays."""
         if self.scorer is None:
             return
-        state, figures_3 = self.state, torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
+        state, figures = self.state, list[float]()
         with checkpoints.temporary_draft_folder(self.folder) as temporary:
             with self.engine.unsharded():
                 if self.ranks.first:
@@ -410,11 +409,9 @@ class Trainer:
                 values = self.scorer(temporary, state.step)
                 self.scores.log(state.step, values)
                 self.sink.log(state.step, values)
-                figures_3 += torch.tensor(
-                    [values[name] for name in ("tau", "tau_low", "tau_high")], dtype=torch.float64
-                )
-        self.ranks.after_first()
-        state.standings.append(CheckpointScore(state.step, *self.ranks.sum(figures_3).tolist()))
+                figures = [values[name] for name in ("tau", "tau_low", "tau_high")]
+        figures = self.ranks.broadcast(f"{self.folder.name}: the score of step {state.step}", figures)
+        state.standings.append(CheckpointScore(state.step, *figures))
         if self.settings.patience is not None and stalled(state.standings, self.settings.patience):
             state.stopped = True
             say(f"stopping early: tau has not risen for {self.settings.patience} scored steps")
@@ -438,7 +435,7 @@ class Trainer:
                     rng,
                     self.family.write_extra_files,
                 )
-        self.ranks.after_first()
+        self.ranks.barrier(f"{self.folder.name}: the checkpoint of step {self.state.step}")
 
     def kept(self) -> list[int]:
         """Scored steps whose drafts stay, this one among them."""

@@ -43,11 +43,6 @@ class EngineDecoder:
         return self._waiting < 2 * self._slots
 
     @property
-    def has_free_slots(self) -> bool:
-        """Whether it has fewer requests than it may have at once."""
-        return self._waiting < self._slots
-
-    @property
     def idle(self) -> bool:
         """Whether all that was asked is answered."""
         return self._waiting == 0

@@ -1,17 +1,16 @@
 """What a capture has cost, what it will cost, and whether its budget and the disk have room for more.
 
 Answers still to come count with the mean length of those that ended; until one did, with their limits. Where ranks
-share a capture, each has a meter with its share of the budget; what others did is heard of now and then.
+share a capture, each counts its own share, and takes the others' for as large.
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ... import storage
-from ...distributed.shared_work import Work, solo
 from ...errors import DiskFullError
 from ..conversation import Prompts, ShardPlan, Split, TurnRequest, answer_bytes
 from ..settings import BudgetSettings, CaptureSettings
@@ -35,17 +34,11 @@ class _Answers:
         self.prompts += sign * prompt
 
 
-class _Sums(NamedTuple):
-    """What was done."""
-
-    answers: int = 0
-    tokens: int = 0
-    bytes: int = 0
-
-
 class CaptureBudget:
-    """Counts the answers of one run on top of those of earlier ones (`records`); `left`: the shards to answer, of all
-    that share the `work`."""
+    """Counts the answers of one run on top of those of earlier ones (`records`).
+
+    `left`: the shards to answer here, one of so many `writers` into the folder.
+    """
 
     def __init__(
         self,
@@ -57,11 +50,9 @@ class CaptureBudget:
         budget: BudgetSettings | None,
         tick: Callable[..., None] = lambda amount, note="": None,
         clock: Callable[[], float] = time.monotonic,
-        work: Work | None = None,
+        writers: int = 1,
     ) -> None:
-        self._work = work or solo()
-        self._told = self._others = _Sums()
-        self._folder, self._prompts, self._settings = folder, prompts, settings
+        self._folder, self._writers, self._prompts, self._settings = folder, writers, prompts, settings
         self._limits = {} if budget is None else budget.limits
         self._tick, self._clock, self._start, self._noted = tick, clock, clock(), 0.0
         earlier = list(records)
@@ -69,7 +60,6 @@ class CaptureBudget:
             sum(record[name] for record in earlier) for name in ("samples", "tokens", "bytes", "seconds")
         )
         self._written = self._bytes
-        self._earlier_bytes = self._bytes
         self._to_come: dict[bool, _Answers] = {True: _Answers(), False: _Answers()}  # by whether they train
         self._unwritten: dict[bool, _Answers] = {True: _Answers(), False: _Answers()}
         for shard in left:
@@ -112,11 +102,10 @@ class CaptureBudget:
         """A shard is on disk. Raises DiskFullError where what is left would not fit, as far as can be foreseen."""
         self._count(self._unwritten, shard, -1)
         self._written += size
-        self._hear()
-        need = max(0, self._bytes_of(self._unwritten, self._mean) - self._others.bytes)
+        need = self._bytes_of(self._unwritten, self._mean)
         if "gigabytes" in self._limits:
-            need = min(need, self._work.size * max(0, int(self._limits["gigabytes"] * 1e9) - self._written))
-        self._require(need, "; what is finished stays, and the same command goes on from it")
+            need = min(need, max(0, int(self._limits["gigabytes"] * 1e9) - self._written))
+        self._require(self._writers * need, "; what is finished stays, and the same command goes on from it")
 
     def require_space_for(self, shard: ShardPlan) -> None:
         """Raise DiskFullError unless the disk has room for this shard, should every answer use its limit."""
@@ -164,41 +153,23 @@ class CaptureBudget:
                 f"some, or set capture.budget.gigabytes or a smaller capture.top_k{rest}"
             )
 
-    def hear(self) -> None:
-        """Show what others did since the last note, and tell them what was done here."""
-        heard = self._hear()
-        if heard:
-            self._tick(heard, self.note())
-
-    def _hear(self) -> int:
-        """How many answers of others were not heard of before."""
-        mine = _Sums(self._ended, self._emitted, self._written - self._earlier_bytes)
-        change = {name: value - told for (name, value), told in zip(mine._asdict().items(), self._told)}
-        total = self._work.add(change)
-        before, self._told = self._others.answers, mine
-        self._others = _Sums(*(total[name] - value for name, value in mine._asdict().items()))
-        return self._others.answers - before
-
     def _show(self, answers: int) -> None:
         now = self._clock()
-        last = answers and sum(sums.count for sums in self._to_come.values()) <= self._others.answers
+        last = answers and not any(sums.count for sums in self._to_come.values())
         if now - self._noted < _NOTE_SECONDS and not last:
             if answers:
                 self._tick(answers)
             return
         self._noted = now
-        self._tick(answers + self._hear(), self.note())
+        self._tick(answers, self.note())
 
     def note(self) -> str:
         """`12,345 tokens, 900 tok/s, 40 s left, 0.01 GB written, 84.0 GB free`."""
-        emitted = self._emitted + self._others.tokens
-        rate = emitted / max(1e-9, self._clock() - self._start)
+        rate = self._emitted / max(1e-9, self._clock() - self._start)
         left = self.seconds_left()
-        parts = [f"{emitted:,} tokens", f"{rate:,.0f} tok/s", *([] if left is None else [_duration(left)])]
+        parts = [f"{self._emitted:,} tokens", f"{rate:,.0f} tok/s", *([] if left is None else [_duration(left)])]
         free = storage.free_bytes(self._folder)
-        return ", ".join(
-            [*parts, f"{(self._written + self._others.bytes) / 1e9:.2f} GB written", f"{free / 1e9:.1f} GB free"]
-        )
+        return ", ".join([*parts, f"{self._written / 1e9:.2f} GB written", f"{free / 1e9:.1f} GB free"])
 
     def seconds_left(self) -> float | None:
         """Time to the end of the answers, or of the budget if that comes first; None: nothing to tell it from yet."""
@@ -206,7 +177,7 @@ class CaptureBudget:
         if not self._answers or not self._emitted or elapsed <= 0:
             return None
         partial = self._emitted - self._emitted_of_ended  # of answers that have not ended
-        tokens = (self._tokens_of(self._to_come) - partial - self._others.tokens) / self._work.size
+        tokens = self._tokens_of(self._to_come) - partial
         if "tokens" in self._limits:
             tokens = min(tokens, self._limits["tokens"] - self._tokens - partial)
         if "gigabytes" in self._limits:

@@ -3,18 +3,19 @@
 A killed run goes on where it was: a shard counts once its record is written, so only those in flight are lost and none
 is done twice. A folder begun with another target, tokenizer, template, setting or mix is refused.
 
-Several processes may share it, and each takes one shard after another: the first one keeps the folder, says which
-shards are left, and writes the manifest. What comes of it is what one makes alone, and any number of them goes on.
+Ranks share it: the first one keeps the folder, says which shards are missing, and writes the manifest; each answers its
+share of them. What comes of it is what one makes alone, and any number of ranks goes on with it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import fingerprint, storage
-from ...distributed.shared_work import ALONE, Crew, Work
+from ...distributed.ranks import ALONE, Ranks
 from ...errors import InputError, StaleInputError
 from ...progress import bar, say
 from ...specdec.sampling import SamplingSettings
@@ -42,7 +43,6 @@ from .scheduler import answer_shards
 
 Json = dict[str, Any]
 
-_SUMMED = ("samples", "tokens", "bytes", "seconds")
 _LAST_WRITES_SECONDS = 10.0  # of a rank whose first one was killed
 
 
@@ -66,6 +66,14 @@ class _Plan(NamedTuple):
         return _promised(self.folder) <= finished_records(self.folder, self.shards, content=False).keys()
 
 
+class _Report(NamedTuple):
+    """What one rank has done of its share."""
+
+    written: Sequence[str] = ()
+    ended_by: str | None = None
+    """The limit of the budget that ended it."""
+
+
 def capture(
     target: Target,
     mix: Path,
@@ -73,15 +81,15 @@ def capture(
     scored: Sequence[SamplingSettings],
     folder: Path,
     part: Part | None = None,
-    crew: Crew = ALONE,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Answer the mix into `folder`, or finish what a stopped run left there; `part`: no more than that part of it.
 
     Train conversations are answered at their own sampling setting, selection and holdout once per `scored` setting.
-    A `crew` shares the work; only its first process knows, on return, that all of it is done. Raises StaleInputError
-    for a folder of other inputs, ContextLengthError, InputError, DiskFullError, EngineError.
+    All `ranks` call it, and each answers a share. Raises StaleInputError for a folder of other inputs,
+    ContextLengthError, InputError, DiskFullError, EngineError, LostRankError.
     """
-    capture_conversations(target, load_mix(mix), settings, scored, folder, part, crew)
+    capture_conversations(target, load_mix(mix), settings, scored, folder, part, ranks)
 
 
 def capture_conversations(
@@ -91,15 +99,16 @@ def capture_conversations(
     scored: Sequence[SamplingSettings],
     folder: Path,
     part: Part | None = None,
-    crew: Crew = ALONE,
+    ranks: Ranks = ALONE,
 ) -> None:
     """`capture` of conversations that no mix folder holds."""
     if target.collective:
         check_spread(settings)
     if settings.engine is not None and settings.engine.url is None:  # an engine in this process has GPUs of its own
-        if not crew.first:
+        if not ranks.first:
             return
-        crew = ALONE
+        ranks = ALONE
+    # 1) What is to be answered, the same on all ranks.
     shards = plan_shards(conversations, settings, scored)
     recorded = None if settings.answers is None else RecordedAnswers(settings.answers, target.fingerprint)
     inputs = inputs_record(target.fingerprint, str(target.dtype), conversations, settings, scored)
@@ -108,38 +117,88 @@ def capture_conversations(
     if part is not None:
         shards, settings = part.of(shards), part.share(settings)
     plan = _Plan(target, settings, budget, shards, header, folder, recorded)
-    if crew.first:
-        _lead(plan, crew)
-    else:
-        _help(plan, crew)
-
-
-def _lead(plan: _Plan, crew: Crew) -> None:
-    """The first process's part: it keeps the folder, and is through when all are."""
-    folder, shards = plan.folder, plan.shards
-    if claimed(folder, plan.header) and plan.nothing_left:
+    _check_same_plan(plan, ranks)
+    done = ranks.first and claimed(folder, header) and plan.nothing_left
+    if ranks.broadcast(f"{folder.name}: whether it is done", done):
         return
+    prompts = Prompts(target, shards, settings)
+    with ExitStack() as locks:
+        # 2) The first rank takes the folder, and says what is missing of it.
+        records = _begin(plan, prompts, locks) if ranks.first else {}
+        names, earlier = ranks.broadcast(
+            f"{folder.name}: what is missing",
+            [[shard.name for shard in _unfinished(shards, records)], _sums(records.values())],
+        )
+        # 3) Each rank answers its share of that.
+        missing = [shard for shard in shards if shard.name in set(names)]
+        mine = ranks.share(missing, [_size(shard) for shard in missing])
+        with nullcontext() if ranks.first else _writing(folder / f".lock-{ranks.rank}"):
+            report = _answer(plan, prompts, mine, earlier, ranks) if mine else _Report()
+        reports = [_Report(*report) for report in ranks.gather(folder.name, report)]
+        # 4) The first one says what there is now.
+        if ranks.first:
+            _finish(plan, records, reports, ranks)
+
+
+def _check_same_plan(plan: _Plan, ranks: Ranks) -> None:
+    """Raise StaleInputError, on every rank, where one would answer something else than the first one."""
+    first, *others = ranks.gather(f"{plan.folder.name}: plan", fingerprint.of_json([plan.header, versions()]))
+    for rank, theirs in enumerate(others, start=1):
+        if theirs != first:
+            raise StaleInputError(
+                f"{plan.folder}: rank {rank} has another mix, target, setting or version than the first rank"
+            )
+
+
+def _begin(plan: _Plan, prompts: Prompts, locks: ExitStack) -> dict[str, Json]:
+    """Lock the folder, claim it, and remove what a killed run left; the records of the shards that are finished.
+
+    Raises LockedError where another run, or a rank of one, still writes.
+    """
+    folder, shards = plan.folder, plan.shards
     left = _unfinished(shards, finished_records(folder, shards, content=False))
-    prompts = Prompts(plan.target, shards, plan.settings)
     if left:
         CaptureBudget(folder, left, [], prompts, plan.settings, None).require_space_for(left[0])
-    with storage.lock(folder / ".lock", what="another capture into this folder"):
-        if not claimed(folder, plan.header):
-            storage.write_json(folder / HEADER, plan.header)
-        _clear(folder)
-        records = finished_records(folder, shards, content=True)
-        ended_by = _answer_rest(plan, prompts, records, crew) if left else None
-        limits = {} if plan.budget is None else plan.budget.limits
-        storage.write_json(folder / MANIFEST, manifest_of(plan.header, shards, records, ended_by, limits))
-
-
-def _clear(folder: Path) -> None:
-    """Remove what a killed run left. Raises LockedError where a rank of it still writes."""
+    locks.enter_context(storage.lock(folder / ".lock", what="another capture into this folder"))
+    if not claimed(folder, plan.header):
+        storage.write_json(folder / HEADER, plan.header)
     for path in folder.glob(".lock-*"):
         with storage.lock(path, _LAST_WRITES_SECONDS, "a rank of another capture into this folder"):
             path.unlink(missing_ok=True)
     for leftover in (folder / SHARDS).glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
+    records = finished_records(folder, shards, content=True)
+    if records and len(records) < len(shards):
+        say(f"{folder}: resuming; {len(records)} of {len(shards)} shards are there")
+    return records
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Another rank's lock, so that the next run waits for the last writes of one that was killed."""
+    with storage.lock(path, what="a rank of another capture into this folder"):
+        yield
+        path.unlink(missing_ok=True)
+
+
+def _finish(plan: _Plan, records: dict[str, Json], reports: Sequence[_Report], ranks: Ranks) -> None:
+    """Write the manifest, once the first rank sees every shard that a rank has written."""
+    folder, shards, budget = plan.folder, plan.shards, plan.budget
+    names = {name for report in reports for name in report.written}
+    written = [shard for shard in shards if shard.name in names]
+
+    def all_seen() -> bool:
+        records.update(finished_records(folder, _unfinished(written, records), content=False))
+        return names <= records.keys()
+
+    ranks.wait_for_file(all_seen, f"a shard of {folder.name}")
+    ended_by = next((report.ended_by for report in reports if report.ended_by is not None), None)
+    if len(records) == len(shards):
+        ended_by = None  # the others could pay for what one could not
+    if ended_by is not None:
+        _say_what_is_left(plan, records, ended_by)
+    limits = {} if budget is None else budget.limits
+    storage.write_json(folder / MANIFEST, manifest_of(plan.header, shards, records, ended_by, limits))
 
 
 def check_spread(settings: CaptureSettings) -> None:
@@ -160,94 +219,52 @@ def _promised(folder: Path) -> set[str]:
     return {record["name"] for record in storage.read_object(folder / MANIFEST)["shards"]}
 
 
-def _answer_rest(plan: _Plan, prompts: Prompts, records: dict[str, Json], crew: Crew) -> str | None:
-    """Answer the shards that have no record yet, all processes together, and add theirs. Returns the limit that ended
-    it, if one did."""
-    left = _unfinished(plan.shards, records)
-    if records and left:
-        say(f"{plan.folder}: resuming; {len(records)} of {len(plan.shards)} shards are there")
-    sums = {name: sum(record[name] for record in records.values()) for name in _SUMMED}
-    asked = {"shards": [shard.name for shard in left], "earlier": sums, "made_by": _maker(plan)}
-    with crew.share(plan.folder.name, asked) as work:
-        assert work is not None
-        own, reports = _answer(plan, prompts, left, sums, work)
-        records |= own
-        theirs = {name for report in reports for name in report["shards"]} - own.keys()
-        written = [shard for shard in left if shard.name in theirs]
-        # A file of another machine may take a moment to be seen here.
-        work.wait(lambda: len(finished_records(plan.folder, written, content=False)) == len(written), "a shard")
-        records |= finished_records(plan.folder, written, content=False)
-    ended_by = next((report["ended_by"] for report in reports if report["ended_by"] is not None), None)
-    if len(records) == len(plan.shards):
-        return None  # the others could pay for what one could not
-    _say_what_is_left(plan, records, ended_by)
-    return ended_by
-
-
-def _help(plan: _Plan, crew: Crew) -> None:
-    """Another process's part."""
-    prompts = Prompts(plan.target, plan.shards, plan.settings)
-    with crew.share(plan.folder.name, None, over=lambda: plan.nothing_left) as work:
-        if work is None:
-            return
-        if work.plan["made_by"] != _maker(plan):
-            raise StaleInputError(
-                f"{plan.folder}: rank {crew.rank} has another mix, target, setting or version than the first rank"
-            )
-        names = set(work.plan["shards"])
-        left = [shard for shard in plan.shards if shard.name in names]
-        with storage.lock(plan.folder / f".lock-{crew.rank}", what="a rank of another capture into this folder"):
-            _answer(plan, prompts, left, work.plan["earlier"], work)
-            (plan.folder / f".lock-{crew.rank}").unlink(missing_ok=True)
-
-
-def _maker(plan: _Plan) -> str:
-    """What all processes must have in common."""
-    return fingerprint.of_json([plan.header, versions()])
-
-
-def _answer(
-    plan: _Plan, prompts: Prompts, left: Sequence[ShardPlan], earlier: Json, work: Work
-) -> tuple[dict[str, Json], list[Json]]:
-    """Answer this process's part of the shards that are left: their records, and on the first process every report.
-    `earlier`: sums over the records that are there."""
-    answers = [answer for shard in left for answer in shard.answers]
-    settings, records = _own(plan.settings, len(answers), earlier, work.size), dict[str, Json]()
+def _answer(plan: _Plan, prompts: Prompts, shards: Sequence[ShardPlan], earlier: Json, ranks: Ranks) -> _Report:
+    """Answer and write this rank's share. `earlier`: sums over the records of what was finished before."""
+    answers = [answer for shard in shards for answer in shard.answers]
+    title = "Capturing" if ranks.world_size == 1 else f"Capturing (1 of {ranks.world_size} shares)"
+    settings = _share_of_settings(plan.settings, earlier, ranks.world_size)
     # One shard is written beside the decoder, which goes on meanwhile; the next one waits for it.
     with (
         open_engine(plan.target, answers, prompts, settings) as engine,
-        bar("Capturing", len(answers), "answers", remaining=False) as tick,
+        bar(title, len(answers), "answers", remaining=False) as tick,
         ThreadPoolExecutor(1) as writer,
     ):
-        meter = CaptureBudget(plan.folder, left, [earlier], prompts, settings, settings.budget, tick, work=work)
-        start, writing = time.monotonic(), list[tuple[ShardPlan, Future[Json]]]()
+        budget = CaptureBudget(
+            plan.folder, shards, [earlier], prompts, settings, settings.budget, tick, writers=ranks.world_size
+        )
+        start, writing, names = time.monotonic(), list[tuple[ShardPlan, Future[Json]]](), list[str]()
         about = {} if engine is None else {"engine": engine.about}
-        for shard, found in answer_shards(plan.target, left, prompts, settings, meter, plan.recorded, engine, work):
-            seconds, start = (time.monotonic() - start) / work.size, time.monotonic()
-            _finish(writing, records, meter)
+
+        def wait_for_write() -> None:
+            while writing:
+                shard, written = writing.pop()
+                budget.wrote(shard, written.result()["bytes"])
+                names.append(shard.name)
+
+        for shard, found in answer_shards(plan.target, shards, prompts, settings, budget, plan.recorded, engine):
+            seconds, start = (time.monotonic() - start) / ranks.world_size, time.monotonic()
+            wait_for_write()
             writing.append((shard, writer.submit(write_answers, plan.folder, shard, found, seconds, about)))
-        _finish(writing, records, meter)
-        meter.hear()
-        reports = work.finish({"shards": sorted(records), "ended_by": meter.ended_by})
-        meter.hear()
-    return records, reports
+        wait_for_write()
+    return _Report(names, budget.ended_by)
 
 
-def _own(settings: CaptureSettings, answers: int, earlier: Json, size: int) -> CaptureSettings:
-    """The settings of one of so many processes: no more slots than leave some for the others, and its share of the rest
-    of the budget. Requests to a server are divided."""
-    share = -(-answers // size)
-    slots = min(settings.batch_size, share) if settings.engine is None else -(-settings.batch_size // size)
-    budget = settings.budget and settings.budget.share(size, earlier["tokens"], earlier["bytes"])
-    return settings.model_copy(update={"batch_size": max(1, slots), "budget": budget})
+def _share_of_settings(settings: CaptureSettings, earlier: Json, ranks: int) -> CaptureSettings:
+    """The settings of one of so many ranks: its share of the rest of the budget, and of the requests to a server."""
+    budget = settings.budget and settings.budget.share(ranks, earlier["tokens"], earlier["bytes"])
+    requests = settings.batch_size if settings.engine is None else -(-settings.batch_size // ranks)
+    return settings.model_copy(update={"batch_size": requests, "budget": budget})
 
 
-def _finish(writing: list[tuple[ShardPlan, Future[Json]]], records: dict[str, Json], meter: CaptureBudget) -> None:
-    """Wait for the shard that is being written, and add its record."""
-    while writing:
-        shard, written = writing.pop()
-        records[shard.name] = written.result()
-        meter.wrote(shard, records[shard.name]["bytes"])
+def _sums(records: Iterable[Json]) -> Json:
+    found = list(records)
+    return {name: sum(record[name] for record in found) for name in ("samples", "tokens", "bytes", "seconds")}
+
+
+def _size(shard: ShardPlan) -> int:
+    """Tokens that a shard may come to."""
+    return sum(answer.max_new_tokens for answer in shard.answers)
 
 
 def _unfinished(shards: Sequence[ShardPlan], records: dict[str, Json]) -> list[ShardPlan]:

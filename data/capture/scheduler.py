@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...distributed.shared_work import Work, solo
 from ...errors import InputError, StaleInputError
 from ...specdec.continuous_batching import DecodedAnswer, PlainDecoder, QueuedRequest
 from ...specdec.memory_fit import fitting_slots
@@ -51,8 +50,6 @@ class Decoder(Protocol):
 
     @property
     def wants_more(self) -> bool: ...
-    @property
-    def has_free_slots(self) -> bool: ...
     @property
     def idle(self) -> bool: ...
     def fits(self, request: Request) -> bool: ...
@@ -119,16 +116,15 @@ def answer_shards(
     progress: Progress,
     recorded: RecordedAnswers | None = None,
     engine: CaptureBackend | None = None,
-    work: Work | None = None,
 ) -> Iterator[tuple[ShardPlan, Answers]]:
     """Answer shards, about in their order; yields each once all of it is there. What is `recorded` is not drawn anew.
 
-    `engine` answers in the target's stead. `work`: shared with other processes, which take shards too.
+    `engine` answers in the target's stead.
 
     Ends before the last shard where `progress` lets none be begun any more. Raises InputError where the target's logits
     are not finite, or where `batch_size` answers do not fit a GPU.
     """
-    return _Stream(target, shards, prompts, settings, progress, recorded, engine, work or solo()).run()
+    return _Stream(target, shards, prompts, settings, progress, recorded, engine).run()
 
 
 class _Stream:
@@ -143,14 +139,11 @@ class _Stream:
         progress: Progress,
         recorded: RecordedAnswers | None,
         engine: CaptureBackend | None,
-        work: Work,
     ) -> None:
-        self._recorded, self._engine, self._work = recorded, engine, work
+        self._recorded, self._engine = recorded, engine
         self._forced = settings.engine is not None and settings.engine.signals == "target"
         self._target, self._prompts, self._settings, self._progress = target, prompts, settings, progress
         self._unopened = deque(enumerate(shards))
-        self._unopened_answers = sum(len(shard.answers) for shard in shards)
-        self._next: tuple[int, ShardPlan] | None = None  # ours, and not yet begun
         self._open: dict[str, _Open] = {}  # by the shard's name
         self._asked: dict[str, tuple[_Open, TurnRequest, Request]] = {}  # by the answer's id
         self._followers: dict[str, list[TurnRequest]] = defaultdict(list)
@@ -190,10 +183,8 @@ class _Stream:
     def _drain(self, decoder: Decoder) -> Iterator[tuple[ShardPlan, Answers]]:
         """Answer all that is ready or becomes so and fits this decoder."""
         while True:
-            while self._has_room(decoder) and (upcoming := self._claimed()) is not None:
-                if not self._progress.may_open(upcoming[1]):
-                    break
-                self._open_shard(*upcoming)
+            while self._unopened and self._has_room(decoder) and self._progress.may_open(self._unopened[0][1]):
+                self._open_shard(*self._unopened.popleft())
                 self._ask(decoder)
             self._ask(decoder)
             yield from self._completed()
@@ -203,29 +194,15 @@ class _Stream:
                 self._take(answered)
 
     def _has_room(self, decoder: Decoder) -> bool:
-        """Whether to begin another shard. Once little is left, no process takes more than it can begin at once: others
-        would wait for it in the end."""
-        if self._full and not decoder.idle:
-            return False
-        ample = self._work.size == 1 or self._unopened_answers >= self._work.size * self._slots
-        return decoder.wants_more if ample else decoder.has_free_slots
+        """Whether to begin another shard."""
+        return decoder.wants_more and (decoder.idle or not self._full)
 
     @property
     def _full(self) -> bool:
         held = sum(len(shard.done) for shard in self._open.values())
         return held >= _HELD * max(self._slots, self._settings.shard_samples)
 
-    def _claimed(self) -> tuple[int, ShardPlan] | None:
-        """The next shard that no other process has taken, with its number."""
-        while self._next is None and self._unopened:
-            number, plan = self._unopened.popleft()
-            self._unopened_answers -= len(plan.answers)
-            if self._work.claim(plan.name):
-                self._next = number, plan
-        return self._next
-
     def _open_shard(self, number: int, plan: ShardPlan) -> None:
-        self._next = None
         shard = self._open[plan.name] = _Open(number, plan)
         for answer in plan.answers:
             if answer.waits_for is not None:
@@ -351,7 +328,7 @@ def _sample(answer: TurnRequest, request: Request, answered: DecodedAnswer | Rec
 class _NullBackend:
     """In the place of a decoder, where a spread target cannot decode: all answers must have been recorded."""
 
-    wants_more = has_free_slots = idle = True
+    wants_more = idle = True
 
     def fits(self, request: Request) -> bool:
         return True

@@ -29,8 +29,10 @@ def boards(monkeypatch: pytest.MonkeyPatch) -> list[Scored]:
     inner = flow.score_stage
 
     def spy(*args: Any) -> Scored:
-        seen.append(inner(*args))
-        return seen[-1]
+        scored = inner(*args)
+        assert scored is not None
+        seen.append(scored)
+        return scored
 
     monkeypatch.setattr(flow, "score_stage", spy)
     return seen

@@ -74,6 +74,7 @@ def test_names_with_dots_keep_their_counts_apart(write_recipe: WriteRecipe, monk
     stages._captured = Stage(space.root / "capture", "c" * 64)
     for _ in range(2):  # the second time from the parts on disk
         scored = scoring.score_stage(stages, ["v1.5", "v1.25"])
+        assert scored is not None
         found = {(row.draft, row.step): row.tau.value for row in scored.rows if not row.baseline}
         assert found == {
             ("v1.25", 2): pytest.approx(1.25),

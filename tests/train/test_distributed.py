@@ -94,7 +94,7 @@ class Figures:
 
 
 def run_all(capture: str, target: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Trainings, one after the other; what one rank of several does (see run_rank.py).
+    """Trainings, one after the other; what one rank of several does.
 
     A job with `stop` gets a SIGTERM's worth of a request after that step, on its last rank.
     """

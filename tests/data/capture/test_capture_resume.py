@@ -93,7 +93,7 @@ def fake_decoder(seconds: float = 0.0, heard: Callable[[int], None] = lambda see
         def idle(self) -> bool:
             return not self.waiting
 
-        wants_more = has_free_slots = idle
+        wants_more = idle
 
         def fits(self, request: Request) -> bool:
             return True

@@ -1,0 +1,319 @@
+"""The ranks of this launch: who they are, how they divide work, and where they meet.
+
+torchrun, DeepSpeed's launcher or any other one that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT starts them. All
+ranks call the same functions; the first one alone writes what there is one of. They talk in three ways:
+
+- the tensors of a training go through the default process group (NCCL on GPUs, gloo on CPUs), whose collectives take
+  seconds: one that lasts longer than `COLLECTIVE_LIMIT` means that a rank hangs;
+- `barrier`, `gather` and `broadcast` go through a gloo group on the CPU, and wait for hours where a rank has to work;
+- a rank that fails leaves its reason in the launch's key-value store (torchrun's, or one that the first rank hosts).
+  Its connections close then, which wakes whoever waits for it: it finds the reason there, and ends with it.
+"""
+
+import atexit
+import json
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import InputError, LostRankError, MissingFileError, StaleInputError, one_line
+from ..progress import say
+
+T = TypeVar("T")
+
+START_LIMIT = timedelta(minutes=10)  # importing from a cold disk takes its time
+COLLECTIVE_LIMIT = timedelta(minutes=10)
+WAIT_LIMIT = timedelta(hours=24)  # the first rank may build a mix, and any rank answer its share, for hours
+FILE_LIMIT = timedelta(seconds=60)  # until a file of another machine is seen
+_PATIENCE = timedelta(seconds=15)  # until it is said who is waited for
+_HEARD_LIMIT = timedelta(seconds=5)  # for the others to read why the rank that hosts the store ends
+_POLL_SECONDS = 0.1
+_FAILURE = "failure"  # key of the first rank that failed, and of why
+_LOST = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "socket", "tcpstore")
+
+
+@dataclass
+class Ranks:
+    """This process among the ranks of a launch. One process alone waits for nobody."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    """Gloo's, on the CPU."""
+    store: dist.Store | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes files and talks to people."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, in place, as a step of a training."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather_bytes(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's uint8 tensor (all of one size), on the CPU."""
+        if self.world_size == 1:
+            return [tensor.cpu()]
+        return self._all_gather(tensor.cpu())
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor, group=self.group)
+        return parts
+
+    def barrier(self, name: str) -> None:
+        """Wait until all ranks have come to what is called `name`."""
+        self.gather(name, None)
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        """The first rank's JSON value, on every rank."""
+        return self.gather(name, value if self.first else None)[0]
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Every rank's JSON value, once all of them have come to what is called `name`.
+
+        Raises LostRankError, with its reason where it left one, for a rank that failed, is gone or hangs;
+        StaleInputError where a rank has come to something else.
+        """
+        if self.world_size == 1:
+            return [value]
+        try:
+            # 1) Wait; a barrier that fails names the rank.
+            dist.monitored_barrier(self.group, timeout=WAIT_LIMIT)
+            # 2) Exchange texts, padded to the longest one.
+            text = json.dumps([name, value]).encode()
+            longest = max(int(size) for size in self._all_gather(torch.tensor([len(text)])))
+            padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+            found = [json.loads(bytes(part.tolist())) for part in self._all_gather(padded)]
+        except RuntimeError as error:
+            raise self.lost(name, error) from error
+        for rank, (other, _) in enumerate(found):
+            if other != found[0][0]:
+                raise StaleInputError(
+                    f"{other} is what rank {rank} comes to, but {found[0][0]} is what the first rank does: they have "
+                    "another recipe, target or mix"
+                )
+        return [theirs for _, theirs in found]
+
+    def check_same_config(self, settings: Mapping[str, Any]) -> None:
+        """Raise InputError, on every rank, where one has other JSON values than the first one."""
+        first, *others = self.gather("the start of every rank", settings)
+        for rank, theirs in enumerate(others, start=1):
+            for field in sorted(first.keys() | theirs.keys()):
+                if first.get(field) != theirs.get(field):
+                    raise InputError(
+                        f"{field} = {theirs.get(field)} on rank {rank}: the first rank has {first.get(field)}; all "
+                        "ranks of a launch need the same recipe and options"
+                    )
+
+    def share(self, items: Sequence[T], sizes: Sequence[float] | None = None) -> list[T]:
+        """This rank's part of items that all ranks list alike, in their order.
+
+        Neighbours stay together; with `sizes`, parts of about one size: the largest item first, to whom has least.
+        """
+        if sizes is None:
+            return list(
+                items[len(items) * self.rank // self.world_size : len(items) * (self.rank + 1) // self.world_size]
+            )
+        loads, mine = [0.0] * self.world_size, set[int]()
+        for number in sorted(range(len(items)), key=lambda number: -sizes[number]):
+            rank = loads.index(min(loads))
+            loads[rank] += sizes[number]
+            if rank == self.rank:
+                mine.add(number)
+        return [item for number, item in enumerate(items) if number in mine]
+
+    def wait_for_file(self, seen: Callable[[], bool], what: str) -> None:
+        """Wait until this rank sees what another one wrote: on another machine that may take a moment.
+
+        Raises MissingFileError where it does not.
+        """
+        since = time.monotonic()
+        while not seen() and self.world_size > 1:
+            if time.monotonic() - since > FILE_LIMIT.total_seconds():
+                raise MissingFileError(
+                    f"{what}: another rank has made it, but rank {self.rank} does not find it; workdir must lie on a "
+                    "file system that all ranks share"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def lost(self, what: str, error: Exception) -> LostRankError:
+        """The error of waiting in vain for other ranks to come to `what`."""
+        with suppress(RuntimeError):  # the store may be gone too
+            if self.store is not None and self.store.check([_FAILURE]):
+                rank, reason = json.loads(self.store.get(_FAILURE))
+                return LostRankError(f"{what} was waited for, but rank {rank} ended: {reason}")
+        named = re.search(r"Rank (\d+) failed to pass", str(error))
+        who = f"rank {named[1]}" if named else "the first rank" if "from rank 0" in str(error) else "another rank"
+        return LostRankError(
+            f"{what} was waited for, but {who} is gone or hangs; the same command goes on from what is finished"
+        )
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+@cache
+def ranks() -> Ranks:
+    """This process among the ranks of its launch; the first call meets the others, and makes this rank's GPU current.
+
+    The groups live as long as the process: DeepSpeed remembers the first one that it saw.
+    """
+    world, rank, local = world_size(), int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where nothing was launched
+    device = torch.device(f"cuda:{local}") if torch.cuda.is_available() else torch.device("cpu")
+    if world == 1:
+        return Ranks(rank, 1, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before anything is placed on `cuda`
+    store = _meet(rank, world)
+    try:
+        dist.init_process_group(_backend(), store=store, rank=rank, world_size=world, timeout=COLLECTIVE_LIMIT)
+        group = dist.new_group(backend="gloo", timeout=WAIT_LIMIT)
+    except RuntimeError as error:
+        raise LostRankError(
+            f"the ranks cannot connect to each other ({one_line(error, 160)}); where a machine's name leads to its own "
+            "loopback, set GLOO_SOCKET_IFNAME"
+        ) from error
+    atexit.register(_leave)
+    return Ranks(rank, world, device, group, store)
+
+
+def world_size() -> int:
+    """Ranks that were launched."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _meet(rank: int, world: int) -> dist.Store:
+    """The key-value store of this launch, once all ranks have come to it.
+
+    A torchrun that starts its ranks again does not find the keys of the attempt before.
+    """
+    store: dist.Store = _open_store(rank)
+    store = dist.PrefixStore(f"draftforge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    begun, said, limit = time.monotonic(), False, f"{START_LIMIT.total_seconds():.0f} s"
+    try:
+        store.set(f"started/{rank}", "")
+        while absent := [str(other) for other in range(world) if not store.check([f"started/{other}"])]:
+            waited = timedelta(seconds=time.monotonic() - begun)
+            if waited > START_LIMIT:
+                raise LostRankError(f"rank {', '.join(absent)} did not start within {limit}")
+            if waited > _PATIENCE and not said:
+                said = True
+                say(f"waiting for rank {', '.join(absent)} to start, for {limit} at most")
+            time.sleep(_POLL_SECONDS)
+    except RuntimeError as error:
+        raise LostRankError(
+            f"the other ranks were waited for, but the first rank is gone ({one_line(error)})"
+        ) from error
+    return store
+
+
+def _open_store(rank: int) -> dist.TCPStore:
+    """torchrun's store, else the one that the first rank hosts."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InputError(f"WORLD_SIZE {world_size()}: {' and '.join(missing)} must be set too; launch with torchrun")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = rank == 0 and not _from_torchrun()
+    until, said = time.monotonic() + START_LIMIT.total_seconds(), False
+    while True:
+        try:
+            return dist.TCPStore(
+                address, port, is_master=hosts, wait_for_workers=False, timeout=_PATIENCE, multi_tenant=True
+            )
+        except dist.DistError as error:
+            if hosts:
+                why = one_line(error, 160)
+                raise InputError(f"MASTER_PORT {port}: the first rank cannot listen there ({why})") from error
+            host = f"{'torchrun' if _from_torchrun() else 'the first rank'} at {address}:{port}"
+            limit = f"{START_LIMIT.total_seconds():.0f} s"
+            if time.monotonic() > until:
+                raise LostRankError(f"{host} was not there within {limit}") from error
+            if not said:
+                said = True
+                say(f"waiting for {host} to start, for {limit} at most", every_rank=True)
+
+
+def _from_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@contextmanager
+def training_ranks(needs_group: bool) -> Iterator[Ranks]:
+    """The ranks of a training. Raises LostRankError where a collective of it fails, as another rank is gone or hangs.
+
+    `needs_group`: make a process group where there is one process too, as DeepSpeed wants it.
+    """
+    found = ranks()
+    if needs_group and not dist.is_initialized():
+        dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_leave)
+    try:
+        yield found
+    except RuntimeError as error:
+        if found.world_size > 1 and _is_loss(error):
+            raise found.lost("a step of the training", error) from error
+        raise
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    """Whether a collective failed. Gloo's errors have no type of their own."""
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(word in str(error).lower() for word in _LOST)
+
+
+def report_failure(error: BaseException) -> None:
+    """Leave the reason why this rank ends for those that wait for it, or will, and wake them. The first one stays."""
+    mine = ranks() if ranks.cache_info().currsize else ALONE
+    if mine.store is None:
+        return
+    others = [f"ended/{rank}" for rank in range(mine.world_size) if rank != mine.rank]
+    with suppress(RuntimeError):  # the store may be gone
+        if not mine.store.check([_FAILURE]):
+            mine.store.set(_FAILURE, json.dumps([mine.rank, one_line(error)]))
+        mine.store.set(f"ended/{mine.rank}", "")
+    atexit.unregister(_leave)  # others may be inside a collective: leaving in order would wait for them
+    if mine.first and not _from_torchrun():  # the store goes with this process: let the others read it first
+        _close(mine, error)
+        with suppress(RuntimeError):
+            mine.store.wait(others, _HEARD_LIMIT)
+
+
+def _close(mine: Ranks, error: BaseException | None) -> None:
+    """Close the gloo connections, which wakes the ranks that wait at their other ends.
+
+    Gloo closes them with the last reference; those of the error's frames are among them.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    group, mine.group = mine.group, None
+    if dist.is_initialized():
+        dist.destroy_process_group(group if dist.get_backend() == "nccl" else None)  # NCCL waits for what is under way
+
+
+def _leave() -> None:
+    """Take the process groups down, if there are any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

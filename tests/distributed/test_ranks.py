@@ -1,0 +1,167 @@
+"""How ranks meet and divide work, and that one that dies, fails, hangs, starts late or differs ends all of them, each
+in one line that says why."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import Ended, as_command, run_ranks
+
+from draftforge.distributed import ranks as module
+from draftforge.distributed.ranks import ALONE, Ranks, ranks, training_ranks
+from draftforge.errors import DraftforgeError, InputError, LostRankError
+
+pytestmark = pytest.mark.slow
+SECONDS = 60.0
+
+
+def said(part: Any) -> str:
+    """The error of one part."""
+    try:
+        part()
+    except DraftforgeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def meet() -> dict[str, Any]:
+    """What ranks do that go on together."""
+    mine = ranks()
+    module.FILE_LIMIT = timedelta(seconds=0.2)
+    plan = {"seed": 1, "draft": None}
+    with training_ranks(needs_group=True) as training:
+        total = training.sum(torch.tensor([mine.rank + 1.0])).item()
+    return {
+        "all": mine.gather("all", {"rank": mine.rank, "long": "x" * mine.rank * 100}),
+        "first": mine.broadcast("first", [mine.rank, float("inf")]),
+        "bytes": [part.tolist() for part in mine.gather_bytes(torch.tensor([mine.rank], dtype=torch.uint8))],
+        "total": total,
+        "same": said(lambda: mine.check_same_config(plan)),
+        "other": said(lambda: mine.check_same_config(plan | ({"seed": 2} if mine.rank == 1 else {}))),
+        "elsewhere": said(lambda: mine.barrier("score-b" if mine.rank == 2 else "score-a")),
+        "unseen": said(lambda: mine.wait_for_file(lambda: mine.first, "mix-a")),
+    }
+
+
+def test_ranks_meet(run_distributed: Any) -> None:
+    found = run_distributed(__file__, "meet", 3)
+    for rank, one in enumerate(found):
+        assert one["all"] == [{"rank": other, "long": "x" * other * 100} for other in range(3)]
+        assert one["first"] == [0, float("inf")] and one["bytes"] == [[0], [1], [2]] and one["total"] == 6
+        assert one["same"] == "nothing"
+        assert one["other"] == (
+            "InputError: seed = 2 on rank 1: the first rank has 1; all ranks of a launch need the same recipe and "
+            "options"
+        )
+        assert one["elsewhere"] == (
+            "StaleInputError: score-b is what rank 2 comes to, but score-a is what the first rank does: they have "
+            "another recipe, target or mix"
+        )
+        unseen = f"MissingFileError: mix-a: another rank has made it, but rank {rank} does not find it; workdir must"
+        assert one["unseen"].startswith(unseen if rank else "nothing")
+
+
+def end(how: str) -> None:
+    """One rank ends its way while the others wait for it."""
+    module.WAIT_LIMIT = timedelta(seconds=4 if how == "hangs" else 60)
+    module.START_LIMIT, module._PATIENCE, module._HEARD_LIMIT = (timedelta(seconds=limit) for limit in (3, 1, 1))
+    mine = ranks()
+    which = 0 if how.startswith("first") else 1
+    if how == "collective":
+        with training_ranks(needs_group=True) as training:
+            if mine.rank == which:
+                raise InputError("made up")
+            training.sum(torch.zeros(1))
+    if mine.rank != which:
+        mine.barrier("mix-a")
+    elif how.endswith("dies"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "hangs":
+        time.sleep(SECONDS)
+    raise InputError("made up")
+
+
+def ends(tmp_path: Path, how: str, **options: Any) -> list[Ended]:
+    return run_ranks(as_command, [__file__, "end", how], tmp_path, 3, SECONDS, **options)
+
+
+MIX, GONE = "mix-a was waited for, but", "is gone or hangs; the same command goes on from what is finished"
+STEP = "a step of the training was waited for, but"
+
+
+@pytest.mark.parametrize(
+    ("how", "codes", "lines"),
+    [
+        ("fails", [3, 2, 3], [f"{MIX} rank 1 ended: made up", "made up", f"{MIX} rank 1 ended: made up"]),
+        ("first fails", [2, 3, 3], ["made up", *[f"{MIX} rank 0 ended: made up"] * 2]),
+        ("dies", [3, -9, 3], [f"{MIX} rank 1 {GONE}", "", f"{MIX} rank 0 ended: {MIX} rank 1 {GONE}"]),
+        ("first dies", [-9, 3, 3], ["", *[f"{MIX} the first rank {GONE}"] * 2]),
+        ("collective", [3, 2, 3], [f"{STEP} rank 1 ended: made up", "made up", f"{STEP} rank 1 ended: made up"]),
+    ],
+)
+def test_a_rank_that_ends_ends_the_others(tmp_path: Path, how: str, codes: list[int], lines: list[str]) -> None:
+    found = ends(tmp_path, how)
+    whose = ["error", "error (rank 1)", "error (rank 2)"]
+    assert [one.said for one in found] == [line and f"{who}: {line}\n" for who, line in zip(whose, lines)]
+    assert [one.code for one in found] == codes
+
+
+def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    first, _, third = ends(tmp_path, "hangs", leaving=1)
+    assert first.said == f"error: {MIX} rank 1 {GONE}\n"
+    assert third.said == f"error (rank 2): {MIX} rank 0 ended: {MIX} rank 1 {GONE}\n"
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_does_not_start_is_named(tmp_path: Path, absent: int) -> None:
+    found = ends(tmp_path, "late", absent=[absent])
+    assert [one.code for one in found] == [3, 3]
+    if absent == 2:
+        assert found[0].said == (
+            "waiting for rank 2 to start, for 3 s at most\nerror: rank 2 did not start within 3 s\n"
+        )
+        assert "rank 2 did not start" in found[1].said or "the first rank is gone" in found[1].said
+    else:
+        assert "waiting for the first rank at 127.0.0.1:" in found[0].said
+        assert all(one.said.endswith(" was not there within 3 s\n") for one in found)
+
+
+def test_shares_are_of_about_one_size() -> None:
+    three = [Ranks(rank, 3, torch.device("cpu")) for rank in range(3)]
+    assert [one.share("abcdefgh") for one in three] == [list("ab"), list("cde"), list("fgh")]
+    assert [one.share("ab", [1, 1]) for one in three] == [["a"], ["b"], []]
+    sizes = [1, 9, 2, 8, 3, 7, 4, 6]
+    shares = [one.share(range(8), sizes) for one in three]
+    assert sorted(item for share in shares for item in share) == list(range(8))
+    assert all(share == sorted(share) for share in shares)
+    assert max(sum(sizes[item] for item in share) for share in shares) <= 15
+
+
+def test_one_process_waits_for_nobody() -> None:
+    assert ALONE.first and ALONE.gather("all", {"a": 1}) == [{"a": 1}] and ALONE.broadcast("first", 2) == 2
+    assert ALONE.share("abc") == ALONE.share("abc", [1, 2, 3]) == list("abc")
+    ALONE.barrier("all")
+    ALONE.check_same_config({"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1"), True),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo"), False),
+    ],
+)
+def test_a_failed_collective_says_that_a_rank_is_lost(
+    error: Exception, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ranks", lambda: Ranks(0, 2, torch.device("cpu")))
+    expected = LostRankError if lost else type(error)
+    with pytest.raises(expected, match="the same command goes on" if lost else None), training_ranks(False):
+        raise error
