@@ -9,14 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import pytest
 from ports import free_port
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the command line has it, before torch is imported
 _IMPORTED = [
     "torch",
     "transformers",
@@ -39,6 +40,10 @@ class Ended(NamedTuple):
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
+    with pytest.MonkeyPatch.context() as patch:  # what the command line sets before it imports them
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
+        patch.setenv("TQDM_DISABLE", "1")
+        forkserver.ensure_running()
     return context
 
 
