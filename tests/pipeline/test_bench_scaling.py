@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rank_processes import command_or_script, run_ranks
 from typer.testing import CliRunner
 
 from draftforge.recipe import load_recipe
@@ -53,11 +55,25 @@ def test_trainings_on_one_and_two_ranks_are_compared_and_profiled(
     script: Callable[[str], ModuleType],
     recipe_in: Callable[..., Path],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    module, logs = script("bench_scaling"), iter(range(100))
+
+    def launch(self: Any, name: str, gpus: int, command: list[str], heard: Callable[[str], None] = print) -> Any:
+        """Ranks that are forked, in the place of a torchrun whose ranks import everything."""
+        began, folder = time.time(), tmp_path / f"ranks-{next(logs)}"
+        folder.mkdir()
+        ended = run_ranks(command_or_script, command, folder, gpus, 200.0)
+        assert [rank.code for rank in ended] == [0] * gpus, ended
+        for line in ended[0].said.splitlines():
+            heard(line)
+        return module.Said(0, began, time.time(), [])
+
+    monkeypatch.setattr(module.Bench, "launch", launch)
     recipe, out = recipe_in(tmp_path, drafts={"small": SMALL}), tmp_path / "out"
     asked = [str(out), "--recipe", str(recipe), "--draft", "small", "--stage", "2", "--steps", "11"]
-    script("bench_scaling").app([*asked, "--equal", "--profile"], standalone_mode=False)
+    module.app([*asked, "--equal", "--profile"], standalone_mode=False)
     found = json.loads((out / "results.json").read_text())
     one, two = (found["runs"][f"speed-small-{gpus}gpu-zero2"] for gpus in (1, 2))
     for run in (one, two):
@@ -68,6 +84,18 @@ def test_trainings_on_one_and_two_ranks_are_compared_and_profiled(
     assert set(host) >= {"draft forward", "loss and its gradient", "backward", "clip and optimizer"}
     assert "positions/s" in capsys.readouterr().out
     assert len(list((out / "work").glob("capture-*"))) == 1
+
+
+@pytest.mark.slow
+def test_a_launch_is_heard_line_by_line(
+    script: Callable[[str], ModuleType], recipe_in: Callable[..., Path], tmp_path: Path
+) -> None:
+    module, heard = script("bench_scaling"), list[str]()
+    bench = module.Bench(tmp_path, load_recipe(recipe_in(tmp_path, drafts={"small": SMALL})), [1])
+    (tmp_path / "one.py").write_text("print('training small'); print('error: made up'); raise SystemExit(3)")
+    said = bench.launch("one", 1, [str(tmp_path / "one.py")], heard.append)
+    assert said.code != 0 and heard[0] == "training small\n" and said.error == "error: made up"
+    assert said.began <= said.when("training") <= said.ended
 
 
 def test_a_failing_training_is_noted_and_the_others_go_on(

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +105,15 @@ def command_line(*arguments: str) -> None:
     from draftforge.cli import main
 
     main(list(arguments))
+
+
+def command_or_script(*arguments: str) -> None:
+    """What torchrun runs: `-m draftforge.cli ARGUMENTS`, or a script's path and its arguments."""
+    if arguments[0] == "-m":
+        command_line(*arguments[2:])
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def as_command(module: str, function: str, *arguments: Any) -> None:
