@@ -1,4 +1,4 @@
-"""Splits and weighted choices by hash, never by position: train, selection or holdout; sampling settings.
+"""Choices by hash, never by position: splits, sampling settings, seeds.
 
 The same salt and shares place a cluster where they placed it yesterday, whatever else the log holds today.
 """
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
+from .. import fingerprint
 from ..errors import InputError
 from .conversation import SPLITS, Split
 from .settings import MixSettings
@@ -20,6 +21,11 @@ def unit(*parts: str) -> float:
     """A number in [0, 1) that depends on the parts alone."""
     digest = hashlib.sha256("\0".join(parts).encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> (64 - _UNIT_BITS)) / (1 << _UNIT_BITS)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """The seed of a sample: 63 bits of a hash of its name, free of order and of other samples."""
+    return int(fingerprint.of_json([seed, name])[:16], 16) >> 1
 
 
 def split_of(cluster: str, settings: MixSettings) -> Split:

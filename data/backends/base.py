@@ -1,4 +1,4 @@
-"""Engines that answer in the target's stead, behind what the stream of answers knows of a decoder."""
+"""Capture backends: engines that answer in the target's stead, behind the interface of a decoder."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -9,29 +9,29 @@ import torch
 from ...specdec.continuous_batching import DecodedAnswer, QueuedRequest
 from ...specdec.requests import Request
 from ...specdec.targets import Target
-from ..conversation import Prompts, TurnRequest
+from ..capture.plan import Prompts, TurnRequest
 from ..settings import CaptureSettings
-from .vllm import LogprobRequest, check_sampling
+from .vllm import LocalVllm, LogprobRequest, VllmServer, check_sampling
 
 
 class CaptureBackend(Protocol):
-    """Something that answers many requests at once."""
+    """An engine that answers many requests at once."""
 
     about: dict[str, Any]
-    """What a manifest says of it."""
+    """Its name, version and settings, for the manifest."""
 
-    def submit(self, asked: QueuedRequest) -> None:
-        """Ask it."""
+    def submit(self, queued: QueuedRequest) -> None:
+        """Send a request."""
 
     def collect(self) -> list[DecodedAnswer]:
         """Wait for an answer; give those that are there. Raises EngineError, InputError."""
 
     def close(self) -> None:
-        """Ask no more, and forget what was asked."""
+        """Send no more requests, and forget those in flight."""
 
 
 class EngineDecoder:
-    """An engine as a decoder (see `specdec.plain.PlainDecoder`): it is told so many requests at once at most."""
+    """An engine behind the interface of `PlainDecoder`, with up to twice `slots` requests in flight."""
 
     def __init__(self, engine: CaptureBackend, slots: int, advance: Callable[[int], None]) -> None:
         self._engine, self._slots, self._advance = engine, slots, advance
@@ -39,12 +39,12 @@ class EngineDecoder:
 
     @property
     def wants_more(self) -> bool:
-        """Whether it could do with more requests."""
+        """Whether fewer requests are in flight than the engine should have."""
         return self._waiting < 2 * self._slots
 
     @property
     def idle(self) -> bool:
-        """Whether all that was asked is answered."""
+        """Whether all requests are answered."""
         return self._waiting == 0
 
     def fits(self, request: Request) -> bool:
@@ -52,7 +52,7 @@ class EngineDecoder:
         return True
 
     def submit(self, requests: Sequence[QueuedRequest]) -> None:
-        """Pass requests on."""
+        """Pass requests on to the engine."""
         for queued in requests:
             self._engine.submit(queued)
         self._waiting += len(requests)
@@ -67,9 +67,9 @@ class EngineDecoder:
 
 @contextmanager
 def open_engine(
-    target: Target, answers: Sequence[TurnRequest], prompts: Prompts, settings: CaptureSettings
+    target: Target, turns: Sequence[TurnRequest], prompts: Prompts, settings: CaptureSettings
 ) -> Iterator[CaptureBackend | None]:
-    """The engine of the recipe, checked against the target and what it will be asked; None: the target answers.
+    """The engine of the recipe, checked against the target and the turns to answer; None: the target answers.
 
     Raises InputError, EngineError.
     """
@@ -77,21 +77,19 @@ def open_engine(
     if backend is None:
         yield None
         return
-    check_sampling(answer.sampling for answer in answers)
-    longest = max((prompts.most(answer) + answer.max_new_tokens for answer in answers), default=1)
-    if backend.url is None and any(answer.waits_for for answer in answers):
+    check_sampling(turn.sampling for turn in turns)
+    # The context that the engine needs: a prompt and its answer, as long as they may get.
+    longest = max((prompts.most_tokens(turn) + turn.max_new_tokens for turn in turns), default=1)
+    if backend.url is None and any(turn.waits_for for turn in turns):
         longest *= 2  # an answer that is read again may take more tokens than it was given in
     longest = min(longest, target.max_positions)
+    # The log-probs that it returns: with signals of its own, those of the likeliest tokens too.
     top_k = min(settings.top_k, target.vocab_size) if backend.signals == "engine" else 0
     wanted = LogprobRequest(top_k, target.vocab_size, getattr(torch, settings.store_dtype))
     engine: CaptureBackend
     if backend.url is not None:
-        from .vllm import VllmServer
-
         engine = VllmServer(backend, backend.url, target, wanted, longest, settings.batch_size)
     else:
-        from .vllm import LocalVllm
-
         engine = LocalVllm(backend, target, wanted, longest, settings.batch_size)
     with closing(engine):
         yield engine

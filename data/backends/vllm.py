@@ -80,7 +80,7 @@ def sampling_arguments(request: Request, logprobs: int) -> dict[str, Any]:
 
 
 def checked_answer(
-    asked: QueuedRequest,
+    queued: QueuedRequest,
     tokens: Sequence[int],
     finish: object,
     logp: Sequence[Mapping[int, float]],
@@ -90,7 +90,7 @@ def checked_answer(
 
     Raises UnusableError for a reply that no engine should give to this request.
     """
-    request = asked.request
+    request = queued.request
     # 1) Tokens: as many as asked for, of the vocabulary, ended by the first stop token or by length.
     if not tokens or len(tokens) > request.max_new_tokens:
         raise UnusableError(f"{len(tokens)} tokens, must be 1 to {request.max_new_tokens}")
@@ -108,7 +108,7 @@ def checked_answer(
         raise UnusableError(f"log-probs of {len(logp)} of {len(tokens)} tokens")
     own_n = torch.tensor([by_id[token] for token, by_id in zip(tokens, logp)], dtype=torch.float32)
     columns = {"logp_n": own_n, **(_top_columns(logp, wanted) if wanted.top_k else {})}
-    return DecodedAnswer(asked.name, list(tokens), "stop" if stopped else "length", columns)
+    return DecodedAnswer(queued.name, list(tokens), "stop" if stopped else "length", columns)
 
 
 def _top_columns(logp: Sequence[Mapping[int, float]], wanted: LogprobRequest) -> dict[str, Tensor]:
@@ -174,9 +174,9 @@ class VllmServer:
         for worker in self._workers:
             worker.start()
 
-    def submit(self, asked: QueuedRequest) -> None:
+    def submit(self, queued: QueuedRequest) -> None:
         """Queue a request."""
-        self._tasks.put(asked)
+        self._tasks.put(queued)
 
     def collect(self) -> list[DecodedAnswer]:
         """Wait for an answer; give those that are there. Raises EngineError, InputError."""
@@ -198,27 +198,27 @@ class VllmServer:
             self._tasks.put(None)
 
     def _work(self) -> None:
-        while (asked := self._tasks.get()) is not None and not self._closed:
+        while (queued := self._tasks.get()) is not None and not self._closed:
             try:
-                self._done.put(self._answer(asked, self._wanted)[0])
+                self._done.put(self._answer(queued, self._wanted)[0])
             except Exception as error:  # raised again by who collects
                 self._done.put(error)
 
-    def _answer(self, asked: QueuedRequest, wanted: LogprobRequest) -> tuple[DecodedAnswer, list[dict[int, float]]]:
+    def _answer(self, queued: QueuedRequest, wanted: LogprobRequest) -> tuple[DecodedAnswer, list[dict[int, float]]]:
         """The answer, and the log-probs of each of its tokens by id."""
 
         def read(reply: Any) -> tuple[DecodedAnswer, list[dict[int, float]]]:
             (choice,) = reply["choices"]
-            if choice["prompt_token_ids"] != asked.request.prompt_ids:
+            if choice["prompt_token_ids"] != queued.request.prompt_ids:
                 raise UnusableError("an answer to another prompt; vLLM must know return_token_ids")
             positions = choice["logprobs"]["top_logprobs"]
             logp = [{_id_of(name): float(value) for name, value in by_name.items()} for by_name in positions]
-            return checked_answer(asked, choice["token_ids"], choice["finish_reason"], logp, wanted), logp
+            return checked_answer(queued, choice["token_ids"], choice["finish_reason"], logp, wanted), logp
 
         body = {
             "model": self._model,
-            "prompt": asked.request.prompt_ids,
-            **sampling_arguments(asked.request, wanted.top_k),
+            "prompt": queued.request.prompt_ids,
+            **sampling_arguments(queued.request, wanted.top_k),
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
@@ -254,10 +254,10 @@ class VllmServer:
 
     def _check_logprobs(self, target: Target) -> None:
         prompt = target.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
-        asked = QueuedRequest("probe", Request(prompt, SamplingSettings(temperature=2.0, top_k=1), 0, 1))
+        queued = QueuedRequest("probe", Request(prompt, SamplingSettings(temperature=2.0, top_k=1), 0, 1))
         wanted = self._wanted._replace(top_k=max(2, self._wanted.top_k))
         try:
-            check_raw(self._answer(asked, wanted)[1][0])
+            check_raw(self._answer(queued, wanted)[1][0])
         except RefusedError as error:
             hint = f"; it must take {wanted.top_k} log-probs (--max-logprobs)" if error.status == 400 else ""
             raise InputError(f"{error}{hint}") from None
@@ -295,7 +295,7 @@ class LocalVllm:
                 "capture.backend: vLLM in this process takes a plain model folder; merge target.adapter, or serve it"
             )
         self._wanted, self._sampling = wanted, vllm.SamplingParams
-        self._asked: dict[str, QueuedRequest] = {}
+        self._in_flight: dict[str, QueuedRequest] = {}
         on_gpu = target.device.type == "cuda"
         self._engine: Any = vllm.LLM(
             model=str(source.folder),
@@ -312,36 +312,36 @@ class LocalVllm:
         ).llm_engine
         self.about: dict[str, Any] = {"name": "vllm", "version": str(vllm.__version__), "signals": backend.signals}
 
-    def submit(self, asked: QueuedRequest) -> None:
+    def submit(self, queued: QueuedRequest) -> None:
         """Queue a request. Raises InputError where vLLM refuses."""
-        self._asked[asked.name] = asked
-        arguments = sampling_arguments(asked.request, self._wanted.top_k)
-        prompt = {"prompt_token_ids": asked.request.prompt_ids}
+        self._in_flight[queued.name] = queued
+        arguments = sampling_arguments(queued.request, self._wanted.top_k)
+        prompt = {"prompt_token_ids": queued.request.prompt_ids}
         try:
-            self._engine.add_request(asked.name, prompt, self._sampling(**arguments))
+            self._engine.add_request(queued.name, prompt, self._sampling(**arguments))
         except ValueError as error:
-            raise InputError(f"capture.backend: vLLM refuses {asked.name}: {one_line(error)}") from None
+            raise InputError(f"capture.backend: vLLM refuses {queued.name}: {one_line(error)}") from None
 
     def collect(self) -> list[DecodedAnswer]:
         """Step until an answer is there. Raises EngineError."""
         found: list[DecodedAnswer] = []
         while not found:
             if not self._engine.has_unfinished_requests():
-                raise EngineError(f"capture.backend: vLLM lost {len(self._asked)} requests")
+                raise EngineError(f"capture.backend: vLLM lost {len(self._in_flight)} requests")
             found += [self._answer(output) for output in self._engine.step() if output.finished]
         return found
 
     def close(self) -> None:
         """Forget what was asked, and give the memory back."""
-        self._engine.abort_request(list(self._asked))
-        self._asked.clear()
+        self._engine.abort_request(list(self._in_flight))
+        self._in_flight.clear()
         self._engine.engine_core.shutdown()
 
     def _answer(self, output: Any) -> DecodedAnswer:
-        asked = self._asked.pop(output.request_id)
+        queued = self._in_flight.pop(output.request_id)
         (completion,) = output.outputs
         logp = [{token: float(entry.logprob) for token, entry in by_id.items()} for by_id in completion.logprobs]
         try:
-            return checked_answer(asked, list(completion.token_ids), completion.finish_reason, logp, self._wanted)
+            return checked_answer(queued, list(completion.token_ids), completion.finish_reason, logp, self._wanted)
         except UnusableError as error:
-            raise EngineError(f"capture.backend: vLLM: answer to {asked.name}: {error}") from None
+            raise EngineError(f"capture.backend: vLLM: answer to {queued.name}: {error}") from None

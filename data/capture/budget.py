@@ -12,9 +12,10 @@ from typing import Any
 
 from ... import storage
 from ...errors import DiskFullError
-from ..conversation import Prompts, ShardPlan, Split, TurnRequest, answer_bytes
+from ..conversation import Split
 from ..settings import BudgetSettings, CaptureSettings
 from ..store import Sample
+from .plan import Prompts, ShardPlan, TurnRequest, answer_bytes
 
 _SPARE_BYTES = 1 << 20  # records, the manifest, and what others write meanwhile
 _NOTE_SECONDS = 0.5
@@ -88,7 +89,7 @@ class CaptureBudget:
     def ended(self, answer: TurnRequest, sample: Sample | None) -> None:
         """An answer is complete; None: it was left out."""
         for sums in (self._begun, self._to_come):
-            sums[answer.conversation.split == "train"].add(answer, self._prompts.length(answer), -1)
+            sums[answer.conversation.split == "train"].add(answer, self._prompts.known_tokens(answer), -1)
         self._ended += 1
         if sample is not None:
             length = len(sample.answer_ids)
@@ -115,7 +116,7 @@ class CaptureBudget:
 
     def _count(self, sums: dict[bool, _Answers], shard: ShardPlan, sign: int = 1) -> None:
         for answer in shard.answers:
-            sums[shard.split == "train"].add(answer, self._prompts.length(answer), sign)
+            sums[shard.split == "train"].add(answer, self._prompts.known_tokens(answer), sign)
 
     @property
     def _mean(self) -> float | None:

@@ -1,4 +1,4 @@
-"""The target answers a mix; its answers and teacher signals go to disk shard by shard.
+"""Capture: the target answers a mix; its answers and teacher signals go to disk shard by shard.
 
 A killed run goes on where it was: a shard counts once its record is written, so only those in flight are lost and none
 is done twice. A folder begun with another target, tokenizer, template, setting or mix is refused.
@@ -21,7 +21,7 @@ from ...progress import bar, say
 from ...specdec.sampling import SamplingSettings
 from ...specdec.targets import Target
 from ..backends.base import open_engine
-from ..conversation import Conversation, Prompts, ShardPlan, plan_shards
+from ..conversation import Conversation
 from ..mix import load_mix
 from ..settings import BudgetSettings, CaptureSettings
 from ..store import HEADER, MANIFEST, SHARDS
@@ -29,7 +29,7 @@ from .budget import CaptureBudget
 from .manifest import (
     PART,
     Part,
-    claimed,
+    check_claim,
     finished_records,
     header_of,
     inputs_record,
@@ -38,7 +38,8 @@ from .manifest import (
     versions,
     write_answers,
 )
-from .reuse import RecordedAnswers
+from .plan import Prompts, ShardPlan, plan_shards
+from .reuse import ReusableAnswers
 from .scheduler import answer_shards
 
 Json = dict[str, Any]
@@ -56,7 +57,7 @@ class _Plan(NamedTuple):
     shards: Sequence[ShardPlan]
     header: Json
     folder: Path
-    recorded: RecordedAnswers | None
+    reusable: ReusableAnswers | None
 
     @property
     def nothing_left(self) -> bool:
@@ -110,15 +111,15 @@ def capture_conversations(
         ranks = ALONE
     # 1) What is to be answered, the same on all ranks.
     shards = plan_shards(conversations, settings, scored)
-    recorded = None if settings.answers is None else RecordedAnswers(settings.answers, target.fingerprint)
+    reusable = None if settings.answers is None else ReusableAnswers(settings.answers, target.fingerprint)
     inputs = inputs_record(target.fingerprint, str(target.dtype), conversations, settings, scored)
     header = header_of(target, inputs, len(shards), part and str(part))
     budget = settings.budget
     if part is not None:
-        shards, settings = part.of(shards), part.share(settings)
-    plan = _Plan(target, settings, budget, shards, header, folder, recorded)
+        shards, settings = part.shards(shards), part.settings(settings)
+    plan = _Plan(target, settings, budget, shards, header, folder, reusable)
     _check_same_plan(plan, ranks)
-    done = ranks.first and claimed(folder, header) and plan.nothing_left
+    done = ranks.first and check_claim(folder, header) and plan.nothing_left
     if ranks.broadcast(f"{folder.name}: whether it is done", done):
         return
     prompts = Prompts(target, shards, settings)
@@ -160,7 +161,7 @@ def _begin(plan: _Plan, prompts: Prompts, locks: ExitStack) -> dict[str, Json]:
     if left:
         CaptureBudget(folder, left, [], prompts, plan.settings, None).require_space_for(left[0])
     locks.enter_context(storage.lock(folder / ".lock", what="another capture into this folder"))
-    if not claimed(folder, plan.header):
+    if not check_claim(folder, plan.header):
         storage.write_json(folder / HEADER, plan.header)
     for path in folder.glob(".lock-*"):
         with storage.lock(path, _LAST_WRITES_SECONDS, "a rank of another capture into this folder"):
@@ -242,7 +243,7 @@ def _answer(plan: _Plan, prompts: Prompts, shards: Sequence[ShardPlan], earlier:
                 budget.wrote(shard, written.result()["bytes"])
                 names.append(shard.name)
 
-        for shard, found in answer_shards(plan.target, shards, prompts, settings, budget, plan.recorded, engine):
+        for shard, found in answer_shards(plan.target, shards, prompts, settings, budget, plan.reusable, engine):
             seconds, start = (time.monotonic() - start) / ranks.world_size, time.monotonic()
             wait_for_write()
             writing.append((shard, writer.submit(write_answers, plan.folder, shard, found, seconds, about)))

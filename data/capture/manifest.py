@@ -1,4 +1,4 @@
-"""What a capture's folder says of itself: header, shards with their records, manifest; and whose folder it is."""
+"""The manifest of a capture: header, records of shards, totals; whose folder it is; joining parts of machines."""
 
 import re
 import shutil
@@ -13,11 +13,12 @@ from ...errors import CorruptDataError, InputError, MissingFileError, OwnershipE
 from ...progress import track
 from ...specdec.sampling import SamplingSettings
 from ...specdec.targets import Target
-from ..conversation import PLAN, Conversation, ShardPlan, plan_shards, settings_record
+from ..conversation import Conversation
 from ..settings import BudgetSettings, CaptureSettings
 from ..store import FORMAT, HEADER, MANIFEST, SHARDS, check_shard, read_record, shard_path, write_shard
+from .plan import PLAN_VERSION, ShardPlan, plan_shards, settings_record
 from .reuse import answers_digest
-from .scheduler import Answers
+from .scheduler import ShardAnswers
 
 Json = dict[str, Any]
 
@@ -31,10 +32,10 @@ def inputs_record(
     settings: CaptureSettings,
     scored: Sequence[SamplingSettings],
 ) -> Json:
-    """The part of a header that says what a capture is made from; told without loading the target."""
+    """The part of a header that says what a capture is made from; needs no loaded target."""
     return {
         "format": FORMAT,
-        "plan": PLAN,
+        "plan": PLAN_VERSION,
         "target": target_fingerprint,
         "mix": fingerprint.of_json([conversation.model_dump() for conversation in conversations]),
         "dtype": dtype.removeprefix("torch."),
@@ -58,7 +59,7 @@ def header_of(target: Target, inputs: Json, shards: int, part: str | None) -> Js
     } | ({} if part is None else {PART: part})
 
 
-def claimed(folder: Path, header: Json) -> bool:
+def check_claim(folder: Path, header: Json) -> bool:
     """Whether the folder was begun by a run like this one. Raises StaleInputError, OwnershipError for any other."""
     if not folder.is_dir():
         if folder.exists():
@@ -78,7 +79,7 @@ def claimed(folder: Path, header: Json) -> bool:
 
 
 def differences(found: Json, header: Json) -> list[str]:
-    """What an earlier run, or another machine, had otherwise: `name (its value, now ours)`.
+    """Differences from the header of an earlier run or another machine, such as `setting top_k (64, now 32)`.
 
     Tokenizer and template are part of the target, so a change of theirs is named instead of the target. Where `header`
     lacks them, the target alone is compared.
@@ -88,13 +89,13 @@ def differences(found: Json, header: Json) -> list[str]:
         return [] if old == new else [f"{name} ({_brief(old)}, now {_brief(new)})"]
 
     parts = [key for key in ("tokenizer", "template") if key in header]
-    own = [line for key in parts for line in compare(key, found.get(key), header[key])]
-    own = own or compare("target", found.get("target"), header["target"])
+    target = [line for key in parts for line in compare(key, found.get(key), header[key])]
+    target = target or compare("target", found.get("target"), header["target"])
     keys = ("mix", "dtype", "format", "plan", "answers")
-    other = [line for key in keys for line in compare(key, found.get(key), header.get(key))]
+    inputs = [line for key in keys for line in compare(key, found.get(key), header.get(key))]
     old, new = found.get("settings", {}), header["settings"]
-    changed = [line for key in {**old, **new} for line in compare(f"setting {key}", old.get(key), new.get(key))]
-    return own + other + changed
+    settings = [line for key in {**old, **new} for line in compare(f"setting {key}", old.get(key), new.get(key))]
+    return target + inputs + settings
 
 
 def _brief(value: Any) -> str:
@@ -135,14 +136,15 @@ def content_digest(manifest: Json) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the content of an answer."""
+    """Versions of the packages that decide the content of an answer."""
     return {"draftforge": __version__} | {name: version(name) for name in ("torch", "transformers", "tokenizers")}
 
 
 def manifest_of(
     header: Json, shards: Sequence[ShardPlan], records: Mapping[str, Json], ended_by: str | None, limits: Json
 ) -> Json:
-    """What is written last. `ended_by`: the limit of the budget that left out the shards without a record."""
+    """The manifest. `ended_by`: the limit of the budget that left out the shards without a record."""
+    # Samples and tokens of every split and domain.
     done = [records[shard.name] for shard in shards if shard.name in records]
     splits: dict[str, Json] = {}
     for record in done:
@@ -152,6 +154,7 @@ def manifest_of(
         for name, counts in record["domains"].items():
             domain = split["domains"].setdefault(name, dict.fromkeys(counts, 0))
             split["domains"][name] = {key: domain[key] + count for key, count in counts.items()}
+    # Totals, the engines that answered, and what a budget left unanswered.
     tokens, seconds = (sum(record[key] for record in done) for key in ("tokens", "seconds"))
     engines = [record["engine"] for record in done if "engine" in record]
     cut = {"budget": {"ended_by": ended_by, "limits": limits, "unanswered": _unanswered(shards, records)}}
@@ -183,7 +186,7 @@ def _unanswered(shards: Iterable[ShardPlan], records: Mapping[str, Json]) -> dic
     return counts
 
 
-def write_answers(folder: Path, shard: ShardPlan, answers: Answers, seconds: float, about: Json) -> Json:
+def write_answers(folder: Path, shard: ShardPlan, answers: ShardAnswers, seconds: float, about: Json) -> Json:
     """Write and record one shard. The record comes last: without it the shard does not count.
 
     `about`: the engine that answered. `seconds`: since the shard before it was complete, so that those of all shards
@@ -208,7 +211,7 @@ def write_answers(folder: Path, shard: ShardPlan, answers: Answers, seconds: flo
     return record
 
 
-def _count_domains(answers: Answers) -> dict[str, dict[str, int]]:
+def _count_domains(answers: ShardAnswers) -> dict[str, dict[str, int]]:
     counts: dict[str, dict[str, int]] = {}
     for sample in answers.samples:
         domain = counts.setdefault(sample.domain, {"samples": 0, "prompt_tokens": 0, "tokens": 0})
@@ -229,14 +232,14 @@ class Part(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """What its folder's name ends with."""
+        """The end of its folder's name."""
         return f".part-{self.number}-of-{self.total}"
 
-    def of(self, shards: Sequence[ShardPlan]) -> list[ShardPlan]:
-        """Its shards."""
+    def shards(self, shards: Sequence[ShardPlan]) -> list[ShardPlan]:
+        """Its shards: every `total`-th."""
         return list(shards[self.number - 1 :: self.total])
 
-    def share(self, settings: CaptureSettings) -> CaptureSettings:
+    def settings(self, settings: CaptureSettings) -> CaptureSettings:
         """The settings with its share of the budget."""
         budget = settings.budget and settings.budget.share(self.total)
         return settings.model_copy(update={"budget": budget})
@@ -277,14 +280,16 @@ def join(
     Raises MissingFileError for a part that is missing or not finished, StaleInputError for one of other inputs or
     versions, CorruptDataError, InputError. A stopped join goes on where it was.
     """
+    # 1) Read and compare all parts.
     inputs = inputs_record(target_fingerprint, dtype, conversations, settings, scored)
     manifests = _all_parts(folders, inputs)
     first = manifests[0][1]
     header = {key: first[key] for key in storage.read_object(manifests[0][0] / HEADER) if key != PART}
     shards = plan_shards(conversations, settings, scored)
     with storage.lock(folder / ".lock", what="another capture into this folder"):
-        if not claimed(folder, header):
+        if not check_claim(folder, header):
             storage.write_json(folder / HEADER, header)
+        # 2) Copy their shards, but for those that a stopped join left here.
         records: dict[str, Json] = finished_records(folder, shards, content=True)
         copies = [(part, record) for part, manifest in manifests for record in manifest["shards"]]
         for part, listed in track(copies, "Joining", unit="shards"):
@@ -295,6 +300,7 @@ def join(
                 raise StaleInputError(f"{folder}: holds another {record['name']} than {part}; delete one of them")
             _copy(part, folder, record)
             records[record["name"]] = record
+        # 3) Write the manifest that one machine would have written.
         cuts = [manifest["budget"] for _, manifest in manifests if "budget" in manifest]
         ended_by, limits = (cuts[0]["ended_by"], cuts[0]["limits"]) if cuts else (None, {})
         storage.write_json(folder / MANIFEST, manifest_of(header, shards, records, ended_by, limits))
@@ -343,8 +349,8 @@ def _read_part(folder: Path, inputs: Json) -> tuple[Part, Json]:
 
 def _copy(part: Path, folder: Path, record: Json) -> None:
     """One shard, its record last."""
-    place = shard_path(folder, record["name"])
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with storage.new_file(place) as new:
+    path = shard_path(folder, record["name"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with storage.new_file(path) as new:
         shutil.copyfile(shard_path(part, record["name"]), new)
     storage.write_json(folder / SHARDS / f"{record['name']}.json", record)

@@ -1,4 +1,4 @@
-"""Answers that the target has given before: only their ids are kept, and one pass over them gives the signals again.
+"""Reuse of answers that the target gave before: their ids are kept, and one pass over them gives the signals again.
 
     answers.json                 whose answers they are; files with their sha256
     answers-00000.safetensors    ids of all answers in a row, offsets; the answers' records as JSON in the metadata
@@ -21,12 +21,14 @@ from torch import Tensor
 
 from ... import fingerprint, storage
 from ...errors import CorruptDataError, MissingFileError, StaleInputError
+from ...specdec.continuous_batching import DecodedAnswer
 from ...specdec.targets import Target
 from ..batches import collate
-from ..conversation import SPLITS, TurnRequest, tail_seed_of
+from ..conversation import SPLITS
 from ..settings import CaptureSettings
 from ..store import MANIFEST, SHARDS, Capture, Sample, check_shard, read_record, shard_path
 from ..teacher_logprobs import emitted_logp, stored_signals
+from .plan import TurnRequest, tail_seed_of
 
 FORMAT = 1
 INDEX = "answers.json"
@@ -37,15 +39,11 @@ _ROW_TOKENS = 8192
 _CUDA_TOKENS, _CPU_TOKENS = 1 << 16, 1 << 12  # of one pass
 
 
-class RecordedAnswer(NamedTuple):
+class _Kept(NamedTuple):
     """One answer as it was given."""
 
-    tokens: list[int]
-    finish: Literal["stop", "length"]
-
-
-class _Kept(NamedTuple):
     prompt: str
+    """Digest of the prompt's ids."""
     finish: Literal["stop", "length"]
     ids: Tensor
 
@@ -56,12 +54,12 @@ def answers_digest(folder: Path) -> str:
 
 
 def save_answers(capture: Capture, folder: Path) -> int:
-    """Write the answers of a capture's every split into a new folder, without signals. Returns their tokens."""
+    """Write the answers of all splits into a new folder, without signals. Returns how many tokens they have."""
     small = capture.vocab_size <= 1 << 16
     samples = [sample for split in SPLITS for sample in capture.answers(split)]
     with storage.new_folder(folder) as new:
         files = {}
-        for number, part in enumerate(_runs(samples, lambda sample: len(sample.answer_ids), FILE_TOKENS)):
+        for number, part in enumerate(_groups(samples, lambda sample: len(sample.answer_ids), FILE_TOKENS)):
             name = f"answers-{number:05d}.safetensors"
             ids = torch.tensor([token for sample in part for token in sample.answer_ids], dtype=torch.int64)
             tensors = {
@@ -76,8 +74,8 @@ def save_answers(capture: Capture, folder: Path) -> int:
     return sum(len(sample.answer_ids) for sample in samples)
 
 
-class RecordedAnswers:
-    """The answers of one folder, by id."""
+class ReusableAnswers:
+    """The answers of one folder, by the id of their turn."""
 
     def __init__(self, folder: Path, target_fingerprint: str) -> None:
         """Read `folder`. Raises MissingFileError, CorruptDataError, or StaleInputError for another target's."""
@@ -98,15 +96,15 @@ class RecordedAnswers:
                 raise CorruptDataError(f"{path}: sha256 is not the one in {INDEX}")
             self._kept.update(_read(path))
 
-    def find(self, planned: TurnRequest, prompt_ids: Sequence[int], room: int) -> RecordedAnswer | None:
+    def find(self, turn: TurnRequest, prompt_ids: Sequence[int], room: int) -> DecodedAnswer | None:
         """The answer to that prompt, at most `room` tokens of it; None where there is none, or too short a one."""
-        kept = self._kept.get(planned.id)
+        kept = self._kept.get(turn.id)
         if kept is None or kept.prompt != _digest(prompt_ids):
             return None
         tokens: list[int] = kept.ids[:room].tolist()
         if len(kept.ids) > room or (kept.finish == "length" and len(tokens) == room):
-            return RecordedAnswer(tokens, "length")
-        return RecordedAnswer(tokens, "stop") if kept.finish == "stop" else None
+            return DecodedAnswer(turn.id, tokens, "length", {})
+        return DecodedAnswer(turn.id, tokens, "stop", {}) if kept.finish == "stop" else None
 
 
 @torch.no_grad()
@@ -121,15 +119,18 @@ def forced_signals(target: Target, samples: Sequence[Sample], settings: CaptureS
         return {"logp_n": torch.full((sum(len(sample.answer_ids) for sample in samples),), torch.nan)}
     parts: list[dict[str, Tensor]] = []
     on_cuda = target.device.type == "cuda"
-    for batch_samples in _runs(samples, _whole, _CUDA_TOKENS if on_cuda else _CPU_TOKENS):
+    for batch_samples in _groups(samples, _tokens, _CUDA_TOKENS if on_cuda else _CPU_TOKENS):
+        # 1) One pass of the target over prompts and answers, packed into rows.
         batch = collate(batch_samples, row_tokens=_ROW_TOKENS if on_cuda else 0).to(target.device)
         states = target.states(batch.ids_BT, documents=batch.documents)
         hidden_NH = states.hidden_BTH.flatten(0, 1)[batch.positions_N]
         tokens_N = batch.ids_BT.flatten()[batch.positions_N + 1]
+        # 2) The random numbers of each token's tail draws.
         tails = [tail_seed_of(settings.seed, sample.id) for sample in batch_samples]
         counts = torch.tensor([len(sample.answer_ids) for sample in batch_samples])
         seed_N = torch.repeat_interleave(torch.tensor(tails), counts).to(target.device)
         emitted_N = torch.cat([torch.arange(count) for count in counts.tolist()]).to(target.device)
+        # 3) Logits and signals, so many tokens at a time as the memory for logits allows.
         chunk = max(1, _CHUNK_BYTES // (4 * target.vocab_size))
         for at in (slice(start, start + chunk) for start in range(0, len(tokens_N), chunk)):
             logits_CV = target.logits(hidden_NH[at])
@@ -141,7 +142,7 @@ def forced_signals(target: Target, samples: Sequence[Sample], settings: CaptureS
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
-def _runs(samples: Iterable[Sample], size: Callable[[Sample], int], limit: int) -> Iterator[list[Sample]]:
+def _groups(samples: Iterable[Sample], size: Callable[[Sample], int], limit: int) -> Iterator[list[Sample]]:
     """Consecutive samples, as many at a time as have at most `limit` together, at least one."""
     current: list[Sample] = []
     total = 0
@@ -155,7 +156,7 @@ def _runs(samples: Iterable[Sample], size: Callable[[Sample], int], limit: int) 
         yield current
 
 
-def _whole(sample: Sample) -> int:
+def _tokens(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.answer_ids)
 
 
@@ -175,7 +176,7 @@ def _digest(prompt_ids: Sequence[int]) -> str:
 
 
 def drop_damaged(folder: Path) -> list[str]:
-    """Remove every shard whose content is not as recorded, and the manifest with it. Names of the shards removed."""
+    """Remove every shard whose content is not as recorded, and the manifest with it. Returns the shards' names."""
     damaged = []
     for record in sorted((folder / SHARDS).glob("*.json")):
         try:

@@ -1,9 +1,9 @@
-"""Draws the answers of many shards from the target as one stream, and takes the teacher signals on the way.
+"""The capture scheduler: draws the answers of many shards as one stream, and takes the teacher signals on the way.
 
 A shard's last answers would leave most slots idle, so answers of later shards are begun while they finish; a shard is
 handed over as soon as its own are there. A turn becomes ready once the turn before it is answered.
 
-Shapes: B rows of a decoding step, V vocabulary, M tail draws.
+Shapes: B rows of a decoding step, V vocabulary.
 """
 
 from collections import defaultdict, deque
@@ -20,11 +20,11 @@ from ...specdec.memory_fit import fitting_slots
 from ...specdec.requests import Request
 from ...specdec.targets import Target
 from ..backends.base import CaptureBackend, EngineDecoder
-from ..conversation import Prompts, ShardPlan, TurnRequest, tail_seed_of
 from ..settings import CaptureSettings
 from ..store import Sample
 from ..teacher_logprobs import emitted_logp, stored_signals
-from .reuse import RecordedAnswer, RecordedAnswers, forced_signals
+from .plan import Prompts, ShardPlan, TurnRequest, tail_seed_of
+from .reuse import ReusableAnswers, forced_signals
 
 Columns = dict[str, Tensor]
 
@@ -33,20 +33,20 @@ _HELD = 4  # times the slots, or a shard: finished answers that wait for others 
 
 
 class Progress(Protocol):
-    """Who is told how the answers come, and decides whether more are begun."""
+    """Counts answers as they come, and decides whether more are begun."""
 
     def may_open(self, shard: ShardPlan) -> bool:
-        """Whether the answers of another shard may be begun. Asked again whenever there is room for them."""
+        """Whether the answers of another shard may be begun. Called again whenever there is room for them."""
 
     def emitted(self, tokens: int) -> None:
-        """So many answer tokens more are there."""
+        """Count answer tokens."""
 
-    def ended(self, answer: TurnRequest, sample: Sample | None) -> None:
-        """An answer is complete; None: it was left out."""
+    def ended(self, turn: TurnRequest, sample: Sample | None) -> None:
+        """Count a complete answer; None: it was left out."""
 
 
 class Decoder(Protocol):
-    """What the stream asks (see PlainDecoder)."""
+    """The part of `PlainDecoder` that the scheduler drives."""
 
     @property
     def wants_more(self) -> bool: ...
@@ -64,8 +64,8 @@ class Skipped(NamedTuple):
     reason: str
 
 
-class Answers(NamedTuple):
-    """One shard's worth."""
+class ShardAnswers(NamedTuple):
+    """The answers of one shard, in the order of its plan."""
 
     samples: list[Sample]
     columns: Columns
@@ -76,35 +76,36 @@ class Answers(NamedTuple):
 
 
 @dataclass
-class _Open:
+class _OpenShard:
     """A shard whose answers are being drawn."""
 
     number: int
     plan: ShardPlan
     done: dict[str, Sample] = field(default_factory=dict)
-    recorded: list[Sample] = field(default_factory=list)
-    """Those of `done` that were not drawn here: their columns are still to be made."""
-    claimed: dict[str, Tensor] = field(default_factory=dict)
-    """Of these, the log-probs that the engine gave to their tokens."""
-    columns: dict[str, Columns] = field(default_factory=dict)
     skipped: dict[str, Skipped] = field(default_factory=dict)
+    columns: dict[str, Columns] = field(default_factory=dict)
+    """Signals of the samples in `done`, by id."""
+    without_signals: list[Sample] = field(default_factory=list)
+    """Those of `done` that the target did not draw here: one pass over them will give their signals."""
+    engine_logp: dict[str, Tensor] = field(default_factory=dict)
+    """Of these, the log-probs that the engine gave to their tokens."""
 
     @property
     def complete(self) -> bool:
         return len(self.done) + len(self.skipped) == len(self.plan.answers)
 
-    def answers(self) -> Answers:
+    def answers(self) -> ShardAnswers:
         """All of it, in the order of the plan."""
-        ids = [answer.id for answer in self.plan.answers]
+        ids = [turn.id for turn in self.plan.answers]
         drawn = [id for id in ids if id in self.done]
         names = self.columns[drawn[0]] if drawn else ()
         columns = {name: torch.cat([self.columns[id][name] for id in drawn]) for name in names}
         skipped = [self.skipped[id] for id in ids if id in self.skipped]
-        return Answers([self.done[id] for id in drawn], columns, skipped, self.difference())
+        return ShardAnswers([self.done[id] for id in drawn], columns, skipped, self.logp_difference())
 
-    def difference(self) -> float | None:
-        """Mean over the tokens that both the engine and the target gave a log-prob."""
-        apart = [(self.columns[id]["logp_n"].float() - logp_n).abs() for id, logp_n in self.claimed.items()]
+    def logp_difference(self) -> float | None:
+        """Mean distance (nats) over the tokens that both the engine and the target gave a log-prob."""
+        apart = [(self.columns[id]["logp_n"].float() - logp_n).abs() for id, logp_n in self.engine_logp.items()]
         return float(torch.cat(apart).mean()) if apart else None
 
 
@@ -114,21 +115,48 @@ def answer_shards(
     prompts: Prompts,
     settings: CaptureSettings,
     progress: Progress,
-    recorded: RecordedAnswers | None = None,
+    reusable: ReusableAnswers | None = None,
     engine: CaptureBackend | None = None,
-) -> Iterator[tuple[ShardPlan, Answers]]:
-    """Answer shards, about in their order; yields each once all of it is there. What is `recorded` is not drawn anew.
+) -> Iterator[tuple[ShardPlan, ShardAnswers]]:
+    """Answer shards, about in their order; yields each once all of it is there. What is `reusable` is not drawn anew.
 
-    `engine` answers in the target's stead.
-
-    Ends before the last shard where `progress` lets none be begun any more. Raises InputError where the target's logits
-    are not finite, or where `batch_size` answers do not fit a GPU.
+    `engine` answers in the target's stead. Ends before the last shard where `progress` lets none be begun any more.
+    Raises InputError where the target's logits are not finite, or where `batch_size` answers do not fit a GPU.
     """
-    return _Stream(target, shards, prompts, settings, progress, recorded, engine).run()
+    turns = [turn for shard in shards for turn in shard.answers]
+    slots = min(settings.batch_size, max(1, len(turns)))
+    scheduler = _Scheduler(target, shards, prompts, settings, progress, reusable, slots)
+
+    # 1) An engine answers, or nobody does where a sharded target cannot decode.
+    if engine is not None:
+        yield from scheduler.run(EngineDecoder(engine, slots, progress.emitted))
+        return
+    if target.collective:
+        yield from scheduler.run(_NoDecoder())
+        return
+
+    # 2) The target decodes in slots that have room for nearly all answers, and for the longest where memory allows.
+    def decoder(slots: int, capacity: int, wanted: int) -> PlainDecoder:
+        listener, budget = scheduler.listener, settings.max_new_tokens
+        return PlainDecoder(target, slots, capacity, budget, listener, progress.emitted, wanted=wanted)
+
+    limit = target.max_positions
+    lengths = sorted(
+        prompts.known_tokens(turn) + turn.max_new_tokens for turn in turns if prompts.known_tokens(turn) < limit
+    )
+    usual = lengths[int(_USUAL * (len(lengths) - 1))] if lengths else 0
+    longest = max((prompts.most_tokens(turn) + turn.max_new_tokens for turn in turns), default=0)
+    yield from scheduler.run(decoder(slots, min(usual, limit), min(longest, limit)))
+
+    # 3) What is longer gets fewer, larger slots.
+    while scheduler.ready:
+        capacity = max(len(queued.request.prompt_ids) + queued.request.max_new_tokens for queued in scheduler.ready)
+        slots = fitting_slots(target, min(settings.batch_size, len(turns), len(scheduler.ready)), capacity)
+        yield from scheduler.run(decoder(slots, capacity, capacity))
 
 
-class _Stream:
-    """Opens shards as the decoder has room, asks what is ready, and collects what comes."""
+class _Scheduler:
+    """Opens shards as a decoder has room, submits what is ready, and collects what comes."""
 
     def __init__(
         self,
@@ -137,166 +165,142 @@ class _Stream:
         prompts: Prompts,
         settings: CaptureSettings,
         progress: Progress,
-        recorded: RecordedAnswers | None,
-        engine: CaptureBackend | None,
+        reusable: ReusableAnswers | None,
+        slots: int,
     ) -> None:
-        self._recorded, self._engine = recorded, engine
-        self._forced = settings.engine is not None and settings.engine.signals == "target"
         self._target, self._prompts, self._settings, self._progress = target, prompts, settings, progress
+        self._reusable = reusable
+        self._engine_checked = settings.engine is not None and settings.engine.signals == "target"
+        self._most_held = _HELD * max(slots, settings.shard_samples)
         self._unopened = deque(enumerate(shards))
-        self._open: dict[str, _Open] = {}  # by the shard's name
-        self._asked: dict[str, tuple[_Open, TurnRequest, Request]] = {}  # by the answer's id
-        self._followers: dict[str, list[TurnRequest]] = defaultdict(list)
-        self._ready: list[QueuedRequest] = []
-        self._listener = _Listener(settings)
-        self._slots = min(settings.batch_size, max(1, sum(len(shard.answers) for shard in shards)))
+        self._open: dict[str, _OpenShard] = {}  # by the shard's name
+        self._submitted: dict[str, tuple[_OpenShard, TurnRequest, Request]] = {}  # by the turn's id; also ready ones
+        self._followers: dict[str, list[TurnRequest]] = defaultdict(list)  # by the turn that they wait for
+        self.ready: list[QueuedRequest] = []
+        """Requests that no decoder has got yet."""
+        self.listener = _SignalListener(settings)
 
-    def run(self) -> Iterator[tuple[ShardPlan, Answers]]:
-        if self._engine is not None:
-            yield from self._drain(EngineDecoder(self._engine, self._slots, self._progress.emitted))
-            return
-        if self._target.collective:
-            yield from self._drain(_NullBackend())
-            return
-        longest = self._target.max_positions
-        answers = [answer for _, shard in self._unopened for answer in shard.answers]
-        known = [self._prompts.length(a) + a.max_new_tokens for a in answers if self._prompts.length(a) < longest]
-        usual = sorted(known)[int(_USUAL * (len(known) - 1))] if known else 0
-        wanted = min(max((self._prompts.most(a) + a.max_new_tokens for a in answers), default=0), longest)
-        yield from self._drain(self._decoder(self._slots, min(usual, longest), wanted))
-        while self._ready:  # longer than that many slots have room for: fewer, larger ones
-            capacity = max(_length(asked.request) for asked in self._ready)
-            slots = fitting_slots(self._target, min(self._slots, len(self._ready)), capacity)
-            yield from self._drain(self._decoder(slots, capacity, capacity))
-
-    def _decoder(self, slots: int, capacity: int, wanted: int) -> PlainDecoder:
-        return PlainDecoder(
-            self._target,
-            slots,
-            capacity,
-            self._settings.max_new_tokens,
-            self._listener,
-            self._progress.emitted,
-            wanted=wanted,
-        )
-
-    def _drain(self, decoder: Decoder) -> Iterator[tuple[ShardPlan, Answers]]:
-        """Answer all that is ready or becomes so and fits this decoder."""
+    def run(self, decoder: Decoder) -> Iterator[tuple[ShardPlan, ShardAnswers]]:
+        """Draw all answers that are ready, or become so, and fit the decoder; yields the shards that are complete."""
         while True:
+            # 1) Open shards while the decoder has room for them, and submit what is ready.
             while self._unopened and self._has_room(decoder) and self._progress.may_open(self._unopened[0][1]):
                 self._open_shard(*self._unopened.popleft())
-                self._ask(decoder)
-            self._ask(decoder)
-            yield from self._completed()
+                self._submit(decoder)
+            self._submit(decoder)
+            # 2) Hand over what is complete.
+            for shard in [shard for shard in self._open.values() if shard.complete]:
+                del self._open[shard.plan.name]
+                if shard.without_signals:
+                    self._add_signals(shard)
+                yield shard.plan, shard.answers()
+            # 3) Decode a token of every slot.
             if decoder.idle:
                 return
-            for answered in decoder.step():
-                self._take(answered)
+            for answer in decoder.step():
+                self._receive(answer)
 
     def _has_room(self, decoder: Decoder) -> bool:
-        """Whether to begin another shard."""
-        return decoder.wants_more and (decoder.idle or not self._full)
-
-    @property
-    def _full(self) -> bool:
+        """Whether to open another shard: never so many that finished answers pile up behind a slow one."""
         held = sum(len(shard.done) for shard in self._open.values())
-        return held >= _HELD * max(self._slots, self._settings.shard_samples)
+        return decoder.wants_more and (decoder.idle or held < self._most_held)
 
     def _open_shard(self, number: int, plan: ShardPlan) -> None:
-        shard = self._open[plan.name] = _Open(number, plan)
-        for answer in plan.answers:
-            if answer.waits_for is not None:
-                self._followers[answer.waits_for].append(answer)
-        for answer in plan.answers:
-            if answer.waits_for is None:
-                self._prepare(shard, answer)
+        shard = self._open[plan.name] = _OpenShard(number, plan)
+        for turn in plan.answers:
+            if turn.waits_for is not None:
+                self._followers[turn.waits_for].append(turn)
+        for turn in plan.answers:
+            if turn.waits_for is None:
+                self._prepare(shard, turn)
 
-    def _prepare(self, shard: _Open, answer: TurnRequest) -> None:
-        """Make an answer's request ready, or skip it and all that wait for it."""
-        request = self._request(shard, answer)
+    def _prepare(self, shard: _OpenShard, turn: TurnRequest) -> None:
+        """Make a turn's request ready, or end the turn at once where it is skipped or answered before."""
+        request = self._request(shard, turn)
         if isinstance(request, Skipped):
-            shard.skipped[answer.id] = request
-            self._progress.ended(answer, None)
-            self._go_on(shard, answer)
-        elif kept := self._recorded and self._recorded.find(answer, request.prompt_ids, request.max_new_tokens):
-            shard.done[answer.id] = _sample(answer, request, kept)
-            shard.recorded.append(shard.done[answer.id])
-            self._progress.emitted(len(kept.tokens))
-            self._progress.ended(answer, shard.done[answer.id])
-            self._go_on(shard, answer)
-        else:
-            self._asked[answer.id] = (shard, answer, request)
-            tail_seed = tail_seed_of(self._settings.seed, answer.id)
-            self._ready.append(QueuedRequest(answer.id, request, tail_seed, shard.number))
+            self._end(shard, turn, request)
+            return
+        given = None
+        if self._reusable is not None:
+            given = self._reusable.find(turn, request.prompt_ids, request.max_new_tokens)
+        if given is None:
+            self._submitted[turn.id] = (shard, turn, request)
+            self.ready.append(QueuedRequest(turn.id, request, tail_seed_of(self._settings.seed, turn.id), shard.number))
+            return
+        sample = _sample(turn, request, given)
+        shard.without_signals.append(sample)
+        self._progress.emitted(len(given.tokens))
+        self._end(shard, turn, sample)
 
-    def _go_on(self, shard: _Open, answer: TurnRequest) -> None:
-        for follower in self._followers.pop(answer.id, ()):
-            self._prepare(shard, follower)
-
-    def _request(self, shard: _Open, answer: TurnRequest) -> Request | Skipped:
-        if answer.waits_for is not None and answer.waits_for not in shard.done:
-            return Skipped(answer.id, "an earlier turn was skipped")
-        prompt = self._prompts.of(answer, self._earlier_texts(shard, answer))
-        room = self._prompts.room(answer, prompt)
+    def _request(self, shard: _OpenShard, turn: TurnRequest) -> Request | Skipped:
+        if turn.waits_for is not None and turn.waits_for not in shard.done:
+            return Skipped(turn.id, "an earlier turn was skipped")
+        # The context of a dialogue holds what the target answered so far, as a chat client would send it back.
+        earlier: list[str] = []
+        if turn.waits_for is not None:
+            before = [f"{turn.conversation.id}/{i}/{turn.sampling.key}" for i in range(turn.turn.index)]
+            decode = self._target.tokenizer.decode
+            earlier = [decode(shard.done[id].answer_ids, skip_special_tokens=True) for id in before]
+        prompt = self._prompts.ids(turn, earlier)
+        room = self._prompts.room(turn, prompt)
         if room == 0:
-            return Skipped(answer.id, f"prompt of {len(prompt)} tokens, context of {self._target.max_positions}")
-        return Request(prompt, answer.sampling, answer.seed, room, self._target.stop_ids)
+            return Skipped(turn.id, f"prompt of {len(prompt)} tokens, context of {self._target.max_positions}")
+        return Request(prompt, turn.sampling, turn.seed, room, self._target.stop_ids)
 
-    def _earlier_texts(self, shard: _Open, answer: TurnRequest) -> list[str]:
-        """What the target answered in this dialogue so far, as a chat client would send it back."""
-        if answer.waits_for is None:
-            return []
-        before = [
-            shard.done[f"{answer.conversation.id}/{turn}/{answer.sampling.key}"].answer_ids
-            for turn in range(answer.turn.index)
-        ]
-        return [self._target.tokenizer.decode(ids, skip_special_tokens=True) for ids in before]
-
-    def _ask(self, decoder: Decoder) -> None:
-        """Ask what is ready and fits; the rest stays."""
-        fitting = [asked for asked in self._ready if decoder.fits(asked.request)]
+    def _submit(self, decoder: Decoder) -> None:
+        """Submit what is ready and fits; the rest stays."""
+        fitting = [queued for queued in self.ready if decoder.fits(queued.request)]
         if fitting:
-            self._ready = [asked for asked in self._ready if not decoder.fits(asked.request)]
-            self._listener.expect(sum(self._asked[asked.name][0].plan.split == "train" for asked in fitting))
+            self.ready = [queued for queued in self.ready if not decoder.fits(queued.request)]
+            self.listener.train_answers += sum(
+                self._submitted[queued.name][0].plan.split == "train" for queued in fitting
+            )
             decoder.submit(fitting)
 
-    def _take(self, answered: DecodedAnswer) -> None:
-        """Put an answer where it belongs, and make ready what waited for it."""
-        shard, answer, request = self._asked.pop(answered.name)
-        columns = answered.columns
+    def _receive(self, answer: DecodedAnswer) -> None:
+        """Put an answer into its shard."""
+        shard, turn, request = self._submitted.pop(answer.name)
+        columns = answer.columns
         if not columns["logp_n"].isfinite().all():
-            raise InputError(f"{answer.id}: the target's logits are not finite")
+            raise InputError(f"{turn.id}: the target's logits are not finite")
         if shard.plan.split == "train":
-            self._listener.expect(-1)
+            self.listener.train_answers -= 1
         else:
             columns = {"logp_n": columns["logp_n"]}
-        shard.done[answer.id] = _sample(answer, request, answered)
-        if self._forced:
-            shard.recorded.append(shard.done[answer.id])
-            shard.claimed[answer.id] = columns["logp_n"]
+        sample = _sample(turn, request, answer)
+        if self._engine_checked:
+            shard.without_signals.append(sample)
+            shard.engine_logp[turn.id] = columns["logp_n"]
         else:
-            shard.columns[answer.id] = columns
-        self._progress.ended(answer, shard.done[answer.id])
-        self._go_on(shard, answer)
+            shard.columns[turn.id] = columns
+        self._end(shard, turn, sample)
 
-    def _completed(self) -> Iterator[tuple[ShardPlan, Answers]]:
-        for shard in [shard for shard in self._open.values() if shard.complete]:
-            del self._open[shard.plan.name]
-            if shard.recorded:
-                self._add_columns(shard)
-            yield shard.plan, shard.answers()
+    def _end(self, shard: _OpenShard, turn: TurnRequest, result: Sample | Skipped) -> None:
+        """Note a turn's result, and prepare the turns that waited for it."""
+        if isinstance(result, Skipped):
+            shard.skipped[turn.id] = result
+            self._progress.ended(turn, None)
+        else:
+            shard.done[turn.id] = result
+            self._progress.ended(turn, result)
+        for follower in self._followers.pop(turn.id, ()):
+            self._prepare(shard, follower)
 
-    def _add_columns(self, shard: _Open) -> None:
-        """Signals of the answers that were not drawn here, from one pass over them."""
-        columns = forced_signals(self._target, shard.recorded, self._settings)
+    def _add_signals(self, shard: _OpenShard) -> None:
+        """Add the signals of answers that the target did not draw here, from one pass over them.
+
+        Raises InputError for logits that are not finite, StaleInputError where the engine serves another model.
+        """
+        columns = forced_signals(self._target, shard.without_signals, self._settings)
         unknown = "logp_n" in columns and not columns["logp_n"].isfinite().all()
         if unknown and self._settings.reads_given:
             raise InputError(f"{shard.plan.name}: the target's logits of recorded answers are not finite")
-        counts = [len(sample.answer_ids) for sample in shard.recorded]
+        counts = [len(sample.answer_ids) for sample in shard.without_signals]
         parts = {name: torch.split(column, counts) for name, column in columns.items()}
-        for place, sample in enumerate(shard.recorded):
-            shard.columns[sample.id] = {name: part[place] for name, part in parts.items()}
-        difference, backend = shard.difference(), self._settings.engine
+        for index, sample in enumerate(shard.without_signals):
+            shard.columns[sample.id] = {name: part[index] for name, part in parts.items()}
+        # The engine's log-probs of the same tokens tell whether it serves the target.
+        difference, backend = shard.logp_difference(), self._settings.engine
         if difference is not None and backend is not None and difference > backend.tolerance:
             raise StaleInputError(
                 f"capture.backend: {shard.plan.name}: the engine's log-probs are {difference:.3g} away from the "
@@ -304,29 +308,25 @@ class _Stream:
             )
 
 
-def _length(request: Request) -> int:
-    return len(request.prompt_ids) + request.max_new_tokens
-
-
-def _sample(answer: TurnRequest, request: Request, answered: DecodedAnswer | RecordedAnswer) -> Sample:
+def _sample(turn: TurnRequest, request: Request, answer: DecodedAnswer) -> Sample:
     return Sample(
-        id=answer.id,
-        conversation=answer.conversation.id,
-        turn=answer.turn.index,
-        cluster=answer.conversation.cluster,
-        domain=answer.conversation.domain,
-        split=answer.conversation.split,
-        sampling=answer.sampling,
+        id=turn.id,
+        conversation=turn.conversation.id,
+        turn=turn.turn.index,
+        cluster=turn.conversation.cluster,
+        domain=turn.conversation.domain,
+        split=turn.conversation.split,
+        sampling=turn.sampling,
         max_new_tokens=request.max_new_tokens,
-        finish=answered.finish,
+        finish=answer.finish,
         prompt_ids=request.prompt_ids,
-        answer_ids=answered.tokens,
-        counts=answer.turn.counts,
+        answer_ids=answer.tokens,
+        counts=turn.turn.counts,
     )
 
 
-class _NullBackend:
-    """In the place of a decoder, where a spread target cannot decode: all answers must have been recorded."""
+class _NoDecoder:
+    """Stands in for a decoder where a sharded target cannot decode: all answers must have been given before."""
 
     wants_more = idle = True
 
@@ -343,19 +343,16 @@ class _NullBackend:
         return []
 
 
-class _Listener:
-    """What is kept of every emitted token: all signals as long as train answers are expected, else its log p."""
+class _SignalListener:
+    """Keeps of every emitted token all signals while train answers are being drawn, else its log p."""
 
     def __init__(self, settings: CaptureSettings) -> None:
         self._settings = settings
-        self._train = 0
-
-    def expect(self, train: int) -> None:
-        """So many train answers more were asked for (or, negative, are there)."""
-        self._train += train
+        self.train_answers = 0
+        """Train answers that were submitted and are not there yet."""
 
     def __call__(self, logits_BV: Tensor, tokens_B: Tensor, seeds_B: Tensor, emitted_B: Tensor) -> Columns:
-        """Of one token of each of B answers."""
-        if not self._train or not self._settings.top_k:
+        """Columns of one token of each of B answers."""
+        if not self.train_answers or not self._settings.top_k:
             return {"logp_n": emitted_logp(logits_BV, tokens_B)}
         return stored_signals(logits_BV, tokens_B, seeds_B, emitted_B, self._settings)

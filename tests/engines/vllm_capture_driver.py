@@ -10,8 +10,9 @@ from typing import Any
 
 from draftforge.data.backends.base import open_engine
 from draftforge.data.capture.budget import CaptureBudget
+from draftforge.data.capture.plan import Prompts, plan_shards
 from draftforge.data.capture.scheduler import answer_shards
-from draftforge.data.conversation import Conversation, Prompts, plan_shards
+from draftforge.data.conversation import Conversation
 from draftforge.data.settings import CaptureSettings
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...data.batches import Batch, moved
-from ...data.conversation import seed_of
+from ...data.split import seed_of
 from ...data.store import Capture
 from ...specdec.drafts.eagle import EagleConfig, EagleDraft
 from ...specdec.sampling import Purpose, uniforms

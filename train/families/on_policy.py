@@ -14,8 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ...data.batches import Batch, collate
-from ...data.conversation import seed_of
-from ...data.split import unit
+from ...data.split import seed_of, unit
 from ...errors import DeviceMemoryError, InputError
 from ...specdec.continuous_batching import PlainDecoder, QueuedRequest
 from ...specdec.drafts.small import SmallDraft

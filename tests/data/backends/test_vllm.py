@@ -108,13 +108,17 @@ def test_the_engines_own_signals_are_kept_without_a_tail(run: Capturing, ours: C
     assert states == target.states
 
 
-@pytest.mark.parametrize(
-    "fault", ["429", "500", "503", "408", "cut", "lost", "empty", "short", "other", "abort", "hang"]
-)
-def test_what_a_retry_mends_is_mended(run: Capturing, served: Served, ours: Capture, fault: str) -> None:
-    served.faults.extend([fault, "", fault, fault])
-    check_samples(run(timeout_seconds=0.5 if fault == "hang" else 60.0), ours)
-    assert len(served.asked) == sum(len(ours.samples(split)) for split in SPLITS) + 3
+def test_what_a_retry_mends_is_mended(run: Capturing, served: Served, ours: Capture) -> None:
+    faults = ["429", "500", "503", "408", "cut", "lost", "empty", "short", "other", "abort"]
+    served.faults.extend([entry for fault in faults for entry in (fault, "")])
+    check_samples(run(), ours)
+    assert len(served.asked) == sum(len(ours.samples(split)) for split in SPLITS) + len(faults)
+
+
+def test_a_reply_that_does_not_come_is_asked_for_again(run: Capturing, served: Served, ours: Capture) -> None:
+    served.faults.append("hang")
+    check_samples(run(timeout_seconds=3.0), ours)
+    assert len(served.asked) == sum(len(ours.samples(split)) for split in SPLITS) + 1
 
 
 def test_a_server_that_stays_broken_ends_it_and_the_same_command_goes_on(
@@ -139,12 +143,10 @@ def test_a_server_that_is_gone_is_said(target: Target, tmp_path: Path, monkeypat
 
 
 def test_a_hanging_server_does_not_keep_an_interrupted_capture(run: Capturing, served: Served) -> None:
-    served.hang_seconds = 40.0
+    served.hang_seconds = 1000.0  # beyond this test's time limit
     served.faults.extend(["404"] + ["hang"] * 3)
-    started = time.monotonic()
     with pytest.raises(InputError, match="status 404"):
         run()
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(
@@ -241,9 +243,8 @@ capture_conversations(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
-def test_a_stopped_process_ends_at_once_and_the_capture_goes_on(
-    run: Capturing, served: Served, ours: Capture, target: Target, tmp_path: Path, stop: signal.Signals
+def test_an_interrupted_process_ends_and_the_capture_goes_on(
+    run: Capturing, served: Served, ours: Capture, target: Target, tmp_path: Path
 ) -> None:
     """While requests are in flight: what hangs at the server must not keep the process."""
     folder = tmp_path / "capture"
@@ -255,7 +256,7 @@ def test_a_stopped_process_ends_at_once_and_the_capture_goes_on(
         "scored": [one.model_dump() for one in SCORED],
         "folder": str(folder),
     }
-    served.hang_seconds = 40.0
+    served.hang_seconds = 120.0
     served.faults.extend([""] * 8 + ["hang"] * 100)
     child = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert child.stdin is not None
@@ -266,10 +267,8 @@ def test_a_stopped_process_ends_at_once_and_the_capture_goes_on(
             break
         time.sleep(0.05)
     assert child.poll() is None
-    started = time.monotonic()
-    child.send_signal(stop)
-    assert child.wait(timeout=60) != 0
-    assert time.monotonic() - started < 20
+    child.send_signal(signal.SIGINT)
+    assert child.wait(timeout=60) != 0  # long before the server lets go
     kept = len(list((folder / "shards").glob("*.json")))
     served.faults.clear()
     served.asked.clear()

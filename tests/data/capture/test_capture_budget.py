@@ -14,7 +14,8 @@ from draftforge import storage
 from draftforge.data.capture.budget import CaptureBudget
 from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.capture.manifest import content_digest, is_captured
-from draftforge.data.conversation import SPLITS, Conversation, Message, Prompts, plan_shards
+from draftforge.data.capture.plan import Prompts, plan_shards
+from draftforge.data.conversation import SPLITS, Conversation, Message
 from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import DiskFullError, InputError

@@ -10,7 +10,7 @@ from captures import assert_same_answers, orders
 from draftforge import storage
 from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.capture.manifest import Part, check_part, join, parse_part
-from draftforge.data.conversation import plan_shards
+from draftforge.data.capture.plan import plan_shards
 from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import CorruptDataError, InputError, MissingFileError, StaleInputError
@@ -68,7 +68,7 @@ def test_three_parts_joined_equal_one_machines_capture(target: Target, made: Pat
 def test_parts_are_disjoint_and_all_together() -> None:
     shards = plan_shards(MIX, SETTINGS, SCORED)
     for count in (1, 2, 5, 40):
-        dealt = [shard.name for number in range(count) for shard in Part(number + 1, count).of(shards)]
+        dealt = [shard.name for number in range(count) for shard in Part(number + 1, count).shards(shards)]
         assert sorted(dealt) == sorted(shard.name for shard in shards)
 
 

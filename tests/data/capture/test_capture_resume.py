@@ -65,7 +65,7 @@ TARGET: Any = SimpleNamespace(
 
 
 def make_mix() -> list[Conversation]:
-    """24 conversations, every third a dialogue of two turns, in all splits."""
+    """12 conversations, every third a dialogue of two turns, in all splits."""
     return [
         Conversation(
             id=f"c{i}",
@@ -74,7 +74,7 @@ def make_mix() -> list[Conversation]:
             cluster=f"c{i}",
             split=("train", "train", "selection", "holdout")[i % 4],
         )
-        for i in range(24)
+        for i in range(12)
     ]
 
 
@@ -261,10 +261,9 @@ def test_too_little_space_is_said_before_anything_is_written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_killed_at_random_moments(tmp_path: Path, heard: list[int], seed: int) -> None:
+def test_killed_at_random_moments(tmp_path: Path, heard: list[int]) -> None:
     run(tmp_path / "whole")
-    command = [sys.executable, __file__, str(tmp_path / "killed"), str(tmp_path / "log"), str(seed)]
+    command = [sys.executable, __file__, str(tmp_path / "killed"), str(tmp_path / "log"), "0"]
     kills = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout)
     assert kills >= 3
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
@@ -297,7 +296,7 @@ def _kill_until_done(folder: Path, log: Path, seed: int) -> int:
         process = os.fork()
         if process == 0:
             _child(folder, log)
-        time.sleep(rng.uniform(0.05, 0.35 + 0.02 * kills))
+        time.sleep(rng.uniform(0.05, 0.3 + 0.02 * kills))
         os.kill(process, signal.SIGKILL)
         if not os.WIFSIGNALED(os.waitpid(process, 0)[1]):
             return kills

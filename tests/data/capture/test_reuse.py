@@ -8,7 +8,7 @@ from captures import assert_same_answers
 import draftforge.data.capture.capture as capturing
 import draftforge.data.capture.scheduler as answering
 from draftforge import storage
-from draftforge.data.capture.reuse import INDEX, RecordedAnswers, save_answers
+from draftforge.data.capture.reuse import INDEX, ReusableAnswers, save_answers
 from draftforge.data.conversation import SPLITS, Conversation, Message
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
@@ -87,11 +87,11 @@ def test_refusals(drawn: Capture, target: Target, tmp_path: Path) -> None:
     folder = tmp_path / "answers"
     save_answers(drawn, folder)
     with pytest.raises(StaleInputError, match=r"capture\.answers: .*: of target"):
-        RecordedAnswers(folder, "0" * 64)
+        ReusableAnswers(folder, "0" * 64)
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(CorruptDataError, match=r"sha256 is not the one in answers\.json"):
-        RecordedAnswers(folder, target.fingerprint)
+        ReusableAnswers(folder, target.fingerprint)
     storage.write_json(folder / INDEX, {"format": 7})
     with pytest.raises(CorruptDataError, match="not an index of recorded answers"):
-        RecordedAnswers(folder, target.fingerprint)
+        ReusableAnswers(folder, target.fingerprint)

@@ -12,9 +12,11 @@ import draftforge.data.capture.manifest as capture_folder
 import draftforge.data.capture.scheduler as answering
 import draftforge.specdec.continuous_batching as plain
 from draftforge.data.capture.budget import CaptureBudget
-from draftforge.data.capture.scheduler import Answers, answer_shards
-from draftforge.data.conversation import Conversation, Message, Prompts, ShardPlan, plan_shards, seed_of
+from draftforge.data.capture.plan import Prompts, ShardPlan, plan_shards
+from draftforge.data.capture.scheduler import ShardAnswers, answer_shards
+from draftforge.data.conversation import SPLITS, Conversation, Message
 from draftforge.data.settings import CaptureSettings
+from draftforge.data.split import seed_of
 from draftforge.data.store import Capture, Sample
 from draftforge.data.teacher_logprobs import Signals, teacher_signals
 from draftforge.specdec.cuda_graphs import Shapes
@@ -24,7 +26,7 @@ from draftforge.specdec.sampling import Purpose, SamplingSettings, uniforms
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(
-    max_new_tokens=20, batch_size=6, top_k=8, tail_samples=4, store_dtype="float32", shard_samples=4
+    max_new_tokens=12, batch_size=4, top_k=8, tail_samples=4, store_dtype="float32", shard_samples=3
 )
 SCORED = [SamplingSettings(), SamplingSettings(temperature=0.7, top_p=0.9)]
 ASKED = [None, SamplingSettings(temperature=1.0), SamplingSettings(temperature=0.8, repetition_penalty=1.2)]
@@ -38,7 +40,7 @@ MIX = [
         sampling=ASKED[i % 3],
         max_new_tokens=(None, 3)[i % 7 == 6],
     )
-    for i in range(24)
+    for i in range(15)
 ]
 
 
@@ -56,20 +58,25 @@ def fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "PlainDecoder", partial(plain.PlainDecoder, shapes=shapes))
 
 
-def run(target: Target, settings: CaptureSettings = SETTINGS) -> Iterator[tuple[ShardPlan, Answers]]:
+def run(target: Target, settings: CaptureSettings = SETTINGS) -> Iterator[tuple[ShardPlan, ShardAnswers]]:
     shards = plan_shards(MIX, settings, SCORED)
     prompts = Prompts(target, shards, settings)
     return answer_shards(target, shards, prompts, settings, CaptureBudget(Path(), shards, [], prompts, settings, None))
 
 
-def reference(target: Target, samples: list[Sample]) -> list[tuple[list[int], Signals]]:
-    """The same requests through `generate`, one signal at a time."""
+Reference = dict[str, tuple[list[int], Signals]]
+
+
+@pytest.fixture(scope="module")
+def reference(target: Target) -> Reference:
+    """Answer and signals of every sample by its id: the same requests through `generate`, one signal at a time."""
+    samples = [sample for _, answers in run(target) for sample in answers.samples]
     requests = [
         Request(s.prompt_ids, s.sampling, seed_of(SETTINGS.seed, s.id), s.max_new_tokens, target.stop_ids)
         for s in samples
     ]
     answers = dict(generate(target, None, requests, batch_size=3))
-    return [(answers[i].tokens, _signals(target, sample, answers[i].tokens)) for i, sample in enumerate(samples)]
+    return {s.id: (answers[i].tokens, _signals(target, s, answers[i].tokens)) for i, s in enumerate(samples)}
 
 
 @torch.no_grad()
@@ -81,9 +88,8 @@ def _signals(target: Target, sample: Sample, answer: list[int]) -> Signals:
     return teacher_signals(logits_NV, torch.tensor(answer), u_NM, SETTINGS.top_k)
 
 
-def check(target: Target, found: list[tuple[ShardPlan, Answers]]) -> None:
+def check(expected: Reference, found: list[tuple[ShardPlan, ShardAnswers]]) -> None:
     samples = [sample for _, answers in found for sample in answers.samples]
-    expected = {s.id: pair for s, pair in zip(samples, reference(target, samples))}
     assert len(samples) == sum(len(shard.answers) for shard in plan_shards(MIX, SETTINGS, SCORED)) == len(expected)
     for shard, answers in found:
         assert [sample.id for sample in answers.samples] == [answer.id for answer in shard.answers]
@@ -94,12 +100,12 @@ def check(target: Target, found: list[tuple[ShardPlan, Answers]]) -> None:
         assert set(answers.columns) == ({*Signals._fields} if shard.split == "train" else {"logp_n"})
 
 
-def test_answers_and_signals_are_those_of_generate(target: Target) -> None:
-    check(target, list(run(target)))
+def test_answers_and_signals_are_those_of_generate(target: Target, reference: Reference) -> None:
+    check(reference, list(run(target)))
 
 
-def test_they_are_with_few_sizes_of_passes(target: Target, fixed_shapes: None) -> None:
-    check(target, list(run(target)))
+def test_they_are_with_few_sizes_of_passes(target: Target, reference: Reference, fixed_shapes: None) -> None:
+    check(reference, list(run(target)))
 
 
 def test_later_shards_are_begun_before_earlier_ones_are_complete(
@@ -120,7 +126,9 @@ def test_later_shards_are_begun_before_earlier_ones_are_complete(
     assert len(sizes) < 1.5 * tokens / SETTINGS.batch_size  # slots are full nearly always
 
 
-def test_a_turn_that_outgrows_the_slots_gets_larger_ones(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_outgrows_the_slots_gets_larger_ones(
+    target: Target, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the first turns' prompts are known at the start; those of later ones are estimated, where memory allows."""
 
     def capacities(memory: int) -> list[int]:
@@ -131,7 +139,7 @@ def test_a_turn_that_outgrows_the_slots_gets_larger_ones(target: Target, monkeyp
             return found[-1]
 
         monkeypatch.setattr(plain, "fitting_capacity", fitting)
-        check(target, list(run(target)))
+        check(reference, list(run(target)))
         return found
 
     little, much = capacities(0), capacities(10**6)
@@ -139,28 +147,23 @@ def test_a_turn_that_outgrows_the_slots_gets_larger_ones(target: Target, monkeyp
     assert len(much) < len(little) and little[0] < much[0] <= target.max_positions
 
 
-@pytest.mark.parametrize("writes", [1, 5, 12])
 def test_a_stopped_stream_resumes_to_the_same_capture(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+    target: Target, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capturing, "load_mix", lambda folder: MIX)
-    capturing.capture(target, Path("mix"), SETTINGS, SCORED, tmp_path / "whole")
-    whole = Capture.open(tmp_path / "whole")
+    write, left = capture_folder.write_shard, iter(range(3))
+
+    def stop(*args: object) -> Path:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return write(*args)  # type: ignore[arg-type]
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        left = iter(range(writes))
-        write = capture_folder.write_shard
-
-        def stop(*args: object) -> Path:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            return write(*args)  # type: ignore[arg-type]
-
         patch.setattr(capture_folder, "write_shard", stop)
-        capturing.capture(target, Path("mix"), SETTINGS, SCORED, tmp_path / "stopped")
-    assert len(list((tmp_path / "stopped" / "shards").glob("*.json"))) == writes
-    capturing.capture(target, Path("mix"), SETTINGS, SCORED, tmp_path / "stopped")
-    resumed = Capture.open(tmp_path / "stopped")
-    for split in ("train", "selection", "holdout"):
-        assert resumed.samples(split) == whole.samples(split)
-        for sample in whole.samples(split):
-            torch.testing.assert_close(resumed.logp(sample), whole.logp(sample), atol=1e-4, rtol=1e-4)
+        capturing.capture_conversations(target, MIX, SETTINGS, SCORED, tmp_path)
+    assert len(list((tmp_path / "shards").glob("*.json"))) == 3
+    capturing.capture_conversations(target, MIX, SETTINGS, SCORED, tmp_path)
+    resumed = Capture.open(tmp_path)
+    samples = [sample for split in SPLITS for sample in resumed.samples(split)]
+    assert {sample.id: sample.answer_ids for sample in samples} == {id: tokens for id, (tokens, _) in reference.items()}
+    for sample in samples:
+        torch.testing.assert_close(resumed.logp(sample), reference[sample.id][1].logp_n, atol=1e-4, rtol=1e-4)

@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from draftforge.data.batches import Batch, BatchPlan, TokenizedSample, collate
-from draftforge.data.conversation import seed_of
+from draftforge.data.split import seed_of
 from draftforge.data.store import Capture, Sample
 from draftforge.errors import DeviceMemoryError, InputError
 from draftforge.specdec.continuous_batching import PlainDecoder
