@@ -89,7 +89,7 @@ def test_the_first_rule_that_matches_wins_and_what_none_matches_needs_a_name(tmp
 
 
 def test_clusters_find_topics_and_a_later_mix_keeps_their_names(tmp_path: Path) -> None:
-    lines = [line(i) for i in range(240)]
+    lines = [line(i) for i in range(150)]
     first = build(tmp_path, lines, "first", domains={"clusters": 3})
     found = topics(first)
     assert found.keys() == {"c00", "c01", "c02"} and set(found.values()) == set(TOPICS)
@@ -101,7 +101,7 @@ def test_clusters_find_topics_and_a_later_mix_keeps_their_names(tmp_path: Path) 
         == (first / "clusters.parquet").read_bytes()
     )
     # Another log, in which another topic is the largest: fitted alone its names are others, as an heir's they stay.
-    later = [line(i) for i in range(1000, 1240) if i % 3 != 0 or i % 4 == 0]
+    later = [line(i) for i in range(1000, 1150) if i % 3 != 0 or i % 4 == 0]
     alone = build(tmp_path, later, "alone", domains={"clusters": 3})
     heir = build(tmp_path, later, "heir", domains={"clusters": 3}, ancestors=["first"])
     assert topics(heir) == found and topics(alone) != found
@@ -135,17 +135,17 @@ def test_a_limited_mix_keeps_the_log_s_shares(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "clock"}}]
     lines = [
         line(i, domain="ab"[i % 5 == 0], temperature=0.7 if i % 2 else 0, **({"tools": tools} if i % 3 == 0 else {}))
-        for i in range(600)
+        for i in range(300)
     ]
-    folder = build(tmp_path, lines, limit=200)
+    folder = build(tmp_path, lines, limit=100)
 
     def cells(some: list[Any]) -> Counter[Any]:
         return Counter((c.domain, c.sampling.temperature, bool(c.tools)) for c in some)
 
     whole, part = cells(load_mix(build(tmp_path, lines, "whole"))), cells(load_mix(folder))
-    assert part.total() == 200 and all(abs(part[cell] - whole[cell] / 3) < 1 for cell in whole)
-    assert load_manifest(folder)["left_out"]["over_share"] == 400
-    assert len(load_mix(build(tmp_path, lines, "most", limit=10_000))) == 600
+    assert part.total() == 100 and all(abs(part[cell] - whole[cell] / 3) < 1 for cell in whole)
+    assert load_manifest(folder)["left_out"]["over_share"] == 200
+    assert len(load_mix(build(tmp_path, lines, "most", limit=10_000))) == 300
 
 
 def test_weights_change_what_they_name(tmp_path: Path) -> None:
@@ -163,20 +163,20 @@ def test_weights_change_what_they_name(tmp_path: Path) -> None:
 def test_recent_traffic_weighs_more(tmp_path: Path) -> None:
     """Five days at a half-life of one: what is kept of each day halves; a later copy makes a conversation recent."""
     day = 86400
-    lines = [line(i, domain="a", started=(10 + i % 5) * day) for i in range(2000)]
+    lines = [line(i, domain="a", started=(10 + i % 5) * day) for i in range(1000)]
     stale = {**lines[0], "started": 1}
     near = {"messages": [{"role": "user", "content": lines[1]["messages"][0]["content"] + " now"}], "domain": "a"}
-    folder = build(tmp_path, [*lines, stale, {**near, "started": 14 * day}], half_life_days=1, limit=400)
+    folder = build(tmp_path, [*lines, stale, {**near, "started": 14 * day}], half_life_days=1, limit=200)
     log = load_log(folder).to_pylist()
     kept = Counter(row["day"] for row in log if row["fate"] in ("train", "selection", "holdout"))
     days = [f"1970-01-{number:02d}" for number in (11, 12, 13, 14, 15)]
-    shares = [kept[day] / 400 for day in days]
+    shares = [kept[day] / 200 for day in days]
     expected = [2**i / 31 for i in range(5)]
     assert shares == pytest.approx(expected, abs=0.075) and sum(shares) == 1
     assert shares == sorted(shares)
     alone = load_log(build(tmp_path, lines, "alone", half_life_days=1)).to_pylist()
     sizes = Counter(row["day"] for row in alone if row["fate"] in ("train", "selection", "holdout"))
-    assert sizes.total() == pytest.approx(400 * (1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16), abs=1)
+    assert sizes.total() == pytest.approx(200 * (1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16), abs=1)
 
 
 def test_a_conversation_is_as_recent_as_its_latest_copy(tmp_path: Path) -> None:

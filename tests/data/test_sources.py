@@ -1,6 +1,5 @@
 """Files, packed files, datasets and the target's prompts: read line by line, with the line's number in every error."""
 
-import gzip
 import json
 import random
 from pathlib import Path
@@ -36,14 +35,6 @@ def test_plain_prompts_and_jsonl_prompts(tmp_path: Path) -> None:
     assert texts(reading(tmp_path, kind="prompts", path="p.jsonl")[0]) == ["one\nline", "two"]
 
 
-def test_gzip_reads_the_same(tmp_path: Path) -> None:
-    data = "".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(1000)).encode()
-    (tmp_path / "log.jsonl").write_bytes(data)
-    (tmp_path / "log.jsonl.gz").write_bytes(gzip.compress(data, mtime=0))
-    plain, packed = (reading(tmp_path, kind="turns", path=name) for name in ("log.jsonl", "log.jsonl.gz"))
-    assert plain == packed and len(plain[0]) == 1000
-
-
 GOOD = b'{"turns": ["a"]}\n'
 
 
@@ -58,8 +49,6 @@ GOOD = b'{"turns": ["a"]}\n'
         ("log.jsonl", b'{"a": ' * 100_000, ":1: nested too deeply"),
         ("log.jsonl", b"[" * 100_000, "log.jsonl: item 1: nested too deeply"),
         ("log.jsonl", b"\n\n", "mix.sources[0]: log.jsonl: holds no conversation"),
-        ("log.jsonl.gz", gzip.compress(GOOD, mtime=0)[:-9], "not a complete gzip file"),
-        ("log.jsonl.gz", GOOD, ":1: not a complete gzip file"),
     ],
 )
 def test_broken_files_name_the_line(tmp_path: Path, name: str, content: bytes, rule: str) -> None:

@@ -95,7 +95,7 @@ def built(rows: list[tuple[int, int, str | None]]) -> list[Member]:
     return [member(f"{base}.{copy}.{group}", content, group) for content, (base, copy, group) in zip(contents, rows)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(MEMBERS, st.randoms(use_true_random=False))
 def test_order_changes_nothing(rows: list[tuple[int, int, str | None]], rng: random.Random) -> None:
     members = built(rows)
@@ -103,7 +103,7 @@ def test_order_changes_nothing(rows: list[tuple[int, int, str | None]], rng: ran
     assert cluster_members(members, [], 0.8) == cluster_members(shuffled, [], 0.8)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(MEMBERS)
 def test_kept_members_differ_and_dropped_ones_resemble_a_kept_one(rows: list[tuple[int, int, str | None]]) -> None:
     members = {item.id: item for item in built(rows)}
@@ -116,7 +116,7 @@ def test_kept_members_differ_and_dropped_ones_resemble_a_kept_one(rows: list[tup
         assert all(placed[k].cluster == placement.cluster for k in alike if k < id)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(MEMBERS, MEMBERS, st.randoms(use_true_random=False))
 def test_what_ancestors_trained_on_stays_in_train(
     old: list[tuple[int, int, str | None]], new: list[tuple[int, int, str | None]], rng: random.Random
