@@ -1,4 +1,4 @@
-"""What a capture has cost, what it will cost, and whether its budget and the disk have room for more.
+"""Budget and progress of a capture: its cost so far and to come, and whether budget and disk have room for more.
 
 Answers still to come count with the mean length of those that ended; until one did, with their limits. Where ranks
 share a capture, each counts its own share, and takes the others' for as large.
@@ -22,12 +22,14 @@ _NOTE_SECONDS = 0.5
 
 
 @dataclass
-class _Answers:
-    """Sums over answers of one split that are not there yet."""
+class _Pending:
+    """Sums over answers that are still to come."""
 
     count: int = 0
     limits: int = 0
+    """Tokens that they may have."""
     prompts: int = 0
+    """Tokens of their prompts."""
 
     def add(self, answer: TurnRequest, prompt: int, sign: int = 1) -> None:
         self.count += sign
@@ -61,60 +63,59 @@ class CaptureBudget:
             sum(record[name] for record in earlier) for name in ("samples", "tokens", "bytes", "seconds")
         )
         self._written = self._bytes
-        self._to_come: dict[bool, _Answers] = {True: _Answers(), False: _Answers()}  # by whether they train
-        self._unwritten: dict[bool, _Answers] = {True: _Answers(), False: _Answers()}
+        self._to_come: dict[bool, _Pending] = {True: _Pending(), False: _Pending()}  # by whether they train
+        self._unwritten: dict[bool, _Pending] = {True: _Pending(), False: _Pending()}
         for shard in left:
             for sums in (self._to_come, self._unwritten):
                 self._count(sums, shard)
-        self._begun: dict[bool, _Answers] = {True: _Answers(), False: _Answers()}
-        self._ended = self._emitted = self._emitted_of_ended = 0
+        self._begun: dict[bool, _Pending] = {True: _Pending(), False: _Pending()}
+        self._emitted = self._emitted_of_ended = 0
         self.ended_by: str | None = None
         """The limit that kept a shard from being begun when nothing else was being answered."""
 
     def may_open(self, shard: ShardPlan) -> bool:
         """Whether another shard may be begun; if so it counts as begun. Only the train split is ever cut."""
         if shard.split == "train" and self._limits:
-            reached = self._reached()
-            self.ended_by = None if any(sums.count for sums in self._begun.values()) else reached
-            if reached is not None:
+            limit = self._used_up_limit()
+            self.ended_by = None if any(sums.count for sums in self._begun.values()) else limit
+            if limit is not None:
                 return False
         self._count(self._begun, shard)
         return True
 
     def emitted(self, tokens: int) -> None:
-        """So many answer tokens more are there."""
+        """Count answer tokens."""
         self._emitted += tokens
-        self._show(0)
+        self._tick_progress(0)
 
     def ended(self, answer: TurnRequest, sample: Sample | None) -> None:
-        """An answer is complete; None: it was left out."""
+        """Count a complete answer; None: it was left out."""
         for sums in (self._begun, self._to_come):
             sums[answer.conversation.split == "train"].add(answer, self._prompts.known_tokens(answer), -1)
-        self._ended += 1
         if sample is not None:
             length = len(sample.answer_ids)
             self._answers += 1
             self._tokens += length
             self._emitted_of_ended += length
             self._bytes += answer_bytes(sample.split, len(sample.prompt_ids), length, self._settings)
-        self._show(1)
+        self._tick_progress(1)
 
     def wrote(self, shard: ShardPlan, size: int) -> None:
-        """A shard is on disk. Raises DiskFullError where what is left would not fit, as far as can be foreseen."""
+        """Count a shard on disk. Raises DiskFullError where what is left would not fit, as far as can be foreseen."""
         self._count(self._unwritten, shard, -1)
         self._written += size
         need = self._bytes_of(self._unwritten, self._mean)
         if "gigabytes" in self._limits:
             need = min(need, max(0, int(self._limits["gigabytes"] * 1e9) - self._written))
-        self._require(self._writers * need, "; what is finished stays, and the same command goes on from it")
+        self._require_space(self._writers * need, "; what is finished stays, and the same command goes on from it")
 
     def require_space_for(self, shard: ShardPlan) -> None:
         """Raise DiskFullError unless the disk has room for this shard, should every answer use its limit."""
-        first = {True: _Answers(), False: _Answers()}
+        first = {True: _Pending(), False: _Pending()}
         self._count(first, shard)
-        self._require(self._bytes_of(first, mean=None), "")
+        self._require_space(self._bytes_of(first, mean=None), "")
 
-    def _count(self, sums: dict[bool, _Answers], shard: ShardPlan, sign: int = 1) -> None:
+    def _count(self, sums: dict[bool, _Pending], shard: ShardPlan, sign: int = 1) -> None:
         for answer in shard.answers:
             sums[shard.split == "train"].add(answer, self._prompts.known_tokens(answer), sign)
 
@@ -122,19 +123,19 @@ class CaptureBudget:
     def _mean(self) -> float | None:
         return self._tokens / self._answers if self._answers else None
 
-    def _tokens_of(self, sums: dict[bool, _Answers]) -> float:
-        return sum(_length(of, self._mean) for of in sums.values())
+    def _tokens_of(self, sums: dict[bool, _Pending]) -> float:
+        return sum(_expected_tokens(pending, self._mean) for pending in sums.values())
 
-    def _bytes_of(self, sums: dict[bool, _Answers], mean: float | None = None) -> int:
+    def _bytes_of(self, sums: dict[bool, _Pending], mean: float | None = None) -> int:
         total = 0
-        for trains, of in sums.items():
+        for trains, pending in sums.items():
             split: Split = "train" if trains else "holdout"
             per_token = answer_bytes(split, 0, 1, self._settings) - answer_bytes(split, 0, 0, self._settings)
-            fixed = answer_bytes(split, 0, 0, self._settings) * of.count + 4 * of.prompts
-            total += fixed + int(per_token * _length(of, mean))
+            fixed = answer_bytes(split, 0, 0, self._settings) * pending.count + 4 * pending.prompts
+            total += fixed + int(per_token * _expected_tokens(pending, mean))
         return total
 
-    def _reached(self) -> str | None:
+    def _used_up_limit(self) -> str | None:
         """The limit that is used up once all that was begun is answered, if one is."""
         spent = {
             "tokens": self._tokens + self._tokens_of(self._begun),
@@ -146,7 +147,7 @@ class CaptureBudget:
     def _hours(self) -> float:
         return float(self._seconds + self._clock() - self._start) / 3600
 
-    def _require(self, need: int, rest: str) -> None:
+    def _require_space(self, need: int, rest: str) -> None:
         free = storage.free_bytes(self._folder)
         if free < need + _SPARE_BYTES:
             raise DiskFullError(
@@ -154,7 +155,7 @@ class CaptureBudget:
                 f"some, or set capture.budget.gigabytes or a smaller capture.top_k{rest}"
             )
 
-    def _show(self, answers: int) -> None:
+    def _tick_progress(self, answers: int) -> None:
         now = self._clock()
         last = answers and not any(sums.count for sums in self._to_come.values())
         if now - self._noted < _NOTE_SECONDS and not last:
@@ -165,7 +166,7 @@ class CaptureBudget:
         self._tick(answers, self.note())
 
     def note(self) -> str:
-        """`12,345 tokens, 900 tok/s, 40 s left, 0.01 GB written, 84.0 GB free`."""
+        """The progress line: `12,345 tokens, 900 tok/s, 40 s left, 0.01 GB written, 84.0 GB free`."""
         rate = self._emitted / max(1e-9, self._clock() - self._start)
         left = self.seconds_left()
         parts = [f"{self._emitted:,} tokens", f"{rate:,.0f} tok/s", *([] if left is None else [_duration(left)])]
@@ -177,6 +178,7 @@ class CaptureBudget:
         elapsed = self._clock() - self._start
         if not self._answers or not self._emitted or elapsed <= 0:
             return None
+        # Tokens to come, or what the budget leaves of them, at the speed so far.
         partial = self._emitted - self._emitted_of_ended  # of answers that have not ended
         tokens = self._tokens_of(self._to_come) - partial
         if "tokens" in self._limits:
@@ -191,8 +193,9 @@ class CaptureBudget:
         return seconds
 
 
-def _length(of: _Answers, mean: float | None) -> float:
-    return of.limits if mean is None else min(of.limits, of.count * mean)
+def _expected_tokens(pending: _Pending, mean: float | None) -> float:
+    """By the mean length of answers so far; None: by their limits."""
+    return pending.limits if mean is None else min(pending.limits, pending.count * mean)
 
 
 def _duration(seconds: float) -> str:
