@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..cache import CacheStep, runs_triton
 from ..kernels.attention import attend
@@ -26,13 +28,9 @@ from .base import DraftModule
 
 
 class _Scaling(BaseModel):
-    """Fields bear the names of config.json's `rope_scaling`. One that is not here is not what we compute."""
+    """Rope scaling, computed by transformers from these fields of config.json's `rope_scaling`; others are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    def frequencies(self, plain_F: Tensor, theta: float) -> Tensor:
-        """[F], of the plain ones."""
-        raise NotImplementedError
 
     @property
     def stretch(self) -> float:
@@ -45,9 +43,6 @@ class LinearRope(_Scaling):
 
     rope_type: Literal["linear"] = "linear"
     factor: float = Field(ge=1)
-
-    def frequencies(self, plain_F: Tensor, theta: float) -> Tensor:
-        return plain_F / self.factor
 
 
 class Llama3Rope(_Scaling):
@@ -65,11 +60,6 @@ class Llama3Rope(_Scaling):
             raise ValueError(f"high_freq_factor {self.high_freq_factor}: must exceed low_freq_factor")
         return self
 
-    def frequencies(self, plain_F: Tensor, theta: float) -> Tensor:
-        turns_F = self.original_max_position_embeddings * plain_F / (2 * math.pi)
-        kept_F = ((turns_F - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
-        return plain_F * (kept_F + (1 - kept_F) / self.factor)
-
 
 class YarnRope(_Scaling):
     """YaRN (Peng et al. 2023, arXiv 2309.00071): between `beta_fast` and `beta_slow` turns a ramp by pair; and
@@ -80,19 +70,6 @@ class YarnRope(_Scaling):
     original_max_position_embeddings: int = Field(ge=1)
     beta_fast: float = Field(default=32.0, gt=0)
     beta_slow: float = Field(default=1.0, gt=0)
-
-    def frequencies(self, plain_F: Tensor, theta: float) -> Tensor:
-        pairs = len(plain_F)
-
-        def pair_of(turns: float) -> float:
-            """The pair, as a fraction, that turns so often within the original context."""
-            return pairs * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
-
-        first = max(math.floor(pair_of(self.beta_fast)), 0)
-        last: float = min(math.ceil(pair_of(self.beta_slow)), 2 * pairs - 1)
-        last += 1e-3 if first == last else 0.0
-        slowed_F = ((torch.arange(pairs, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
-        return plain_F * (1 - slowed_F + slowed_F / self.factor)
 
     @property
     def stretch(self) -> float:
@@ -122,9 +99,6 @@ class LongRope(_Scaling):
             raise ValueError("attention_factor, short_mscale and long_mscale: must be equal: readers take any of them")
         return self
 
-    def frequencies(self, plain_F: Tensor, theta: float) -> Tensor:
-        return plain_F / torch.tensor(self.long_factor)
-
     @property
     def stretch(self) -> float:
         return self.attention_factor
@@ -136,9 +110,14 @@ ROPE_TYPES: Sequence[str] = ("linear", "llama3", "yarn", "longrope")
 
 def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> Tensor:
     """[F] what each pair turns by from one token to the next, in radians."""
-    pairs = head_dim // 2
-    plain_F = theta ** (-torch.arange(pairs, dtype=torch.float32) / pairs)
-    return plain_F if scaling is None else scaling.frequencies(plain_F, theta)
+    if scaling is None:
+        pairs = head_dim // 2
+        return theta ** (-torch.arange(pairs, dtype=torch.float32) / pairs)
+    sizes = {"head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": 1}
+    config = PretrainedConfig(**sizes)
+    config.rope_parameters = {"rope_theta": theta, **scaling.model_dump()}
+    frequency_F, _ = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, torch.device("cpu"))
+    return frequency_F  # type: ignore[no-any-return]
 
 
 class Waves:

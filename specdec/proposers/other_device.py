@@ -35,7 +35,7 @@ def device_of(model: DraftModule | CausalModel) -> DraftDevice:
 
 
 class OtherDeviceDrafter:
-    """A drafter that lies elsewhere, for a proposer that works where the target lies."""
+    """A drafter on its own device, for a proposer that works on the target's."""
 
     def __init__(self, drafter: Drafter, here: torch.device, there: torch.device) -> None:
         self._drafter, self._here, self._there = drafter, here, there
@@ -53,7 +53,7 @@ class OtherDeviceDrafter:
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
         with running(self._there):
-            self._drafter.begin(slots_R.to(self._there), self._told(known), self._sent(states))
+            self._drafter.begin(slots_R.to(self._there), self._send_texts(known), self._send_states(states))
 
     def open(self, batch: int, chain: bool) -> Tensor:
         with running(self._there):
@@ -66,7 +66,7 @@ class OtherDeviceDrafter:
 
     def observe(self, new: Texts, states: States) -> None:
         with running(self._there):
-            self._drafter.observe(self._told(new), self._sent(states))
+            self._drafter.observe(self._send_texts(new), self._send_states(states))
 
     def move(self, source: int, destination: int) -> None:
         with running(self._there):
@@ -74,15 +74,15 @@ class OtherDeviceDrafter:
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         with running(self._there):
-            sent = None if states is None else self._sent(states)
+            sent = None if states is None else self._send_states(states)
             trace = self._drafter.trace(Pack(pack.texts, self._there), count, sampling, sent)
         offered_R = None if trace.offered_R is None else trace.offered_R.to(self._here)
         return Trace(trace.rank_RK.to(self._here), trace.q_RK.to(self._here), offered_R)
 
-    def _told(self, texts: Texts) -> Texts:
+    def _send_texts(self, texts: Texts) -> Texts:
         return Texts(texts.ids_BT.to(self._there), texts.counts_B.to(self._there), texts.known)
 
-    def _sent(self, states: States) -> States:
+    def _send_states(self, states: States) -> States:
         """A draft that reads none gets them as they are: nothing is sent for it."""
         if not self.needs_hidden_states:
             return states
@@ -92,7 +92,7 @@ class OtherDeviceDrafter:
 
 def remote_copy(target: CausalModel, place: DraftDevice) -> CausalModel:
     """The target as heads that lie elsewhere borrow it: `embed` and `logits`, no more."""
-    known = _LENT.setdefault(target, {})
+    known = _COPIES.setdefault(target, {})
     if place not in known:
         known[place] = _RemoteWeights(target, place)
     return known[place]
@@ -121,4 +121,4 @@ class _RemoteWeights(CausalModel):
             self._brought.add(name)
 
 
-_LENT: WeakKeyDictionary[CausalModel, dict[DraftDevice, _RemoteWeights]] = WeakKeyDictionary()
+_COPIES: WeakKeyDictionary[CausalModel, dict[DraftDevice, _RemoteWeights]] = WeakKeyDictionary()
