@@ -89,7 +89,7 @@ class ServedError(DraftforgeError, ConnectionError):
 
 
 class AcceptanceMismatchError(DraftforgeError, ArithmeticError):
-    """What is served parts from what was promised, and the caller asked for an error then."""
+    """Served acceptance is not the expected one, and the caller asked for an error then."""
 
     exit_code = 3
 

@@ -85,5 +85,5 @@ def is_fingerprint(value: object) -> bool:
 
 
 def short(fingerprint: str) -> str:
-    """The 12 hex digits used in folder and model names."""
+    """The first 12 hex digits, as folder and model names have them."""
     return fingerprint[:12]

@@ -28,11 +28,13 @@ M = TypeVar("M", bound=BaseModel)
 Schema = dict[str, Any]
 Keys = tuple[str | int, ...]
 
+# What a JSON schema says of paths.
 _PATH_FORMATS = {"path", "file-path", "directory-path"}
 _ANY_KEY = "additionalProperties"
 _REGISTRY = "models:/"  # an address in the registry, where a path may stand
 _PATH_KEYS = {"path"}  # text that is a path whatever its type says
-_PLAIN = [
+# Pydantic's words, and those of our lines.
+_PLAIN_WORDS = [
     (re.compile(r"(Value|Assertion) error, "), ""),
     (re.compile(r"Input should be a valid string"), "must be text"),
     (re.compile(r"Input should be a valid integer.*"), "must be a whole number"),
@@ -218,6 +220,7 @@ _Loader.add_implicit_resolver(
 
 
 def _parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML text. Raises RecipeError, which names `where` and the line."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -241,6 +244,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parse_override(override: str) -> tuple[Keys, Any]:
+    """Keys and value of `section.key=value`."""
     name, equals, value = override.partition("=")
     if not equals or not all(name.split(".")):
         raise RecipeError(f"override {override!r}: must be section.key=value")
@@ -249,6 +253,7 @@ def _parse_override(override: str) -> tuple[Keys, Any]:
 
 
 def _assign(raw: dict[str, Any], keys: Keys, value: Any, override: str) -> None:
+    """Put an override's value into the raw recipe; sections on its way that are missing are made."""
     at: Any = raw
     for key, after in zip(keys, (*keys[1:], None)):
         if isinstance(at, list):
@@ -358,6 +363,7 @@ def _nearest(keys: Keys, raw: Any, schema: Schema) -> str:
 
 
 def _shown(value: Any) -> str:
+    """` = value` of a line, shortened; empty for sections and lists."""
     if isinstance(value, Mapping | list | BaseModel):
         return ""
     text = str(value) if isinstance(value, int | float | str) and value != "" else repr(value)
@@ -365,6 +371,7 @@ def _shown(value: Any) -> str:
 
 
 def _rule(error: ErrorDetails) -> str:
+    """The rule that was broken, in our words."""
     if error["type"] == "union_tag_invalid":
         return f"{error['ctx']['discriminator'].strip(chr(39))} must be one of {error['ctx']['expected_tags']}"
     if error["type"] == "union_tag_not_found":
@@ -372,6 +379,6 @@ def _rule(error: ErrorDetails) -> str:
     if isinstance(error["input"], float) and not math.isfinite(error["input"]):
         return "must be finite"
     message = error["msg"]
-    for pattern, plain in _PLAIN:
+    for pattern, plain in _PLAIN_WORDS:
         message = pattern.sub(plain, message)
     return " ".join(message.split())

@@ -66,7 +66,7 @@ def find_scored(space: Workspace) -> Path:
         drafts = {name: stages.training(name).fingerprint for name in space.recipe.drafts}
         own: Path | None = stages.score(drafts).folder
     except DraftforgeError as error:  # its sources or its target are gone
-        say(f"the recipe's own score cannot be told ({error})")
+        say(f"the recipe's own score is not known ({error})")
         own = None
     if own is not None and (own / SCORES_FILE).is_file():
         return own
@@ -98,6 +98,7 @@ def _records(space: Workspace, scored: Path) -> ReportRecords:
 
 
 def _mix_folder(space: Workspace, lineage: Mapping[str, Any]) -> Path:
+    """The mix of a version or, before a promotion, of the recipe; where nothing tells which, a folder that is none."""
     if "mix_fingerprint" in lineage:
         return space.folder("mix", lineage["mix_fingerprint"])
     try:

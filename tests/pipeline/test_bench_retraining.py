@@ -68,14 +68,6 @@ def test_a_champion_through_a_fine_tuning(
     shown = capsys.readouterr()
     assert "target changed" in shown.err and all(name in shown.out for name in names)
 
-    work = {path.name for path in (out / "work").glob("*-*")}  # asked again: the same figures from what is there
-    cycle(out, settings, target=tiny_target_folder, prompts=asked, cold=True, **small)
-    again = json.loads((out / "results.json").read_text())
-    assert "up to date" in capsys.readouterr().err
-    assert again["figures"].keys() == figures.keys()
-    assert all(again["figures"][name]["tau"] == figures[name]["tau"] for name in names)
-    assert {path.name for path in (out / "work").glob("*-*")} == work
-
 
 def test_two_mixes_are_judged_on_the_same_traffic(
     tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,7 @@ from draftforge.specdec.formats.layer_skip import SkipFile, write_skipped
 from draftforge.specdec.proposers.other_device import DraftDevice, OtherDeviceDrafter, device_of
 from draftforge.specdec.stored_draft import StoredDraft
 
+pytestmark = pytest.mark.usefixtures("stage_cache")
 THERE = DraftDevice(torch.device("cpu"), torch.float64)
 
 

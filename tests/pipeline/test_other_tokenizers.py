@@ -19,6 +19,7 @@ from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.stored_draft import StoredDraft
 
+pytestmark = pytest.mark.usefixtures("stage_cache")
 TREES = {"grown": {"kind": "static", "widths": [2, 1]}}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distilled import cached_stages
 
 from draftforge.cli import main
 from draftforge.errors import FormatError, InputError, StaleInputError
@@ -36,9 +37,10 @@ def recipe(recipe_file: Path) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def searched(recipe: Recipe) -> Path:
+def searched(recipe: Recipe, finished_stages: Path) -> Path:
     """The file of all domains together, in the work folder."""
-    skip_layers(recipe, SEARCH)
+    with cached_stages(finished_stages):
+        skip_layers(recipe, SEARCH)
     return recipe.workdir / "skip-layers.json"
 
 
