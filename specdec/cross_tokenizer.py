@@ -143,10 +143,13 @@ class ForeignDraft(DraftModule):
         return self.lm.vocab_size
 
     @classmethod
-    def of(
+    def from_tokenizers(
         cls, small: SmallDraft, own: PreTrainedTokenizerBase, known: PreTrainedTokenizerBase, known_size: int
     ) -> "ForeignDraft":
-        """`known_size`: tokens that the target knows. Both ends of texts mean the same; other special tokens do not."""
+        """Bridge a small draft's own tokenizer and the target's (`known`, of `known_size` tokens).
+
+        The two end-of-text tokens mean the same; other special tokens have no counterpart.
+        """
         ends: dict[int, int | None] = dict.fromkeys(own.all_special_ids)
         stops = small.model.generation_config.eos_token_id
         for token in (own.eos_token_id, *(stops if isinstance(stops, list) else [stops])):

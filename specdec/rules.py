@@ -16,6 +16,7 @@ RuleName = Literal["greedy", "token", "block", "onehot", "match", "multiround", 
 ENGINE_RULES: dict[str, RuleName] = {"vllm": "onehot", "sglang": "onehot", "llama.cpp": "onehot"}
 """How engines verify above temperature 0 unless they are asked for another rule."""
 
+_IID: frozenset[Drawn] = frozenset({"iid"})
 _ANY: frozenset[Drawn] = frozenset({"deterministic", "iid", "without_replacement"})
 
 
@@ -33,19 +34,19 @@ class Rule(NamedTuple):
     """What a caller must know about an accept rule."""
 
     name: RuleName
-    lossless: bool
-    """Whether the output has the target's distribution."""
     drawn: frozenset[Drawn]
     """The ways of drafting that it takes: for a lossless rule, some or all of those for which it is lossless."""
-    trees: bool
-    """Whether it walks trees; else chains only."""
-    needs_q: bool
-    """Whether it reads the distributions that the draft was drawn from."""
-    greedy_only: bool
-    """Whether it holds at temperature 0 only."""
     description: str
-    engines: tuple[str, ...]
+    engines: tuple[str, ...] = ()
     """Engines that verify this way, by default or when asked to."""
+    trees: bool = False
+    """Whether it walks trees; else chains only."""
+    needs_q: bool = False
+    """Whether it reads the distributions that the draft was drawn from."""
+    greedy_only: bool = False
+    """Whether it holds at temperature 0 only."""
+    lossless: bool = True
+    """Whether the output has the target's distribution."""
 
     @property
     def draws(self) -> bool:
@@ -75,97 +76,49 @@ RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
         Rule(
-            name="greedy",
-            lossless=True,
-            drawn=_ANY,
-            trees=True,
-            needs_q=False,
-            greedy_only=True,
+            "greedy", drawn=_ANY, trees=True, greedy_only=True,
             description="accept what equals the target's most likely token",
             engines=("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers"),
         ),
         Rule(
-            name="token",
-            lossless=True,
-            drawn=frozenset({"iid"}),
-            trees=False,
-            needs_q=True,
-            greedy_only=False,
+            "token", drawn=_IID, needs_q=True,
             description="draft sampled from q; accept each token with min(1, p/q)",
             engines=("vllm", "sglang", "transformers"),
         ),
         Rule(
-            name="block",
-            lossless=True,
-            drawn=frozenset({"iid"}),
-            trees=False,
-            needs_q=True,
-            greedy_only=False,
+            "block", drawn=_IID, needs_q=True,
             description="draft sampled from q; judge the chain as a whole, never accepting less than token",
             engines=("vllm",),
         ),
         Rule(
-            name="onehot",
-            lossless=True,
-            drawn=frozenset({"deterministic"}),
-            trees=True,
-            needs_q=False,
-            greedy_only=False,
+            "onehot", drawn=frozenset({"deterministic"}), trees=True,
             description="draft takes its most likely tokens; accept each with the target's p",
             engines=("vllm", "sglang", "llama.cpp"),
         ),
         Rule(
-            name="match",
-            lossless=True,
-            drawn=_ANY,
-            trees=True,
-            needs_q=False,
-            greedy_only=False,
+            "match", drawn=_ANY, trees=True,
             description="draw the target's own token after each accepted one; accept the child that equals it",
             engines=("llama.cpp", "transformers"),
         ),
         Rule(
-            name="multiround",
-            lossless=True,
-            drawn=frozenset({"iid"}),
-            trees=True,
-            needs_q=True,
-            greedy_only=False,
+            "multiround", drawn=_IID, trees=True, needs_q=True,
             description="siblings sampled with replacement, each from its own q; each is tried on what is left of p",
-            engines=(),
         ),
         Rule(
-            name="recursive",
-            lossless=True,
-            drawn=frozenset({"without_replacement"}),
-            trees=True,
-            needs_q=True,
-            greedy_only=False,
+            "recursive", drawn=frozenset({"without_replacement"}), trees=True, needs_q=True,
             description="siblings sampled without replacement; each judged by what is left of p and of q",
-            engines=(),
         ),
         Rule(
-            name="traversal",
-            lossless=True,
-            drawn=frozenset({"iid", "without_replacement"}),
-            trees=True,
-            needs_q=True,
-            greedy_only=False,
+            "traversal", drawn=frozenset({"iid", "without_replacement"}), trees=True, needs_q=True,
             description="a sampled tree judged from its leaves to the root; on a chain it is block",
-            engines=(),
         ),
         Rule(
-            name="typical",
-            lossless=False,
-            drawn=_ANY,
-            trees=True,
-            needs_q=False,
-            greedy_only=False,
+            "typical", drawn=_ANY, trees=True, lossless=False,
             description="accept what the target finds typical; the output's distribution changes",
             engines=("tensorrt-llm",),
         ),
     )
-}
+}  # fmt: skip
 
 
 def known_rule(name: str) -> Rule:

@@ -183,7 +183,7 @@ def _read_foreign(path: Path, target: Target, meta: DraftMeta | None) -> Foreign
     small = read_draft(path)
     assert isinstance(small, SmallDraft)
     say(f"{path}: has another tokenizer than the target's; what it drafts goes over as text")
-    return ForeignDraft.of(small, theirs, target.tokenizer, target.vocab_size)
+    return ForeignDraft.from_tokenizers(small, theirs, target.tokenizer, target.vocab_size)
 
 
 def _digest_of_tokenizer(path: Path) -> str:

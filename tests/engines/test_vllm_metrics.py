@@ -58,7 +58,7 @@ def test_a_servers_own_counters_are_the_rounds_of_its_answers(trained_drafts: Tr
             ((_, own),) = generate(target, None, [request], draft_tokens=0)
             assert answer.json()["choices"][0]["token_ids"] == own.tokens[:length]
             runs = matched_runs(target, make_proposer(draft, target), ids, own.tokens, K)
-            expected.append(EngineCounts.of(engine_rounds("vllm", runs, K, length), K))
+            expected.append(EngineCounts.from_rounds(engine_rounds("vllm", runs, K, length), K))
         counted = settled(address).since(before)
     assert (counted.engine, counted.convention, counted.restarted) == ("vllm", "unclipped", False)
     assert counted.rounds == sum(one.rounds for one in expected) > 0

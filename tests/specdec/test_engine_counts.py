@@ -87,7 +87,7 @@ def test_transformers_is_not_guessed_where_a_stop_ends_the_answer() -> None:
 
 def test_totals_name_each_position() -> None:
     rounds = [EngineRound(3, 3), EngineRound(3, 1), EngineRound(1, 0)]
-    assert EngineCounts.of(rounds, 3) == (3, 7, 4, (2, 1, 1))
+    assert EngineCounts.from_rounds(rounds, 3) == (3, 7, 4, (2, 1, 1))
 
 
 @pytest.mark.parametrize(("name", "K"), [("small", 1), ("eagle3", 4), ("lookup", 4), ("lookup first", 1)])
@@ -107,6 +107,11 @@ def test_our_own_law_is_the_decoders(name: str, K: int) -> None:
         rounds = engine_rounds("draftforge", matched_runs(model, proposer, ids, text.tokens, K), K, length, stopped)
         assert rounds == [r[:2] for r in answer.rounds]
         decoded = count_rounds(answer.rounds, K)
-        assert EngineCounts.of(rounds, K) == (decoded.rounds, decoded.drafted, decoded.accepted, decoded.accepted_K)
+        assert EngineCounts.from_rounds(rounds, K) == (
+            decoded.rounds,
+            decoded.drafted,
+            decoded.accepted,
+            decoded.accepted_K,
+        )
         total += len(rounds)
     assert total > 5

@@ -54,13 +54,13 @@ def target() -> CausalModel:
 @functools.cache
 def other() -> ForeignDraft:
     """A random model with a tokenizer of other words."""
-    return ForeignDraft.of(SmallDraft(llama(layers=1, seed=3, vocab=310)), theirs(), known(), 290)
+    return ForeignDraft.from_tokenizers(SmallDraft(llama(layers=1, seed=3, vocab=310)), theirs(), known(), 290)
 
 
 def shuffled(model: CausalModel, tokenizer: PreTrainedTokenizerFast) -> ForeignDraft:
     """The model itself under other ids."""
     draft, own = under_other_ids(model.model, tokenizer)
-    return ForeignDraft.of(SmallDraft(draft), own, tokenizer, model.vocab_size)
+    return ForeignDraft.from_tokenizers(SmallDraft(draft), own, tokenizer, model.vocab_size)
 
 
 def run(
@@ -170,7 +170,9 @@ def test_drafts_do_not_depend_on_the_batch(which: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("rule", ["greedy", "onehot", "match"])
 def test_replay_equals_decoding_count_by_count(rule: str, trained_drafts: Trained) -> None:
     model = trained_drafts.target()
-    draft = ForeignDraft.of(trained_drafts.draft("small"), model.tokenizer, model.tokenizer, model.vocab_size)
+    draft = ForeignDraft.from_tokenizers(
+        trained_drafts.draft("small"), model.tokenizer, model.tokenizer, model.vocab_size
+    )
     requests = trained_requests(model.tokenizer)
     answers = run(model, draft, requests, rule, draft_tokens=3)
     recorded = [RecordedAnswer(request.prompt_ids, answer.tokens, 60) for request, answer in zip(requests, answers)]
@@ -234,7 +236,7 @@ def test_a_text_that_is_too_long_for_the_draft_is_read_from_its_middle_on(
     model = trained_drafts.target()
     small = copy.deepcopy(trained_drafts.draft("small").model)
     small.config.max_position_embeddings = 64
-    draft = ForeignDraft.of(SmallDraft(small), model.tokenizer, model.tokenizer, model.vocab_size)
+    draft = ForeignDraft.from_tokenizers(SmallDraft(small), model.tokenizer, model.tokenizer, model.vocab_size)
     prompt = model.tokenizer(" ".join(PROMPTS) * 2).input_ids
     requests = [Request(ids, GREEDY, 0, 120) for ids in (prompt, prompt[:20])]
     read: list[int] = []

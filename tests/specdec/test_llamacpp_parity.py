@@ -77,7 +77,7 @@ def test_counts_and_tokens_equal_the_decoders(
         rounds = [EngineRound(*round_[:2]) for round_ in answer.rounds if round_.drafted]
         found = server.complete(ids, length)
         assert found.tokens == answer.tokens and len(answer.tokens) == length
-        assert found.counts == EngineCounts.of(rounds, K)
+        assert found.counts == EngineCounts.from_rounds(rounds, K)
         accepted, drafted = accepted + found.counts.accepted, drafted + found.counts.drafted
     assert 0.2 * drafted < accepted < drafted  # both verdicts were compared
 
@@ -118,7 +118,7 @@ def test_an_answer_that_ends_inside_a_draft_is_booked_as_counting_says(
             runs = matched_runs(target, make_proposer(drafts[name], target), ids, beyond, K)
             found = server.complete(ids, 60, ignore_eos=False)
             assert found.tokens == answer.tokens and answer.finish == "stop"
-            expected = EngineCounts.of(engine_rounds("llamacpp", runs, K, 60, len(answer.tokens)), K)
+            expected = EngineCounts.from_rounds(engine_rounds("llamacpp", runs, K, 60, len(answer.tokens)), K)
             assert found.counts == expected
             differing += expected.accepted != sum(round_.accepted for round_ in answer.rounds)
     assert bool(differing) == (K > 1)  # the two laws differ where a stop is inside a draft, and only there
@@ -136,7 +136,7 @@ def test_a_head_with_norm_before_residual_counts_the_same(
         ids = target.tokenizer(text).input_ids
         answer = decode(target, draft, ids, 60, 4, frozenset())
         found = server.complete(ids, 60)
-        assert found.counts == EngineCounts.of([EngineRound(*r[:2]) for r in answer.rounds if r.drafted], 4)
+        assert found.counts == EngineCounts.from_rounds([EngineRound(*r[:2]) for r in answer.rounds if r.drafted], 4)
         totals["normed"] += found.counts.accepted
         totals["plain"] += sum(r.accepted for r in decode(target, plain, ids, 60, 4, frozenset()).rounds)
     assert totals["normed"] != totals["plain"]  # the switch does something
@@ -167,7 +167,7 @@ def test_a_head_with_a_scaled_rotary_embedding_counts_the_same(
     for text in PROMPTS:
         ids = target.tokenizer(text).input_ids
         answer = decode(target, draft, ids, 60, 4, frozenset())
-        counts = EngineCounts.of([EngineRound(*r[:2]) for r in answer.rounds if r.drafted], 4)
+        counts = EngineCounts.from_rounds([EngineRound(*r[:2]) for r in answer.rounds if r.drafted], 4)
         assert server.complete(ids, 60).counts == counts
         differing += answer.rounds != decode(target, plain, ids, 60, 4, frozenset()).rounds
     assert differing  # the scaling does something

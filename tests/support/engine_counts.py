@@ -54,7 +54,7 @@ class EngineCounts(NamedTuple):
     accepted_K: tuple[int, ...]
 
     @classmethod
-    def of(cls, rounds: Sequence[EngineRound], K: int) -> "EngineCounts":
+    def from_rounds(cls, rounds: Sequence[EngineRound], K: int) -> "EngineCounts":
         at_least = tuple(sum(r.accepted >= k for r in rounds) for k in range(1, K + 1))
         return cls(len(rounds), sum(r.drafted for r in rounds), sum(r.accepted for r in rounds), at_least)
 

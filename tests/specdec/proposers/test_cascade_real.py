@@ -33,7 +33,7 @@ def test_greedy_output_is_byte_equal_and_nearly_all_drafts_are_right(real_target
     ]
     plain = dict(generate(target, None, requests, batch_size=2))
     cascade = CascadeProposer(itself, PromptLookup())
-    by_text = ForeignProposer(ForeignDraft.of(itself, tokenizer, tokenizer, target.vocab_size))
+    by_text = ForeignProposer(ForeignDraft.from_tokenizers(itself, tokenizer, tokenizer, target.vocab_size))
     proposers: dict[str, Proposer] = {"cascade": cascade, "by text": by_text}
     for name, proposer in proposers.items():
         answers = dict(generate(target, proposer, requests, draft_tokens=4, batch_size=2))
