@@ -16,6 +16,7 @@ RuleName = Literal["greedy", "token", "block", "onehot", "match", "multiround", 
 ENGINE_RULES: dict[str, RuleName] = {"vllm": "onehot", "sglang": "onehot", "llama.cpp": "onehot"}
 """How engines verify above temperature 0 unless they are asked for another rule."""
 
+_ENGINES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
 _IID: frozenset[Drawn] = frozenset({"iid"})
 _ANY: frozenset[Drawn] = frozenset({"deterministic", "iid", "without_replacement"})
 
@@ -36,7 +37,6 @@ class Rule(NamedTuple):
     name: RuleName
     drawn: frozenset[Drawn]
     """The ways of drafting that it takes: for a lossless rule, some or all of those for which it is lossless."""
-    description: str
     engines: tuple[str, ...] = ()
     """Engines that verify this way, by default or when asked to."""
     trees: bool = False
@@ -75,50 +75,26 @@ class Rule(NamedTuple):
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule(
-            "greedy", drawn=_ANY, trees=True, greedy_only=True,
-            description="accept what equals the target's most likely token",
-            engines=("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers"),
-        ),
-        Rule(
-            "token", drawn=_IID, needs_q=True,
-            description="draft sampled from q; accept each token with min(1, p/q)",
-            engines=("vllm", "sglang", "transformers"),
-        ),
-        Rule(
-            "block", drawn=_IID, needs_q=True,
-            description="draft sampled from q; judge the chain as a whole, never accepting less than token",
-            engines=("vllm",),
-        ),
-        Rule(
-            "onehot", drawn=frozenset({"deterministic"}), trees=True,
-            description="draft takes its most likely tokens; accept each with the target's p",
-            engines=("vllm", "sglang", "llama.cpp"),
-        ),
-        Rule(
-            "match", drawn=_ANY, trees=True,
-            description="draw the target's own token after each accepted one; accept the child that equals it",
-            engines=("llama.cpp", "transformers"),
-        ),
-        Rule(
-            "multiround", drawn=_IID, trees=True, needs_q=True,
-            description="siblings sampled with replacement, each from its own q; each is tried on what is left of p",
-        ),
-        Rule(
-            "recursive", drawn=frozenset({"without_replacement"}), trees=True, needs_q=True,
-            description="siblings sampled without replacement; each judged by what is left of p and of q",
-        ),
-        Rule(
-            "traversal", drawn=frozenset({"iid", "without_replacement"}), trees=True, needs_q=True,
-            description="a sampled tree judged from its leaves to the root; on a chain it is block",
-        ),
-        Rule(
-            "typical", drawn=_ANY, trees=True, lossless=False,
-            description="accept what the target finds typical; the output's distribution changes",
-            engines=("tensorrt-llm",),
-        ),
+        # Accept what equals the target's most likely token.
+        Rule("greedy", _ANY, _ENGINES, trees=True, greedy_only=True),
+        # Draft sampled from q: accept each token with min(1, p / q).
+        Rule("token", _IID, ("vllm", "sglang", "transformers"), needs_q=True),
+        # Draft sampled from q: judge the chain as a whole, never accepting less than token.
+        Rule("block", _IID, ("vllm",), needs_q=True),
+        # Draft takes its most likely tokens: accept each with the target's p.
+        Rule("onehot", frozenset({"deterministic"}), ("vllm", "sglang", "llama.cpp"), trees=True),
+        # Draw the target's own token after each accepted one: accept the child that equals it.
+        Rule("match", _ANY, ("llama.cpp", "transformers"), trees=True),
+        # Siblings sampled with replacement, each from its own q: each is tried on what is left of p.
+        Rule("multiround", _IID, trees=True, needs_q=True),
+        # Siblings sampled without replacement: each is judged by what is left of p and of q.
+        Rule("recursive", frozenset({"without_replacement"}), trees=True, needs_q=True),
+        # A sampled tree judged from its leaves to the root: on a chain it is block.
+        Rule("traversal", frozenset({"iid", "without_replacement"}), trees=True, needs_q=True),
+        # Accept what the target finds typical: the output's distribution changes.
+        Rule("typical", _ANY, ("tensorrt-llm",), trees=True, lossless=False),
     )
-}  # fmt: skip
+}
 
 
 def known_rule(name: str) -> Rule:

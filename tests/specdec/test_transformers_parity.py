@@ -70,5 +70,7 @@ def test_rounds_and_tokens_equal_assisted_generation(
         runs = matched_runs(target, proposer, ids, beyond.tokens, K, known=0)
         assert rounds == engine_rounds("transformers", runs, K, length)
         assert [r[:2] for r in ours.rounds] == engine_rounds("draftforge", runs, K, length)
-        shifted += EngineCounts.from_rounds(rounds, K) != EngineCounts.of([EngineRound(*r[:2]) for r in ours.rounds], K)
+        shifted += EngineCounts.from_rounds(rounds, K) != EngineCounts.from_rounds(
+            [EngineRound(*r[:2]) for r in ours.rounds], K
+        )
     assert shifted  # drafting straight from the prompt is another walk
