@@ -159,7 +159,7 @@ class LoraSettings(Section):
 class OnPolicySettings(Section):
     """On-policy distillation: some prompts are answered by the draft as it is, and the frozen target, which is loaded,
     teaches it there. The loss is still divided by the tokens of the recorded answers: each token of a step weighs the
-    same however the step is spread, and own answers that end early only make its loss smaller."""
+    same however the step is divided, and own answers that end early only make its loss smaller."""
 
     share: float = Field(default=0.5, gt=0, le=1)
     """Share of the samples of a step that the draft answers anew; the others keep the recorded answer."""
@@ -175,7 +175,7 @@ class SmallSettings(_Training):
 
     family: Literal["small"] = "small"
     layers: int | list[int] | None = None
-    """Prune the target: how many of its layers to keep, evenly spread, or which. First and last must be kept."""
+    """Prune the target: how many of its layers to keep, evenly spaced, or which. First and last must be kept."""
     from_model: str | None = None
     """Start from this Hugging Face folder or hub id instead; it must have the target's tokenizer."""
     revision: str | None = None

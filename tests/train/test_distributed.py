@@ -26,7 +26,8 @@ from draftforge.train.settings import (
 )
 from draftforge.train.stopping import TrainingStoppedError
 
-pytestmark = pytest.mark.timeout(3000)  # what sets a module's launches up counts with its first test
+# What sets a module's launches up counts with its first test.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 STEPS = 4
 COMMON: dict[str, Any] = {
@@ -245,7 +246,6 @@ def on_ranks(places: tuple[str, str], run_distributed: Any, tmp_path_factory: py
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
     [
@@ -263,14 +263,12 @@ def test_several_ranks_equal_one(run: str, reference: Any, on_ranks: Any) -> Non
     assert_same_training(losses, norms, folder, reference[run.split()[0]])
 
 
-@pytest.mark.slow
 def test_all_ranks_stop_early_together(reference: Any, on_ranks: Any) -> None:
     _, losses, _, folder = on_ranks["stopped"]
     assert losses == pytest.approx(reference["small"][0]["losses"][:3], rel=1e-4)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000001", "step-000003"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stage"), POISONED)
 def test_infinity_on_one_rank_stops_all_before_the_step(name: str, stage: int, on_ranks: Any) -> None:
     for one in on_ranks[f"{name} {stage} poisoned"][0]:

@@ -312,7 +312,7 @@ class _Chunk:
         """Loss (unweighted), acceptance, agreement and 1 of each row [R, 4]; the weighted gradient on the logits."""
         if isinstance(self.target, TeacherEntries):
             return self._by_autograd(self.target, self.logits(), plan, weights)
-        # 1) what the model does to its logits, remembered by autograd; a copy of the result becomes the gradient
+        # 1) scale and soft-cap, recorded by autograd; a copy of the result becomes the gradient
         with torch.enable_grad():
             raw_RV = self.logits().detach().requires_grad_(self.head.finish is not None)
             final_RV = raw_RV if self.head.finish is None else self.head.finish(raw_RV)
