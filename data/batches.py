@@ -88,7 +88,7 @@ class TokenizedSample(Protocol):
 
 
 class Position(NamedTuple):
-    """A place in the endless stream of steps; small enough for any JSON file."""
+    """A position in the endless stream of steps, as it is stored to resume."""
 
     epoch: int = 0
     step: int = 0
@@ -231,7 +231,7 @@ class Batch:
     ids_BT: Tensor
     """int64, padded on the right with a valid id that means nothing."""
     documents: Documents
-    """Which sample each token is of, and its position in it."""
+    """The sample of each token, and its position in that sample."""
     spans: list[SampleSpan]
     """Of each sample, in their order."""
     positions_N: Tensor

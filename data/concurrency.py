@@ -148,7 +148,7 @@ def measure_concurrency(traffic: Traffic) -> Concurrency:
 
 
 def level_of(start_R: npt.NDArray[np.float64], end_R: npt.NDArray[np.float64]) -> Level:
-    """How long how many of some requests were in flight at once; each ends later than it starts."""
+    """Time with each number of requests in flight, from their starts and later ends."""
     # Every start adds a request and every end takes one away; between two events the count stands still.
     time_E = np.concatenate([start_R, end_R])
     change_E = np.repeat(np.array([1, -1], dtype=np.int32), len(start_R))
@@ -227,8 +227,8 @@ def _percent(shares: Mapping[int, float]) -> dict[int, float]:
 
 
 def concurrency_record(traffic: Traffic, settings: MixSettings) -> dict[str, Any] | None:
-    """The manifest's record of the load, and the section that it proposes; None: the log does not tell when any request
-    ended."""
+    """The manifest's record of the load, and the section that it proposes; None: the log holds no
+    end of a request."""
     found = measure_concurrency(traffic)
     if found.pooled is None:
         return None

@@ -110,7 +110,7 @@ def turns(conversation: Conversation) -> list[Turn]:
 
 
 def turn_ends(messages: Sequence[Message]) -> tuple[list[int], bool]:
-    """How many messages stand before each answer, and whether later answers wait for the target's own earlier ones."""
+    """Number of messages before each answer, and whether later answers wait for the target's own earlier ones."""
     if all(message.role in ("system", "user") for message in messages):
         return [i + 1 for i, message in enumerate(messages) if message.role == "user"], True
     closing = [*messages[1:], None]

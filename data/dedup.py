@@ -186,7 +186,7 @@ class PlacedMember(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """What clustering says of one new member."""
+    """The result of clustering for one new member."""
 
     cluster: str
     split: Split | None
@@ -305,7 +305,7 @@ def _placements(
 
 
 def sharing_a_band(signatures: Sequence[Signature], threshold: float) -> NDArray[np.bool_]:
-    """Which of M signatures may be similar to another: those alike in some band, by a hash of it.
+    """Mark those of M signatures that may be similar to another: alike in some band, by a hash of it.
 
     Most conversations are like no other; an index, which takes kilobytes of each, need not hold them.
     """

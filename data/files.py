@@ -175,7 +175,7 @@ def _unpack(path: Path, raw: IO[bytes]) -> IO[bytes]:
 
 @contextmanager
 def _unpacking(path: Path, where: Callable[[], str]) -> Iterator[None]:
-    """A packed file that is cut or damaged, as one line that names the place."""
+    """A packed file that is cut or damaged, as an error that names the line."""
     try:
         yield
     except _UNPACKING as error:

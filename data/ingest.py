@@ -110,7 +110,7 @@ class IngestedRecords:
 
     @property
     def redacted(self) -> Mapping[str, int]:
-        """How much was redacted, by kind."""
+        """Number of redactions, by kind."""
         return self._redactor.counts
 
     @property
@@ -204,7 +204,7 @@ def redacted(record: Record, redactor: Redactor) -> Record:
 
 
 def sampling_of(record: Record, settings: MixSettings) -> tuple[SamplingSettings | None, int | None]:
-    """How the target is sampled on a record, and its longest answer: as logged, else drawn as the recipe says."""
+    """Sampling settings and longest answer of a record: as logged, else drawn as the recipe says."""
     sampling = record.sampling if settings.logged_sampling else None
     max_new_tokens = record.max_new_tokens if settings.logged_sampling else None
     if settings.sampling and (sampling is None or max_new_tokens is None):

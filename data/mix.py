@@ -41,7 +41,7 @@ COPIES = ("exact_copies", "continued", "near_copies")
 """Records that other ones stand for."""
 LEFT_OUT = (*COPIES, "contaminated", "over_share")
 FATES = (*SPLITS, *LEFT_OUT)
-"""What becomes of a record."""
+"""The fates of a record: a split, or why it was left out."""
 _CONVERSATION_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -295,7 +295,7 @@ class _Mix:
         return latest
 
     def _fates_of_rows(self) -> NDArray[np.int8]:
-        """What became of every row of the log, as an index of FATES."""
+        """The fate of every row of the log, as an index of FATES."""
         code_of = {name: code for code, name in enumerate(FATES)}
         fates = np.full(len(self._records.log), code_of["exact_copies"], dtype=np.int8)
         for id, row in zip(self._ids, self._records.rows.tolist()):

@@ -27,7 +27,7 @@ Counts = NDArray[np.int64]
 
 
 class Distance(NamedTuple):
-    """How far one side's shares of a label lie from another's."""
+    """Distance between the shares of a label on two sides."""
 
     of: str
     against: str

@@ -55,12 +55,12 @@ class Record:
     max_new_tokens: int | None = None
     group: str | None = None
     source: int = 0
-    """Which of the recipe's sources it came from."""
+    """Index of its source in the recipe."""
     started: float | None = None
     """Unix seconds when it was asked; like the four below no part of `id` and `key`."""
     ended: float | None = None
     replica: str | None = None
-    """Which copy of the engine answered."""
+    """The copy of the engine that answered."""
     prompt_tokens: int | None = None
     """As the log counted them, with the logged target's tokenizer; `answer_tokens` too."""
     answer_tokens: int | None = None

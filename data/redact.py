@@ -36,9 +36,9 @@ _REGIONS = (None, *_COUNTRIES)
 class _Rule(NamedTuple):
     kind: Kind
     pattern: re.Pattern[str]
-    """What is replaced: the group `value`, or the whole match."""
+    """Finds the text to replace: the group `value`, or the whole match."""
     accepted: Callable[[str], int] = len
-    """How many characters of it are; 0: none."""
+    """Length of the part of it that is replaced; 0: none is."""
     needs: tuple[str, ...] = ()
     """One of these stands in every text with a match, small letters for any: looking for them is much faster."""
 
@@ -68,8 +68,8 @@ def _ip(text: str) -> int:
         address = ipaddress.ip_address(text)
     except ValueError:
         return 0
-    said = address.version == 4 or any(c.isdigit() for c in text)  # `Add::Face` is code, not an address
-    return len(text) if said else 0
+    plausible = address.version == 4 or any(c.isdigit() for c in text)  # `Add::Face` is code, not an address
+    return len(text) if plausible else 0
 
 
 def _pattern(text: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:

@@ -195,7 +195,7 @@ def _from_log(
 
 
 def _entries(source: FileSource, form: Format, paths: Sequence[Path], counts: SourceCounts) -> Iterator[Entry]:
-    """What the reader of a tool's log makes of its lines: read = entries + skipped + joined."""
+    """Entries that the reader of a tool's log makes of its lines: read = entries + skipped + joined."""
     servers, reader = _servers(paths), form.reader(source)
     for item in form.items(paths, f"reading {source.path}"):
         counts.read += 1

@@ -49,7 +49,7 @@ def weighted_choice(options: Sequence[T], weights: Sequence[float], *parts: str)
 
 
 def require_every_split(splits: Sequence[Split], clusters: Sequence[str], settings: MixSettings) -> None:
-    """Raise InputError, saying how to mend it, if train, selection or holdout is empty."""
+    """Raise InputError, with what to change, if train, selection or holdout is empty."""
     counts = Counter(splits)
     for split in SPLITS:
         if counts[split]:

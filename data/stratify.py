@@ -62,7 +62,7 @@ class Labels(NamedTuple):
     answer: str
     """Tokens of the last answer; `unknown`: the log holds none."""
     source: str
-    """Its place in the recipe."""
+    """Index of the source in the recipe."""
     day: str
     """When it was asked (UTC), or `unknown`."""
 
@@ -189,7 +189,7 @@ class Column(NamedTuple):
     """Indexes into `names`."""
 
     def counts(self) -> dict[str, int]:
-        """How many have each label."""
+        """Number of records with each label."""
         found = np.bincount(self.codes_N, minlength=len(self.names)).tolist()
         return {name: count for name, count in zip(self.names, found) if count}
 
@@ -295,7 +295,7 @@ def exponential_keys(ids: Sequence[str], weight_N: Floats, salt: str) -> Floats:
 
 
 def choose(ids: Sequence[str], weight_N: Floats, nested: Sequence[Column], total: int, salt: str) -> NDArray[np.bool_]:
-    """Which of N conversations (their ids sorted) stay: `total` of them, which is at most `largest_size(weight_N)`."""
+    """Choose `total` of N conversations (their ids sorted), at most `largest_size(weight_N)`; True: it stays."""
     kept_N = np.zeros(len(ids), dtype=np.bool_)
     if total >= len(ids):
         return ~kept_N

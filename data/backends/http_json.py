@@ -37,7 +37,7 @@ class _RetryableError(Exception):
     def __init__(self, message: str, wait_seconds: float = 0.0) -> None:
         super().__init__(message)
         self.wait_seconds = wait_seconds
-        """As long as the server asks for."""
+        """The wait that the server asks for."""
 
 
 class _BearerAuth(AuthBase):
@@ -66,14 +66,15 @@ class JsonServer:
         self._closed.set()
 
     def get(self, path: str, read: Callable[[Any], T]) -> T:
-        """What `read` makes of a reply. It raises UnusableError, KeyError, TypeError or ValueError for a useless one.
+        """Request a path; returns what `read` makes of the reply.
 
-        Raises EngineError after the last try, RefusedError for a 4xx.
+        `read` raises UnusableError, KeyError, TypeError or ValueError for a useless reply. Raises EngineError after the
+        last try, RefusedError for a 4xx.
         """
         return self._request("GET", path, None, read)
 
     def post(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
-        """As `get`, with a body."""
+        """Request a path with a body; see `get`."""
         return self._request("POST", path, body, read)
 
     def _request(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:

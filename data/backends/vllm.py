@@ -35,7 +35,7 @@ _NOT_RAW = "capture.backend: the engine's log-probs are not raw ones; set --logp
 
 
 class LogprobRequest(NamedTuple):
-    """What is kept of an engine's log-probs."""
+    """The log-probs that an engine is asked for, and how they are stored."""
 
     top_k: int
     """Likeliest tokens a position; 0: the answer's own alone."""
@@ -225,7 +225,7 @@ class VllmServer:
         return self._server.post(_PATH, body, read)
 
     def _served(self, wanted: str | None) -> tuple[str, int | None]:
-        """The model's name, and its context where the server tells it."""
+        """The model's name, and its context where the server names it."""
         models = self._server.get("/v1/models", lambda reply: {str(model["id"]): model for model in reply["data"]})
         if wanted is None and len(models) > 1:
             raise InputError(f"{self._server.name}: serves {', '.join(models)}; name one in capture.backend.model")

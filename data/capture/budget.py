@@ -174,7 +174,7 @@ class CaptureBudget:
         return ", ".join([*parts, f"{self._written / 1e9:.2f} GB written", f"{free / 1e9:.1f} GB free"])
 
     def seconds_left(self) -> float | None:
-        """Time to the end of the answers, or of the budget if that comes first; None: nothing to tell it from yet."""
+        """Time to the end of the answers, or of the budget if that comes first; None: no answer has ended yet."""
         elapsed = self._clock() - self._start
         if not self._answers or not self._emitted or elapsed <= 0:
             return None

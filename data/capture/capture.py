@@ -48,7 +48,7 @@ _LAST_WRITES_SECONDS = 10.0  # of a rank whose first one was killed
 
 
 class _Plan(NamedTuple):
-    """What one run has to do."""
+    """Inputs, shards and folder of one run."""
 
     target: Target
     settings: CaptureSettings
@@ -68,7 +68,7 @@ class _Plan(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What one rank has done of its share."""
+    """The shards that one rank has written of its share."""
 
     written: Sequence[str] = ()
     ended_by: str | None = None

@@ -32,7 +32,7 @@ MOST_TOKENS = (1 << 31) - 1
 
 
 class Timing(NamedTuple):
-    """When, where and how long a request ran; None: the log does not tell."""
+    """Times, replica and token counts of a request; None: not logged."""
 
     started: float | None = None
     """Unix seconds."""
@@ -54,7 +54,7 @@ class Entry:
     """Why `line` holds no conversation; None: it holds one."""
     timing: Timing = field(default_factory=Timing)
     in_flight: bool = True
-    """Whether an engine was busy with it, as far as this line tells; not, where another line of the log counts it."""
+    """Whether an engine was busy with it, as far as this line shows; False where another line of the log counts it."""
     dated: bool = True
     """Whether the times are of a known year; if not, only their differences mean something."""
 
@@ -67,7 +67,7 @@ class LogReader(Protocol):
         ...
 
     def finish(self) -> Iterable[Entry]:
-        """What still waits when the log ends."""
+        """Entries of requests that still wait when the log ends."""
         ...
 
 
@@ -154,7 +154,7 @@ def _message_with_content(message: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def usage_of(response: Any) -> tuple[int | None, int | None]:
-    """Prompt and answer tokens as a response's `usage` tells them."""
+    """Prompt and answer tokens of a response's `usage`."""
     if isinstance(response, str):
         response = _events(response) or decoded(response)
     if isinstance(response, list):

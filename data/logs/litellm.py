@@ -15,7 +15,7 @@ _NOT_LOGGED = "default-message-value"  # what a pass-through endpoint writes in 
 
 
 def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
-    """The call that one payload tells of. Raises InputError."""
+    """The call of one payload. Raises InputError."""
     payload = value.get("standard_logging_object", value)
     if not isinstance(payload, dict) or "call_type" not in payload:
         raise InputError(f"{where}: has no call_type; must be a StandardLoggingPayload of LiteLLM")

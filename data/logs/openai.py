@@ -24,7 +24,7 @@ _FAILED = 400
 
 
 def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
-    """The request that one logged object tells of. Raises InputError."""
+    """The request of one logged object. Raises InputError."""
     envelope, body = _request(value)
     response = _response(value)
     timing = _timing(value, response)
@@ -40,7 +40,7 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
 
 
 def _request(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
-    """What wraps the body (empty: nothing does), and the body; None where only an answer was logged."""
+    """The envelope of the body (empty: it has none), and the body; None where only an answer was logged."""
     if "messages" in value:
         return {}, body_of(value)
     for name in _REQUESTS:

@@ -23,7 +23,7 @@ _DATES = re.compile(r"Cutting Knowledge Date: [^\n]{1,40}\nToday Date: ([^\n]{1,
 
 
 class Rendered(NamedTuple):
-    """What a prompt was rendered from."""
+    """Messages and template arguments that a prompt was rendered from."""
 
     messages: list[dict[str, str]]
     template_args: dict[str, Any]
@@ -176,7 +176,7 @@ _FRACTION = re.compile(r"(?<=\d)[.,](\d+)")
 
 
 def seconds(value: Any) -> float | None:
-    """Unix seconds of a number (seconds down to nanoseconds, told apart by their size) or of a date in ISO 8601.
+    """Unix seconds of a number (seconds down to nanoseconds, distinguished by their size) or of a date in ISO 8601.
 
     A date without a zone counts as UTC. None of anything else, and of times before 1970 or after 9999.
     """

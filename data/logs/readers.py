@@ -16,7 +16,7 @@ class Format(NamedTuple):
     """One kind of log."""
 
     items: Callable[[Sequence[Path], str], Iterator[files.Item]]
-    """What the reader is fed with: lines of text, JSON values, or table rows."""
+    """Splits files into what the reader takes: lines of text, JSON values, or table rows."""
     reader: Callable[[FileSource], LogReader]
 
 

@@ -25,7 +25,7 @@ _LINE = re.compile(
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?")
 _MONTH_DAY = re.compile(r"(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
-_MOST_WAITING = 4096  # a log without outputs never tells that a request ended
+_MOST_WAITING = 4096  # a log without outputs never shows that a request ended
 _LEAP_YEAR = 2000
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
@@ -153,7 +153,7 @@ def _rendered(request: _Request) -> Rendered | Reason:
 
 
 def _count_ids(part: str | None) -> int | None:
-    """How many token ids a list prints; None where they are not logged."""
+    """Number of token ids in a printed list; None where they are not logged."""
     if part is None or not part.startswith("["):
         return None
     inner = part.strip("[]").strip()
