@@ -23,7 +23,7 @@ from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
 from ..specdec.requests import DecodeRun, Request, RoundSeconds, RoundTimer
 from ..specdec.sampling import SamplingSettings
-from .bench.run import draft_bytes
+from .bench.draft_memory import draft_bytes
 from .costs import CostKey, CostTable, MeasuredPrompt, MeasuredRound, timed_rule, way_of
 from .draft_configs import DraftConfig, ProposerSpec
 from .settings import LoadSettings, ScoreSettings

@@ -4,7 +4,7 @@ What a machine does besides may slow a whole place of the grid, plain rounds and
 fitted first, and what is fitted of a drafted round is its measured ratio to the plain one beside it, times the fitted
 plain one: speed-ups rest on paired ratios, and the noise of a place is left to absolute figures such as goodput.
 
-Shapes: P measured places, F parts of a surface.
+Shapes: P measured points, F parts of a surface.
 """
 
 import statistics
@@ -36,7 +36,7 @@ class GridPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class CostSurface:
-    """Seconds by where; all weights are at least 0."""
+    """Seconds of one part of a round as a function of the grid point; all weights are at least 0."""
 
     weights: dict[str, float]
     """Seconds a unit of each part; parts that weigh nothing are left out."""
@@ -44,11 +44,11 @@ class CostSurface:
     """Tokens of a pass (batch x tokens) from which each one more costs; the weights `tokens>N` are theirs."""
 
     @classmethod
-    def fit(cls, places: Sequence[GridPoint], seconds: Sequence[float], scale: Sequence[float]) -> "CostSurface":
+    def fit(cls, points: Sequence[GridPoint], seconds: Sequence[float], scale: Sequence[float]) -> "CostSurface":
         """The best in the least squares of (error / scale). `scale`: what an error is measured against, such as the
         whole round's time."""
-        knots = _knots(places)
-        parts_PF, below_P = _parts(places, knots), np.asarray(scale, dtype=np.float64)
+        knots = _knots(points)
+        parts_PF, below_P = _parts(points, knots), np.asarray(scale, dtype=np.float64)
         size_F = np.maximum(parts_PF.max(axis=0), 1e-12)  # columns of one size: context runs to thousands
         weights_F, _ = nnls(parts_PF / size_F / below_P[:, None], np.asarray(seconds, dtype=np.float64) / below_P)
         names = [*_NAMES, *(f"tokens>{knot}" for knot in knots)]
@@ -62,15 +62,15 @@ class CostSurface:
         return float(_parts([where], self.knots)[0] @ weights_F)
 
 
-def _knots(places: Sequence[GridPoint]) -> list[int]:
+def _knots(points: Sequence[GridPoint]) -> list[int]:
     """Powers of two inside the range of tokens of a pass."""
-    totals = [where.batch * where.tokens for where in places]
+    totals = [where.batch * where.tokens for where in points]
     return [1 << n for n in range(1, 21) if min(totals) < 1 << n < max(totals)]
 
 
-def _parts(places: Sequence[GridPoint], knots: Sequence[int]) -> Floats:
+def _parts(points: Sequence[GridPoint], knots: Sequence[int]) -> Floats:
     """[P, F]: what each weight is multiplied by."""
-    B, L, N, C = (np.array(column, dtype=np.float64) for column in zip(*places))
+    B, L, N, C = (np.array(column, dtype=np.float64) for column in zip(*points))
     columns = [np.ones_like(B), L, B, B * L, B * C, B * L * C, (B > 1).astype(np.float64)]
     found: Floats = np.stack([*columns, *(np.maximum(B * N - knot, 0.0) for knot in knots)], axis=1)
     return found

@@ -1,4 +1,4 @@
-"""What skipping a set of the target's sublayers is worth: expected speed-up, by replay and measured times.
+"""Layer-skip search: expected speed-up of skipping a set of the target's sublayers, by replay and measured times.
 
 Shapes in names: K drafted tokens.
 
@@ -62,14 +62,14 @@ class RoundTimes(NamedTuple):
 
 
 class SkipScore(NamedTuple):
-    """Of one set, at its best K."""
+    """Expected speed-up of one set, at its best K."""
 
     speedup: float
     tau: float
     K: int
 
 
-class SkipTrial:
+class SkipCounts:
     """Counts of the sets that were tried, by domain, kept in a file from one call to the next."""
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +79,7 @@ class SkipTrial:
     def get(self, skipped: SkippedLayers, domain: str) -> Counts | None:
         return self._known.get(_key(skipped), {}).get(domain)
 
-    def keep(self, skipped: SkippedLayers, counts: Mapping[str, Counts]) -> None:
+    def add(self, skipped: SkippedLayers, counts: Mapping[str, Counts]) -> None:
         self._known[_key(skipped)] = {**self._known.get(_key(skipped), {}), **counts}
         write_json(self._path, _Stored.dump_python(self._known, mode="json"))
 
@@ -93,14 +93,14 @@ class SkipScorer:
         samples: Mapping[str, Sequence[Sample]],
         times: Mapping[int, RoundTimes],
         settings: ScoreSettings,
-        tried: SkipTrial,
+        counts: SkipCounts,
     ) -> None:
         """`samples`: those of each domain. `times`: by K; these are the K that are compared."""
         self._target, self._samples, self._times = target, samples, times
-        self._settings, self._tried = settings, tried
+        self._settings, self._known_counts = settings, counts
         self._traces = TargetPassCache(target, settings.trace_bytes, settings.replay_tokens)
 
-    def worth(self, skipped: SkippedLayers, domains: Sequence[str]) -> SkipScore:
+    def score(self, skipped: SkippedLayers, domains: Sequence[str]) -> SkipScore:
         """Expected speed-up of a set over some domains together; of equal K the smaller one."""
         counts = self._counts(skipped, domains)
 
@@ -109,15 +109,15 @@ class SkipScorer:
             tau = tokens / rounds if rounds else 1.0
             return SkipScore(tau / self._times[K].of(self._target.num_layers, skipped), tau, K)
 
-        return max(map(at, sorted(self._times)), key=lambda worth: worth.speedup)
+        return max(map(at, sorted(self._times)), key=lambda score: score.speedup)
 
     def _counts(self, skipped: SkippedLayers, domains: Sequence[str]) -> dict[str, Counts]:
-        known = {domain: self._tried.get(skipped, domain) for domain in domains}
+        known = {domain: self._known_counts.get(skipped, domain) for domain in domains}
         found = {domain: counts for domain, counts in known.items() if counts is not None}
         missing = [domain for domain in domains if domain not in found]
         if missing:
             fresh = {domain: self._replay(skipped, self._samples[domain]) for domain in missing}
-            self._tried.keep(skipped, fresh)
+            self._known_counts.add(skipped, fresh)
             found |= fresh
         return found
 
@@ -125,7 +125,7 @@ class SkipScorer:
         """Tokens and rounds of all answers together, each under the rule that decides at its sampling setting."""
         proposer = make_proposer(SkippedDraft(self._target, skipped), self._target)
         depths, totals = sorted(self._times), dict.fromkeys(self._times, (0.0, 0.0))
-        for traced in self._traces.along(samples, proposer):
+        for traced in self._traces.traces(samples, proposer):
             rule = choose_rule(traced.sampling, proposer, self._settings.sampled_rules)
             for counted in replay(proposer, traced, [rule], depths):
                 for one in counted:
@@ -135,12 +135,12 @@ class SkipScorer:
 
 
 def sublayers(layers: int) -> list[Sublayer]:
-    """All that can be skipped."""
+    """All sublayers that can be skipped."""
     return [(kind, layer) for layer in range(layers) for kind in SkippedLayers.model_fields]
 
 
-def skipping(parts: frozenset[Sublayer]) -> SkippedLayers:
-    """The set as a draft's settings."""
+def skipped_layers(parts: frozenset[Sublayer]) -> SkippedLayers:
+    """A set of sublayers as a draft's settings."""
     return SkippedLayers(**{kind: tuple(n for one, n in parts if one == kind) for kind in SkippedLayers.model_fields})
 
 
@@ -181,19 +181,22 @@ def search(
 
     The sets of `start` are tried first of all. The same arguments give the same sets in the same order.
     """
-    looked = _Trials(value, tries)
+    trials = _Trials(value, tries)
     try:
+        # 1) sets that are given
         for known in start:
-            looked.at(known)
-        order = _by_worth(parts, looked, random.Random(seed))
-        _nested(order, looked)
-        _climb(parts, looked, random.Random(seed))
-    except _SpentError:
+            trials.at(known)
+        # 2) each part alone; then the best m parts together, for ever finer m
+        order = _by_single_value(parts, trials, random.Random(seed))
+        _nested(order, trials)
+        # 3) from the best set on, one part more, less or another, while that is better
+        _climb(parts, trials, random.Random(seed))
+    except _NoTriesLeftError:
         pass
-    return SearchResult(looked.best, looked.values[looked.best], len(looked.values))
+    return SearchResult(trials.best, trials.values[trials.best], len(trials.values))
 
 
-class _SpentError(Exception):
+class _NoTriesLeftError(Exception):
     """All tries are used up."""
 
 
@@ -208,24 +211,24 @@ class _Trials(Generic[P]):
     def at(self, parts: frozenset[P]) -> float:
         if parts not in self.values:
             if len(self.values) >= self._tries:
-                raise _SpentError
+                raise _NoTriesLeftError
             self.values[parts] = self._value(parts)
             if len(self.values) == 1 or self.values[parts] > self.values[self.best]:
                 self.best = parts
         return self.values[parts]
 
 
-def _by_worth(parts: Sequence[P], looked: _Trials[P], chance: random.Random) -> list[P]:
+def _by_single_value(parts: Sequence[P], trials: _Trials[P], chance: random.Random) -> list[P]:
     """Parts by the value of leaving each out alone, the best first."""
-    worth = {place: looked.at(frozenset([parts[place]])) for place in chance.sample(range(len(parts)), len(parts))}
-    return [parts[place] for place in sorted(worth, key=lambda place: (-worth[place], place))]
+    alone = {place: trials.at(frozenset([parts[place]])) for place in chance.sample(range(len(parts)), len(parts))}
+    return [parts[place] for place in sorted(alone, key=lambda place: (-alone[place], place))]
 
 
-def _nested(order: Sequence[P], looked: _Trials[P]) -> None:
+def _nested(order: Sequence[P], trials: _Trials[P]) -> None:
     """The first m parts, for m on a grid of an eighth of them, then on ever finer ones beside the best m."""
 
     def value(count: int) -> float:
-        return looked.at(frozenset(order[:count]))
+        return trials.at(frozenset(order[:count]))
 
     step = max(1, len(order) // 8)
     best = max(range(0, len(order) + 1, step), key=value)
@@ -234,14 +237,14 @@ def _nested(order: Sequence[P], looked: _Trials[P]) -> None:
         best = max((m for m in (best, best - step, best + step) if 0 <= m <= len(order)), key=value)
 
 
-def _climb(parts: Sequence[P], looked: _Trials[P], chance: random.Random) -> None:
+def _climb(parts: Sequence[P], trials: _Trials[P], chance: random.Random) -> None:
     """Go to a better neighbour while there is one."""
     while True:
-        here = looked.best
+        here = trials.best
         inside = [part for part in parts if part in here]
         outside = [part for part in parts if part not in here]
         one_off = [here ^ {part} for part in parts]
         swapped = [here ^ {one, other} for one in inside for other in outside]
         around = [*chance.sample(one_off, len(one_off)), *chance.sample(swapped, len(swapped))]
-        if not any(looked.at(near) > looked.values[here] for near in around):
+        if not any(trials.at(near) > trials.values[here] for near in around):
             return

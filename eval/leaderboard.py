@@ -1,4 +1,4 @@
-"""Picks the checkpoint, and how it drafts, by expected speed-up.
+"""The leaderboard: picks the checkpoint, and how it drafts, by expected speed-up.
 
 1. One row a (draft, step, config), a config being a K or a tree: counts pooled over the split's mix as it is (no other
    domain weights), all scored sampling settings together, each under its serving rule; replayed counts where there are
@@ -180,9 +180,9 @@ def config_rows(
     settings: ScoreSettings,
     baselines: Collection[str] = (),
 ) -> ConfigRows:
-    """The figures that a leaderboard is made of: hundreds of bootstraps, to be drawn once."""
+    """Rows of every checkpoint at every K and tree: hundreds of bootstraps, to be drawn once."""
     return {
-        (draft, step): _rows(table, _times(costs, draft, step), draft in baselines, settings)
+        (draft, step): _config_rows(table, _times(costs, draft, step), draft in baselines, settings)
         for (draft, step), table in groups(serving(concat(tables), settings), "draft", "step")
     }
 
@@ -202,19 +202,25 @@ def leaderboard(
     same arguments, where they are known already.
     """
     known = config_rows(tables, costs, settings, baselines) if configs is None else configs
+    # 1) each checkpoint at its best config
     best: list[Row] = []
     for (draft, step), table in groups(serving(concat(tables), settings), "draft", "step"):
         times, seen = _times(costs, draft, step), (perplexity or {}).get((draft, step), math.nan)
         rows = known[draft, step]
         row = best_config(rows, settings.tie_share)
         share = (scored_shares or {}).get((draft, step), 1.0)
-        best.append(replace(row, perplexity=seen, scored_share=share, load=_load(table, times, rows, row, settings)))
+        best.append(
+            replace(row, perplexity=seen, scored_share=share, load=_load_figures(table, times, rows, row, settings))
+        )
+    # 2) the best of them
     best.sort(key=lambda row: (not row.baseline, row.draft, row.step))
     winner = choose(best)
     return [replace(row, chosen=row is winner) for row in best]
 
 
-def _load(table: pa.Table, times: Times, rows: Sequence[Row], row: Row, settings: ScoreSettings) -> LoadFigures | None:
+def _load_figures(
+    table: pa.Table, times: Times, rows: Sequence[Row], row: Row, settings: ScoreSettings
+) -> LoadFigures | None:
     if not isinstance(times, LoadTimes):
         return None
     candidates = [Candidate(one.config, one.tau, one.drafted, one.drafted_share) for one in rows]
@@ -258,7 +264,7 @@ def best_config(rows: Sequence[Row], tie_share: float) -> Row:
 
 
 def plain_row(costs: Times) -> Row:
-    """The baseline of baselines: decoding without a draft."""
+    """The row of decoding without a draft."""
     one = Estimate(1.0, 1.0, 1.0)
     none = Estimate(math.nan, reason="nothing is drafted")
     return Row(
@@ -272,17 +278,17 @@ def domain_rows(
     settings: ScoreSettings,
     costs: Mapping[Checkpoint, Times],
 ) -> list[DomainRow]:
-    """The rows' drafts per domain and sampling setting, each at the config that its row has."""
+    """Rows by domain and sampling setting, each draft at the config that its row has."""
     everything = concat(tables)
     table = serving(everything, settings)
     found: list[DomainRow] = []
     for row in rows:
         configs = where(table, draft=row.draft, step=row.step)
-        mine, all_rules = at_config(configs, row.config), _of(everything, row)
+        mine, all_rules = at_config(configs, row.config), _rows_of(everything, row)
         times = _times(costs, row.draft, row.step)
         for (domain, setting, rule), part in groups(mine, "domain", "setting", "rule"):
             pooled = tau(part, settings.bootstrap)
-            share = _share(part, row.baseline)
+            share = _drafted_share(part, row.baseline)
             speedup = times.gain(row.config, share).estimate(pooled)
             loaded = times if isinstance(times, LoadTimes) and math.isfinite(pooled.value) else None
             found.append(
@@ -316,7 +322,10 @@ def _batches(
         return ()
     candidates = [
         Candidate(
-            DraftConfig(K, tree), tau(part, settings.bootstrap), _a_round(part["drafted"], part), _share(part, baseline)
+            DraftConfig(K, tree),
+            tau(part, settings.bootstrap),
+            _per_round(part["drafted"], part),
+            _drafted_share(part, baseline),
         )
         for (K, tree), part in groups(table, "draft_tokens", "tree")
     ]
@@ -335,7 +344,7 @@ def _taus(table: pa.Table, settings: ScoreSettings) -> tuple[tuple[str, Estimate
 def speedup_difference(tables: Sequence[pa.Table], first: Row, second: Row, settings: ScoreSettings) -> Estimate:
     """Expected speed-up of the first row minus the second's, paired by turn: what a promotion rests on."""
     table = serving(concat(tables), settings)
-    one, two = (_of(table, row) for row in (first, second))
+    one, two = (_rows_of(table, row) for row in (first, second))
     return tau_difference(one, two, settings.bootstrap, first.gain.speedup, second.gain.speedup)
 
 
@@ -353,11 +362,11 @@ def at_config(table: pa.Table, config: DraftConfig) -> pa.Table:
     return where(table, draft_tokens=config.levels, tree=config.tree)
 
 
-def _of(table: pa.Table, row: Row) -> pa.Table:
+def _rows_of(table: pa.Table, row: Row) -> pa.Table:
     return at_config(where(table, draft=row.draft, step=row.step), row.config)
 
 
-def _rows(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings) -> list[Row]:
+def _config_rows(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings) -> list[Row]:
     """A row for every config of one draft and step."""
     return [_row(part, costs, baseline, settings) for _, part in groups(table, "draft_tokens", "tree")]
 
@@ -366,13 +375,13 @@ def _row(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings)
     """The row of one draft, step and config."""
     draft, step, K, tree = (values(table, column)[0] for column in ("draft", "step", "draft_tokens", "tree"))
     config, pooled = DraftConfig(K, tree), tau(table, settings.bootstrap)
-    cost, share = costs.cost(config), _share(table, baseline)
+    cost, share = costs.cost(config), _drafted_share(table, baseline)
     gain = costs.gain(config, share)
     return Row(
         draft=draft,
         step=step,
         config=config,
-        drafted=_a_round(table["drafted"], table),
+        drafted=_per_round(table["drafted"], table),
         tau=pooled,
         acceptance=acceptance(table, settings.bootstrap),
         alphas=tuple(alphas(table, settings.bootstrap)),
@@ -385,14 +394,14 @@ def _row(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings)
     )
 
 
-def _share(table: pa.Table, baseline: bool) -> float:
+def _drafted_share(table: pa.Table, baseline: bool) -> float:
     """Share of rounds whose draft is paid for: a trained draft always drafts, and its clipped last rounds are counted
     as full ones."""
-    return _a_round(pc.list_element(table["reached"], 0), table) if baseline else 1.0
+    return _per_round(pc.list_element(table["reached"], 0), table) if baseline else 1.0
 
 
-def _a_round(counts: pa.ChunkedArray, table: pa.Table) -> float:
-    """So many on average in a round."""
+def _per_round(counts: pa.ChunkedArray, table: pa.Table) -> float:
+    """Average count in a round; NaN without rounds."""
     total, rounds = (sum(column.to_pylist()) for column in (counts, table["rounds"]))
     return float(total / rounds) if rounds else math.nan
 

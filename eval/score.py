@@ -48,9 +48,9 @@ class Consistency:
     compared: int = 0
     """Answers (turn x K or tree) that both counted."""
     ties: int = 0
-    """Answers that part where the target's two tokens tie; their counts are not compared."""
+    """Answers that diverge where the target's two tokens tie; their counts are not compared."""
     diverged: tuple[str, ...] = ()
-    """Answers that part although the target prefers one token clearly: decoding that is not lossless."""
+    """Answers that diverge although the target prefers one token clearly: decoding that is not lossless."""
     miscounted: tuple[str, ...] = ()
     """Equal answers whose counts differ: below float32 the draft's own ties flip between passes of unlike shape."""
 
@@ -86,23 +86,29 @@ def score_draft(
     What cannot be replayed is decoded on all of them. `traces` is shared by the checkpoints that are scored on the same
     samples. Raises ReplayMismatchError in float32.
     """
+    # 1) what is replayed and what is decoded of each way of drafting
     samples = scored_samples(samples, settings)
     traces = traces or TargetPassCache(target, settings.trace_bytes, settings.replay_tokens)
-    title = f"score {identity.name} step {identity.step}"
-    works = [_Work.of(spec, samples, settings) for spec in specs]
+    shares = [_Share.of(spec, samples, settings) for spec in specs]
     replayed: list[_Answer] = []
     decoded: list[_Answer] = []
-    with bar(title, sum(work.answers for work in works), "answers") as advance:
-        for work in works:
-            replayed += _replay(work, traces, settings, advance)
-            decoded += _decode(target, work, settings, advance)
+    # 2) count
+    title = f"score {identity.name} step {identity.step}"
+    with bar(title, sum(share.answers for share in shares), "answers") as advance:
+        for share in shares:
+            replayed += _replay(share, traces, settings, advance)
+            decoded += _decode(target, share, settings, advance)
+    # 3) compare what was counted both ways
     consistency = _compare(target, replayed, decoded, settings)
-    _judge(target, consistency, settings, title)
+    _report_mismatches(target, consistency, settings, title)
     return Score(to_table(_row(identity, answer) for answer in [*replayed, *decoded]), consistency)
 
 
 def stratified_conversations(samples: Iterable[Sample], count: int) -> set[str]:
-    """`count` conversations, taken in turn from each domain in the order of a hash: stable as others come and go."""
+    """A sample of `count` conversations, taken in turn from each domain in the order of a hash.
+
+    It is stable as other conversations come and go.
+    """
     by_domain: dict[str, set[str]] = {}
     for sample in samples:
         by_domain.setdefault(sample.domain, set()).add(sample.conversation)
@@ -115,6 +121,8 @@ def stratified_conversations(samples: Iterable[Sample], count: int) -> set[str]:
 
 
 class _Answer(NamedTuple):
+    """Counts of one answer under one rule at one config."""
+
     sample: Sample
     rule: str
     config: DraftConfig
@@ -131,7 +139,7 @@ class _Decoding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Share:
     """What is replayed and what is decoded of one way of drafting."""
 
     spec: ProposerSpec
@@ -139,7 +147,7 @@ class _Work:
     decoded: list[_Decoding]
 
     @classmethod
-    def of(cls, spec: ProposerSpec, samples: Sequence[Sample], settings: ScoreSettings) -> "_Work":
+    def of(cls, spec: ProposerSpec, samples: Sequence[Sample], settings: ScoreSettings) -> "_Share":
         """Replay all that can be, and decode a part of it at the settings' depths; decode all of the rest."""
         proposer, chosen = spec.proposer, stratified_conversations(samples, settings.decode_conversations)
         some = [depth for depth in settings.decode_draft_tokens if depth in spec.depths] or spec.depths[-1:]
@@ -161,7 +169,7 @@ class _Work:
 
 
 def scored_samples(samples: Sequence[Sample], settings: ScoreSettings) -> list[Sample]:
-    """Those that the settings ask for. Raises InputError where there are none, or they are of the train split."""
+    """Samples that the settings ask to score. Raises InputError for none, or the train split."""
     trained = next((sample for sample in samples if sample.split == "train"), None)
     if trained is not None:
         raise InputError(f"sample {trained.id}: split train; drafts are scored on selection or holdout only")
@@ -173,8 +181,8 @@ def scored_samples(samples: Sequence[Sample], settings: ScoreSettings) -> list[S
     return list(samples)
 
 
-def _replay(work: _Work, traces: TargetPassCache, settings: ScoreSettings, advance: Advance) -> list[_Answer]:
-    spec, samples, done = work.spec, work.replayed, dict[int, list[Counted]]()
+def _replay(share: _Share, traces: TargetPassCache, settings: ScoreSettings, advance: Advance) -> list[_Answer]:
+    spec, samples, done = share.spec, share.replayed, dict[int, list[Counted]]()
     for index, counted in replay_samples(spec.proposer, traces, samples, spec.depths, settings):
         done[index] = counted
         advance(note="replay")
@@ -185,10 +193,10 @@ def _replay(work: _Work, traces: TargetPassCache, settings: ScoreSettings, advan
     ]
 
 
-def _decode(target: Target, work: _Work, settings: ScoreSettings, advance: Advance) -> list[_Answer]:
-    """The order of the answers does not depend on which finishes first."""
-    spec, answers = work.spec, list[_Answer]()
-    for rule, samples, depths in work.decoded:
+def _decode(target: Target, share: _Share, settings: ScoreSettings, advance: Advance) -> list[_Answer]:
+    """Decode; the order of the answers does not depend on which finishes first."""
+    spec, answers = share.spec, list[_Answer]()
+    for rule, samples, depths in share.decoded:
         requests = [_request(target, sample, settings) for sample in samples]
         for depth in depths:
             done: dict[int, Generation] = {}
@@ -229,6 +237,7 @@ def _row(identity: Identity, answer: _Answer) -> CountRow:
 def _compare(
     target: Target, replayed: Sequence[_Answer], decoded: Sequence[_Answer], settings: ScoreSettings
 ) -> Consistency:
+    """Compare decoded answers and their counts with the replayed ones, at temperature 0."""
     expected = {
         (answer.sample.id, answer.config): answer.counts for answer in replayed if answer.sample.sampling.greedy
     }
@@ -253,8 +262,8 @@ def _compare(
     return Consistency(compared, ties, tuple(diverged), tuple(miscounted))
 
 
-def _judge(target: Target, consistency: Consistency, settings: ScoreSettings, title: str) -> None:
-    """Loud where replay and decoding differ; an error where arithmetic cannot be the reason."""
+def _report_mismatches(target: Target, consistency: Consistency, settings: ScoreSettings, title: str) -> None:
+    """Say where replay and decoding differ; raise ReplayMismatchError where arithmetic cannot be the reason."""
     differ = len(consistency.mismatches)
     if not differ:
         return
@@ -272,7 +281,7 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def _tie(target: Target, sample: Sample, decoded: Sequence[int], at: int, tolerance: float) -> bool:
-    """Whether the target hardly prefers one of the two tokens at which the answers part."""
+    """Whether the target hardly prefers one of the two tokens at which the answers diverge."""
     recorded = sample.answer_ids
     if at >= min(len(recorded), len(decoded)):
         return False
@@ -287,11 +296,11 @@ def _brief(counts: RoundCounts) -> str:
 
 
 def measured_tree(target: CausalModel, proposer: Proposer, samples: Sequence[Sample], tree: MeasuredTree) -> StaticTree:
-    """The tree of one draft, by what it gets right along recorded answers: those that it was trained on, so that the
-    answers which pick a draft do not also shape it. Raises InputError where there are none."""
+    """A static tree shaped by how often each rank of a draft is right along recorded answers: those that it was trained
+    on, so that the answers which pick a draft do not also shape it. Raises InputError where there are none."""
 
     def traces() -> Iterator[tuple[Pack, Trace]]:
-        for traced in TargetPassCache(target, 0).along(samples, proposer):
+        for traced in TargetPassCache(target, 0).traces(samples, proposer):
             yield traced.pack, proposer.trace(traced.pack, tree.levels, traced.sampling, traced.states)
 
     with running(target.device):
@@ -301,21 +310,21 @@ def measured_tree(target: CausalModel, proposer: Proposer, samples: Sequence[Sam
     return StaticTree(kind="static", choices=[list(choice) for choice in shape.choices])
 
 
-_MOST = 700.0  # mean -log q whose exp is still a number
+_MOST_NATS = 700.0  # mean -log q whose exp is still a number
 _AS_TRAINED = SamplingSettings(temperature=1.0)
 
 
 def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TargetPassCache) -> float | None:
-    """exp of the mean -log q of the answers' tokens at depth 1, temperature 1; None where that is no number.
+    """Perplexity of the answers under a draft: exp of the mean -log q at depth 1, temperature 1; None where no number.
 
     Tokens outside a reduced draft vocabulary have q = 0 and are left out, which flatters such a draft.
     """
     total, count = 0.0, 0
-    for traced in traces.along(samples, proposer):
+    for traced in traces.traces(samples, proposer):
         with running(traced.pack.ids_BT.device):
             q_R = proposer.trace(traced.pack, 1, _AS_TRAINED, traced.states).q_RK[:, 0].double().cpu()
         inside_R = q_R > 0
         total -= float(q_R[inside_R].log().sum())
         count += int(inside_R.sum())
-    known = count > 0 and total / count < _MOST
+    known = count > 0 and total / count < _MOST_NATS
     return math.exp(total / count) if known else None

@@ -1,4 +1,4 @@
-"""What drafts are worth at the operator's load: speed-up, goodput and break-even by batch size, from fitted times.
+"""Serving load: speed-up, goodput and break-even by batch size at the operator's load, from fitted times.
 
 All B slots run their rounds together, each with progress of its own, so a round yields tau tokens a slot. A slot's
 answer of L tokens costs one prompt, which yields the first of them, and (L - 1) / tau rounds; while a prompt is read
@@ -27,7 +27,7 @@ from .speedup import Gain, chain_alpha, pooled
 
 
 class Memory(NamedTuple):
-    """What the draft takes beside the target, in bytes."""
+    """Memory that the draft takes beside the target, in bytes."""
 
     weights: int
     caches: float
@@ -91,13 +91,13 @@ class LoadTimes:
         )
 
     def gain(self, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
-        """Over the whole load."""
+        """Gain over the whole load: speed-ups pooled harmonically, by share of time."""
         shares = self.load.shares
         return pooled([self.gain_at(size, config, drafted_share) for size in shares], list(shares.values()))
 
     def gain_at(self, batch_size: int, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
-        """At one batch size. `drafted_share`: share of a slot's rounds that draft at all; a round in which no slot does
-        costs a plain one, and slots draft independently of one another."""
+        """Gain at one batch size. `drafted_share`: share of a slot's rounds that draft at all; a round in which no slot
+        does costs a plain one, and slots draft independently of one another."""
         place = batch_size, config, drafted_share
         if place not in self._gains:
             self._gains[place] = self._gain_at(*place)
@@ -109,24 +109,27 @@ class LoadTimes:
         return {}
 
     def _gain_at(self, batch_size: int, config: DraftConfig, drafted_share: float) -> Gain:
+        # Seconds of a prompt, a plain round and a drafted one at this batch size.
         context, later = self.load.context_tokens, self.load.answer_tokens - 1
         prompt, draft_prompt = self.fit.prompt(self.load.prompt_tokens)
         plain = self.fit.plain(batch_size, context)
         drafted = self.fit.round(config, batch_size, context).seconds
+        # A round in which no slot drafts costs a plain one.
         idle = (1 - drafted_share) ** batch_size
         seconds = (1 - idle) * drafted + idle * plain
+        # Both parts of an answer in units of plain decoding of all of it.
         whole = batch_size * prompt + later * plain
         return Gain(batch_size * (prompt + draft_prompt) / whole, later * seconds / whole)
 
     def plain_goodput_at(self, batch_size: int) -> float:
-        """Tokens a second without a draft."""
+        """Goodput without a draft at one batch size, in tokens a second."""
         tokens, (prompt, _) = self.load.answer_tokens, self.fit.prompt(self.load.prompt_tokens)
         plain = self.fit.plain(batch_size, self.load.context_tokens)
         return batch_size * tokens / (batch_size * prompt + (tokens - 1) * plain)
 
     @cached_property
     def plain_goodput(self) -> float:
-        """Over the whole load, by shares of time."""
+        """Goodput without a draft over the whole load, by shares of time."""
         return sum(share * self.plain_goodput_at(size) for size, share in self.load.shares.items())
 
     def break_even(self, config: DraftConfig, tau: float, drafted_share: float = 1.0) -> BreakEvenPoint:
@@ -152,7 +155,7 @@ class LoadTimes:
 
 
 class Candidate(NamedTuple):
-    """A config and how it does on the conversations."""
+    """A K or tree and how it does on the conversations."""
 
     config: DraftConfig
     tau: Estimate
@@ -236,7 +239,7 @@ class LoadFigures:
 def load_figures(
     times: LoadTimes, candidates: Sequence[Candidate], config: DraftConfig, engine_tau: Estimate, tie_share: float
 ) -> LoadFigures:
-    """Of one draft, served at `config`, which is among the candidates."""
+    """Figures of one draft at the load, served at `config`, which is among the candidates."""
     mine = next(one for one in candidates if one.config == config)
     gain = times.gain(config, mine.drafted_share)
     return LoadFigures(
@@ -246,7 +249,7 @@ def load_figures(
         goodput=gain.estimate(mine.tau).scaled(times.plain_goodput),
         plain_goodput=times.plain_goodput,
         engine_tau=engine_tau,
-        break_even_alpha=_alpha(gain.break_even_tau, config),
+        break_even_alpha=_break_even_alpha(gain.break_even_tau, config),
         break_even=times.break_even(config, mine.tau.value, mine.drafted_share)
         if math.isfinite(mine.tau.value)
         else None,
@@ -257,11 +260,11 @@ def load_figures(
 
 def batch_figures(times: LoadTimes, candidates: Sequence[Candidate], tie_share: float) -> tuple[BatchFigures, ...]:
     """The best K or tree at each batch size that tables show."""
-    return tuple(_at(times, size, candidates, tie_share) for size in times.sizes)
+    return tuple(_best_at(times, size, candidates, tie_share) for size in times.sizes)
 
 
-def _at(times: LoadTimes, batch_size: int, candidates: Sequence[Candidate], tie_share: float) -> BatchFigures:
-    """The best config there; of those within `tie_share` of it the one that drafts the fewest tokens."""
+def _best_at(times: LoadTimes, batch_size: int, candidates: Sequence[Candidate], tie_share: float) -> BatchFigures:
+    """Figures of the best config at one batch size; of those within `tie_share` of it that with the fewest tokens."""
     gains = {one: times.gain_at(batch_size, one.config, one.drafted_share) for one in candidates}
     known = {one: gain.speedup(one.tau.value) for one, gain in gains.items() if math.isfinite(one.tau.value)}
     floor = max(known.values(), default=0.0) * (1 - tie_share)
@@ -277,11 +280,11 @@ def _at(times: LoadTimes, batch_size: int, candidates: Sequence[Candidate], tie_
         goodput=speedup.scaled(plain),
         plain_goodput=plain,
         break_even_tau=gain.break_even_tau,
-        break_even_alpha=_alpha(gain.break_even_tau, best.config),
+        break_even_alpha=_break_even_alpha(gain.break_even_tau, best.config),
     )
 
 
-def _alpha(tau: float, config: DraftConfig) -> float:
+def _break_even_alpha(tau: float, config: DraftConfig) -> float:
     return math.nan if config.tree else chain_alpha(tau, config.levels)
 
 

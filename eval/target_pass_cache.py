@@ -1,4 +1,4 @@
-"""The target's passes over recorded answers, many answers at a time, and drafts replayed along them."""
+"""Cache of the target's passes over recorded answers, many answers at a time, and drafts replayed along them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -38,7 +38,7 @@ class TargetPassCache:
             found += [[indexes[place] for place in group] for group in buckets(lengths, self._tokens)]
         return found
 
-    def of(self, pack: Sequence[Sample], proposer: Proposer) -> TargetTrace:
+    def trace(self, pack: Sequence[Sample], proposer: Proposer) -> TargetTrace:
         """The target's states along the answers of a pack, as far as the proposer reads them."""
         key = tuple(sample.id for sample in pack), proposer.aux_layers, proposer.needs_hidden_states
         traced = self._known.get(key)
@@ -49,21 +49,21 @@ class TargetPassCache:
                 self._known[key] = traced
         return traced
 
-    def along(self, samples: Sequence[Sample], proposer: Proposer) -> Iterator[TargetTrace]:
+    def traces(self, samples: Sequence[Sample], proposer: Proposer) -> Iterator[TargetTrace]:
         """The passes over all samples, in no order."""
         for pack in self.packs(samples):
-            yield self.of([samples[index] for index in pack], proposer)
+            yield self.trace([samples[index] for index in pack], proposer)
 
 
 def replay_samples(
     proposer: Proposer,
-    traces: TargetPassCache,
+    cache: TargetPassCache,
     samples: Sequence[Sample],
     depths: Sequence[int],
     settings: ScoreSettings,
 ) -> Iterator[tuple[int, list[Counted]]]:
     """Each sample's index and its counts, under every scored rule that a replay can tell, pack by pack."""
-    for pack in traces.packs(samples):
-        traced = traces.of([samples[index] for index in pack], proposer)
+    for pack in cache.packs(samples):
+        traced = cache.trace([samples[index] for index in pack], proposer)
         rules = replayable_rules(proposer, traced.sampling, settings.sampled_rules)
         yield from zip(pack, replay(proposer, traced, rules, depths))

@@ -8,7 +8,7 @@ from ..data.store import Sample
 from ..errors import InputError
 from ..eval.costs import CostTable
 from ..eval.draft_configs import ProposerSpec
-from ..eval.layer_skip import RoundTimes, SkipScore, SkipScorer, SkipTrial, Sublayer, search, skipping, sublayers
+from ..eval.layer_skip import RoundTimes, SkipCounts, SkipScore, SkipScorer, Sublayer, search, skipped_layers, sublayers
 from ..eval.score import stratified_conversations
 from ..eval.settings import SELECTION_SPLIT
 from ..eval.table import SkipRow, show_skips
@@ -55,15 +55,15 @@ def _search_layers(space: Workspace, options: SkipLayersOptions) -> None:
 
     # 2) What a set of skipped layers is worth: its counts, kept from earlier searches, and the times of its rounds.
     times = _times(scorer, space, depths)
-    tried = SkipTrial(_folder(space, captured, scorer, depths, conversations) / TRIES_FILE)
-    worth = SkipScorer(space.target, samples, times, scorer.settings, tried)
+    tried = SkipCounts(_folder(space, captured, scorer, depths, conversations) / TRIES_FILE)
+    skip_scorer = SkipScorer(space.target, samples, times, scorer.settings, tried)
 
     # 3) Search over all domains together, then from there in each.
     rows: list[SkipRow] = []
     best: list[frozenset[Sublayer]] = []  # of all domains together: where the search in each begins
     for name, path in files.items():
         asked = list(samples) if name == POOLED else [name]
-        found, row = _search(space, worth, name, asked, tries, seed, best)
+        found, row = _search(space, skip_scorer, name, asked, tries, seed, best)
         best = best or [found]
         rows.append(row)
         how = {**row.record(), "seed": seed, "conversations": conversations, "capture": captured.fingerprint}
@@ -119,7 +119,7 @@ def _folder(space: Workspace, captured: Stage, scorer: Scorer, depths: Sequence[
 
 def _search(
     space: Workspace,
-    worth: SkipScorer,
+    skip_scorer: SkipScorer,
     name: str,
     domains: Sequence[str],
     tries: int,
@@ -132,11 +132,13 @@ def _search(
     with bar(f"skip layers, {name}", tries, "sets") as advance:
 
         def value(parts: frozenset[Sublayer]) -> float:
-            seen[parts] = worth.worth(skipping(parts), domains)
+            seen[parts] = skip_scorer.score(skipped_layers(parts), domains)
             advance(note=f"best {max(one.speedup for one in seen.values()):.2f}x")
             return seen[parts].speedup
 
         found = search(sublayers(space.target.num_layers), value, tries, seed, start)
     best = seen[found.parts]
-    row = SkipRow(name, skipping(found.parts), space.target.num_layers, best.K, best.tau, best.speedup, found.tries)
+    row = SkipRow(
+        name, skipped_layers(found.parts), space.target.num_layers, best.K, best.tau, best.speedup, found.tries
+    )
     return found.parts, row

@@ -7,7 +7,7 @@ does meets all of them; each run is kept when it is done, and one that is kept i
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -15,12 +15,10 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
-from torch import Tensor, nn
 
 from ... import fingerprint
 from ...errors import CorruptDataError, DraftforgeError, MissingFileError, one_line
 from ...progress import Advance, bar, say
-from ...specdec.cache import KVCache
 from ...specdec.decoder import decode_rounds
 from ...specdec.memory_fit import takes_graphs
 from ...specdec.models import CausalModel
@@ -30,6 +28,7 @@ from ...specdec.sampling import SamplingSettings
 from ...storage import read_json, write_bytes
 from ..draft_configs import DraftConfig
 from ..figures import Estimate
+from .draft_memory import draft_bytes
 from .latency import TimedAnswer, mean
 
 PLAIN = "plain"
@@ -294,25 +293,28 @@ class RunFolder:
 
 
 def run_all(
-    work: BenchRun, ways: Sequence[BenchEntry], batch_sizes: Sequence[int], repeats: int, folder: RunFolder
+    work: BenchRun, entries: Sequence[BenchEntry], batch_sizes: Sequence[int], repeats: int, folder: RunFolder
 ) -> tuple[list[RunRecord], list[Failure]]:
-    """Records of all runs, plain decoding (the first way) beside each, and what could not be run, with the reason."""
+    """Records of all runs, plain decoding (the first entry) beside each, and what could not be run, with the reason."""
     records: list[RunRecord] = []
     failures: dict[Setting, Failure] = {}
-    warm: dict[Setting, RoundParts] = {}
-    turns = list(product(batch_sizes, range(repeats), ways))
+    warm: dict[Setting, RoundParts] = {}  # settings that were warmed up, with the parts of their rounds
+    turns = list(product(batch_sizes, range(repeats), entries))
     with bar("bench", len(turns) * len(work.prompts), "answers") as advance:
-        for batch_size, repeat, way in turns:
-            setting = way.at(batch_size)
-            if setting not in failures and ways[0].at(batch_size) in failures:
+        for batch_size, repeat, entry in turns:
+            setting = entry.at(batch_size)
+            # 1) nothing to compare with: plain decoding failed at this batch size
+            if setting not in failures and entries[0].at(batch_size) in failures:
                 why = f"plain decoding does not run at batch {batch_size}: there is nothing to compare with"
                 failures[setting] = _failure(setting, why)
+            # 2) a record of an earlier call
             found = None if setting in failures else folder.read(setting, repeat)
+            # 3) else run it, once it is warm
             if found is None and setting not in failures:
                 try:
                     if setting not in warm:
-                        warm[setting] = warm_up(work, way, batch_size)
-                    found = run_once(work, way, batch_size, repeat, warm[setting], advance)
+                        warm[setting] = warm_up(work, entry, batch_size)
+                    found = run_once(work, entry, batch_size, repeat, warm[setting], advance)
                 except (DraftforgeError, torch.OutOfMemoryError) as error:
                     failures[setting] = _failure(setting, one_line(error))
                     if work.target.device.type == "cuda":
@@ -326,11 +328,11 @@ def run_all(
     return records, list(failures.values())
 
 
-def warm_up(work: BenchRun, way: BenchEntry, batch_size: int) -> RoundParts:
+def warm_up(work: BenchRun, entry: BenchEntry, batch_size: int) -> RoundParts:
     """Two short runs: one for what happens once, and one under a timer for the parts of a round."""
     requests = work.requests(2 * batch_size, _WARM_TOKENS)
     for timer in (None, RoundTimer(work.target.device)):
-        for _ in decode_rounds(_run(work, way, batch_size, requests, _proposer(way), timer)):
+        for _ in decode_rounds(_run(work, entry, batch_size, requests, _proposer(entry), timer)):
             pass
     rounds = timer.rounds if timer is not None else []
     fullest = max((one.batch for one in rounds), default=0)
@@ -345,29 +347,29 @@ def warm_up(work: BenchRun, way: BenchEntry, batch_size: int) -> RoundParts:
 
 def run_once(
     work: BenchRun,
-    way: BenchEntry,
+    entry: BenchEntry,
     batch_size: int,
     repeat: int,
     parts: RoundParts,
     advance: Advance = lambda amount=1, note="": None,
 ) -> RunRecord:
     """All prompts once, timed as a whole and at every arrival, without a wait that serving would not have."""
-    device, proposer = work.target.device, _proposer(way)
+    device, proposer = work.target.device, _proposer(entry)
     first, barriers = _settling(work, batch_size)
-    run = _run(work, way, batch_size, [*first, *work.requests()], proposer, None, barriers)
+    run = _run(work, entry, batch_size, [*first, *work.requests()], proposer, None, barriers)
     before = _start_memory(device)
     done: dict[int, Generation] = {}
     for finished in decode_rounds(run):
         for index, generation in finished:
             if index >= len(first):
                 done[index - len(first)] = generation
-                advance(note=f"{way.setting.label}, batch {batch_size}")
+                advance(note=f"{entry.setting.label}, batch {batch_size}")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = min(one.begun for one in done.values())
     seconds = time.perf_counter() - start
     return RunRecord(
-        setting=way.at(batch_size),
+        setting=entry.at(batch_size),
         repeat=repeat,
         seconds=seconds,
         answers=[timed_answer(index, done[index], start) for index in sorted(done)],
@@ -400,60 +402,6 @@ def timed_answer(prompt: int, generation: Generation, start: float) -> TimedAnsw
     )
 
 
-def draft_bytes(proposer: Proposer | None, target: CausalModel) -> tuple[int, int]:
-    """Bytes of the weights that drafting adds, and of its caches and other tensors.
-
-    Whatever tensors can be reached from the proposer; those of the target are not counted, and none is counted twice.
-    """
-    seen = {_place(tensor) for tensor in _tensors_of(target.model)}
-    weights, state = dict[tuple[str, int], int](), dict[tuple[str, int], int]()
-    for tensor, is_weight in _reachable(proposer, target, set()):
-        if _place(tensor) not in seen:
-            found = weights if is_weight else state
-            found[_place(tensor)] = max(tensor.nbytes, found.get(_place(tensor), 0))
-    return sum(weights.values()), sum(size for at, size in state.items() if at not in weights)
-
-
-def _reachable(value: Any, target: CausalModel, visited: set[int]) -> Iterator[tuple[Tensor, bool]]:
-    """Tensors below a value, and whether each is a weight."""
-    if isinstance(value, Tensor):
-        yield value, False
-        return
-    if value is target or id(value) in visited:
-        return
-    visited.add(id(value))
-    if isinstance(value, nn.Module):
-        for tensor in _tensors_of(value):
-            yield tensor, True
-        return
-    inner: Iterable[Any] = ()
-    if isinstance(value, dict):
-        inner = value.values()
-    elif isinstance(value, list | tuple | set):
-        inner = () if value and isinstance(next(iter(value)), int | str) else value
-    elif type(value).__module__.startswith(_OWN):
-        inner = [getattr(value, name, None) for name in _fields(value)]
-    for one in inner:
-        yield from _reachable(one, target, visited)
-
-
-_OWN = KVCache.__module__.partition(".")[0]
-
-
-def _fields(value: Any) -> list[str]:
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [*getattr(value, "__dict__", {}), *slots]
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _place(tensor: Tensor) -> tuple[str, int]:
-    return str(tensor.device), tensor.data_ptr()
-
-
 def _memory(proposer: Proposer | None, target: CausalModel, device: torch.device, before: int) -> Memory:
     peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
     weights, state = draft_bytes(proposer, target)
@@ -470,19 +418,19 @@ def _start_memory(device: torch.device) -> int:
 
 def _run(
     work: BenchRun,
-    way: BenchEntry,
+    entry: BenchEntry,
     batch_size: int,
     requests: list[Request],
     proposer: Proposer | None,
     timer: RoundTimer | None = None,
     barriers: frozenset[int] = frozenset(),
 ) -> DecodeRun:
-    levels, rule = max(way.setting.levels, 1), way.setting.rule
+    levels, rule = max(entry.setting.levels, 1), entry.setting.rule
     return DecodeRun(work.target, proposer, requests, rule, levels, batch_size, timer=timer, barriers=barriers)
 
 
-def _proposer(way: BenchEntry) -> Proposer | None:
-    return None if way.make is None else way.make()
+def _proposer(entry: BenchEntry) -> Proposer | None:
+    return None if entry.make is None else entry.make()
 
 
 def _seed(seed: int, name: str) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from draftforge.errors import InputError
 from draftforge.eval.bench import run
+from draftforge.eval.bench.draft_memory import draft_bytes
 from draftforge.eval.bench.latency import Timeline
 from draftforge.eval.bench.run import (
     BenchEntry,
@@ -18,7 +19,6 @@ from draftforge.eval.bench.run import (
     BenchRun,
     RunFolder,
     Setting,
-    draft_bytes,
     run_all,
     run_once,
     warm_up,

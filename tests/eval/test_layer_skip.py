@@ -1,5 +1,8 @@
-"""What skipping layers is worth: counts as scoring has them, times by their definition, and planted optima found."""
+"""Layer-skip search: counts as scoring has them, times by their definition, planted optima, and the search itself."""
 
+import itertools
+import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +17,7 @@ from draftforge.eval import layer_skip
 from draftforge.eval.costs import CostTable, cost_key
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.figures import Bootstrap, tau
-from draftforge.eval.layer_skip import RoundTimes, SkipScorer, SkipTrial, search, sublayers
+from draftforge.eval.layer_skip import RoundTimes, SkipCounts, SkipScorer, search, sublayers
 from draftforge.eval.leaderboard import at_config, serving
 from draftforge.eval.score import Identity, score_draft
 from draftforge.eval.settings import ScoreSettings
@@ -69,7 +72,7 @@ def samples(target: Target) -> dict[str, list[Sample]]:
 
 @pytest.fixture
 def scorer(target: Target, samples: dict[str, list[Sample]], tmp_path: Path) -> SkipScorer:
-    return SkipScorer(target, samples, TIMES, SETTINGS, SkipTrial(tmp_path / "tries.json"))
+    return SkipScorer(target, samples, TIMES, SETTINGS, SkipCounts(tmp_path / "tries.json"))
 
 
 def table(target: CausalModel, plain: float, draft: float, verify: float, rest: float) -> CostTable:
@@ -105,7 +108,7 @@ def test_tau_is_the_scores(
         counts = score_draft(target, [ProposerSpec(make, (1, 3))], mine, SETTINGS, Identity("skipped", 0)).counts
         taus = {K: tau(at_config(serving(counts, SETTINGS), DraftConfig(K)), Bootstrap(10)).value for K in (1, 3)}
         speedups = {K: taus[K] / TIMES[K].of(4, skipped) for K in taus}
-        worth = scorer.worth(skipped, domains)
+        worth = scorer.score(skipped, domains)
         assert max(speedups, key=lambda K: speedups[K]) == worth.K
         assert (worth.tau, worth.speedup) == pytest.approx((taus[worth.K], speedups[worth.K]))
         assert 1.0 < worth.tau < 1 + worth.K
@@ -114,19 +117,19 @@ def test_tau_is_the_scores(
 def test_what_costs_nothing_is_skipped_first(scorer: SkipScorer) -> None:
     """Of all sublayers alone the two that add nothing are worth most, and the best set of all has both."""
     both = ["chat", "code"]
-    alone = {part: scorer.worth(layer_skip.skipping(frozenset([part])), both) for part in sublayers(4)}
+    alone = {part: scorer.score(layer_skip.skipped_layers(frozenset([part])), both) for part in sublayers(4)}
     best = sorted(alone, key=lambda part: -alone[part].speedup)[:2]
     assert set(best) == {("attention", FREE_ATTENTION), ("mlp", FREE_MLP)}
-    assert alone["attention", FREE_ATTENTION].tau == scorer.worth(SkippedLayers(), both).tau
-    found = search(sublayers(4), lambda parts: scorer.worth(layer_skip.skipping(parts), both).speedup, 40, seed=0)
+    assert alone["attention", FREE_ATTENTION].tau == scorer.score(SkippedLayers(), both).tau
+    found = search(sublayers(4), lambda parts: scorer.score(layer_skip.skipped_layers(parts), both).speedup, 40, seed=0)
     assert set(best) <= found.parts and found.value >= alone[best[0]].speedup
 
 
 def test_sets_become_settings() -> None:
     parts = frozenset([("mlp", 3), ("attention", 0), ("mlp", 1)])
-    assert layer_skip.skipping(parts) == SkippedLayers(attention=(0,), mlp=(1, 3))
+    assert layer_skip.skipped_layers(parts) == SkippedLayers(attention=(0,), mlp=(1, 3))
     assert len(set(sublayers(4))) == 8
-    assert layer_skip.skipping(frozenset(sublayers(2))) == SkippedLayers(attention=(0, 1), mlp=(0, 1))
+    assert layer_skip.skipped_layers(frozenset(sublayers(2))) == SkippedLayers(attention=(0, 1), mlp=(0, 1))
 
 
 def test_tries_are_kept_by_domain(
@@ -143,12 +146,91 @@ def test_tries_are_kept_by_domain(
     monkeypatch.setattr(SkipScorer, "_replay", spy)
 
     def fresh() -> SkipScorer:
-        return SkipScorer(target, samples, TIMES, SETTINGS, SkipTrial(path))
+        return SkipScorer(target, samples, TIMES, SETTINGS, SkipCounts(path))
 
-    first = fresh().worth(skipped, ["chat"])
-    both = fresh().worth(skipped, ["chat", "code"])
+    first = fresh().score(skipped, ["chat"])
+    both = fresh().score(skipped, ["chat", "code"])
     assert replayed == [4, 4]  # of the second call only what the first one lacked
-    assert fresh().worth(skipped, ["chat"]) == first and fresh().worth(skipped, ["code", "chat"]) == both
+    assert fresh().score(skipped, ["chat"]) == first and fresh().score(skipped, ["code", "chat"]) == both
     assert replayed == [4, 4]
     path.write_text('{"half": ')
-    assert fresh().worth(skipped, ["chat"]) == first and len(replayed) == 3
+    assert fresh().score(skipped, ["chat"]) == first and len(replayed) == 3
+
+
+Value = Callable[[frozenset[int]], float]
+
+
+def bumpy(seed: int, parts: int) -> Value:
+    """Each part is worth something, and so is each pair of parts together."""
+    chance = random.Random(seed)
+    alone = [chance.gauss(0, 1) for _ in range(parts)]
+    pairs = {pair: chance.gauss(0, 0.7) for pair in itertools.combinations(range(parts), 2)}
+    return lambda chosen: (
+        sum(alone[one] for one in chosen) + sum(worth for pair, worth in pairs.items() if chosen.issuperset(pair))
+    )
+
+
+def every_set(parts: int) -> list[frozenset[int]]:
+    return [frozenset(one) for m in range(parts + 1) for one in itertools.combinations(range(parts), m)]
+
+
+def test_it_ends_where_no_neighbour_is_better() -> None:
+    best = 0
+    for seed in range(20):
+        value = bumpy(seed, 8)
+        found = search(range(8), value, 256, seed=1)
+        inside, outside = sorted(found.parts), sorted(set(range(8)) - found.parts)
+        near = [found.parts ^ {one} for one in range(8)]
+        near += [found.parts ^ {one, other} for one in inside for other in outside]
+        assert found.value == value(found.parts) == max(map(value, [found.parts, *near]))
+        best += found.value == max(map(value, every_set(8)))
+    assert best >= 15  # a local optimum is mostly the global one here
+
+
+def test_parts_that_do_not_interact_are_found_in_few_tries() -> None:
+    """60 parts, 23 of which are worth leaving out: 2^60 sets."""
+    chance = random.Random(5)
+    good = set(chance.sample(range(60), 23))
+    found = search(range(60), lambda chosen: len(chosen & good) - 1.5 * len(chosen - good), 90, seed=3)
+    assert found.parts == good and found.tries <= 90
+
+
+def smaller_is_better(asked: list[frozenset[int]], chosen: frozenset[int]) -> float:
+    asked.append(chosen)
+    return -float(len(chosen))
+
+
+def test_never_more_tries_than_allowed_and_none_twice() -> None:
+    for tries in (1, 2, 5, 9, 24, 1000):
+        asked: list[frozenset[int]] = []
+        found = search(range(12), partial(smaller_is_better, asked), tries, seed=0)
+        assert len(asked) == len(set(asked)) == found.tries == min(tries, 24)  # the 24th ends a way down
+        assert found.value == -min(map(len, asked)) and found.parts in asked
+
+
+def test_the_same_seed_asks_the_same_sets() -> None:
+    def asked(seed: int) -> list[frozenset[int]]:
+        seen: list[frozenset[int]] = []
+        value = bumpy(3, 10)
+        search(range(10), lambda chosen: (seen.append(chosen), value(chosen))[1], 60, seed)  # type: ignore[func-returns-value]
+        return seen
+
+    assert asked(4) == asked(4) != asked(5)
+
+
+def test_sets_to_start_from_come_first() -> None:
+    seen: list[frozenset[int]] = []
+    given = [frozenset({1, 2}), frozenset({7})]
+
+    def value(chosen: frozenset[int]) -> float:
+        seen.append(chosen)
+        return float(chosen == given[0])
+
+    found = search(range(9), value, 5, 0, given)
+    assert seen[:2] == given and found.parts == given[0] and found.tries == 5
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_few_parts(parts: int) -> None:
+    found = search(range(parts), lambda chosen: float(len(chosen)), 100, 0)
+    assert found.parts == frozenset(range(parts)) and found.tries <= 2**parts
