@@ -40,12 +40,12 @@ from .workspace import Workspace, check_same_recipe, in_stage, recorded, require
 
 REFUSED = 5
 """Exit code of a retraining whose draft the gate refused: nothing broke, and the champion is still stale."""
-_FOUND = "what a retraining has to do"
+_PLAN = "the plan of a retraining"
 
 
 @dataclass(frozen=True)
 class Retrained:
-    """What a retraining found and did. `outcome` None: nothing was to do."""
+    """Result of a retraining: the verdict about the champion, and the distillation; None where none was due."""
 
     staleness: Staleness
     outcome: Outcome | None = None
@@ -58,7 +58,7 @@ class Retrained:
 
 @dataclass(frozen=True)
 class RetrainPlan:
-    """How a stale champion's heir is trained."""
+    """Plan of a retraining: its mix, and drafts that start from the champion where they can."""
 
     space: Workspace
     mix: Stage
@@ -78,12 +78,12 @@ def retrain_champion(space: Workspace) -> Retrained:
 
     Training starts from the champion, or from another target's newest one, where tokenizer, family and shapes allow;
     where they do not, it starts cold and says so. What fails leaves a FAILED run and the champion as it was. The
-    first rank finds what there is to do; the others take part in it, and return what finds nothing.
+    first rank judges and plans; the others take part in the distillation, and return an empty verdict.
     """
     require_whole(space.recipe, "a retraining")
     check_command(space.recipe.promotion)
     if not space.first_rank:
-        _distil_as_found(space, space.ranks.broadcast(_FOUND))
+        _distil_as_planned(space, space.ranks.broadcast(_PLAN))
         return Retrained(Staleness(None, ()))
     timeout = space.recipe.retrain.lock_timeout_seconds
     with (
@@ -92,21 +92,25 @@ def retrain_champion(space: Workspace) -> Retrained:
     ):
         check_score(space, space.recipe.drafts)
         with space.alone():
+            # 1) Judge the champion.
             alone = space.for_one_rank()
             found = judge(alone)
-            tell(found)
-            _note(space, found.record())
+            say_causes(found)
+            _write_staleness(space, found.record())
+            # 2) Nothing is due: only catch up with an operator's command that failed before.
             if not found.stale:
                 follow_champion(space)
-                space.ranks.broadcast(_FOUND, {})
+                space.ranks.broadcast(_PLAN, {})
                 return Retrained(found)
+            # 3) Plan, and tell the other ranks.
             work = plan(alone, found)
             work.space.ranks = space.ranks
-        space.ranks.broadcast(_FOUND, _record(work))
+        space.ranks.broadcast(_PLAN, _record(work))
+        # 4) Distil, gate and promote; the note for monitoring follows whatever is champion then.
         try:
-            return Retrained(found, _distilled(work, found))
+            return Retrained(found, _distil_and_repair(work, found))
         finally:
-            _note_champion(space)
+            _write_fresh_champion(space)
 
 
 def _record(work: RetrainPlan) -> dict[str, Any]:
@@ -118,34 +122,36 @@ def _record(work: RetrainPlan) -> dict[str, Any]:
     }
 
 
-def _distil_as_found(space: Workspace, found: dict[str, Any]) -> None:
+def _distil_as_planned(space: Workspace, record: dict[str, Any]) -> None:
     """Another rank's part in a retraining: none, or the distillation that the first one plans."""
-    if not found:
+    if not record:
         return
-    target, recipe = TargetSettings.model_validate(found["target"]), space.recipe
-    drafts = {name: type(recipe.drafts[name]).model_validate(draft) for name, draft in found["drafts"].items()}
-    folder, fingerprint = found["mix"]
+    target, recipe = TargetSettings.model_validate(record["target"]), space.recipe
+    drafts = {name: type(recipe.drafts[name]).model_validate(draft) for name, draft in record["drafts"].items()}
+    folder, fingerprint = record["mix"]
     same = Workspace(recipe.model_copy(update={"target": target, "drafts": drafts}))
     distill(same, made_mix=Stage(Path(folder), fingerprint))
 
 
-def _note_champion(space: Workspace) -> None:
-    """Another champion than was judged is fresh, whatever came after the promotion."""
+def _write_fresh_champion(space: Workspace) -> None:
+    """Write that another champion than the one judged is fresh, whatever failed after its promotion."""
     now = None
     with suppress(TrackingError):  # a store that is down hides no other error
         now = champion(space.tracking, space.target_fingerprint)
     if now is not None and storage.read_object(space.root / STALENESS_FILE).get("champion") != now.reference:
-        _note(space, {"champion": now.reference, "stale": False, "causes": []})
+        _write_staleness(space, {"champion": now.reference, "stale": False, "causes": []})
 
 
-def _note(space: Workspace, record: dict[str, Any]) -> None:
-    """Where monitoring finds how the champion stands."""
+def _write_staleness(space: Workspace, record: dict[str, Any]) -> None:
+    """Write `staleness.json`, which monitoring reads."""
     storage.write_json(space.root / STALENESS_FILE, {"checked_at": time.time(), **record})
 
 
-def _distilled(work: RetrainPlan, found: Staleness) -> Outcome | None:
-    """Distil; damaged answers on disk, which nobody is there to delete, are given anew once: at once by one process, by
-    the next start where there are several."""
+def _distil_and_repair(work: RetrainPlan, found: Staleness) -> Outcome | None:
+    """Distil; answers that are found damaged on disk are dropped and given again.
+
+    That is done once, at once by one process; where there are several, the next start does it.
+    """
     try:
         return distill(work.space, work.parent, work.mix, found.record())
     except CorruptDataError as error:
@@ -160,8 +166,8 @@ def _distilled(work: RetrainPlan, found: Staleness) -> Outcome | None:
     return distill(work.space, work.parent, work.mix, found.record())
 
 
-def tell(found: Staleness) -> None:
-    """Every cause, a line each, and what they come to."""
+def say_causes(found: Staleness) -> None:
+    """Say every cause, a line each, and that the champion is good where it is."""
     for cause in found.causes:
         say(cause.text)
     if not found.stale:
@@ -238,7 +244,7 @@ def dry_run(recipe: Recipe) -> Staleness:
     with scratch_workspace(recipe) as space:
         require_whole(space.recipe, "a retraining")
         found = judge(space)
-        tell(found)
+        say_causes(found)
         if not found.stale:
             say("would do nothing")
             return found
