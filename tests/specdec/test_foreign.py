@@ -127,6 +127,7 @@ def trained_requests(tokenizer: PreTrainedTokenizerFast, length: int = 60) -> li
     return [Request(tokenizer(text).input_ids, GREEDY, 0, length) for text in PROMPTS]
 
 
+@pytest.mark.slow
 def test_the_same_model_under_other_ids_is_nearly_always_right(trained_drafts: Trained) -> None:
     """The text that it says is the target's, so that only words that the end of a draft cuts are lost."""
     model = trained_drafts.target()
@@ -158,10 +159,11 @@ def drafts_seen(
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["other", "shuffled"])
 def test_drafts_do_not_depend_on_the_batch(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are refilled and move, and long prompts stand beside short ones."""
-    requests = asked([*TEXT, *THEIR_TEXT, "The " * 70, "日本", "a", "the settings " * 9], length=40)
+    requests = asked([*TEXT, *THEIR_TEXT, "The " * 70, "日本", "a", "the settings " * 9], length=24)
     draft = other() if which == "other" else shuffled(target(), known())
     alone, together = (drafts_seen(target(), draft, requests, size, monkeypatch) for size in (1, 3))
     assert alone == together and any(tokens for rows in alone.values() for tokens in rows)
@@ -180,6 +182,7 @@ def test_replay_equals_decoding_count_by_count(rule: str, trained_drafts: Traine
     assert [counted.counts for (counted,) in replayed] == [count_rounds(answer.rounds, 3) for answer in answers]
 
 
+@pytest.mark.slow
 def test_above_temperature_zero_drafts_are_judged_as_chosen(trained_drafts: Trained) -> None:
     """match gives the very tokens of plain sampling, and most drafts are right where the target is sure."""
     model = trained_drafts.target()

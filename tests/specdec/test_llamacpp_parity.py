@@ -79,7 +79,7 @@ def test_counts_and_tokens_equal_the_decoders(
         assert found.tokens == answer.tokens and len(answer.tokens) == length
         assert found.counts == EngineCounts.from_rounds(rounds, K)
         accepted, drafted = accepted + found.counts.accepted, drafted + found.counts.drafted
-    assert 0.2 * drafted < accepted < drafted  # both verdicts were compared
+    assert 0.1 * drafted < accepted < drafted  # both verdicts were compared
 
 
 def test_what_the_server_says_of_itself_is_read_as_it_counts(

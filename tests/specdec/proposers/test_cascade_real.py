@@ -14,7 +14,7 @@ from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 QUESTIONS = ("Repeat this line twice: the order ships on Monday from Köln.", "Translate to Japanese: good morning 🙂")
 
 
