@@ -159,10 +159,25 @@ class Ranks:
                 rank, reason = json.loads(self.store.get(_FAILURE))
                 return LostRankError(f"{what} was waited for, but rank {rank} ended: {reason}")
         named = re.search(r"Rank (\d+) failed to pass", str(error))
-        who = f"rank {named[1]}" if named else "the first rank" if "from rank 0" in str(error) else "another rank"
+        if named:
+            who = f"rank {named[1]}"
+        elif "from rank 0" in str(error):
+            who = "the first rank"
+        else:
+            who = next((f"rank {rank}" for rank in range(self.world_size) if self._is_gone(rank)), "another rank")
         return LostRankError(
             f"{what} was waited for, but {who} is gone or hangs; the same command goes on from what is finished"
         )
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether the connection to a rank is closed: nothing can be sent there then."""
+        if rank == self.rank or self.group is None:
+            return False
+        try:
+            dist.isend(torch.zeros(1), rank, group=self.group)
+        except RuntimeError:
+            return True
+        return False
 
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -115,6 +115,7 @@ def noted_retrain(recipe: str) -> None:
     assert retrain(load_recipe(Path(recipe))) == 0
 
 
+@pytest.mark.timeout(600)
 def test_whoever_starts_the_ranks_they_train_like_one_process(recipe_in: Write, tmp_path: Path) -> None:
     """torchrun, and DeepSpeed's launcher with a hostfile, each started on two machines: two addresses of one."""
     small = SMALL | {"steps": 2, "score_every": 0}
@@ -135,12 +136,8 @@ def test_whoever_starts_the_ranks_they_train_like_one_process(recipe_in: Write, 
         for node in range(2):
             log = folder / f"{node}.log"
             command = [sys.executable, "-m", *launcher, "--node_rank", str(node)]
-            command += ["--no_local_rank"] * (name == "deepspeed") + [
-                "--module",
-                "draftforge.cli",
-                "train",
-                str(recipe),
-            ]
+            command += ["--no_local_rank"] if name == "deepspeed" else []
+            command += ["--module", "draftforge.cli", "train", str(recipe)]
             with log.open("wb") as stream:
                 options: dict[str, Any] = {"stdout": stream, "stderr": subprocess.STDOUT}
                 nodes.append((log, subprocess.Popen(command, **options)))
@@ -180,7 +177,9 @@ def test_a_rank_that_ends_ends_the_job_and_the_next_start_goes_on(recipe_in: Wri
     recipe = recipe_in(tmp_path, drafts={"small": SMALL}, capture=capture, score=SCORE)
 
     def end(verb: str, *how: str | int) -> list[Ended]:
-        return run_ranks(as_command, [__file__, "mortal", verb, str(recipe), *how], tmp_path, 2, SECONDS, leaving=1)
+        leaving = 1 if "hang" in how else 0
+        call = [__file__, "mortal", verb, str(recipe), *how]
+        return run_ranks(as_command, call, tmp_path, 2, SECONDS, leaving=leaving)
 
     # 1) Killed after its first shard: the other one ends, and one process goes on.
     first, _ = end("capture", "answer", 1)
