@@ -191,11 +191,11 @@ def test_a_rank_that_ends_ends_the_job_and_the_next_start_goes_on(recipe_in: Wri
     assert kept and not (folder / "manifest.json").exists()
     flow.capture(load_recipe(recipe))
     assert (folder / "manifest.json").exists() and {path: path.stat().st_mtime_ns for path in kept} == kept
-    # 2) Killed in the fourth step; two go on from the second, until one hangs.
+    # 2) Killed in the fourth step; two go on after the third, until one hangs.
     first, _ = end("train", "kill", 3)
     assert first.code == 3 and LOST_STEP.search(first.said)
     first, _ = end("train", "hang", 5)
-    assert "going on after step 2" in first.said
+    assert "going on after step 3" in first.said
     assert first.code == 3 and LOST_STEP.search(first.said)
     # 3) One process goes on, and its losses are those of an uninterrupted training.
     alone = new(tmp_path / "alone")
