@@ -6,9 +6,11 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,18 +121,38 @@ def made(recipe_in: Callable[..., Path], tiny_target_folder: Path, tmp_path_fact
 
 @pytest.fixture
 def scene(made: Scene) -> Scene:
-    """The scene as it was before any retraining, in its one place: the store names absolute paths.
-
-    The database is written over, not replaced: MLflow keeps connections to the file that it has opened.
-    """
+    """The scene as it was before any retraining, in its one place: the store names absolute paths."""
     saved, database = made.root.with_name("saved"), Path("work") / "mlflow.db"
     aside = made.root.with_name("mlflow.db")
     (made.root / database).rename(aside)
     shutil.rmtree(made.root)
     shutil.copytree(saved, made.root)
     aside.replace(made.root / database)
-    shutil.copyfile(saved / database, made.root / database)
+    restore(saved / database, made.root / database)
     return made
+
+
+def restore(saved: Path, database: Path) -> None:
+    """Give a database that connections are open to (MLflow keeps its own) what is in a saved one, by SQLite itself.
+
+    A connection keeps pages until the file's count of changes differs from the one that it saw. A plain copy sets that
+    back: as many changes as after the copy before, and the connection answers from before the copy.
+    """
+    with closing(sqlite3.connect(saved)) as source, closing(sqlite3.connect(database)) as target:
+        source.backup(target)
+
+
+def test_a_restored_database_has_no_older_pages(tmp_path: Path) -> None:
+    saved, database = tmp_path / "saved.db", tmp_path / "mlflow.db"
+    with closing(sqlite3.connect(saved)) as connection, connection:
+        connection.execute("create table runs (id text)")
+    shutil.copyfile(saved, database)
+    with closing(sqlite3.connect(database)) as kept:
+        for run in ("first", "other"):  # as many changes each time, by somebody else
+            restore(saved, database)
+            with closing(sqlite3.connect(database)) as connection, connection:
+                connection.execute("insert into runs values (?)", [run])
+            assert kept.execute("select id from runs").fetchall() == [(run,)]
 
 
 @pytest.mark.parametrize(
