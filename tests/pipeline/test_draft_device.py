@@ -74,7 +74,7 @@ def test_drafts_lie_where_they_are_told_to(
     assert said(*asks, "--draft-device", "cuda:0")[0] == beside[0]
     assert asked[1:] == ["cuda:0"] and len(seen) == 1
     said("score", "score.draft_device=cuda:0")
-    assert asked[2:] == ["cuda:0"] and len(seen) > 3  # replayed, decoded and timed
+    assert set(asked[2:]) == {"cuda:0"} and len(seen) > 3  # replayed, decoded and timed
 
 
 @pytest.mark.parametrize("device", ["meta", "mps", "xpu", "hpu"])

@@ -46,7 +46,8 @@ def made_up_times(monkeypatch: pytest.MonkeyPatch) -> list[CostKey]:
     def measure(key: CostKey, *args: Any) -> CostTable:
         keys.append(key)
         depths = [plan["levels"] for label, plan in key.plans.items() if label.isdigit()]
-        table = loads.grid_table(lambda B, L, N, C: 1e-4 * L, depths)
+        trees = {label: (plan["levels"], 2) for label, plan in key.plans.items() if not label.isdigit()}
+        table = loads.grid_table(lambda B, L, N, C: 1e-4 * L, depths, trees=trees)
         return table.model_copy(update={"key": key})
 
     monkeypatch.setattr(scoring, "measure_costs", measure)

@@ -100,7 +100,7 @@ def test_one_trace_counts_static_trees_as_drafting_does(name: str, setting: Samp
     """Drafting for real along the answer, at temperature 0 as the decoder itself does; also above it."""
     model, proposer = tree_of(name)
     accepted = 0.0
-    for number, ids in enumerate(prompts(2)):
+    for number, ids in enumerate(prompts(4)):
         limit = 9 + 4 * number
         ((_, answer),) = generate(model, None, [Request(ids, setting, number, limit, frozenset({5, 17}))])
         traced = traced_by(model, proposer, setting, RecordedAnswer(ids, answer.tokens, limit))
