@@ -1,5 +1,6 @@
 # make demo    the whole pipeline on a real 135M model, from an empty checkout to a promoted draft
-# make test    every test; make check   style, types, packaging; make clean, make distclean
+# make test    every test; make check   style, types, packaging; make mutants   do the tests notice breaks of the core?
+# make clean, make distclean
 # make test-vllm   counts against vLLM's, and what speculators reads, in an environment of its own (2.4 GB in .cache)
 # Needs Python 3.11 or later and make; everything else goes into .venv.
 
@@ -12,11 +13,11 @@ TARGET := .cache/smollm2-135m-instruct
 VLLM_VENV ?= $(abspath .cache/vllm)
 WORKERS ?= 2
 
-.PHONY: help install target browser demo test test-vllm check format clean distclean
+.PHONY: help install target browser demo test mutants test-vllm check format clean distclean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 install: $(INSTALLED)
 
@@ -50,7 +51,10 @@ demo: $(INSTALLED) $(TARGET)
 	@$(BIN)/draftforge distill configs/demo.yaml
 
 test: $(INSTALLED) $(TARGET)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
+
+mutants: $(INSTALLED) $(TARGET)
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/mutants.py --sample 10 --jobs $(WORKERS)
 
 test-vllm: $(INSTALLED) $(LINK)
 	@scripts/make_vllm_venv.sh $(VLLM_VENV) $(PYTHON)
@@ -61,6 +65,7 @@ check: $(INSTALLED) $(LINK)
 	@echo "ruff check" && $(BIN)/ruff check --quiet .
 	@echo "ruff format --check" && $(BIN)/ruff format --check --quiet .
 	@echo "mypy --strict: package, tests and scripts" && MYPYPATH=.typing $(BIN)/mypy -p draftforge
+	@echo "mutants fit the code" && $(BIN)/python scripts/mutants.py --check
 	@echo "packaging" && $(BIN)/python -m pytest tests/test_packaging.py
 
 format: $(INSTALLED)
