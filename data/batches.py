@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import fingerprint
 from ..errors import InputError
-from ..specdec.kernels.documents import PADDING, Documents, PackedSpans
+from ..specdec.kernels.document_mask import PADDING, Documents, PackedSpans
 from .teacher_logprobs import Signals
 
 MOST_PADDING = 0.05

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from .. import fingerprint, progress, storage
 from ..errors import CorruptDataError, MissingFileError, named
-from . import clusters
+from . import domain_clusters
 from .concurrency import concurrency_record
 from .contamination import holdout_report, near_any, read_evaluation_sets, turn_report
 from .conversation import SPLITS, Conversation, Split
@@ -99,7 +99,7 @@ def build_mix(
         with storage.new_folder(folder) as new:
             mix.write_tables(new)
             if found is not None:
-                clusters.write(found, new)
+                domain_clusters.write(found, new)
             manifest = {
                 "format": FORMAT,
                 "settings": settings.model_dump(mode="json"),
@@ -157,7 +157,9 @@ def load_members(folders: Iterable[Path]) -> list[PlacedMember]:
     return [known[placement] for placement in sorted(known)]
 
 
-def _name_domains(records: IngestedRecords, settings: MixSettings, earlier: Sequence[Path]) -> clusters.Clusters | None:
+def _name_domains(
+    records: IngestedRecords, settings: MixSettings, earlier: Sequence[Path]
+) -> domain_clusters.Clusters | None:
     """Give every record without a domain that of its text cluster; None: no clusters are asked for or needed."""
     count, domains = settings.domains.clusters, records.log.column("domain")
     if count is None or "" not in domains.names:
@@ -166,11 +168,13 @@ def _name_domains(records: IngestedRecords, settings: MixSettings, earlier: Sequ
     nameless_rows = np.flatnonzero(domains.codes_N == domains.names.index(""))
     numbers = sorted(set(records.number_at_row[nameless_rows].tolist()), key=records.ids.__getitem__)
     # An ancestor's centres are kept, so that the same name means the same domain.
-    found = clusters.read_first(earlier, count)
+    found = domain_clusters.read_first(earlier, count)
     if found is None:
-        found = clusters.fit([records.record(n).user_text for n in numbers[: clusters.MOST_FITTED]], count)
+        found = domain_clusters.fit(
+            [records.record(n).user_text for n in numbers[: domain_clusters.MOST_FITTED]], count
+        )
     texts = (records.record(n).user_text for n in progress.track(numbers, "clusters", unit="conversations"))
-    name_of_number = dict(zip(numbers, clusters.assign(found, texts)))
+    name_of_number = dict(zip(numbers, domain_clusters.assign(found, texts)))
     for row in nameless_rows.tolist():
         records.log.rename(row, name_of_number[int(records.number_at_row[row])])
     return found

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..specdec.proposers.base import Proposer
-from ..specdec.proposers.trees import StaticTree, Tree
+from ..specdec.proposers.tree_settings import StaticTree, Tree
 
 
 class DraftConfig(NamedTuple):

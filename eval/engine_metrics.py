@@ -28,8 +28,8 @@ import pyarrow as pa
 from prometheus_client.parser import text_string_to_metric_families
 
 from ..errors import InputError
+from .acceptance import Bootstrap, Estimate, acceptance, alphas, cluster_sums, ratio, tau, unclipped_tau
 from .counts import values
-from .figures import Bootstrap, Estimate, acceptance, alphas, cluster_sums, ratio, tau, unclipped_tau
 
 Convention = Literal["rounds", "drafts", "unclipped"]
 """What an engine counts as a round. `rounds`: every pass after the first token, as draftforge does. `drafts`: those

@@ -22,10 +22,10 @@ import pyarrow.compute as pc
 
 from ..errors import InputError
 from ..specdec.rules import RULES, deciding_rule
+from .acceptance import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_difference
 from .costs import CostKey, RoundCost
 from .counts import concat, groups, values, where
 from .draft_configs import DraftConfig
-from .figures import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_difference
 from .serving_load import (
     BatchFigures,
     BreakEvenPoint,

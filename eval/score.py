@@ -20,8 +20,8 @@ from ..specdec.cuda_graphs import running
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer, Trace
-from ..specdec.proposers.shape import TreeShape
-from ..specdec.proposers.trees import MeasuredTree, StaticTree
+from ..specdec.proposers.tree_settings import MeasuredTree, StaticTree
+from ..specdec.proposers.tree_shape import TreeShape
 from ..specdec.replay.expected_rounds import RoundCounts, count_rounds
 from ..specdec.replay.packing import Pack
 from ..specdec.replay.replay import Counted, rank_accuracies, replayable_rules

@@ -18,10 +18,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import InputError
+from .acceptance import Estimate
 from .cost_model import CostFit
 from .costs import CostKey, CostTable, RoundCost
 from .draft_configs import DraftConfig
-from .figures import Estimate
 from .settings import LoadSettings
 from .speedup import Gain, chain_alpha, pooled
 

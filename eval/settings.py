@@ -5,10 +5,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ..specdec.proposers.trees import MOST_LEVELS, MeasuredTree, TreeSettings
+from ..specdec.proposers.tree_settings import MOST_LEVELS, MeasuredTree, TreeSettings
 from ..specdec.rules import RULES, RuleName, preferred_rules
 from ..specdec.sampling import SamplingSettings
-from .figures import Bootstrap
+from .acceptance import Bootstrap
 
 Engine = Literal["vllm", "sglang", "llama.cpp", "draftforge"]
 EngineRule = Literal["token", "block", "onehot", "match"]

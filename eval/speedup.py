@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .figures import Estimate
+from .acceptance import Estimate
 
 Taus = TypeVar("Taus", float, NDArray[np.float64])
 _BISECTIONS = 60

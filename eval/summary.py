@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
+from .acceptance import Estimate
 from .bench.run import EVERY, BenchRow, LengthRow, Spread
 from .counts import largest_prompt
 from .engine_metrics import AcceptanceMismatch
-from .figures import Estimate
 from .leaderboard import DomainRow, Row
 from .serving_load import BatchFigures, LoadFigures
 from .settings import ScoreSettings

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..specdec.drafts.layer_skip import SkippedLayers
-from .figures import Estimate
+from .acceptance import Estimate
 from .leaderboard import DomainRow, Row
 from .serving_load import LoadFigures
 

@@ -9,8 +9,8 @@ from ..errors import InputError
 from ..specdec.formats import load_draft
 from ..specdec.proposers import make_proposer
 from ..specdec.targets import Target
+from .acceptance import acceptance, tau
 from .draft_configs import ProposerSpec
-from .figures import acceptance, tau
 from .leaderboard import serving
 from .score import Identity, score_draft, stratified_conversations
 from .settings import ScoreSettings

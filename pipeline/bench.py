@@ -23,6 +23,7 @@ from .. import __version__, fingerprint, storage
 from ..data.conversation import render
 from ..data.prompts import last_context, read_prompts
 from ..errors import DraftforgeError, InputError, OwnershipError, one_line
+from ..eval.acceptance import Bootstrap
 from ..eval.bench.run import (
     PLAIN,
     BenchEntry,
@@ -38,7 +39,6 @@ from ..eval.bench.run import (
 from ..eval.bench.table import bench_rows, show_bench
 from ..eval.costs import hardware_name
 from ..eval.draft_configs import DraftConfig, ProposerSpec
-from ..eval.figures import Bootstrap
 from ..eval.report.charts import bench_svg
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.summary import bench_summary
@@ -47,7 +47,7 @@ from ..recipe import Recipe
 from ..registry.lineage import git_commit
 from ..specdec.proposers import Proposer
 from ..specdec.proposers.training_free import LOOKUP, TRAINING_FREE
-from ..specdec.proposers.trees import MOST_LEVELS, TreeSettings
+from ..specdec.proposers.tree_settings import MOST_LEVELS, TreeSettings
 from ..specdec.rules import choose_rule, known_rule
 from ..specdec.sampling import SamplingSettings
 from ..specdec.stored_draft import StoredDraft

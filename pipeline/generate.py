@@ -17,7 +17,7 @@ from ..specdec.decoder import Generation, Request
 from ..specdec.decoder import generate as decode
 from ..specdec.proposers import CascadeProposer, Proposer
 from ..specdec.proposers.training_free import HELPERS, TRAINING_FREE
-from ..specdec.proposers.trees import MeasuredTree
+from ..specdec.proposers.tree_settings import MeasuredTree
 from ..specdec.rules import RULES, choose_rule
 from ..specdec.sampling import SamplingSettings
 from ..specdec.stored_draft import StoredDraft

@@ -30,8 +30,8 @@ from ..errors import (
     MissingFileError,
     ServedError,
 )
+from ..eval.acceptance import Estimate
 from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptance, compare, expected_acceptance, parse
-from ..eval.figures import Estimate
 from ..eval.leaderboard import serving
 from ..eval.summary import describe_mismatch
 from ..progress import say

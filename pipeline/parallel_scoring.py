@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 from pydantic import TypeAdapter
 
-from ..distributed.ranks import Ranks
+from ..distributed import Ranks
 from ..eval import counts
 from ..eval.draft_configs import DraftConfig
 from ..eval.leaderboard import Checkpoint, Times, serving
 from ..eval.settings import ScoreSettings
 from ..eval.successive_elimination import Arm, Race
 from ..progress import say
-from ..specdec.proposers.trees import Tree
+from ..specdec.proposers.tree_settings import Tree
 
 _TREES: TypeAdapter[dict[str, Tree]] = TypeAdapter(dict[str, Tree])
 

@@ -22,8 +22,8 @@ from .. import fingerprint, storage
 from ..data.store import Capture
 from ..errors import HookError, InputError, LostFilesError
 from ..eval import counts
+from ..eval.acceptance import Estimate, tau, tau_difference
 from ..eval.draft_configs import DraftConfig
-from ..eval.figures import Estimate, tau, tau_difference
 from ..eval.leaderboard import Row, Times, at_config, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from ..eval.report.page import holdout_record
 from ..eval.score import Identity

@@ -18,7 +18,7 @@ from sqlalchemy.engine import make_url
 from .. import storage
 from ..data.capture.reuse import drop_damaged
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
-from ..distributed.ranks import ranks
+from ..distributed import ranks
 from ..errors import CorruptDataError, InputError, TrackingError
 from ..progress import say
 from ..recipe import Recipe

@@ -34,14 +34,7 @@ from ..eval.leaderboard import (
     plain_row,
 )
 from ..eval.report.page import score_record
-from ..eval.score import (
-    Identity,
-    measured_tree,
-    perplexity,
-    score_draft,
-    scored_samples,
-    stratified_conversations,
-)
+from ..eval.score import Identity, measured_tree, perplexity, score_draft, scored_samples, stratified_conversations
 from ..eval.serving_load import LoadTimes
 from ..eval.settings import SELECTION_SPLIT, LoadSettings, ScoreSettings
 from ..eval.successive_elimination import cut_into_blocks, elimination_order
@@ -53,7 +46,7 @@ from ..specdec.formats import meta_file
 from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.formats.layer_skip import is_skip_file
 from ..specdec.proposers.training_free import LOOKUP
-from ..specdec.proposers.trees import MeasuredTree, StaticTree, Tree, TreeSettings
+from ..specdec.proposers.tree_settings import MeasuredTree, StaticTree, Tree, TreeSettings
 from ..specdec.stored_draft import TOKENIZER_FILE, StoredDraft, trained_for
 from ..specdec.targets import context_length
 from ..train.families import family_of

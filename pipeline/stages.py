@@ -22,7 +22,7 @@ from ..data.capture.reuse import answers_digest
 from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.mix import build_mix, load_mix
 from ..data.prompts import prompts_of
-from ..data.replay_mix import blend, conversations_to_add
+from ..data.rehearsal import blend, conversations_to_add
 from ..data.settings import TargetSource
 from ..data.sources import input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST

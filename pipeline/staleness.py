@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from ..data.conversation import Conversation
 from ..errors import HubError, MissingFileError, one_line
+from ..eval.acceptance import ClusterSums, cluster_sums
 from ..eval.counts import values
-from ..eval.figures import ClusterSums, cluster_sums
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.lineage import Version

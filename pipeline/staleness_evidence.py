@@ -17,7 +17,7 @@ from ..data.capture.reuse import drop_damaged
 from ..data.conversation import Conversation, turns
 from ..data.dedup import Asking, asked_elsewhere, asking
 from ..data.mix import load_members, load_mix
-from ..data.replay_mix import base_of
+from ..data.rehearsal import base_of
 from ..data.split import unit
 from ..errors import CorruptDataError, LostFilesError
 from ..eval.counts import values

@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from .. import fingerprint, storage
-from ..distributed.ranks import ALONE, ranks
+from ..distributed import ALONE, ranks
 from ..errors import CorruptDataError, InputError, LockedError, MissingFileError, OwnershipError, named
 from ..eval.costs import CostTable, read_tables
 from ..progress import say

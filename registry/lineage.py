@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .. import __version__
 from ..errors import CorruptDataError, RegistryError
 from ..fingerprint import of_bytes, of_json, short
-from ..specdec.proposers.trees import Tree
+from ..specdec.proposers.tree_settings import Tree
 from .artifacts import run_files
 from .connect import Tracking, mlflow_errors
 

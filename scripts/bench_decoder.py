@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from draftforge import storage
 from draftforge.data.batches import buckets
 from draftforge.errors import DraftforgeError, InputError, MissingFileError
+from draftforge.eval.acceptance import Bootstrap
 from draftforge.eval.bench.latency import Timeline, mean, median
 from draftforge.eval.bench.run import (
     EVERY,
@@ -35,7 +36,6 @@ from draftforge.eval.bench.run import (
     RoundParts,
     run_once,
 )
-from draftforge.eval.figures import Bootstrap
 from draftforge.eval.settings import ScoreSettings
 from draftforge.eval.table import show_cells
 from draftforge.pipeline.bench import (

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from draftforge import fingerprint, storage
 from draftforge.data.store import FORMAT, MANIFEST, SHARDS, Capture, Sample, write_shard
-from draftforge.distributed.ranks import ranks
+from draftforge.distributed import ranks
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.sharding import fill_unsharded, held_bytes, skeleton

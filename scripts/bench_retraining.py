@@ -41,9 +41,9 @@ from draftforge.data.settings import FileSource
 from draftforge.data.sources import read
 from draftforge.data.store import Capture, Sample
 from draftforge.errors import DraftforgeError, InputError
+from draftforge.eval.acceptance import Estimate, tau_difference
 from draftforge.eval.counts import values, where
 from draftforge.eval.draft_configs import DraftConfig
-from draftforge.eval.figures import Estimate, tau_difference
 from draftforge.eval.leaderboard import DomainRow, Row, at_config, domain_rows, leaderboard
 from draftforge.eval.score import Identity, stratified_conversations
 from draftforge.eval.serving_load import finite

@@ -23,7 +23,7 @@ from draftforge.data.capture.reuse import save_answers
 from draftforge.data.prompts import prompts_of
 from draftforge.data.store import Capture
 from draftforge.eval import counts
-from draftforge.eval.figures import tau
+from draftforge.eval.acceptance import tau
 from draftforge.eval.leaderboard import Row, serving
 from draftforge.pipeline.scoring import Scored, score_stage
 from draftforge.pipeline.stages import Stage, captured_stages, prepare_drafts, train_stage

@@ -27,7 +27,7 @@ from .models import CausalModel
 from .proposers.base import Texts
 from .requests import Request, check_requests
 from .sampling import Purpose, uniforms
-from .slots import RowsOfSetting, SlotTable, draw, read_prompts, rows_by_setting
+from .slot_table import RowsOfSetting, SlotTable, draw, read_prompts, rows_by_setting
 
 Listen = Callable[[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
 """(logits_RV, tokens_R, seeds_R, emitted_R) -> what is kept of each token, [R, ...] under a name of its own.

@@ -17,7 +17,7 @@ from ..errors import FormatError
 from .cache import CacheStep, KVCache
 from .cuda_graphs import current
 from .kernels.attention import NAME, attend
-from .kernels.documents import Documents
+from .kernels.document_mask import Documents
 
 PROBE = "draftforge-probe"
 

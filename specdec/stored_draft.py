@@ -9,7 +9,6 @@ import torch
 from .. import fingerprint
 from ..errors import InputError
 from ..progress import say
-from .cross_tokenizer import ForeignDraft
 from .drafts.base import DraftModule
 from .drafts.small import SmallDraft
 from .formats import detect, load_draft, meta_file, read_draft, read_meta
@@ -21,8 +20,9 @@ from .proposers import CascadeProposer, MergedProposer, Proposer, SmallHelper, m
 from .proposers.cascade import Helper
 from .proposers.other_device import DraftDevice, device_of
 from .proposers.training_free import HELPERS, TRAINING_FREE
-from .proposers.trees import MergedTree, Tree
+from .proposers.tree_settings import MergedTree, Tree
 from .targets import Target, resolve_device, tokenizer_digest
+from .tokenizer_bridge import ForeignDraft
 
 TOKENIZER_FILE = "tokenizer.json"
 

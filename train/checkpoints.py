@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import fingerprint
 from ..data.store import Capture
-from ..distributed.ranks import Ranks
+from ..distributed import Ranks
 from ..errors import CorruptDataError, OwnershipError
 from ..specdec.drafts.base import DraftModule
 from ..specdec.formats.checkpoint import DraftMeta, save_draft

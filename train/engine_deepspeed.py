@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.ranks import Ranks
+from ..distributed import Ranks
 from ..errors import RecipeError
 from .engine import NonFiniteGradientError, clip
 from .families.base import Family, Inputs

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import fingerprint
 from ..data.batches import Batch, BatchPlan, OptimizerStep, collate
 from ..data.store import Capture, Sample
-from ..distributed.ranks import Ranks, training_ranks, world_size
+from ..distributed import Ranks, training_ranks, world_size
 from ..errors import RecipeError, TrainingDivergedError
 from ..progress import say
 from ..specdec.formats.checkpoint import DraftMeta, read_meta, save_draft

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.ranks import Ranks
+from ..distributed import Ranks
 from .families.base import Family
 from .settings import Settings
 

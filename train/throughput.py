@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from .. import storage
 from ..data.batches import BatchPlan
-from ..distributed.ranks import Ranks
+from ..distributed import Ranks
 from ..errors import CorruptDataError
 from ..progress import say
 from .families.base import Family

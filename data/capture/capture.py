@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import fingerprint, storage
-from ...distributed.ranks import ALONE, Ranks
+from ...distributed import ALONE, Ranks
 from ...errors import InputError, StaleInputError
 from ...progress import bar, say
 from ...specdec.sampling import SamplingSettings

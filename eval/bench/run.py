@@ -26,8 +26,8 @@ from ...specdec.proposers.base import Proposer
 from ...specdec.requests import DecodeRun, Generation, Request, RoundTimer
 from ...specdec.sampling import SamplingSettings
 from ...storage import read_json, write_bytes
+from ..acceptance import Estimate
 from ..draft_configs import DraftConfig
-from ..figures import Estimate
 from .draft_memory import draft_bytes
 from .latency import TimedAnswer, mean
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from ...specdec.replay.expected_rounds import count_rounds
 from ...specdec.rules import RULES
+from ..acceptance import Bootstrap, alphas, tau
 from ..counts import CountRow, context_bucket, to_table
-from ..figures import Bootstrap, alphas, tau
 from ..summary import outcome
 from ..table import UNKNOWN, interval, milliseconds, number, positions, show_cells
 from .latency import Timeline, mean, median, over, percentiles

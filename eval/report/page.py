@@ -12,8 +12,8 @@ import pyarrow as pa
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ..acceptance import acceptance, tau
 from ..counts import concat, groups, values, where
-from ..figures import acceptance, tau
 from ..leaderboard import Checkpoint, ConfigRows, DomainRow, Row, Times, at_config, by_config, plain_row, serving
 from ..serving_load import finite
 from ..settings import ScoreSettings

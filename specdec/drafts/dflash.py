@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..cache import CacheStep
 from ..kernels.attention import attend, attention
-from ..kernels.documents import QueryMask
+from ..kernels.document_mask import QueryMask
 from .base import DraftModule
 from .layers import Attention, DecoderLayer, LayerConfig, RMSNorm, Waves, ids_of, vocabulary_maps
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..kernels.documents import QueryMask
+from ..kernels.document_mask import QueryMask
 from .layers import DecoderLayer, FeatureDraft, LayerConfig
 
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..kernels.documents import QueryMask
+from ..kernels.document_mask import QueryMask
 from .layers import DecoderLayer, FeatureDraft, LayerConfig, RMSNorm, ids_of, vocabulary_maps
 
 

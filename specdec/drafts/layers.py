@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..cache import CacheStep, runs_triton
 from ..kernels.attention import attend
-from ..kernels.documents import QueryMask, flex
+from ..kernels.document_mask import QueryMask, flex
 from .base import DraftModule
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..kernels.documents import Documents
+from ..kernels.document_mask import Documents
 from ..models import CausalModel
 from .base import DraftModule
 

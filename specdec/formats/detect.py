@@ -10,7 +10,7 @@ from ...errors import FormatError, MissingFileError
 from ...storage import read_object
 from ..drafts.base import DraftModule
 from . import dflash, eagle, eagle3, hf, medusa, speculators
-from .gguf import registry
+from .gguf import layouts
 from .tensors import is_pickle, pickled, read_types
 
 Layout = Literal["hf", "eagle", "eagle3", "medusa", "dflash", "speculators", "gguf"]
@@ -37,12 +37,12 @@ def read_draft(place: Path, target_layers: int | None = None) -> DraftModule:
         case "speculators":
             return speculators.read(place)
         case "gguf":
-            return registry.read(place)
+            return layouts.read(place)
 
 
 def detect(place: Path) -> Layout:
     """The layout of a folder or file. Raises FormatError saying what is there where it is none that we read."""
-    if registry.file_in(place) is not None:
+    if layouts.file_in(place) is not None:
         return "gguf"
     if place.is_file():
         if is_pickle(place):

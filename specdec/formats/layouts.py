@@ -13,7 +13,7 @@ from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
 from . import dflash, eagle, eagle3, hf, medusa, speculators
-from .gguf import registry
+from .gguf import layouts
 from .speculators import Verifier
 
 Format = Literal["hf", "vllm", "sglang", "speculators", "medusa", "gguf"]
@@ -71,7 +71,7 @@ def write_draft(
     if name == "gguf":
         if tokenizer is None:
             raise InputError("format gguf: holds the target's tokenizer; give it")
-        registry.write(draft, tokenizer, folder)
+        layouts.write(draft, tokenizer, folder)
         return
     sglang = name == "sglang"
     match draft:

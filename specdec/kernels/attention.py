@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from ...errors import FormatError
 from ..cache import CacheStep
-from .documents import Documents, QueryMask, attend_runs, flex, takes_runs
+from .document_mask import Documents, QueryMask, attend_runs, flex, takes_runs
 
 NAME = "draftforge"
 

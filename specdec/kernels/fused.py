@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cuda_graphs import current
-from .shared_products import share_products
+from .merged_projections import share_products
 
 Forward = Callable[[Any, Tensor], Tensor]
 """(module, what it reads) -> what it gives."""

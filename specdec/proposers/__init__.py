@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import InputError
-from ..cross_tokenizer import ForeignDraft
 from ..drafts.base import DraftModule
 from ..models import CausalModel
+from ..tokenizer_bridge import ForeignDraft
 from .base import Ask, Draft, Drafter, Proposer, Trace
 from .cascade import CascadeProposer, SmallHelper
 from .cross_tokenizer import ForeignProposer
@@ -16,10 +16,10 @@ from .eagle import Eagle3Drafter, EagleDrafter
 from .medusa import MedusaDrafter
 from .merged import MergedProposer
 from .other_device import OtherDeviceDrafter, device_of, remote_copy
-from .shape import TreeShape
 from .small import SmallDrafter
 from .static_tree import StaticProposer
-from .trees import DynamicTree, OwnTree
+from .tree_settings import DynamicTree, OwnTree
+from .tree_shape import TreeShape
 
 __all__ = [
     "Ask",

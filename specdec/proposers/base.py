@@ -16,7 +16,7 @@ from ..models import States
 from ..replay.packing import Pack
 from ..sampling import SamplingSettings
 from ..tree import ROOT, Drawn, TreeBatch
-from .shape import TreeShape
+from .tree_shape import TreeShape
 
 UNRANKED = 1 << 30
 """The rank of a token that is not drafted, whatever the tree: more than any vocabulary has tokens."""

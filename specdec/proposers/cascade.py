@@ -25,9 +25,9 @@ from ..tree import Drawn
 from .base import Ask, Draft, Texts, Trace
 from .cross_tokenizer import TextReader
 from .logits import likeliest, penalised_rows, process_rows
-from .shape import TreeShape
 from .small import SmallDrafter
 from .static_tree import StaticProposer
+from .tree_shape import TreeShape
 
 
 class Chosen(NamedTuple):

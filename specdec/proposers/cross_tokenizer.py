@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..cache import KVCache, reads_lengths
-from ..cross_tokenizer import ForeignDraft, Retokenized
 from ..cuda_graphs import running, send
 from ..models import CausalModel, States
 from ..replay.packing import Pack
 from ..sampling import SamplingSettings
+from ..tokenizer_bridge import ForeignDraft, Retokenized
 from ..tree import Drawn
 from .base import Ask, Draft, Texts, Trace
 from .logits import gather_rows

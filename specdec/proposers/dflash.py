@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..cache import KVCache
 from ..drafts.dflash import DFlashDraft
-from ..kernels.documents import QueryMask
+from ..kernels.document_mask import QueryMask
 from ..models import CausalModel, States
 from ..replay.packing import Pack
 from ..sampling import SamplingSettings

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cache import CacheStep, KVCache
 from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
-from ..kernels.documents import QueryMask
+from ..kernels.document_mask import QueryMask
 from ..models import CausalModel, States
 from ..replay.packing import Pack
 from ..sampling import SamplingSettings

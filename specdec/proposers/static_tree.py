@@ -15,7 +15,7 @@ from ..sampling import SamplingSettings, categorical
 from ..tree import Drawn, TreeBatch
 from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
 from .logits import constant, likeliest, penalised_rows, process_rows, see
-from .shape import TreeShape
+from .tree_shape import TreeShape
 
 
 class StaticProposer(FollowsDrafter):

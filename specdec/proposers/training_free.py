@@ -6,7 +6,7 @@ from ..models import CausalModel
 from .base import Proposer
 from .cascade import Helper
 from .lookahead import JacobiProposer, LookaheadProposer
-from .lookup import PromptLookup
+from .prompt_lookup import PromptLookup
 from .suffix import SuffixProposer
 
 LOOKUP = "lookup"

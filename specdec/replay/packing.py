@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..cuda_graphs import send
-from ..kernels.documents import Documents
+from ..kernels.document_mask import Documents
 
 
 class Text(NamedTuple):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...errors import InputError
 from ..cuda_graphs import running
 from ..proposers.base import Proposer, Trace
-from ..proposers.shape import TreeShape
+from ..proposers.tree_shape import TreeShape
 from ..rules import RULES, known_rule, rules_for, takes
 from ..sampling import SamplingSettings
 from .dynamic import replay_dynamic

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from draftforge.data.batches import BatchPlan, OptimizerStep, Position, buckets, collate, pack
 from draftforge.data.teacher_logprobs import Signals
 from draftforge.errors import InputError
-from draftforge.specdec.kernels.documents import PADDING
+from draftforge.specdec.kernels.document_mask import PADDING
 
 
 @dataclass

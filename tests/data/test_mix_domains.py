@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from draftforge.data import clusters
-from draftforge.data.clusters import assign, fit
+from draftforge.data import domain_clusters
+from draftforge.data.domain_clusters import assign, fit
 from draftforge.data.mix import build_mix, load_log, load_manifest, load_mix
 from draftforge.data.records import parse
 from draftforge.data.settings import MixSettings
@@ -115,7 +115,7 @@ def test_only_what_nothing_names_is_clustered(tmp_path: Path) -> None:
     found = topics(build(tmp_path, lines, domains={"clusters": 2}))
     assert found.pop("kitchen") == "cook" and found.keys() == {"c00", "c01"}
     named = build(tmp_path, [line(i, domain="all") for i in range(60)], "named", domains={"clusters": 2})
-    assert load_manifest(named)["domain_clusters"] is None and not (named / clusters.FILE).exists()
+    assert load_manifest(named)["domain_clusters"] is None and not (named / domain_clusters.FILE).exists()
 
 
 def test_chance_clusters_do_not_agree_and_too_few_texts_are_refused() -> None:

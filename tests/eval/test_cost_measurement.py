@@ -19,8 +19,8 @@ from draftforge.eval.serving_load import LoadTimes
 from draftforge.eval.settings import CostSettings, LoadSettings, ScoreSettings
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
-from draftforge.specdec.proposers.lookup import PromptLookup
-from draftforge.specdec.proposers.trees import StaticTree
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
+from draftforge.specdec.proposers.tree_settings import StaticTree
 from draftforge.specdec.requests import DecodeRun, RoundSeconds
 
 LOAD = LoadSettings(batch_sizes={1: 0.5, 3: 0.5}, context_tokens=48, answer_tokens=32)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from draftforge.errors import InputError, LockedError
 from draftforge.eval import costs
+from draftforge.eval.acceptance import Estimate
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
-from draftforge.eval.figures import Estimate
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.storage import lock
 
 

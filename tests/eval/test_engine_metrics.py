@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftforge.errors import InputError
+from draftforge.eval.acceptance import Bootstrap
 from draftforge.eval.counts import CountRow, to_table
 from draftforge.eval.engine_metrics import (
     FEWEST_ROUNDS,
@@ -21,7 +22,6 @@ from draftforge.eval.engine_metrics import (
     parse,
     round_variance,
 )
-from draftforge.eval.figures import Bootstrap
 from draftforge.eval.summary import describe_mismatch
 from draftforge.specdec.replay.expected_rounds import count_rounds
 

@@ -14,9 +14,9 @@ import torch
 
 from draftforge.data.store import Sample
 from draftforge.eval import layer_skip
+from draftforge.eval.acceptance import Bootstrap, tau
 from draftforge.eval.costs import CostTable, cost_key
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
-from draftforge.eval.figures import Bootstrap, tau
 from draftforge.eval.layer_skip import RoundTimes, SkipCounts, SkipScorer, search, sublayers
 from draftforge.eval.leaderboard import at_config, serving
 from draftforge.eval.score import Identity, score_draft
@@ -25,7 +25,7 @@ from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
-from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reported import SETTINGS, sample_holdout, sample_records, sample_rows, sample_scores
 
+from draftforge.eval.acceptance import tau
 from draftforge.eval.draft_configs import DraftConfig
-from draftforge.eval.figures import tau
 from draftforge.eval.report import svg
 from draftforge.eval.report.charts import ConfigPoint, Palette, by_batch_size, config_points, joint_acceptance, pareto
 from draftforge.eval.report.page import heat_map, holdout_record, report_page

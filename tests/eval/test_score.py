@@ -13,16 +13,16 @@ from pydantic import ValidationError
 from draftforge.data.store import Sample
 from draftforge.errors import InputError
 from draftforge.eval import score, target_pass_cache
+from draftforge.eval.acceptance import Bootstrap, tau
 from draftforge.eval.counts import COUNTS_SCHEMA, values, where
 from draftforge.eval.draft_configs import ProposerSpec
-from draftforge.eval.figures import Bootstrap, tau
 from draftforge.eval.leaderboard import serving
 from draftforge.eval.score import perplexity
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer
-from draftforge.specdec.proposers.lookup import PromptLookup
-from draftforge.specdec.proposers.trees import DynamicTree, OwnTree, StaticTree
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
+from draftforge.specdec.proposers.tree_settings import DynamicTree, OwnTree, StaticTree
 from draftforge.specdec.replay.expected_rounds import RoundCounts
 from draftforge.specdec.replay.target_trace import TargetTrace, trace_target
 from draftforge.specdec.sampling import SamplingSettings

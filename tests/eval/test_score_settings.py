@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from draftforge.eval.settings import ScoreSettings
-from draftforge.specdec.proposers.trees import StaticTree
+from draftforge.specdec.proposers.tree_settings import StaticTree
 from draftforge.specdec.sampling import SamplingSettings
 
 WARM = SamplingSettings(temperature=0.8)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftforge.eval.figures import Estimate
+from draftforge.eval.acceptance import Estimate
 from draftforge.eval.speedup import Gain, chain_alpha, chain_tau, pooled
 
 parts = st.floats(0.01, 5.0)

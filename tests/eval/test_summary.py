@@ -9,9 +9,9 @@ from benched import PARTS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftforge.eval.acceptance import Estimate
 from draftforge.eval.bench.run import EVERY, BenchRow, Failure, Interval, LengthRow, Memory, Setting, Spread
 from draftforge.eval.bench.table import speed_cells, waiting_cells
-from draftforge.eval.figures import Estimate
 from draftforge.eval.report.charts import bench_svg
 from draftforge.eval.summary import Outcome, bench_summary, outcome
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from draftforge.eval.acceptance import Estimate
 from draftforge.eval.draft_configs import DraftConfig
-from draftforge.eval.figures import Estimate
 from draftforge.eval.leaderboard import DomainRow, Row
 from draftforge.eval.serving_load import BatchFigures, BreakEvenPoint, LoadFigures, Memory
 from draftforge.eval.speedup import Gain

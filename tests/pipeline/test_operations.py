@@ -12,8 +12,8 @@ import tuned
 import yaml
 
 from draftforge.cli import main
+from draftforge.eval.acceptance import Bootstrap, tau
 from draftforge.eval.counts import where
-from draftforge.eval.figures import Bootstrap, tau
 from draftforge.pipeline.promotion import kept_counts
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe

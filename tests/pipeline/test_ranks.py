@@ -19,9 +19,9 @@ import pytest
 from ports import free_port
 from rank_processes import Ended, as_command, command_line, run_ranks
 
+from draftforge import distributed as meeting
 from draftforge.data.capture import capture as capturing
-from draftforge.distributed import ranks as meeting
-from draftforge.distributed.ranks import ranks
+from draftforge.distributed import ranks
 from draftforge.errors import InputError
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline import scoring

@@ -9,7 +9,7 @@ import pytest
 
 from draftforge.data.store import Sample
 from draftforge.errors import InputError
-from draftforge.eval import counts, figures
+from draftforge.eval import acceptance, counts
 from draftforge.eval.leaderboard import serving
 from draftforge.eval.settings import ScoreSettings
 from draftforge.eval.training_eval import SampledScore
@@ -68,7 +68,7 @@ def test_a_stage_that_stopped_early_is_done_and_its_kept_drafts_are_scored(
     settings, while_training = space.recipe.score, {one["step"]: one["tau"] for one in scores}
     for step in (best, 3):
         mine = counts.where(outcome.scored.counts, draft="eagle3", step=step, draft_tokens=2, tree="")
-        tau = figures.tau(serving(mine, settings), settings.bootstrap).value
+        tau = acceptance.tau(serving(mine, settings), settings.bootstrap).value
         assert while_training[step] == pytest.approx(tau)
 
     def refuse(*args: object, **kwargs: object) -> None:

@@ -23,7 +23,7 @@ from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.formats import write_draft
-from draftforge.specdec.proposers.trees import StaticTree
+from draftforge.specdec.proposers.tree_settings import StaticTree
 
 TREES = {
     "grown": {"kind": "dynamic", "levels": 2, "top_k": 2, "nodes": 4},

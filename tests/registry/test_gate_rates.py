@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from draftforge.eval.figures import Bootstrap, Estimate, tau, tau_difference
+from draftforge.eval.acceptance import Bootstrap, Estimate, tau, tau_difference
 from draftforge.registry.gate import (
     POWER,
     DomainFigures,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from draftforge.specdec.cross_tokenizer import Retokenized, TokenizerBridge
+from draftforge.specdec.tokenizer_bridge import Retokenized, TokenizerBridge
 
 TEXT = [
     "The order has shipped and will arrive on Monday, said the other one.",

@@ -16,7 +16,7 @@ from stand_ins import near_copy, prompts, random_eagle3, target
 from draftforge.errors import InputError
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import Proposer, make_proposer
-from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.sampling import SamplingSettings
 

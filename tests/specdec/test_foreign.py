@@ -17,17 +17,17 @@ from transformers import PreTrainedTokenizerFast
 from draftforge.errors import InputError
 from draftforge.specdec import decoder
 from draftforge.specdec.cache import CacheStep
-from draftforge.specdec.cross_tokenizer import ForeignDraft
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import Ask, Draft, ForeignProposer, make_proposer
-from draftforge.specdec.proposers.trees import StaticTree
+from draftforge.specdec.proposers.tree_settings import StaticTree
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.replay import replay
 from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
 from draftforge.specdec.requests import Generation, Request
 from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.tokenizer_bridge import ForeignDraft
 
 GREEDY = SamplingSettings()
 PENALISED = SamplingSettings(repetition_penalty=1.3)

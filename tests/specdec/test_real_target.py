@@ -6,7 +6,7 @@ import pytest
 
 from draftforge.data.conversation import Message, render
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target

@@ -20,7 +20,7 @@ from draftforge.specdec.proposers import (
 )
 from draftforge.specdec.proposers.cascade import CascadeProposer, SmallHelper
 from draftforge.specdec.proposers.lookahead import JacobiProposer, LookaheadProposer
-from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.proposers.suffix import SuffixProposer
 from draftforge.specdec.tree import Drawn
 

@@ -129,7 +129,7 @@ def as_command(module: str, function: str, *arguments: Any) -> None:
 
 def returning(result: str, module: str, function: str, *arguments: Any) -> None:
     """Call a function of a module or of a test's file among ranks that have met, and leave its result as JSON."""
-    from draftforge.distributed.ranks import ranks
+    from draftforge.distributed import ranks
 
     mine = ranks()
     value = getattr(_load(module), function)(*arguments)

@@ -15,7 +15,7 @@ from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.drafts.small import SmallDraft
-from draftforge.specdec.kernels.documents import Documents, QueryMask
+from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.sampling import SamplingSettings
 

@@ -31,7 +31,7 @@ from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats import DraftMeta, load_draft, save_draft
-from draftforge.specdec.kernels.documents import Documents, QueryMask
+from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target, tokenizer_digest

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftforge.data.store import Capture
-from draftforge.distributed.ranks import Ranks
+from draftforge.distributed import Ranks
 from draftforge.errors import CorruptDataError, DiskFullError
 from draftforge.train import checkpoints
 from draftforge.train.loop import train

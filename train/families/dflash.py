@@ -15,7 +15,7 @@ from ...data.batches import Batch, moved
 from ...data.store import Capture
 from ...errors import InputError
 from ...specdec.drafts.dflash import DFlashConfig, DFlashDraft
-from ...specdec.kernels.documents import QueryMask
+from ...specdec.kernels.document_mask import QueryMask
 from ...specdec.models import CausalModel
 from ...specdec.targets import Target
 from .. import vocabulary

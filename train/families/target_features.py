@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...data.batches import Batch
 from ...errors import StaleInputError
-from ...specdec.kernels.documents import Documents
+from ...specdec.kernels.document_mask import Documents
 from ...specdec.targets import Target
 from ..losses.linear_head import Head
 from ..losses.objectives import FullDistribution, draft_index

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...data.batches import Batch, moved
-from ...specdec.kernels.documents import QueryMask
+from ...specdec.kernels.document_mask import QueryMask
 
 
 class Alignment:

@@ -18,7 +18,7 @@ from draftforge import storage
 from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
-from draftforge.distributed.ranks import ALONE, Ranks, ranks
+from draftforge.distributed import ALONE, Ranks, ranks
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target

@@ -5,9 +5,9 @@ import math
 import pytest
 from benched import PARTS, PLAIN, SMALL, answer, run
 
+from draftforge.eval.acceptance import Bootstrap
 from draftforge.eval.bench.run import EVERY, BenchPrompt, BenchRow, Environment, Report, RunRecord, Setting
 from draftforge.eval.bench.table import bench_rows, length_range
-from draftforge.eval.figures import Bootstrap
 
 PROMPTS = [BenchPrompt("a", "math", [1] * 9), BenchPrompt("b", "code", [2] * 9)]
 BOTH, ONE, NONE = (2, 2, 3, 2), (2, 1, 2, 2), (2, 0, 1, 1)

@@ -10,6 +10,7 @@ import stand_ins
 import torch
 
 from draftforge.errors import InputError
+from draftforge.eval.acceptance import Bootstrap
 from draftforge.eval.bench import run
 from draftforge.eval.bench.draft_memory import draft_bytes
 from draftforge.eval.bench.latency import Timeline
@@ -24,11 +25,10 @@ from draftforge.eval.bench.run import (
     warm_up,
 )
 from draftforge.eval.bench.table import bench_rows
-from draftforge.eval.figures import Bootstrap
 from draftforge.specdec.decoder import decode_rounds
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
-from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.requests import DecodeRun
 from draftforge.specdec.sampling import SamplingSettings
 

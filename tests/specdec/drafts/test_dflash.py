@@ -16,7 +16,7 @@ from draftforge.specdec.cache import KVCache
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts import dflash
 from draftforge.specdec.drafts.dflash import DFlashDraft
-from draftforge.specdec.kernels.documents import Documents, QueryMask
+from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 from draftforge.specdec.proposers import DynamicProposer, StaticProposer, TreeShape, make_drafter, make_proposer
 from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.replay.dynamic import replay_dynamic

@@ -11,7 +11,7 @@ from stand_ins import first_positions
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftforge.specdec.formats import Verifier, read_draft, write_draft
-from draftforge.specdec.kernels.documents import Documents, QueryMask
+from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 
 speculators = pytest.importorskip("speculators", reason="an oracle, not a dependency: make test-vllm has it")
 TOKENS, STEPS = 12, 3

@@ -17,7 +17,7 @@ from draftforge.specdec.models import States
 from draftforge.specdec.proposers import Ask, Draft, Proposer, make_proposer
 from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.proposers.cascade import CascadeProposer, Choice, Helper, SmallHelper
-from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import SamplingSettings
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from draftforge.data.conversation import Message, render
-from draftforge.specdec.cross_tokenizer import ForeignDraft
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.proposers import CascadeProposer, ForeignProposer, Proposer
-from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
+from draftforge.specdec.tokenizer_bridge import ForeignDraft
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 QUESTIONS = ("Repeat this line twice: the order ships on Monday from Köln.", "Translate to Japanese: good morning 🙂")

@@ -13,8 +13,8 @@ import pytest
 import torch
 from stand_ins import bigram
 
+from draftforge.eval.acceptance import Bootstrap, Estimate, tau
 from draftforge.eval.counts import CountRow, to_table
-from draftforge.eval.figures import Bootstrap, Estimate, tau
 from draftforge.specdec.decoder import Generation, Request, generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import CausalModel

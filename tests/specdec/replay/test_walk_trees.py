@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from draftforge.specdec.proposers.shape import TreeShape
+from draftforge.specdec.proposers.tree_shape import TreeShape
 from draftforge.specdec.replay.expected_rounds import (
     RoundCounts,
     count_rounds,

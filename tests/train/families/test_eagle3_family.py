@@ -9,7 +9,7 @@ import torch
 from draftforge.data.batches import collate
 from draftforge.data.store import Capture
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
-from draftforge.specdec.kernels.documents import Documents, QueryMask
+from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 from draftforge.specdec.targets import Target
 from draftforge.train.families.eagle3 import Eagle3Family, eagle3_config
 from draftforge.train.families.feature_family import copy_tables

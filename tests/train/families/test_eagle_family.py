@@ -12,7 +12,7 @@ from trained import SEED, Trained, sentences
 
 from draftforge.data.batches import collate
 from draftforge.data.store import Capture, Sample
-from draftforge.specdec.kernels.documents import Documents, QueryMask
+from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
 from draftforge.train.families.eagle import EagleFamily

@@ -13,7 +13,7 @@ from draftforge.data.batches import collate
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
 from draftforge.specdec.formats import read_meta
-from draftforge.specdec.kernels.shared_products import share_products
+from draftforge.specdec.kernels.merged_projections import share_products
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train.families.medusa import MedusaFamily, check_trainable

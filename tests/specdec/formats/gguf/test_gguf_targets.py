@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from draftforge.errors import FormatError
-from draftforge.specdec.formats.gguf.registry import write_llama
+from draftforge.specdec.formats.gguf.layouts import write_llama
 from draftforge.specdec.loading import as_the_file_says
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target

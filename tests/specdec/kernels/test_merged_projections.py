@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from families import SUPPORTED, tiny
 from torch import Tensor, nn
 
-from draftforge.specdec.kernels.shared_products import share_products
+from draftforge.specdec.kernels.merged_projections import share_products
 from draftforge.specdec.models import CausalModel
 
 

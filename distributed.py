@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import InputError, LostRankError, MissingFileError, StaleInputError, one_line
-from ..progress import say
+from .errors import InputError, LostRankError, MissingFileError, StaleInputError, one_line
+from .progress import say
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftforge.errors import InputError, MissingFileError
-from draftforge.specdec.proposers.shape import TreeShape
+from draftforge.specdec.proposers.tree_shape import TreeShape
 
 
 def test_nodes_stand_level_by_level_and_know_their_parents() -> None:

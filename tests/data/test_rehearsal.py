@@ -7,7 +7,7 @@ import pytest
 
 from draftforge.data.dedup import turn_keys
 from draftforge.data.mix import build_mix, load_manifest, load_members, load_mix
-from draftforge.data.replay_mix import base_of, blend, conversations_to_add
+from draftforge.data.rehearsal import base_of, blend, conversations_to_add
 from draftforge.data.settings import MixSettings
 
 SALT = "draftforge"

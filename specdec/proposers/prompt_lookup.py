@@ -17,7 +17,7 @@ from ..replay.packing import Pack
 from ..sampling import SamplingSettings
 from ..tree import Drawn
 from .base import UNRANKED, Ask, Draft, Texts, Trace
-from .shape import TreeShape
+from .tree_shape import TreeShape
 
 
 class PromptLookup:

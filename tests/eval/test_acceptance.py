@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftforge.errors import InputError
-from draftforge.eval import figures
+from draftforge.eval import acceptance
+from draftforge.eval.acceptance import Bootstrap
 from draftforge.eval.counts import CountRow, to_table
-from draftforge.eval.figures import Bootstrap
 from draftforge.specdec.replay.expected_rounds import RoundCounts
 
 FEW = Bootstrap(samples=200, confidence=0.95, seed=1)
@@ -43,11 +43,11 @@ answers = st.lists(
 def test_figures_pool_over_rounds(case: list[Rounds]) -> None:
     table = table_of(case)
     lengths = [n for _, rounds in case for n in rounds]
-    tau = figures.tau(table, FEW)
+    tau = acceptance.tau(table, FEW)
     assert tau.value == pytest.approx(1 + sum(lengths) / len(lengths))
-    assert figures.acceptance(table, FEW).value == pytest.approx(sum(lengths) / (3 * len(lengths)))
+    assert acceptance.acceptance(table, FEW).value == pytest.approx(sum(lengths) / (3 * len(lengths)))
     assert tau.clusters == len({cluster for cluster, _ in case})
-    alphas = figures.alphas(table, FEW)
+    alphas = acceptance.alphas(table, FEW)
     product, total = 1.0, 1.0
     for k, alpha in enumerate(alphas):
         reached = [n for n in lengths if n >= k]
@@ -66,34 +66,34 @@ def test_figures_pool_over_rounds(case: list[Rounds]) -> None:
 
 def test_no_rounds_is_not_zero() -> None:
     empty = to_table([])
-    assert math.isnan(figures.tau(empty, FEW).value) and figures.tau(empty, FEW).reason == "no rounds"
-    assert math.isnan(figures.acceptance(empty, FEW).value)
-    assert figures.alphas(empty, FEW) == []
+    assert math.isnan(acceptance.tau(empty, FEW).value) and acceptance.tau(empty, FEW).reason == "no rounds"
+    assert math.isnan(acceptance.acceptance(empty, FEW).value)
+    assert acceptance.alphas(empty, FEW) == []
     one = table_of([("u", [])])
-    assert math.isnan(figures.tau(one, FEW).value) and figures.tau(one, FEW).clusters == 1
+    assert math.isnan(acceptance.tau(one, FEW).value) and acceptance.tau(one, FEW).clusters == 1
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
     table = table_of([(f"k{i}", [i % 4, (i * 7) % 4]) for i in range(20)])
-    assert figures.tau(table, FEW) == figures.tau(table, FEW)
-    assert figures.tau(table, FEW) != figures.tau(table, FEW._replace(seed=2))
-    wide, narrow = (figures.tau(table, FEW._replace(confidence=c)) for c in (0.99, 0.6))
+    assert acceptance.tau(table, FEW) == acceptance.tau(table, FEW)
+    assert acceptance.tau(table, FEW) != acceptance.tau(table, FEW._replace(seed=2))
+    wide, narrow = (acceptance.tau(table, FEW._replace(confidence=c)) for c in (0.99, 0.6))
     assert wide.low < narrow.low < narrow.value < narrow.high < wide.high
 
 
 def test_chunked_resampling_is_seeded_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     table = table_of([(f"k{i}", [i % 4]) for i in range(30)])
-    monkeypatch.setattr(figures, "_CHUNK_NUMBERS", 30 * 64)
-    pieces = list(figures._resampled(figures.cluster_sums(table).sums_CF, FEW))
+    monkeypatch.setattr(acceptance, "_CHUNK_NUMBERS", 30 * 64)
+    pieces = list(acceptance._resampled(acceptance.cluster_sums(table).sums_CF, FEW))
     assert [len(piece) for piece in pieces] == [64, 64, 64, 8]
-    assert figures.tau(table, FEW) == figures.tau(table, FEW)
+    assert acceptance.tau(table, FEW) == acceptance.tau(table, FEW)
 
 
 def test_intervals_are_clustered() -> None:
     """Twenty copies of two clusters say no more than two conversations do."""
     clustered = table_of([("low", [0] * 5)] * 20 + [("high", [3] * 5)] * 20)
     single = table_of([(f"k{i}", [0 if i % 2 else 3] * 5) for i in range(40)])
-    wide, narrow = figures.tau(clustered, FEW), figures.tau(single, FEW)
+    wide, narrow = acceptance.tau(clustered, FEW), acceptance.tau(single, FEW)
     assert wide.value == narrow.value == 2.5
     assert wide.high - wide.low == pytest.approx(3.0)
     assert narrow.high - narrow.low < 1.5
@@ -105,7 +105,7 @@ def test_intervals_cover_about_as_often_as_they_say() -> None:
     truth, hits = 1 + 1.5, 0
     for _ in range(150):
         data = [(f"k{i}", rng.integers(0, 4, rng.integers(3, 9)).tolist()) for i in range(40)]
-        estimate = figures.tau(table_of(data), bootstrap)
+        estimate = acceptance.tau(table_of(data), bootstrap)
         hits += estimate.low <= truth <= estimate.high
     assert 0.80 <= hits / 150 <= 0.97
 
@@ -115,10 +115,10 @@ def test_a_paired_difference_is_narrower_than_two_intervals() -> None:
     base = [(f"k{i}", [int(rng.integers(0, 3))] * 6) for i in range(40)]
     better = [(name, [n + 1 for n in lengths]) for name, lengths in base]
     first, second = table_of(better), table_of(base, draft="b")
-    difference = figures.tau_difference(first, second, FEW)
+    difference = acceptance.tau_difference(first, second, FEW)
     assert [difference.value, difference.low, difference.high] == pytest.approx([1.0, 1.0, 1.0])
-    scaled = figures.tau_difference(first, second, FEW, lambda taus: 0.5 * taus)
-    expected = 0.5 * figures.tau(first, FEW).value - figures.tau(second, FEW).value
+    scaled = acceptance.tau_difference(first, second, FEW, lambda taus: 0.5 * taus)
+    expected = 0.5 * acceptance.tau(first, FEW).value - acceptance.tau(second, FEW).value
     assert scaled.value == pytest.approx(expected)
     assert scaled.low < scaled.value < scaled.high
 
@@ -126,17 +126,17 @@ def test_a_paired_difference_is_narrower_than_two_intervals() -> None:
 def test_a_difference_takes_only_shared_turns() -> None:
     first = table_of([("u", [3]), ("v", [1]), ("w", [3])])
     second = table_of([("u", [1]), ("v", [1])])
-    difference = figures.tau_difference(first, second, FEW)
+    difference = acceptance.tau_difference(first, second, FEW)
     assert difference.value == pytest.approx(3.0 - 2.0) and difference.clusters == 2
-    assert figures.tau_difference(first, to_table([]), FEW).reason == "no conversation in common"
+    assert acceptance.tau_difference(first, to_table([]), FEW).reason == "no conversation in common"
 
 
 def test_alphas_refuse_mixed_depths() -> None:
     mixed = pa.concat_tables([table_of([("u", [1])], K=2), table_of([("u", [1])], K=3)])
     with pytest.raises(InputError, match=r"draft_tokens \[2, 3\]"):
-        figures.alphas(mixed, FEW)
+        acceptance.alphas(mixed, FEW)
 
 
 def test_scaling_keeps_the_unknown_unknown() -> None:
-    estimate = figures.Estimate(2.0, 1.0, math.nan, 3).scaled(0.5)
+    estimate = acceptance.Estimate(2.0, 1.0, math.nan, 3).scaled(0.5)
     assert estimate.value == 1.0 and estimate.low == 0.5 and math.isnan(estimate.high)

@@ -8,7 +8,7 @@ from torch import Tensor
 from draftforge.specdec.drafts import layers
 from draftforge.specdec.drafts.layers import _merged_columns, attend_columns
 from draftforge.specdec.kernels.attention import attention_within
-from draftforge.specdec.kernels.documents import PADDING, Documents, QueryMask, flex
+from draftforge.specdec.kernels.document_mask import PADDING, Documents, QueryMask, flex
 from draftforge.specdec.models import CausalModel
 
 LENGTHS = [[70, 1, 150, 40], [200, 33]]

@@ -11,7 +11,7 @@ from draftforge.errors import InputError
 from draftforge.specdec.models import States
 from draftforge.specdec.proposers import Ask
 from draftforge.specdec.proposers.base import UNRANKED, Texts
-from draftforge.specdec.proposers.lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.sampling import SamplingSettings
 

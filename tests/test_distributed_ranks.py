@@ -12,8 +12,8 @@ import pytest
 import torch
 from rank_processes import Ended, as_command, run_ranks
 
-from draftforge.distributed import ranks as module
-from draftforge.distributed.ranks import ALONE, Ranks, ranks, training_ranks
+from draftforge import distributed as module
+from draftforge.distributed import ALONE, Ranks, ranks, training_ranks
 from draftforge.errors import DraftforgeError, InputError, LostRankError
 
 pytestmark = pytest.mark.slow
