@@ -1,7 +1,7 @@
 """The ranks of this launch: who they are, how they divide work, and where they meet.
 
 torchrun, DeepSpeed's launcher or any other one that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT starts them. All
-ranks call the same functions; the first one alone writes what there is one of. They talk in three ways:
+ranks call the same functions; only the first one writes files that exist once. They talk in three ways:
 
 - the tensors of a training go through the default process group (NCCL on GPUs, gloo on CPUs), whose collectives take
   seconds: one that lasts longer than `COLLECTIVE_LIMIT` means that a rank hangs;
@@ -40,6 +40,7 @@ _PATIENCE = timedelta(seconds=15)  # until it is said who is waited for
 _HEARD_LIMIT = timedelta(seconds=5)  # for the others to read why the rank that hosts the store ends
 _POLL_SECONDS = 0.1
 _FAILURE = "failure"  # key of the first rank that failed, and of why
+# Words of the errors that a collective raises when a rank is gone, in lower case.
 _LOST = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "socket", "tcpstore")
 
 
@@ -51,8 +52,9 @@ class Ranks:
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
-    """Gloo's, on the CPU."""
+    """Gloo group on the CPU, for `barrier`, `gather` and `broadcast`; None: one process alone."""
     store: dist.Store | None = None
+    """Key-value store of the launch, which holds the reason of the first rank that failed."""
 
     @property
     def first(self) -> bool:
@@ -60,13 +62,13 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks, in place, as a step of a training."""
+        """All-reduce: the sum over all ranks, in place, through the default process group of the training."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather_bytes(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's uint8 tensor (all of one size), on the CPU."""
+        """All-gather of bytes: every rank's uint8 tensor (all of one size), in rank order, on the CPU."""
         if self.world_size == 1:
             return [tensor.cpu()]
         return self._all_gather(tensor.cpu())
@@ -77,15 +79,15 @@ class Ranks:
         return parts
 
     def barrier(self, name: str) -> None:
-        """Wait until all ranks have come to what is called `name`."""
+        """Wait until all ranks have called `barrier(name)`. Raises as `gather` does."""
         self.gather(name, None)
 
     def broadcast(self, name: str, value: Any = None) -> Any:
-        """The first rank's JSON value, on every rank."""
+        """Broadcast: the first rank's JSON value, on every rank; what other ranks pass is ignored."""
         return self.gather(name, value if self.first else None)[0]
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Every rank's JSON value, once all of them have come to what is called `name`.
+        """All-gather of JSON: every rank's value, in rank order, once all of them have called this with `name`.
 
         Raises LostRankError, with its reason where it left one, for a rank that failed, is gone or hangs;
         StaleInputError where a rank has come to something else.
@@ -102,6 +104,7 @@ class Ranks:
             found = [json.loads(bytes(part.tolist())) for part in self._all_gather(padded)]
         except RuntimeError as error:
             raise self.lost(name, error) from error
+        # 3) The name travels with the value: ranks that have come apart would exchange unrelated values otherwise.
         for rank, (other, _) in enumerate(found):
             if other != found[0][0]:
                 raise StaleInputError(
@@ -112,6 +115,7 @@ class Ranks:
 
     def check_same_config(self, settings: Mapping[str, Any]) -> None:
         """Raise InputError, on every rank, where one has other JSON values than the first one."""
+        # All ranks see all settings, and so all of them stop with the same error.
         first, *others = self.gather("the start of every rank", settings)
         for rank, theirs in enumerate(others, start=1):
             for field in sorted(first.keys() | theirs.keys()):
@@ -124,12 +128,15 @@ class Ranks:
     def share(self, items: Sequence[T], sizes: Sequence[float] | None = None) -> list[T]:
         """This rank's part of items that all ranks list alike, in their order.
 
-        Neighbours stay together; with `sizes`, parts of about one size: the largest item first, to whom has least.
+        Neighbours stay together. With `sizes`, the parts have about equal total sizes: the largest item goes first, to
+        the rank with the smallest load (longest processing time first).
         """
+        # Without sizes: contiguous parts, whose lengths differ by one at most.
         if sizes is None:
             return list(
                 items[len(items) * self.rank // self.world_size : len(items) * (self.rank + 1) // self.world_size]
             )
+        # With sizes: every rank computes the same greedy assignment, and keeps its own part of it.
         loads, mine = [0.0] * self.world_size, set[int]()
         for number in sorted(range(len(items)), key=lambda number: -sizes[number]):
             rank = loads.index(min(loads))
@@ -153,11 +160,13 @@ class Ranks:
             time.sleep(_POLL_SECONDS)
 
     def lost(self, what: str, error: Exception) -> LostRankError:
-        """The error of waiting in vain for other ranks to come to `what`."""
+        """LostRankError of waiting in vain for other ranks to come to `what`: says who is gone and, if known, why."""
+        # 1) The reason that the failed rank left in the store.
         with suppress(RuntimeError):  # the store may be gone too
             if self.store is not None and self.store.check([_FAILURE]):
                 rank, reason = json.loads(self.store.get(_FAILURE))
                 return LostRankError(f"{what} was waited for, but rank {rank} ended: {reason}")
+        # 2) No reason: name the rank from the error, or find one whose connection is closed.
         named = re.search(r"Rank (\d+) failed to pass", str(error))
         if named:
             who = f"rank {named[1]}"
@@ -189,6 +198,7 @@ def ranks() -> Ranks:
 
     The groups live as long as the process: DeepSpeed remembers the first one that it saw.
     """
+    # 1) Who this process is, and which device it owns.
     world, rank, local = world_size(), int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where nothing was launched
     device = torch.device(f"cuda:{local}") if torch.cuda.is_available() else torch.device("cpu")
@@ -196,6 +206,7 @@ def ranks() -> Ranks:
         return Ranks(rank, 1, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything is placed on `cuda`
+    # 2) Meet the other ranks, then open both groups: short collectives of training, and long waits on the CPU.
     store = _meet(rank, world)
     try:
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=world, timeout=COLLECTIVE_LIMIT)
@@ -210,7 +221,7 @@ def ranks() -> Ranks:
 
 
 def world_size() -> int:
-    """Ranks that were launched."""
+    """Number of ranks in this launch, from WORLD_SIZE; 1 where nothing launched this process."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -223,8 +234,10 @@ def _meet(rank: int, world: int) -> dist.Store:
 
     A torchrun that starts its ranks again does not find the keys of the attempt before.
     """
+    # A prefix of this attempt keeps the keys of earlier ones apart.
     store: dist.Store = _open_store(rank)
     store = dist.PrefixStore(f"draftforge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # Every rank sets a key, and polls for the keys of all: a blocking wait could not say who is absent.
     begun, said, limit = time.monotonic(), False, f"{START_LIMIT.total_seconds():.0f} s"
     try:
         store.set(f"started/{rank}", "")
@@ -244,12 +257,18 @@ def _meet(rank: int, world: int) -> dist.Store:
 
 
 def _open_store(rank: int) -> dist.TCPStore:
-    """torchrun's store, else the one that the first rank hosts."""
+    """Connection to the launch's TCP store: torchrun's own, else one that the first rank hosts.
+
+    Raises InputError where address or port are not set or cannot be listened on, LostRankError where the host does not
+    come up within `START_LIMIT`.
+    """
+    # 1) Where the store is, and whether this rank hosts it.
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise InputError(f"WORLD_SIZE {world_size()}: {' and '.join(missing)} must be set too; launch with torchrun")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = rank == 0 and not _from_torchrun()
+    # 2) Connect, again and again: the host may start minutes after this rank.
     until, said = time.monotonic() + START_LIMIT.total_seconds(), False
     while True:
         try:
@@ -275,11 +294,13 @@ def _from_torchrun() -> bool:
 
 @contextmanager
 def training_ranks(needs_group: bool) -> Iterator[Ranks]:
-    """The ranks of a training. Raises LostRankError where a collective of it fails, as another rank is gone or hangs.
+    """Ranks of a training run. A collective that fails in the body, as another rank is gone or hangs, becomes a
+    LostRankError.
 
     `needs_group`: make a process group where there is one process too, as DeepSpeed wants it.
     """
     found = ranks()
+    # A group of one process needs no address to meet at: a store in memory does.
     if needs_group and not dist.is_initialized():
         dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(_leave)
@@ -292,22 +313,28 @@ def training_ranks(needs_group: bool) -> Iterator[Ranks]:
 
 
 def _is_loss(error: RuntimeError) -> bool:
-    """Whether a collective failed. Gloo's errors have no type of their own."""
+    """Whether an error is that of a failed collective. Gloo's errors have no type of their own, only words."""
     if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and any(word in str(error).lower() for word in _LOST)
 
 
 def report_failure(error: BaseException) -> None:
-    """Leave the reason why this rank ends for those that wait for it, or will, and wake them. The first one stays."""
+    """Leave the reason why this rank ends in the store, and wake the ranks that wait for it.
+
+    The reason of the first rank to fail is kept: later failures follow from it.
+    """
+    # Without other ranks, or before they have met, nobody waits.
     mine = ranks() if ranks.cache_info().currsize else ALONE
     if mine.store is None:
         return
+    # 1) The reason first, then the closed connection: who wakes up finds the reason there.
     others = [f"ended/{rank}" for rank in range(mine.world_size) if rank != mine.rank]
     with suppress(RuntimeError):  # the store may be gone
         if not mine.store.check([_FAILURE]):
             mine.store.set(_FAILURE, json.dumps([mine.rank, one_line(error)]))
         mine.store.set(f"ended/{mine.rank}", "")
+    # 2) End at once, without the orderly exit.
     atexit.unregister(_leave)  # others may be inside a collective: leaving in order would wait for them
     if mine.first and not _from_torchrun():  # the store goes with this process: let the others read it first
         _close(mine, error)
@@ -320,9 +347,11 @@ def _close(mine: Ranks, error: BaseException | None) -> None:
 
     Gloo closes them with the last reference; those of the error's frames are among them.
     """
+    # 1) Drop the references that the frames of the error and of its causes hold.
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+    # 2) Drop ours, and those of torch.
     group, mine.group = mine.group, None
     if dist.is_initialized():
         dist.destroy_process_group(group if dist.get_backend() == "nccl" else None)  # NCCL waits for what is under way

@@ -1,4 +1,8 @@
-"""Fingerprints: SHA-256 of the content of settings, files and folders. Same content, same fingerprint."""
+"""Fingerprints: SHA-256 of the content of settings, files and folders. Same content, same fingerprint.
+
+Stage folders, cached costs and registered models are named by them. A change of how one is computed renames everything
+that is on disk, and so makes every stage run again.
+"""
 
 import hashlib
 import json
@@ -40,7 +44,8 @@ def of_file(path: Path) -> str:
 class FileDigests:
     """A cache of file digests by (path, size, mtime_ns), so that a 100 GB target is hashed once.
 
-    The memory is a JSON file (None: kept while this lives); a lost or unreadable one only costs time.
+    `store`: the JSON file that keeps the digests between processes; None keeps them in this object only. A lost or
+    unreadable file only costs the time to hash again.
     """
 
     def __init__(self, store: Path | None) -> None:
@@ -49,15 +54,17 @@ class FileDigests:
         if store is None:
             return
         with suppress(OSError, ValueError):
+            # Entries that are no digests are dropped one by one: the file may have been edited or cut off.
             known = json.loads(store.read_text())
             self._known = (
                 {key: value for key, value in known.items() if is_fingerprint(value)} if isinstance(known, dict) else {}
             )
 
     def of_file(self, path: Path) -> str:
-        """SHA-256 of the file, read from memory if its size and modification time are unchanged."""
+        """SHA-256 of a file, cached while size and modification time are unchanged. Raises MissingFileError."""
         if not path.is_file():
             raise MissingFileError(f"{path}: no such file")
+        # Nanoseconds: a file that is rewritten within the same second must not keep its digest.
         stat = path.stat()
         key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
         if key not in self._known:
@@ -74,16 +81,16 @@ def of_files(root: Path, names: Iterable[str], digests: FileDigests | None = Non
 
 
 def file_digests(path: Path) -> dict[str, str]:
-    """By name: digests of the files of a folder, not of its folders; or of one file."""
+    """Digests, by name, of the files that lie directly in a folder; or of one file."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return {file.name: of_file(file) for file in files if file.is_file()}
 
 
 def is_fingerprint(value: object) -> bool:
-    """Whether a value is 64 hex digits, as every function here gives them."""
+    """Whether a value is a fingerprint: text of 64 lower-case hex digits."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def short(fingerprint: str) -> str:
-    """The first 12 hex digits, as folder and model names have them."""
+    """Short form of a fingerprint: its first 12 hex digits, as folder and model names have them."""
     return fingerprint[:12]

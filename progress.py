@@ -1,4 +1,4 @@
-"""What a person sees while work runs: a live bar on a terminal, a plain line now and then elsewhere.
+"""Progress of running work: a live bar on a terminal, a plain line every ten seconds in logs and pipes.
 
 Everything goes to standard error, so that standard output stays clean for results.
 """
@@ -27,10 +27,11 @@ def say(message: str, every_rank: bool = False) -> None:
 
 @contextmanager
 def bar(title: str, total: float | None, unit: str = "", remaining: bool = True) -> Iterator[Advance]:
-    """Yield `advance(amount=1, note="")`. Shows done/total, elapsed and remaining time, and the latest note.
+    """Progress bar; yields `advance(amount=1, note="")`. Shows done/total, elapsed and remaining time, and the note.
 
-    `remaining` False: the notes say themselves what time is left.
+    `total` None: how much there is to do is unknown. `remaining` False: the notes say themselves what time is left.
     """
+    # Ranks other than the first show nothing: all do about the same work.
     if os.environ.get("RANK", "0") != "0":
         yield lambda amount=1, note="": None
     elif console.is_terminal:
@@ -42,6 +43,7 @@ def bar(title: str, total: float | None, unit: str = "", remaining: bool = True)
 
 @contextmanager
 def _live(title: str, total: float | None, unit: str, remaining: bool) -> Iterator[Advance]:
+    """Live bar of rich, redrawn in place on a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -63,7 +65,7 @@ def _live(title: str, total: float | None, unit: str, remaining: bool) -> Iterat
 
 
 class _PlainLines:
-    """At most one line every PLAIN_EVERY_SECONDS, and one at the end."""
+    """Progress as plain lines: at most one every PLAIN_EVERY_SECONDS, and one at the end of what took over 2 s."""
 
     def __init__(self, title: str, total: float | None, unit: str, remaining: bool) -> None:
         self._title, self._total, self._unit, self._remaining = title, total, unit, remaining
@@ -80,6 +82,7 @@ class _PlainLines:
 
     def _print(self, elapsed: float, note: str) -> None:
         of = f"/{self._total:.0f}" if self._total else ""
+        # Time left at the average rate so far.
         remaining = ""
         if self._remaining and self._total and self._done:
             remaining = f", {elapsed * (self._total / self._done - 1):.0f} s left"

@@ -1,7 +1,8 @@
 """The recipe: one YAML file, checked before any work starts.
 
-The folders below own their sections; this file composes them, owns the pipeline's own, and reads the YAML. What is
-wrong is said in one line each: `recipe.yaml: drafts.small.steps = -3: must be >= 1`.
+Each subpackage defines the settings of its own section (`data/settings.py`, `train/settings.py` and so on). This file
+composes them into `Recipe`, adds the sections of the pipeline (`promotion`, `retrain`), and reads the YAML. Every
+problem is reported in one line: `recipe.yaml: drafts.small.steps = -3: must be >= 1`.
 """
 
 import difflib
@@ -28,12 +29,12 @@ M = TypeVar("M", bound=BaseModel)
 Schema = dict[str, Any]
 Keys = tuple[str | int, ...]
 
-# What a JSON schema says of paths.
+# Formats that a JSON schema gives to fields of type Path.
 _PATH_FORMATS = {"path", "file-path", "directory-path"}
 _ANY_KEY = "additionalProperties"
 _REGISTRY = "models:/"  # an address in the registry, where a path may stand
 _PATH_KEYS = {"path"}  # text that is a path whatever its type says
-# Pydantic's words, and those of our lines.
+# Pydantic's messages and what replaces them in error lines; every pattern is applied, in this order.
 _PLAIN_WORDS = [
     (re.compile(r"(Value|Assertion) error, "), ""),
     (re.compile(r"Input should be a valid string"), "must be text"),
@@ -57,23 +58,23 @@ _BASELINES = (*TRAINING_FREE, "none", "plain")  # what tables and `--draft` call
 
 
 class RetrainSettings(BaseModel):
-    """When `draftforge retrain` takes the champion for stale, and what it does then."""
+    """Retraining: when `draftforge retrain` takes the champion for stale, and how it trains the next draft."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     warm_start: bool = True
     """Start from the champion's weights where tokenizer and shapes allow it; false: always from the recipe's start."""
     steps: int | None = Field(default=None, ge=1)
-    """Steps of a warm-started training; absent: the draft's own."""
+    """Optimizer steps of a warm-started training; absent: the draft's own `steps`."""
     old_share: float = Field(default=0.25, ge=0, lt=1)
     """Least share of the training conversations that come from the champion's own training, answered anew; those that
     the logs no longer hold are taken from its mix in the work folder. 0: only what the sources hold now."""
     acceptance_margin: float = Field(default=0.05, ge=0, lt=1)
-    """Relative fall of tau that is let pass: stale where it is shown to have fallen by more."""
+    """Relative fall of tau (tokens a target pass) that is tolerated: stale where it is shown to have fallen by more."""
     drift_margin: float = Field(default=0.1, ge=0, lt=1)
     """Share of the mix that may move between domains and sampling settings: stale where more is shown to have moved."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """Of the tests that show it, each one-sided."""
+    """Confidence of the one-sided tests that show a fall of tau or a drift of the mix."""
     probe_conversations: int = Field(default=128, ge=2)
     """New conversations that the target answers to measure the champion on; all where there are fewer."""
     lock_timeout_seconds: float = Field(default=0.0, ge=0)
@@ -81,7 +82,7 @@ class RetrainSettings(BaseModel):
 
 
 class PromotionSettings(BaseModel):
-    """What follows a promotion or a rollback."""
+    """Command that runs after a promotion or a rollback, for instance to make the serving engine load the new draft."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -90,7 +91,7 @@ class PromotionSettings(BaseModel):
     happened: DRAFTFORGE_EVENT (promote, rollback), _VERSION, _URI, _TARGET, _DRAFT (a folder), _DECISION (a JSON
     file)."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """How long it may take before it is killed and counts as failed."""
+    """Longest run time of the command; after it the command is killed and counts as failed."""
 
 
 class Recipe(BaseModel):
@@ -108,25 +109,26 @@ class Recipe(BaseModel):
     target: TargetSettings
     """The model that is served."""
     mix: MixSettings
-    """Which conversations it answers."""
+    """Conversations that the target answers: training and scoring data are made of these answers."""
     capture: CaptureSettings = CaptureSettings()
-    """How it answers them, and what is kept."""
+    """Capture of the target's answers: how they are sampled, and which signals for training are kept."""
     drafts: dict[Annotated[str, Field(pattern=_NAME, max_length=64)], DraftSettings] = Field(min_length=1)
     """Drafts to train, by name."""
     score: ScoreSettings = ScoreSettings()
-    """How checkpoints are scored."""
+    """Scoring of checkpoints: acceptance on recorded answers, times of rounds, and the expected speed-up."""
     registry: RegistrySettings = RegistrySettings()
-    """Where runs and versions are kept."""
+    """MLflow store of runs and registered versions."""
     gate: GateSettings = GateSettings()
-    """What a candidate must show to become the champion."""
+    """Promotion gate: what a candidate must show on the holdout to become the champion."""
     promotion: PromotionSettings = PromotionSettings()
-    """What follows a promotion or a rollback."""
+    """Command that runs after a promotion or a rollback."""
     retrain: RetrainSettings = RetrainSettings()
     """When a new draft is due, and how it starts."""
 
     @model_validator(mode="before")
     @classmethod
     def _work_folder_of_its_own(cls, raw: Any) -> Any:
+        """Default `workdir` to runs/NAME, so that two recipes never share a work folder by accident."""
         if isinstance(raw, dict) and isinstance(raw.get("name"), str) and raw.get("workdir") is None:
             return {**raw, "workdir": f"runs/{raw['name']}"}
         return raw
@@ -134,6 +136,7 @@ class Recipe(BaseModel):
     @field_validator("drafts")
     @classmethod
     def _no_baselines_name(cls, drafts: dict[str, Any]) -> dict[str, Any]:
+        """Refuse drafts named like a baseline: tables and `--draft` could not tell the two apart."""
         taken = next((name for name in _BASELINES if name in drafts), None)
         if taken is not None:
             raise ValueError(f"{taken}: is the name of a baseline; give the draft another")
@@ -141,6 +144,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _a_spread_target_only_teaches(self) -> "Recipe":
+        """Refuse draft settings that run a sharded target for scores, features or gradients of its own."""
         for name, draft in self.drafts.items() if self.target.shard else ():
             for field in ("score_conversations", "features_bytes", "backbone"):
                 value = getattr(draft, field, None)
@@ -187,14 +191,17 @@ def read(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
     Relative paths in the file are relative to the file, those in overrides to the current folder. Raises RecipeError,
     with one line for each thing that is wrong, and MissingFileError.
     """
+    # 1) The file. The JSON schema tells which values are paths, before pydantic has validated anything.
     schema = model.model_json_schema()
     raw = _located(_read_yaml(path), [schema], schema, path.parent)
+    # 2) Overrides, each resolved against the schema nodes of its own section.
     for override in overrides:
         keys, value = _parse_override(override)
         nodes = [schema]
         for key in keys[:-1]:
             nodes = _children(nodes, key, schema)
         _assign(raw, keys, _located({keys[-1]: value}, nodes, schema, Path())[keys[-1]], override)
+    # 3) Validate, and explain every error in terms of the YAML keys.
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -253,9 +260,13 @@ def _parse_override(override: str) -> tuple[Keys, Any]:
 
 
 def _assign(raw: dict[str, Any], keys: Keys, value: Any, override: str) -> None:
-    """Put an override's value into the raw recipe; sections on its way that are missing are made."""
+    """Put an override's value into the raw recipe, making missing sections on the way.
+
+    Raises RecipeError where a key leads into a plain value, or a list index is out of range.
+    """
     at: Any = raw
     for key, after in zip(keys, (*keys[1:], None)):
+        # Lists take an index that exists, mappings take any key as text.
         if isinstance(at, list):
             if not isinstance(key, int) or key >= len(at):
                 raise RecipeError(f"override {override!r}: {key} must be an index below {len(at)}")
@@ -263,6 +274,7 @@ def _assign(raw: dict[str, Any], keys: Keys, value: Any, override: str) -> None:
             raise RecipeError(f"override {override!r}: there is no section at {key}")
         else:
             key = str(key)
+        # The last key is assigned; any other one is entered, and made where it is absent or null.
         if after is None:
             at[key] = value
         else:
@@ -272,7 +284,7 @@ def _assign(raw: dict[str, Any], keys: Keys, value: Any, override: str) -> None:
 
 
 def _branches(node: Schema, root: Schema) -> list[Schema]:
-    """A schema node without references and unions: every plain node that it can be."""
+    """Plain schema nodes that a node can stand for, with references and unions resolved."""
     if "$ref" in node:
         return _branches(root["$defs"][node["$ref"].rpartition("/")[2]], root)
     union = [*node.get("anyOf", ()), *node.get("oneOf", ()), *node.get("allOf", ())]
@@ -283,7 +295,9 @@ def _children(nodes: Iterable[Schema], key: str | int, root: Schema) -> list[Sch
     """The plain schema nodes under a key or list index; none where the key is unknown."""
     found: list[Schema] = []
     for node in (branch for parent in nodes for branch in _branches(parent, root)):
+        # A declared property; else the element of a list, or the value of any key of a mapping.
         child = node.get("properties", {}).get(str(key)) or node.get("items" if isinstance(key, int) else _ANY_KEY)
+        # Mappings whose keys must match a pattern, such as `drafts`, have their values elsewhere in the schema.
         named = [child] if isinstance(child, dict) else node.get("patternProperties", {}).values()
         found += [branch for value in named for branch in _branches(value, root)]
     return found
@@ -292,6 +306,7 @@ def _children(nodes: Iterable[Schema], key: str | int, root: Schema) -> list[Sch
 def _located(value: Any, nodes: Iterable[Schema], root: Schema, base: Path) -> Any:
     """A raw value with relative paths made absolute: fields of type Path, and text that begins with ./ ../ or ~/."""
     nodes = list(nodes)
+    # Sections and lists: go down in value and schema together.
     if isinstance(value, dict):
         return {
             key: _absolute(item, base)
@@ -301,10 +316,12 @@ def _located(value: Any, nodes: Iterable[Schema], root: Schema, base: Path) -> A
         }
     if isinstance(value, list):
         return [_located(item, _children(nodes, i, root), root, base) for i, item in enumerate(value)]
+    # Plain values: left alone unless they are text, and where the field is relative to the current folder.
     if not isinstance(value, str) or not value or any(node.get("relative_to") == "cwd" for node in nodes):
         return value
     if value.startswith(_REGISTRY):
         return value
+    # Text is a path where the schema knows no other text there, or where it is written like one.
     texts = [node for node in nodes if node.get("type") == "string"]
     is_path = bool(texts) and all(node.get("format") in _PATH_FORMATS for node in texts)
     return _absolute(value, base) if is_path or value.startswith(("./", "../", "~/")) else value
@@ -319,6 +336,7 @@ def _explain(errors: Iterable[ErrorDetails], raw: Any, schema: Schema) -> list[s
     unknown: list[str] = []
     other: dict[str, str] = {}
     meant: set[str] = set()
+    # By dotted key: a union reports one error for each of its members, and the first one is enough.
     for error in errors:
         keys = _keys_of(error, raw)
         dotted = ".".join(map(str, keys)) or "recipe"
@@ -334,9 +352,10 @@ def _explain(errors: Iterable[ErrorDetails], raw: Any, schema: Schema) -> list[s
 
 
 def _keys_of(error: ErrorDetails, raw: Any) -> Keys:
-    """The error's place as keys of the YAML file: pydantic also lists union tags and type names."""
+    """Keys of the YAML file that an error is about; pydantic's own `loc` also lists union tags and type names."""
     keys: list[str | int] = []
     at = raw
+    # Follow the location through the raw values: a part that is not there is none of the file.
     for i, part in enumerate(error["loc"]):
         last = i == len(error["loc"]) - 1
         is_index = isinstance(at, list) and isinstance(part, int) and part < len(at)
@@ -351,19 +370,22 @@ def _keys_of(error: ErrorDetails, raw: Any) -> Keys:
 def _nearest(keys: Keys, raw: Any, schema: Schema) -> str:
     """The known key that is spelled most like the unknown one, in the section that the file's own values choose."""
     nodes, at = [schema], raw
+    # Go down to the section that holds the unknown key.
     for key in keys[:-1]:
         nodes, at = _children(nodes, key, schema), at[key]
+    # Of a tagged union, such as drafts by family, keep the members whose constants the file has.
     fields = [branch.get("properties", {}) for node in nodes for branch in _branches(node, schema)]
     chosen = [
         names for names in fields if all(at.get(k, v["const"]) == v["const"] for k, v in names.items() if "const" in v)
     ]
+    # Name the closest spelling with its whole path; cutoff 0 names one if the section has any.
     known = sorted({name for names in chosen or fields for name in names})
     close = difflib.get_close_matches(str(keys[-1]), known, n=1, cutoff=0.0)
     return ".".join(map(str, (*keys[:-1], *close))) if close else "none: this section has no keys"
 
 
 def _shown(value: Any) -> str:
-    """` = value` of a line, shortened; empty for sections and lists."""
+    """Value of an error line as ` = value`, shortened to 80 characters; empty for sections and lists."""
     if isinstance(value, Mapping | list | BaseModel):
         return ""
     text = str(value) if isinstance(value, int | float | str) and value != "" else repr(value)
@@ -371,7 +393,7 @@ def _shown(value: Any) -> str:
 
 
 def _rule(error: ErrorDetails) -> str:
-    """The rule that was broken, in our words."""
+    """Rule that a value broke, in plain words instead of pydantic's."""
     if error["type"] == "union_tag_invalid":
         return f"{error['ctx']['discriminator'].strip(chr(39))} must be one of {error['ctx']['expected_tags']}"
     if error["type"] == "union_tag_not_found":

@@ -15,18 +15,25 @@ from filelock import FileLock, Timeout
 
 from .errors import CorruptDataError, DiskFullError, DraftforgeError, InputError, LockedError, MissingFileError
 
+# Messages of libraries that wrap a full disk in an error without errno (torch, safetensors, SQLite).
 _DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large", "database or disk is full")
 
 
 def require_file_place(path: Path | None, option: str) -> None:
-    """Raise InputError, naming the option, where the file to be written is a folder, or can have none around it."""
+    """Check that a file can be written at `path` before hours of work end there.
+
+    Raises InputError, naming the option, where `path` is a folder, or where its nearest existing parent is a file or
+    cannot be written to.
+    """
     if path is None:
         return
+    # The place itself, and the nearest folder around it that exists.
     if path.is_dir() or not path.name:
         raise InputError(f"{option} {path}: is a folder; must be a file")
     folder = next(one for one in path.absolute().parents if one.exists())
     if not folder.is_dir():
         raise InputError(f"{option} {path}: {folder} is a file; must be a folder")
+    # Try it, and leave nothing behind.
     try:
         with TemporaryDirectory(prefix=".draftforge-", dir=folder):
             pass
@@ -38,6 +45,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Write a file so that readers see the old content or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    # The temporary file lies in the same folder, as a rename is atomic within one file system only.
     try:
         with disk_errors(path), beside.open("wb") as stream:
             stream.write(data)
@@ -77,12 +85,15 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     An existing `path` is replaced only after the new one is complete.
     """
+    # 1) An empty folder beside the final one, on the same file system, so that it can be renamed.
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     beside.mkdir()
+    # 2) The caller fills it.
     try:
         with disk_errors(path):
             yield beside
+        # 3) Rename. A folder cannot be renamed over a full one, so the old one steps aside first.
         if path.exists():
             old = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
             path.rename(old)
@@ -133,7 +144,7 @@ def require_free_space(folder: Path, need_bytes: int) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """What the file system of a folder, which may not exist yet, has free."""
+    """Free bytes of the file system that holds a folder, which may not exist yet."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -159,7 +170,10 @@ def lock(path: Path, timeout_seconds: float = 0.0, what: str = "another process"
 
 
 def inside(root: Path, name: str) -> Path:
-    """`root / name`, refused when it would leave `root` (absolute names, `..`, links that point outside)."""
+    """Path of `name` inside `root`, resolved.
+
+    Raises InputError where it would leave `root`: absolute names, `..`, links that point outside.
+    """
     path = (root / name).resolve()
     if not path.is_relative_to(root.resolve()):
         raise InputError(f"{name}: must stay inside {root}")
