@@ -1,7 +1,7 @@
 """MLflow tracking, versions and aliases, the promotion gate, lineage.
 
-MLflow reads these when it is first imported, so they are set here, before any file of this folder imports it. What the
-user has set stays.
+MLflow reads its environment variables when it is first imported, so defaults are set here, before any file of this
+folder imports it. A variable that the user has set keeps its value.
 """
 
 import os

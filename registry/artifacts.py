@@ -1,4 +1,4 @@
-"""Upload and download of draft folders as MLflow artifacts: what is allowed, and digests of what arrives.
+"""Upload and download of draft folders as MLflow artifacts: allowed files, and SHA-256 checks of what arrives.
 
 No pickle travels: a file that is one by name or by its first bytes is refused, and nothing here ever loads one.
 """
@@ -22,7 +22,7 @@ _PICKLE_STARTS = (*(bytes((0x80, protocol)) for protocol in range(2, 6)), b"PK\x
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of a draft folder, by name relative to it. Raises FormatError if one may not travel."""
+    """SHA-256 of every file of a draft folder, by relative name. Raises FormatError for an empty folder or a pickle."""
     if not folder.is_dir():
         raise MissingFileError(f"{folder}: no such folder")
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -39,7 +39,7 @@ def pickles(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def named_like_pickle(name: str) -> bool:
-    """Whether the suffix is one that pickles go by."""
+    """Whether the file's suffix is one that pickles and pickle-based checkpoints use."""
     return Path(name).suffix.lower() in PICKLE_SUFFIXES
 
 
@@ -67,7 +67,11 @@ def _walk(repository: ArtifactRepository, folder: str | None) -> dict[str, int]:
 
 
 def download(tracking: Tracking, uri: str, files: Mapping[str, int], into: Path) -> None:
-    """Download the named files (name -> bytes) below `uri`, each to its own name inside `into`, and nothing else."""
+    """Download the named files (name -> size in bytes) below `uri` into the folder `into`, and nothing else.
+
+    Raises RegistryError for a name outside the folder, a pickle, or a file that does not arrive.
+    """
+    # 1) Refuse bad names before anything is fetched: they come from the store, which others can write to.
     for name in files:
         try:
             storage.inside(into, name)
@@ -75,11 +79,13 @@ def download(tracking: Tracking, uri: str, files: Mapping[str, int], into: Path)
             raise RegistryError(f"{uri}: names a file outside its folder: {error}") from None
         if named_like_pickle(name):
             raise RegistryError(f"{uri}/{name}: is a pickle; it is not downloaded")
+    # 2) Download, once the disk has room for all of it.
     storage.require_free_space(into, sum(files.values()))
     with mlflow_errors(tracking.uri):
         repository = get_artifact_repository(uri, tracking_uri=tracking.uri)
         for name in files:
             repository.download_artifacts(name, dst_path=str(into))  # type: ignore[no-untyped-call]
+    # 3) Check what arrived: all files are there, and none is a pickle under a harmless name.
     for name in files:
         if not storage.inside(into, name).is_file():
             raise RegistryError(f"{uri}/{name}: did not arrive")
@@ -100,14 +106,16 @@ def run_files(tracking: Tracking, run_id: str, names: Iterable[str]) -> Iterator
 def download_verified(
     tracking: Tracking, uri: str, digests: Mapping[str, str], into: Path, beside: Collection[str] = ()
 ) -> None:
-    """Download exactly the files of `digests` (name -> SHA-256) and check each. LostFilesError otherwise.
+    """Download exactly the files of `digests` (name -> SHA-256) and check each. Raises LostFilesError on a difference.
 
-    `beside`: names of files that may lie there too, and stay there.
+    `beside`: names of further files that may lie below `uri`; they are not downloaded.
     """
+    # 1) Compare the stored names with the recorded ones: a missing or unknown file costs no download.
     others = {*beside, REGISTERED_MODEL_META_FILE_NAME} - set(digests)  # MLflow leaves that where it loads a version
     stored = {name: size for name, size in stored_files(tracking, uri).items() if name not in others}
     if odd := _odd_name(stored, digests):
         raise LostFilesError(f"{uri}/{odd}")
+    # 2) Download, and compare the content with the recorded digests.
     download(tracking, uri, stored, into)
     if odd := difference(into, digests):
         raise LostFilesError(f"{uri}/{odd}")
@@ -115,6 +123,7 @@ def download_verified(
 
 def difference(folder: Path, digests: Mapping[str, str]) -> str | None:
     """Find the first file of a folder that is not as recorded, and how it differs; None where all are."""
+    # Names first: hashing large weights is the slow part.
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     if odd := _odd_name(found, digests):
         return odd

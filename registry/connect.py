@@ -1,4 +1,4 @@
-"""Reach the MLflow store: resolve its address, probe it quickly, find or make the experiment.
+"""Connection to the MLflow store: resolve its address, probe it quickly, find or make the experiment.
 
 A store that cannot be reached is one TrackingError within seconds; MLflow alone would retry for minutes.
 """
@@ -49,7 +49,7 @@ class RegistrySettings(BaseModel):
 
 
 def redacted(text: str) -> str:
-    """The text without the user name and password of any URL in it."""
+    """Redacted text: user names and passwords in URLs, and password or token parameters, become `***`."""
     return re.sub(r"\b(password|passwd|token)=[^&\s]+", r"\1=***", re.sub(r"//[^/\s]*@", "//***@", text))
 
 
@@ -79,7 +79,10 @@ def open_tracking(settings: RegistrySettings, home: Path) -> Tracking:
 
 
 def resolve_uri(settings: RegistrySettings, home: Path) -> str:
-    """The recipe's address, else MLFLOW_TRACKING_URI, else a SQLite file in `home`. Local files become absolute."""
+    """Address of the store: the recipe's, else MLFLOW_TRACKING_URI, else a SQLite file in `home`.
+
+    Paths of SQLite files become absolute. Raises TrackingError for a plain folder, which MLflow would accept.
+    """
     uri = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
     if not uri:
         return _sqlite_uri(home / DATABASE_NAME)
@@ -97,13 +100,16 @@ def mlflow_errors(tracking_uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, requests.RequestException, SQLAlchemyError, OSError) as error:
+        # Errors of ours pass through: some of them are OSErrors too.
         if isinstance(error, DraftforgeError):
             raise
+        # The order matters: a full disk and a missing object have errors of their own, whichever library reports them.
         where = redacted(tracking_uri)
         if storage.is_disk_full(error):
             raise DiskFullError(f"{where}: no space left for runs or artifacts") from error
         if isinstance(error, MlflowException) and error.error_code == "RESOURCE_DOES_NOT_EXIST":
             raise RegistryError(f"{where}: {one_line(error, clean=redacted)}") from error
+        # Local file errors pass through as they are. Everything else means that the store failed.
         if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
             raise
         raise TrackingError(f"{where}: {_in_one_line(error, tracking_uri)}") from error
@@ -112,6 +118,7 @@ def mlflow_errors(tracking_uri: str) -> Iterator[None]:
 @contextmanager
 def quick_requests(timeout_seconds: float, retries: int = 0) -> Iterator[None]:
     """Let MLflow's HTTP calls in this block fail fast instead of retrying for minutes."""
+    # MLflow reads these variables at each request, so they hold for the block and are put back afterwards.
     wanted = {
         "MLFLOW_HTTP_REQUEST_TIMEOUT": str(max(1, round(timeout_seconds))),
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(retries),
@@ -129,7 +136,7 @@ def quick_requests(timeout_seconds: float, retries: int = 0) -> Iterator[None]:
 
 
 def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tuple[MlflowClient, str]:
-    """A client that has answered once, and the experiment's id."""
+    """An MLflow client whose store has answered once, and the experiment's id. Raises TrackingError."""
 
     def open_client() -> tuple[MlflowClient, str]:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
@@ -158,6 +165,7 @@ def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tup
 def _experiment(client: MlflowClient, name: str, database: Path | None) -> str:
     """Find or make the experiment. A SQLite store keeps its artifacts beside the file, wherever a run is started."""
     found = client.get_experiment_by_name(name)
+    # Make a missing experiment. Another process may make it at the same moment, which counts as found.
     if found is None:
         beside = None if database is None else database.with_name(f"{database.stem}-artifacts").as_uri()
         try:
@@ -166,22 +174,25 @@ def _experiment(client: MlflowClient, name: str, database: Path | None) -> str:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
             found = client.get_experiment_by_name(name)  # made by somebody else just now
+    # MLflow keeps deleted experiments by name and refuses runs in them.
     if found is None or found.lifecycle_stage != "active":
         raise TrackingError(f"registry.experiment: {name}: is deleted there; restore it or choose another name")
     return str(found.experiment_id)
 
 
 def _with_timeout(seconds: float, call: Callable[[], T]) -> T:
-    """The call's result, or TimeoutError. It runs in a daemon thread: name resolution ignores timeouts and may hang."""
+    """Result of a call, or TimeoutError. It runs in a daemon thread: name resolution may hang without a timeout."""
     results: list[T] = []
     errors: list[Exception] = []
 
+    # The thread hands its outcome over in lists: an exception would be lost in it.
     def work() -> None:
         try:
             results.append(call())
         except Exception as error:
             errors.append(error)
 
+    # Wait no longer than asked. A call that hangs ends with the process.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -201,11 +212,14 @@ def _probe_database(uri: str, scheme: str, seconds: float) -> None:
 
 
 def _lock_folder(uri: str, database: Path | None) -> Path:
-    """Where this host's locks for the store lie; one that can be written to."""
+    """Folder of this host's locks for the store: the first candidate that exists or can be made."""
+    # Beside a SQLite file the lock is seen by all who use that file. A server has no folder, so the user's cache
+    # serves.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     spare = Path(tempfile.gettempdir()) / f"draftforge-{os.getuid()}"
     name = short(of_bytes(redacted(uri).encode()))
     candidates = [database.parent] if database else [cache / "draftforge" / "locks" / name, spare / "locks" / name]
+    # A home may be read-only (containers): then the temporary folder.
     for folder in candidates:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -240,9 +254,11 @@ def _reason(error: BaseException, uri: str) -> str:
 
 def _in_one_line(error: BaseException, uri: str) -> str:
     """An error in one line: the database's own words, where SQLAlchemy, or MLflow quoting it, puts more around them."""
+    # Which SQLAlchemy error is this, and is its text all that the message says?
     cause = error if isinstance(error, DBAPIError) else error.__cause__
     if not isinstance(cause, DBAPIError) or cause.orig is None or not str(error).startswith(str(cause)):
         return one_line(error, clean=redacted)
+    # Keep the database's words only, with advice for the one failure that users can mend.
     words = one_line(cause.orig, clean=redacted)
     database = _sqlite_file(uri)
     if database is not None and "readonly" in words:

@@ -1,4 +1,4 @@
-"""The gate: may this candidate become the champion? A pure decision in words and numbers.
+"""Promotion gate: non-inferiority of a candidate to the champion, decided from paired holdout figures.
 
 Overall the candidate must be faster, and the lower end of its gain may not lie below minus the margin. Every domain
 with enough conversations must be non-inferior in the same sense. Asking it of all of them needs no correction for
@@ -55,7 +55,7 @@ class Interval(_Record):
     high: Number
 
     def over(self, whole: float) -> "Interval":
-        """The same as a share of something; NaN where that is not above 0."""
+        """The interval divided by `whole`, such as the champion's speed-up; NaN where `whole` is not above 0."""
         whole = whole if whole > 0 else math.nan
         return Interval(value=self.value / whole, low=self.low / whole, high=self.high / whole)
 
@@ -191,20 +191,24 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
 
 
 def _numbers(evidence: Evidence, champion: Figures, difference: Interval, settings: GateSettings) -> Numbers:
-    """The comparison as shares of the champion's speed, overall and by domain, and what is missing."""
+    """Relative gains over the champion, overall and by domain, and how many conversations are missing."""
+    # Overall: conversations missing for gate.min_conversations, or for an interval narrow enough, whichever is more.
     gain = difference.over(champion.speedup)
     floor, missing = -settings.non_inferiority_margin, max(settings.min_conversations - evidence.conversations, 0)
     if not gain.low >= floor:
         narrow = more_conversations(gain.value, gain.low, floor, evidence.conversations, evidence.confidence)
         missing = max(missing, narrow or 0)
+    # Each domain is judged alone, against its own champion's speed-up.
     domains = {name: _verdict(domain, evidence, settings) for name, domain in sorted(evidence.domains.items())}
     return Numbers(evidence=evidence, settings=settings, gain=gain, domains=domains, more_conversations=missing or None)
 
 
 def _verdict(domain: DomainFigures, evidence: Evidence, settings: GateSettings) -> DomainVerdict:
+    # A domain with enough conversations must be shown non-inferior. A small one refuses only where it is shown to lose.
     gain, floor = domain.difference.over(domain.champion_speedup), -settings.domain_margin
     judged = domain.conversations >= settings.min_domain_conversations
     passes = gain.low >= floor if judged else not gain.high < floor
+    # Conversations missing for a verdict; None (as 0) where even more of them would not change it.
     missing = 0 if judged else settings.min_domain_conversations - domain.conversations
     if not gain.low >= floor:
         narrow = more_conversations(gain.value, gain.low, floor, domain.conversations, evidence.confidence)
@@ -213,7 +217,8 @@ def _verdict(domain: DomainFigures, evidence: Evidence, settings: GateSettings) 
 
 
 def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:
-    """What makes any comparison worthless."""
+    """Reasons that refuse before any comparison: not lossless, a bad export, leaked holdout, too little evidence."""
+    # Each check gives one reason, so that a refusal names everything that must be mended.
     against = []
     if evidence.lossless is False:
         against.append("the self-test found speculative output that differs from plain decoding: not lossless")
@@ -226,6 +231,7 @@ def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:
             f"{evidence.conversations} holdout conversations, at least {settings.min_conversations} are needed: "
             f"{missing} more (gate.min_conversations)"
         )
+    # The intervals' coverage matters only where intervals are compared.
     comparing = evidence.compared is not None and evidence.champion_lost is None
     if comparing and not evidence.confidence >= settings.confidence:
         against.append(f"intervals cover {evidence.confidence:g}, gate.confidence asks for {settings.confidence:g}")
@@ -233,6 +239,7 @@ def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:
 
 
 def _against_champion(numbers: Numbers, evidence: Evidence, champion: Figures, settings: GateSettings) -> list[str]:
+    # Superiority of the point estimate: the candidate must look faster.
     gain, against = numbers.gain, []
     assert gain is not None
     if not gain.value > 0:
@@ -240,6 +247,7 @@ def _against_champion(numbers: Numbers, evidence: Evidence, champion: Figures, s
             f"not faster: expected speed-up {evidence.candidate.speedup:.2f}, "
             f"champion {evidence.compared} has {champion.speedup:.2f}"
         )
+    # Non-inferiority of the interval: its lower end may not lie below minus the margin.
     if math.isnan(gain.low):
         against.append(
             f"may be slower than champion {evidence.compared}: too few conversations for an interval "
@@ -256,6 +264,7 @@ def _against_champion(numbers: Numbers, evidence: Evidence, champion: Figures, s
 
 def _against_domains(numbers: Numbers, evidence: Evidence, settings: GateSettings) -> list[str]:
     against = []
+    # One reason a failed domain. The wording tells a domain that is shown to lose from one that is not settled.
     for name, verdict in numbers.domains.items():
         if verdict.passes:
             continue
@@ -287,14 +296,17 @@ def _supporting(numbers: Numbers, evidence: Evidence, champion: Figures) -> list
 
 
 def more_conversations(value: float, low: float, floor: float, conversations: int, confidence: float) -> int | None:
-    """How many conversations beyond the present ones; None where no number helps, or nothing is known.
+    """Further conversations needed for power POWER; None where no number helps, or nothing is known.
 
-    `value`, `low`: a difference and the lower end of its interval of `confidence`, on so many conversations; clusters
-    are taken to hold as many conversations as now.
+    `value`, `low`: a difference and the lower end of its interval of `confidence`, measured on `conversations`.
+    `floor`: what the lower end must reach. The interval's width is taken to shrink with the root of the number of
+    conversations, and clusters to keep their size: n' = n (width / z x (z + z_power) / (value - floor))^2.
     """
+    # No number of conversations helps where the estimate itself lies below the floor.
     room, width = value - floor, value - low
     if not (room > 0 and width > 0 and math.isfinite(width) and 0 < confidence < 1) or conversations < 1:
         return None
+    # Normal approximation: the half-width that the interval may have, over the one that it has.
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     stretched = width / z * (z + NormalDist().inv_cdf(POWER)) / room
     return max(math.ceil(conversations * stretched**2) - conversations, 0)

@@ -26,7 +26,10 @@ _HEX64 = r"^[0-9a-f]{64}$"
 
 
 class Lineage(BaseModel):
-    """Everything that decided what a draft is. Unknown keys are ignored, so that older readers read newer records."""
+    """Lineage record: all inputs that decided what a draft is.
+
+    Unknown keys are ignored, so that older readers read newer records.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -36,16 +39,16 @@ class Lineage(BaseModel):
     mix_fingerprint: str
     capture_fingerprint: str
     counts_digest: str
-    """SHA-256 of counts.parquet, the score it was chosen by."""
+    """SHA-256 of counts.parquet, the score by which the draft was chosen."""
     recipe_fingerprint: str
     family: str
     step: int = Field(ge=0)
     draft_tokens: int | None = None
     """K, or the tree's levels, that the choice was made at."""
     tree_name: str | None = None
-    """What the recipe called the tree that the choice was made at; None: a chain."""
+    """The recipe's name of the draft tree that the choice was made at; None: a chain."""
     tree: Tree | None = None
-    """That tree, as this draft drafts it."""
+    """The draft tree itself, with the shape that this draft uses."""
     parent: str | None = None
     """The version it was warm-started from, `name/number`; of this target or of another."""
     draftforge_version: str = __version__
@@ -59,18 +62,18 @@ class Lineage(BaseModel):
 
     @property
     def content(self) -> str:
-        """One digest of all files: the same draft has the same."""
+        """Content digest over all files: equal drafts have equal digests."""
         return of_json(self.files)
 
     @property
     def folder(self) -> str:
-        """Where this record's artifacts lie in the run."""
+        """Artifact folder of this record in the run."""
         return f"lineage/{short(self.content)}"
 
 
 @dataclass(frozen=True)
 class Version:
-    """A registered version of ours."""
+    """A model version that draftforge registered, with its lineage."""
 
     name: str
     number: int
@@ -90,12 +93,14 @@ class Version:
 
 
 def as_version(record: ModelVersion) -> Version:
-    """Convert MLflow's record. RegistryError if it was not registered by draftforge."""
+    """Convert MLflow's record of a version. Raises RegistryError if draftforge did not register it."""
     name, number = str(record.name), int(record.version)
+    # The tag tells our versions from those of others in the same registry.
     text = (record.tags or {}).get(LINEAGE_TAG)
     if text is None:
         raise RegistryError(f"models:/{name}/{number}: has no tag {LINEAGE_TAG}; it was not registered by draftforge")
     try:
+        # People can edit tags: name the first field that is wrong.
         lineage = Lineage.model_validate_json(text)
     except ValidationError as error:
         problem = error.errors()[0]
@@ -114,7 +119,11 @@ def get_version(tracking: Tracking, reference: str) -> Version:
 
 
 def ancestors(tracking: Tracking, version: Version) -> Iterator[Version]:
-    """Parent, grandparent and so on, nearest first. A deleted one is a RegistryError: what it saw cannot be known."""
+    """Ancestors of a version by warm start, nearest first.
+
+    Raises RegistryError for a deleted ancestor, whose training data cannot be known, and for a circle.
+    """
+    # Hand-edited tags could make a circle, in which the walk would never end.
     seen = {version.reference}
     while parent := version.lineage.parent:
         if parent in seen:
@@ -133,7 +142,7 @@ def cluster_digest(cluster: str) -> str:
 
 
 def clusters_file(clusters: Iterable[str]) -> bytes:
-    """The list of hashed ids, sorted, one a line: the same set gives the same bytes."""
+    """Content of the clusters file: hashed ids, sorted, one a line. The same set gives the same bytes."""
     return "".join(f"{digest}\n" for digest in sorted({cluster_digest(cluster) for cluster in clusters})).encode()
 
 
@@ -157,7 +166,7 @@ def inherited_clusters(tracking: Tracking, version: Version) -> set[str]:
 
 
 def holdout_overlap(tracking: Tracking, version: Version, holdout_clusters: Iterable[str]) -> int:
-    """How many holdout clusters this version or any ancestor was trained on. Must be 0 for a fair comparison."""
+    """Number of holdout clusters that this version or any ancestor was trained on. A fair comparison needs 0."""
     holdout = {cluster_digest(cluster) for cluster in holdout_clusters}
     return len(holdout & inherited_clusters(tracking, version))
 

@@ -23,7 +23,7 @@ class _Listed(BaseModel):
 
 
 class ListedVersion(_Listed):
-    """One registered version."""
+    """One registered version, as `draftforge registry` lists it."""
 
     reference: str
     """`name/number`."""
@@ -33,13 +33,13 @@ class ListedVersion(_Listed):
     family: str
     step: int
     plan: str
-    """K or the tree's name that it was chosen at."""
+    """K, or the name of the draft tree, at which the draft was chosen."""
     tau: float | None
-    """On the holdout, when it last met the gate; None: it never did."""
+    """tau on the holdout at the last gate decision; None: no gate has judged it."""
     speedup: float | None
     registered: datetime
     run: str
-    """MLflow's id."""
+    """MLflow's id of the run that made it."""
     run_name: str
     recipe: str
     """12 hex digits of the recipe's fingerprint."""
@@ -49,21 +49,21 @@ class ListedVersion(_Listed):
     """promote, refuse, or empty: none was taken."""
     reasons: str
     rolled_back: str | None
-    """Why it was rolled back."""
+    """Reason of its rollback; None: it was never rolled back."""
     decisions: list[StoredDecision] | None = None
-    """In full, where they were asked for."""
+    """Gate decisions in full, oldest first; None where they were not asked for."""
 
 
 class ListedTarget(_Listed):
     """One target, newest version first."""
 
     name: str
-    """Of its registered model."""
+    """Name of the target's registered model."""
     fingerprint: str
     target: str
     versions: list[ListedVersion]
     moves: list[dict[str, Any]]
-    """Of the champion, oldest first."""
+    """Moves of the champion's alias, oldest first."""
 
     def by_alias(self) -> list[tuple[str, ListedVersion]]:
         """Alias and version, the champion first."""
@@ -99,7 +99,7 @@ class Listing(_Listed):
 
 
 def listing(tracking: Tracking, target: str = "", with_decisions: bool = False) -> Listing:
-    """Every target of the registry, or those whose fingerprint begins with `target`."""
+    """Listing of every target of the registry, or of those whose fingerprint begins with `target`."""
     run_names: dict[str, str] = {}
     found = [
         ListedTarget(
@@ -116,6 +116,7 @@ def listing(tracking: Tracking, target: str = "", with_decisions: bool = False) 
 
 
 def _versions(tracking: Tracking, name: str, run_names: dict[str, str], with_decisions: bool) -> list[ListedVersion]:
+    # MLflow returns versions by pages: read all of them.
     with mlflow_errors(tracking.uri):
         known = tracking.client.get_registered_model(name).aliases
         records: list[ModelVersion] = []
@@ -126,6 +127,7 @@ def _versions(tracking: Tracking, name: str, run_names: dict[str, str], with_dec
             token = page.token
             if not token:
                 break
+    # Versions of others under the same name have no lineage and are not listed.
     ours = [record for record in records if LINEAGE_TAG in (record.tags or {})]
     ours.sort(key=lambda record: -int(record.version))
     return [_listed(tracking, record, known, run_names, with_decisions) for record in ours]
@@ -134,6 +136,7 @@ def _versions(tracking: Tracking, name: str, run_names: dict[str, str], with_dec
 def _listed(
     tracking: Tracking, record: ModelVersion, known: dict[str, Any], run_names: dict[str, str], with_decisions: bool
 ) -> ListedVersion:
+    # Several versions share a run: ask for its name once.
     version, tags = as_version(record), record.tags or {}
     lineage = version.lineage
     if version.run_id not in run_names:
@@ -160,7 +163,7 @@ def _listed(
 
 
 def _decisions(tracking: Tracking, version: Version) -> list[StoredDecision]:
-    """Decisions in full; those that cannot be read are left out, which is said: their gist is in the tags."""
+    """Gate decisions of a version in full; an empty list, with a message, where they cannot be read."""
     try:
         return decisions(tracking, version)
     except RegistryError as error:
@@ -186,6 +189,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _by_draft(found: list[ListedTarget]) -> list[ListedDraft]:
+    # One entry a content digest: a draft registered for several targets collects all of them.
     drafts: dict[str, ListedDraft] = {}
     for entry in found:
         for version in entry.versions:

@@ -27,15 +27,15 @@ HISTORY_TAG = "draftforge.history"
 ROLLED_BACK_TAG = "draftforge.rolled_back"
 ALREADY = "is the champion already"
 _DECISIONS = "decisions"
-"""Artifact folder of a run."""
+"""Artifact folder of a run that holds its gate decisions."""
 _MAX_TAG = 5000  # characters that every database of MLflow holds
 
 
 def promote(tracking: Tracking, decision: Decision, version: Version) -> Decision:
     """Record the decision and, if it says so, make the version champion. Returns the decision as it was carried out.
 
-    RegistryError if the champion is no longer the one that was compared: measure again. Doing it twice changes nothing.
-    A draft that was rolled back is not promoted again.
+    Raises RegistryError if the champion is no longer the one that was compared: measure again. Promoting the champion
+    changes nothing. A draft that was rolled back is not promoted again.
     """
     name = version.name
     with alias_lock(tracking, name):
@@ -71,12 +71,15 @@ def rollback(tracking: Tracking, target_fingerprint: str, why: str = "") -> Vers
     """
     name = model_name(tracking, target_fingerprint)
     with alias_lock(tracking, name):
+        # 1) Refuse where there is nothing to return to.
         known = aliases(tracking, name)
         current, previous = known.get(CHAMPION), known.get(PREVIOUS)
         if current is None:
             raise RegistryError(f"{name}: has no champion to roll back")
         if previous is None:
             raise RegistryError(f"{name}: version {current} is the champion and there is no earlier one to go back to")
+        # 2) A promotion that was cut off between its two aliases leaves both on one version: mend it, and let a person
+        # look.
         if previous == current:
             older = _champion_before(tracking, name, current)
             set_alias(tracking, name, PREVIOUS, older)
@@ -84,6 +87,7 @@ def rollback(tracking: Tracking, target_fingerprint: str, why: str = "") -> Vers
                 f"{name}: champion and previous are both version {current}, an earlier move was cut off; "
                 f"previous is now {older or 'unset'}: look, and roll back again if that is wanted"
             )
+        # 3) Move, tag the version that was left, and name what the next rollback returns to.
         move_champion(tracking, name, current, previous, "rollback", why)
         with mlflow_errors(tracking.uri):
             tracking.client.set_model_version_tag(name, str(current), ROLLED_BACK_TAG, why[:1000] or "no reason given")
@@ -94,8 +98,9 @@ def rollback(tracking: Tracking, target_fingerprint: str, why: str = "") -> Vers
 def move_champion(tracking: Tracking, name: str, current: int | None, to: int, event: str, why: str) -> None:
     """Move `champion` from version `current` to version `to`, and add that to the history. Hold `alias_lock`.
 
-    RegistryError where another host moved the alias before or meanwhile.
+    Raises RegistryError where another host moved the alias before or meanwhile.
     """
+    # MLflow has no compare-and-set: read before the move and after it.
     found = aliases(tracking, name).get(CHAMPION)
     if found != current:
         raise _lost_race(name, current, found)
@@ -103,6 +108,7 @@ def move_champion(tracking: Tracking, name: str, current: int | None, to: int, e
     known = aliases(tracking, name)
     if known.get(CHAMPION) != to:
         raise _lost_race(name, to, known.get(CHAMPION))
+    # The new champion is no candidate any more.
     if known.get(CANDIDATE) == to:
         set_alias(tracking, name, CANDIDATE, None)
     _add_to_history(tracking, name, {"event": event, "from": current, "to": to, "why": why[:100]})
@@ -134,7 +140,8 @@ def history(tracking: Tracking, name: str) -> list[dict[str, Any]]:
 
 
 def _add_to_history(tracking: Tracking, name: str, event: dict[str, Any]) -> None:
-    """Append to the history's tag; the oldest events go where it would grow too long."""
+    """Append an event to the history tag. Its oldest events are dropped where the tag would exceed MLflow's limit."""
+    # The time in the name sorts a version's decisions, and keeps two of them apart.
     now = datetime.now(UTC).isoformat(timespec="seconds")
     events = [*history(tracking, name), {"at": now, **event}]
     while len(text := json.dumps(events, ensure_ascii=False)) > _MAX_TAG and len(events) > 1:
@@ -144,7 +151,7 @@ def _add_to_history(tracking: Tracking, name: str, event: dict[str, Any]) -> Non
 
 
 def _champion_before(tracking: Tracking, name: str, number: int) -> int | None:
-    """The champion before version `number` became it, by the history; skips versions deleted since."""
+    """Version that was champion before `number`, by the history; deleted versions are skipped. None: there is none."""
     # The line of champions that leads to the present one: a rollback takes off what came after where it returned to.
     line: list[int] = []
     for event in history(tracking, name):
@@ -175,7 +182,7 @@ def _exists(tracking: Tracking, name: str, number: int) -> bool:
 
 
 def _rolled_back(tracking: Tracking, version: Version) -> tuple[int, str] | None:
-    """The version by which this draft was rolled back, and why: itself, or an earlier one with the same files."""
+    """Version number and reason of a rollback of this draft: this version, or an earlier one with the same files."""
     for same in same_content(tracking, version.name, version.lineage.content):
         with mlflow_errors(tracking.uri):
             tags = tracking.client.get_model_version(same.name, str(same.number)).tags or {}
@@ -185,7 +192,7 @@ def _rolled_back(tracking: Tracking, version: Version) -> tuple[int, str] | None
 
 
 def _record(tracking: Tracking, decision: Decision, version: Version) -> None:
-    """Keep the full decision as an artifact of the version's run, and its gist as tags of the version."""
+    """Store the full decision as an artifact of the version's run, and its main figures as tags of the version."""
     now = datetime.now(UTC)
     path = f"{_DECISIONS}/{version.name}-v{version.number}-{now:%Y%m%dT%H%M%S.%f}.json"
     tags = {
@@ -197,6 +204,7 @@ def _record(tracking: Tracking, decision: Decision, version: Version) -> None:
     if decision.numbers.evidence is not None:
         figures = decision.numbers.evidence.candidate
         tags |= {TAU_TAG: f"{figures.tau:.4f}", SPEEDUP_TAG: f"{figures.speedup:.4f}"}
+    # The artifact goes first: a tag never names a record that does not exist.
     record = StoredDecision(version=version.reference, at=now, **vars(decision))
     with mlflow_errors(tracking.uri):
         tracking.client.log_text(version.run_id, record.dump(), path)
@@ -207,8 +215,9 @@ def _record(tracking: Tracking, decision: Decision, version: Version) -> None:
 def decisions(tracking: Tracking, version: Version) -> list[StoredDecision]:
     """Every decision that was made about a version, oldest first.
 
-    RegistryError for a record that another format of draftforge wrote, or that is damaged.
+    Raises RegistryError for a record of another format, or a damaged one.
     """
+    # A run holds decisions about all of its versions: take those of this one.
     start = f"{_DECISIONS}/{version.name}-v{version.number}-"
     with mlflow_errors(tracking.uri):
         names = sorted(artifact.path for artifact in tracking.client.list_artifacts(version.run_id, _DECISIONS))
@@ -228,6 +237,7 @@ def last_decision(tracking: Tracking, version: Version) -> StoredDecision | None
 
 def _parse_decision(name: str, data: bytes) -> StoredDecision:
     try:
+        # The format first: fields of another format would give misleading errors.
         found = json.loads(data)
         known = found.get("format", 1) if isinstance(found, dict) else None
         if known != FORMAT:

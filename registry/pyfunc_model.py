@@ -40,9 +40,11 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
 
     def load_context(self, context: Any) -> None:
         """Load target and draft. Raises StaleInputError for a target that the draft was not made for."""
+        # Parameters that the signature lacks would be dropped with a warning only: the filter makes an error of it.
         warnings = logging.getLogger("mlflow.models.utils")
         warnings.setLevel(logging.WARNING)  # filters see them, whether or not they are shown
         warnings.addFilter(_refuse_dropped)
+        # The target, and whether it is the one that the draft was trained on.
         folder = Path(context.artifacts[DRAFT])
         settings: Mapping[str, Any] = context.model_config or {}
         self.target = Target.load(_target_settings(settings))
@@ -52,6 +54,7 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
                 f"target {self.target.settings.model}: is {short(self.target.fingerprint)}, the draft was made for "
                 f"{short(made_for)}; name that one, {TARGET_VARIABLE} or model_config['target']"
             )
+        # The draft, ready to propose for this target.
         self._draft = StoredDraft.load(folder, self.target)
         self.proposer = self._draft.proposer()
 
@@ -61,17 +64,20 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
 
         Gives, for each, text, tokens, rounds, tau, and how many drafted tokens were accepted of how many.
         """
+        # 1) Check the parameters that the signature lets through.
         asked = params or {}
         _require_known(asked)
         sampling = SamplingSettings(temperature=asked.get("temperature", 0.0))
         longest, K = int(asked.get("max_new_tokens", 128)), int(asked.get("draft_tokens", 4))
         if longest < 1 or not 1 <= K <= 64:
             raise InputError(f"max_new_tokens {longest}, draft_tokens {K}: must be at least 1, and 1 to 64")
+        # 2) One request a row, each with a seed of its own, so that equal prompts may get different samples.
         requests = []
         for index, row in enumerate(_rows(model_input)):
             ids = render(self.target.tokenizer, _messages(row, index))
             self._draft.check_context(len(ids) + longest)
             requests.append(Request(ids, sampling, int(asked.get("seed", 0)) + index, longest, self.target.stop_ids))
+        # 3) Decode all of them, and answer in the order of the rows.
         rule = choose_rule(sampling, self.proposer, ScoreSettings().sampled_rules)
         done = dict(generate(self.target, self.proposer, requests, rule=rule, draft_tokens=K))
         return [self._answer(done[index]) for index in range(len(requests))]
@@ -106,6 +112,7 @@ def _refuse_dropped(record: logging.LogRecord) -> bool:
 
 
 def _target_settings(config: Mapping[str, Any]) -> TargetSettings:
+    # The caller's target goes before the environment's, and that before the recorded one.
     recorded, named = dict(config.get("recorded_target") or {}), config.get("target")
     named = named or os.environ.get(TARGET_VARIABLE)
     if named:  # another place, and so another revision, file or adapter, unless they are given with it
@@ -129,9 +136,11 @@ def _rows(given: Any) -> list[Any]:
 
 
 def _messages(row: Any, index: int) -> list[Message]:
+    # A plain text is one user message.
     row = row.get("messages", row.get("prompt")) if isinstance(row, Mapping) else row
     if isinstance(row, str) and row.strip():
         return [Message(role="user", content=row)]
+    # Anything else must be a list of messages with a role and content.
     listed = isinstance(row, Sequence) or hasattr(row, "tolist")  # a table keeps lists as arrays
     if not listed or isinstance(row, str) or not len(row):
         raise InputError(f"row {index}: must be a prompt, or a list of messages with role and content")

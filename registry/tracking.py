@@ -24,7 +24,7 @@ _MAX_METRICS = 1000
 
 
 class MlflowSink:
-    """Metric sink that sends in batches. A store that fails for a while delays metrics and never stops training.
+    """Metric sink that sends batches to MLflow. A store that fails for a while delays metrics and never stops training.
 
     Steps that a resumed run has already logged are dropped: resuming repeats them exactly.
     """
@@ -39,7 +39,7 @@ class MlflowSink:
         self._retry_seconds = 30.0
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Add the values of one step. What is not finite is kept as NaN (MLflow would turn infinity into 1.8e308)."""
+        """Add the values of one step. Infinite values become NaN: MLflow would turn infinity into 1.8e308."""
         now = int(time.time() * 1000)
         for key, value in values.items():
             number = float(value) if math.isfinite(value) else math.nan
@@ -48,7 +48,9 @@ class MlflowSink:
             self._try_flush()
 
     def flush(self) -> None:
-        """Send what waits. Raises TrackingError when the store refuses; nothing is lost, a later flush sends it."""
+        """Send the waiting metrics. Raises TrackingError when the store refuses; a later flush sends what was left."""
+        # A resumed run repeats steps that were logged before the stop: drop those. A batch leaves the queue once it is
+        # sent.
         with mlflow_errors(self._tracking.uri):
             self._waiting = [metric for metric in self._waiting if metric.step > self._logged_until(metric.key)]
             while self._waiting:
@@ -86,12 +88,14 @@ class TrackedRun:
 
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Log nested settings, flat. MLflow keeps a first value for good; a new one becomes a tag `changed.KEY`."""
+        # Only new parameters are sent: MLflow refuses a batch that changes a known one.
         wanted = {key: _shorten(value) for key, value in flatten(values).items()}
         with mlflow_errors(self._tracking.uri):
             known: dict[str, str] = self._client.get_run(self.id).data.params
             fresh = [Param(key, value) for key, value in wanted.items() if key not in known]
             for start in range(0, len(fresh), _MAX_BATCH):
                 self._client.log_batch(self.id, params=fresh[start : start + _MAX_BATCH])
+        # A resumed run whose settings changed shows it in tags.
         changed = {f"changed.{key}": value for key, value in wanted.items() if known.get(key, value) != value}
         self.set_tags(changed)
 
@@ -181,12 +185,14 @@ def find_run(tracking: Tracking, fingerprint: str) -> str | None:
 
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:
     """Flatten nested mappings and lists to `a.b.0.c` -> text, in names that MLflow accepts."""
+    # Empty mappings and lists are leaves, so that they are logged too.
     if isinstance(value, Mapping) and value:
         items: Sequence[tuple[Any, Any]] = list(value.items())
     elif isinstance(value, list | tuple) and value:
         items = list(enumerate(value))
     else:
         return {_clean(prefix): redacted(str(value))}
+    # Recurse with the path so far as the prefix.
     flat: dict[str, str] = {}
     for key, inner in items:
         flat |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
@@ -195,6 +201,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
 
 def _record_failure(run: TrackedRun, tracking: Tracking, error: BaseException) -> None:
     """Tag the run with why it ended. The error itself matters more than a store that does not answer."""
+    # Each call may fail by itself: the next is tried all the same, and no error of the store hides the run's own.
     status = "FAILED" if isinstance(error, Exception) else "KILLED"
     reason = redacted(f"{type(error).__name__}: {error}")
     for sink in run._sinks:
@@ -207,7 +214,8 @@ def _record_failure(run: TrackedRun, tracking: Tracking, error: BaseException) -
 
 
 def _clean(name: str) -> str:
-    """A name of letters, digits, `_-. :/` that no path rule of MLflow refuses."""
+    """Name that MLflow accepts: ASCII letters, digits and `_-. :/`, without empty or dotted path parts."""
+    # Forbidden characters first, then path parts that MLflow takes for a traversal.
     name = re.sub(r"[^\w.\- :/]", "_", name, flags=re.ASCII)
     return re.sub(r"/+", "/", re.sub(r"(^|/)\.+(?=/|$)", r"\1_", name)).strip("/")[:250] or "_"
 

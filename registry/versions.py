@@ -52,7 +52,7 @@ _ADDRESS = re.compile(r"models:/(?P<name>[^/@:.][^/@:]*)(?:/(?P<number>\d+)|@(?P
 
 
 class TargetEntry(NamedTuple):
-    """One registered model, that is, one target."""
+    """One registered model, which holds the versions of one target."""
 
     name: str
     fingerprint: str
@@ -111,6 +111,7 @@ def register_version(
 
 
 def _ensure_model(tracking: Tracking, name: str, lineage: Lineage) -> None:
+    # One model a target. An existing one is shared, unless its 12 hex digits are those of another target.
     tags = {TARGET_TAG: lineage.target_fingerprint, TARGET_NAME_TAG: lineage.target_name}
     try:
         tracking.client.create_registered_model(name, tags=tags)
@@ -132,7 +133,10 @@ def same_content(tracking: Tracking, name: str, content: str) -> list[Version]:
 
 
 def missing_file(tracking: Tracking, version: Version) -> str | None:
-    """The first of a version's files that its store no longer has. An error where the store does not answer."""
+    """Name of the first file of a version that its store no longer has; None: all are there.
+
+    Raises TrackingError where the store does not answer.
+    """
     missing = sorted(set(version.lineage.files) - set(stored_files(tracking, version.source)))
     return missing[0] if missing else None
 
@@ -146,7 +150,7 @@ def _upload(
     clusters: bytes,
     target: TargetSettings | None,
 ) -> Version:
-    """Files first, the version last: a version that exists is complete."""
+    """Upload a draft and create its version. Files go first, the version last: a version that exists is complete."""
     client, name = tracking.client, model_name(tracking, lineage.target_fingerprint)
     # Artifacts of the run: the draft, what makes it an MLflow model, its lineage, its hashed training clusters.
     with tempfile.TemporaryDirectory() as beside:
@@ -191,9 +195,11 @@ def champion(tracking: Tracking, target_fingerprint: str) -> Version | None:
 def by_alias(tracking: Tracking, target_fingerprint: str, alias: str) -> Version | None:
     """The version that an alias of this target names, if any."""
     name = model_name(tracking, target_fingerprint)
+    # No such alias is no error here: `require` makes one of it.
     number = aliases(tracking, name).get(alias)
     if number is None:
         return None
+    # The name holds 12 digits of the fingerprint only: check the whole of it.
     version = get_version(tracking, f"{name}/{number}")
     if not version.lineage.target_fingerprint.startswith(target_fingerprint):
         raise RegistryError(
@@ -204,6 +210,7 @@ def by_alias(tracking: Tracking, target_fingerprint: str, alias: str) -> Version
 
 def targets(tracking: Tracking) -> list[TargetEntry]:
     """Every target that drafts were registered for."""
+    # MLflow returns registered models by pages. Models without our tag belong to others.
     entries: list[TargetEntry] = []
     token: str | None = None
     while True:
@@ -223,6 +230,7 @@ def targets(tracking: Tracking) -> list[TargetEntry]:
 
 def fetch(tracking: Tracking, target_fingerprint: str, out: Path, alias: str = CHAMPION) -> Version:
     """Download the champion of exactly this target into `out`: all files, each verified, or nothing."""
+    # Look at the folder before the network, and at the registry before anything is written.
     out = out.absolute()
     refuse_occupied(out)
     version = require(tracking, target_fingerprint, alias)
@@ -238,7 +246,7 @@ def refuse_occupied(out: Path) -> None:
 
 
 def require(tracking: Tracking, target_fingerprint: str, alias: str) -> Version:
-    """The version that an alias of this target names. RegistryError, naming targets that have one, where none is."""
+    """The version that an alias of this target names. Raises RegistryError, which lists targets with a champion."""
     version = by_alias(tracking, target_fingerprint, alias)
     if version is None:
         known = [f"{entry.target_name} ({short(entry.fingerprint)})" for entry in targets(tracking) if entry.champion]
@@ -248,7 +256,7 @@ def require(tracking: Tracking, target_fingerprint: str, alias: str) -> Version:
 
 
 def latest_champion(tracking: Tracking) -> Version | None:
-    """The champion, of whatever target, whose version is the newest: what a changed target starts from."""
+    """Newest champion of any target, from which the draft of a changed target is warm-started."""
     found: list[tuple[int, str]] = []
     for entry in targets(tracking):
         if entry.champion is not None:
@@ -309,10 +317,13 @@ def _aliased(tracking: Tracking, name: str, alias: str) -> int:
 
 
 def _download_foreign(tracking: Tracking, source: str, into: Path) -> None:
+    # Take all files of the model, pickles refused.
     files = stored_files(tracking, source)
     if not files:
         raise RegistryError(f"{source}: holds no files")
     download(tracking, source, files, into)
+    # MLflow's transformers flavour has the model and the tokenizer in two folders: put them into one, as loaders
+    # expect.
     if not (into / "config.json").exists() and (into / "model" / "config.json").is_file():
         for part in (into / "components" / "tokenizer", into / "model"):
             for path in sorted(part.glob("*")):
@@ -325,9 +336,11 @@ def wrap(folder: Path, lineage: Lineage, target: TargetSettings | None) -> dict[
     `target`: where the draft's target lies, for whoever loads the model without naming it. FormatError where the draft
     has a file of such a name.
     """
+    # The wrapper's files may not replace files of the draft.
     for name in (MODEL_FILE, CODE_FILE):
         if name in lineage.files:
             raise FormatError(f"{name}: the name of a file that the registry puts beside a draft's own")
+    # The target's address is a default that the caller may override at loading.
     recorded = None if target is None else target.model_dump(mode="json", exclude_defaults=True)
     config = {"recorded_target": recorded, "target": None}  # only keys that are here can be set at loading
     # The same draft gives the same file: no time, and an identity made of its content.
@@ -345,7 +358,11 @@ def wrap(folder: Path, lineage: Lineage, target: TargetSettings | None) -> dict[
 
 
 def signature(lineage: Lineage) -> ModelSignature:
-    """One column of prompts or conversations, and how to answer; K defaults to what the draft was chosen at."""
+    """MLflow signature: one column of prompts or conversations, and the decoding parameters.
+
+    K defaults to the number of levels at which the draft was chosen.
+    """
+    # Types and defaults in the order of PARAMETERS.
     kinds = (DataType.long, DataType.double, DataType.long, DataType.long)
     defaults: tuple[Any, ...] = (128, 0.0, lineage.draft_tokens or 4, 0)
     params = [ParamSpec(name, kind, value) for name, kind, value in zip(PARAMETERS, kinds, defaults, strict=True)]
