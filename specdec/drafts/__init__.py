@@ -1,4 +1,4 @@
-"""The modules of drafts, a file a family; `base.py` says what all of them answer."""
+"""Draft modules (weights and forward passes), one file a family; `base.py` holds their common interface."""
 
 from .base import DraftModule
 from .dflash import DFlashDraft

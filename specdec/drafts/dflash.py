@@ -31,11 +31,11 @@ _TOGETHER = 1024
 
 KeyValue = tuple[Tensor, Tensor]
 Attend = Callable[[int, Attention, Tensor, Tensor, Tensor], Tensor]
-"""Layer's number, its attention, and query, key and value of block tokens [B, Q or G, N, D] -> [B, N, Q, D]."""
+"""(layer number, its Attention, query, key, value of block tokens [B, Q or G, N, D]) -> attended [B, N, Q, D]."""
 
 
 class DFlashConfig(LayerConfig):
-    """Dimensions of the draft; everything that its speed and its checkpoint depend on."""
+    """Dimensions of a DFlash draft: everything that its speed and its checkpoint depend on."""
 
     num_hidden_layers: int = Field(ge=1)
     target_hidden_size: int = Field(ge=1)
@@ -43,28 +43,31 @@ class DFlashConfig(LayerConfig):
     aux_layers: tuple[int, ...] = Field(min_length=1)
     """Target layers, numbered as transformers' hidden_states (2 = output of layer 1)."""
     block_size: int = Field(ge=2)
-    """Tokens of a block as it is trained, the anchor among them: one more than it drafts."""
+    """Tokens of a block in training, with the anchor: the draft drafts at most one token fewer."""
     mask_token_id: int = Field(ge=0)
-    """The token whose embedding stands for what is to be drafted."""
+    """Mask token: its embedding stands at every position that is to be drafted."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "DFlashConfig":
+        # Token ids must lie within the vocabulary that they index.
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size}: must not exceed vocab_size {self.vocab_size}")
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id}: must be below vocab_size {self.vocab_size}")
+
+        # hidden_states 0 is the embedding, which is no layer's output.
         if list(self.aux_layers) != sorted(set(self.aux_layers)) or self.aux_layers[0] < 1:
             raise ValueError(f"aux_layers {list(self.aux_layers)}: must be different layers in ascending order, from 1")
         return self
 
     @property
     def reduced(self) -> bool:
-        """Whether the draft knows a part of the vocabulary only."""
+        """Whether the draft vocabulary is smaller than the target's."""
         return self.draft_vocab_size < self.vocab_size
 
 
 class NormedAttention(Attention):
-    """As Qwen 3's: queries and keys pass a norm, head by head, before they are rotated."""
+    """Attention with QK-norm, as in Qwen 3: RMSNorm of each head's queries and keys before the rotary embedding."""
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__(config, config.hidden_size)
@@ -91,7 +94,7 @@ class BlockLayer(DecoderLayer):
 
 
 class DFlashDraft(DraftModule):
-    """The draft. Embeddings and head come from the target unless the checkpoint brought its own."""
+    """A DFlash draft. Embeddings and head come from the target unless the checkpoint brought its own."""
 
     family = "dflash"
     d2t: Tensor
@@ -107,13 +110,20 @@ class DFlashDraft(DraftModule):
         """`draft_ids` [Vd]: target ids of the draft vocabulary, which needs a head of its own; None: all of them."""
         super().__init__()
         self.config = config
+        # Context: the captured layers' features, fused to the draft's width.
         self.fc = nn.Linear(len(config.aux_layers) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+        # Block: decoder layers and the final norm.
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+        # A reduced vocabulary needs a head of its own: the target's has other rows.
         has_head = own_head or config.reduced
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if has_head else None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
+
+        # Maps between draft ids and target ids.
         d2t, t2d = vocabulary_maps(draft_ids, config.draft_vocab_size, config.vocab_size)
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
@@ -142,23 +152,29 @@ class DFlashDraft(DraftModule):
         return ids_of(self.d2t)
 
     def context(self, aux_BTA: Tensor, positions_BT: Tensor) -> list[KeyValue]:
-        """Each layer's keys and values of tokens that the target has read, [B, G, T, D]."""
+        """Keys and values [B, G, T, D] of the context (tokens that the target has read), one pair a layer."""
+        # The same fused features feed every layer: the context passes through no layer itself.
         z_BTH = self.hidden_norm(self.fc(aux_BTA))
         attns = [layer.self_attn for layer in self._blocks()]
         values = [attn.value(z_BTH) for attn in attns]
+
+        # One set of rotary angles serves the keys of all layers.
         waves = attns[0].rope.waves(positions_BT, values[0].dtype)
         return [(attn.key(z_BTH, waves), value) for attn, value in zip(attns, values)]
 
     def append_context(self, aux_BTA: Tensor, step: CacheStep) -> None:
-        """Write a step's context into the draft's cache."""
+        """Write keys and values of the step's context tokens into the draft's KV cache."""
+        # A prefill step names no positions: it begins at 0.
         positions_BT = step.positions_BN
         if positions_BT is None:
             positions_BT = torch.arange(aux_BTA.shape[1], device=aux_BTA.device).expand(aux_BTA.shape[:2])
+
+        # Each layer has a row of its own in the cache.
         for layer, (key, value) in enumerate(self.context(aux_BTA, positions_BT)):
             step.cache.write(layer, step, key, value)
 
     def decode(self, embeds_BWH: Tensor, step: CacheStep) -> Tensor:
-        """Normed states [B, W, H] of one block a row, on the draft's own cache."""
+        """Normed states [B, W, H] of one block a row, attending to the context in the draft's own cache."""
 
         def on_cache(_: int, attn: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend(attn, query, key, value, None, kv_step=step)[0]
@@ -172,8 +188,11 @@ class DFlashDraft(DraftModule):
         `anchors`: places [B, M] of the blocks' first tokens. A block sees its document before its anchor, and no other
         block.
         """
+        # A block sees tokens of its document before its anchor; the anchor itself is part of the block.
         key_T = torch.arange(aux_BTA.shape[1], device=aux_BTA.device)
         before_BMT = anchors.dense() & (key_T < anchors.at_BM[..., None])
+
+        # The context's keys are computed once, then blocks run a few at a time to bound the attention mask.
         context = self.context(aux_BTA, anchors.documents.positions_BT)
         together = max(1, _TOGETHER // embeds_BMWH.shape[2])
         some = [slice(start, start + together) for start in range(0, embeds_BMWH.shape[1], together)]
@@ -183,26 +202,32 @@ class DFlashDraft(DraftModule):
     def _some(
         self, context: Sequence[KeyValue], embeds_BMWH: Tensor, before_BMT: Tensor, positions_BM: Tensor
     ) -> Tensor:
-        """`forward` of a few blocks, of which each sees some of the context; `positions` of their anchors."""
+        """`forward` of a few blocks. `before_BMT`: context that each block sees; `positions_BM`: of the anchors."""
+        # Mask: the visible context, then all tokens of the block itself, in both directions.
         batch, blocks, width, _ = embeds_BMWH.shape
         itself_MN = torch.eye(blocks, dtype=torch.bool, device=before_BMT.device).repeat_interleave(width, 1)
         visible_BML = torch.cat([before_BMT, itself_MN.expand(batch, -1, -1)], -1)
         visible_B1NL = visible_BML.repeat_interleave(width, 1)[:, None]
 
+        # Context keys and values go before the block's own along the key axis.
         def beside_context(layer: int, _: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = (torch.cat(pair, 2) for pair in zip(context[layer], (key, value)))
             return attention(query, keys, values, visible_B1NL, None).transpose(1, 2)
 
+        # Block tokens stand at the anchor's position and those that follow it.
         positions_BN = (positions_BM[..., None] + torch.arange(width, device=positions_BM.device)).flatten(1)
         return self._run(embeds_BMWH.flatten(1, 2), positions_BN, beside_context).view(embeds_BMWH.shape)
 
     def _run(self, state_BNH: Tensor, positions_BN: Tensor, attended: Attend) -> Tensor:
-        """All layers over block tokens, and the last norm."""
+        """All decoder layers and the final norm over block tokens; `attended` computes each layer's attention."""
+        # Rotary angles depend on positions only, so the first layer's serve all.
         waves: Waves | None = None
         for number, layer in enumerate(self._blocks()):
             z_BNH, attn = layer.input_layernorm(state_BNH), layer.self_attn
             value = attn.value(z_BNH)
             waves = waves or attn.rope.waves(positions_BN, value.dtype)
+
+            # Attention and MLP with their residuals.
             query, key = attn.query_and_key(z_BNH, waves)
             state_BNH = layer.finish(state_BNH, attended(number, attn, query, key, value))
         return self.norm(state_BNH)  # type: ignore[no-any-return]

@@ -17,11 +17,11 @@ from .layers import DecoderLayer, FeatureDraft, LayerConfig
 
 
 class EagleConfig(LayerConfig):
-    """Dimensions of the head: the target's hidden size and vocabulary, and one layer."""
+    """Dimensions of an EAGLE head: one decoder layer with the target's hidden size and vocabulary."""
 
 
 class EagleDraft(FeatureDraft):
-    """The head. Embeddings come from the target unless the checkpoint brought its own (`embed_tokens`)."""
+    """An EAGLE head. Embeddings come from the target unless the checkpoint brought its own (`embed_tokens`)."""
 
     family = "eagle"
 
@@ -49,7 +49,7 @@ class EagleDraft(FeatureDraft):
         return self.layers[0]  # type: ignore[return-value]
 
     def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
-        """fc of embedding and state, twice: attention reads the residual as it is, there is no norm before it."""
+        """fc(embedding, state) [B, N, H], as residual and as attention input: no norm stands before attention."""
         mixed_BNH = self.fc(torch.cat([embeds_BNH, state_BNH], dim=-1))
         return mixed_BNH, mixed_BNH
 

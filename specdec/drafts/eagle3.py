@@ -17,7 +17,7 @@ from .layers import DecoderLayer, FeatureDraft, LayerConfig, RMSNorm, ids_of, vo
 
 
 class Eagle3Config(LayerConfig):
-    """Dimensions of the head; everything that its speed and its checkpoint depend on."""
+    """Dimensions of an EAGLE-3 head: everything that its speed and its checkpoint depend on."""
 
     target_hidden_size: int = Field(ge=1)
     draft_vocab_size: int = Field(ge=1)
@@ -26,7 +26,7 @@ class Eagle3Config(LayerConfig):
     fc_norm: bool = False
     """EAGLE-3.1: the features of each captured layer pass a norm of their own before fc."""
     norm_output: bool = False
-    """EAGLE-3.1: the next step reads the normed state, not the un-normed one."""
+    """EAGLE-3.1: the head's next step reads the normed output state, not the un-normed one."""
     norm_before_residual: bool = False
     """The layer's output is added to the normed state, not to the un-normed one."""
 
@@ -38,7 +38,7 @@ class Eagle3Config(LayerConfig):
 
 
 class Fusion(nn.Linear):
-    """fc: the features of all captured layers, side by side, to the head's own width."""
+    """fc: linear fusion of the captured layers' features, side by side, to the head's hidden size."""
 
     def __init__(self, config: Eagle3Config) -> None:
         size = config.target_hidden_size
@@ -64,7 +64,7 @@ class Midlayer(DecoderLayer):
 
 
 class Eagle3Draft(FeatureDraft):
-    """The head. Embeddings come from the target unless the checkpoint brought its own (`embed_tokens`)."""
+    """An EAGLE-3 head. Embeddings come from the target unless the checkpoint brought its own (`embed_tokens`)."""
 
     family = "eagle3"
     d2t: Tensor
@@ -117,12 +117,12 @@ class Eagle3Draft(FeatureDraft):
         return normed_BNH if self.config.norm_before_residual else state_BNH, z_BNZ
 
     def project_out(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
-        """The next state: un-normed, but for `norm_output`."""
+        """The head's next state [B, N, H]: un-normed, unless `norm_output`."""
         state_BNH = super().project_out(residual_BNH, attended_BNQD)
         return self.norm(state_BNH) if self.config.norm_output else state_BNH
 
     def normed(self, state: Tensor) -> Tensor:
-        """What lm_head reads of a state, [..., H]."""
+        """The normed state [..., H] that lm_head reads; with `norm_output` states are normed already."""
         return state if self.config.norm_output else self.norm(state)
 
     def logits(self, state: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from ..models import CausalModel, named
 from .base import DraftModule
 
 ATTENTION, MLP = "self_attn", "mlp"
-"""What transformers calls the two sublayers of a layer."""
+"""Names of a decoder layer's two sublayers in transformers."""
 M = TypeVar("M", bound=nn.Module)
 
 
 class SkippedLayers(BaseModel):
-    """Layers whose attention, and layers whose MLP, are skipped; they count from 0."""
+    """Skipped sublayers: layers without attention, and layers without MLP, counted from 0 and sorted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,12 +39,13 @@ class SkippedLayers(BaseModel):
         return tuple(sorted(layers))
 
     def kept_share(self, layers: int) -> float:
-        """Share of the sublayers of so many layers that the draft runs."""
+        """Share of sublayers that the draft still runs, of a target with `layers` layers."""
         return 1 - (len(self.attention) + len(self.mlp)) / (2 * layers)
 
 
 class SkippedDraft(DraftModule):
-    """The view as a draft; `lm` runs it on a cache of its own, which is all the memory that it takes."""
+    """A self-speculative draft: the target without some sublayers. `lm` runs it on a KV cache of its own, which is all
+    the memory that the draft takes."""
 
     family = "skipped"
 
@@ -63,7 +64,7 @@ class SkippedDraft(DraftModule):
 
     @property
     def device(self) -> torch.device:
-        """Where the target's layers lie: it has none of its own."""
+        """The target's device: the draft has no weights of its own."""
         return self.lm.device
 
     @property
@@ -72,16 +73,20 @@ class SkippedDraft(DraftModule):
 
 
 def check_skips(target: CausalModel, skipped: SkippedLayers) -> None:
-    """Raise InputError where a layer is none of the target's, FormatError where its layers have other sublayers."""
+    """Raise InputError for a layer that the target lacks, FormatError for a target with other sublayers than ours."""
+    # Numbers must be of the target's layers.
     for field, layers in skipped:
         if max(layers, default=-1) >= target.num_layers:
             raise InputError(f"{field} of layer {max(layers)}: the target has {target.num_layers} layers, 0 the first")
+
+    # The sublayers must bear the names by which they are replaced.
     for number, layer in enumerate(_layers(target)):
         if missing := [name for name in (ATTENTION, MLP) if name not in layer._modules]:
             raise FormatError(f"{named(target.model)}: layer {number} has no {missing[0]}; it cannot be skipped")
 
 
 def _without(target: CausalModel, skipped: SkippedLayers) -> nn.Module:
+    # Each layer becomes a view in which the skipped sublayers add zeros; a layer without both is the identity.
     check_skips(target, skipped)
     layers: list[nn.Module] = []
     for number, layer in enumerate(_layers(target)):

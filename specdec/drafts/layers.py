@@ -1,4 +1,4 @@
-"""What heads that draft from the target's states share: one decoder layer, run as it is trained and as it drafts.
+"""Layers, rotary embeddings and the training-time test shared by drafts that read the target's states.
 
 Shapes: B rows, T tokens, M trained positions a row, N new tokens, H hidden size, Z what attention reads,
 Q query heads, G key-value heads (R = Q / G), D head size.
@@ -28,18 +28,19 @@ from .base import DraftModule
 
 
 class _Scaling(BaseModel):
-    """Rope scaling, computed by transformers from these fields of config.json's `rope_scaling`; others are refused."""
+    """Rope scaling settings: fields of config.json's `rope_scaling`, from which transformers computes frequencies.
+    Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @property
     def stretch(self) -> float:
-        """What rotated queries and keys are multiplied by."""
+        """Attention scaling: factor on rotated queries and on rotated keys."""
         return 1.0
 
 
 class LinearRope(_Scaling):
-    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): every pair turns slower."""
+    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): all frequencies are divided by `factor`."""
 
     rope_type: Literal["linear"] = "linear"
     factor: float = Field(ge=1)
@@ -62,8 +63,9 @@ class Llama3Rope(_Scaling):
 
 
 class YarnRope(_Scaling):
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): between `beta_fast` and `beta_slow` turns a ramp by pair; and
-    sharper attention."""
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): interpolation by pair, on a ramp from pairs that turn `beta_fast`
+    times within the original context (kept) to pairs that turn `beta_slow` times (interpolated); and an attention
+    scaling, `stretch`."""
 
     rope_type: Literal["yarn"] = "yarn"
     factor: float = Field(ge=1)
@@ -77,7 +79,7 @@ class YarnRope(_Scaling):
 
 
 class LongRope(_Scaling):
-    """Long rope (Ding et al. 2024, arXiv 2402.13753): a factor a pair.
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): each pair's frequency is divided by a factor of its own.
 
     Which of its two lists an engine takes depends on the context that it serves, so both must be the same one; and
     readers differ in the name under which they look for the stretch.
@@ -109,10 +111,13 @@ ROPE_TYPES: Sequence[str] = ("linear", "llama3", "yarn", "longrope")
 
 
 def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> Tensor:
-    """[F] what each pair turns by from one token to the next, in radians."""
+    """Rotary frequencies [F]: radians by which each pair turns from one token to the next; F = head_dim / 2."""
+    # Plain rope: theta^(-2i / D) for pair i.
     if scaling is None:
         pairs = head_dim // 2
         return theta ** (-torch.arange(pairs, dtype=torch.float32) / pairs)
+
+    # transformers computes the scaled ones; it only needs a config of one head of this size.
     sizes = {"head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": 1}
     config = PretrainedConfig(**sizes)
     config.rope_parameters = {"rope_theta": theta, **scaling.model_dump()}
@@ -121,14 +126,15 @@ def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> Ten
 
 
 class Waves:
-    """How far the tokens at some positions turn each pair."""
+    """Rotary angles of tokens at given positions; cosines and sines are computed when first read."""
 
     def __init__(self, positions_BN: Tensor, frequency_F: Tensor, stretch: float, dtype: torch.dtype) -> None:
         self.positions_BN, self.frequency_F, self.stretch, self._dtype = positions_BN, frequency_F, stretch, dtype
 
     @cached_property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles, [B, 1, N, F], stretched."""
+        """Cosine and sine of the rotary angles, each [B, 1, N, F], times the attention scaling."""
+        # Angles in float32: bfloat16 cannot tell far positions apart.
         angle_B1NF = (self.positions_BN[..., None].float() * self.frequency_F)[:, None]
         cos, sin = angle_B1NF.cos(), angle_B1NF.sin()
         if self.stretch != 1.0:
@@ -137,23 +143,25 @@ class Waves:
 
 
 class Rope:
-    """Rotates queries and keys. In float32 whatever the weights are: it is no module, so no cast reaches it."""
+    """Rotary embedding. Frequencies stay in float32 whatever the weights are: a plain object, no module, so no cast
+    reaches them."""
 
     def __init__(self, theta: float, head_dim: int, scaling: RopeScaling | None) -> None:
         self._stretch = 1.0 if scaling is None else scaling.stretch
         self._frequency_F = {torch.device("cpu"): frequencies(theta, head_dim, scaling)}
 
     def waves(self, positions_BN: Tensor, dtype: torch.dtype) -> Waves:
-        """What `__call__` and `both` read, once for queries and keys."""
+        """Rotary angles at these positions, shared by queries and keys."""
         return Waves(positions_BN, self._on(positions_BN.device), self._stretch, dtype)
 
     def __call__(self, x_BHND: Tensor, waves: Waves) -> Tensor:
-        """Halves layout, as in transformers' Llama."""
+        """Rotated x [B, heads, N, D]; a pair is (i, i + D / 2), as in transformers' Llama."""
         (cos, sin), (low, high) = waves.cos_sin, x_BHND.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
     def both(self, query_BQND: Tensor, key_BGND: Tensor, waves: Waves) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the same tokens; where nothing learns, one kernel on a GPU turns them where they lie."""
+        """Rotated queries and keys of the same tokens; without gradients, one GPU kernel rotates both in place."""
+        # The kernel writes in place, which autograd cannot follow.
         learns = query_BQND.requires_grad or key_BGND.requires_grad
         if learns or not runs_triton(query_BQND.device):
             return self(query_BQND, waves), self(key_BGND, waves)
@@ -170,7 +178,7 @@ class Rope:
 
 
 class LayerConfig(BaseModel):
-    """Dimensions of the layer and of the vocabulary that it reads."""
+    """Dimensions of a decoder layer and of the vocabulary that it reads."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -205,7 +213,7 @@ class LayerConfig(BaseModel):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in fp32."""
+    """RMSNorm: x / rms(x) * weight, computed in fp32, returned in x's dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -225,6 +233,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LayerConfig, width: int) -> None:
         super().__init__()
+        # Grouped-query attention: Q query heads share G key-value heads; rope has no weights.
         heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.heads, self.groups, self.head_dim = heads, groups, size
         self.rope = Rope(config.rope_theta, size, config.rope_scaling)
@@ -234,19 +243,19 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
 
     def query_and_key(self, z_BNZ: Tensor, waves: Waves) -> tuple[Tensor, Tensor]:
-        """Both of the same tokens, rotated: [B, Q, N, D] and [B, G, N, D]."""
+        """Rotated queries [B, Q, N, D] and keys [B, G, N, D] of the same tokens."""
         return self.rope.both(self._queries(z_BNZ), self._keys(z_BNZ), waves)
 
     def query(self, z_BNZ: Tensor, waves: Waves) -> Tensor:
-        """[B, Q, N, D], rotated."""
+        """Rotated queries [B, Q, N, D]."""
         return self.rope(self._queries(z_BNZ), waves)
 
     def key(self, z_BNZ: Tensor, waves: Waves) -> Tensor:
-        """[B, G, N, D], rotated."""
+        """Rotated keys [B, G, N, D]."""
         return self.rope(self._keys(z_BNZ), waves)
 
     def value(self, z_BNZ: Tensor) -> Tensor:
-        """[B, G, N, D]."""
+        """Values [B, G, N, D]."""
         return self._split(self.v_proj(z_BNZ), self.groups)
 
     def _queries(self, z_BNZ: Tensor) -> Tensor:
@@ -260,7 +269,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated SiLU."""
+    """Gated MLP with SiLU (SwiGLU)."""
 
     act_fn = staticmethod(F.silu)
 
@@ -275,7 +284,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP. What stands before attention differs from head to head."""
+    """Decoder layer: attention and MLP. Norms before attention belong to subclasses: they differ by draft family."""
 
     def __init__(self, config: LayerConfig, width: int) -> None:
         super().__init__()
@@ -284,36 +293,43 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def finish(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
-        """Residuals and MLP: the next un-normed state."""
+        """Output projection, MLP and both residual additions: the next un-normed state [B, N, H]."""
         state_BNH = residual_BNH + self.self_attn.o_proj(attended_BNQD.flatten(-2))
         return state_BNH + self.mlp(self.post_attention_layernorm(state_BNH))  # type: ignore[no-any-return]
 
 
 class FeatureDraft(DraftModule):
-    """A head of one decoder layer. Its state at a position is what the next step there reads."""
+    """A draft of one decoder layer that reads hidden states (EAGLE family). Its output state at a position is the input
+    of its next step there."""
 
     @property
     @abstractmethod
     def layer(self) -> DecoderLayer:
-        """The decoder layer."""
+        """The draft's one decoder layer."""
 
     @abstractmethod
     def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer's output is added to, [B, N, H], and what its attention reads, [B, N, Z]."""
+        """The residual [B, N, H], to which the layer's output is added, and the attention input [B, N, Z]."""
 
     def project_out(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
-        """The state that comes out, [B, N, H]."""
+        """The layer's output state [B, N, H]."""
         return self.layer.finish(residual_BNH, attended_BNQD)
 
     def decode(self, embeds_BNH: Tensor, state_BNH: Tensor, step: CacheStep) -> Tensor:
-        """One pass over the draft's own cache. `state` is the target's for true positions, else the last output."""
+        """States [B, N, H] of one decoding pass over the draft's own KV cache. `state`: the target's at true positions,
+        else the draft's last output."""
+        # A prefill step names no positions: it begins at 0.
         attn, positions_BN = self.layer.self_attn, step.positions_BN
         if positions_BN is None:
             positions_BN = torch.arange(embeds_BNH.shape[1], device=embeds_BNH.device).expand(embeds_BNH.shape[:2])
+
+        # Attention writes the new keys and values into the cache and reads all that the step may see.
         residual_BNH, z_BNZ = self.project_in(embeds_BNH, state_BNH)
         value = attn.value(z_BNZ)
         query, key = attn.query_and_key(z_BNZ, attn.rope.waves(positions_BN, value.dtype))
         attended, _ = attend(attn, query, key, value, None, kv_step=step)
+
+        # Residuals and MLP.
         return self.project_out(residual_BNH, attended)
 
     def unroll(self, embeds_BTH: Tensor, state_BTH: Tensor, trained: QueryMask, steps: int) -> list[Tensor]:
@@ -323,21 +339,30 @@ class FeatureDraft(DraftModule):
         [B, M, H]; state k at position i drafts x_{i+2+k}, and means nothing where the document has no such token. Only
         these positions run the query, the MLP and later steps; all positions give the step-0 keys.
         """
+        # Rotary positions count within a document, `at` within the packed row.
         attn, at_BM, place_BM = self.layer.self_attn, trained.at_BM, trained.positions_BM
         place_BT = trained.documents.positions_BT
+
+        # 1) True states, all positions: each is paired with the embedding of the token after it and gives step 0's key.
         next_BT = torch.arange(1, embeds_BTH.shape[1] + 1, device=embeds_BTH.device).expand_as(place_BT)
         residual_BTH, z_BTZ = self.project_in(take(embeds_BTH, next_BT), state_BTH)
         values = [attn.value(z_BTZ)]
         dtype = values[0].dtype
         keys = [attn.key(z_BTZ, attn.rope.waves(place_BT, dtype))]
+
+        # 2) Trained positions only: the rest of the layer, step by step.
         residual_BMH, z_BMZ = take(residual_BTH, at_BM), take(z_BTZ, at_BM)
         states: list[Tensor] = []
         for k in range(steps):
+            # Step k stands k rotary positions further on.
             waves = attn.rope.waves(place_BM + k, dtype)
+            # Later steps read the draft's own last state and the next true token, and add a key of their own.
             if k:
                 residual_BMH, z_BMZ = self.project_in(take(embeds_BTH, at_BM + 1 + k), states[-1])
                 keys.append(attn.key(z_BMZ, waves))
                 values.append(attn.value(z_BMZ))
+
+            # Queries see the true states' keys up to their position and their own column of later keys.
             attended = attend_columns(attn.query(z_BMZ, waves), keys, values, trained)
             states.append(self.project_out(residual_BMH, attended))
         return states
@@ -349,14 +374,21 @@ def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor],
     keys[0] [B, G, T, D] are the true states', of which a position sees its document's up to itself; keys[j]
     [B, G, M, D], j >= 1, are earlier steps' own, of which each position sees only its own column.
     """
+    # Packed rows on a GPU: no dense score matrix.
     if query_BQMD.is_cuda and trained.documents.packed:
         return _merged_columns(query_BQMD, keys, values, trained)
+
+    # Scores against the true states, masked to the document up to the position; heads grouped by key-value head.
     groups, size = keys[0].shape[1], query_BQMD.shape[-1]
     query = query_BQMD.reshape(query_BQMD.shape[0], groups, -1, *query_BQMD.shape[2:]) * size**-0.5  # [B, G, R, M, D]
     hidden_BMT = ~trained.dense()
     scores = torch.einsum("bgrmd,bgtd->bgrmt", query, keys[0]).masked_fill(hidden_BMT[:, None, None], float("-inf"))
+
+    # One score for each earlier step of the same column; then a softmax over both kinds together.
     own = [torch.einsum("bgrmd,bgmd->bgrm", query, key)[..., None] for key in keys[1:]]
     weights = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
+
+    # Weighted sum of values, the own columns one by one.
     past = keys[0].shape[2]
     output = torch.einsum("bgrmt,bgtd->bgrmd", weights[..., :past], values[0])
     for j, value in enumerate(values[1:]):
@@ -365,17 +397,22 @@ def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor],
 
 
 def _merged_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: QueryMask) -> Tensor:
-    """The same without scores of all pairs: FlexAttention over the true states, joined with the own columns by their
-    normalisers."""
+    """`attend_columns` without a score matrix of all pairs: FlexAttention over the true states, then a softmax merge
+    with the own columns by log-sum-exp."""
+    # True states by FlexAttention, with the log-sum-exp of their scores.
     dtype = values[0].dtype
     query, keys = query_BQMD.to(dtype), [key.to(dtype) for key in keys]
     past, lse_BQM = flex(query, keys[0], values[0], trained.blocks(), with_lse=True)
     assert lse_BQM is not None
     if len(keys) == 1:
         return past.transpose(1, 2)
+
+    # Scores of the own columns, in float32.
     batch, groups, _, size = keys[0].shape
     grouped = query.reshape(batch, groups, -1, *query.shape[2:]).float() * size**-0.5  # [B, G, R, M, D]
     own = [(grouped * key[:, :, None]).sum(-1).flatten(1, 2) for key in keys[1:]]
+
+    # The log-sum-exp acts as one more score: its softmax weight is the true states' share of the whole.
     scores = torch.stack([lse_BQM, *own], dim=-1).softmax(-1)  # [B, Q, M, 1 + own]
     output = scores[..., :1] * past
     for j, value in enumerate(values[1:], start=1):
@@ -384,13 +421,17 @@ def _merged_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor]
 
 
 def take(x_BTH: Tensor, at_BM: Tensor) -> Tensor:
-    """Rows of x at given positions, clamped to the last."""
+    """Rows [B, M, H] of x at given positions, clamped to the last."""
     at = at_BM.clamp(max=x_BTH.shape[1] - 1)[..., None].expand(-1, -1, x_BTH.shape[-1])
     return x_BTH.gather(1, at)
 
 
 def vocabulary_maps(draft_ids: Tensor | None, draft_size: int, size: int) -> tuple[Tensor, Tensor]:
-    """d2t [Vd], what to add to a draft id; t2d [V], which ids the draft knows. `draft_ids` [Vd]; None: all of them."""
+    """Vocabulary maps: d2t [Vd], target id minus draft id; t2d [V], which target ids the draft knows.
+
+    `draft_ids` [Vd]: target ids of the draft vocabulary; None: the first `draft_size`.
+    """
+    # Offsets rather than ids are stored: the layout that vLLM and SGLang read.
     ids = torch.arange(draft_size) if draft_ids is None else draft_ids.long().cpu()
     known = torch.zeros(size, dtype=torch.bool)
     known[ids] = True
@@ -398,5 +439,5 @@ def vocabulary_maps(draft_ids: Tensor | None, draft_size: int, size: int) -> tup
 
 
 def ids_of(d2t: Tensor) -> Tensor:
-    """[Vd] target id of each draft id."""
+    """Target ids [Vd] of a draft vocabulary, from its offsets d2t."""
     return d2t + torch.arange(len(d2t), device=d2t.device)

@@ -16,7 +16,7 @@ from .base import DraftModule
 
 
 class MedusaConfig(BaseModel):
-    """Dimensions of the heads."""
+    """Dimensions of Medusa heads."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -24,13 +24,13 @@ class MedusaConfig(BaseModel):
     vocab_size: int = Field(ge=1)
     num_heads: int = Field(ge=1)
     num_layers: int = Field(ge=1)
-    """Residual blocks of a head."""
+    """Residual blocks of each head."""
     fc_bias: bool
     """Whether the blocks' linear layers have a bias."""
 
 
 class ResidualBlocks(nn.Module):
-    """x + silu(W x + b), layer after layer. New ones are the identity."""
+    """Residual blocks x + silu(W x + b), one after another. Initialised to zero, so that they start as the identity."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ResidualBlocks(nn.Module):
 
 
 class MedusaDraft(DraftModule):
-    """All heads, each with its own linear layer to the whole vocabulary."""
+    """Medusa heads, each with its own linear layer to the whole vocabulary."""
 
     family = "medusa"
 
@@ -68,7 +68,7 @@ class MedusaDraft(DraftModule):
         return {"hidden_size": self.config.hidden_size}
 
     def state(self, hidden: Tensor, head: int) -> Tensor:
-        """What the linear layer of a head reads, [..., H]."""
+        """Output of a head's residual blocks [..., H], which its linear layer reads."""
         return self.blocks[head](hidden)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, head: int) -> Tensor:

@@ -9,7 +9,7 @@ from .base import DraftModule
 
 
 class SmallDraft(DraftModule):
-    """A transformers causal LM as a draft; `lm` runs it on our own cache."""
+    """An independent small model (a transformers causal LM) as a draft; `lm` runs it on our own KV cache."""
 
     family = "small"
 
@@ -31,5 +31,5 @@ class SmallDraft(DraftModule):
         return self.lm.states(ids_BT, documents=documents).hidden_BTH
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., V]."""
+        """Post-norm states [..., H] -> logits [..., V]."""
         return self.lm.logits(hidden)
