@@ -37,14 +37,18 @@ STATE_FILE, RECORD_FILE = "state.safetensors", "trainer.json"
 
 @dataclass
 class LoopState:
-    """State of the loop from one step to the next."""
+    """Loop state that passes from one step to the next, and that every checkpoint stores."""
 
     step: int = 0
+    """Optimizer steps done."""
     position: list[int] = field(default_factory=lambda: [0, 0])
     """Position in the stream of batches where it goes on: epoch, step in it."""
     smoothed_loss: float = 0.0
+    """Exponential average of the loss, for the progress line."""
     loss_digest: str = ""
+    """Digest of all losses so far (see `extend_digest`)."""
     supervised_tokens: int = 0
+    """Supervised tokens of all steps so far, over all ranks."""
     scored: list[int] = field(default_factory=list)
     """Steps whose drafts are kept."""
     written: list[int] = field(default_factory=list)
@@ -62,6 +66,7 @@ class Restored(NamedTuple):
     weights: dict[str, Tensor]
     moments: Moments
     rng: list[dict[str, Any]]
+    """Random states, one entry a rank (see `rng_state`)."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -76,7 +81,7 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> int | None:
-    """The step to resume from."""
+    """Newest step with a trainer's record, from which training resumes; None where there is none."""
     steps = [step for step in list_steps(folder) if (step_folder(folder, step) / TRAINER / RECORD_FILE).is_file()]
     return steps[-1] if steps else None
 
@@ -117,22 +122,28 @@ def save(
         tensors |= {
             f"rng/{rank}/{key}": x for rank, parts in enumerate(rng) for key, x in parts.items() if _is_tensor(x)
         }
+
+        # safetensors writes contiguous tensors only; random states other than tensors go into the JSON record.
         with disk_errors(trainer):
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, trainer / STATE_FILE)
         plain = [{key: value for key, value in parts.items() if not _is_tensor(value)} for parts in rng]
         write_json(trainer / RECORD_FILE, {"state": asdict(state), "rng": plain})
+
+    # Only when the new folder has its final name do older ones go.
     _delete_superseded(folder, state)
     return checkpoint
 
 
 def restore(folder: Path, step: int) -> Restored:
-    """Read the state of a training. Raises CorruptDataError naming the file."""
+    """Read the training state of a step's checkpoint. Raises CorruptDataError naming the file."""
     trainer = step_folder(folder, step) / TRAINER
     state, rng = _read_record(folder, step)
     try:
         tensors = load_file(trainer / STATE_FILE)
     except (SafetensorError, OSError) as error:
         raise CorruptDataError(f"{trainer / STATE_FILE}: unreadable ({error}); delete {trainer.parent}") from None
+
+    # Names are "weights/PARAMETER", "rng/RANK/PART" or "MOMENT/PARAMETER".
     weights: dict[str, Tensor] = {}
     moments: Moments = {}
     for key, tensor in tensors.items():
@@ -151,6 +162,7 @@ def _read_record(folder: Path, step: int) -> tuple[LoopState, list[dict[str, Any
     trainer = step_folder(folder, step) / TRAINER
     record = read_object(trainer / RECORD_FILE)
     try:
+        # JSON knows no tuples: the scores are made again from lists.
         state = LoopState(**record["state"])
         state.standings = [CheckpointScore(*score) for score in state.standings]
         rng = [dict(parts) for parts in record["rng"]]
@@ -158,15 +170,20 @@ def _read_record(folder: Path, step: int) -> tuple[LoopState, list[dict[str, Any
         raise CorruptDataError(
             f"{trainer / RECORD_FILE}: not a trainer's record ({type(error).__name__} {error}); delete {trainer.parent}"
         ) from None
+
+    # A draft that was deleted since the record was written is not listed.
     state.written = [step for step in state.written if step_folder(folder, step).is_dir()]
     return state, rng
 
 
 def rng_state(ranks: Ranks) -> list[dict[str, Any]]:
     """Every rank's random state: torch as tensors, Python's as JSON. All ranks must call it."""
+    # torch: gathered from all ranks, for CUDA the state of each rank's own device too.
     torch_states = ranks.gather_bytes(torch.get_rng_state())
     cuda = ranks.device.type == "cuda"
     cuda_states = ranks.gather_bytes(torch.cuda.get_rng_state(ranks.device)) if cuda else []
+
+    # Python: every rank is given rank 0's.
     version, numbers, gauss = random.getstate()
     parts: list[dict[str, Any]] = [{"torch": state} for state in torch_states]
     for part, state in zip(parts, cuda_states):
@@ -176,19 +193,20 @@ def rng_state(ranks: Ranks) -> list[dict[str, Any]]:
 
 
 def restore_rng(parts: list[dict[str, Any]], ranks: Ranks) -> None:
-    """Go on with this rank's random numbers; a rank that did not exist then keeps its own seed."""
+    """Restore this rank's random states; a rank that did not exist at the save keeps its own seed."""
     if ranks.rank < len(parts):
         mine = parts[ranks.rank]
         torch.set_rng_state(mine["torch"])
         if ranks.device.type == "cuda" and "cuda" in mine:
             torch.cuda.set_rng_state(mine["cuda"], ranks.device)
+    # Python's generator is stored once and restored on every rank.
     version, numbers, gauss = parts[0]["python"]
     random.setstate((version, tuple(numbers), gauss))
 
 
 @contextmanager
 def temporary_draft_folder(folder: Path) -> Iterator[Path]:
-    """A place among the checkpoints for a draft that is scored; deleted afterwards."""
+    """Temporary folder beside the checkpoints for a draft that is scored; deleted afterwards."""
     temporary = folder / FOLDER / ".scored"
     try:
         yield temporary
@@ -197,7 +215,7 @@ def temporary_draft_folder(folder: Path) -> Iterator[Path]:
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Remove what a killed run left half-written beside the checkpoints."""
+    """Delete hidden folders beside the checkpoints, which a killed run left half-written or half-deleted."""
     for leftover in (folder / FOLDER).glob(".*"):
         shutil.rmtree(leftover)
 
@@ -207,9 +225,11 @@ def _delete_superseded(folder: Path, state: LoopState) -> None:
     for step in state.written:
         if step == state.step:
             continue
+        # A scored step keeps its draft and loses its trainer's state; any other goes altogether.
         old = step_folder(folder, step)
         superseded = old / TRAINER if step in state.scored else old
         if superseded.exists():
+            # A hidden name is not found as a checkpoint, and `delete_leftovers` removes it after a kill.
             gone = old.parent / f".{old.name}.old"
             shutil.rmtree(gone, ignore_errors=True)
             superseded.rename(gone)
@@ -225,7 +245,11 @@ OWNER_FILE = "train.json"
 
 
 def claim(folder: Path, settings: Settings, seed: int, capture: Capture) -> None:
-    """Mark the folder as this run's. Raises OwnershipError if it is another's."""
+    """Claim the folder for this run by a record of its settings, seed and capture.
+
+    Raises OwnershipError where the record is another run's, or the folder holds files but no record.
+    """
+    # A warm start is identified by its content: paths may change.
     start = None if settings.init_from is None else draft_digest(settings.init_from)
     ours = {
         "draft": settings.identity(),
@@ -233,11 +257,15 @@ def claim(folder: Path, settings: Settings, seed: int, capture: Capture) -> None
         "capture": capture.digest,
         "init_from": start,
     }
+
+    # A folder without a record is claimed, if it is empty.
     if not (folder / OWNER_FILE).is_file():
         if folder.is_dir() and any(folder.iterdir()):
             raise OwnershipError(f"{folder}: is not empty and was not made by training; choose another folder")
         write_json(folder / OWNER_FILE, ours)
         return
+
+    # Otherwise every value must be the same; the first that differs is named.
     theirs = flatten(read_object(folder / OWNER_FILE))
     for name, value in flatten(ours).items():
         if theirs.get(name) != value:
@@ -250,7 +278,7 @@ def draft_digest(folder: Path) -> str:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, keys joined by dots."""
+    """Flat dict of nested dicts, keys joined by dots."""
     if not isinstance(value, dict):
         return {prefix: value}
     parts = [flatten(inner, f"{prefix}.{key}" if prefix else key) for key, inner in value.items()]

@@ -21,9 +21,10 @@ class NonFiniteGradientError(ArithmeticError):
 
 
 class Engine(Protocol):
-    """Gradients and steps of one rank, as the loop calls them."""
+    """Engine protocol: gradients and optimizer steps of one rank, as the loop calls them."""
 
     name: str
+    """Name for the log."""
 
     def accumulate(self, inputs: Inputs, scale: float, last: bool) -> Tensor:
         """Forward and backward of one micro-batch, its loss times `scale`. Returns its sums (see linear_head.py)."""
@@ -38,7 +39,7 @@ class Engine(Protocol):
         ...
 
     def moments(self) -> Moments:
-        """The optimizer's state. All ranks must call it."""
+        """The optimizer's state by parameter name, unsharded. All ranks must call it."""
         ...
 
     def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
@@ -46,12 +47,12 @@ class Engine(Protocol):
         ...
 
     def unsharded(self) -> AbstractContextManager[None]:
-        """Inside, the family's parameters are unsharded on every rank (to score or export)."""
+        """Context in which the family's parameters are whole on every rank (to score or export). All ranks enter it."""
         ...
 
 
 class TorchEngine:
-    """Plain torch, one process."""
+    """Engine of plain torch, for one process; its methods are described in `Engine`."""
 
     name = "torch"
 
@@ -84,12 +85,19 @@ class TorchEngine:
 
 
 def clip(module: nn.Module, clip_norm: float) -> float:
-    """Scale gradients down to `clip_norm` (0: never); returns the norm they had. Raises NonFiniteGradientError."""
+    """Gradient clipping by the global norm, in place, to `clip_norm` (0: never). Returns the norm before clipping.
+
+    Raises NonFiniteGradientError before any gradient is changed.
+    """
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
+
+    # One norm over all parameters. `not <` catches NaN too.
     norm_tensor = torch.nn.utils.get_total_norm(gradients)
     norm = float(norm_tensor)
     if not norm < float("inf"):
         raise NonFiniteGradientError(f"gradient norm {norm}")
+
+    # One fused multiplication for all gradients.
     if 0 < clip_norm < norm:
         torch._foreach_mul_(gradients, clip_norm / norm)
     return norm

@@ -1,4 +1,4 @@
-"""The same engine on DeepSpeed: several ranks, and ZeRO 0 to 3.
+"""DeepSpeed engine, the counterpart of `TorchEngine` for several ranks and ZeRO stages 0 to 3.
 
 What DeepSpeed calls "averaging" divides by the number of ranks; the scale is multiplied by it, so gradients are sums.
 Its learning-rate scheduler, loss scaling and checkpoints (pickles) are not used.
@@ -24,12 +24,17 @@ _MOST_REDUCED = 500_000_000  # numbers; DeepSpeed's own default
 
 
 def deepspeed_config(settings: Settings, trained: int) -> dict[str, Any]:
-    """The whole configuration, for `trained` numbers. At stage 0 clipping is ours: DeepSpeed would step before the norm
-    is known."""
+    """DeepSpeed's configuration, all of it, for `trained` parameters (a count of numbers).
+
+    At stage 0 this engine clips: DeepSpeed would step before the norm is known.
+    """
+    # ZeRO: sharding, communication and offload.
     zero: dict[str, Any] = {"stage": settings.zero_stage, "contiguous_gradients": True, "overlap_comm": False}
     zero["reduce_bucket_size"] = min(trained, _MOST_REDUCED)  # it makes a buffer of so many, however few there are
     if settings.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+
+    # The rest. One "micro-batch" is one forward pass, whatever it holds; nothing is printed by DeepSpeed.
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": settings.accumulation,
@@ -42,7 +47,7 @@ def deepspeed_config(settings: Settings, trained: int) -> dict[str, Any]:
 
 
 class DeepSpeedEngine:
-    """One rank's part of the job."""
+    """Engine on DeepSpeed, one rank's part of it; its methods are described in `Engine`."""
 
     def __init__(self, settings: Settings, family: Family, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
         # 1) DeepSpeed itself, and what ZeRO-3 must know of the family
@@ -59,10 +64,12 @@ class DeepSpeedEngine:
             for tensor in (tensor for head in each_head(family.head()) for tensor in (head.weight_VH, head.bias_V)):
                 if tensor is not None and id(tensor) in mine:
                     self._zero.register_external_parameter(family, tensor)
+
         # 2) the engine around the family
         names = {id(parameter): name for name, parameter in family.trainable().items()}
         config = deepspeed_config(settings, sum(parameter.numel() for parameter in family.trainable().values()))
         self._engine, *_ = deepspeed.initialize(model=family, optimizer=optimizer, config=config)
+
         # 3) which part of each parameter this rank holds
         self._base = optimizer
         self._sharded: Any = self._engine.optimizer if stage else None
@@ -72,15 +79,19 @@ class DeepSpeedEngine:
             optimizer.use_shards(shards, ranks)
 
     def accumulate(self, inputs: Inputs, scale: float, last: bool) -> Tensor:
+        # The loss times the world size undoes DeepSpeed's mean over ranks; `scale_wrt_gas=False` its mean over
+        # micro-batches. What remains is a sum.
         self._engine.set_gradient_accumulation_boundary(last)
         loss, sums = self._engine(inputs)
         self._engine.backward(loss * (scale * self._ranks.world_size), scale_wrt_gas=False)
         return sums  # type: ignore[no-any-return]
 
     def step(self, rate: float) -> float:
+        # Stage 0: gradients are whole on every rank, so the norm is checked before the step.
         norm = clip(self._family, self._clip_norm) if self._stage == 0 else 0.0
         set_rate(self._base, rate)
         self._engine.step()
+        # Stages 1 to 3: DeepSpeed computes the norm across shards, as a part of its step.
         if self._sharded is not None:
             norm = float(self._engine.get_global_grad_norm())
             if self._sharded.overflow or not norm < float("inf"):
@@ -95,6 +106,7 @@ class DeepSpeedEngine:
     def moments(self) -> Moments:
         if self._stage == 0:
             return read_moments(self._family, self._base)
+        # Each rank holds moments of its parts only: they are gathered by name. The step counter is no moment.
         found: Moments = {}
         for name, shard in self._shards.items():
             state = self._base.state.get(shard.flat, {})  # of one kind on all ranks
@@ -105,6 +117,8 @@ class DeepSpeedEngine:
         if self._stage == 0:
             write_moments(self._family, self._base, moments, step)
             return
+        # Several parameters may lie in one flat tensor, whose state is made once; then each part is filled in from the
+        # whole moment.
         fresh: dict[int, dict[str, Tensor]] = {}
         for name, shard in self._shards.items():
             flat = shard.flat
@@ -116,6 +130,7 @@ class DeepSpeedEngine:
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
+        # Below stage 3 every rank has whole weights: there is nothing to gather.
         parameters = list(self._family.parameters()) if self._stage == 3 else []
         with self._zero.GatheredParameters(parameters, enabled=self._stage == 3):
             yield
@@ -127,6 +142,7 @@ def import_deepspeed() -> Any:
     Its shared-memory collective for CPUs is left out: it would be compiled now, for minutes, and a build that is killed
     leaves a lock that hangs every later run. Gloo does the same work.
     """
+    # Its logger is silenced before the import, which logs already, and again once the package made its own.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     try:
         import deepspeed
@@ -137,6 +153,7 @@ def import_deepspeed() -> Any:
         ) from None
     from deepspeed.utils import logger
 
+    # The shared-memory collective counts as not compatible, so that it is never built.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logger.setLevel(logging.WARNING)
     return deepspeed

@@ -45,7 +45,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 LoadTarget = Callable[[], Target]
 Scorer = Callable[[Path, int], dict[str, float]]
-"""(draft folder, step) -> its figures, tau, tau_low and tau_high among them; rank 0 runs it while the others wait."""
+"""Scoring of a saved draft: (draft folder, step) -> figures by name, tau, tau_low and tau_high among them. Rank 0 runs
+it while the other ranks wait."""
 METRICS_FILE, SCORES_FILE = "metrics.jsonl", "scores.jsonl"
 
 
@@ -67,6 +68,7 @@ def train(
     use_deepspeed = wants_deepspeed(settings)
     check_teacher_signals(settings, capture.bare)
     with training_ranks(use_deepspeed) as ranks, on_sigterm() as stop, ExitStack() as running:
+        # Only rank 0 writes; the others wait for it at the barrier and then read the same files.
         if ranks.first:
             claim(folder, settings, seed, capture)
             checkpoints.delete_leftovers(folder)
@@ -91,6 +93,8 @@ def train(
         family = build(
             settings, folder / INIT, lambda: running.enter_context(load_target().running()), capture, ranks.device
         ).to(ranks.device)
+
+        # Weights are loaded while the family is whole; moments follow once an engine has sharded it (5).
         step = checkpoints.newest(folder)
         restored = None if step is None else checkpoints.restore(folder, step)
         state = LoopState() if restored is None else restored.state
@@ -106,6 +110,8 @@ def train(
         trainer = Trainer(
             settings, folder, capture, family, engine, plan, samples, ranks, sink, scorer, stop, state, footprint
         )
+
+        # The largest step and the bytes on disk are tried out; the moments that the dry run left are zeroed.
         if not trainer.finished:
             if ranks.first:
                 require_free_space(folder, footprint.bytes_to_write(settings, state.step))
@@ -115,9 +121,12 @@ def train(
         # 5) resume: the optimizer's state and the random numbers of the checkpoint
         if restored is not None and restored.moments:
             engine.load_moments(restored.moments, state.step)
+        # Ranks draw different numbers: the seed holds the rank. A checkpoint replaces it by the state it stored.
         torch.manual_seed(seed_from("train", seed, ranks.rank))
         if restored is not None:
             checkpoints.restore_rng(restored.rng, ranks)
+
+        # What a reader of the log must know before the first step.
         if family.needs_signals and capture.truncated:
             say("the capture kept no draws from the tails: what lies beyond its top k is left out of the objective")
         if state.step:
@@ -134,6 +143,7 @@ def wants_deepspeed(settings: Settings) -> bool:
         raise RecipeError(
             f"draft.engine torch: runs in one process, but {world} were launched; set draft.engine=deepspeed"
         )
+    # auto: plain torch only for one process without CUDA.
     if settings.engine == "auto":
         return world > 1 or torch.cuda.is_available()
     return settings.engine == "deepspeed"
@@ -142,7 +152,7 @@ def wants_deepspeed(settings: Settings) -> bool:
 def make_engine(
     settings: Settings, family: Family, optimizer: torch.optim.Optimizer, ranks: Ranks, use_deepspeed: bool
 ) -> Engine:
-    """The engine that fits this machine."""
+    """Engine around a family: plain torch, or DeepSpeed where `use_deepspeed`. Only DeepSpeed's imports deepspeed."""
     if not use_deepspeed:
         return TorchEngine(family, optimizer, settings.clip_norm)
     from .engine_deepspeed import DeepSpeedEngine
@@ -152,7 +162,7 @@ def make_engine(
 
 @torch.no_grad()
 def load_weights(family: Family, weights: dict[str, Tensor]) -> None:
-    """Put saved weights into the family, before any engine shards it."""
+    """Copy saved weights by name into the family's trainable parameters, before any engine shards it."""
     for name, parameter in family.trainable().items():
         parameter.copy_(weights[name])
 
@@ -162,8 +172,10 @@ def check_teacher(family: Family, capture: Capture, samples: list[Sample], ranks
 
     Every rank does: all of them run the pass of a sharded target together.
     """
+    # The stored signals are themselves the teacher: there is nothing to compare them with.
     if family.needs_signals:
         return
+    # A bare capture has nothing that the live target could be compared with.
     if capture.bare:
         say("the capture keeps no signals: the target is not compared with them")
         return
@@ -171,12 +183,12 @@ def check_teacher(family: Family, capture: Capture, samples: list[Sample], ranks
 
 
 def seed_from(*parts: object) -> int:
-    """A seed that follows from these values."""
+    """Seed of torch's generator, 60 bits of a hash of these values: the same in every process."""
     return int(fingerprint.of_json(list(parts))[:15], 16)
 
 
 def prefetch(items: Iterator[T], work: Callable[[T], U]) -> Generator[tuple[T, U], None, None]:
-    """Each item with the result of its work, which a thread did while the item before was used.
+    """Prefetch: each item with the result of its work, which a thread did while the item before was used.
 
     `items` never ends. An error of the work is raised where its item is due.
     """
@@ -186,6 +198,7 @@ def prefetch(items: Iterator[T], work: Callable[[T], U]) -> Generator[tuple[T, U
             item = next(items)
             return item, work(item)
 
+        # One item is in preparation at any time, so memory holds two items at most.
         pending = pool.submit(begin)
         while True:
             ready = pending.result()
@@ -195,7 +208,7 @@ def prefetch(items: Iterator[T], work: Callable[[T], U]) -> Generator[tuple[T, U
 
 @dataclass
 class Trainer:
-    """The loop and what it needs."""
+    """The training loop of one draft on one rank, with the objects that it drives."""
 
     settings: Settings
     folder: Path
@@ -213,11 +226,12 @@ class Trainer:
     metrics: MetricLog = field(init=False)
     scores: MetricLog = field(init=False)
     first_step: int = field(init=False)
-    """Steps that were done before this process began."""
+    """Steps that were done before this process began: these are already evaluated, saved and logged."""
 
     def __post_init__(self) -> None:
         self.metrics, self.scores = MetricLog(self.folder / METRICS_FILE), MetricLog(self.folder / SCORES_FILE)
         self.first_step = self.state.step
+        # Lines past the checkpoint belong to steps that will be done again.
         if self.ranks.first:
             self.metrics.truncate(self.state.step)
             self.scores.truncate(self.state.step)
@@ -277,9 +291,11 @@ class Trainer:
 
         Weights stay as they are; moments are to be forgotten, and random numbers seeded, afterwards.
         """
+        # The worst case: the longest samples, and a family's late stage (a Medusa-2 backbone, say), which trains more.
         step = longest_step(self.plan, self.samples, self.state.position[0])
         self.family.step = self.settings.steps - 1
         try:
+            # Each phase once: objectives differ in memory. Rate 0 allocates the moments and leaves the weights alone.
             for phase in self.settings.phases:
                 self.family.set_objective(self.settings.objective_at((phase.until or self.settings.steps) - 1))
                 self.reduce(self.accumulate(step, self.batches(step)), step)
@@ -288,7 +304,7 @@ class Trainer:
             raise TrainingDivergedError(f"before {error}") from None
 
     def one_step(self, step: OptimizerStep, batches: list[Batch]) -> dict[str, float]:
-        """Forward, backward and update on one global batch; the step's figures."""
+        """Forward, backward and update on one global batch. Returns the step's figures by name."""
         settings, state = self.settings, self.state
 
         # 1) what is minimised, and how far the training is
@@ -313,9 +329,11 @@ class Trainer:
         return {"loss": loss, **values, **phase, "gradient_norm": norm, "learning_rate": rate}
 
     def enter_phase(self) -> dict[str, float]:
-        """Set the objective of the coming step; its phase's number, where there are several."""
+        """Set the objective of the coming step. Returns its phase's number, from 1, where there are several."""
         settings, step = self.settings, self.state.step
         objective = settings.objective_at(step)
+
+        # A change is reported; so is the objective with which this process begins.
         if objective != self.family.loss_settings.objective or step == self.first_step:
             say(f"from step {step + 1} on: objective {describe_objective(objective)}")
         self.family.set_objective(objective)
@@ -323,17 +341,19 @@ class Trainer:
         return {"phase": float(phase_at(phases, step) + 1)} if len(phases) > 1 else {}
 
     def accumulate(self, step: OptimizerStep, batches: list[Batch]) -> Tensor:
-        """Forward and backward of this rank's micro-batches; their sums, [A, S, 4]."""
+        """Forward and backward of this rank's micro-batches. Returns their sums [A, S, 4] (columns: see LOSS)."""
+        # Every token of the global batch weighs the same: sums are divided by its supervised tokens over all ranks.
         scale = 1.0 / max(1, step.supervised)
         sums_AS4 = []
         with explain_out_of_memory(self.settings, self.ranks.rank):
+            # The engine is told of the last micro-batch: only then do ranks exchange gradients.
             for number, (indexes, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
                 inputs = self.family.inputs(batch.to(self.ranks.device), indexes)
                 sums_AS4.append(self.engine.accumulate(inputs, scale, last=number == len(step.micro_batches)))
         return torch.stack(sums_AS4)
 
     def update(self, step: OptimizerStep, rate: float) -> float:
-        """One step of the optimizer; the gradient's norm."""
+        """One step of the optimizer. Returns the gradient's norm before clipping; raises TrainingDivergedError."""
         try:
             with explain_out_of_memory(self.settings, self.ranks.rank):
                 return self.engine.step(rate)
@@ -348,6 +368,7 @@ class Trainer:
         found = []
         for indexes in step.micro_batches:
             chosen = [self.samples[index] for index in indexes]
+            # Stored signals are read from disk only where they teach.
             signals = [self.capture.signals(sample) for sample in chosen] if self.family.needs_signals else None
             found.append(collate(chosen, signals, self.settings.row_tokens))
         return found
@@ -389,9 +410,12 @@ class Trainer:
         `broken`: which of this rank's micro-batches have one, where that is known.
         """
         indexes = step.samples
+        # On the rank that has the number, only the micro-batches that are known to have it; elsewhere all of the step.
         if rank == self.ranks.rank:
             flags = broken or [True] * len(step.micro_batches)
             indexes = [index for flag, part in zip(flags, step.micro_batches) if flag for index in part]
+
+        # Sample ids, so that a reader can look the data up.
         names = ", ".join(self.samples[index].id for index in indexes)
         where = "all ranks" if rank is None else f"rank {rank}"
         return f"step {self.state.step + 1}, {where}: {what}; nothing was updated; samples {names}"
@@ -401,15 +425,20 @@ class Trainer:
         if self.scorer is None:
             return
         state, figures = self.state, list[float]()
+        # The draft is saved as it would be served, scored from there, and deleted. All ranks unshard it together.
         with checkpoints.temporary_draft_folder(self.folder) as temporary:
             with self.engine.unsharded():
+                # Rank 0 writes the draft while it is whole.
                 if self.ranks.first:
                     save_draft(self.family.export(), temporary, self.meta(), self.folder / INIT)
+            # Rank 0 scores it, outside `unsharded`: the others need not hold gathered weights meanwhile.
             if self.ranks.first:
                 values = self.scorer(temporary, state.step)
                 self.scores.log(state.step, values)
                 self.sink.log(state.step, values)
                 figures = [values[name] for name in ("tau", "tau_low", "tau_high")]
+
+        # Early stopping is decided from the same figures on every rank, so that all of them stop together.
         figures = self.ranks.broadcast(f"{self.folder.name}: the score of step {state.step}", figures)
         state.standings.append(CheckpointScore(state.step, *figures))
         if self.settings.patience is not None and stalled(state.standings, self.settings.patience):
@@ -420,7 +449,10 @@ class Trainer:
         """Write a checkpoint; older ones lose what they no longer need."""
         if self.is_scored(self.state.step):
             self.state.scored = self.kept()
+
+        # Collective calls, on every rank: gather weights, moments and random states.
         weights, moments, rng = self.engine.weights(), self.engine.moments(), checkpoints.rng_state(self.ranks)
+        # Rank 0 writes; the space is checked before the first byte.
         with self.engine.unsharded():
             if self.ranks.first:
                 require_free_space(self.folder, self.footprint.checkpoint)
@@ -435,19 +467,23 @@ class Trainer:
                     rng,
                     self.family.write_extra_files,
                 )
+
+        # No rank goes on before the checkpoint is complete.
         self.ranks.barrier(f"{self.folder.name}: the checkpoint of step {self.state.step}")
 
     def kept(self) -> list[int]:
-        """Scored steps whose drafts stay, this one among them."""
+        """Scored steps whose drafts stay on disk: the best `keep_best`, the unscored ones and this one."""
         known = [*self.state.scored, self.state.step]
         if self.settings.keep_best is None:
             return known
+
+        # The newest stays whatever its tau; a step without a score cannot be ranked and stays too.
         scores = [score for score in self.state.standings if score.step in known]
         best, judged = best_steps(scores, self.settings.keep_best), {score.step for score in scores}
         return [step for step in known if step in best or step not in judged or step == self.state.step]
 
     def meta(self) -> DraftMeta:
-        """Lineage of the draft at this step."""
+        """Lineage record of the draft at this step: that of the initial draft, with the step number."""
         return read_meta(self.folder / INIT).model_copy(update={"step": self.state.step})
 
     def log(self, values: dict[str, float]) -> None:
@@ -460,5 +496,6 @@ class Trainer:
         """Whether any rank was told to stop: then all of them save together."""
         if self.ranks.world_size == 1:
             return self.stop.requested
+        # SIGTERM may reach one rank alone: the flags are summed, so that all ranks decide alike.
         requested = torch.tensor([float(self.stop.requested)], device=self.ranks.device)
         return bool(self.ranks.sum(requested).item() > 0)

@@ -1,5 +1,5 @@
-"""What a training needs, found out early: bytes on disk, the step that takes most of the device's memory, and
-what to turn down where that runs out."""
+"""Resources of a training, found out early: bytes on disk, the step that takes most of the device's memory, and the
+settings to turn down where memory runs out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +19,9 @@ class DiskFootprint:
     """Bytes on disk of one checkpoint; measured before an engine shards the family."""
 
     draft: int
+    """Draft folder as it is served."""
     trainer: int
-    """Weights and two moments, float32."""
+    """Trainable weights and two moments, float32: 12 bytes a parameter."""
 
     @classmethod
     def from_family(cls, family: Family) -> "DiskFootprint":
@@ -28,14 +29,17 @@ class DiskFootprint:
 
     @property
     def checkpoint(self) -> int:
-        """What one save writes."""
+        """Bytes of one save: the draft and the trainer's state."""
         return self.draft + self.trainer
 
     def bytes_to_write(self, settings: Settings, step: int) -> int:
-        """What training on from `step` writes and keeps. An older checkpoint goes when the next one is there."""
+        """Bytes that training on from `step` writes and keeps. An older checkpoint goes when the next one is there."""
+        # Scored steps that are still to come, of which `keep_best` and the last one stay.
         every = settings.score_every or settings.steps
         scored = -(-settings.steps // every) - step // every
         kept = scored if settings.keep_best is None else min(scored, settings.keep_best + 1)
+
+        # Beside the kept drafts: one whole checkpoint while it is written, and the trainer's state of the one before.
         return kept * self.draft + self.checkpoint + self.trainer if step < settings.steps else 0
 
 
@@ -46,6 +50,7 @@ def longest_step(plan: BatchPlan, samples: list[Sample], epoch: int) -> Optimize
         lengths = (len(samples[at].prompt_ids) + len(samples[at].answer_ids) for at in step.samples)
         return max(lengths), step.tokens
 
+    # The plan's stream never ends: exactly one epoch of it is looked at.
     steps = plan.steps((epoch, 0))
     return max((next(steps) for _ in range(plan.steps_per_epoch(epoch))), key=size)
 
@@ -56,9 +61,12 @@ def explain_out_of_memory(settings: Settings, rank: int) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        # A CPU allocation that fails is a plain RuntimeError: only its text tells.
         known = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
         if not known or isinstance(error, DeviceMemoryError):
             raise
+
+        # Only settings that this family has are named.
         recompute = "activation_checkpointing" in type(settings).model_fields
         raise DeviceMemoryError(
             f"draft.tokens_per_step {settings.tokens_per_step}: a step does not fit into rank {rank}'s memory "
@@ -68,11 +76,11 @@ def explain_out_of_memory(settings: Settings, rank: int) -> Iterator[None]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """What this process did before does not count."""
+    """Reset the GPU's peak memory: what this process did before does not count."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """`peak_gib`: the most memory that tensors took on a GPU since then, target included; nothing on a CPU."""
+    """Peak memory, `peak_gib`: the most that tensors took on a GPU since the reset, target included; empty on a CPU."""
     return {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}

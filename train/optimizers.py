@@ -22,7 +22,7 @@ from .settings import Settings
 
 
 def learning_rate(step: int, steps: int, warmup_steps: int, peak: float, final_share: float) -> float:
-    """Rate of step `step` (0-based): linear warm-up to `peak`, then a cosine down to `peak * final_share`."""
+    """Learning rate of step `step` (0-based): linear warm-up to `peak`, then a cosine down to `peak * final_share`."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, steps - warmup_steps - 1)
@@ -32,16 +32,20 @@ def learning_rate(step: int, steps: int, warmup_steps: int, peak: float, final_s
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of one parameter; `size` may be 0. Every rank lists all parameters in the same order."""
+    """Shard: this rank's part of one parameter, `size` numbers, which may be 0.
+
+    Every rank lists all parameters in the same order.
+    """
 
     parameter: nn.Parameter
     shape: torch.Size
-    """Of the whole parameter, which at stage 3 does not know it itself."""
+    """Shape of the whole parameter, which at stage 3 does not know it itself."""
     flat: Tensor
+    """DeepSpeed's flat float32 tensor, which holds this rank's parts of many parameters."""
     at: int
     """Where the part begins in `flat`."""
     start: int
-    """Where it begins in the flattened parameter."""
+    """Where the part begins in the flattened parameter."""
     size: int
 
     def in_flat(self, flat: Tensor) -> Tensor:
@@ -53,11 +57,14 @@ class Shard:
         return whole.flatten().narrow(0, self.start, self.size)
 
     def gather(self, flat: Tensor, ranks: Ranks) -> Tensor:
-        """The whole, float32, on this rank's device. All ranks must call it."""
+        """All-gather: the whole tensor, float32, on this rank's device. All ranks must call it.
+
+        `flat`: laid out like the shard's own, e.g. a moment. Parts do not overlap, so their sum is the whole.
+        """
         return ranks.sum(self.zero_filled(flat, ranks))
 
     def zero_filled(self, flat: Tensor, ranks: Ranks) -> Tensor:
-        """The whole with zeros where other ranks have it."""
+        """Tensor of the whole's shape, with this rank's part in place and zeros where other ranks hold theirs."""
         whole = torch.zeros(self.shape, dtype=torch.float32, device=ranks.device)
         self.in_whole(whole).copy_(self.in_flat(flat))
         return whole
@@ -65,6 +72,7 @@ class Shard:
 
 def shards_of(sharded: Any, stage: int, rank: int) -> list[Shard]:
     """This rank's parts of all trainable parameters under DeepSpeed's optimizer of ZeRO stage 1, 2 or 3."""
+    # The two optimizers name their groups differently; each group has one flat tensor of float32 weights.
     if stage == 3:
         return [
             _stage3_shard(sharded, parameter, flat, rank)
@@ -79,7 +87,9 @@ def shards_of(sharded: Any, stage: int, rank: int) -> list[Shard]:
 
 
 def _flat_shard(parameter: Any, flat: Tensor) -> Shard:
-    """Stages 1 and 2 cut a flat tensor of all parameters: a rank has many whole ones, and a part of the outer two."""
+    """Shard at ZeRO stage 1 or 2, which cut a flat tensor of all parameters: a rank holds many whole parameters, and
+    parts of the first and the last."""
+    # DeepSpeed notes on each parameter which fragment of it this rank holds, if any.
     held = parameter._hp_mapping
     if held is None:
         return Shard(parameter, parameter.shape, flat, 0, 0, 0)
@@ -88,8 +98,9 @@ def _flat_shard(parameter: Any, flat: Tensor) -> Shard:
 
 
 def _stage3_shard(sharded: Any, parameter: Any, flat: Tensor, rank: int) -> Shard:
-    """Stage 3 cuts every parameter into equal parts, the last ones padded."""
+    """Shard at ZeRO stage 3, which cuts every parameter into equal parts, the last ones padded."""
     _, at, size = sharded.grad_position[sharded.get_param_id(parameter)]
+    # Small parameters end before the last ranks' parts: there the size is 0.
     start = min(size * rank, parameter.ds_numel)
     return Shard(parameter, parameter.ds_shape, flat, at, start, min(size, parameter.ds_numel - start))
 
@@ -105,7 +116,7 @@ class Muon(torch.optim.Optimizer):
     decoupled weight decay. Parameters are matrices, or flat parts of matrices after `use_shards`."""
 
     def __init__(self, groups: Iterable[Mapping[str, Any]], weight_decay: float, dtype: torch.dtype) -> None:
-        """`dtype`: of the matrix products."""
+        """`dtype`: that of the matrix products in Newton-Schulz."""
         super().__init__([dict(group) for group in groups], {"lr": 0.0, "weight_decay": weight_decay})
         self._dtype = dtype
         self._matrices = {id(parameter) for group in self.param_groups for parameter in group["params"]}
@@ -113,8 +124,9 @@ class Muon(torch.optim.Optimizer):
         self._ranks: Ranks | None = None
 
     def use_shards(self, shards: Iterable[Shard], ranks: Ranks) -> None:
-        """From now on the parameters are flat, and hold these parts of the matrices. All ranks must call it."""
+        """Switch to flat parameters, which hold these parts of the matrices. All ranks must call it."""
         self._ranks, shards = ranks, [shard for shard in shards if id(shard.parameter) in self._matrices]
+        # How many ranks hold a part of each matrix: one collective for all of them.
         holders = ranks.sum(torch.tensor([float(shard.size > 0) for shard in shards], device=ranks.device))
         for shard, count in zip(shards, holders.tolist(), strict=True):
             self._parts.setdefault(id(shard.flat), []).append((shard, int(count)))
@@ -135,10 +147,12 @@ class Muon(torch.optim.Optimizer):
         state[MOMENTUM].lerp_(parameter.grad, 1 - _BETA)
         ahead = parameter.grad.lerp(state[MOMENTUM], _BETA)  # type: ignore[union-attr]
         parameter.mul_(1 - rate * weight_decay)
+
         # 2) a whole matrix moves along its orthogonalised momentum
         if parameter.ndim == 2:
             parameter.add_(orthogonal(ahead, self._dtype), alpha=-rate * _size(parameter.shape))
             return
+
         # 3) of one that is cut, every holder orthogonalises the whole and moves its own part
         assert self._ranks is not None
         for shard, holders in self._parts[id(parameter)]:
@@ -150,10 +164,16 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U V^T of a matrix U S V^T: Newton-Schulz iterations X <- a X + (b X X^T + c (X X^T)^2) X."""
+    """Orthogonalisation: about U V^T of a matrix U S V^T, by Newton-Schulz iterations
+
+    X <- a X + (b X X^T + c (X X^T)^2) X
+    """
+    # Wide is cheaper: the Gram matrix has the size of the shorter side.
     tall = matrix.shape[0] > matrix.shape[1]
     X_MN = (matrix.T if tall else matrix).to(dtype)
     X_MN = X_MN / X_MN.norm().clamp_min(1e-7)  # the iteration needs singular values of at most 1
+
+    # Two products an iteration beside the Gram matrix, with the additions fused into them.
     a, b, c = _QUINTIC
     for _ in range(_ITERATIONS):
         gram_MM = X_MN @ X_MN.T
@@ -162,7 +182,7 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _size(shape: torch.Size) -> float:
-    """Scale at which a near-rotation's numbers are as large as AdamW's steps, 0.2 on average (arXiv 2502.16982)."""
+    """Scale of Muon's update, at which the RMS of its entries is about AdamW's, 0.2 (arXiv 2502.16982)."""
     return 0.2 * math.sqrt(max(shape))
 
 
@@ -174,7 +194,7 @@ _SHARE, _MUON = "rate_share", "muon"
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW as one optimizer, with common groups and state."""
+    """Muon and AdamW as one optimizer, with common parameter groups and one state."""
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
         super().__init__([*muon.param_groups, *adamw.param_groups], {})  # the same dicts: a rate set here holds there
@@ -183,7 +203,7 @@ class MuonAdamW(torch.optim.Optimizer):
             part.state = self.state
 
     def use_shards(self, shards: Iterable[Shard], ranks: Ranks) -> None:
-        """From now on Muon's parameters are flat, and hold these parts of matrices. All ranks must call it."""
+        """Switch Muon to flat parameters, which hold these parts of the matrices. All ranks must call it."""
         self._muon.use_shards(shards, ranks)
 
     @torch.no_grad()
@@ -195,10 +215,13 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(family: Family, settings: Settings) -> torch.optim.Optimizer:
-    """The recipe's optimizer; decay on matrices only. The rate is set at every step."""
+    """Optimizer of the recipe, AdamW or Muon with AdamW; decay on matrices only. The loop sets the rate."""
     hidden, tables, rest = family.parameter_groups()
+    # AdamW alone: matrices and tables decay, the rest does not.
     if settings.optimizer == "adamw":
         return _adamw(family, settings, [*hidden, *tables], rest)
+
+    # Muon for the matrices inside the network; its rate is given as a share of AdamW's, which alone has a schedule.
     share = settings.muon_rate / settings.learning_rate
     muon = Muon(_groups(family, hidden, share, **{_MUON: 1.0}), settings.weight_decay, family.loss_settings.dtype)
     if not (tables or rest):
@@ -217,7 +240,7 @@ def _adamw(
 
 
 def _groups(family: Family, parameters: list[torch.nn.Parameter], share: float, **options: float) -> list[Any]:
-    """Parameters as groups with their shares of AdamW's rate: the family's slow ones apart. None is empty."""
+    """Parameter groups with their shares of AdamW's rate: the family's slow parameters apart. No group is empty."""
     slow = {id(p) for p in family.slow_parameters()}
     groups: list[Any] = [
         {"params": [p for p in parameters if id(p) not in slow], _SHARE: share, **options},
@@ -227,7 +250,7 @@ def _groups(family: Family, parameters: list[torch.nn.Parameter], share: float, 
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate`, AdamW's, in all groups from now on; Muon's follows in proportion."""
+    """Set the learning rate of all groups: `rate` for AdamW, and Muon's in proportion."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(_SHARE, 1.0)
 
@@ -259,8 +282,9 @@ def write_moments(
 
 
 def state_after(p: Tensor, moments: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-    """One tensor's state after `step` steps, on its device (AdamW's fused kernel wants its counter there too)."""
+    """Optimizer state of a tensor after `step` steps, on its device, where fused AdamW wants its counter too."""
     state = {key: moment.to(p.device, torch.float32, copy=True) for key, moment in moments.items()}
+    # Muon has no step counter, AdamW needs one for its bias correction.
     if MOMENTUM not in state:
         state[COUNTER] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
     return state

@@ -18,7 +18,7 @@ class TrainingStoppedError(DraftforgeError, InterruptedError):
 
 
 class StopRequest:
-    """Whether someone asked this process to stop."""
+    """Flag: whether someone asked this process to stop."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -30,11 +30,16 @@ class StopRequest:
 
 @contextmanager
 def on_sigterm() -> Iterator[StopRequest]:
-    """A request that SIGTERM sets, while inside. Only a main thread can listen to signals."""
+    """SIGTERM handler for the duration of the context: yields the request that the signal sets.
+
+    Outside the main thread, where Python cannot handle signals, the request is never set.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
+
+    # Listen, and put the handler back that was there before.
     before = signal.signal(signal.SIGTERM, request.request)
     try:
         yield request
@@ -51,7 +56,7 @@ class CheckpointScore(NamedTuple):
     tau: float
     low: float
     high: float
-    """The interval of tau."""
+    """Upper end of the confidence interval of tau; `low` is its lower end."""
 
 
 def best_steps(scores: Sequence[CheckpointScore], count: int) -> set[int]:
@@ -60,10 +65,11 @@ def best_steps(scores: Sequence[CheckpointScore], count: int) -> set[int]:
 
 
 def stalled(scores: Sequence[CheckpointScore], patience: int) -> bool:
-    """Whether the last `patience` scores brought no rise.
+    """Early stopping: whether the last `patience` scores brought no rise.
 
     A rise lies above the interval of the last rise, at first of the first score: small steps up add up to one.
     """
+    # `last` is the score of the last rise, `since` the number of scores after it.
     last, since = None, 0
     for score in scores:
         if last is None or score.tau > last.high:

@@ -26,7 +26,7 @@ def smooth(average: float, loss: float, step: int) -> float:
 
 
 class Pace:
-    """Speed over all timed steps of this process; scoring and saving do not count."""
+    """Throughput over all timed steps of this process; scoring and saving do not count."""
 
     def __init__(self, steps: int, start: int) -> None:
         self._steps, self._start = steps, start
@@ -36,11 +36,11 @@ class Pace:
         self._begun = 0.0
 
     def begin(self) -> None:
-        """A step starts."""
+        """Start the clock of a step."""
         self._begun = time.perf_counter()
 
     def end(self, step: int, supervised: int) -> float:
-        """Step number `step` (1-based) is done; returns its seconds."""
+        """Stop the clock of step number `step` (1-based), which had so many supervised tokens. Returns its seconds."""
         seconds = time.perf_counter() - self._begun
         if step - self._start > _UNTIMED_STEPS:
             self._seconds += seconds
@@ -56,6 +56,7 @@ class Pace:
     def line(self, step: int, loss: float) -> str:
         """The progress line of one step; without speed and time left until a step was timed."""
         speed, left = "", ""
+        # Time left: the mean of the timed steps, for the steps that remain.
         if self._timed:
             speed = f"  {self.tokens_per_second:,.0f} supervised tok/s"
             left = f"  {_clock((self._steps - step) * self._seconds / self._timed)} left"
@@ -71,7 +72,7 @@ def _clock(seconds: float) -> str:
 def print_training_plan(
     settings: Settings, family: Family, plan: BatchPlan, samples: int, ranks: Ranks, engine: str
 ) -> None:
-    """Say what is about to be trained, and the batch arithmetic."""
+    """Log what is about to be trained, and the arithmetic of batches, steps and epochs."""
     trained = sum(parameter.numel() for parameter in family.trainable().values()) / 1e6
     dtype = str(family.loss_settings.dtype).removeprefix("torch.")
     world, epoch = ranks.world_size, plan.steps_per_epoch()
@@ -101,20 +102,22 @@ class NoSink:
 
 
 class MetricLog:
-    """One JSON object a line, in order of steps, no step twice."""
+    """Metrics file, JSON lines: one object a step, in order of steps, no step twice."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Append a line."""
+        """Append the line of one step."""
         with storage.disk_errors(self._path), self._path.open("a") as stream:
             stream.write(json.dumps({"step": step, **values}) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """All complete lines; a last line cut short by a kill is left out."""
+        """All complete lines; a last line cut short by a kill is left out. Raises CorruptDataError for other lines."""
         if not self._path.is_file():
             return []
+
+        # Every complete line ends with a line feed, so what follows the last one is empty or cut short.
         lines = self._path.read_text().split("\n")
         try:
             read = [json.loads(line) for line in lines[:-1]]

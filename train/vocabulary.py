@@ -11,7 +11,10 @@ from ..errors import InputError
 
 
 def reduced(size: int | None, capture: Capture) -> tuple[Tensor | None, dict[str, Any]]:
-    """Ids of a fresh draft's vocabulary, and what its lineage says of them; None: all of the target's."""
+    """Token ids of a fresh draft's vocabulary of `size`, and the entry of its lineage that says how much they cover.
+
+    None and no entry where `size` is None: the draft has all of the target's tokens.
+    """
     if size is None:
         return None, {}
     counts_V = count_tokens(capture)
@@ -20,11 +23,13 @@ def reduced(size: int | None, capture: Capture) -> tuple[Tensor | None, dict[str
 
 
 def count_tokens(capture: Capture) -> Tensor:
-    """How often each token is a supervised one in the train split, [V] float64.
+    """Counts of each token among the supervised ones of the train split, [V] float64.
 
     Stored top-k probabilities count too, but never as much as one occurrence altogether: they only rank tokens
     that were seen equally often, above all those that were never seen.
     """
+
+    # Supervised occurrences are whole numbers; the probability mass of the stored top k is added up apart.
     samples = capture.samples("train")
     counts_V = torch.zeros(capture.vocab_size, dtype=torch.float64)
     expected_V = torch.zeros_like(counts_V)
@@ -35,6 +40,8 @@ def count_tokens(capture: Capture) -> Tensor:
             continue
         signals = capture.signals(sample)
         expected_V.index_add_(0, signals.topk_ids_nk.long().flatten(), signals.topk_logp_nk.double().exp().flatten())
+
+    # Scaled to a sum below 1, the mass breaks ties and can be taken off again by `floor`.
     return counts_V + expected_V / (expected_V.sum() + 1.0)
 
 
@@ -44,6 +51,8 @@ def choose(counts_V: Tensor, size: int, always: Collection[int]) -> Tensor:
         raise InputError(f"draft.draft_vocabulary {size}: must not exceed the target's vocabulary of {len(counts_V)}")
     if size < len(set(always)):
         raise InputError(f"draft.draft_vocabulary {size}: must hold the {len(set(always))} special and stop tokens")
+
+    # Special and stop tokens rank above all others; the sort is stable, so equal counts keep the order of ids.
     ranked_V = counts_V.clone()
     ranked_V[sorted(set(always))] = torch.inf
     chosen = torch.argsort(ranked_V, descending=True, stable=True)[:size]
@@ -52,5 +61,6 @@ def choose(counts_V: Tensor, size: int, always: Collection[int]) -> Tensor:
 
 def coverage(counts_V: Tensor, draft_ids: Tensor) -> float:
     """Ceiling of acceptance: the share of supervised tokens that the draft can say."""
+    # Whole counts only: the fraction is the share of stored probabilities.
     whole_V = counts_V.floor()
     return float(whole_V[draft_ids].sum() / whole_V.sum().clamp_min(1.0))
