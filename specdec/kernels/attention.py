@@ -43,6 +43,7 @@ def attend(
     if documents is not None and documents.packed:
         query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a rotary embedding leaves float32
         if documents.runs is not None and takes_runs(query, softcap):
+            # On CUDA in half precision: torch's variable-length kernel. Otherwise FlexAttention or a dense mask.
             output = attend_runs(query, key, value, documents.runs, scaling, sliding_window)
         else:
             output = attention_within(query, key, value, documents.everyone(), scaling, softcap, sliding_window)
@@ -51,17 +52,20 @@ def attend(
     visible: Tensor | None = None
     if kv_step is not None:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
+        # Triton path: one kernel stores the new keys and reads the past up to each slot's length on the device.
         if kv_step.past_B is not None:
             from .flash_decoding import attend_cached
 
             past, tree = kv_step.cache.layer(layer, key, value), kv_step.tree or (None, None)
             output = attend_cached(query, key, value, *past, kv_step.past_B, scaling, sliding_window, softcap, *tree)
             return output.transpose(1, 2), None
+        # Masked path: the new keys are stored here, then SDPA reads views of the cache. Prefill needs no mask.
         kv_step.cache.write(layer, kv_step, key, value)
         if kv_step.visible_BNL is not None:
             visible = kv_step.visible_BNL[:, None]
             key, value = kv_step.cache.read(layer, query.shape[0], visible.shape[-1])
     # 3) Causal or masked attention, inside the sliding window where rows are longer than it.
+    # A row shorter than the window needs no mask: plain causality hides the same keys.
     if visible is None and sliding_window is not None and query.shape[2] > sliding_window:
         visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     if visible is not None and sliding_window is not None:
@@ -78,12 +82,18 @@ def attention(
     scaling: float | None,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(q k / sqrt(D)) v with grouped heads; `visible` [B or 1, 1, N, L] bool, None: causal. [B, H, N, D]."""
+    """Grouped-query attention softmax(q k scaling) v, returned as [B, H, N, D].
+
+    `visible` [B or 1, 1, N, L] is true where a query sees a key; None: causal. `scaling` None: 1 / sqrt(D).
+    """
+    # Soft-capped scores have no fused kernel.
     if softcap is not None:
         return _softcapped(query, key, value, visible, scaling, softcap)
+    # Without a mask SDPA itself takes the grouped heads and causality.
     if visible is None:
         shared = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared)
+    # With a mask the query heads of a group are stacked as rows, so that keys and values are not repeated.
     return _ungroup(
         F.scaled_dot_product_attention(
             _group(query, key.shape[1]), key, value, attn_mask=_group_mask(visible, query, key), scale=scaling
@@ -113,6 +123,7 @@ def _group(query: Tensor, groups: int) -> Tensor:
 
 
 def _group_mask(visible: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    # Row r * N + n of a group is query n of head r: the mask's N rows repeat once for each of R heads.
     return visible.repeat(1, 1, query.shape[1] // key.shape[1], 1)
 
 
@@ -123,9 +134,13 @@ def _ungroup(output: Tensor, query: Tensor) -> Tensor:
 def _softcapped(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None, softcap: float
 ) -> Tensor:
-    """Gemma 2: scores pass through cap * tanh(score / cap); no fused kernel knows that, so it is written out."""
+    """Soft-capped attention (Gemma 2, arXiv 2408.00118): scores pass through cap * tanh(score / cap).
+
+    No fused kernel of SDPA does that, so the product is written out. Returns [B, H, N, D].
+    """
     if visible is None:
         visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    # The cap comes before the mask, and softmax runs in float32.
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scores = _group(query, key.shape[1]) @ key.transpose(-1, -2) * scale
     scores = softcap * torch.tanh(scores / softcap)
@@ -134,7 +149,8 @@ def _softcapped(
 
 
 def _inside_window(keys: int, queries: int, step: CacheStep | None, window: int, device: torch.device) -> Tensor:
-    """True where the key lies less than `window` tokens before the query. [B or 1, 1, N, L]."""
+    """Sliding-window mask [B or 1, 1, N, L]: true where the key lies less than `window` tokens before the query."""
+    # Positions in the text, which differ from places in the cache for tree entries; without a step both count from 0.
     query_BN, key_BL = (None, None) if step is None else (step.positions_BN, step.key_positions_BL)
     if query_BN is None:
         query_BN = torch.arange(queries, device=device)[None]

@@ -16,28 +16,29 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 PADDING = -1
-"""Document of the tokens that fill a row up; they see each other only, and mean nothing."""
+"""Document number of padding tokens. They see only each other, and their outputs are never used."""
 _BLOCK = 128
 
 
 class PackedSpans(NamedTuple):
-    """Documents, and the padding between them, one after the other through all rows."""
+    """Boundaries of documents and of the padding between them, through all rows laid end to end."""
 
     starts_D: Tensor
-    """int32 [D + 1]: index of each one's first token in the flattened rows, and their end."""
+    """int32 [D + 1]: index of each span's first token in the flattened rows, then the end of the last."""
     longest: int
+    """Tokens of the longest span."""
 
 
 class Documents:
-    """Where each token of a packed batch belongs."""
+    """Document number and position of each token of a packed batch, with the masks made from them."""
 
     def __init__(
         self, document_BT: Tensor, positions_BT: Tensor, packed: bool = True, runs: "PackedSpans | None" = None
     ) -> None:
         """`document` numbers ascend along a row, padding comes last; `positions` count from 0 in each document.
 
-        `packed` false: one document a row, so that plain causal attention is all that its tokens need. `runs`: where
-        documents, and what fills rows up, begin.
+        `packed` false: one document a row, so that plain causal attention is all that its tokens need. `runs`: spans
+        of the documents and of the padding; None where the kernel for runs is not to be used.
         """
         self.document_BT, self.positions_BT, self.packed, self.runs = document_BT, positions_BT, packed, runs
         self._everyone: QueryMask | None = None
@@ -57,7 +58,10 @@ class Documents:
 
 
 class QueryMask:
-    """What the tokens at chosen places of each row see: `at_BM` are indexes into the row."""
+    """Attention mask of the tokens at chosen places of each row: `at_BM` [B, M] are indexes into the row.
+
+    Dense and block masks are made when first asked for, one for each window.
+    """
 
     def __init__(self, documents: Documents, at_BM: Tensor) -> None:
         self.documents, self.at_BM = documents, at_BM
@@ -67,8 +71,9 @@ class QueryMask:
         self._blocks: dict[int | None, BlockMask] = {}
 
     def dense(self, window: int | None = None) -> Tensor:
-        """[B, M, T] bool; `window`: only the last so many tokens, the query's own included."""
+        """Dense mask [B, M, T] bool; `window`: only the last so many tokens, the query's own included."""
         if window not in self._dense:
+            # A query sees keys that are not later than itself and are of its own document.
             key_T = torch.arange(self.documents.document_BT.shape[1], device=self.at_BM.device)
             behind_BMT = self.at_BM[..., None] - key_T
             seen_BMT = (behind_BMT >= 0) & (self._mine_BM[..., None] == self.documents.document_BT[:, None])
@@ -76,7 +81,7 @@ class QueryMask:
         return self._dense[window]
 
     def blocks(self, window: int | None = None) -> BlockMask:
-        """The mask for FlexAttention. Whole blocks are left out by the documents and positions that they span."""
+        """Block mask of FlexAttention: pairs of blocks are skipped by the documents and positions that they span."""
         if window not in self._blocks:
             self._blocks[window] = self._make_blocks(window)
         return self._blocks[window]
@@ -95,6 +100,7 @@ class QueryMask:
         wanted &= first[:, None] <= at_high[..., None]
         if window is not None:
             wanted &= last[:, None] > at_low[..., None] - window
+        # FlexAttention reads, for each query block, how many key blocks to visit, and their indexes in order.
         counts = wanted.sum(-1, dtype=torch.int32)[:, None]
         order = torch.argsort(wanted.int(), dim=-1, descending=True, stable=True).to(torch.int32)[:, None]
         return BlockMask.from_kv_blocks(
@@ -104,6 +110,7 @@ class QueryMask:
     def _mask(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         mine_BM, at_BM, documents_BT = self._mine_BM, self.at_BM, self.documents.document_BT
 
+        # FlexAttention compiles this predicate and calls it inside the blocks that are computed.
         def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             at = at_BM[b, query]
             inside = (key <= at) & (mine_BM[b, query] == documents_BT[b, key])
@@ -115,6 +122,7 @@ class QueryMask:
 def _spans(values_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Least and largest value in each block, [B, blocks]; the last block is filled up with its row's last value."""
     batch, length = values_BT.shape
+    # Repeating the last value changes neither the least nor the largest of the block.
     lacking = -length % _BLOCK
     if lacking:
         values_BT = torch.cat([values_BT, values_BT[:, -1:].expand(-1, lacking)], dim=1)
@@ -127,22 +135,28 @@ _WIDEST = 256  # head that the kernel for runs takes
 
 
 def takes_runs(query: Tensor, softcap: float | None) -> bool:
-    """Whether `attend_runs` takes such queries."""
+    """Whether `attend_runs` takes such queries: on CUDA, in half precision, without soft-cap, heads not too large."""
     return query.is_cuda and softcap is None and query.dtype in _HALVES and query.shape[-1] <= _WIDEST
 
 
 def attend_runs(
     query: Tensor, key: Tensor, value: Tensor, runs: PackedSpans, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Causal attention inside each run: query [B, H, T, D] over [B, G, T, D] -> [B, H, T, D]."""
+    """Variable-length causal attention inside each run: query [B, H, T, D] over [B, G, T, D] -> [B, H, T, D].
+
+    `window`: tokens that a query sees, its own included; None: the whole run before it.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
+    # varlen_attn counts the keys before the query, so its left window is one less.
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before, it was always on
         options["enable_gqa"] = query.shape[1] != key.shape[1]
+    # Rows are laid end to end [B * T, heads, D], with run boundaries in place of a mask.
     query_NHD, key_NGD, value_NGD = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     starts_D, longest = runs
     found = varlen_attn(query_NHD, key_NGD, value_NGD, starts_D, starts_D, longest, longest, **options)
+    # Some versions of torch return the normaliser too.
     output: Tensor = found if isinstance(found, Tensor) else found[0]
     return output.view(query.shape[0], query.shape[2], *output.shape[1:]).transpose(1, 2)
 
@@ -159,11 +173,16 @@ def flex(
     softcap: float | None = None,
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """FlexAttention [B, H, M, D] over [B, G, T, D]; with the log of each query's normaliser, [B, H, M], if asked."""
+    """FlexAttention of query [B, H, M, D] over [B, G, T, D] -> [B, H, M, D].
+
+    `with_lse`: also returns the log of each query's softmax normaliser, [B, H, M]; else None.
+    """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    # Compiled once for all shapes; off CUDA the eager form runs.
     if "flex" not in _compiled:
         _compiled["flex"] = torch.compile(flex_attention, dynamic=True) if query.is_cuda else flex_attention
+    # Soft-cap of the scores, as Gemma 2 has it.
     capped: Callable[..., Tensor] | None = None
     if softcap is not None:
 

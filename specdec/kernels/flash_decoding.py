@@ -35,26 +35,30 @@ def attend_cached(
     visible_BNF: Tensor | None = None,
     depth_BF: Tensor | None = None,
 ) -> Tensor:
-    """Attention of query [B, H, N, D] over keys, values [S, G, L, D]: `past` tokens of a slot and F entries after them,
-    the last N of which, key and value [B, G, N, D], are written there first.
+    """Decoding attention of query [B, H, N, D] over the cache keys, values [S, G, L, D]. Returns [B, H, N, D].
 
-    Without `visible` the entries are a chain, F = N, and causal. With it they are a tree: query n sees entry f where
-    `visible_BNF` says so, and an entry's position is the past's length plus its depth; every query sees itself, the
-    entry F - N + n. Returns [B, H, N, D].
+    A slot holds `past` tokens and F entries after them. The last N entries, key and value [B, G, N, D], are written
+    into the cache first. Without `visible` the entries are a chain, F = N, and causal. With it they are a tree: query
+    n sees entry f where `visible_BNF` is true, and an entry's position is the past's length plus its depth. Every
+    query sees itself, the entry F - N + n.
     """
     batch, heads, new, size = query.shape
     groups, entries = keys.shape[1], new if visible_BNF is None else visible_BNF.shape[2]
     shared = heads // groups
+    # The kernel reads and writes rows by strides; only the last dimension must be contiguous.
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     output_BNHD = query.new_empty(batch, new, heads, size)  # as the layer's next product reads it
     output = output_BNHD.transpose(1, 2)
+    # Without a tree the kernel still wants two pointers; any tensor will do.
     tree: dict[str, Any] = {"visible": past_B, "depth": past_B}  # not read without a tree
     if visible_BNF is not None and depth_BF is not None:
         tree = {"visible": visible_BNF.to(torch.int8).contiguous(), "depth": depth_BF.contiguous()}
     # A program's rows are the queries that share a key-value head; a product has at least 16 rows and columns.
     rows = min(_MOST, max(_LEAST, triton.next_power_of_2(shared * new)))
+    # Constants of compilation: one kernel for each kind of mask and block size.
     options = {"TREE": visible_BNF is not None, "WINDOWED": window is not None, "CAPPED": softcap is not None}
     blocks = {"ROWS": rows, "KEYS": _KEYS, "SIZE": max(_LEAST, triton.next_power_of_2(size))}
+    # One program for each slot, key-value head and block of its queries.
     _attend[(batch, groups, triton.cdiv(shared * new, rows))](
         query,
         key,
@@ -111,6 +115,7 @@ def _store_new(  # type: ignore[no-untyped-def]
     for start in range(0, N, KEYS):
         row = start + tl.arange(0, KEYS)
         to = first + row
+        # Behind the cache's last position lies the next head's memory: nothing may be written there.
         fits = ((row < N) & (to < capacity))[:, None] & (column < D)[None, :]
         k = tl.load(new_keys + row[:, None] * new_key_row + column[None, :], mask=fits, other=0.0)
         v = tl.load(new_values + row[:, None] * new_value_row + column[None, :], mask=fits, other=0.0)
@@ -123,6 +128,7 @@ def _store_new(  # type: ignore[no-untyped-def]
 def _tree_sees(visible, depth, slot, n, real, entry, key, length, N: tl.constexpr, F: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whether each query of a tree sees each key, and the keys' positions: the past as it stands, entries by depth."""
     inside = (entry >= 0) & (entry < F)
+    # Entry columns of the mask count from the end of the past; keys of the past are always seen.
     at = visible + (slot * N + n[:, None]) * F + entry[None, :]
     among = tl.load(at, mask=real[:, None] & inside[None, :], other=0)
     position = tl.where(inside, length + tl.load(depth + slot * F + entry, mask=inside, other=0), key)
@@ -211,11 +217,13 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(first, length + F, KEYS):
+        # One block of keys and values; what lies past the last entry reads as zero and is masked below.
         key = start + tl.arange(0, KEYS)
         entry = key - length
         exists = (key < length + F)[:, None] & (column < D)[None, :]
         k = tl.load(key_base + key[:, None] * D + column[None, :], mask=exists, other=0.0)
         v = tl.load(value_base + key[:, None] * D + column[None, :], mask=exists, other=0.0)
+        # Scores of all query rows against this block. "ieee": no TF32, so that float32 stays exact.
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             score = cap - 2 * cap / (tl.exp(2 * score / cap) + 1)  # cap * tanh(score / cap)
@@ -227,6 +235,7 @@ def _attend(  # type: ignore[no-untyped-def]
             sees = sees & (position[:, None] - key_position[None, :] < window)
         # A row that has seen nothing yet gathers nonsense, which its first visible key multiplies by exp(-1e30) = 0.
         score = tl.where(sees, score, -1e30)
+        # Online softmax: earlier sums are faded to the new maximum before this block is added.
         higher = tl.maximum(best, tl.max(score, 1))
         weight = tl.exp(score - higher[:, None])
         fade = tl.exp(best - higher)

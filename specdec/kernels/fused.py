@@ -29,13 +29,13 @@ _ROTARY = "apply_rotary_pos_emb"  # what transformers calls the function in each
 
 
 def can_fuse(device: torch.device) -> bool:
-    """Whether such kernels run there."""
+    """Whether fused kernels run on the device: CUDA with liger-kernel installed."""
     return device.type == "cuda" and find_spec("liger_kernel") is not None
 
 
 @torch.no_grad()
 def fuse(model: nn.Module, share: bool = True) -> list[str]:
-    """Replace what can be by fused kernels; returns the names of what was. The model must be frozen.
+    """Replace modules of a frozen model by fused kernels; returns the names of what was replaced.
 
     `share`: also multiply once where layers read the same few rows, which needs weights that stay where they are.
     """
@@ -60,17 +60,21 @@ def fuse(model: nn.Module, share: bool = True) -> list[str]:
 
 
 def _candidates(module: Any) -> list[Forward]:
-    """Fused forwards that could replace modules of this class, by its looks."""
+    """Candidate fused forwards for a module, by its class name and its parts; `_agree` decides."""
     weight = getattr(module, "weight", None)
+    # Two conventions of RMSNorm, scale by w or by 1 + w; only one of them agrees with the module.
     if "RMSNorm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dim() == 1:
         return [_norm, _norm_from_one]
+    # A gated MLP by the names of its layers, whose activation must be SiLU.
     gated = all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj"))
     return [_gated] if gated and _is_silu(getattr(module, "act_fn", None), module.gate_proj.weight.device) else []
 
 
 def _is_silu(activation: Any, device: torch.device) -> bool:
-    """Whether an activation is SiLU. Compared by itself: behind a layer of zeros, or on large numbers, others look the
-    same."""
+    """Whether an activation is SiLU, compared by itself.
+
+    Compared within the whole MLP, another one could pass: behind weights of zeros, or on large numbers.
+    """
     if not callable(activation):
         return False
     x = torch.linspace(-6, 6, 97, device=device)
@@ -89,6 +93,7 @@ def _norm_from_one(module: Any, x: Tensor) -> Tensor:
 def _normed(module: Any, x: Tensor, offset: float, casting: str) -> Tensor:
     from liger_kernel.ops import LigerRMSNormFunction
 
+    # Llama-like norms call it variance_epsilon, Gemma-like ones eps.
     eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 1e-6
     normed: Tensor = LigerRMSNormFunction.apply(x, module.weight, eps, offset, casting, False)
     return normed
@@ -96,6 +101,7 @@ def _normed(module: Any, x: Tensor, offset: float, casting: str) -> Tensor:
 
 def _gated(module: Any, x: Tensor) -> Tensor:
     gate, up = module.gate_proj(x), module.up_proj(x)
+    # Our own kernel has no gradient, Liger's has.
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):  # an adapter learns below
         from liger_kernel.ops import LigerSiLUMulFunction
 
@@ -109,7 +115,7 @@ def _gated(module: Any, x: Tensor) -> Tensor:
 
 
 def _agree(module: Any, fused: Forward) -> bool:
-    """Whether both give the same for a row of numbers, small and large."""
+    """Whether the fused forward and the module's own agree on a row of small, middling and large numbers."""
     weight = module.weight if hasattr(module, "weight") else module.gate_proj.weight
     row_1H = torch.linspace(-3, 3, weight.shape[-1], device=weight.device, dtype=weight.dtype)[None]
     rows = [scale * row_1H for scale in _SCALES]
@@ -124,14 +130,17 @@ def _close(theirs: Tensor, ours: Tensor) -> bool:
 
 
 def _replace_rotary(name: str, device: torch.device) -> bool:
-    """Let a Python module of transformers rotate frozen queries and keys on the device in one kernel; whether it does.
+    """Replace the rotary function of a Python module of transformers by one kernel; returns whether it is replaced.
 
-    Its models share that function, so the new one hands back to the old whatever is learned or on another device.
+    All models of that Python module share the function. So the new one calls the old one where a gradient is needed
+    or the tensors are on another device.
     """
     file: Any = sys.modules[name]
+    # Nothing to replace, or replaced for another model already.
     theirs = getattr(file, _ROTARY, None)
     if theirs is None or isinstance(theirs, _Rotary):
         return theirs is not None
+    # Taken only where the kernel computes the same.
     ours = _Rotary(theirs, device)
     if ours.agrees():
         setattr(file, _ROTARY, ours)
@@ -139,12 +148,13 @@ def _replace_rotary(name: str, device: torch.device) -> bool:
 
 
 class _Rotary:
-    """Rotates query [B, Q, T, D] and key [B, G, T, D] by cos, sin [B, T, D]."""
+    """Rotary embedding in one kernel: rotates query [B, Q, T, D] and key [B, G, T, D] by cos, sin [B, T, D]."""
 
     def __init__(self, theirs: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> None:
         self._theirs, self._device = theirs, device
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
+        # The kernel works in place, without a gradient, over whole heads; all else goes to the replaced function.
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
         elsewhere = q.device.type != self._device.type
         if rest or named or learns or elsewhere or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:

@@ -23,7 +23,8 @@ _MOST_ROWS = 256  # of an input whose product is shared
 
 
 def share_products(model: nn.Module) -> int:
-    """Let every attention and gated MLP of the model multiply once. Returns how many do."""
+    """Merge the query, key and value layers, and gate and up layers, of a model. Returns how many groups share."""
+    # Candidates: the named layers of every module, None where a module lacks one.
     groups: list[list[Any]] = [
         [getattr(module, name, None) for name in names] for module in model.modules() for names in _GROUPS
     ]
@@ -34,10 +35,12 @@ def share_products(model: nn.Module) -> int:
 
 
 def _can_share(linears: Sequence[Any]) -> bool:
-    """Whether these are plain linear layers over the same input, with weights of one kind."""
+    """Whether these are plain linear layers of one input size, type and device, all with or all without bias."""
+    # A layer with a forward of its own (quantised, adapted, shared already) is left alone.
     if not all(type(linear) is nn.Linear and "forward" not in vars(linear) for linear in linears):
         return False
     first = linears[0].weight
+    # Weights must stack along their rows; so must the biases, if any.
     same = all(
         one.weight.shape[1] == first.shape[1] and one.weight.dtype == first.dtype and one.weight.device == first.device
         for one in linears
@@ -66,19 +69,24 @@ class _SharedProduct:
             linear.weight.data = weights[number]
             if biases is not None:
                 linear.bias.data = biases[number]
+            # The layer keeps its place in the module tree; only its forward is replaced.
             ours: Any = linear
             ours.shared, ours.shared_number = self, number
             ours.forward = MethodType(_forward, linear)  # bound: a copy of the layer asks for itself
+        # Addresses tell later whether a layer's weights were moved or replaced.
         self._held = [(linear.weight, linear.bias) for linear in linears]
         self._addresses = [_addresses(*held) for held in self._held]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SharedProduct | None":
-        """Layers that are copied around the same weights stay with us; others, whose weights are copies, do not."""
+        """Copy of a sharing layer: it goes on sharing where its weights are the same tensors, else it gets None."""
         ours = [tensor for held in self._held for tensor in held if tensor is not None]
         return self if all(memo.get(id(tensor)) is tensor for tensor in ours) else None
 
     def part(self, linear: nn.Linear, number: int, x: Tensor) -> Tensor:
-        """The layer's own product of x [..., H]; `number`: which of the group it is."""
+        """Product of one layer with x [..., H], taken from the joint product where possible.
+
+        `number`: the layer's place in its group.
+        """
         weight, bias = linear.weight, linear.bias
         # 1) Weights that were put elsewhere or learn, and large inputs: a product of its own.
         moved = _addresses(weight, bias) != self._addresses[number]
@@ -101,9 +109,9 @@ class _SharedProduct:
         return parts[number]
 
     def _product_state(self, x: Tensor) -> object:
-        """What a product depends on beside the tensors: a part that was left over is not handed out once it changed.
+        """State that a product depends on beside the tensors: a kept part is only valid while it stays the same.
 
-        Torch counts no changes of what was made in inference mode: there x must stay as it is between two layers.
+        Torch counts no in-place changes of inference tensors: such an x must stay as it is between two layers.
         """
         autocast = torch.get_autocast_dtype(self._device_type) if torch.is_autocast_enabled(self._device_type) else None
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
@@ -111,7 +119,7 @@ class _SharedProduct:
 
 
 def _changes(one: Tensor, other: Tensor | None) -> int:
-    """How often two tensors were changed in place."""
+    """How often two tensors were changed in place, together; inference tensors count 0."""
     found = 0 if one.is_inference() else one._version
     return found if other is None or other.is_inference() else found + other._version
 

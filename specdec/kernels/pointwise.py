@@ -3,7 +3,7 @@
 Shapes: B rows, N tokens, Q query heads, G key-value heads, D head size, F = D / 2 rotated pairs, I inner size, R rows
 of a product.
 
-Inside, numbers are float32 and are rounded once. None of them has a gradient.
+Inside, numbers are float32 and are rounded once. No kernel here has a gradient.
 """
 
 import triton
@@ -14,11 +14,14 @@ _INNER = 1024  # a program's columns of a gated product
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate query [B, Q, N, D] and key [B, G, N, D] where they lie, halves layout (Su et al. 2021, arXiv 2104.09864).
+    """Rotary embedding of query [B, Q, N, D] and key [B, G, N, D] in place, by given cos and sin.
 
-    cos, sin [B or 1, N, D], a factor for either half. The last dimension of all is contiguous.
+    Halves layout: pair f is columns f and f + D / 2 (RoPE: Su et al. 2021, arXiv 2104.09864).
+
+    cos, sin [B or 1, N, D] have a factor for either half. The last dimension of every tensor is contiguous.
     """
     batch, _, new, _ = query.shape
+    # One program a token. A stride of 0 lets all rows read the same cos and sin.
     _rotate[(batch * new,)](
         query,
         key,
@@ -33,7 +36,10 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rotate_at(query: Tensor, key: Tensor, positions_BN: Tensor, frequency_F: Tensor, stretch: float) -> None:
-    """The same by position: pair f turns by position * frequency, and what is turned is stretched."""
+    """Rotary embedding in place, by position: pair f turns by position * frequency_F[f], times `stretch`.
+
+    Query, key and layout are those of `rotate`. `stretch` is the attention factor of scaled rope.
+    """
     batch, _, new, _ = query.shape
     _rotate_at[(batch * new,)](
         query, key, positions_BN, frequency_F, stretch, *positions_BN.stride(), **_heads(query, key)
@@ -41,8 +47,9 @@ def rotate_at(query: Tensor, key: Tensor, positions_BN: Tensor, frequency_F: Ten
 
 
 def _heads(query: Tensor, key: Tensor) -> dict[str, int]:
-    """What both kernels read of the shapes."""
+    """Sizes, strides and block sizes of query and key, as both rotary kernels take them."""
     names = ("query_slot", "query_head", "query_new"), ("key_slot", "key_head", "key_new")
+    # Triton's blocks are powers of two; one block covers the heads of query and of key alike.
     strides = {name: step for one, x in zip(names, (query, key)) for name, step in zip(one, x.stride())}
     (_, heads, new, size), groups = query.shape, key.shape[1]
     blocks = {"HEADS": triton.next_power_of_2(max(heads, groups)), "PAIRS": triton.next_power_of_2(size // 2)}
@@ -50,7 +57,7 @@ def _heads(query: Tensor, key: Tensor) -> dict[str, int]:
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, of [..., I] whose rows may stand apart; the last dimension is contiguous."""
+    """Gated SiLU activation silu(gate) * up of [..., I]. Rows may be strided; the last dimension is contiguous."""
     size = gate.shape[-1]
     gate_RI, up_RI = _rows(gate), _rows(up)
     output = gate.new_empty(gate.shape)
@@ -61,7 +68,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[rows, I], copied only where rows do not stand evenly."""
+    """View as rows [R, I]; copied only where the rows have no common stride."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
@@ -78,10 +85,11 @@ def _turn_heads(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Turn every head of one token, whose first one stands `at`."""
+    """Rotate every head of one token in place; `at` points to its first head."""
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
     real = (head < heads) & (pair < HALF)
     low_at = at + head * head_stride + pair
+    # Both halves are read before either is written.
     low = tl.load(low_at, mask=real, other=0.0).to(tl.float32)
     high = tl.load(low_at + HALF, mask=real, other=0.0).to(tl.float32)
     tl.store(low_at, (low * cos_low - high * sin_low).to(at.dtype.element_ty), mask=real)
@@ -111,6 +119,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
+    # 1) This program's token, and its factors for both halves.
     slot, n = (tl.program_id(0) // new).to(tl.int64), tl.program_id(0) % new
     pair = tl.arange(0, PAIRS)[None, :]
     turned = pair < HALF
@@ -119,6 +128,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     sin_low = tl.load(sin_at, mask=turned, other=0.0).to(tl.float32)
     cos_high = tl.load(cos_at + HALF, mask=turned, other=0.0).to(tl.float32)
     sin_high = tl.load(sin_at + HALF, mask=turned, other=0.0).to(tl.float32)
+    # 2) Rotate its query heads, then its key heads.
     at = query + slot * query_slot + n * query_new
     _turn_heads(at, heads, query_head, cos_low, sin_low, cos_high, sin_high, HALF, HEADS, PAIRS)
     at = key + slot * key_slot + n * key_new
@@ -147,11 +157,13 @@ def _rotate_at(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
+    # 1) This program's token, and the angle of each pair by its position.
     slot, n = (tl.program_id(0) // new).to(tl.int64), tl.program_id(0) % new
     pair = tl.arange(0, PAIRS)[None, :]
     position = tl.load(positions + slot * position_slot + n * position_new).to(tl.float32)
     angle = position * tl.load(frequency + pair, mask=pair < HALF, other=0.0)
     cos, sin = tl.cos(angle) * stretch, tl.sin(angle) * stretch
+    # 2) Rotate its query heads, then its key heads.
     at = query + slot * query_slot + n * query_new
     _turn_heads(at, heads, query_head, cos, sin, cos, sin, HALF, HEADS, PAIRS)
     at = key + slot * key_slot + n * key_new
@@ -160,9 +172,11 @@ def _rotate_at(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _gated_silu(gate, up, output, gate_row, up_row, size, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    # A program computes one block of columns of one row.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < size
+    # silu(x) = x * sigmoid(x).
     x = tl.load(gate + row * gate_row + column, mask=real, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_row + column, mask=real, other=0.0).to(tl.float32)
     tl.store(output + row * size + column, (x * tl.sigmoid(x) * y).to(output.dtype.element_ty), mask=real)

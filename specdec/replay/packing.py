@@ -28,15 +28,16 @@ class Text(NamedTuple):
 
 
 class Pack:
-    """Texts as right-padded rows on a device. Making them does not wait for it.
+    """Batch of texts as right-padded rows on a device, with all their round starts. Making it waits for nothing.
 
-    `text_R`, `nth_R`, `known_R`, `left_R`: of each round start the text, the place among that text's starts, the tokens
-    known, and the tokens that follow.
+    For each round start, `text_R` is its text, `nth_R` its place among that text's starts, `known_R` the number of
+    tokens known there, and `left_R` the number of tokens that follow.
     """
 
     def __init__(self, texts: Sequence[Text], device: torch.device) -> None:
         self.texts = tuple(texts)
         self.ids_BT = send(pad_sequence([torch.tensor(text.ids) for text in texts], batch_first=True), device)
+        # Round starts are flattened text by text; their columns go to the device in one transfer.
         rounds_B = torch.tensor([text.rounds for text in texts])
         text_R = torch.repeat_interleave(rounds_B)
         nth_R = torch.arange(len(text_R)) - (rounds_B.cumsum(0) - rounds_B)[text_R]
@@ -50,50 +51,52 @@ class Pack:
         return len(self.text_R)
 
     def pick(self, x_BTX: Tensor, offset: int) -> Tensor:
-        """[R, ...]: rows of x at `offset` positions after the first token that is not known."""
+        """Rows [R, ...] of x at `offset` positions after the first token that is not known."""
         return x_BTX[self.text_R, self.known_R + offset]
 
     def next_tokens(self, ahead: int) -> tuple[Tensor, Tensor]:
-        """Tokens [R] that follow the known ones and `ahead` more, and whether there are such; any where there are
-        not."""
+        """Tokens [R] that follow the known ones and `ahead` more, and whether the text has such; else any token."""
         at_R = (self.known_R + ahead).clamp(max=self.ids_BT.shape[1] - 1)
         return self.ids_BT[self.text_R, at_R], self.left_R > ahead
 
     def ahead(self, x_R: Tensor, count: int, filler: float) -> Tensor:
-        """[R, K]: each start's value and those of the starts after it; the filler where the text has no more."""
+        """Values [R, K] of each start and of the starts after it; the filler where the text has no more."""
+        # A sliding window over all starts would run into the next text; `inside` masks that.
         padded = torch.cat([x_R, x_R.new_full((count,), filler)])
         inside_RK = self.left_R[:, None] > torch.arange(count, device=x_R.device)
         return torch.where(inside_RK, padded.unfold(0, count, 1)[: len(x_R)], filler)
 
     def places(self, offset: int) -> Tensor:
-        """The positions that `pick` takes, as indexes [B, M] into rows, M >= 1; any where a text has fewer than M."""
+        """Indexes [B, M] into rows of the positions that `pick` takes, M >= 1; any where a text has fewer than M."""
         most = max(1, *(text.rounds for text in self.texts))
         first_B = torch.tensor([text.start + offset for text in self.texts])
         places_BM = (first_B[:, None] + torch.arange(most)).clamp(max=self.ids_BT.shape[1] - 1)
         return send(places_BM, self.ids_BT.device)
 
     def unplaced(self, x_BMX: Tensor) -> Tensor:
-        """[R, ...]: rows of what was computed at `places`."""
+        """Rows [R, ...] of values that were computed at `places`."""
         return x_BMX[self.text_R, self.nth_R]
 
     def groups(self, pairs: int, most: int) -> list[slice]:
-        """Some texts at a time, so that at `pairs` of query and key a text they have no more than `most` together."""
+        """Slices of the texts, each with at most `most` pairs of query and key at `pairs` a text; at least one text."""
         step = max(1, most // max(pairs, 1))
         return [slice(start, start + step) for start in range(0, len(self.texts), step)]
 
     def first_places(self, vocab_size: int) -> Tensor:
-        """int32 [B, V]: where each token stands first in each row, padding included, which is behind all that
-        is known; T where it does not."""
+        """First place of each token in each row, int32 [B, V]; T where it does not occur.
+
+        Padding counts too: it lies behind everything that is known, so `seen` never marks it.
+        """
         device, (batch, longest) = self.ids_BT.device, self.ids_BT.shape
         at_BT = torch.arange(longest, dtype=torch.int32, device=device).expand(batch, -1)
         first_BV = torch.full((batch, vocab_size), longest, dtype=torch.int32, device=device)
         return first_BV.scatter_reduce_(1, self.ids_BT, at_BT, "amin")
 
     def seen(self, first_BV: Tensor, rows: slice, ahead: int) -> Tensor:
-        """Marks [N, V], at some round starts, of the tokens known and of `ahead` more."""
+        """Marks [N, V] of the tokens that occur in the known ones and `ahead` more, at some round starts."""
         seen_NV: Tensor = first_BV[self.text_R[rows]] < (self.known_R[rows] + ahead)[:, None]
         return seen_NV
 
     def documents(self, some: slice) -> Documents:
-        """The documents of some texts, a row each."""
+        """Document layout of some texts, one document a row."""
         return Documents.rows(self.ids_BT[some])

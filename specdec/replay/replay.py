@@ -1,4 +1,4 @@
-"""Scoring without decoding: from recorded answers to the counts that the decoder would have produced.
+"""Replay scoring, without decoding: from recorded answers to the counts that the decoder would have produced.
 
 Shapes: B answers, T tokens of the longest with its prompt, R round starts of all answers, K drafted tokens.
 
@@ -45,25 +45,27 @@ class Counted(NamedTuple):
 
 
 def replayable(proposer: Proposer, rule: str, sampling: SamplingSettings) -> bool:
-    """Whether recorded answers tell what the decoder would have counted. Raises InputError for an unknown rule.
+    """Whether replay gives the decoder's counts for such drafts. Raises InputError for an unknown rule.
 
-    At temperature 0 every lossless rule is the greedy one. Above it, drafts of chosen siblings tell under the rules
-    that need no q, and drawn ones where they are chains. What a lossy rule emits is another answer.
+    At temperature 0 every lossless rule is the greedy one. Above it, drafts of chosen siblings are replayable under
+    the rules that need no q, and drawn drafts where they are chains. A lossy rule would emit another answer.
     """
     judge = known_rule(rule)
     if not proposer.replayable or not judge.lossless:
         return False
     if sampling.greedy:
         return True
+    # Drawn drafts: only chains have a closed law of survival.
     if judge.draws_from(proposer, sampling):
         return rule in _SURVIVAL and proposer.chain and proposer.drawn == "iid"
     return not judge.needs_q and not judge.greedy_only
 
 
 def replayable_rules(proposer: Proposer, sampling: SamplingSettings, preferred: Sequence[str]) -> list[str]:
-    """The accept rules whose counts a replay tells.
+    """Accept rules whose counts a replay gives.
 
-    Those of `rules_for`; and, where there are any, all others that take such drafts: one pass tells them all.
+    They are the replayable ones of `rules_for` and, where there are any, all others that take such drafts: one pass
+    over the answers gives the counts of them all.
     """
     exact = [rule for rule in rules_for(sampling, proposer, preferred) if replayable(proposer, rule, sampling)]
     if sampling.greedy or not exact:
@@ -75,16 +77,19 @@ def replayable_rules(proposer: Proposer, sampling: SamplingSettings, preferred: 
 def replay(
     proposer: Proposer, traced: TargetTrace, rules: Sequence[str], draft_tokens: Sequence[int]
 ) -> list[list[Counted]]:
-    """Counts of each recorded answer for every rule and every K. Raises InputError where replay is not exact."""
+    """Replay recorded answers: counts of each, for every rule and every K. Raises InputError where it is not exact."""
     sampling = traced.sampling
+    # 1) Refuse rules that must be decoded, naming those that need not be.
     for rule in rules:
         if not replayable(proposer, rule, sampling):
             can = [name for name in RULES if replayable(proposer, name, sampling)]
             kind = f"{type(proposer).__name__}, {proposer.drawn}, at {sampling.key}"
             raise InputError(f"rule: {rule!r}: cannot be replayed ({kind}), decode it; can: {', '.join(can) or 'none'}")
+    # 2) Rules of one law of survival count alike, so each law is counted once.
     laws = {rule: _SURVIVAL[rule] if RULES[rule].draws_from(proposer, sampling) else None for rule in rules}
     with running(traced.pack.ids_BT.device):
         counts = _count(proposer, traced, laws.values(), draft_tokens)
+    # 3) Hand the counts out by answer, rule and K.
     return [
         [Counted(rule, K, counts[laws[rule], K][index]) for rule in rules for K in draft_tokens]
         for index in range(len(traced.answers))
@@ -95,6 +100,7 @@ def _count(
     proposer: Proposer, traced: TargetTrace, laws: Iterable["Survival | None"], draft_tokens: Sequence[int]
 ) -> dict[tuple["Survival | None", int], list[RoundCounts]]:
     """Counts of each answer by every law of survival (None: the draft's tokens are chosen) and every K."""
+    # One entry for each law and K; None is a law too.
     found = {(law, K): list[RoundCounts]() for law in laws for K in draft_tokens}
     shape = proposer.shape(max(draft_tokens))
     if shape is None:  # dynamic trees: their siblings are chosen, so that all rules count alike
@@ -116,11 +122,11 @@ _SURVIVAL: dict[str, Survival] = {
     "block": survival_block,
     "match": lambda p_RK, q_RK: survival_match(q_RK),
 }
-"""How far rounds go, by p and q of the answer's tokens, under the rules by which chains of draws are replayed."""
+"""Survival laws by rule: how far a round of a drawn chain goes, from p and q of the answer's tokens."""
 
 
 class _StaticReplay:
-    """Replay of chains and static trees, on the host: a draft's trace along answers becomes counts."""
+    """Replay of chains and static trees, on the host: turns a draft's trace along answers into counts."""
 
     def __init__(self, trace: Trace, traced: TargetTrace) -> None:
         self._trace, self._traced = trace, traced
@@ -131,11 +137,14 @@ class _StaticReplay:
 
     def count(self, shape: TreeShape, survival: Survival | None, K: int) -> list[RoundCounts]:
         """Counts of each answer. `survival` None: the draft's tokens are chosen."""
+        # Drawn chains: p and q of the answer's tokens give the chance to survive each level.
         if survival is not None:
             p_RK, q_RK = self._drawn
             survival_RK = survival(p_RK[:, :K], q_RK[:, :K])
             return walk_expected(survival_RK, K, self._lengths, self._limits, self._offered_R)
+        # Chosen tokens: the rank of each answer token says how far the tree holds it.
         run_R, judged_R = shape.follow(self._rank_RK[:, :K])
+        # Near an answer's limit a round drafts fewer levels, so fewer nodes.
         levels_R = drafted_levels(K, self._lengths, self._limits, self._offered_R)
         nodes_R = shape.sizes[np.minimum(levels_R, shape.depth)]
         judged_R = np.minimum(judged_R, levels_R)
@@ -146,13 +155,14 @@ class _StaticReplay:
         """Probabilities p and q [R, K] of the answers' tokens, by target and draft."""
         q_RK, p_R = self._trace.q_RK, self._traced.p_R
         assert p_R is not None  # nothing is drawn at temperature 0
+        # Past an answer's end p is 1, which `walk_expected` never reads.
         p_RK = self._traced.pack.ahead(p_R, q_RK.shape[1], 1.0)
         p_RK, q_RK = torch.stack([p_RK, q_RK]).cpu().double()
         return p_RK.numpy(), q_RK.numpy()
 
 
 def rank_accuracies(traces: Iterable[tuple[Pack, Trace]], ranks: int) -> list[list[float]]:
-    """How often each rank is right on each level: what `TreeShape.of_accuracies` asks for.
+    """Accuracy of each rank on each level, as `TreeShape.of_accuracies` takes it.
 
     Entry [h][r]: share of the round starts at which the token of rank r on level h is the answer's, given that the
     drafted tokens above it equal the answer's; of those at which level h is drafted and the answer goes on so far. A
@@ -161,13 +171,16 @@ def rank_accuracies(traces: Iterable[tuple[Pack, Trace]], ranks: int) -> list[li
     right: list[NDArray[np.int64]] = []
     drafted: list[int] = []
     for pack, trace in traces:
+        # Levels that both the draft and the answer reach at each start.
         rank_RK, deep_R = trace.rank_RK.cpu().numpy(), pack.left_R.cpu().numpy()
         if trace.offered_R is not None:
             deep_R = np.minimum(deep_R, trace.offered_R.cpu().numpy())
         for level in range(rank_RK.shape[1]):
+            # Traces may differ in depth, so rows are added when a level is first met.
             if level == len(right):
                 right.append(np.zeros(ranks, np.int64))
                 drafted.append(0)
+            # Ranks past the last one that is asked for fall into one extra bin, which is dropped.
             rank_N = np.minimum(rank_RK[deep_R > level, level], ranks)
             right[level] += np.bincount(rank_N, minlength=ranks + 1)[:ranks]
             drafted[level] += len(rank_N)

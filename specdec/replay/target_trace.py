@@ -1,4 +1,4 @@
-"""Recorded answers, and what the target says along them: what every replay starts from.
+"""Target trace: recorded answers with the target's states and probabilities along them, from which replays start.
 
 Shapes: B answers, T tokens of the longest with its prompt, R round starts of all answers, H hidden size.
 """
@@ -18,13 +18,13 @@ from .packing import Pack, Text
 
 @dataclass(frozen=True, slots=True)
 class RecordedAnswer:
-    """A prompt and the target's own answer to it: what a replay needs to know of a stored sample."""
+    """Recorded sample: a prompt and the target's own answer to it."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
-    """The stop token included."""
+    """Token ids of the answer, the stop token included."""
     max_new_tokens: int
-    """Tokens that the answer might have had."""
+    """Most tokens that the answer was allowed to have."""
 
 
 class TargetTrace(NamedTuple):
@@ -50,9 +50,9 @@ def trace_target(
     aux_layers: Sequence[int] = (),
     needs_hidden_states: bool = False,
 ) -> TargetTrace:
-    """States of the target along answers of one sampling setting, and how likely each of their tokens was.
+    """Trace the target along answers of one sampling setting: its states, and the probability of each token.
 
-    A draft that reads no states is scored at temperature 0 without the target: nothing is run.
+    At temperature 0, for a draft that reads no states, nothing is run.
     """
     # Rounds start after the answer's first token, which comes from the prefill.
     texts = [Text(answer.prompt_ids + answer.answer_ids, len(answer.prompt_ids) + 1) for answer in answers]
@@ -61,6 +61,7 @@ def trace_target(
     needs_states = bool(aux_layers) or needs_hidden_states
     if sampling.greedy and not needs_states:
         return traced
+    # One teacher-forced pass. The state before each token gives its probability under the sampling setting.
     with running(target.device):
         states = target.states(pack.ids_BT, aux_layers=aux_layers)
         if not sampling.greedy:
