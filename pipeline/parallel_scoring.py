@@ -1,6 +1,6 @@
-"""What wraps the scoring of checkpoints: sharing it among ranks, and the race that drops those that cannot win.
+"""Parallel scoring: counting shared among ranks, and the race that drops checkpoints that cannot win.
 
-Counts are those of one rank: ranks share whole checkpoints or, of a race, whole blocks of one.
+The unit of work is a whole checkpoint or, in a race, a whole block of one: each file of counts comes from one rank.
 """
 
 import math
@@ -25,26 +25,26 @@ _TREES: TypeAdapter[dict[str, Tree]] = TypeAdapter(dict[str, Tree])
 
 
 class ScoringJob(NamedTuple):
-    """Counts to be made of one checkpoint."""
+    """Job of counting one checkpoint, whole or in part."""
 
     checkpoint: Checkpoint
     folder: Path | None
-    """Of its draft; None: prompt lookup."""
+    """Folder of the draft; None: prompt lookup."""
     trees: Mapping[str, Tree]
-    """Those that it drafts, as they were timed."""
+    """Draft trees by name, in the shape that was timed."""
     block: int | None = None
-    """Of a race: only this part of the conversations, from 0."""
+    """Number of a race's block, from 0: only its conversations are counted; None: all."""
     rest: bool = False
-    """Of a race: what the blocks lack."""
+    """Whether to count only what the blocks of a race lack: the decoding that checks a finalist."""
 
     def record(self) -> dict[str, Any]:
-        """JSON-able."""
+        """JSON-able form, for the broadcast to other ranks."""
         trees = _TREES.dump_python(dict(self.trees), mode="json")
         return self._asdict() | {"folder": self.folder and str(self.folder), "trees": trees}
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "ScoringJob":
-        """What `record` gave."""
+        """Inverse of `record`."""
         (name, step), folder = record["checkpoint"], record["folder"]
         trees = _TREES.validate_python(record["trees"])
         return cls((name, step), folder and Path(folder), trees, record["block"], record["rest"])
@@ -56,14 +56,17 @@ def count_shared(
     is_done: Callable[[ScoringJob], bool],
     ranks: Ranks,
 ) -> bool:
-    """Count the first rank's `jobs`, each rank a share of them; whether there were any.
+    """Count the first rank's `jobs`, each rank a contiguous share of them; whether there were any.
 
-    Neighbours are of one draft, and the target's passes are remembered from one of them to the next.
+    All ranks call this together. Neighbouring jobs are of one draft, and a rank keeps the draft and the target's passes
+    from one job to the next.
     """
+    # Only the first rank knows what is missing; no jobs at all tells the others that scoring is over.
     records = ranks.broadcast("checkpoints to count", [job.record() for job in jobs])
     jobs = [ScoringJob.read(record) for record in records]
     for job in ranks.share(jobs):
         count(job)
+    # Every rank sees every file before anyone goes on: the next step reads all of them.
     if jobs:
         ranks.barrier("counts of checkpoints")
         ranks.wait_for_file(lambda: all(map(is_done, jobs)), "counts of checkpoints")
@@ -71,12 +74,12 @@ def count_shared(
 
 
 class RaceResult(NamedTuple):
-    """What a race has seen of its entrants."""
+    """Counts of a race, and how far each entrant came."""
 
     tables: dict[Checkpoint, list[pa.Table]]
-    """Replayed counts, block by block."""
+    """Replayed counts of each entrant, block by block."""
     shares: dict[Checkpoint, float]
-    """Of the answers' tokens that they are of; 1: a finalist."""
+    """Share of the answers' tokens that each entrant was counted on; exactly 1: a finalist."""
 
 
 def race(
@@ -90,7 +93,8 @@ def race(
     """Count checkpoints block by block, and drop those that can no longer win (successive elimination).
 
     `blocks`: clusters of conversations; `sizes`: tokens of each cluster that cost rounds. `count_block` gives the
-    counts of the checkpoints still in the race on one block. Whom a replay cannot tell the rounds of is never dropped.
+    counts of the checkpoints still in the race on one block. Checkpoints that were decoded instead of replayed are
+    exempt: they are never dropped.
     """
     assert settings.race is not None
     total = sum(sizes.values())
@@ -127,14 +131,16 @@ def _say_saved(shares: Mapping[Checkpoint, float], error: float) -> None:
 def _arms(
     tables: Mapping[Checkpoint, pa.Table], times: Mapping[Checkpoint, Times], settings: ScoreSettings
 ) -> tuple[list[Arm], set[Checkpoint]]:
-    """The arms of a race, and the checkpoints that it cannot judge: those that were decoded, not replayed."""
+    """Arms of the race (a checkpoint at one K or tree), and the exempt checkpoints: decoded instead of replayed."""
     arms: list[Arm] = []
     exempt: set[Checkpoint] = set()
     for one, table in tables.items():
         deciding = serving(table, settings)
+        # Only replayed rounds enter the bound of the race.
         if counts.values(deciding, "method") != ["replay"]:
             exempt.add(one)
             continue
+        # Each K and tree is an arm of its own: a checkpoint stays while any of them can win.
         for (K, tree), _ in counts.groups(deciding, "draft_tokens", "tree"):
             config = DraftConfig(K, tree)
             arms.append(Arm(*one, config, times[one].gain(config)))
@@ -147,13 +153,15 @@ def _arms(
 def _observe(
     elimination: Race, tables: Mapping[Checkpoint, pa.Table], block: Sequence[str], sizes: Mapping[str, float]
 ) -> None:
-    """Let the elimination see the rounds of a block, cluster by cluster."""
+    """Show the elimination the rounds that each arm needed for a block, cluster by cluster."""
     rounds: dict[tuple[Checkpoint, DraftConfig], dict[str, float]] = {}
+    # 1) Add up rounds by arm and cluster, over conversations and turns.
     for one, table in tables.items():
         columns = (table[name].to_pylist() for name in ("draft_tokens", "tree", "cluster", "rounds"))
         for K, tree, cluster, number in zip(*columns):
             by_cluster = rounds.setdefault((one, DraftConfig(K, tree)), {})
             by_cluster[cluster] = by_cluster.get(cluster, 0.0) + number
+    # 2) One observation a cluster, for all arms together: clusters are the independent units.
     for cluster in block:
         seen = [rounds.get(((arm.draft, arm.step), arm.config), {}).get(cluster, 0.0) for arm in elimination.arms]
         elimination.observe(sizes[cluster], np.array(seen))

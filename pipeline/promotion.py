@@ -1,7 +1,7 @@
 """Promotion: the chosen checkpoint is registered, compared with the champion on the holdout, and promoted or refused.
 
-After a promotion or rollback the operator's command (`promotion.command`) runs for the champion; a tag of the version
-says how it ended, and whoever comes by later catches up what failed or was killed.
+After a promotion or rollback the operator's command (`promotion.command`) runs for the champion. A tag of the version
+says how it ended; a command that failed or was killed is run again by the next call of `follow_champion`.
 """
 
 import os
@@ -52,13 +52,13 @@ HOOK_TAG = "draftforge.hook"
 Event = Literal["promote", "rollback"]
 _NOUN: dict[Event, str] = {"promote": "promotion", "rollback": "rollback"}
 _DONE = "done"
-_KEPT_CHARACTERS = 20_000  # of a command's output
+_KEPT_CHARACTERS = 20_000  # of a command's output, its end
 _DRAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class _HoldoutScore:
-    """Score of one draft on the holdout, at the K or tree that it was chosen at."""
+    """Score of one draft on the holdout, at the K or tree that it was chosen at on the selection split."""
 
     row: Row
     table: pa.Table
@@ -67,7 +67,7 @@ class _HoldoutScore:
 
 
 class _CommandResult(NamedTuple):
-    """How the operator's command ended: `problem` empty, or what went wrong in a few words."""
+    """Result of the operator's command: its output, and what went wrong in a few words (empty: nothing)."""
 
     output: str
     problem: str
@@ -118,12 +118,14 @@ def rollback(recipe: Recipe) -> None:
 def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, parent: str | None) -> Version:
     """Export the chosen checkpoint and register it under its target as `candidate`. The same draft once only."""
     space, recipe, chosen = stages.space, stages.recipe, scored.chosen
+    # 1) Export it, read back and scored equal.
     exported = (
         space.root / "exports" / f"{chosen.draft}-{chosen.step:06d}-{fingerprint.short(scored.stage.fingerprint)}"
     )
     if not is_copy(exported, scored.chosen_folder):  # not there yet, or damaged since
         shutil.rmtree(exported, ignore_errors=True)
         export_draft(scorer, scored.chosen_folder, exported)
+    # 2) Its lineage: everything that it was made of, by fingerprint.
     meta = read_meta(exported)
     lineage = Lineage(
         target_fingerprint=space.target_fingerprint,
@@ -141,6 +143,7 @@ def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, paren
         parent=parent,
         git_commit=git_commit(),
     )
+    # 3) Clusters of its training conversations go along: later gates check that no holdout overlaps with them.
     trained_on = {sample.cluster for sample in Capture.open(stages.captured.folder, verify=False).samples("train")}
     return register_version(space.tracking, run_id, exported, lineage, trained_on, space.target_settings)
 
@@ -166,7 +169,7 @@ def _write_record(
 def _evidence(
     space: Workspace, scorer: Scorer, version: Version, current: Version | None
 ) -> tuple[Evidence, dict[str, Any]]:
-    """Measure the version, and the champion beside it, on the holdout; show it, and give the evidence and a record."""
+    """Evidence for the gate, and a record: version and champion are measured on the holdout, and shown."""
     # 1) The candidate, then the champion.
     settings = space.recipe.score
     candidate = _measure(space, scorer, version, CANDIDATE)
@@ -196,15 +199,18 @@ def _evidence(
 
 
 def _show_holdout(scorer: Scorer, candidate: _HoldoutScore, rival: _HoldoutScore | None) -> dict[str, Any]:
-    """Show both drafts and prompt lookup on the holdout, overall and by domain; the same as a record."""
+    """Show both drafts and prompt lookup on the holdout, overall and by domain; returns the tables as a record."""
+    # 1) The baseline.
     settings, prompt_lookup = scorer.settings, scorer.load(None)
     specs = scorer.specs(prompt_lookup)
     costs = scorer.times(prompt_lookup, specs)
     lookup, _ = scorer.counts(specs, Identity(LOOKUP, 0))
     (baseline,) = leaderboard([lookup], {(LOOKUP, 0): costs}, settings, [LOOKUP])
+    # 2) Overall: plain decoding, prompt lookup, candidate, champion.
     drafts = [candidate] if rival is None else [candidate, rival]
     rows = [baseline, *(draft.row for draft in drafts)]
     show_leaderboard([plain_row(costs), *rows], settings.confidence, "On the holdout", costs.description)
+    # 3) By domain.
     tables = [lookup, *(draft.table for draft in drafts)]
     times = {(LOOKUP, 0): costs, **{(draft.row.draft, draft.row.step): draft.times for draft in drafts}}
     domains = domain_rows(tables, rows, settings, times)
@@ -213,7 +219,7 @@ def _show_holdout(scorer: Scorer, candidate: _HoldoutScore, rival: _HoldoutScore
 
 
 def _measure_champion(space: Workspace, scorer: Scorer, current: Version) -> tuple[_HoldoutScore | None, str | None]:
-    """Score the champion, or say what is wrong with its files: one that nobody can fetch blocks no better draft."""
+    """Score the champion; or None and what is wrong with its files, as lost files must not block a better draft."""
     try:
         return _measure(space, scorer, current, CHAMPION), None
     except LostFilesError as error:
@@ -221,7 +227,8 @@ def _measure_champion(space: Workspace, scorer: Scorer, current: Version) -> tup
 
 
 def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _HoldoutScore:
-    """Score a registered version on the holdout, as the registry has it now, at its own tree or K."""
+    """Score a registered version on the holdout, from freshly downloaded files, at the tree or K of its lineage."""
+    # 1) The registered copy, and the spec of its own tree or of chains.
     folder = resolve_models_uri(space.tracking, version.uri, space.root / "models", afresh=True)
     draft, lineage = scorer.load(folder), version.lineage
     known = scorer.specs(draft)  # times of all of them may be there already
@@ -230,8 +237,10 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
         assert lineage.tree is not None
         own = scorer.tree_spec(draft, str(lineage.tree_name), lineage.tree)
         known = [own]
+    # 2) Count and time it.
     table, lossless = scorer.counts([own], Identity(name, lineage.step))
     times = scorer.times(draft, known)
+    # 3) Keep its own K alone: to choose again on the holdout would favour it.
     if lineage.tree is None and lineage.draft_tokens in scorer.settings.draft_tokens:
         table = at_config(table, DraftConfig(lineage.draft_tokens))
     (row,) = leaderboard([table], {(name, lineage.step): times}, scorer.settings)
@@ -240,7 +249,7 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
 
 
 def _by_domain(candidate: _HoldoutScore, rival: _HoldoutScore, settings: ScoreSettings) -> dict[str, DomainFigures]:
-    """Both drafts' expected speed-ups on each domain alone: its tokens a round, at the times of the whole."""
+    """Expected speed-ups of both drafts on each domain: the domain's own tau, at the round times of the whole."""
     tables = [serving(draft.table, settings) for draft in (candidate, rival)]
     speedups = [draft.row.gain.speedup for draft in (candidate, rival)]
     found: dict[str, DomainFigures] = {}
@@ -263,7 +272,10 @@ def _interval(estimate: Estimate) -> Interval:
 
 
 def keep_counts(tracking: Tracking, version: Version, table: pa.Table) -> None:
-    """Keep a version's counts on the holdout, at the K or tree that it was judged at."""
+    """Store a version's holdout counts beside it in MLflow, at the K or tree that it was judged at.
+
+    Monitoring and the judgement of staleness compare later acceptance with them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / KEPT_COUNTS
         counts.write(table, path)
@@ -272,7 +284,7 @@ def keep_counts(tracking: Tracking, version: Version, table: pa.Table) -> None:
 
 
 def kept_counts(tracking: Tracking, version: Version) -> pa.Table | None:
-    """Read what `keep_counts` kept; None where nothing was."""
+    """Holdout counts that `keep_counts` stored; None where nothing was."""
     name = f"{version.lineage.folder}/{KEPT_COUNTS}"
     with mlflow_errors(tracking.uri):
         known = tracking.client.list_artifacts(version.run_id, version.lineage.folder)
@@ -319,7 +331,8 @@ def follow_champion(space: Workspace) -> None:
 
 
 def command_environment(space: Workspace, event: Event, version: Version, move: dict[str, object]) -> dict[str, str]:
-    """Variables that the command gets beside the environment of this process."""
+    """Environment variables that the command gets on top of this process's own; writes the JSON file they name."""
+    # The file says what moved and why; it is named by version and event, and so written again each time.
     decision = last_decision(space.tracking, version)
     path = space.root / "hooks" / f"{version.name}-v{version.number}-{event}.json"
     record = {
@@ -342,7 +355,11 @@ def command_environment(space: Workspace, event: Event, version: Version, move: 
 
 
 def run_command(settings: PromotionSettings, variables: dict[str, str]) -> _CommandResult:
-    """Run the command in a session of its own, so that nothing that it started outlives its time."""
+    """Run the operator's command, without a shell, for at most `timeout_seconds`; errors are returned, not raised.
+
+    It runs in a session of its own, so that its children can be killed with it.
+    """
+    # 1) Start it, with standard error among its output.
     try:
         process = subprocess.Popen(
             settings.command,
@@ -354,6 +371,7 @@ def run_command(settings: PromotionSettings, variables: dict[str, str]) -> _Comm
         )
     except (OSError, ValueError) as error:
         return _CommandResult("", f"cannot be started ({error})")
+    # 2) Wait for its end. Whatever else ends the wait, a signal for instance, kills it too.
     problem = ""
     try:
         output, _ = process.communicate(timeout=settings.timeout_seconds)
@@ -363,6 +381,7 @@ def run_command(settings: PromotionSettings, variables: dict[str, str]) -> _Comm
     except BaseException:
         _kill_session(process)
         raise
+    # 3) Say how it ended.
     if not problem and process.returncode:
         code = process.returncode
         problem = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -370,7 +389,7 @@ def run_command(settings: PromotionSettings, variables: dict[str, str]) -> _Comm
 
 
 def _kill_session(process: "subprocess.Popen[bytes]") -> bytes:
-    """Kill the command and what it started; its output so far."""
+    """Kill the command's whole session; returns its output so far."""
     os.killpg(process.pid, signal.SIGKILL)
     try:
         return process.communicate(timeout=_DRAIN_SECONDS)[0]

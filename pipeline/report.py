@@ -1,4 +1,4 @@
-"""The HTML report of a score and a promotion: gathers what they left on disk, and draws one page. Loads no model."""
+"""HTML report of a score and a promotion: gathers their records from disk, and draws one page. Loads no model."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -33,8 +33,12 @@ def report(recipe: Recipe, out: Path | None) -> None:
 
 
 def write_report(space: Workspace, scored: Path, out: Path | None = None) -> Path:
-    """Draw the report of a score folder, in it or at `out`, and say where it is."""
+    """Draw the report of a score folder, in that folder or at `out`, and say where it is.
+
+    Raises CorruptDataError for records that this version of draftforge cannot read.
+    """
     path = out or scored / REPORT_FILE
+    # Records have no schema of their own: whatever drawing trips over means that another version wrote them.
     try:
         page = report_page(_records(space, scored))
     except DraftforgeError:
@@ -50,7 +54,7 @@ def write_report(space: Workspace, scored: Path, out: Path | None = None) -> Pat
 
 
 def log_report(space: Workspace, scored: Path, run: TrackedRun) -> None:
-    """Draw the report, and put it among the run's artifacts. One that cannot be drawn undoes no promotion."""
+    """Draw the report, and log it as an artifact of the run. A report that cannot be drawn undoes no promotion."""
     try:
         path = write_report(space, scored)
     except CorruptDataError as error:
@@ -60,7 +64,12 @@ def log_report(space: Workspace, scored: Path, run: TrackedRun) -> None:
 
 
 def find_scored(space: Workspace) -> Path:
-    """The recipe's own score folder, or (said aloud) the newest of the work folder: retraining changes recipes."""
+    """Score folder of the recipe; else the newest one of the work folder, which a line says.
+
+    A retraining scores under a changed recipe, so the recipe's own folder may not exist. Raises MissingFileError where
+    there is no score at all.
+    """
+    # 1) The folder that the recipe as it is would score into.
     try:
         stages = Stages(space)
         drafts = {name: stages.training(name).fingerprint for name in space.recipe.drafts}
@@ -70,6 +79,7 @@ def find_scored(space: Workspace) -> Path:
         own = None
     if own is not None and (own / SCORES_FILE).is_file():
         return own
+    # 2) The newest of all.
     found = sorted(space.root.glob(f"score-*/{SCORES_FILE}"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise MissingFileError(f"{space.root}: holds no score to report on; run `draftforge score` or `distill` first")
@@ -78,6 +88,7 @@ def find_scored(space: Workspace) -> Path:
 
 
 def _records(space: Workspace, scored: Path) -> ReportRecords:
+    """Records that the page is drawn from; those of a promotion are absent before one."""
     scores = storage.read_object(scored / SCORES_FILE)
     promotion = _optional(scored / PROMOTION_FILE)
     lineage: Mapping[str, Any] = (promotion or {}).get("lineage", {})
@@ -98,7 +109,7 @@ def _records(space: Workspace, scored: Path) -> ReportRecords:
 
 
 def _mix_folder(space: Workspace, lineage: Mapping[str, Any]) -> Path:
-    """The mix of a version or, before a promotion, of the recipe; where nothing tells which, a folder that is none."""
+    """Mix folder of a version or, before a promotion, of the recipe; if neither is known, one that does not exist."""
     if "mix_fingerprint" in lineage:
         return space.folder("mix", lineage["mix_fingerprint"])
     try:
@@ -114,7 +125,8 @@ def _optional(path: Path) -> dict[str, Any] | None:
 def _chain(
     space: Workspace, scores: Mapping[str, Any], promotion: Mapping[str, Any] | None, mix: Mapping[str, Any] | None
 ) -> Iterator[Link]:
-    """The lineage from the target to the version: each step with its fingerprint and what is known of it."""
+    """Lineage from the target to the version: each step with its fingerprint and what is known of it."""
+    # What every score has: target, mix and capture.
     recorded: Mapping[str, Any] = (promotion or {}).get("lineage", {})
     target = recorded.get("target_fingerprint") or scores["target"]
     yield Link("Target", fingerprint.short(target), [str(space.recipe.target.model), f"fingerprint {target}"])
@@ -125,6 +137,7 @@ def _chain(
     captured = _optional(space.folder("capture", scores["capture"]) / CAPTURE_MANIFEST)
     told = [] if captured is None else [f"{captured['tokens']:,} answer tokens, kept in {captured['dtype']} passes"]
     yield Link("Capture", fingerprint.short(scores["capture"]), told)
+    # What a promotion adds: the versions that it descends from, oldest first, and the version itself.
     if promotion is None:
         return
     for ancestor in reversed(promotion["ancestors"]):

@@ -1,7 +1,11 @@
 """Scoring: replay and decode recorded answers with every checkpoint, time the rounds, and choose the best draft.
 
-`score_stage` and `score_foreign` begin it, `_score` is its course, `CheckpointCounter` counts one checkpoint on one
-rank, and `Scorer` holds what all checkpoints share. `parallel_scoring` shares counting among ranks, and races it.
+Two measurements are kept apart: acceptance counts (which drafted tokens the target accepts, by replay of recorded
+answers) and times of rounds on one machine. Expected speed-up is made of both: other hardware needs new times only.
+
+`score_stage` and `score_foreign` are the entry points, `_score` is the flow. `CheckpointCounter` counts one checkpoint
+on one rank, `Scorer` holds the samples and target passes that all checkpoints share, and `parallel_scoring` divides the
+counting among ranks and runs the race.
 """
 
 import math
@@ -61,25 +65,25 @@ _MEASURED_CONVERSATIONS = 64  # whose answers shape a measured tree
 
 @dataclass(frozen=True)
 class Scored:
-    """What the leaderboard is made of."""
+    """Result of scoring: counts, times, leaderboard rows and the chosen checkpoint."""
 
     stage: Stage
     target: str
-    """Fingerprint of the target that it was scored on."""
+    """Fingerprint of the target that the drafts were scored on."""
     counts: pa.Table
     times: dict[Checkpoint, Times]
     rows: list[Row]
     domains: list[DomainRow]
-    """Every row's draft by domain and sampling setting."""
+    """Figures of each row's draft, by domain and sampling setting."""
     advice: list[str]
-    """What follows for serving, in sentences."""
+    """Advice for serving, in sentences."""
     folders: dict[Checkpoint, Path]
     trees: dict[Checkpoint, dict[str, Tree]]
-    """The trees that each checkpoint was scored with, by name, as it drafts them."""
+    """Draft trees that each checkpoint was scored with, by name; measured trees in their final shape."""
 
     @property
     def chosen(self) -> Row:
-        """The checkpoint and K or tree with the best expected speed-up."""
+        """Row of the checkpoint, and its K or tree, with the best expected speed-up. Raises InputError without one."""
         found = next((row for row in self.rows if row.chosen), None)
         if found is None:
             raise InputError("score: no checkpoint has a known speed-up; score more conversations")
@@ -116,14 +120,19 @@ def check_score(space: Workspace, names: Collection[str], what: str = "a score",
 
 
 def check_load(space: Workspace, trees: bool = True) -> None:
-    """Raise an error that names score.load or score.costs.fit where the load does not fit the target's context or the
-    given times, or these cannot be read."""
+    """Check the serving load (`score.load`) before any work.
+
+    Raises an error that names score.load or score.costs.fit where the load does not fit the target's context or the
+    given times, or where these cannot be read.
+    """
     score = space.recipe.score
     if score.load is None or not space.first_rank:
         return
+    # Times of another machine: the load must lie inside what they cover.
     if score.costs.fit is not None:
         _check_given_times(space, score.load)
         return
+    # Times of this machine: its grid of contexts must fit the target, with the deepest draft on top.
     try:
         longest = context_length(space.target_settings)
     except MissingFileError:  # the stages say what they cannot do without it
@@ -136,7 +145,7 @@ def check_load(space: Workspace, trees: bool = True) -> None:
 
 
 def _check_given_times(space: Workspace, load: LoadSettings) -> None:
-    """Raise InputError where no shape's times hold at the load."""
+    """Raise InputError where the given times hold at the load for no draft shape."""
     failed: list[InputError] = []
     for table in space.given_times:
         try:
@@ -165,13 +174,18 @@ def score_foreign(stages: Stages, path: Path) -> Scored | None:
     """
     if not (meta_file(path).is_file() or (path / TOKENIZER_FILE).is_file() or is_skip_file(path)):
         say(f"{path}: nothing says which tokenizer it was trained with; only sizes are checked")
+    # The name goes to tables and file names: printable, short, and none of the baselines.
     name = "".join(character if character.isprintable() else "?" for character in path.resolve().name)[:64]
     shown = f"{name} (given)" if name in (LOOKUP, PLAIN) else name
     return _score(stages, {(shown, 0): path}, fingerprint.file_digests(path))
 
 
 def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[str, str]) -> Scored | None:
-    """Score drafts, prompt lookup beside them, and choose. `folders`: of each checkpoint; `digests`: of their files."""
+    """Score drafts, prompt lookup beside them, and choose the one with the best expected speed-up.
+
+    `folders`: the folder of each checkpoint. `digests`: by name, digests of what is scored, which name the stage. None
+    on ranks other than the first, which only help to count.
+    """
     space, settings, stage = stages.space, stages.recipe.score, stages.score(digests)
     entries: dict[Checkpoint, Path | None] = {(LOOKUP, 0): None, **folders}
 
@@ -212,6 +226,7 @@ def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[
     # 4) Choose by expected speed-up, counts times costs.
     tables = [result.table for result in results.values()]
     configs = config_rows(tables, times, settings, [LOOKUP])
+    # Columns for people that decide nothing: perplexity, share of the answers counted, and the trained-for target.
     perplexities = {one: result.perplexity for one, result in results.items() if result.perplexity is not None}
     shares = {one: result.share for one, result in results.items()}
     others = {one: trained_for(folder, space.target_fingerprint) for one, folder in folders.items()}
@@ -219,6 +234,7 @@ def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[
         replace(row, trained_for=others.get((row.draft, row.step), ""))
         for row in leaderboard(tables, times, settings, [LOOKUP], perplexities, shares, configs)
     ]
+    # The same by domain, and what follows from both.
     domains = domain_rows(tables, rows, settings, times)
     sentences = serving_advice(rows, domains, settings)
     table = counts.concat(tables)
@@ -226,6 +242,7 @@ def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[
 
     # 5) Keep and show it.
     counts.write(table, scored.counts_file)
+    # Times under a load are kept whole, as the report draws them over batch sizes.
     cost_tables = {one.key.digest: one.table for one in times.values() if isinstance(one, LoadTimes)}
     if cost_tables:
         write_tables(scored.times_file, cost_tables.values())
@@ -242,10 +259,16 @@ def _race(
     count: Callable[..., None],
     times: Mapping[Checkpoint, Times],
 ) -> dict[Checkpoint, "ScoringResult"]:
-    """Prompt lookup on all conversations, and the entrants of a race: those that it drops keep the counts they have."""
+    """Race: prompt lookup is counted on all conversations, checkpoints block by block until they can no longer win.
+
+    `count` makes the counts, shared by all ranks. Dropped checkpoints keep the counts they have. Results are by
+    checkpoint: the baseline first, then the entrants in their order.
+    """
+    # 1) The baseline never races: every table shows it on everything.
     baseline = (LOOKUP, 0)
     count([baseline])
 
+    # 2) The race itself, and then the decoding checks that its finalists lack.
     def count_block(checkpoints: Sequence[Checkpoint], number: int) -> dict[Checkpoint, pa.Table]:
         count(checkpoints, block=number)
         return {one: counter.block(one, number) for one in checkpoints}
@@ -253,6 +276,7 @@ def _race(
     found = race(entrants, counter.blocks, counter.sizes, times, counter.settings, count_block)
     finalists = [one for one in entrants if found.shares[one] == 1]
     count(finalists, rest=True)
+    # 3) Whole results of those that finished; what there is of the others.
     results = {one: counter.result(one) for one in (baseline, *finalists)}
     dropped = {
         one: ScoringResult(counts.concat(found.tables[one]), None, found.shares[one])
@@ -263,16 +287,16 @@ def _race(
 
 
 class ScoringResult(NamedTuple):
-    """What is known of one checkpoint."""
+    """Acceptance counts and perplexity of one checkpoint."""
 
     table: pa.Table
     perplexity: float | None
     share: float = 1.0
-    """Of the answers' tokens that its counts are of."""
+    """Share of the answers' tokens that were counted; below 1: dropped from a race."""
 
 
 class CheckpointCounter:
-    """Counts checkpoints on one rank, and keeps the counts in a folder: what is there is not counted again."""
+    """Counter of acceptance for checkpoints on one rank. Its folder keeps the counts: nothing is counted twice."""
 
     def __init__(self, scorer: "Scorer", folder: Path) -> None:
         self.settings = scorer.settings
@@ -289,7 +313,7 @@ class CheckpointCounter:
 
     @cached_property
     def blocks(self) -> list[list[str]]:
-        """Clusters of each block of a race."""
+        """Conversation clusters of each block of a race, the same on every rank."""
         assert self.settings.race is not None
         order = elimination_order(self.sizes, self.settings.seed)
         return [list(block) for block in cut_into_blocks(order, self.sizes, self.settings.race.blocks)]
@@ -301,7 +325,10 @@ class CheckpointCounter:
     def load(
         self, checkpoint: Checkpoint, folder: Path | None, trees: Mapping[str, Tree] | None = None
     ) -> tuple[StoredDraft, list[ProposerSpec]]:
-        """A draft and its ways of drafting; the last one is remembered. `trees`: measured before."""
+        """Load a draft, with the chains and trees that it is scored with; the last one loaded is kept.
+
+        `folder` None: prompt lookup. `trees`: draft trees that were measured before.
+        """
         if self._loaded is None or self._loaded[0] != checkpoint:
             self._loaded = None  # before the next one takes room
             draft = self._scorer.load(folder, other_tokenizer=True)
@@ -309,7 +336,7 @@ class CheckpointCounter:
         return self._loaded[1:]
 
     def count(self, job: ScoringJob) -> None:
-        """Make what a job asks for, and write it."""
+        """Make the counts of a job, and write them to the folder."""
         checkpoint, identity = job.checkpoint, Identity(*job.checkpoint)
         draft, specs = self.load(checkpoint, job.folder, job.trees)
 
@@ -331,13 +358,15 @@ class CheckpointCounter:
                 again, lossless = self._scorer.counts(specs, identity, samples)
                 table = counts.concat([table, _only_decoded(again, table)])
         else:
+            # Without a race: replays and decoding together.
             table, lossless = self._scorer.counts(specs, identity)
+        # 3) The notes come last: a result counts as done only with both files.
         counts.write(table, self._file(checkpoint, "parquet"))
         known = {"lossless": lossless, "perplexity": self._scorer.perplexity(draft)}
         storage.write_json(self._file(checkpoint, "json"), known)
 
     def is_done(self, job: ScoringJob) -> bool:
-        """Whether what it asks for is on disk; what is damaged (said aloud) is not."""
+        """Whether the counts of a job are on disk; damaged ones are not, and a line says so."""
         try:
             if job.block is None:
                 self.result(job.checkpoint)
@@ -368,7 +397,7 @@ class CheckpointCounter:
 
 
 def _only_decoded(table: pa.Table, replayed: pa.Table) -> pa.Table:
-    """The decoded rows of what was replayed too; what can only be decoded is in the blocks."""
+    """Decoded rows of the settings that were replayed too; settings that can only be decoded are in the blocks."""
     names = ("setting", "rule", "draft_tokens", "tree")
     known = set(zip(*(counts.where(replayed, method="replay")[name].to_pylist() for name in names)))
     decoded = counts.where(table, method="decode")
@@ -377,7 +406,7 @@ def _only_decoded(table: pa.Table, replayed: pa.Table) -> pa.Table:
 
 
 def _read_perplexity(path: Path) -> float | None:
-    """Of a checkpoint's notes; null: it has none. Raises CorruptDataError."""
+    """Perplexity from a checkpoint's notes; None where they say null. Raises CorruptDataError."""
     notes = storage.read_object(path)
     if "perplexity" not in notes:
         raise CorruptDataError(f"{path}: perplexity: is missing")
@@ -390,7 +419,7 @@ def _read_perplexity(path: Path) -> float | None:
 
 
 class Scorer:
-    """Scores drafts of one target on one split of one capture; target passes are shared by all of them."""
+    """Scorer of drafts of one target, on one split of one capture; all drafts share the target's passes."""
 
     def __init__(self, space: Workspace, captured: Stage, split: str) -> None:
         require_whole(space.recipe, "a score")
@@ -401,7 +430,7 @@ class Scorer:
         self.traces = TargetPassCache(space.target, self.settings.trace_bytes, self.settings.replay_tokens)
 
     def load(self, folder: Path | None, other_tokenizer: bool = False) -> StoredDraft:
-        """A stored draft, once it is seen to fit the target and what is scored; None: prompt lookup.
+        """Load a stored draft, checked against the target and the longest scored text; `folder` None: prompt lookup.
 
         `other_tokenizer`: accept a draft with another one than the target's.
         """
@@ -412,22 +441,23 @@ class Scorer:
         return draft
 
     def specs(self, draft: StoredDraft, fixed: Mapping[str, Tree] | None = None) -> list[ProposerSpec]:
-        """The ways of drafting that the recipe scores. `fixed`: trees of this draft that were measured before."""
+        """Chains and trees that the recipe scores a draft with. `fixed`: trees of it that were measured before."""
         if not draft.drafts_trees:
             return [self.chain_spec(draft)]
         known: Mapping[str, TreeSettings] = self.settings.trees if fixed is None else fixed
         return [self.chain_spec(draft), *(self.tree_spec(draft, name, tree) for name, tree in known.items())]
 
     def chain_spec(self, draft: StoredDraft) -> ProposerSpec:
-        """Chains of every K of the recipe."""
+        """Draft chains of every K of the recipe."""
         return ProposerSpec(draft.proposer, tuple(self.settings.draft_tokens))
 
     def tree_spec(self, draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
-        """One tree of a draft; a measured one is measured here, on answers of the train split."""
+        """Draft tree of a draft; a measured one is shaped here, by acceptance on answers of the train split."""
         fixed = self._measured(draft, tree) if isinstance(tree, MeasuredTree) else tree
         return ProposerSpec(partial(draft.proposer, fixed), (fixed.levels,), name, fixed)
 
     def _measured(self, draft: StoredDraft, tree: MeasuredTree) -> StaticTree:
+        """Static tree shaped by acceptance on some train answers; the scored splits must not choose it."""
         samples = self._data.samples("train")
         kept = stratified_conversations(samples, _MEASURED_CONVERSATIONS)
         return measured_tree(
@@ -441,11 +471,13 @@ class Scorer:
         samples: Sequence[Sample] | None = None,
         decoded: bool = True,
     ) -> tuple[pa.Table, bool | None]:
-        """Counts of one draft, and whether decoding was seen to be lossless (None: nothing was decoded at T = 0).
+        """Acceptance counts of one draft, and whether its decoding was lossless (None: nothing was decoded at T = 0).
 
-        `samples`: a part of what is scored. `decoded` False: what replay tells is not decoded too.
+        `samples`: count these instead of all that the recipe scores. `decoded` False: skip the decoding that only
+        checks what a replay counts.
         """
         settings, some = self.settings, self.samples if samples is None else samples
+        # Given samples are taken whole: the limit of conversations has chosen them already.
         if samples is not None:
             settings = settings.model_copy(update={"max_conversations": 0})
         if not decoded:
@@ -454,8 +486,10 @@ class Scorer:
         return score.counts, score.consistency.lossless
 
     def perplexity(self, draft: StoredDraft) -> float | None:
-        """Of the recorded answers under the draft; shown to people, used for nothing. None: prompt lookup has none, nor
-        has a draft with another tokenizer."""
+        """Perplexity of recorded answers under the draft, for people only: nothing is decided by it.
+
+        None for prompt lookup, and for a draft with another tokenizer than the target's.
+        """
         if draft.module is None or not draft.same_tokenizer:
             return None
         chosen = stratified_conversations(self.samples, self.settings.decode_conversations or 1)
@@ -463,16 +497,19 @@ class Scorer:
         return perplexity(draft.proposer(), samples, self.traces)
 
     def times(self, draft: StoredDraft, specs: Sequence[ProposerSpec]) -> Times:
-        """Times of this shape at the recipe's load, or at batch 1 where it states none."""
+        """Round times of this draft shape at the recipe's load, or at batch 1 where the recipe states none."""
         load = self.settings.load
         table = self.costs(draft, specs, load)
         return table if load is None else LoadTimes(table, load)
 
     def costs(self, draft: StoredDraft, specs: Sequence[ProposerSpec], load: LoadSettings | None = None) -> CostTable:
-        """The cost table of this shape at batch 1, or over a load's grid: measured on this machine, once, or another
-        machine's where the recipe gives its times."""
+        """Cost table of this draft shape: seconds of a round at batch 1, or over the grid of a load.
+
+        Measured on this machine, once for each shape, or taken from the table of another machine that the recipe gives.
+        """
         settings, target = self.settings, self._space.target
         key = cost_key(target, draft.module or draft.family, specs, settings)
+        # 1) The points to measure at: batch sizes and contexts around the load, or batch 1 alone.
         grid = None
         if load is not None:
             if settings.costs.fit is not None:
@@ -480,6 +517,7 @@ class Scorer:
             deepest = max(depth for spec in specs for depth in spec.depths)
             grid = Grid.around(load, most_context(target.max_positions, deepest, settings.costs.rounds))
 
+        # 2) Measure, or read what another checkpoint or process of the same shape has measured.
         def measure() -> CostTable:
             prompts = [sample.prompt_ids for sample in self.samples]
             return measure_costs(key, target, specs, prompts, settings, grid)
@@ -489,12 +527,14 @@ class Scorer:
 
 
 def _show(scored: Scored, settings: ScoreSettings, configs: Sequence[Row]) -> None:
-    """The final tables: all checkpoints, then the chosen one (at each of its `configs`) by domain beside prompt lookup;
-    and what follows."""
+    """Show the final tables: all checkpoints, then the chosen one at each of its `configs`, at each batch size, and by
+    domain beside prompt lookup; last the advice."""
     chosen = scored.chosen
+    # All checkpoints, each at its best K or tree.
     times = scored.times[chosen.draft, chosen.step]
     rows = [plain_row(times), *scored.rows]
     show_leaderboard(rows, settings.confidence, "Drafts by expected serving speed", times.description)
+    # The chosen checkpoint: its other settings, its batch sizes, its domains.
     if len(configs) > 1:
         every = "K and tree" if settings.trees else "K"
         show_leaderboard(
@@ -504,6 +544,7 @@ def _show(scored: Scored, settings: ScoreSettings, configs: Sequence[Row]) -> No
     compared = {(row.draft, row.step) for row in scored.rows if row.baseline or row is chosen}
     shown = [row for row in scored.domains if (row.draft, row.step) in compared]
     show_domains(shown, settings.confidence, "By domain")
+    # Figures hold for this target only, even of a draft that was trained for another.
     here = fingerprint.short(scored.target)
     for row in scored.rows:
         if row.trained_for:

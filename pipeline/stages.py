@@ -1,7 +1,7 @@
 """Mix, capture and training: each writes a folder that is named by the fingerprint of its settings and inputs.
 
-Same fingerprint: the folder is used as it is. With several ranks, all answer and train; what only one can do the first
-does, and the others wait for the finished folder.
+Same fingerprint: the folder is used as it is. With several ranks, all of them capture and train. Work that only one
+process can do is done by the first rank, and the others wait for the finished folder.
 """
 
 import gc
@@ -45,27 +45,27 @@ from .workspace import Workspace
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage's address: its folder, which is there once the stage has run, and its fingerprint."""
+    """Address of a stage: its folder, which exists once the stage has run, and its fingerprint."""
 
     folder: Path
     fingerprint: str
 
 
 class Stages:
-    """Addresses of the stages of one run. Each is computed at its first use, once, and read from here by every stage.
+    """Addresses of the stages of one run, each computed at its first use and then kept.
 
-    A chain: a stage's fingerprint is of its own settings and of the fingerprints of what it reads.
+    Fingerprints form a chain: that of a stage is the hash of its own settings and of the fingerprints of what it reads.
     """
 
     def __init__(self, space: Workspace, mix: Stage | None = None) -> None:
-        """`mix`: a finished one that is used instead of the recipe's own."""
+        """`mix`: a finished mix that is used instead of the recipe's own."""
         self.space, self.recipe, self.given_mix = space, space.recipe, mix
         self._captured: Stage | None = None
         self._trainings: dict[str, Stage] = {}
 
     @cached_property
     def mix(self) -> Stage:
-        """Conversations, split into train, selection and holdout."""
+        """Mix: conversations, split into train, selection and holdout."""
         if self.given_mix is not None:
             return self.given_mix
         settings, base = self.recipe.mix, self.recipe.base_dir
@@ -77,14 +77,16 @@ class Stages:
             sorted(fingerprint.of_file(base / path / MIX_MANIFEST) for path in settings.ancestors),
             self.space.ancestors,
         ]
+        # Prompts that the target writes change with it.
         if self.asks_target:
             inputs.append(self.space.target_fingerprint)
         return stage_address(self.space, "mix", inputs)
 
     @cached_property
     def capture(self) -> Stage:
-        """The target's answers to the mix, and its signals."""
+        """Capture: the target's answers to the mix, and the signals that drafts learn from."""
         recipe = self.recipe
+        # The dtype is an input too: bfloat16 and float32 answers differ.
         inputs = [
             self.mix.fingerprint,
             recipe.capture.identity(),
@@ -98,11 +100,12 @@ class Stages:
 
     @property
     def captured(self) -> Stage:
-        """The capture as what reads it names it: one that a budget ended goes by its content, once that is there."""
+        """Capture as an input of later stages. One that a budget ended is known by its content, once that is there."""
         if self._captured is None:
             manifest = self.capture.folder / CAPTURE_MANIFEST
             if not manifest.is_file():
                 return self.capture
+            # Settings do not tell where a time budget ended it: the content joins the fingerprint.
             content = content_digest(storage.read_object(manifest))
             known = self.capture.fingerprint
             name = known if content is None else fingerprint.of_json([known, content])
@@ -110,7 +113,7 @@ class Stages:
         return self._captured
 
     def training(self, name: str) -> Stage:
-        """Checkpoints of the recipe's draft of that name. Raises MissingFileError where its start is gone."""
+        """Training of the recipe's draft of that name. Raises MissingFileError where its initial draft is gone."""
         if name not in self._trainings:
             settings = self.space.drafts[name]
             start = _start_digest(settings, f"drafts.{name}")
@@ -119,7 +122,8 @@ class Stages:
         return self._trainings[name]
 
     def score(self, drafts: Mapping[str, str]) -> Stage:
-        """Counts and figures of drafts, by the digests of what is scored: those of trainings, or of files."""
+        """Score of drafts: counts and figures. `drafts`: by name, digests of what is scored (trainings, or files)."""
+        # Settings of cost and speed change no counts, and so leave them valid.
         settings, neutral = self.recipe.score, {"costs", "load", "batch_size", "replay_tokens"}
         kept = settings.model_dump(mode="json", exclude=neutral)
         return stage_address(
@@ -128,7 +132,7 @@ class Stages:
 
     @property
     def run_fingerprint(self) -> str:
-        """What the MLflow run of this recipe, mix and target is found by, so that a later call goes on with it."""
+        """Fingerprint of recipe, mix and target, by which a later call finds the MLflow run to resume."""
         return fingerprint.of_json([self.recipe.resolved(), self.mix.fingerprint, self.space.target_fingerprint])
 
     @property
@@ -143,7 +147,7 @@ class Stages:
 
 
 def stage_address(space: Workspace, name: str, inputs: Sequence[Any]) -> Stage:
-    """The address of a stage, by its name and what it depends on."""
+    """Address of a stage, by its name and what it depends on."""
     found = fingerprint.of_json([name, inputs])
     return Stage(space.folder(name, found), found)
 
@@ -157,7 +161,7 @@ def captured_stages(space: Workspace) -> Stages:
 
 
 def mix_stage(stages: Stages) -> Stage:
-    """Conversations to answer. What an ancestor's mix placed in train or selection never enters this holdout."""
+    """Make the mix. Conversations that an ancestor's mix placed in train or selection never enter its holdout."""
     space, stage = stages.space, stages.mix
     if stages.given_mix is not None:
         return stage
@@ -172,15 +176,19 @@ def mix_stage(stages: Stages) -> Stage:
 
 
 def blended_mix(stages: Stages, old: str) -> Stage:
-    """The mix with `retrain.old_share` of its training conversations from the mix `old`: the same stage where it has
-    them, or where that mix is gone."""
+    """Rehearsal mix: the mix with `retrain.old_share` of its training conversations taken from the mix `old`.
+
+    The mix itself where it has them already, or where `old` is gone.
+    """
     space, mix = stages.space, stages.mix
+    # 1) Nothing to add: no share asked for, the same mix, or no folder left of the old one.
     share, earlier = space.recipe.retrain.old_share, space.folder("mix", old)
     if not share or mix.fingerprint == old or not earlier.is_dir():
         return mix
     added = conversations_to_add(mix.folder, earlier, share, space.recipe.mix.salt)
     if not added:
         return mix
+    # 2) The blend is a mix of its own, named by what was added.
     stage = stage_address(space, "mix", [mix.fingerprint, old, added])
 
     def work() -> None:
@@ -192,8 +200,11 @@ def blended_mix(stages: Stages, old: str) -> Stage:
 
 
 def check_capture(stages: Stages) -> None:
-    """Refuse a target that is to be sharded over ranks where it cannot be, or where nothing could answer for it, unless
-    its answers are there already."""
+    """Check, before the capture, that a target that is sharded over ranks can answer here.
+
+    A sharded target only teaches; its answers must come from an engine or from recorded ones. Nothing is checked where
+    the capture is on disk already. Raises InputError where none of these is given, or where it cannot be loaded.
+    """
     recipe = stages.recipe
     if recipe.target.shard and not is_captured(stages.capture.folder, recipe.capture.budget):
         check_spread(recipe.capture)
@@ -201,7 +212,7 @@ def check_capture(stages: Stages) -> None:
 
 
 def capture_stage(stages: Stages, part: Part | None = None) -> Stage:
-    """The target's answers and signals. `part`: no more than that part of them, in a folder of its own."""
+    """Capture the target's answers and signals. `part`: only that part of them, in a folder of its own."""
     space, recipe, folder = stages.space, stages.recipe, stages.capture.folder
     if part is not None:
         folder = folder.with_name(folder.name + part.suffix)
@@ -220,7 +231,7 @@ def capture_stage(stages: Stages, part: Part | None = None) -> Stage:
 
 
 def join_stage(stages: Stages, parts: Sequence[Path]) -> None:
-    """Make the capture of the parts that several machines made."""
+    """Join the parts of a capture that several machines made."""
     recipe = stages.recipe
     dtype = resolve_device(recipe.target.device, recipe.target.dtype)[1]
     conversations, scored = load_mix(stages.mix.folder), recipe.score.sampling
@@ -229,7 +240,7 @@ def join_stage(stages: Stages, parts: Sequence[Path]) -> None:
 
 
 def prepare_drafts(stages: Stages) -> None:
-    """Make the initial drafts while the target is at hand, for those that train without it."""
+    """Make initial drafts while the target is loaded, for families that train without it."""
     space = stages.space
     for name, settings in space.drafts.items():
         folder = stages.training(name).folder
@@ -243,18 +254,21 @@ def prepare_drafts(stages: Stages) -> None:
 
 
 def train_stage(stages: Stages, name: str, sink: MetricSink) -> Stage:
-    """Checkpoints of one draft. Every rank takes part."""
+    """Train one draft, or resume its training, to its last step. Every rank takes part."""
     space, stage = stages.space, stages.training(name)
     settings = space.drafts[name]
+    # 1) Done already? The first rank decides for all of them.
     if space.ranks.broadcast(f"{stage.folder.name}: whether it is done", is_finished(stage.folder, settings.steps)):
         say(f"train {name}: done ({stage.folder.name})")
         return stage
+    # 2) Read the answers, whose digests one rank verifies, and train.
     data = Capture.open(stages.captured.folder, verify=space.first_rank)
     if space.first_rank and not (stage.folder / INIT).is_dir():
         _check_start(space, name, settings)
     with _naming(name):
         scorer = _training_scorer(space, settings, data)
         train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink, scorer)
+    # 3) Say what must be served together, and give the memory back.
     if space.first_rank and family_of(settings).changes_target(settings):
         draft = step_folder(stage.folder, list_steps(stage.folder)[-1])
         say(f"drafts.{name}: its training changed the target: serve {draft / OWN_TARGET} with the draft {draft}")
@@ -265,7 +279,7 @@ def train_stage(stages: Stages, name: str, sink: MetricSink) -> Stage:
 
 
 def _training_scorer(space: Workspace, settings: Settings, data: Capture) -> SampledScore | None:
-    """What scores this draft while it is trained, if anything does."""
+    """Scorer that measures this draft's acceptance during its training; None where the recipe asks for none."""
     if not settings.score_conversations:
         return None
     samples, K = data.samples(SELECTION_SPLIT), settings.draft_tokens
@@ -273,7 +287,7 @@ def _training_scorer(space: Workspace, settings: Settings, data: Capture) -> Sam
 
 
 def checkpoints_of(stage: Stage) -> dict[int, Path]:
-    """Draft folders of a training by step."""
+    """Checkpoints of a training: the draft folder of each saved step."""
     return {step: step_folder(stage.folder, step) for step in list_steps(stage.folder)}
 
 
@@ -289,7 +303,7 @@ def _check_start(space: Workspace, name: str, settings: Settings) -> None:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Errors of a training, which knows one draft as `draft`, name it as the recipe does."""
+    """Rename `draft.FIELD` in errors of a training to `drafts.NAME.FIELD`, as the recipe has it."""
     try:
         yield
     except DraftforgeError as error:
@@ -300,7 +314,10 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _start_digest(settings: Settings, where: str) -> str | None:
-    """Content of the draft that training starts from; None: fresh weights."""
+    """Digest of the draft that training starts from (weights and config); None: fresh weights.
+
+    Raises MissingFileError where the folder or its draft is gone.
+    """
     if settings.init_from is None:
         return None
     if not settings.init_from.is_dir():
@@ -321,10 +338,12 @@ def _once(
 ) -> None:
     """Run a stage's `work` on the first rank (or on every one), unless that finds it `done`; all wait for its end."""
     ranks, started = space.ranks, time.monotonic()
+    # The first rank decides: on a shared file system, others may see the folder later.
     is_done = ranks.broadcast(f"{folder.name}: whether it is done", done())
     if not is_done:
         if ranks.first or every_rank:
             work()
         ranks.barrier(folder.name)
     say(f"{name}: done ({folder.name})" if is_done else f"{name}: {time.monotonic() - started:.0f} s ({folder.name})")
+    # No rank goes on before it sees the result itself.
     ranks.wait_for_file(done, folder.name)
