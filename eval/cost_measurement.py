@@ -1,6 +1,6 @@
-"""Measures a cost table: rounds of plain decoding and of every K or tree, interleaved round by round.
+"""Cost measurement: times rounds of plain decoding and of every K or tree, interleaved round by round.
 
-A time counts as its ratio to the plain round beside it, so that what else a machine does meets both alike. Without a
+A time counts as its ratio to the plain round beside it, so that other load on the machine affects both alike. Without a
 load, rounds are measured at batch 1, on real prompts one by one, for every K or tree. With one, over a grid that is a
 cross: every batch size at the load's context, and the least and largest at shorter and longer ones; of chains the
 least, the middle and the largest K; slots hold real prompts, cut or repeated to one length. Answers do not stop before
@@ -35,23 +35,26 @@ _SETTLING_PROMPTS = 2  # of a run: the first of a width runs as it is, the secon
 
 
 class Grid(NamedTuple):
-    """Batch sizes, contexts and prompts over which a load's times are measured."""
+    """Measurement grid of a load: batch sizes, contexts and prompt lengths."""
 
     batch_sizes: list[int]
     contexts: list[int]
     context: int
-    """The load's own: one of the contexts."""
+    """Context of the load itself, in tokens; it is among `contexts`."""
     prompts: list[int]
-    """Lengths of prompts that are read alone."""
+    """Lengths, in tokens, of prompts that are read alone."""
 
     @classmethod
     def around(cls, load: LoadSettings, most_context: int) -> "Grid":
         """The grid around a load. Raises InputError where its context is longer than `most_context`."""
+        # A load that does not fit cannot be measured.
         if load.context_tokens > most_context:
             raise InputError(
                 f"score.load.context_tokens {load.context_tokens}: with the rounds that are timed (score.costs.rounds) "
                 f"at most {most_context} fit the target's context"
             )
+        # Half and twice the load's context and prompt, so that the fit sees how times grow; batch sizes by powers of
+        # two.
         powers = (1 << n for n in range(load.largest.bit_length()))
         contexts, prompts = (
             sorted({max(middle // 2, 1), middle, min(2 * middle, most_context)})
@@ -61,19 +64,20 @@ class Grid(NamedTuple):
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Batch size and context of every point, the largest first: what does not fit is known at once."""
+        """Batch size and context of every grid point, the largest first, so that lack of memory shows at once."""
+        # A cross instead of a full grid: other contexts only at the smallest and the largest batch.
         ends = {self.batch_sizes[0], self.batch_sizes[-1]}
         cross = {(size, self.context) for size in self.batch_sizes}
         return sorted(cross | {(size, context) for size in ends for context in self.contexts}, reverse=True)
 
 
 def most_context(max_positions: int, deepest: int, rounds: int) -> int:
-    """The longest context at which rounds of at most so many levels can be timed."""
+    """Longest context, in tokens, at which `rounds` rounds of at most `deepest` levels can be timed."""
     return max_positions - _answer_tokens(rounds, deepest) + rounds // 2
 
 
 def costs_file(key: CostKey, grid: Grid | None) -> str:
-    """Name of the file that keeps the table of a key, measured over a grid or at batch 1."""
+    """File name of a key's cost table, measured over a grid or (None) at batch 1."""
     if grid is None:
         return f"costs-{fingerprint.short(key.digest)}.json"
     return f"fit-{fingerprint.short(fingerprint.of_json([key.digest, grid._asdict()]))}.json"
@@ -99,13 +103,13 @@ def measure_costs(
 
 
 class _Decoder(NamedTuple):
-    """One of the decoders whose rounds are interleaved."""
+    """One decoder whose rounds are interleaved with those of the others."""
 
     config: DraftConfig
     proposer: Proposer | None
     rule: str
     nodes: int
-    """Of a full draft."""
+    """Number of drafted nodes of a full draft."""
 
 
 _PLAIN = _Decoder(DraftConfig(0), None, "greedy", 0)
@@ -115,7 +119,7 @@ Rounds = dict[DraftConfig, list[RoundSeconds]]
 def _decoders(
     specs: Sequence[ProposerSpec], settings: ScoreSettings, configs: Callable[[ProposerSpec], list[DraftConfig]]
 ) -> list[_Decoder]:
-    """Plain decoding, then each config, with a proposer of its own."""
+    """Decoders to interleave: plain decoding first, then each K or tree with a proposer of its own."""
     decoders = [_PLAIN]
     for spec in specs:
         for config in configs(spec):
@@ -128,6 +132,7 @@ def _decoders(
 def _batch_one(
     target: CausalModel, specs: Sequence[ProposerSpec], prompts: Sequence[list[int]], settings: ScoreSettings
 ) -> list[MeasuredRound]:
+    # 1) The longest prompts that leave room for the answers within the target's context.
     asked = settings.costs
     decoders = _decoders(specs, settings, lambda spec: spec.configs)
     deepest = max(decoder.config.levels for decoder in decoders)
@@ -138,6 +143,7 @@ def _batch_one(
             f"score.costs.rounds = {asked.rounds}: so many rounds of up to {deepest + 1} tokens do not fit the "
             f"target's context of {target.max_positions}; at most {most} do (more with smaller score.draft_tokens)"
         )
+    # 2) Time each prompt by itself.
     prompts = [prompt[-room:] for prompt in prompts[: asked.prompts]]  # their ends: the answer needs the rest
     rounds: Rounds = {decoder.config: [] for decoder in decoders}
     with bar("measure times", len(prompts) + 1, "prompts") as advance:
@@ -149,6 +155,7 @@ def _batch_one(
             for config, seconds in timed.items():
                 rounds[config] += seconds[asked.warmup_rounds :]
             advance()
+    # 3) Rows at the mean context of the timed rounds.
     context = statistics.fmean(map(len, prompts)) + asked.rounds / 2
     return _points(decoders, rounds, 1, context)
 
@@ -191,7 +198,8 @@ def interleaved_rounds(
     sampling: SamplingSettings,
     rounds: int,
 ) -> Rounds:
-    """Time `rounds` rounds of every decoder on the prompts, all of them at once: one round each by turns."""
+    """Interleaved timing: `rounds` rounds of every decoder on all prompts as one batch, one round each by turns."""
+    # One run a decoder, all on the same prompts, with answers long enough that none ends before the last round.
     timers = {decoder.config: RoundTimer(target.device) for decoder in decoders}
     runs = []
     for decoder in decoders:
@@ -200,6 +208,7 @@ def interleaved_rounds(
         levels, timer = max(decoder.config.levels, 1), timers[decoder.config]
         run = DecodeRun(target, decoder.proposer, requests, decoder.rule, levels, len(prompts), timer=timer)
         runs.append(decode_rounds(run))
+    # One round of each decoder in turn: a slow moment of the machine meets all of them.
     for _ in range(rounds + 1):  # the first turn reads the prompts
         for steps in runs:
             next(steps)
@@ -207,14 +216,15 @@ def interleaved_rounds(
 
 
 def _answer_tokens(rounds: int, levels: int) -> int:
-    """Tokens of an answer that lasts so many rounds, none of them with its draft clipped."""
+    """Answer length, in tokens, that lasts `rounds` rounds of full drafts even if all of them are accepted."""
     return 1 + rounds * (levels + 1)
 
 
 def _points(
     decoders: Sequence[_Decoder], rounds: Rounds, batch_size: int, context: float, where: str = ""
 ) -> list[MeasuredRound]:
-    """A row of each decoder at one batch size and context."""
+    """Measured rows of all decoders at one batch size and context."""
+    # Absolute times come from the plain rounds alone; drafted ones are ratios to them.
     plain = rounds[_PLAIN.config]
     plain_seconds = _lower_quartile([one.total for one in plain])  # of rounds that nothing else slowed down
     points = []
@@ -245,11 +255,12 @@ def _typical_parts(
     plain_seconds: float,
     where: str,
 ) -> tuple[float, float, float, int]:
-    """Seconds of draft, verification and rest: medians of their shares of the plain round beside each, of rounds with a
-    full draft; and the number of rounds.
+    """Typical seconds of draft, verification and rest of a round, and the number of rounds behind them.
 
-    A proposer that seldom drafts that many is timed on what it does draft.
+    Each part is the median of its ratio to the plain round beside it, over rounds with a full draft, times
+    `plain_seconds`. A proposer that seldom makes a full draft is timed on all of its rounds.
     """
+    # Each round is paired with the plain one that ran beside it. Clipped drafts are cheaper and are left out.
     pairs = list(zip(rounds, plain))
     full = [(one, beside) for one, beside in pairs if one.drafted == decoder.nodes]
     if len(full) < min(_FEWEST_ROUNDS, len(pairs)):
@@ -258,6 +269,7 @@ def _typical_parts(
             "not warm-up"
         )
         full = pairs
+    # Medians: single rounds that something interrupted do not count.
     draft, verify, rest = (
         plain_seconds * statistics.median(getattr(one, part) / beside.total for one, beside in full)
         for part in ("draft", "verify", "rest")
@@ -266,7 +278,7 @@ def _typical_parts(
 
 
 def _lower_quartile(values: Sequence[float]) -> float:
-    """Interpolated; of one value, itself."""
+    """Lower quartile, interpolated; a single value is returned as it is."""
     return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
@@ -274,7 +286,7 @@ def _lower_quartile(values: Sequence[float]) -> float:
 
 
 def _least_middle_largest(spec: ProposerSpec) -> list[DraftConfig]:
-    """Of chains the least, the middle and the largest K."""
+    """Configs to measure over a grid: the least, the middle and the largest K of chains, or the tree."""
     configs = sorted(spec.configs)
     return sorted({configs[0], configs[(len(configs) - 1) // 2], configs[-1]})
 
@@ -287,7 +299,11 @@ def _rounds_at(
     context: int,
     settings: ScoreSettings,
 ) -> Rounds:
-    """Timed rounds of every decoder: of as many runs as give each batch size about as many prompts."""
+    """Timed rounds of every decoder at one batch size and context.
+
+    Small batches take several runs, so that every batch size sees about as many prompts. Raises DeviceMemoryError.
+    """
+    # The first rounds of each run are dropped: kernels are chosen and caches grow in them.
     asked = settings.costs
     rounds: Rounds = {decoder.config: [] for decoder in decoders}
     length = max(context - asked.rounds // 2, 1)  # so that the rounds' mean context is the one asked for
@@ -305,13 +321,14 @@ def _rounds_at(
 
 
 def _cut_prompts(text: Sequence[int], count: int, length: int) -> list[list[int]]:
-    """So many prompts of that length, from different places of the text."""
+    """Prompts of equal length (tokens), cut from different places of the text; a short text is repeated."""
     step = max(len(text) // count, 1)
     return [list(islice(cycle(text), place * step, place * step + length)) for place in range(count)]
 
 
 def _draft_memory(target: CausalModel, decoder: _Decoder, size: int, context: int, rounds: int) -> tuple[int, float]:
-    """Bytes of the draft's weights, and of what it keeps of a token of a sequence, after rounds at that place."""
+    """Bytes of the draft's weights, and bytes that it keeps per token of a sequence, after rounds at this place."""
+    # The cache holds a row a slot, with a spare one where CUDA graphs are recorded, up to the longest sequence.
     weights, state = draft_bytes(decoder.proposer, target)
     capacity = max(context - rounds // 2, 1) + _answer_tokens(rounds, decoder.config.levels) + decoder.nodes
     return weights, state / ((size + takes_graphs(target)) * capacity)
@@ -325,7 +342,8 @@ def _read_prompts(
     sampling: SamplingSettings,
     advance: Advance,
 ) -> list[MeasuredPrompt]:
-    """Prompts of each length read alone, plainly and with a draft beside, a few of each by turns."""
+    """Prefill times of each prompt length, without and with a draft, a few prompts of each by turns."""
+    # Plain and drafted prompts alternate; their ratio is what the draft adds.
     found = []
     for length in lengths:
         plain, drafted = list[float](), list[float]()
@@ -342,7 +360,8 @@ def _read_prompts(
 def _prompt_seconds(
     target: CausalModel, decoder: _Decoder, text: Sequence[int], length: int, sampling: SamplingSettings
 ) -> list[float]:
-    """From when a prompt gets its slot to when the next one does, of answers that end with their first token."""
+    """Seconds from a prompt's slot to the next one's, in a run whose answers end with their first token."""
+    # With one slot, each prompt starts when the one before it is read: differences of starts are prefill times.
     prompts = _cut_prompts(text, _PROMPTS_A_RUN, length)
     requests = [Request(prompt, sampling, seed, 1) for seed, prompt in enumerate(prompts)]
     run = DecodeRun(target, decoder.proposer, requests, decoder.rule, max(decoder.config.levels, 1))

@@ -1,8 +1,8 @@
 """Cost model: times of rounds and prompts fitted over batch, levels and context, from a measured cost table.
 
-What a machine does besides may slow a whole place of the grid, plain rounds and drafted ones alike. So plain rounds are
-fitted first, and what is fitted of a drafted round is its measured ratio to the plain one beside it, times the fitted
-plain one: speed-ups rest on paired ratios, and the noise of a place is left to absolute figures such as goodput.
+Other load on the machine may slow a whole place of the grid, plain rounds and drafted ones alike. So plain rounds are
+fitted first. A drafted round enters the fit as its measured ratio to the plain one beside it, times the fitted plain
+one. Speed-ups thus rest on paired ratios, and the noise of a place affects only absolute figures such as goodput.
 
 Shapes: P measured points, F parts of a surface.
 """
@@ -39,16 +39,20 @@ class CostSurface:
     """Seconds of one part of a round as a function of the grid point; all weights are at least 0."""
 
     weights: dict[str, float]
-    """Seconds a unit of each part; parts that weigh nothing are left out."""
+    """Seconds a unit by name of the regressor; regressors of weight 0 are left out."""
     knots: list[int] = field(default_factory=list)
-    """Tokens of a pass (batch x tokens) from which each one more costs; the weights `tokens>N` are theirs."""
+    """Hinges, in tokens of a pass (batch x tokens): each token beyond one costs its weight `tokens>N`."""
 
     @classmethod
     def fit(cls, points: Sequence[GridPoint], seconds: Sequence[float], scale: Sequence[float]) -> "CostSurface":
-        """The best in the least squares of (error / scale). `scale`: what an error is measured against, such as the
-        whole round's time."""
+        """Non-negative least squares fit of (error / scale), one row a point.
+
+        `scale`: seconds that an error is measured against, such as the whole round's.
+        """
+        # Hinges model the step from memory-bound to compute-bound passes, wherever on this machine it lies.
         knots = _knots(points)
         parts_PF, below_P = _parts(points, knots), np.asarray(scale, dtype=np.float64)
+        # Scale rows by the error's scale and columns to one size, fit, and undo the columns' scale.
         size_F = np.maximum(parts_PF.max(axis=0), 1e-12)  # columns of one size: context runs to thousands
         weights_F, _ = nnls(parts_PF / size_F / below_P[:, None], np.asarray(seconds, dtype=np.float64) / below_P)
         names = [*_NAMES, *(f"tokens>{knot}" for knot in knots)]
@@ -56,7 +60,7 @@ class CostSurface:
         return cls(weights=found, knots=knots)
 
     def __call__(self, where: GridPoint) -> float:
-        """Seconds there."""
+        """Seconds at a grid point."""
         names = [*_NAMES, *(f"tokens>{knot}" for knot in self.knots)]
         weights_F = np.array([self.weights.get(name, 0.0) for name in names])
         return float(_parts([where], self.knots)[0] @ weights_F)
@@ -69,7 +73,7 @@ def _knots(points: Sequence[GridPoint]) -> list[int]:
 
 
 def _parts(points: Sequence[GridPoint], knots: Sequence[int]) -> Floats:
-    """[P, F]: what each weight is multiplied by."""
+    """Regressor matrix [P, F]: the factor of each weight at each point."""
     B, L, N, C = (np.array(column, dtype=np.float64) for column in zip(*points))
     columns = [np.ones_like(B), L, B, B * L, B * C, B * L * C, (B > 1).astype(np.float64)]
     found: Floats = np.stack([*columns, *(np.maximum(B * N - knot, 0.0) for knot in knots)], axis=1)
@@ -78,25 +82,26 @@ def _parts(points: Sequence[GridPoint], knots: Sequence[int]) -> Floats:
 
 @dataclass(frozen=True)
 class RoundFit:
-    """Rounds of one way of drafting."""
+    """Fitted round times of one way of drafting: plain, chains, or one tree."""
 
     draft: CostSurface
     verify: CostSurface
     rest: CostSurface
     levels: tuple[int, int]
-    """Fewest and most that were measured."""
+    """Fewest and most levels that were measured."""
     error: float
     """Median distance of a whole round's fitted time from its measured one, as a share of that. Of drafted rounds both
     are ratios to plain ones."""
     worst_error: float
     left_out_error: float
-    """The median again, each point compared with a fit that had not seen it."""
+    """Leave-one-out error: the median error, each point compared with a fit that had not seen it."""
     tokens_per_level: dict[int, int]
     """Tokens that the target sees of a sequence, by levels, as measured."""
 
     @classmethod
     def fit(cls, points: Sequence[MeasuredRound]) -> "RoundFit":
-        """Fit all three parts. The points are of one way."""
+        """Fit draft, verify and rest. All points are of one way of drafting."""
+        # Errors on the points themselves, and on each point left out of its own fit.
         fitted = _surfaces(points)
         errors = [_error(fitted, point) for point in points]
         others = [[other for other in points if other is not point] for point in points]
@@ -114,7 +119,7 @@ class RoundFit:
         )
 
     def at(self, levels: int, batch_size: int, context: float) -> RoundCost:
-        """A round's parts there. Between measured levels of a chain, so many tokens and one."""
+        """Cost of a round at these levels, batch size and context. Unmeasured levels count as a chain of that K."""
         where = GridPoint(batch_size, levels, self.tokens_per_level.get(levels, levels + 1), context)
         return RoundCost(
             draft_seconds=self.draft(where), verify_seconds=self.verify(where), rest_seconds=self.rest(where)
@@ -127,10 +132,11 @@ class PromptFit:
 
     plain: tuple[float, float, float]
     draft: tuple[float, float, float]
-    """What the draft adds."""
+    """Weights of the seconds that the draft adds."""
 
     @classmethod
     def fit(cls, points: Sequence[MeasuredPrompt]) -> "PromptFit":
+        # The draft's part is fitted as its measured ratio to the plain prompt, times the fitted plain prompt.
         lengths = [point.tokens for point in points]
         plain = _fit_quadratic(lengths, [point.plain_seconds for point in points])
         shares = [point.draft_seconds / point.plain_seconds for point in points]
@@ -146,7 +152,7 @@ class CostFit:
 
     @cached_property
     def rounds(self) -> dict[str, RoundFit]:
-        """By way: plain, chain, "tree NAME"."""
+        """Fits by way of drafting: plain, chain, "tree NAME"."""
         by_way: dict[str, list[MeasuredRound]] = {}
         for point in self.table.points:
             by_way.setdefault(point.way, []).append(point)
@@ -164,17 +170,17 @@ class CostFit:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Measured ones; times hold between the least and the largest."""
+        """Measured batch sizes; times hold between the least and the largest."""
         return sorted({point.batch_size for point in self.table.points})
 
     @property
     def error(self) -> float:
-        """How far fitted ratios to plain rounds are off, at the median, on points that the fit had not seen."""
+        """Median leave-one-out error of fitted ratios to plain rounds, a share; the worst way of drafting counts."""
         return max((fit.left_out_error for way, fit in self.rounds.items() if way != PLAIN_WAY), default=0.0)
 
     @property
     def plain_error(self) -> float:
-        """How far fitted plain rounds are off, at the median, on points that the fit had not seen."""
+        """Median leave-one-out error of fitted plain rounds, a share."""
         return self.rounds[PLAIN_WAY].left_out_error
 
     @property
@@ -183,7 +189,7 @@ class CostFit:
         return f"{self.table.key.hardware}, {self.table.key.dtype}"
 
     def outside(self, batch_size: int, context: int, prompt: int) -> str | None:
-        """Why the times do not hold there, if they do not."""
+        """Reason why the times do not hold at a batch size, context and prompt length; None: they hold."""
         for name, value, known in (
             ("batch", batch_size, self.batch_sizes),
             ("context", context, [point.context_tokens for point in self.table.points]),
@@ -198,7 +204,8 @@ class CostFit:
         return self.rounds[PLAIN_WAY].at(0, batch_size, context).seconds
 
     def round(self, config: DraftConfig, batch_size: int, context: int) -> RoundCost:
-        """A round that drafts so. Raises InputError for a way, or levels, that were not measured."""
+        """Cost of a round of this K or tree. Raises InputError for a way of drafting, or levels, not measured."""
+        # Chains may be asked for at any K within the measured range; trees only as they were measured.
         fit = self.rounds.get(way_of(config))
         if fit is None or not fit.levels[0] <= config.levels <= fit.levels[1]:
             known = ", ".join(f"{way} ({fit.levels[0]} to {fit.levels[1]} levels)" for way, fit in self.rounds.items())
@@ -206,12 +213,12 @@ class CostFit:
         return fit.at(config.levels, batch_size, context)
 
     def prompt(self, tokens: int) -> tuple[float, float]:
-        """Seconds in which the target reads a prompt, and what the draft adds to them."""
+        """Prefill seconds of the target for a prompt of `tokens`, and the seconds that the draft adds."""
         return _quadratic(self.prompts.plain, tokens), _quadratic(self.prompts.draft, tokens)
 
 
 def _surfaces(points: Sequence[MeasuredRound]) -> tuple[CostSurface, CostSurface, CostSurface]:
-    """Of draft, verify and rest: errors of each count as shares of the whole round."""
+    """Fitted surfaces of draft, verify and rest. Errors of each count as shares of the whole round."""
     places, whole = [_grid_point(point) for point in points], [point.seconds for point in points]
 
     def part(of: Callable[[MeasuredRound], float]) -> CostSurface:
@@ -235,6 +242,7 @@ def _quadratic(weights: tuple[float, float, float], tokens: int) -> float:
 
 
 def _fit_quadratic(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+    # Columns are scaled to one size and rows to relative errors; weights below 0 are not allowed.
     Q = np.array(lengths, dtype=np.float64)
     columns, y = np.stack([np.ones_like(Q), Q, Q**2], axis=1), np.array(seconds, dtype=np.float64)
     size, below = columns.max(axis=0), np.maximum(y, 1e-9)

@@ -36,7 +36,7 @@ class _Record(BaseModel):
 
 
 class CostKey(_Record):
-    """What times depend on: everything but the weights' values."""
+    """Key of a cost table: everything that times depend on, the weights' values left out."""
 
     version: int = COSTS_VERSION
     hardware: str
@@ -47,16 +47,17 @@ class CostKey(_Record):
     draft: dict[str, Any]
     sampling: str
     plans: dict[str, dict[str, Any]]
-    """By label of the K or tree: the rule, the levels, and what the tree's times depend on (null: a chain)."""
+    """By label of the K or tree: the accept rule, the levels, and the tree's shape as times depend on it (null: a
+    chain)."""
 
     @property
     def digest(self) -> str:
-        """64 hex digits: same shape, same digest."""
+        """SHA-256 of the key, 64 hex digits: equal keys have equal digests."""
         return fingerprint.of_json(self.model_dump(mode="json"))
 
 
 class RoundCost(_Record):
-    """Seconds of a round."""
+    """Seconds of one round by part: drafting, the target's verification, and the rest."""
 
     draft_seconds: float = Field(ge=0)
     verify_seconds: float = Field(gt=0)
@@ -64,7 +65,7 @@ class RoundCost(_Record):
 
     @property
     def seconds(self) -> float:
-        """The whole round."""
+        """Seconds of the whole round."""
         return self.draft_seconds + self.verify_seconds + self.rest_seconds
 
 
@@ -76,14 +77,14 @@ class MeasuredRound(RoundCost):
     batch_size: int = Field(ge=1)
     levels: int = Field(ge=0)
     tokens: int = Field(ge=1)
-    """That the target sees of each sequence: drafted nodes and one."""
+    """Tokens of each sequence in the target's pass: drafted nodes and one more."""
     context_tokens: float = Field(ge=0)
     rounds: int = Field(ge=1)
-    """Behind the times."""
+    """Number of timed rounds behind the seconds."""
 
     @property
     def place(self) -> tuple[int, float]:
-        """Batch size and context, at which it was interleaved with the plain round there."""
+        """Grid place, batch size and context, at which the round was interleaved with a plain one."""
         return self.batch_size, self.context_tokens
 
     def scaled(self, factor: float) -> "MeasuredRound":
@@ -92,26 +93,26 @@ class MeasuredRound(RoundCost):
 
 
 class MeasuredPrompt(_Record):
-    """A prompt that was read alone."""
+    """Measured prefill: the seconds of a prompt that was read alone."""
 
     tokens: int = Field(ge=1)
     plain_seconds: float = Field(gt=0)
     draft_seconds: float = Field(ge=0)
-    """What the draft adds."""
+    """Seconds that the draft adds to the target's."""
 
 
 class CostTable(_Record):
-    """Measured times of one target and draft shape on one machine; gives what rounds cost at batch 1."""
+    """Cost table: measured times of one target and draft shape on one machine. It answers for batch 1 itself."""
 
     key: CostKey
     """Hardware, software, precision and shapes."""
     points: list[MeasuredRound] = Field(min_length=1)
     prompt_points: list[MeasuredPrompt] = []
-    """Of a grid only."""
+    """Prefill times; empty where times were measured at batch 1 only."""
     draft_bytes: int = Field(default=0, ge=0)
     """Weights that the draft does not share with the target."""
     cache_bytes_per_token: float = Field(default=0.0, ge=0)
-    """What the draft keeps of each token of each sequence: keys, values and buffers."""
+    """Bytes that the draft keeps of each token of each sequence: keys, values and buffers."""
 
     @model_validator(mode="after")
     def _has_plain_rounds(self) -> "CostTable":
@@ -125,7 +126,7 @@ class CostTable(_Record):
         return self.cost(DraftConfig(0)).seconds
 
     def cost(self, config: DraftConfig) -> MeasuredRound:
-        """The cost of a round at batch 1 that drafts so. Raises InputError where it was not measured."""
+        """Cost of a round at batch 1 with this K or tree. Raises InputError where it was not measured."""
         row = (way_of(config), config.levels, 1)
         for point in self.points:
             if (point.way, point.levels, point.batch_size) == row:
@@ -134,22 +135,22 @@ class CostTable(_Record):
         raise InputError(f"{config} ({config.levels} levels): no times measured; there are times for {known}")
 
     def round_seconds(self, config: DraftConfig, drafted_share: float = 1.0) -> float:
-        """A round's time. `drafted_share`: share of rounds that draft at all; the others cost a plain token."""
+        """Mean seconds of a round. `drafted_share`: share of rounds that draft; the others cost a plain token."""
         full = self.cost(config).seconds
         return full if drafted_share == 1.0 else drafted_share * full + (1 - drafted_share) * self.plain_seconds
 
     def gain(self, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
-        """What drafting so makes of a tau: prompts are left out, so tau x plain / (draft + verify + rest)."""
+        """Gain of this K or tree at batch 1, without prompts: speed-up = tau x plain / (draft + verify + rest)."""
         return Gain(0.0, self.round_seconds(config, drafted_share) / self.plain_seconds)
 
     @property
     def description(self) -> str:
-        """Where the times hold, in words."""
+        """Words that say where the times hold."""
         return "times at batch 1"
 
 
 def way_of(config: DraftConfig) -> str:
-    """Rounds that one fit describes: plain ones, chains of every K together, each tree by itself."""
+    """Way of drafting, the group of rounds that one fit describes: plain, chains of every K, or one tree."""
     if config.tree:
         return f"tree {config.tree}"
     return CHAIN_WAY if config.levels else PLAIN_WAY
@@ -170,6 +171,7 @@ def cost_key(
 
     `draft`: the module, or the name of a training-free proposer.
     """
+    # The plans name each K or tree with its rule: another rule or tree shape takes other times.
     sampling = settings.sampling[0]
     plans = {
         config.label: {"rule": timed_rule(spec, settings), "levels": config.levels, "tree": spec.work}
@@ -188,10 +190,14 @@ def cost_key(
 
 
 def cached_costs(path: Path, key: CostKey, measure: Callable[[], CostTable], wait_seconds: float = 0.0) -> CostTable:
-    """The table of this key in a file; measured and kept where there is none. One process of a folder measures at a
-    time."""
+    """Cost table of this key from a file; measured and written where the file has none.
+
+    A lock lets one process measure in a folder at a time. Raises InputError where `measure` returns another key.
+    """
+    # The lock is held while measuring: two measurements at once would slow each other down.
     with lock(path.parent / ".costs.lock", wait_seconds, "a process that measures times"):
         try:
+            # A table of the same key needs no new measurement; a damaged one is replaced.
             known = CostTable.model_validate(read_json(path))
             if known.key == key:
                 return known
@@ -199,6 +205,7 @@ def cached_costs(path: Path, key: CostKey, measure: Callable[[], CostTable], wai
             pass
         except (CorruptDataError, ValidationError):
             say(f"{path}: not a readable table of times; measuring again")
+        # Measure, and write only what was asked for.
         measured = measure()
         if measured.key != key:
             raise InputError(f"{path}: times were measured for another shape than asked for")
@@ -213,6 +220,7 @@ def write_tables(path: Path, tables: Iterable[CostTable]) -> None:
 
 def read_tables(path: Path) -> list[CostTable]:
     """Read what `write_tables` wrote. Raises MissingFileError, or CorruptDataError naming the file and the fault."""
+    # Two checks: the file holds tables, and each has the present version and was measured over a grid.
     found = read_object(path).get("fits")
     if not isinstance(found, list) or not found:
         raise CorruptDataError(f"{path}: fits: must be a list of measured times")
@@ -235,7 +243,8 @@ def table_for(key: CostKey, tables: Sequence[CostTable], path: Path) -> CostTabl
 
 
 def incompatibility(asked: CostKey, known: CostKey) -> str | None:
-    """Why times of one key are not another's, hardware, software and precision aside."""
+    """Reason why the times of `known` do not hold for `asked`, whatever the hardware and precision; None: they do."""
+    # 1) Both models must have the same class, size and configuration. Library versions may add fields.
     for name in ("target", "draft"):
         one, other = getattr(asked, name), getattr(known, name)
         for field in ("class", "parameters"):
@@ -244,6 +253,7 @@ def incompatibility(asked: CostKey, known: CostKey) -> str | None:
         different = _differing(one.get("config") or {}, other.get("config") or {})
         if different:
             return f"{name} {different[0]} differs"
+    # 2) Every K or tree that is asked for must be measured, or lie between measured ones.
     missing = sorted(label for label, config in asked.plans.items() if not _is_covered(label, config, known.plans))
     return f"no {missing[0]}" if missing else None
 
@@ -254,6 +264,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _is_covered(label: str, config: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> bool:
+    # Chains are fitted over K, so any K between the least and the largest measured one is covered.
     if config["tree"] is None and label.isdigit():  # a chain
         measured = [other["levels"] for name, other in known.items() if name.isdigit()]
         return bool(measured) and min(measured) <= config["levels"] <= max(measured)
@@ -272,6 +283,7 @@ def hardware_name(device: torch.device) -> str:
 
 def module_signature(module: nn.Module) -> dict[str, Any]:
     """What decides a module's speed: its class, configuration, and the names, shapes and types of its tensors."""
+    # Names and shapes tell fused from separate projections, types tell quantised weights.
     inner = getattr(module, "model", None)  # a wrapped transformers model keeps the configuration
     tensors = [
         (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
@@ -292,6 +304,7 @@ def _elsewhere(draft: nn.Module, target: CausalModel) -> dict[str, str]:
 
 
 def _speed_fields(config: Any) -> dict[str, Any]:
+    # Configurations of ours, of transformers, and plain objects.
     if isinstance(config, BaseModel):
         fields = config.model_dump(mode="json")
     elif hasattr(config, "to_dict"):

@@ -1,4 +1,7 @@
-"""The score's artifact: counts per turn, setting, rule and K or tree. Every figure is derived from these rows."""
+"""Counts table, the score's artifact: rounds and tokens per turn, sampling setting, rule and K or tree.
+
+Every acceptance figure is derived from these rows.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,7 +67,8 @@ class CountRow:
     counts: RoundCounts
 
     def record(self) -> dict[str, Any]:
-        """The row as the schema has it."""
+        """Row as a mapping of the schema's columns. Raises InputError for position counts of another length than K."""
+        # Position lists must have one entry a level: readers stack them into columns.
         record = {name: value for name, value in vars(self).items() if name != "counts"}
         counts = self.counts
         if len(counts.reached_K) != self.draft_tokens or len(counts.accepted_K) != self.draft_tokens:
@@ -81,7 +85,7 @@ class CountRow:
 
 
 def context_bucket(prompt_tokens: int) -> str:
-    """A label that sorts by size, for grouping by prompt length: "00128" holds prompts of up to 128 tokens."""
+    """Bucket label of a prompt length; labels sort by size. "00128" holds prompts of up to 128 tokens."""
     for top in _BUCKET_TOKENS:
         if prompt_tokens <= top:
             return f"{top:05d}"
@@ -89,12 +93,12 @@ def context_bucket(prompt_tokens: int) -> str:
 
 
 def largest_prompt(bucket: str) -> int:
-    """The tokens that a label of `context_bucket` names: the most of its prompts; of the open last one, the least."""
+    """Upper bound, in tokens, of a bucket's prompts; of the open last bucket, the lower bound."""
     return int(bucket.removesuffix("+"))
 
 
 def to_table(rows: Iterable[CountRow]) -> pa.Table:
-    """A table of the rows, with the schema even when there are none."""
+    """Table of the rows; it has the schema even without rows."""
     return pa.Table.from_pylist([row.record() for row in rows], schema=COUNTS_SCHEMA)
 
 
@@ -104,7 +108,7 @@ def concat(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def write(table: pa.Table, path: Path) -> None:
-    """Write parquet atomically."""
+    """Write a counts table as parquet, atomically. Raises CorruptDataError for another schema."""
     _check(table.schema, path)
     buffer = BytesIO()
     pq.write_table(table, buffer, compression="zstd")
@@ -138,6 +142,7 @@ def values(table: pa.Table, column: str) -> list[Any]:
 
 def groups(table: pa.Table, *columns: str) -> Iterator[tuple[tuple[Any, ...], pa.Table]]:
     """Sub-tables by the columns' values, in sorted order of the keys."""
+    # Row numbers by key, in one pass over the table.
     keys = list(zip(*(table[column].to_pylist() for column in columns)))
     rows: dict[tuple[Any, ...], list[int]] = {}
     for index, key in enumerate(keys):
@@ -147,6 +152,7 @@ def groups(table: pa.Table, *columns: str) -> Iterator[tuple[tuple[Any, ...], pa
 
 
 def _check(schema: pa.Schema, path: Path) -> None:
+    # Every column is there and has its type; no others are.
     for field in COUNTS_SCHEMA:
         index = schema.get_field_index(field.name)
         if index < 0:

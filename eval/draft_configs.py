@@ -1,4 +1,4 @@
-"""What is scored of a draft: chains of each K, and trees."""
+"""Draft configurations that are scored: chains of each K, and trees."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from ..specdec.proposers.tree_settings import StaticTree, Tree
 
 
 class DraftConfig(NamedTuple):
-    """How a round drafts: a chain, or the tree of that name."""
+    """Draft configuration of a round: a chain of K tokens, or the tree of a name."""
 
     levels: int
-    """K of a chain, or how deep the tree is."""
+    """K of a chain, or the depth of the tree."""
     tree: str = ""
 
     @property
     def label(self) -> str:
-        """As tables show it: K, or the tree's name."""
+        """Label in tables: K, or the tree's name."""
         return self.tree or str(self.levels)
 
     def __str__(self) -> str:
-        """As messages show it."""
+        """Name in messages: "K=4" or "tree wide"."""
         return f"tree {self.tree}" if self.tree else f"K={self.levels}"
 
 
@@ -31,13 +31,13 @@ class ProposerSpec:
     """One way of drafting: chains of some lengths, or one tree."""
 
     make: Callable[[], Proposer]
-    """Makes a proposer of its own for each decoding run."""
+    """Factory of proposers: each decoding run needs one of its own."""
     depths: tuple[int, ...]
     """K of each chain, or the tree's levels."""
     tree: str = ""
-    """Its name; empty: chains."""
+    """Name of the tree; empty: chains."""
     fixed: Tree | None = None
-    """The tree as this draft drafts it; None: chains."""
+    """Shape of the tree for this draft; None: chains."""
 
     @cached_property
     def proposer(self) -> Proposer:
@@ -49,7 +49,11 @@ class ProposerSpec:
 
     @property
     def work(self) -> dict[str, Any] | None:
-        """What the tree's times depend on: of a static one, how many nodes of each level there are and are read."""
+        """Shape of the tree as its times depend on it; None: chains.
+
+        A static tree's is the number of nodes of each level, and how many of them have children and so are read by the
+        draft.
+        """
         if not isinstance(self.fixed, StaticTree):
             return None if self.fixed is None else self.fixed.model_dump(mode="json")
         shape = self.fixed.shape

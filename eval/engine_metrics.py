@@ -1,4 +1,4 @@
-"""Counters of speculative decoding in vLLM, SGLang and llama.cpp, and a test of what they count against the holdout.
+"""Serving engines' acceptance counters (vLLM, SGLang, llama.cpp), and a test of served against expected acceptance.
 
 | engine | read from | counting convention |
 |---|---|---|
@@ -39,7 +39,7 @@ _NUM = "spec_decode_num_"
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts since the engine started, or between two looks at it."""
+    """Speculative decoding counts of an engine since its start, or between two scrapes."""
 
     engine: str
     convention: Convention
@@ -58,6 +58,7 @@ class Counters:
 
     def since(self, before: "Counters") -> "Counters":
         """Counts after `before`. A counter that went backwards began again at 0 (its engine restarted)."""
+        # A smaller count than before means that the engine restarted: its counts are then all new.
         pairs = ((self.rounds, before.rounds), (self.accepted, before.accepted), (self.drafted, before.drafted))
         if any((now or 0) < (then or 0) for now, then in pairs):
             self._check_same_engine(before)
@@ -65,11 +66,12 @@ class Counters:
         return self._sum(before, -1)
 
     def plus(self, other: "Counters") -> "Counters":
-        """Counts of two replicas together."""
+        """Sum of the counts of two replicas."""
         return replace(self._sum(other, 1), restarted=self.restarted or other.restarted)
 
     def _sum(self, other: "Counters", sign: int) -> "Counters":
         self._check_same_engine(other)
+        # `drafted` stays unknown unless both sides know it; position lists may differ in length.
         known = self.drafted is not None and other.drafted is not None
         positions = zip_longest(self.accepted_at, other.accepted_at, fillvalue=0.0)
         return replace(
@@ -90,14 +92,17 @@ class Counters:
 
 def parse(text: str, source: str) -> Counters:
     """Read a scrape or llama.cpp's responses. `source` names it in errors. Raises InputError."""
+    # 1) JSON is llama.cpp's responses; everything else must be Prometheus text.
     if text.lstrip().startswith(("{", "[")):
         return _timings(_responses(text, source), source)
     found = _samples_by_name(text, source)
+    # 2) The engine by the prefix of its metrics' names.
     for engine, prefix, convention in (("vllm", "vllm:", "unclipped"), ("llama.cpp", "llamacpp:", "drafts")):
         if f"{prefix}{_NUM}drafts_total" in found:
             return _by_drafts(found, engine, prefix, convention)  # type: ignore[arg-type]
     if "sglang:spec_verify_calls_total" in found:
         return _sglang(found, source)
+    # 3) Nothing was found: say what is missing.
     if any(name.startswith("sglang:") for name in found):
         raise InputError(
             f"{source}: SGLang without sglang:spec_verify_calls_total: it has verified no draft yet, or is a version "
@@ -125,11 +130,12 @@ def _samples_by_name(text: str, source: str) -> Samples:
 
 
 def _total(found: Samples, name: str) -> float:
-    """Sum over all labels: models and processes of one engine."""
+    """Sum of a metric over all labels: models and processes of one engine."""
     return sum(value for _, value in found.get(name, ()))
 
 
 def _by_drafts(found: Samples, engine: str, prefix: str, convention: Convention) -> Counters:
+    # Counts by position, summed over the other labels.
     by_position: dict[int, float] = defaultdict(float)
     for labels, value in found.get(f"{prefix}{_NUM}accepted_tokens_per_pos_total", ()):
         by_position[int(labels.get("position", 0))] += value
@@ -144,7 +150,11 @@ def _by_drafts(found: Samples, engine: str, prefix: str, convention: Convention)
 
 
 def _sglang(found: Samples, source: str) -> Counters:
-    """All three are counted when a request ends. Its first token comes from the prompt, without a round."""
+    """Counters of SGLang. All three metrics are counted when a request ends.
+
+    A request's first token comes from the prompt, without a round, so accepted = tokens - requests - rounds.
+    """
+    # All three are needed: with one of them missing the rounds would be wrong.
     needed = ("sglang:generation_tokens_total", "sglang:num_requests_total", "sglang:spec_verify_calls_total")
     missing = next((name for name in needed if name not in found), None)
     if missing:
@@ -154,12 +164,14 @@ def _sglang(found: Samples, source: str) -> Counters:
 
 
 def _responses(text: str, source: str) -> Iterator[Mapping[str, Any]]:
-    """A response, a list of them, or one a line."""
+    """Timings of llama.cpp's responses: the text is one response, a list of them, or one a line."""
     try:
+        # Whole JSON first; where that fails, JSON lines.
         whole = json.loads(text)
         answers = whole if isinstance(whole, list) else [whole]
     except ValueError:
         answers = [_line(line, number, source) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # Timings lie in the response, or are the response itself (a log of timings).
     for number, answer in enumerate(answers, 1):
         timings = answer.get("timings", answer) if isinstance(answer, dict) else None
         if not isinstance(timings, dict) or "predicted_n" not in timings:
@@ -175,8 +187,9 @@ def _line(line: str, number: int, source: str) -> Any:
 
 
 def _timings(responses: Iterator[Mapping[str, Any]], source: str) -> Counters:
-    """A response of n tokens, a of them accepted ones of drafts, took n - 1 - a rounds after its first token."""
+    """Counters of llama.cpp's responses: n tokens, a of them accepted drafts, took n - 1 - a rounds."""
     rounds = accepted = drafted = 0.0
+    # Refuse anything but counts. A response that was answered without drafts counts as plain rounds.
     for number, timings in enumerate(responses, 1):
         values = [timings.get(name, 0) for name in ("predicted_n", "draft_n", "draft_n_accepted")]
         if not all(isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 for value in values):
@@ -201,7 +214,7 @@ class ExpectedAcceptance:
     acceptance: Estimate
     alphas: tuple[Estimate, ...]
     rounds: float
-    """In which anything was drafted."""
+    """Number of rounds in which anything was drafted."""
     confidence: float
 
     @property
@@ -212,6 +225,7 @@ class ExpectedAcceptance:
     @property
     def design_effect(self) -> float:
         """Variance of tau over that of independent rounds, since rounds of one conversation are alike; at least 1."""
+        # Ratio of the cluster bootstrap's variance to that of independent rounds.
         error = _standard_error(self.taus["unclipped"], self.confidence)
         independent = self.variance / self.rounds if self.rounds else math.nan
         return max(1.0, error**2 / independent) if independent > 0 and math.isfinite(error) else 1.0
@@ -230,11 +244,12 @@ class AcceptanceMismatch:
     mismatch: bool | None
     """Whether the whole interval lies beyond the margin; None: not known."""
     unknown: str
-    """Why nothing is known; empty where something is."""
+    """Reason why the test gives no verdict; empty where it gives one."""
 
 
 def expected_acceptance(table: pa.Table, bootstrap: Bootstrap) -> ExpectedAcceptance:
     """Expected acceptance from the counts that decide (`leaderboard.serving`), all of one K or tree."""
+    # tau in each engine's convention, so that only like is compared with like.
     K = int(values(table, "draft_tokens")[0])
     sums = cluster_sums(table, K)
     drafting_C = sums.position("reached", 0)  # rounds in which anything was drafted
@@ -262,6 +277,7 @@ def compare(served: Counters, expected: ExpectedAcceptance, margin: float) -> Ac
     # Both errors together.
     both = math.hypot(error, _standard_error(tau_expected, expected.confidence))
     difference = _normal_estimate(served.tau - tau_expected.value, both, expected.confidence)
+    # A verdict needs the whole interval beyond the margin, on either side.
     unknown, allowed = _why_unknown(served, expected, difference), margin * tau_expected.value
     mismatch = None if unknown else difference.low > allowed or difference.high < -allowed
     here = _normal_estimate(served.tau, error, expected.confidence)
@@ -276,7 +292,8 @@ def round_variance(at_least_K: Sequence[float]) -> float:
 
 
 def _why_unknown(served: Counters, expected: ExpectedAcceptance, difference: Estimate) -> str:
-    """Why served and expected cannot be compared; empty: they can."""
+    """Reason why served and expected acceptance cannot be compared; empty: they can."""
+    # Too few rounds; another depth than was scored; or no interval on the holdout's side.
     if served.rounds < FEWEST_ROUNDS:
         return f"{served.rounds:,.0f} rounds, at least {FEWEST_ROUNDS} are needed"
     K, deepest = expected.draft_tokens, len(served.accepted_at)
@@ -291,7 +308,7 @@ def _why_unknown(served: Counters, expected: ExpectedAcceptance, difference: Est
 
 
 def _standard_error(estimate: Estimate, confidence: float) -> float:
-    """Standard error of an interval taken as a normal one; NaN without."""
+    """Standard error behind an interval, taken as a normal one; NaN without an interval."""
     return (estimate.high - estimate.low) / (2 * _normal_quantile(confidence))
 
 
