@@ -1,4 +1,4 @@
-"""Ways of drafting behind one protocol (`base.Proposer`)."""
+"""Proposers: ways of drafting behind one protocol (`base.Proposer`), and their factories."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,11 +47,11 @@ DRAFTERS: Mapping[str, Callable[[Any, CausalModel], Drafter]] = {
     "eagle3": Eagle3Drafter,
     "dflash": DFlashDrafter,
 }
-"""By family: what reads a draft that lies where the target does."""
+"""Drafter factory by family: (draft, target) -> Drafter, for a draft on the target's device."""
 
 
 def make_drafter(draft: DraftModule, target: CausalModel) -> Drafter:
-    """What reads a trained draft, on whatever device it lies."""
+    """The drafter of a trained draft, on whatever device and in whatever dtype the draft is."""
     make, here, there = DRAFTERS[draft.family], device_of(target), device_of(draft)
     if here == there:
         return make(draft, target)
@@ -59,11 +59,15 @@ def make_drafter(draft: DraftModule, target: CausalModel) -> Drafter:
 
 
 def make_proposer(draft: DraftModule, target: CausalModel, tree: OwnTree | None = None) -> Proposer:
-    """The proposer of a trained draft: of chains, or of trees."""
+    """The proposer of a trained draft: chains where `tree` is None, else trees. Raises InputError for a tree that the
+    draft cannot make."""
+    # Another tokenizer: drafts go by way of text, which only chains can.
     if isinstance(draft, ForeignDraft):
         if tree is not None:
             raise InputError("tree: a draft with another tokenizer than the target's drafts chains only")
         return ForeignProposer(draft)
+
+    # The target's tokenizer: one drafter per family, one proposer per kind of tree.
     drafter = make_drafter(draft, target)
     if tree is None:
         return StaticProposer(drafter)

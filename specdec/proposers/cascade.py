@@ -31,13 +31,15 @@ from .tree_shape import TreeShape
 
 
 class Chosen(NamedTuple):
+    """Tokens that were chosen, and the distributions that they were drawn from."""
+
     tokens_BR: Tensor
     q_BRV: Tensor | None
-    """What each was drawn from; None: nothing was drawn."""
+    """Distribution of each token's draw; None: nothing was drawn."""
 
 
 class Choice:
-    """How a round's tokens are chosen, whoever's logits they are chosen by: as `StaticProposer` does in a chain."""
+    """Token choice of one round, for the draft's logits and the helper's alike: that of `StaticProposer` in a chain."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -45,24 +47,29 @@ class Choice:
 
     @property
     def device(self) -> torch.device:
-        """Where the target lies, and logits are to be."""
+        """The target's device, on which logits must be."""
         return self._ask.limits_B.device
 
     def __call__(self, logits_BRV: Tensor, drafted: Sequence[list[int]], first: Sequence[int]) -> Chosen:
-        """Row r of slot b follows drafted[b][: first[b] + r] and chooses node first[b] + r."""
+        """Choose tokens [B, R] from logits. Row r of slot b follows drafted[b][: first[b] + r] and chooses node
+        first[b] + r."""
+        # Nothing is drawn: the likeliest token of each row, after penalties.
         seen_BRV, device = self._seen(logits_BRV, drafted, first), logits_BRV.device
         if self._u_BN is None:
             scores_BRV = penalised_rows(logits_BRV, self._ask.sampling, seen_BRV)
             return Chosen(likeliest(scores_BRV, 1)[1][..., 0], None)
+
+        # Each node is drawn with its own number, so that the choice does not depend on how passes are cut.
         q_BRV = process_rows(logits_BRV, self._ask.sampling, seen_BRV)
         node_BR = torch.tensor(first, device=device)[:, None] + torch.arange(logits_BRV.shape[1], device=device)
         u_BR = self._u_BN.gather(1, node_BR.clamp(max=self._u_BN.shape[1] - 1))
         return Chosen(categorical(q_BRV, u_BR), q_BRV)
 
     def _seen(self, logits_BRV: Tensor, drafted: Sequence[list[int]], first: Sequence[int]) -> Tensor | None:
-        """Tokens that stand before each row, [B, R, V]."""
+        """Marks [B, R, V] of the tokens that stand before each row; None: no slot has a repetition penalty."""
         if self._ask.seen_BV is None:
             return None
+        # Pad drafted tokens with the id `vocab`, and scatter there too whatever stands after a row.
         rows, vocab, device = *logits_BRV.shape[1:], logits_BRV.device
         longest = 1 + max(map(len, drafted))
         tokens_BN = torch.tensor([[*row, *[vocab] * (longest - len(row))] for row in drafted], device=device)
@@ -74,7 +81,7 @@ class Choice:
 
 
 class Helper(Protocol):
-    """Follows the texts as a proposer does (base.py), and guesses what a draft will say after them."""
+    """Helper protocol: follows the texts as a proposer does (base.py), and guesses what a draft will say after them."""
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None: ...
 
@@ -85,7 +92,7 @@ class Helper(Protocol):
     def move(self, source: int, destination: int) -> None: ...
 
     def guess(self, drafted: Sequence[list[int]], counts: Sequence[int], choose: Choice) -> list[list[int]]:
-        """Up to counts[b] tokens that may follow slot b's text and what was drafted after it in this round.
+        """Guesses: up to counts[b] tokens that may follow slot b's text and what was drafted after it in this round.
 
         `choose`: how the draft will choose, for a helper that has distributions.
         """
@@ -114,6 +121,7 @@ class SmallHelper:
         self._texts.move(source, destination)
 
     def guess(self, drafted: Sequence[list[int]], counts: Sequence[int], choose: Choice) -> list[list[int]]:
+        # The helper has a pass of its own for every guess; each slot's row grows by one.
         rows = [list(row) for row in drafted]
         for _ in range(min(max(counts), self._most)):
             for slot, row in enumerate(rows):
@@ -122,12 +130,15 @@ class SmallHelper:
             tokens_B1 = choose(logits_B1V, rows, [len(row) for row in rows]).tokens_BR
             for row, (token,) in zip(rows, tokens_B1.tolist()):
                 row.append(token)
+        # Only the guesses, cut to what each slot asked for.
         return [row[len(known) :][:count] for row, known, count in zip(rows, drafted, counts)]
 
 
 class CascadeProposer:
-    """Chains of a small draft, in fewer passes of it. `passes`: those that it ran; `passes_alone`: those that it runs
-    for the same chains without a helper."""
+    """Chains of a small draft, in fewer passes of the draft thanks to a helper's guesses.
+
+    `passes`: passes of the draft so far; `passes_alone`: passes that the same chains take without a helper.
+    """
 
     replayable = True
     nested = True
@@ -155,7 +166,7 @@ class CascadeProposer:
         return self._alone.shape(levels)
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        """The draft's alone: its chains are the same."""
+        """Trace of the draft without a helper: its chains are the same."""
         return self._alone.trace(pack, count, sampling, states)
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
@@ -172,30 +183,42 @@ class CascadeProposer:
         self._helper.move(source, destination)
 
     def propose(self, ask: Ask) -> Draft:
-        """Each pass of the draft reads what was guessed and decides at least one node of every slot that wants more."""
+        """Draft chains: each pass of the draft reads the helper's guesses and decides at least one node of every slot
+        that is below its limit."""
+        # Every slot starts with an empty chain.
         choose, limits = Choice(ask), ask.limits_B.tolist()
         levels = max(limits)
         drafted: list[list[int]] = [[] for _ in limits]
         q_BNV: Tensor | None = None
         while any(len(row) < limit for row, limit in zip(drafted, limits)):
+            # 1) The helper guesses what follows; the draft reads drafted and guessed tokens in one pass.
             first = [len(row) for row in drafted]
             read = self._guess(drafted, limits, choose)
             logits_BRV = self._texts.logits([len(r) - len(d) + 1 for r, d in zip(read, drafted)]).to(choose.device)
+
+            # 2) The draft's own choice after each of them, and the q of it.
             chosen = choose(logits_BRV, read, first)
             if chosen.q_BRV is not None:
                 q_BNV = _store(q_BNV, chosen.q_BRV, first, levels)
+
+            # 3) Keep the guesses that equal the draft's choices, and the choice after them.
             for row, guessed, said, limit in zip(drafted, read, chosen.tokens_BR.tolist(), limits):
                 row.extend(_confirmed(guessed[len(row) :], said) if len(row) < limit else [])
             self.passes += 1
+
+        # Alone, the draft takes a pass a level.
         self.passes_alone += levels
         chains = Texts.of(drafted, choose.device)
         return Draft.of_chains(chains.ids_BT, chains.counts_B, "deterministic" if q_BNV is None else self.drawn, q_BNV)
 
     def _guess(self, drafted: list[list[int]], limits: Sequence[int], choose: Choice) -> list[list[int]]:
-        """What the draft reads next past each text: what it has drafted, and what may follow. The last node needs no
-        guess: it is chosen by what stands before it."""
+        """Tokens that the draft reads next past each text: those drafted so far, then the helper's guesses. The last
+        node needs no guess: it is chosen from the tokens before it."""
+        # Guess only as far as the limits allow.
         counts = [max(limit - len(row) - 1, 0) for row, limit in zip(drafted, limits)]
         guesses = self._helper.guess(drafted, counts, choose) if any(counts) else [[] for _ in drafted]
+
+        # Put them past the text, where the draft's pass reads them.
         read = [[*row, *guess] for row, guess in zip(drafted, guesses)]
         for slot, row in enumerate(read):
             self._texts.append_text(slot, row)
@@ -203,16 +226,19 @@ class CascadeProposer:
 
 
 def _confirmed(guessed: list[int], said: list[int]) -> list[int]:
-    """What the draft says after each of its guesses that is right, up to the first that is not."""
+    """Tokens that the draft chose (`said`): the guesses that equal its choices, then its own choice after them."""
     right = next((place for place, token in enumerate(guessed) if said[place] != token), len(guessed))
     return said[: right + 1]
 
 
 def _store(q_BNV: Tensor | None, q_BRV: Tensor, first: Sequence[int], levels: int) -> Tensor:
-    """Rows from node `first` of each slot on; those past a wrong guess are replaced in the next pass."""
+    """Store q rows from node `first` of each slot on; rows past a wrong guess are overwritten in the next pass."""
+    # The first pass makes the tensor.
     batch, rows, vocab = q_BRV.shape
     if q_BNV is None:
         q_BNV = q_BRV.new_zeros(batch, levels, vocab)
+
+    # A slot near its limit has rows past the last level: they are dropped.
     device = q_BRV.device
     node_BR = torch.tensor(first, device=device)[:, None] + torch.arange(rows, device=device)
     slot_BR = torch.arange(batch, device=device)[:, None].expand_as(node_BR)

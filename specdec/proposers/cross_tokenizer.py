@@ -21,7 +21,7 @@ from .logits import gather_rows
 
 
 class TextReader:
-    """One text a slot: a part that is settled, and what stands past it for now.
+    """Token ids and KV cache of one text a slot: a settled part, and a tentative part past it.
 
     Keys stay as far as a text stays the same, so a token is read again only where the tokens before it have changed.
     How many of a text's first tokens have their keys in the cache is known to the host, where the texts are.
@@ -34,15 +34,18 @@ class TextReader:
         self._read: list[int] = []  # first tokens of each text that have their keys in the cache
 
     def reserve(self, slots: int, tokens: int) -> None:
-        """Room for so many texts of so many tokens; a longer one makes all be read again, into a larger cache."""
+        """Allocate `slots` texts of `tokens` tokens; a longer text makes all be read again, into a larger cache."""
         self._cache = KVCache(slots, max(tokens, 1), self._lm.device)
         self._ids, self._settled, self._read = [[] for _ in range(slots)], [0] * slots, [0] * slots
 
     def begin(self, slots: Sequence[int], rows: Sequence[list[int]]) -> None:
-        """Fresh texts, settled and read at once. One may be empty."""
+        """Prefill fresh texts, all of it settled. A text may be empty."""
+        # A new text has no keys yet.
         for slot, row in zip(slots, rows):
             self._ids[slot], self._settled[slot], self._read[slot] = list(row), len(row), 0
         self._fit()
+
+        # One prefill pass for all that are not empty.
         slots = [slot for slot in slots if self._ids[slot]]
         if not slots:
             return
@@ -53,28 +56,32 @@ class TextReader:
             self._read[slot] = len(self._ids[slot])
 
     def extend(self, slot: int, tokens: Sequence[int]) -> None:
-        """The settled part goes on with these; what stood past it is gone, but for what equals them."""
+        """Extend the settled part by `tokens`; the tentative part is dropped, keys of equal tokens are kept."""
         self.append_text(slot, tokens)
         self._settled[slot] += len(tokens)
 
     def append_text(self, slot: int, tokens: Sequence[int]) -> None:
-        """These stand past the settled part from now on."""
+        """Replace the tentative part, past the settled one, by `tokens`; keys of an equal beginning are kept."""
+        # Keys stay as far as the new tokens equal the old ones.
         ids, place = self._ids[slot], self._settled[slot]
         for token in tokens:
             if place == len(ids) or ids[place] != token:
                 break
             place += 1
+
+        # The rest is replaced, and must be read again.
         ids[place:] = tokens[place - self._settled[slot] :]
         self._read[slot] = min(self._read[slot], place)
 
     def truncate(self, slot: int, tokens: int) -> None:
-        """Forget all but the last so many tokens; they are read again, as a text of their own."""
+        """Keep the last `tokens` tokens only; they are read again, as a text of their own."""
         gone = max(len(self._ids[slot]) - tokens, 0)
         if gone:
             del self._ids[slot][:gone]
             self._settled[slot], self._read[slot] = max(self._settled[slot] - gone, 0), 0
 
     def move(self, source: int, destination: int) -> None:
+        # The cache moves rows up to their length, which must be what was really read.
         with running(self._lm.device):
             self._cache.lengths_S[source] = self._read[source]
             self._cache.move(source, destination)
@@ -83,11 +90,11 @@ class TextReader:
         self._read[destination], self._read[source] = self._read[source], 0
 
     def length(self, slot: int) -> int:
-        """Tokens of a slot's text, with what stands past its settled part."""
+        """Tokens of a slot's text, settled and tentative."""
         return len(self._ids[slot])
 
     def last(self, slot: int, tokens: int) -> list[int]:
-        """The last tokens of a slot's text, at most so many."""
+        """The last tokens of a slot's text, at most `tokens`."""
         return self._ids[slot][-tokens:]
 
     def logits(self, tails: Sequence[int]) -> Tensor:
@@ -96,15 +103,20 @@ class TextReader:
         Reads what was not read yet, in one pass. Instead of padding, a shorter row reads tokens again that stand before
         its new ones. Rows past a slot's tail mean nothing.
         """
+        # Width of the pass: the longest stretch that some slot must read, unread tokens and tail together.
         self._fit()
         texts, read = self._ids[: len(tails)], self._read
         width = max(1, *(len(ids) - min(read[slot], len(ids) - tails[slot]) for slot, ids in enumerate(texts)))
         if reads_lengths(self._lm.device):  # its kernel is compiled for every width
             width = min(1 << (width - 1).bit_length(), self._cache.capacity)
+
+        # Each row reads its last `width` tokens; `first`: row of its first tail token.
         starts = [max(len(ids) - width, 0) for ids in texts]
         first = [len(ids) - start - tail for ids, start, tail in zip(texts, starts, tails)]
         rows = Texts.of([[*ids[start:], 0][:width] for ids, start in zip(texts, starts)], self._lm.device)
         read[: len(tails)] = [len(ids) for ids in texts]
+
+        # The cache goes back to where each row starts, and is written from there.
         with running(self._lm.device):
             self._cache.lengths_S[: len(tails)] = self._numbers(starts)
             hidden_BNH = self._lm.states(rows.wide(width).ids_BT, self._cache.extend(len(tails), width)).hidden_BTH
@@ -115,6 +127,7 @@ class TextReader:
         return send(torch.tensor(values), self._lm.device)
 
     def _fit(self) -> None:
+        # Doubling: a growing text is read anew a few times only.
         longest = max(map(len, self._ids))
         if longest > self._cache.capacity:
             self._cache = KVCache(len(self._ids), max(longest, 2 * self._cache.capacity), self._lm.device)
@@ -125,7 +138,7 @@ _CONTEXT = 8  # own tokens before what is said that tell how it is written there
 
 
 class ForeignProposer:
-    """Chains of what the draft says greedily: so many of its own tokens as are asked for, as tokens of the target.
+    """Chains of a draft with another tokenizer: its greedy tokens, as many as are asked for, respelled as the target's.
 
     Where the text that they make does not spell the tokens that the target has emitted, nothing is drafted. A text
     that is too long for the draft is read from its middle on.
@@ -161,6 +174,7 @@ class ForeignProposer:
         raise InputError("foreign draft: it has no probabilities of the target's tokens; draft along the answer")
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        # Settled are the draft's tokens whose spelling later text cannot change.
         self._device, slots = slots_R.device, slots_R.tolist()
         for slot, row in zip(slots, known.rows):
             self._known[slot] = self._respelled(row)
@@ -183,7 +197,8 @@ class ForeignProposer:
         return Draft.of_chains(drafted.ids_BT, drafted.counts_B, self.drawn)
 
     def _say(self, limits: Sequence[int]) -> list[list[int]]:
-        """Up to limits[b] own tokens a slot; one that ends the text is the last."""
+        """Greedy tokens of the draft's own vocabulary, up to limits[b] a slot; one that ends the text is the last."""
+        # One pass a token, for all slots that still go on.
         said: list[list[int]] = [[] for _ in limits]
         for count in range(max(limits)):
             going = [
@@ -192,7 +207,11 @@ class ForeignProposer:
             ]
             if not any(going):
                 break
+
+            # Slots that are done have a tail of 0: their rows mean nothing.
             best_B = self._texts.logits([int(goes) for goes in going])[:, 0].argmax(-1)
+
+            # The draft reads its own tokens past the text's tail.
             for slot, token in enumerate(best_B.tolist()):
                 if going[slot]:
                     said[slot].append(token)
@@ -200,21 +219,29 @@ class ForeignProposer:
         return said
 
     def _respell(self, slot: int, said: list[int], limit: int) -> list[int]:
-        """What the draft says, in the target's tokens."""
+        """Tokens of the target that spell the text which the draft said, at most `limit`."""
+        # Text of the said tokens, decoded with a few tokens before them, without the token that ends it.
         ends = bool(said) and said[-1] in self._draft.ends
         told = self._texts.last(slot, _CONTEXT + len(said))
         first = len(told) - len(said)
         text = self._draft.own.text(told, first, len(told) - ends)
+
+        # The target's tokens of that text; none if the text does not continue the known one.
         row = self._known[slot].following(text) if text else []
+
+        # An end of the draft is an end of the target, where the target has one.
         stop = self._draft.ends[said[-1]] if ends else None
         if stop is not None and (row or not text):
             row = [*row, stop]
         return row[:limit]
 
     def _read_on(self, slot: int, settled: list[int]) -> None:
+        # Settled tokens, then the tail, whose spelling may still change.
         self._texts.extend(slot, settled)
         self._tails[slot] = self._known[slot].tail
         self._texts.append_text(slot, self._tails[slot])
+
+        # Too long for the draft: keep half of what fits.
         if self._texts.length(slot) > self._most:
             self._texts.truncate(slot, self._most // 2)
             self._tails[slot] = self._tails[slot][-self._texts.length(slot) :]

@@ -1,4 +1,4 @@
-"""Reading a DFlash draft: all levels of a tree come out of one pass, whatever stands above each.
+"""DFlash drafter: the logits of all levels come out of one pass, whatever tokens stand above each.
 
 Shapes: B active slots, F nodes read at once, K drafted tokens, W = K + 1 tokens of a block, R round starts
 of recorded texts, A features, H hidden size, V vocabulary.
@@ -21,7 +21,8 @@ from .logits import MOST_PAIRS, over_vocabulary, trace_levels
 
 
 class DFlashDrafter:
-    """Keeps the context's keys, of all tokens but the last emitted one; a block's own are dropped with its round."""
+    """DFlash drafter. Its KV cache holds the context: all tokens but the last emitted one. A block's own keys are
+    dropped with its round."""
 
     needs_hidden_states = True
     nested = False
@@ -46,16 +47,21 @@ class DFlashDrafter:
         self._draft.append_context(self._read(states), self._cache.prefill(slots_R, counts_R))
 
     def open(self, batch: int, chain: bool) -> Tensor:
+        # The block's tokens see each other in both directions, so the tree mask is all ones.
         depth_BW = torch.arange(self._block, device=self._cache.device).expand(batch, -1)
         step = self._cache.branch(depth_BW, depth_BW.new_ones(batch, self._block, self._block, dtype=torch.bool))
+
+        # One pass for all levels; mask j drafts level j, and the anchor's own state is not used.
         embeds_BWH = self._blocks(self._last_S[:batch], self._block - 1)
         self._logits_BKV = self._logits(self._draft.decode(embeds_BWH, step)[:, 1:])
         return self._logits_BKV[:, 0]
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
+        # Logits of a level do not depend on the node: every node of it gets the same.
         return self._logits_BKV[:, depth + 1, None].expand(-1, tokens_BF.shape[1], -1)
 
     def observe(self, new: Texts, states: States) -> None:
+        # The context grows by the emitted tokens, read from the target's features, in place of the block's keys.
         new = new.cut()
         batch, width = new.ids_BT.shape
         self._draft.append_context(self._read(states)[:, :width], self._cache.extend(batch, width))
@@ -67,17 +73,22 @@ class DFlashDrafter:
         self._last_S[destination] = self._last_S[source]
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        """A block at every round start. Those that run past the answer's end draft there too, and are not looked at."""
+        """Trace from one block at every round start. Levels past the answer's end are computed and ignored."""
+        # Every round start is the anchor of a block.
         if states is None:
             raise ValueError("DFlash needs the target's states; ask for proposer.needs_hidden_states")
         masks, read_BTA, at_BM = self._masks(count), self._read(states), pack.places(-1)
         blocks_NWH = self._blocks(pack.ids_BT.gather(1, at_BM).flatten(), masks)
         blocks_BMWH = blocks_NWH.view(*at_BM.shape, *blocks_NWH.shape[1:])
+
+        # Few rows at a time: attention holds a score for each pair of query and key.
         tokens = at_BM.shape[1] * (1 + masks)
         parts = [
             self._draft(blocks_BMWH[some], read_BTA[some], QueryMask(pack.documents(some), at_BM[some]))
             for some in pack.groups(tokens * (tokens + read_BTA.shape[1]), MOST_PAIRS)
         ]
+
+        # Back to one row a round start; mask j stands at place 1 + j of its block.
         states_RWH = pack.unplaced(torch.cat(parts))
         levels = ((states_RWH[:, 1 + mask], self._logits) for mask in range(masks))
         return trace_levels(pack, count, levels, self._draft.vocab_size, sampling)
@@ -86,7 +97,7 @@ class DFlashDrafter:
         return min(levels, self._draft.config.block_size - 1)
 
     def _blocks(self, anchors_R: Tensor, masks: int) -> Tensor:
-        """Embeddings [R, W, H] of blocks, each of an anchor and masks."""
+        """Embeddings [R, W, H] of blocks: an anchor and `masks` mask tokens each."""
         masks_RK = anchors_R.new_full((len(anchors_R), masks), self._draft.config.mask_token_id)
         return self._embed(torch.cat([anchors_R[:, None], masks_RK], 1))
 

@@ -47,6 +47,7 @@ class DynamicProposer(FollowsDrafter):
         return None
 
     def propose(self, ask: Ask) -> Draft:
+        # Each level offers children of the frontier; all but the last level also read the next frontier.
         levels = self._within(ask.levels)
         pool = _Pool(ask, self._top_k)
         logits_BFV = self._drafter.open(len(ask.limits_B), chain=False)[:, None]
@@ -55,11 +56,12 @@ class DynamicProposer(FollowsDrafter):
             if depth + 1 < levels:
                 tokens_Bk, parents_Bk = pool.advance(depth)
                 logits_BFV = self._drafter.expand(tokens_Bk, parents_Bk, depth)
+        # Rerank all candidates and keep the best.
         return Draft(pool.best(self.most_nodes(levels), levels), None, chain=False)
 
 
 class _Pool:
-    """All candidates of one round, parents before children."""
+    """Candidate nodes of one round, parents before children."""
 
     def __init__(self, ask: Ask, top_k: int) -> None:
         self._ask, self._top_k = ask, top_k
@@ -70,45 +72,61 @@ class _Pool:
         self._frontier_Bk: Tensor | None = None  # places in the pool; None: the root
 
     def offer(self, logits_BFV: Tensor, depth: int) -> None:
-        """The best children of every node of the frontier. Nothing is offered past a slot's limit."""
+        """Add the `top_k` best children of every frontier node. Past a slot's limit their score is -inf."""
+        # Log-probabilities of the frontier's children, after repetition penalties.
         batch = len(logits_BFV)
         logp_BFV = penalised_rows(logits_BFV, self._ask.sampling, self._seen_BFV).float().log_softmax(-1)
         best = logp_BFV.topk(self._top_k, dim=-1)
         scores_BFk = best.values
+
+        # A child's score adds its parent's: the log of the product on the way.
         if self._frontier_Bk is None:
             parents_BF = best.indices.new_full((batch, 1), -1)
         else:
             parents_BF = self._frontier_Bk
             scores_BFk = scores_BFk + torch.cat(self._scores, 1).gather(1, parents_BF)[..., None]
+
+        # -inf never wins against a candidate, and `best` marks it as none.
         past_B = depth >= self._ask.limits_B
         self._scores.append(scores_BFk.masked_fill(past_B[:, None, None], -torch.inf).flatten(1))
         self._tokens.append(best.indices.flatten(1))
         self._parents.append(parents_BF[..., None].expand(-1, -1, self._top_k).flatten(1))
 
     def advance(self, depth: int) -> tuple[Tensor, Tensor]:
-        """The next frontier: its tokens, and the place of each one's parent among all nodes that were read."""
+        """Next frontier: the best `top_k` nodes of this level. Returns their tokens, and the place of each one's parent
+        among all nodes that were read (-1: the root)."""
+        # The best of this level's candidates, by their places in the pool.
         start = sum(scores.shape[1] for scores in self._scores[:-1])
         chosen_Bk = self._scores[-1].topk(self._top_k, dim=-1).indices
         tokens_Bk = self._tokens[-1].gather(1, chosen_Bk)
         above_Bk = chosen_Bk // self._top_k  # which of the nodes that offered
         self._frontier_Bk = start + chosen_Bk
+
+        # Each frontier node has seen what its parent has, and itself.
         if self._seen_BFV is not None:
             self._seen_BFV = see(gather_rows(self._seen_BFV, above_Bk), tokens_Bk)
+
+        # Level by level top_k nodes are read, so the level above starts at (depth - 1) * top_k.
         return tokens_Bk, torch.full_like(above_Bk, -1) if depth == 0 else (depth - 1) * self._top_k + above_Bk
 
     def best(self, nodes: int, levels: int) -> TreeBatch:
-        """The best `nodes` candidates as trees, in the pool's order."""
+        """Trees of the best `nodes` candidates by score, in the pool's order."""
+        # The pool as one list.
         scores_BC, tokens_BC, parents_BC = (torch.cat(x, 1) for x in (self._scores, self._tokens, self._parents))
         # Stable: of equal scores the earlier candidate wins, and a parent stands before its child.
         chosen_BN = scores_BC.sort(dim=-1, descending=True, stable=True).indices[:, :nodes].sort(-1).values
+
+        # Parents: from places in the pool to places among the chosen.
         above_BN = parents_BC.gather(1, chosen_BN)
         parents_BN = torch.where(above_BN < 0, -1, torch.searchsorted(chosen_BN, above_BN.clamp(min=0)))
+
+        # Finite scores only: the others lie past a slot's limit.
         candidate_BN = scores_BC.gather(1, chosen_BN).isfinite()
         return TreeBatch(tokens_BC.gather(1, chosen_BN), parents_BN, candidate_BN, levels, "deterministic")
 
 
 class Branches:
-    """Makes the steps by which a draft reads a tree level by level. The cache's lengths do not grow.
+    """Cache steps by which a draft reads a tree level by level, with tree masks. The cache's lengths do not grow.
 
     `chain`: each node follows the one before, so that the past is all there is to see.
     """
@@ -119,10 +137,13 @@ class Branches:
         self._above_BEE = torch.zeros(batch, 0, 0, dtype=torch.bool, device=cache.device)
 
     def grow(self, parents_BF: Tensor, depth: int) -> CacheStep:
-        """The step that reads F more nodes of one level, each below an earlier one or the root (-1)."""
+        """Cache step that reads F more nodes of one level, each below an earlier node or the root (-1)."""
+        # A chain needs no mask: each node sees all before it.
         batch, new = parents_BF.shape
         if self._chain:
             return self._cache.extend(batch, new, skip=depth)
+
+        # A node sees all that its parent sees, and itself. A child of the root starts with nothing.
         known = self._depth_BE.shape[1]
         padded_BEE = torch.nn.functional.pad(self._above_BEE, (0, new))
         above_BFE = padded_BEE.new_zeros(batch, new, known + new)
@@ -131,6 +152,8 @@ class Branches:
             above_BFE = inherited_BFE & (parents_BF >= 0)[..., None]
         itself_FE = torch.eye(known + new, dtype=torch.bool, device=parents_BF.device)[known:]
         above_BFE = above_BFE | itself_FE
+
+        # Remember rows and depths for the levels below.
         self._above_BEE = torch.cat([padded_BEE, above_BFE], 1)
         self._depth_BE = torch.cat([self._depth_BE, torch.full_like(parents_BF, depth)], 1)
         return self._cache.branch(self._depth_BE, above_BFE)
