@@ -1,4 +1,4 @@
-"""The decoder's own key-value cache: preallocated, ragged, attention over true lengths.
+"""Key-value cache of the decoder: preallocated, ragged, attention over true lengths.
 
 Shapes: S slots, B rows of one pass (the first B slots), N new tokens a row, F tree entries so far, T prompt tokens,
 G key-value heads, L cached positions, D head size (of a path: its depth).
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run there."""
+    """Whether Triton's kernels run on the device."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
 def reads_lengths(device: torch.device) -> bool:
-    """Whether attention over a cache there reads the slots' lengths on the device; else steps carry masks."""
+    """Whether attention over a cache on this device reads the slots' lengths there; else steps carry masks."""
     return runs_triton(device)
 
 
@@ -40,16 +40,17 @@ class KVCache:
         self._values: dict[int, Tensor] = {}
 
     def prefill(self, slots_R: Tensor, lengths_R: Tensor) -> "CacheStep":
-        """A step that fills fresh slots with right-padded prompts; each sees only itself, causally."""
+        """Prefill step: fills fresh slots with right-padded prompts; each sees only itself, causally."""
         self.lengths_S[slots_R] = lengths_R
         return CacheStep(self, slots_R, None, None)
 
     def extend(self, batch: int, tokens: int, skip: int = 0) -> "CacheStep":
-        """A step that adds `tokens` tokens to each of the first `batch` slots; call `keep` after it.
+        """Chain step: adds `tokens` tokens to each of the first `batch` slots; call `keep` after it.
 
-        Rows shorter than `tokens` are padded on the right: causality hides the padding from real tokens. `skip`: so
-        many tokens that stand past a slot's length already are part of its past.
+        Rows shorter than `tokens` are padded on the right: causality hides the padding from real tokens. `skip`: number
+        of tokens past a slot's length that count as part of its past.
         """
+        # 1) New tokens stand right after each slot's past, at the positions that they have in the text.
         past_B = self.lengths_S[:batch]
         if skip:
             past_B = past_B + skip
@@ -57,6 +58,7 @@ class KVCache:
         if tokens > 1:
             positions_BN = positions_BN + torch.arange(tokens, device=self.device)
         rows = torch.arange(batch, device=self.device)
+        # 2) The kernel reads lengths on the device; elsewhere a causal mask is made, as wide as the longest row.
         if reads_lengths(self.device):
             return CacheStep(self, rows, positions_BN, positions_BN, past_B=past_B)
         longest = int(past_B.max()) + tokens
@@ -64,24 +66,29 @@ class KVCache:
         return CacheStep(self, rows, positions_BN, positions_BN, visible_BNL)
 
     def branch(self, depth_BF: Tensor, visible_BNF: Tensor) -> "CacheStep":
-        """A step that adds the last N of F tree entries to each of the first B slots; call `keep_path` after it.
+        """Tree step: adds the last N of F tree entries to each of the first B slots; call `keep_path` after it.
 
         The entries stand side by side past a slot's length. Each sees the slot's past and the entries that
         `visible_BNF` names; its position is the length plus its depth.
         """
+        # 1) Where the new entries' keys go, and the positions in the text that their depths give them.
         batch, new, entries = visible_BNF.shape
         past_B = self.lengths_S[:batch]
         rows, length_B1 = torch.arange(batch, device=self.device), past_B[:, None]
         positions_BN = length_B1 + depth_BF[:, entries - new :]
         at_BN = length_B1 + torch.arange(entries - new, entries, device=self.device)
+        # 2) The kernel reads lengths and the tree's mask on the device.
         if reads_lengths(self.device):
             return CacheStep(self, rows, positions_BN, at_BN, past_B=past_B, tree=(visible_BNF, depth_BF))
+        # 3) Elsewhere a mask over all keys is made: which entry of the tree each key is, if any.
         keys_L = torch.arange(int(past_B.max()) + entries, device=self.device)
         entry_BL = keys_L - length_B1
         inside_BL = (entry_BL >= 0) & (entry_BL < entries)
         entry_BL = entry_BL.clamp(0, entries - 1)
+        # A query sees the whole past, and of the tree what its mask names.
         among_BNL = visible_BNF.gather(2, entry_BL[:, None].expand(-1, new, -1))
         visible_BNL = (keys_L < length_B1)[:, None] | (inside_BL[:, None] & among_BNL)
+        # A sliding window needs a key's position in the text, which in the tree is not its place in the cache.
         key_positions_BL = torch.where(inside_BL, length_B1 + depth_BF.gather(1, entry_BL), keys_L)
         return CacheStep(self, rows, positions_BN, at_BN, visible_BNL, key_positions_BL)
 
@@ -97,9 +104,11 @@ class KVCache:
         batch, depth = path_BD.shape
         place_D = torch.arange(depth, device=self.device)
         length_B1 = self.lengths_S[:batch, None]
+        # Entries move to the places right after the slot's past; past the path's end each place is copied to itself.
         from_BD, to_BD = length_B1 + torch.where(path_BD < 0, place_D, path_BD), length_B1 + place_D
         rows_B1 = torch.arange(batch, device=self.device)[:, None]
         for layer in (*self._keys.values(), *self._values.values()):
+            # The right side is a copy, so overlapping moves are safe.
             layer[rows_B1, :, to_BD] = layer[rows_B1, :, from_BD]
         self.keep(counts_B)
 
@@ -124,7 +133,7 @@ class KVCache:
         return sum(layer.nbytes for layer in (*self._keys.values(), *self._values.values()))
 
     def layer(self, layer: int, key_BGND: Tensor, value_BGND: Tensor) -> tuple[Tensor, Tensor]:
-        """The whole of a layer's keys and values, [S, G, L, D], made when first asked for, for such as these."""
+        """Keys and values of a whole layer, [S, G, L, D]; allocated at the first call, in the type of those given."""
         if layer not in self._keys:
             shape = (len(self.lengths_S), key_BGND.shape[1], self.capacity)
             self._keys[layer] = key_BGND.new_zeros(*shape, key_BGND.shape[-1])
@@ -134,6 +143,7 @@ class KVCache:
     def write(self, layer: int, step: "CacheStep", key_BGND: Tensor, value_BGND: Tensor) -> None:
         """Store a layer's new keys and values where the step puts them."""
         keys, values = self.layer(layer, key_BGND, value_BGND)
+        # Prefill fills a slot from its start; other steps scatter by row and place.
         if step.at_BN is None:
             keys[step.rows, :, : key_BGND.shape[2]] = key_BGND
             values[step.rows, :, : key_BGND.shape[2]] = value_BGND
@@ -149,7 +159,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class CacheStep:
-    """Where one forward pass writes its keys and what each of its tokens may see."""
+    """Step of one forward pass: where it writes its keys, and what each of its tokens may see."""
 
     cache: KVCache
     rows: Tensor  # [B] slots

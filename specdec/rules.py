@@ -22,7 +22,7 @@ _ANY: frozenset[Drawn] = frozenset({"deterministic", "iid", "without_replacement
 
 
 class Drafts(Protocol):
-    """What a rule must know of the drafts that it judges. Every proposer answers it."""
+    """Facts that a rule must know about the drafts that it judges. Every proposer gives them."""
 
     @property
     def drawn(self) -> Drawn: ...  # how siblings are drawn where a rule wants draws; deterministic: always chosen
@@ -32,19 +32,19 @@ class Drafts(Protocol):
 
 
 class Rule(NamedTuple):
-    """What a caller must know about an accept rule."""
+    """Accept rule: the facts that a caller must know about it."""
 
     name: RuleName
     drawn: frozenset[Drawn]
-    """The ways of drafting that it takes: for a lossless rule, some or all of those for which it is lossless."""
+    """Ways of drafting that the rule takes; for a lossless rule, some or all of those for which it is lossless."""
     engines: tuple[str, ...] = ()
-    """Engines that verify this way, by default or when asked to."""
+    """Engines that verify by this rule, by default or when asked to."""
     trees: bool = False
-    """Whether it walks trees; else chains only."""
+    """Whether the rule judges trees; else chains only."""
     needs_q: bool = False
-    """Whether it reads the distributions that the draft was drawn from."""
+    """Whether the rule reads the distributions q that the draft was drawn from."""
     greedy_only: bool = False
-    """Whether it holds at temperature 0 only."""
+    """Whether the rule holds at temperature 0 only."""
     lossless: bool = True
     """Whether the output has the target's distribution."""
 
@@ -58,11 +58,11 @@ class Rule(NamedTuple):
         return self.draws and drafts.drawn != "deterministic" and not sampling.greedy
 
     def target_draws(self, levels: int) -> int:
-        """How many tokens the target draws itself in a round of so many levels, each with a random number."""
+        """Number of tokens that the target draws itself in a round of so many levels, each with a random number."""
         return levels + 1 if self.name == "match" else 1
 
     def check_drawn(self, drawn: Drawn) -> None:
-        """Raise InputError where the rule does not take drafts that came about so."""
+        """Raise InputError where the rule does not take drafts drawn in that way."""
         if drawn not in self.drawn:
             raise InputError(f"rule: {self.name!r}: takes drafts drawn {' or '.join(sorted(self.drawn))}, not {drawn}")
 
@@ -111,10 +111,12 @@ def check_rule(name: str, drafts: Drafts, sampling: SamplingSettings) -> Rule:
     At temperature 0 nothing is drawn and every rule is the greedy one: only trees may then be refused.
     """
     rule = known_rule(name)
+    # Above temperature 0 the way of drawing must suit; drafts are chosen where the rule has no use for draws.
     if not sampling.greedy:
         if drafts.drawn == "deterministic" and rule.needs_q:
             raise InputError(f"rule: {name!r}: reads the draft's probabilities; this proposer has none, use onehot")
         rule.check_drawn(drafts.drawn if rule.draws else "deterministic")
+    # Shape and temperature.
     if not drafts.chain and not rule.trees:
         raise InputError(f"rule: {name!r}: takes chains, not trees")
     if rule.greedy_only and not sampling.greedy:
@@ -129,6 +131,7 @@ def preferred_rules(
 
     `engine_rule`: the engine's rule where it is not its usual one.
     """
+    # The engine's own rule comes first; duplicates and `greedy`, which needs no naming, are left out.
     first = engine_rule or ENGINE_RULES.get(engine or "")
     return list(dict.fromkeys(rule for rule in (first, *named) if rule is not None and rule != "greedy"))
 
@@ -148,6 +151,7 @@ def rules_for(sampling: SamplingSettings, drafts: Drafts, preferred: Sequence[st
     """
     if sampling.greedy:
         return ["greedy"]
+    # A lossy rule never decides: without a lossless preference the usual rule of such drafts does.
     suited = [name for name in preferred if takes(name, drafts, sampling)]
     lossless = [name for name in suited if RULES[name].lossless]
     return [*(lossless or [_fallback(drafts)]), *(name for name in suited if name not in lossless)]
@@ -162,7 +166,8 @@ def choose_rule(sampling: SamplingSettings, drafts: Drafts, preferred: Sequence[
 
 
 def deciding_rule(counted: Collection[str], preferred: Sequence[str]) -> str:
-    """Of the rules that a draft was scored by, the one that decides: as `rules_for` puts first."""
+    """Rule that decides among those that a draft was scored by: the one that `rules_for` would put first."""
+    # Preferred rules, then the fallbacks; whatever else was counted decides only alone.
     order = ("greedy", *preferred, *_FALLBACKS)
     lossless = [name for name in counted if RULES[name].lossless]
     return next((name for name in order if name in lossless), lossless[0])
@@ -181,7 +186,7 @@ def takes(name: str, drafts: Drafts, sampling: SamplingSettings) -> bool:
 
 
 _FALLBACKS: tuple[RuleName, ...] = ("multiround", "recursive", "token", "onehot")
-"""The rules that `rules_for` falls back on; a way of drafting is scored by one of them at most."""
+"""Fallback rules of `rules_for`; a way of drafting is scored by one of them at most."""
 
 
 def _fallback(drafts: Drafts) -> RuleName:

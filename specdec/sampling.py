@@ -1,4 +1,4 @@
-"""Sampling settings, the distributions they make, and the random numbers that draw from them.
+"""Sampling: its settings, the distributions they make, and counter-based random numbers that draw from them.
 
 Shapes: N rows (any leading dimensions, none included), V vocabulary, K best tokens, B slots, C numbers for one purpose.
 """
@@ -62,7 +62,7 @@ class SamplingSettings(BaseModel):
 
 
 def probabilities(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor | None = None) -> Tensor:
-    """The distribution [N, V] in fp32 that `settings` draw from; greedy: all mass on the (first) best token.
+    """Sampling distribution [N, V] in fp32 after all processors; greedy: all mass on the (first) best token.
 
     `seen` (bool, broadcast to the logits) marks the tokens of the prompt and of the answer so far. It must be given
     where there is a repetition penalty, and is not read elsewhere.
@@ -74,6 +74,7 @@ def probabilities(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor
     # With the best score at 0, no temperature overflows, and min-p compares scores instead of probabilities.
     scores_NV = logits_NV.float()
     scores_NV = (scores_NV - scores_NV.amax(-1, keepdim=True)) / settings.temperature
+    # Top-k, then top-p; the two together need only the k best in order. Dropped tokens get score -inf.
     bounded = 0 < settings.top_k < scores_NV.shape[-1]
     if bounded and settings.top_p < 1.0:
         scores_NV = _keep_top_k_then_p(scores_NV, settings.top_k, settings.top_p)
@@ -81,6 +82,7 @@ def probabilities(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor
         scores_NV = _keep_top_k(scores_NV, settings.top_k)
     elif settings.top_p < 1.0:
         scores_NV = _keep_top_p(scores_NV, settings.top_p)
+    # p / p_best >= min_p, as the best score is 0.
     if settings.min_p > 0.0:
         scores_NV = scores_NV.masked_fill(scores_NV < math.log(settings.min_p), -math.inf)
     return scores_NV.softmax(-1)
@@ -101,22 +103,23 @@ def penalised(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor | N
 
 
 def categorical(p_NV: Tensor, u_N: Tensor | float) -> Tensor:
-    """Token [N] at which the cumulative mass first exceeds `u` (float64 in [0, 1)) of the whole.
+    """Categorical draw [N] by inversion: the token at which the cumulative mass first exceeds `u` of the whole.
 
-    `p` need not be normalised but must have mass. A token of zero probability is never drawn, not even where a
-    parallel cumulative sum is off by a rounding.
+    `u` is float64 in [0, 1). `p` need not be normalised but must have mass. A token of zero probability is never drawn,
+    not even where a parallel cumulative sum is off by a rounding.
     """
     u_N = torch.as_tensor(u_N, dtype=torch.float64, device=p_NV.device)
     cumulative_NV = p_NV.double().cumsum(-1)
     possible_NV = p_NV > 0
     exceeds_NV = possible_NV & (cumulative_NV > u_N[..., None] * cumulative_NV[..., -1:])
     first_N = exceeds_NV.to(torch.uint8).argmax(-1)
+    # Where rounding leaves no token above u, the last possible one is drawn.
     last_possible_N = p_NV.shape[-1] - 1 - possible_NV.flip(-1).to(torch.uint8).argmax(-1)
     return torch.where(exceeds_NV.any(-1), first_N, last_possible_N)
 
 
 class Purpose(IntEnum):
-    """What a random number decides. The values are part of the hash: never renumber them."""
+    """Purpose of a random number. The values are part of the hash: never renumber them."""
 
     DRAFT = 0
     """Draws a drafted token from the draft's distribution."""
@@ -135,11 +138,13 @@ def uniforms(seed_B: Tensor, emitted_B: Tensor, purpose: Purpose, count: int) ->
     """
     if not 0 <= count <= 1 << _INDEX_BITS:
         raise ValueError(f"count: {count}: one purpose has at most {1 << _INDEX_BITS} numbers a round")
+    # The counter packs (emitted, purpose, index) into 64 bits: 31, 8 and 24 of them, without overlap.
     index_C = torch.arange(count, dtype=torch.int64, device=seed_B.device)
     which_BC = (emitted_B.long()[:, None] << 32) | (int(purpose) << _INDEX_BITS) | index_C
     # For one seed a bijection of `which`, so nothing repeats; for two seeds no stream is a shift of the other. The
     # constants differ: with equal ones a seed equal to `which` would always give 0.
     bits_BC = _mix(_mix(which_BC + _GOLDEN) ^ _mix(seed_B.long() + _PI)[:, None])
+    # The upper 53 bits, as a float64's mantissa holds.
     return _shift_right(bits_BC, 11).double() * 2.0**-53
 
 
@@ -161,17 +166,19 @@ def _keep_top_p(scores_NV: Tensor, top_p: float) -> Tensor:
 
 
 def _keep_top_k_then_p(scores_NV: Tensor, k: int, top_p: float) -> Tensor:
-    """`_keep_top_k`, then `_keep_top_p`, but only the k best are sorted. The best score must be 0.
+    """Top-k, then top-p, with only the k best sorted; equal to `_keep_top_k`, then `_keep_top_p`. Best score: 0.
 
-    Any number of tokens may tie with the weakest that top-k keeps, and not all are among the k: they weigh the same
-    and go in order of their ids, so counting them does for sorting.
+    Any number of tokens may tie with the weakest that top-k keeps, and not all of them are among the k. They weigh the
+    same and are dropped in order of their ids, so counting them replaces sorting them.
     """
+    # 1) The k best from the least likely up; equals in order of their ids, as a stable sort of all would have them.
     best_NK, id_NK = scores_NV.topk(k, dim=-1)
     weakest_N1 = best_NK[..., -1:]
     id_NK, order_NK = id_NK.sort(dim=-1)  # topk does not say which of two equals comes first
     best_NK, rank_NK = best_NK.gather(-1, order_NK).sort(dim=-1, stable=True)
     id_NK = id_NK.gather(-1, rank_NK)
 
+    # 2) Mass of each of the k and of all below it: the ties by their number, the others by a running sum.
     tied_NV = scores_NV == weakest_N1
     nth_NV = tied_NV.cumsum(-1)
     ties_N1 = nth_NV[..., -1:]
@@ -180,6 +187,7 @@ def _keep_top_k_then_p(scores_NV: Tensor, k: int, top_p: float) -> Tensor:
     below_NK = each_N1 * ties_N1 + (best_NK.exp() * above_NK).cumsum(-1)
     may_go_N1 = (1.0 - top_p) * below_NK[..., -1:]
 
+    # 3) Drop while the mass from below stays within 1 - top_p: those above the ties by rank, the ties by number.
     drop_NK = above_NK & (below_NK <= may_go_N1)
     drop_NK[..., -1] = False
     alone_N1 = ~above_NK[..., -1:]  # all that are kept tie: the last one stays
@@ -199,7 +207,7 @@ _PI = _signed(0x243F6A8885A308D3)
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Logical shift: int64's own copies the sign."""
+    """Logical right shift; the shift of int64 itself would copy the sign bit."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 

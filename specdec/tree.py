@@ -1,4 +1,4 @@
-"""The tokens that a draft proposes for one round, as a tree. A chain is a tree of single children.
+"""Draft trees: the tokens that a draft proposes for one round. A chain is a tree of single children.
 
 Shapes: B slots, N drafted nodes, in the order in which the target sees them.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import InputError
 
 Drawn = Literal["deterministic", "iid", "without_replacement"]
-"""How siblings were drawn: chosen (the k most likely), or sampled with or without replacement."""
+"""Way in which siblings were drawn: chosen (the k most likely), or sampled with or without replacement."""
 
 ROOT = -1
 """The parent of first-level nodes: the last emitted token, which is not a drafted node."""
@@ -21,18 +21,22 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Drafted tokens of one round. Parents come before children; siblings stand in draft order."""
+    """Draft tree of one round. Parents come before children; siblings stand in draft order.
+
+    Raises InputError for a tree that breaks the order, or whose chosen siblings repeat a token.
+    """
 
     tokens_N: tuple[int, ...]
     parents_N: tuple[int, ...]
     """Index of each node's parent, or ROOT."""
     position_N: tuple[int, ...]
-    """Distance from the first drafted position; of a candidate, its depth (0: child of the root)."""
+    """Distance of each node from the first drafted position; for a candidate, its depth (0: child of the root)."""
     candidate_N: tuple[bool, ...]
-    """False: a rider, which the target evaluates in the same pass but may never accept."""
+    """Whether each node may be accepted; false: a rider, which the target only evaluates in the same pass."""
     drawn: Drawn
 
     def __post_init__(self) -> None:
+        # Columns of one length, parents first, candidates below candidates, and distinct siblings unless drawn iid.
         lengths = {len(self.parents_N), len(self.position_N), len(self.candidate_N)}
         if lengths != {len(self.tokens_N)}:
             raise InputError(f"tree: {len(self.tokens_N)} tokens: all other columns must be as long, not {lengths}")
@@ -92,23 +96,24 @@ def _depths(parents_N: Sequence[int]) -> list[int]:
 
 
 class TreeBatch(NamedTuple):
-    """One tree a slot, on the device, padded on the right to the largest. Ordered as in `DraftTree`."""
+    """Batch of draft trees, one a slot, on the device, padded on the right to the largest. Ordered as `DraftTree`."""
 
     tokens_BN: Tensor
     parents_BN: Tensor
     """Index of each node's parent, or ROOT."""
     candidate_BN: Tensor
-    """False: padding or a rider, which the target evaluates and may never accept."""
+    """Whether each node may be accepted; false: padding, or a rider, which the target only evaluates."""
     depth: int
-    """Levels of the deepest tree: known to the host, so that no loop over levels waits for the device."""
+    """Levels of the deepest tree; a number of the host, so that no loop over levels waits for the device."""
     drawn: Drawn
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree], device: torch.device | str = "cpu") -> "TreeBatch":
-        """One slot a tree, at least one, all drawn in the same way."""
+        """Batch of at least one tree, a slot each. Raises InputError unless all were drawn in the same way."""
         drawn = {tree.drawn for tree in trees}
         if len(drawn) != 1:
             raise InputError(f"trees: drawn in {len(drawn)} ways {sorted(drawn)}: must be one")
+        # Padding is no candidate, whatever its token and parent.
         nodes = max(len(tree) for tree in trees)
 
         def padded(columns: Iterable[Sequence[int]], filler: int) -> Tensor:
@@ -119,22 +124,23 @@ class TreeBatch(NamedTuple):
             padded((tree.tokens_N for tree in trees), 0),
             padded((tree.parents_N for tree in trees), ROOT),
             padded((tree.candidate_N for tree in trees), 0).bool(),
+            # -1 stands for the root, so that a batch of empty trees has depth 0.
             max(depth + 1 for tree in trees for depth in (-1, *_depths(tree.parents_N))),
             drawn.pop(),
         )
 
     @classmethod
     def chains(cls, tokens_BN: Tensor, counts_B: Tensor, drawn: Drawn) -> "TreeBatch":
-        """Each row's first `counts[b]` tokens, each the only child of the one before."""
+        """Batch of chains: each row's first `counts[b]` tokens, each the only child of the one before."""
         batch, nodes = tokens_BN.shape
         index_N = torch.arange(nodes, device=tokens_BN.device)
         candidate_BN = index_N < counts_B[:, None]
         return cls(tokens_BN, (index_N - 1).expand(batch, nodes), candidate_BN, nodes, drawn)
 
     def below_one_root(self) -> tuple[Tensor, Tensor]:
-        """Depths [B, M] and the tree mask [B, M, M] of [last token, nodes], M = N + 1.
+        """Depths [B, M] and the tree attention mask [B, M, M] of [last token, nodes], M = N + 1.
 
-        Each sees that token, its ancestors and itself.
+        Each entry sees the last token, its ancestors and itself.
         """
         batch, nodes = self.tokens_BN.shape
         visible_BMM = torch.zeros(batch, nodes + 1, nodes + 1, dtype=torch.bool, device=self.tokens_BN.device)
@@ -144,6 +150,7 @@ class TreeBatch(NamedTuple):
 
     def goes_on(self, path_BD: Tensor) -> Tensor:
         """Whether a candidate stands below the end of each path (node indexes, -1 past its end), [B]."""
+        # Parents come before children, so a path ends at its largest index; an empty one ends at -1, which is ROOT.
         ends_B1 = path_BD.amax(1, keepdim=True) if self.depth else path_BD.new_full((len(path_BD), 1), ROOT)
         return ((self.parents_BN == ends_B1) & self.candidate_BN).any(1)
 
@@ -151,9 +158,11 @@ class TreeBatch(NamedTuple):
     def ancestors_BNN(self) -> Tensor:  # noqa: N802
         """True at [b, n, a] where node a is node n or lies on its path to the root."""
         nodes = self.tokens_BN.shape[1]
+        # Start with each node itself; one column more takes what climbs past the root.
         reached_BNN = torch.eye(nodes + 1, dtype=torch.bool, device=self.tokens_BN.device)[:nodes]
         reached_BNN = reached_BNN.expand(len(self.tokens_BN), nodes, nodes + 1).clone()
         above_BN = self.parents_BN
+        # Climb one level a step, all nodes at once, and mark where each arrives.
         for _ in range(self.depth - 1):  # ROOT lands in the column past the last node
             above_BN = torch.where(above_BN < 0, nodes, above_BN)
             reached_BNN.scatter_(2, above_BN[..., None], True)

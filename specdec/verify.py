@@ -35,26 +35,27 @@ __all__ = [
 Numbers = Sequence[float] | Tensor
 
 TYPICAL_EPSILON = 0.09
-"""Cap of the probability that rule `typical` asks for, where the target is sure."""
+"""Epsilon of rule `typical`: cap of its threshold, which holds where the target is sure."""
 TYPICAL_DELTA = 0.3
-"""Share of exp(-entropy), which is the typical probability where the target hesitates, that it asks for."""
+"""Delta of rule `typical`: the threshold's share of exp(-entropy), which holds where the target is unsure."""
 
 
 class Verdict(NamedTuple):
-    """What one round emits."""
+    """Verdict of one round."""
 
     accepted: list[int]
     """Indexes of the accepted nodes, root to leaf."""
     token: int
-    """The correction or bonus that follows them."""
+    """Correction or bonus token that follows them."""
 
 
 def verify_greedy(p_NV: Tensor, tree: DraftTree) -> Verdict:
-    """Accept what equals the target's best token. `p` has N+1 rows and may be logits."""
+    """Greedy verification: accept what equals the target's best token. `p` has N+1 rows and may be logits."""
     _check_rows("p", p_NV, len(tree) + 1)
     best_N: list[int] = p_NV.argmax(-1).tolist()
     accepted: list[int] = []
     node = ROOT
+    # Go down as long as a child is the target's best token after its parent.
     while matching := [child for child in tree.children(node) if tree.tokens_N[child] == best_N[node + 1]]:
         node = matching[0]
         accepted.append(node)
@@ -62,7 +63,10 @@ def verify_greedy(p_NV: Tensor, tree: DraftTree) -> Verdict:
 
 
 def verify_token(p_NV: Tensor, q_KV: Tensor, tokens_K: Sequence[int], u_K: Numbers, u_final: float) -> Verdict:
-    """Token verification (Leviathan et al., Chen et al. 2023) of a chain drawn from q. `p` has K+1 rows."""
+    """Token verification of a chain drawn from q. `p` has K+1 rows.
+
+    Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
+    """
     drafted = len(tokens_K)
     p_NV, q_KV = _distributions("p", p_NV, drafted + 1), _distributions("q", q_KV, drafted)
     length = 0
@@ -75,7 +79,7 @@ def verify_token(p_NV: Tensor, q_KV: Tensor, tokens_K: Sequence[int], u_K: Numbe
 
 
 def verify_block(p_NV: Tensor, q_KV: Tensor, tokens_K: Sequence[int], u_K: Numbers, u_final: float) -> Verdict:
-    """Block verification (Sun et al., ICLR 2025) of a chain drawn from q. `p` has K+1 rows.
+    """Block verification (Sun et al. 2025, arXiv 2403.10444) of a chain drawn from q. `p` has K+1 rows.
 
     Accepts at least as many tokens on average as token verification: a likely token makes up for an unlikely one.
     """
@@ -98,7 +102,10 @@ def verify_block(p_NV: Tensor, q_KV: Tensor, tokens_K: Sequence[int], u_K: Numbe
 
 
 def verify_onehot(p_NV: Tensor, tree: DraftTree, u_N: Numbers, u_final: float) -> Verdict:
-    """Verification of children that were chosen, not drawn, in a chain or a tree. `p` has N+1 rows."""
+    """One-hot verification: of children that were chosen, not drawn, in a chain or a tree. `p` has N+1 rows.
+
+    It is multi-round verification with q = 1 at each child's token.
+    """
     p_NV = _distributions("p", p_NV, len(tree) + 1)
     accepted: list[int] = []
     rest_V, children = p_NV[0], tree.children(ROOT)
@@ -117,9 +124,10 @@ def verify_onehot(p_NV: Tensor, tree: DraftTree, u_N: Numbers, u_final: float) -
 
 
 def verify_match(p_NV: Tensor, tree: DraftTree, u_final_D: Numbers) -> Verdict:
-    """Draw the target's own token at every node reached; go on while a child equals it. `p` has N+1 rows.
+    """Match verification: draw the target's own token at each node, and go on while a child equals it.
 
-    How the draft came about does not matter. The token at depth d is drawn with number d: one more than levels.
+    It takes drafts of any kind. `p` has N+1 rows. The token at depth d is drawn with number d of `u_final_D`, which
+    has one number more than the tree has levels.
     """
     p_NV = _distributions("p", p_NV, len(tree) + 1)
     accepted: list[int] = []
@@ -134,7 +142,7 @@ def verify_match(p_NV: Tensor, tree: DraftTree, u_final_D: Numbers) -> Verdict:
 
 
 def verify_multiround(p_NV: Tensor, q_NV: Tensor, tree: DraftTree, u_N: Numbers, u_final: float) -> Verdict:
-    """Multi-round verification (SpecInfer, Miao et al., ASPLOS 2024) of children drawn independently of each other.
+    """Multi-round verification (SpecInfer, arXiv 2305.09781) of children drawn independently of each other.
 
     Each child may have a q of its own, as where several drafts share a tree. `p` has N+1 rows.
     """
@@ -155,7 +163,7 @@ def verify_multiround(p_NV: Tensor, q_NV: Tensor, tree: DraftTree, u_N: Numbers,
 
 
 def verify_recursive(p_NV: Tensor, q_NV: Tensor, tree: DraftTree, u_N: Numbers, u_final: float) -> Verdict:
-    """Recursive rejection (Sequoia, Chen et al. 2024) of children drawn without replacement. `p` has N+1 rows."""
+    """Recursive rejection of children drawn without replacement (Sequoia, arXiv 2402.12374). `p` has N+1 rows."""
     p_NV, q_NV = _distributions("p", p_NV, len(tree) + 1), _distributions("q", q_NV, len(tree))
     accepted: list[int] = []
     rest_V, children, rejected = p_NV[0], tree.children(ROOT), list[int]()
@@ -182,7 +190,10 @@ def verify_traversal(p_NV: Tensor, q_NV: Tensor, tree: DraftTree, u_N: Numbers, 
     p_NV, q_NV = _distributions("p", p_NV, len(tree) + 1), _distributions("q", q_NV, len(tree))
 
     def climb(node: int, weight: float) -> Verdict | None:
-        """What is accepted below a node, if it or anything below it is. `weight` a: its chance before that."""
+        """Verdict of a node's subtree: the accepted nodes below it; None where the node and all below it are rejected.
+
+        `weight` a: the node's chance before anything below it was tried.
+        """
         rest_V, rejected = p_NV[node + 1], list[int]()
         for child in tree.children(node):
             token = tree.tokens_N[child]
@@ -207,7 +218,7 @@ def verify_traversal(p_NV: Tensor, q_NV: Tensor, tree: DraftTree, u_N: Numbers, 
 
 
 def verify_typical(p_NV: Tensor, tree: DraftTree, u_final: float) -> Verdict:
-    """Typical acceptance (Medusa, Cai et al. 2024). Lossy: likely tokens become likelier. `p` has N+1 rows.
+    """Typical acceptance (Medusa, arXiv 2401.10774). Lossy: likely tokens become likelier. `p` has N+1 rows.
 
     Accepts the longest path of typical tokens; of several the likeliest by p, as Medusa's own code does; of equals the
     one whose last node comes first.
@@ -215,17 +226,19 @@ def verify_typical(p_NV: Tensor, tree: DraftTree, u_final: float) -> Verdict:
     p_NV = _distributions("p", p_NV, len(tree) + 1)
     threshold_N = typical_threshold(p_NV)
     paths: dict[int, tuple[float, list[int]]] = {ROOT: (1.0, [])}  # the probability of each, and its nodes
+    # A node is on a typical path if its parent is and its own token passes the threshold after that parent.
     for node, (parent, token) in enumerate(zip(tree.parents_N, tree.tokens_N)):
         p = float(p_NV[parent + 1, token])
         if tree.candidate_N[node] and parent in paths and p > threshold_N[parent + 1]:
             likelihood, above = paths[parent]
             paths[node] = (likelihood * p, [*above, node])
+    # Longest first, then likeliest; max keeps the first of equals.
     last, (_, accepted) = max(paths.items(), key=lambda path: (len(path[1][1]), path[1][0]))
     return Verdict(accepted, int(categorical(p_NV[last + 1], u_final)))
 
 
 def typical_threshold(p_NV: Tensor) -> Tensor:
-    """Probability [N] above which a token is typical: min(eps, delta exp(-H(p))), H the entropy in nats."""
+    """Typical threshold [N], above which a token's probability must lie: min(eps, delta exp(-H(p))), H in nats."""
     entropy_N: Tensor = torch.special.entr(p_NV).sum(-1)
     return (TYPICAL_DELTA * (-entropy_N).exp()).clamp(max=TYPICAL_EPSILON)
 
@@ -236,7 +249,7 @@ def _check_rows(name: str, rows: Tensor, count: int) -> None:
 
 
 def _distributions(name: str, rows_NV: Tensor, count: int) -> Tensor:
-    """A float64 copy whose rows sum to one, as the draws from them assume; fp32 rows are off by 1e-7."""
+    """Distributions as a float64 copy whose rows sum to one; fp32 rows are off by 1e-7. Raises ValueError."""
     _check_rows(name, rows_NV, count)
     rows_NV = rows_NV.double()
     return rows_NV / rows_NV.sum(-1, keepdim=True)

@@ -22,20 +22,20 @@ __all__ = ["BatchVerdict", "verify_batch", "verify_greedy_chains"]
 
 
 class BatchVerdict(NamedTuple):
-    """What one round emits in each slot."""
+    """Verdict of one round in each slot."""
 
     length_B: Tensor
-    """How many nodes were accepted."""
+    """Number of accepted nodes."""
     path_BD: Tensor
-    """Their indexes, root to leaf; -1 past the end."""
+    """Indexes of the accepted nodes, root to leaf; -1 past the end."""
     token_B: Tensor
-    """The correction or bonus that follows them."""
+    """Correction or bonus token that follows them."""
 
 
 def verify_batch(
     rule: str, p_BMV: Tensor, q_BNV: Tensor | None, tree: TreeBatch, u_BN: Tensor, u_final_BD: Tensor
 ) -> BatchVerdict:
-    """Verify one tree a slot by the rule of that name.
+    """Verify one drafted tree a slot by the accept rule of that name.
 
     p_BMV: row 0 after the last emitted token, row i+1 after node i; may be logits for `greedy`. q_BNV: row i is the
     full distribution that node i was drawn from; None for a rule that reads none. u_BN: the acceptance number of each
@@ -43,6 +43,7 @@ def verify_batch(
     column d. For a rule that takes only chains each node must be the parent of the next. Raises InputError for a draft
     whose way of drawing the rule does not take.
     """
+    # 1) Refuse drafts that the rule does not take, and rows that do not match the nodes.
     known = known_rule(rule)
     known.check_drawn(tree.drawn)
     nodes = tree.tokens_BN.shape[1]
@@ -50,6 +51,7 @@ def verify_batch(
         raise ValueError(f"p: {p_BMV.shape[1]} rows: must be {nodes + 1} for this draft")
     if known.needs_q and (q_BNV is None or q_BNV.shape[1] != nodes):
         raise ValueError(f"q: {None if q_BNV is None else q_BNV.shape[1]} rows: must be {nodes} for rule {rule!r}")
+    # 2) With nothing drafted every rule draws from p; `greedy` is left to its own function, as p may be logits there.
     inputs = _Inputs(p_BMV, p_BMV[:, :0] if q_BNV is None else q_BNV, tree, u_BN, u_final_BD)
     if nodes == 0 and rule != "greedy":
         return _Walk(tree).end(inputs.draw(inputs.p(ROOT)))
@@ -57,8 +59,9 @@ def verify_batch(
 
 
 def verify_greedy_chains(p_BMV: Tensor, tree: TreeBatch) -> BatchVerdict:
-    """`greedy` where every tree is a chain, each node the parent of the next: all levels at once."""
+    """Greedy verification of chains, each node the parent of the next: all levels at once. `p` may be logits."""
     best_BM = p_BMV.argmax(-1)
+    # The cumulative product stops counting at the first node that disagrees.
     agree_BK = tree.candidate_BN & (tree.tokens_BN == best_BM[:, :-1])
     length_B = agree_BK.long().cumprod(1).sum(1)
     return BatchVerdict(length_B, _path(length_B, tree.depth), best_BM.gather(1, length_B[:, None])[:, 0])
@@ -68,7 +71,7 @@ def verify_greedy_chains(p_BMV: Tensor, tree: TreeBatch) -> BatchVerdict:
 
 
 class _Inputs(NamedTuple):
-    """One round's numbers."""
+    """Inputs of one round: distributions, trees and random numbers, as `verify_batch` takes them."""
 
     p_BMV: Tensor
     q_BNV: Tensor
@@ -94,7 +97,7 @@ class _Inputs(NamedTuple):
 
 
 class _Walk:
-    """Where each slot stands: at the root, or at the last node that it accepted."""
+    """Walk down each slot's tree: the last accepted node, or ROOT, and the path to it."""
 
     def __init__(self, tree: TreeBatch) -> None:
         self.node_B = tree.tokens_BN.new_full((len(tree.tokens_BN),), ROOT)
@@ -103,13 +106,14 @@ class _Walk:
 
     def step(self, moves_B: Tensor, to_B: Tensor) -> None:
         """Accept node `to` in the slots that move."""
+        # A slot that does not move writes into the spare last column, so that no branch depends on the device.
         column_B = torch.where(moves_B, self.length_B, self._path_BD.shape[1] - 1)
         self._path_BD.scatter_(1, column_B[:, None], to_B[:, None])
         self.node_B = torch.where(moves_B, to_B, self.node_B)
         self.length_B = self.length_B + moves_B
 
     def step_to_first(self, matching_BN: Tensor) -> Tensor:
-        """Accept the first matching node, if any; tells which slots moved."""
+        """Accept the first matching node of each slot, if any; returns which slots moved."""
         moves_B = matching_BN.any(1)
         self.step(moves_B, matching_BN.to(torch.uint8).argmax(1))
         return moves_B
@@ -135,7 +139,7 @@ def _residual(weight_B: Tensor, p_BV: Tensor, q_BV: Tensor) -> Tensor:
 
 
 def _norm(weights_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
-    """_norm(weights) [B, V]; `otherwise` where they have no mass."""
+    """Normalised weights [B, V]; `otherwise` where they have no mass."""
     mass_B1 = weights_BV.sum(1, keepdim=True)
     return torch.where(mass_B1 > 0.0, weights_BV / mass_B1, otherwise_BV)
 
@@ -146,14 +150,14 @@ def _share(part_B: Tensor, rest_B: Tensor) -> Tensor:
 
 
 def _rows(rows_BMV: Tensor, row_B: Tensor | int) -> Tensor:
-    """One row [B, V] of each slot, all the same one or each its own."""
+    """Row [B, V] of each slot, by one index for all or one for each."""
     if isinstance(row_B, int):
         return rows_BMV[:, row_B]
     return rows_BMV[torch.arange(len(row_B), device=row_B.device), row_B]
 
 
 def _distribution(rows_BV: Tensor) -> Tensor:
-    """In float64, summing to one; zeros stay zeros."""
+    """Distributions in float64 whose rows sum to one; rows of zeros stay zeros."""
     rows_BV = rows_BV.double()
     return _norm(rows_BV, rows_BV)
 
@@ -163,6 +167,7 @@ def _distribution(rows_BV: Tensor) -> Tensor:
 
 def _greedy(inputs: _Inputs) -> BatchVerdict:
     best_BM, walk = inputs.p_BMV.argmax(-1), _Walk(inputs.tree)
+    # Level by level: go to the child that is the target's best token. A slot that has stopped stays where it is.
     for _ in range(inputs.tree.depth):
         best_B1 = best_BM.gather(1, walk.node_B[:, None] + 1)
         walk.step_to_first(inputs.children(walk.node_B) & (inputs.tree.tokens_BN == best_B1))
@@ -171,6 +176,7 @@ def _greedy(inputs: _Inputs) -> BatchVerdict:
 
 def _match(inputs: _Inputs) -> BatchVerdict:
     walk = _Walk(inputs.tree)
+    # The target's own draw after the last token, then one more after each accepted node.
     token_B = categorical(inputs.p(ROOT), inputs.u_final_BD[:, 0])
     for level in range(1, inputs.tree.depth + 1):
         matching_BN = inputs.children(walk.node_B) & (inputs.tree.tokens_BN == token_B[:, None])
@@ -188,6 +194,7 @@ def _onehot(inputs: _Inputs) -> BatchVerdict:
         # What is left of p when a child is tried: itself, its younger siblings, and all tokens that are no child's.
         left_BN = p_BN.flip(1).cumsum(1).flip(1) + others_BV.sum(1, keepdim=True)
         walk.step_to_first(children_BN & (inputs.u_BN < p_BN / left_BN))
+    # Where the walk ended all children were rejected: the final token is drawn from what is left.
     _, others_BV = _take_out(inputs.p(walk.node_B), inputs.tree.tokens_BN, inputs.children(walk.node_B))
     return walk.end(inputs.draw(others_BV))
 
@@ -203,6 +210,7 @@ def _take_out(p_BV: Tensor, tokens_BN: Tensor, children_BN: Tensor) -> tuple[Ten
 
 def _token(inputs: _Inputs) -> BatchVerdict:
     drafted_BK = inputs.tree.candidate_BN.long().cumprod(1)
+    # Every token is tried on its own; the chain is as long as the run of accepted ones from its start.
     accepted = [
         inputs.u_BN[:, k] < _ratio(inputs.p(k - 1), inputs.q(k), inputs.tree.tokens_BN[:, k])
         for k in range(drafted_BK.shape[1])
@@ -226,6 +234,7 @@ def _block(inputs: _Inputs) -> BatchVerdict:
             p_BV, q_BV = inputs.p(i - 1), inputs.q(i)
             mass_B = _residual(weight_B, p_BV, q_BV).sum(1)
             threshold_B = torch.where(i < drafted_B, _share(mass_B, 1.0 - weight_B), weight_B)
+        # The last accepted position counts, as a rejection does not end the search; its weight makes the residual.
         accepted_B = (i <= drafted_B) & (inputs.u_BN[:, i - 1] < threshold_B)
         length_B = torch.where(accepted_B, i, length_B)
         weight_at_length_B = torch.where(accepted_B, weight_B, weight_at_length_B)
@@ -235,6 +244,7 @@ def _block(inputs: _Inputs) -> BatchVerdict:
 def _end_of_chain(inputs: _Inputs, length_B: Tensor, drafted_B: Tensor, weight_B: Tensor) -> BatchVerdict:
     """Emit from _norm(max(P p - q, 0)) after so many accepted tokens, or after all that were drafted from p."""
     p_BV = inputs.p(length_B - 1)
+    # A full chain has no q after it: the index is clamped there, and its residual is not used.
     residual_BV = _residual(weight_B, p_BV, inputs.q(length_B.clamp(max=inputs.tree.tokens_BN.shape[1] - 1)))
     rest_BV = torch.where((length_B < drafted_B)[:, None], _norm(residual_BV, p_BV), p_BV)
     return BatchVerdict(length_B, _path(length_B, inputs.tree.depth), inputs.draw(rest_BV))
