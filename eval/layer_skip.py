@@ -1,10 +1,11 @@
-"""Layer-skip search: expected speed-up of skipping a set of the target's sublayers, by replay and measured times.
+"""Layer-skip search: self-speculative drafts that skip a set of the target's sublayers, by expected speed-up.
 
 Shapes in names: K drafted tokens.
 
-Expected speed-up is tau x plain / (draft + verify + rest), at the best K. tau comes from recorded answers, one pass of
-the view over each. Times are measured three times, not for every set: with nothing skipped, without attention, and
-without MLPs. A drafted token takes a part of its own, and the same for every attention and for every MLP that is kept.
+Expected speed-up is tau x plain / (draft + verify + rest), at the best K. tau comes from replay of recorded answers,
+one pass of the skipping draft over each. Times are measured for three drafts, not for every set: with nothing skipped,
+without attention, and without MLPs. From them a drafted token's time is linear: a constant, plus an equal part for
+every attention that is kept, plus an equal part for every MLP that is kept.
 """
 
 import random
@@ -31,32 +32,34 @@ from .target_pass_cache import TargetPassCache
 Sublayer = tuple[str, int]
 """A field of SkippedLayers, and a layer."""
 Counts = dict[int, tuple[float, float]]
-"""By K: tokens and rounds."""
+"""Tokens and rounds by K."""
 _Stored = TypeAdapter(dict[str, dict[str, Counts]])
 
 
 class RoundTimes(NamedTuple):
-    """Times of a round at one K, in those of a plain token."""
+    """Linear time model of a round at one K, in units of a plain token's time."""
 
     fixed: float
-    """The target's pass, the rest, and what a draft takes without any sublayer."""
+    """Time of the target's pass, of the rest, and of a draft without any sublayer."""
     attention: float
-    """Of each layer that keeps it."""
+    """Time of the attention of one layer that keeps it; `mlp` likewise."""
     mlp: float
 
     @classmethod
     def fit(cls, K: int, layers: int, whole: CostTable, no_attention: CostTable, no_mlp: CostTable) -> "RoundTimes":
-        """From the times of drafts that skip nothing, every attention, and every MLP."""
+        """Fit the model from measured drafts that skip nothing, every attention, and every MLP."""
+        # Draft times, and the times of everything else, in units of each table's own plain token.
         tables = (whole, no_attention, no_mlp)
         costs = [table.cost(DraftConfig(K)) for table in tables]
         draft = [cost.draft_seconds / table.plain_seconds for cost, table in zip(costs, tables)]
         others = [(c.verify_seconds + c.rest_seconds) / table.plain_seconds for c, table in zip(costs, tables)]
+        # What a skipped kind saves, spread over the layers; noise may make a saving negative, which counts as 0.
         attention, mlp = (max(0.0, (draft[0] - one) / layers) for one in draft[1:])
         bare = max(0.0, draft[0] - layers * (attention + mlp))
         return cls(sum(others) / len(others) + bare, attention, mlp)
 
     def of(self, layers: int, skipped: SkippedLayers) -> float:
-        """The round of a draft that skips so much of so many layers."""
+        """Time of a round of a draft that skips these sublayers of a target of `layers` layers."""
         attention, mlp = layers - len(skipped.attention), layers - len(skipped.mlp)
         return self.fixed + attention * self.attention + mlp * self.mlp
 
@@ -70,7 +73,7 @@ class SkipScore(NamedTuple):
 
 
 class SkipCounts:
-    """Counts of the sets that were tried, by domain, kept in a file from one call to the next."""
+    """Cache file of the counts of every tried set, by domain, so that a later search replays none of them again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -85,7 +88,7 @@ class SkipCounts:
 
 
 class SkipScorer:
-    """Replays views of one target on recorded answers."""
+    """Scorer of skip sets: replays the skipping drafts of one target on recorded answers."""
 
     def __init__(
         self,
@@ -95,13 +98,14 @@ class SkipScorer:
         settings: ScoreSettings,
         counts: SkipCounts,
     ) -> None:
-        """`samples`: those of each domain. `times`: by K; these are the K that are compared."""
+        """`samples`: recorded answers by domain. `times`: round times by K; these K are compared."""
         self._target, self._samples, self._times = target, samples, times
         self._settings, self._known_counts = settings, counts
         self._traces = TargetPassCache(target, settings.trace_bytes, settings.replay_tokens)
 
     def score(self, skipped: SkippedLayers, domains: Sequence[str]) -> SkipScore:
-        """Expected speed-up of a set over some domains together; of equal K the smaller one."""
+        """Expected speed-up of a set over some domains pooled, at its best K; of equally good K the smaller one."""
+        # Pool tokens and rounds over the domains, then divide tau by the round's time.
         counts = self._counts(skipped, domains)
 
         def at(K: int) -> SkipScore:
@@ -112,6 +116,7 @@ class SkipScorer:
         return max(map(at, sorted(self._times)), key=lambda score: score.speedup)
 
     def _counts(self, skipped: SkippedLayers, domains: Sequence[str]) -> dict[str, Counts]:
+        # Replay only the domains that the file does not have yet.
         known = {domain: self._known_counts.get(skipped, domain) for domain in domains}
         found = {domain: counts for domain, counts in known.items() if counts is not None}
         missing = [domain for domain in domains if domain not in found]
@@ -122,9 +127,11 @@ class SkipScorer:
         return found
 
     def _replay(self, skipped: SkippedLayers, samples: Sequence[Sample]) -> Counts:
-        """Tokens and rounds of all answers together, each under the rule that decides at its sampling setting."""
+        """Pooled tokens and rounds by K, each answer under the rule that decides at its sampling setting."""
+        # One pass of the target serves every set, as far as the memory for its states reaches.
         proposer = make_proposer(SkippedDraft(self._target, skipped), self._target)
         depths, totals = sorted(self._times), dict.fromkeys(self._times, (0.0, 0.0))
+        # Sum the counts by K over all answers.
         for traced in self._traces.traces(samples, proposer):
             rule = choose_rule(traced.sampling, proposer, self._settings.sampled_rules)
             for counted in replay(proposer, traced, [rule], depths):
@@ -140,7 +147,7 @@ def sublayers(layers: int) -> list[Sublayer]:
 
 
 def skipped_layers(parts: frozenset[Sublayer]) -> SkippedLayers:
-    """A set of sublayers as a draft's settings."""
+    """Draft settings that skip a set of sublayers."""
     return SkippedLayers(**{kind: tuple(n for one, n in parts if one == kind) for kind in SkippedLayers.model_fields})
 
 
@@ -177,7 +184,7 @@ def search(
     seed: int,
     start: Iterable[frozenset[P]] = (),
 ) -> SearchResult[P]:
-    """The set of the highest value among at most `tries` different ones; of equal ones the one that was tried first.
+    """Search for the set of the highest value with at most `tries` evaluations; of equal sets the first one wins.
 
     The sets of `start` are tried first of all. The same arguments give the same sets in the same order.
     """
@@ -201,7 +208,7 @@ class _NoTriesLeftError(Exception):
 
 
 class _Trials(Generic[P]):
-    """Values of the sets that were tried, the best of them, and how many more may be."""
+    """Memo of the values of tried sets, with the best one. Raises _NoTriesLeftError when the budget is spent."""
 
     def __init__(self, value: Callable[[frozenset[P]], float], tries: int) -> None:
         self._value, self._tries = value, tries
@@ -209,6 +216,7 @@ class _Trials(Generic[P]):
         self.best: frozenset[P] = frozenset()
 
     def at(self, parts: frozenset[P]) -> float:
+        # A known set costs no try. A strict comparison lets the first of equal sets stay the best.
         if parts not in self.values:
             if len(self.values) >= self._tries:
                 raise _NoTriesLeftError
@@ -219,32 +227,36 @@ class _Trials(Generic[P]):
 
 
 def _by_single_value(parts: Sequence[P], trials: _Trials[P], chance: random.Random) -> list[P]:
-    """Parts by the value of leaving each out alone, the best first."""
+    """Parts ordered by the value of skipping each alone, the best first. `chance` fixes the order of evaluation."""
     alone = {place: trials.at(frozenset([parts[place]])) for place in chance.sample(range(len(parts)), len(parts))}
     return [parts[place] for place in sorted(alone, key=lambda place: (-alone[place], place))]
 
 
 def _nested(order: Sequence[P], trials: _Trials[P]) -> None:
-    """The first m parts, for m on a grid of an eighth of them, then on ever finer ones beside the best m."""
+    """Nested search: try the first m parts, for m in steps of an eighth, then in halved steps around the best m."""
 
     def value(count: int) -> float:
         return trials.at(frozenset(order[:count]))
 
+    # Coarse grid first.
     step = max(1, len(order) // 8)
     best = max(range(0, len(order) + 1, step), key=value)
+    # Then the neighbours of the best m, at half the step each time.
     while step > 1:
         step = (step + 1) // 2
         best = max((m for m in (best, best - step, best + step) if 0 <= m <= len(order)), key=value)
 
 
 def _climb(parts: Sequence[P], trials: _Trials[P], chance: random.Random) -> None:
-    """Go to a better neighbour while there is one."""
+    """Hill climbing: move to the first better neighbour (one part more, less or swapped) until there is none."""
     while True:
+        # All neighbours in random order, cheap changes of one part before swaps.
         here = trials.best
         inside = [part for part in parts if part in here]
         outside = [part for part in parts if part not in here]
         one_off = [here ^ {part} for part in parts]
         swapped = [here ^ {one, other} for one in inside for other in outside]
         around = [*chance.sample(one_off, len(one_off)), *chance.sample(swapped, len(swapped))]
+        # `any` stops at the first better one, which is then `trials.best`.
         if not any(trials.at(near) > trials.values[here] for near in around):
             return

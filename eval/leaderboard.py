@@ -1,4 +1,4 @@
-"""The leaderboard: picks the checkpoint, and how it drafts, by expected speed-up.
+"""Leaderboard: picks the checkpoint, and its K or tree, by expected speed-up.
 
 1. One row a (draft, step, config), a config being a K or a tree: counts pooled over the split's mix as it is (no other
    domain weights), all scored sampling settings together, each under its serving rule; replayed counts where there are
@@ -42,11 +42,11 @@ from .speedup import Gain
 PLAIN = "plain"
 _UNKNOWN = Estimate(math.nan)
 Checkpoint = tuple[str, int]
-"""Draft and step."""
+"""A draft's name and training step."""
 
 
 class Times(Protocol):
-    """What rounds cost, at batch 1 (`CostTable`) or at a load (`LoadTimes`)."""
+    """Protocol of round times, at batch 1 (`CostTable`) or at a load (`LoadTimes`)."""
 
     @property
     def key(self) -> CostKey:
@@ -58,13 +58,13 @@ class Times(Protocol):
 
     @property
     def description(self) -> str:
-        """Where the times hold and come from, in words."""
+        """Words that say where the times hold and come from."""
 
     def cost(self, config: DraftConfig) -> RoundCost:
-        """A round's parts."""
+        """Seconds of a round of this K or tree, by part."""
 
     def gain(self, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
-        """What drafting so makes of a tau. `drafted_share`: share of rounds that draft at all."""
+        """Gain, the map from tau to speed-up, of this K or tree. `drafted_share`: share of rounds that draft at all."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Row:
     step: int
     config: DraftConfig
     drafted: float
-    """Tokens drafted a round, on average."""
+    """Mean number of tokens drafted a round."""
     tau: Estimate
     acceptance: Estimate
     alphas: tuple[Estimate, ...]
@@ -83,23 +83,23 @@ class Row:
     verify_seconds: float
     speedup: Estimate
     gain: Gain
-    """What makes the speed-up of tau."""
+    """Map from tau to `speedup`."""
     perplexity: float = math.nan
     baseline: bool = False
     chosen: bool = False
     drafted_share: float = 1.0
     """Share of rounds whose draft is paid for."""
     load: LoadFigures | None = None
-    """At the recipe's load, where it states one."""
+    """Figures at the recipe's load; None where it states none."""
     scored_share: float = 1.0
-    """Of the answers' tokens; less than 1: dropped by a race."""
+    """Share of the answers' tokens that it was scored on; less than 1: dropped by a race."""
     trained_for: str = ""
     """The target that the draft was made for, where that is another than the one it was scored on, or another form of
     it (quantised, with an adapter): 12 hex digits of its fingerprint."""
 
     @property
     def break_even_tau(self) -> float:
-        """The tau from which drafting so pays."""
+        """Break-even tau, from which this K or tree pays."""
         return self.gain.break_even_tau
 
     @property
@@ -108,8 +108,10 @@ class Row:
         return self.scored_share < 1
 
     def record(self) -> dict[str, Any]:
-        """JSON-able: an unknown number is null."""
+        """JSON-able mapping of the row; an unknown number is null."""
+        # All fields, with nested objects replaced by their records.
         config = {"draft_tokens": self.config.levels, "tree": self.config.tree, "break_even_tau": self.break_even_tau}
+        # Intervals are records of their own.
         known: dict[str, Any] = finite({**config, **vars(self), "dropped": self.dropped})
         for name in ("config", "gain", "load"):
             del known[name]
@@ -120,6 +122,7 @@ class Row:
 
     def metrics(self) -> dict[str, float]:
         """Flat known numbers, for a run's metrics."""
+        # Everything that has a number; what is not known is left out at the end.
         flat = {"tau": self.tau.value, "tau_low": self.tau.low, "tau_high": self.tau.high}
         flat |= {"acceptance": self.acceptance.value, "draft_tokens": float(self.config.levels)}
         flat |= {"drafted": self.drafted}
@@ -134,7 +137,7 @@ class Row:
 
 @dataclass(frozen=True)
 class DomainRow:
-    """One draft in one domain at one sampling setting."""
+    """Figures of one draft in one domain at one sampling setting."""
 
     draft: str
     step: int
@@ -148,18 +151,19 @@ class DomainRow:
     alphas: tuple[Estimate, ...]
     baseline: bool = False
     speedup: Estimate = _UNKNOWN
-    """Expected, were all traffic like this domain's."""
+    """Expected speed-up if all traffic were like this domain's."""
     goodput: Estimate = _UNKNOWN
-    """Tokens a second at the load; NaN where none is stated."""
+    """Expected tokens a second at the load; NaN where none is stated."""
     break_even: BreakEvenPoint | None = None
-    """Up to which batch size drafting pays in this domain."""
+    """Batch size up to which drafting pays in this domain; None without a load."""
     taus: tuple[tuple[str, Estimate], ...] = ()
     """tau under every rule that was scored, the deciding one among them, by the rule's label."""
     batches: tuple[BatchFigures, ...] = ()
     """The best K or tree for this domain at each batch size, where a load is stated."""
 
     def record(self) -> dict[str, Any]:
-        """JSON-able."""
+        """JSON-able mapping of the row."""
+        # Plain fields, then intervals, then figures at the load.
         known = {name: getattr(self, name) for name in ("draft", "step", "domain", "setting", "rule", "conversations")}
         known |= {"draft_tokens": self.config.levels, "tree": self.config.tree, "baseline": self.baseline}
         for name in ("tau", "acceptance", "speedup", "goodput"):
@@ -171,7 +175,7 @@ class DomainRow:
 
 
 ConfigRows = Mapping[Checkpoint, Sequence[Row]]
-"""Every checkpoint at every K and tree, nothing chosen yet."""
+"""Rows of every checkpoint at every K and tree, nothing chosen yet."""
 
 
 def config_rows(
@@ -180,7 +184,7 @@ def config_rows(
     settings: ScoreSettings,
     baselines: Collection[str] = (),
 ) -> ConfigRows:
-    """Rows of every checkpoint at every K and tree: hundreds of bootstraps, to be drawn once."""
+    """Rows of every checkpoint at every K and tree. They take hundreds of bootstraps: compute them once."""
     return {
         (draft, step): _config_rows(table, _times(costs, draft, step), draft in baselines, settings)
         for (draft, step), table in groups(serving(concat(tables), settings), "draft", "step")
@@ -196,10 +200,10 @@ def leaderboard(
     scored_shares: Mapping[Checkpoint, float] | None = None,
     configs: ConfigRows | None = None,
 ) -> list[Row]:
-    """One row a checkpoint, at its best config, baselines first, the chosen one marked.
+    """Leaderboard rows: one a checkpoint, at its best K or tree, baselines first, the chosen one marked.
 
-    `scored_shares`: of checkpoints that a race dropped, how much of the answers they were scored on. `configs`: of the
-    same arguments, where they are known already.
+    `scored_shares`: of each checkpoint that a race dropped, the share of the answers that it was scored on. `configs`:
+    the result of `config_rows` for the same arguments, where it is known already.
     """
     known = config_rows(tables, costs, settings, baselines) if configs is None else configs
     # 1) each checkpoint at its best config
@@ -221,6 +225,7 @@ def leaderboard(
 def _load_figures(
     table: pa.Table, times: Times, rows: Sequence[Row], row: Row, settings: ScoreSettings
 ) -> LoadFigures | None:
+    # Without a load there is nothing beyond batch 1. With one, all K and trees compete at each batch size.
     if not isinstance(times, LoadTimes):
         return None
     candidates = [Candidate(one.config, one.tau, one.drafted, one.drafted_share) for one in rows]
@@ -229,7 +234,7 @@ def _load_figures(
 
 
 def engine_tau(table: pa.Table, settings: ScoreSettings) -> Estimate:
-    """Tokens a round as the load's engine counts them: 1 + accepted over rounds in which anything was drafted.
+    """Engine tau: tokens a round in the engine's own counting, 1 + accepted / rounds in which anything was drafted.
 
     draftforge counts rounds without a draft too. What still differs: vLLM does not shorten an answer's last drafts, and
     counts all of their surplus as accepted.
@@ -249,13 +254,16 @@ def by_config(configs: ConfigRows, row: Row) -> list[Row]:
 
 
 def choose(rows: Sequence[Row]) -> Row | None:
-    """The row with the best expected speed-up, baselines and dropped ones aside; None where no speed-up is known."""
+    """Chosen row: the best expected speed-up, baselines and dropped rows aside; None where no speed-up is known."""
     known = [row for row in rows if not row.baseline and not row.dropped and math.isfinite(row.speedup.value)]
     return min(known, key=lambda row: (-row.speedup.value, row.drafted, row.step), default=None)
 
 
 def best_config(rows: Sequence[Row], tie_share: float) -> Row:
-    """Of one checkpoint's rows: the best expected speed-up, or the fewest drafted tokens within `tie_share` of it."""
+    """Best row of one checkpoint: of those within `tie_share` of the best expected speed-up, the fewest drafted tokens.
+
+    Where no speed-up is known it is the first row.
+    """
     known = [row for row in rows if math.isfinite(row.speedup.value)]
     if not known:
         return rows[0]
@@ -278,15 +286,18 @@ def domain_rows(
     settings: ScoreSettings,
     costs: Mapping[Checkpoint, Times],
 ) -> list[DomainRow]:
-    """Rows by domain and sampling setting, each draft at the config that its row has."""
+    """Domain rows: each draft by domain, sampling setting and rule, at the K or tree of its leaderboard row."""
+    # Two tables: the counts that decide, and those under every rule for the column `taus`.
     everything = concat(tables)
     table = serving(everything, settings)
     found: list[DomainRow] = []
+    # One row a draft, domain, setting and rule; its bootstraps are of that part alone.
     for row in rows:
         configs = where(table, draft=row.draft, step=row.step)
         mine, all_rules = at_config(configs, row.config), _rows_of(everything, row)
         times = _times(costs, row.draft, row.step)
         for (domain, setting, rule), part in groups(mine, "domain", "setting", "rule"):
+            # The load's figures need a known tau.
             pooled = tau(part, settings.bootstrap)
             share = _drafted_share(part, row.baseline)
             speedup = times.gain(row.config, share).estimate(pooled)
@@ -317,7 +328,7 @@ def domain_rows(
 def _batches(
     table: pa.Table, baseline: bool, times: LoadTimes | None, settings: ScoreSettings
 ) -> tuple[BatchFigures, ...]:
-    """The best configs of one draft and step on a part of the conversations."""
+    """Best K or tree by batch size of one draft and step on a part of the conversations; empty without a load."""
     if times is None:
         return ()
     candidates = [
@@ -333,7 +344,7 @@ def _batches(
 
 
 def _taus(table: pa.Table, settings: ScoreSettings) -> tuple[tuple[str, Estimate], ...]:
-    """tau by rule, replayed where it was."""
+    """tau under each scored rule, from replayed counts where there are any."""
     found = []
     for (rule,), part in groups(table, "rule"):
         method = "replay" if "replay" in values(part, "method") else "decode"
@@ -342,14 +353,15 @@ def _taus(table: pa.Table, settings: ScoreSettings) -> tuple[tuple[str, Estimate
 
 
 def speedup_difference(tables: Sequence[pa.Table], first: Row, second: Row, settings: ScoreSettings) -> Estimate:
-    """Expected speed-up of the first row minus the second's, paired by turn: what a promotion rests on."""
+    """Paired difference of expected speed-ups, first row minus second, by turn: the evidence of a promotion."""
     table = serving(concat(tables), settings)
     one, two = (_rows_of(table, row) for row in (first, second))
     return tau_difference(one, two, settings.bootstrap, first.gain.speedup, second.gain.speedup)
 
 
 def serving(table: pa.Table, settings: ScoreSettings) -> pa.Table:
-    """The rows that decide: per draft, replayed where it was; per sampling setting, under its deciding rule."""
+    """Deciding counts: per sampling setting those under its deciding rule, replayed ones where there are any."""
+    # Each way of drafting by itself: a tree may have to be decoded where chains are replayed.
     kept = []
     for _, part in groups(table, "draft", "step", "setting", "tree"):
         mine = where(part, rule=deciding_rule(values(part, "rule"), settings.sampled_rules))
@@ -358,7 +370,7 @@ def serving(table: pa.Table, settings: ScoreSettings) -> pa.Table:
 
 
 def at_config(table: pa.Table, config: DraftConfig) -> pa.Table:
-    """The rows of one config."""
+    """Counts of one K or tree."""
     return where(table, draft_tokens=config.levels, tree=config.tree)
 
 
@@ -373,6 +385,7 @@ def _config_rows(table: pa.Table, costs: Times, baseline: bool, settings: ScoreS
 
 def _row(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings) -> Row:
     """The row of one draft, step and config."""
+    # All rows of the table share these values; tau is pooled over them, and times turn it into a speed-up.
     draft, step, K, tree = (values(table, column)[0] for column in ("draft", "step", "draft_tokens", "tree"))
     config, pooled = DraftConfig(K, tree), tau(table, settings.bootstrap)
     cost, share = costs.cost(config), _drafted_share(table, baseline)

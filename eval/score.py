@@ -1,4 +1,4 @@
-"""Scores one draft on recorded answers: replay on all of them, real decoding on a part, and the two compared.
+"""Scoring of one draft on recorded answers: replay on all of them, real decoding on a part, and the two compared.
 
 Replay is exact only for answers of this very target at the sampling setting they were recorded at; so every sample is
 scored at its own setting. At temperature 0 every accept rule is the greedy one, and is scored once, under that name.
@@ -35,7 +35,7 @@ from .target_pass_cache import TargetPassCache, replay_samples
 
 
 class Identity(NamedTuple):
-    """Which draft the counts are of."""
+    """Name and training step of the draft that counts are of."""
 
     name: str
     step: int
@@ -43,12 +43,12 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class Consistency:
-    """Replay against decoding at temperature 0."""
+    """Consistency of replay with decoding at temperature 0."""
 
     compared: int = 0
-    """Answers (turn x K or tree) that both counted."""
+    """Number of answers (turn x K or tree) that were both replayed and decoded."""
     ties: int = 0
-    """Answers that diverge where the target's two tokens tie; their counts are not compared."""
+    """Number of answers that diverge where the target's two tokens tie; their counts are not compared."""
     diverged: tuple[str, ...] = ()
     """Answers that diverge although the target prefers one token clearly: decoding that is not lossless."""
     miscounted: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Consistency:
 
     @property
     def mismatches(self) -> tuple[str, ...]:
-        """All that differ, one line each."""
+        """All answers that differ, one line each."""
         return self.diverged + self.miscounted
 
     @property
@@ -67,7 +67,7 @@ class Consistency:
 
 @dataclass(frozen=True)
 class Score:
-    """What scoring a draft yields."""
+    """Result of scoring a draft: its counts table, and how replay agrees with decoding."""
 
     counts: pa.Table
     consistency: Consistency
@@ -81,10 +81,11 @@ def score_draft(
     identity: Identity,
     traces: TargetPassCache | None = None,
 ) -> Score:
-    """Counts of one draft, in each way of drafting, on the samples of a scored split.
+    """Score one draft, in each way of drafting, on the samples of a scored split.
 
-    What cannot be replayed is decoded on all of them. `traces` is shared by the checkpoints that are scored on the same
-    samples. Raises ReplayMismatchError in float32.
+    Rules that cannot be replayed are decoded on all samples. `traces` is shared by the checkpoints that are scored on
+    the same samples. Raises InputError for samples that may not be scored, and in float32 ReplayMismatchError where
+    more answers differ than `mismatch_limit` allows.
     """
     # 1) what is replayed and what is decoded of each way of drafting
     samples = scored_samples(samples, settings)
@@ -105,13 +106,15 @@ def score_draft(
 
 
 def stratified_conversations(samples: Iterable[Sample], count: int) -> set[str]:
-    """A sample of `count` conversations, taken in turn from each domain in the order of a hash.
+    """Stratified sample of `count` conversations, taken in turn from each domain in the order of a hash.
 
-    It is stable as other conversations come and go.
+    Other conversations that come or go change it little, since no random state is shared.
     """
+    # Conversations by domain.
     by_domain: dict[str, set[str]] = {}
     for sample in samples:
         by_domain.setdefault(sample.domain, set()).add(sample.conversation)
+    # Sorted by place within the domain first: the n-th of every domain comes before any (n + 1)-th.
     ranked = [
         (place, domain, name)
         for domain, names in by_domain.items()
@@ -140,7 +143,7 @@ class _Decoding(NamedTuple):
 
 @dataclass(frozen=True)
 class _Share:
-    """What is replayed and what is decoded of one way of drafting."""
+    """Share of the work for one way of drafting: samples to replay, and groups of samples to decode."""
 
     spec: ProposerSpec
     replayed: list[Sample]
@@ -149,10 +152,12 @@ class _Share:
     @classmethod
     def of(cls, spec: ProposerSpec, samples: Sequence[Sample], settings: ScoreSettings) -> "_Share":
         """Replay all that can be, and decode a part of it at the settings' depths; decode all of the rest."""
+        # The conversations to decode although they are replayed, and the depths for that check.
         proposer, chosen = spec.proposer, stratified_conversations(samples, settings.decode_conversations)
         some = [depth for depth in settings.decode_draft_tokens if depth in spec.depths] or spec.depths[-1:]
         replayed: list[Sample] = []
         groups: dict[str, tuple[list[Sample], Sequence[int]]] = {}
+        # Each (sample, rule): replay it where replay is exact; decode it where it is not, or as a check.
         for sample in samples:
             exact = replayable_rules(proposer, sample.sampling, settings.sampled_rules)
             if exact:
@@ -169,7 +174,8 @@ class _Share:
 
 
 def scored_samples(samples: Sequence[Sample], settings: ScoreSettings) -> list[Sample]:
-    """Samples that the settings ask to score. Raises InputError for none, or the train split."""
+    """Samples to score. Raises InputError for an empty list, or for samples of the train split."""
+    # Scores on training data would flatter every draft.
     trained = next((sample for sample in samples if sample.split == "train"), None)
     if trained is not None:
         raise InputError(f"sample {trained.id}: split train; drafts are scored on selection or holdout only")
@@ -182,6 +188,7 @@ def scored_samples(samples: Sequence[Sample], settings: ScoreSettings) -> list[S
 
 
 def _replay(share: _Share, traces: TargetPassCache, settings: ScoreSettings, advance: Advance) -> list[_Answer]:
+    # Packs come in any order: collect by index, then list in the order of the samples.
     spec, samples, done = share.spec, share.replayed, dict[int, list[Counted]]()
     for index, counted in replay_samples(spec.proposer, traces, samples, spec.depths, settings):
         done[index] = counted
@@ -194,7 +201,8 @@ def _replay(share: _Share, traces: TargetPassCache, settings: ScoreSettings, adv
 
 
 def _decode(target: Target, share: _Share, settings: ScoreSettings, advance: Advance) -> list[_Answer]:
-    """Decode; the order of the answers does not depend on which finishes first."""
+    """Decoded answers of a share, in the order of its samples, whichever finishes first."""
+    # Each rule and depth is a decoding run of its own.
     spec, answers = share.spec, list[_Answer]()
     for rule, samples, depths in share.decoded:
         requests = [_request(target, sample, settings) for sample in samples]
@@ -203,6 +211,7 @@ def _decode(target: Target, share: _Share, settings: ScoreSettings, advance: Adv
             for index, generation in generate(target, spec.proposer, requests, rule, depth, settings.batch_size):
                 done[index] = generation
                 advance(note="decode")
+            # Requests finish in any order: list their answers in the order of the samples.
             for index, sample in enumerate(samples):
                 counts = count_rounds(done[index].rounds, depth)
                 answers.append(_Answer(sample, rule, DraftConfig(depth, spec.tree), counts, done[index].tokens))
@@ -237,7 +246,8 @@ def _row(identity: Identity, answer: _Answer) -> CountRow:
 def _compare(
     target: Target, replayed: Sequence[_Answer], decoded: Sequence[_Answer], settings: ScoreSettings
 ) -> Consistency:
-    """Compare decoded answers and their counts with the replayed ones, at temperature 0."""
+    """Consistency check at temperature 0: decoded answers and counts against recorded answers and replayed counts."""
+    # Temperature 0 only: above it a decoded answer need not be the recorded one.
     expected = {
         (answer.sample.id, answer.config): answer.counts for answer in replayed if answer.sample.sampling.greedy
     }
@@ -245,6 +255,7 @@ def _compare(
     compared = ties = 0
     diverged: list[str] = []
     miscounted: list[str] = []
+    # Three outcomes of an answer that both have: equal tokens (counts must agree), a tie, or a real divergence.
     for answer in decoded:
         counts = expected.get((answer.sample.id, answer.config))
         if counts is None or answer.tokens is None or not answer.sample.sampling.greedy:
@@ -264,6 +275,7 @@ def _compare(
 
 def _report_mismatches(target: Target, consistency: Consistency, settings: ScoreSettings, title: str) -> None:
     """Say where replay and decoding differ; raise ReplayMismatchError where arithmetic cannot be the reason."""
+    # In half precision ties flip between passes of other shapes: that is said and not an error.
     differ = len(consistency.mismatches)
     if not differ:
         return
@@ -282,9 +294,11 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 def _tie(target: Target, sample: Sample, decoded: Sequence[int], at: int, tolerance: float) -> bool:
     """Whether the target hardly prefers one of the two tokens at which the answers diverge."""
+    # An answer that merely ends earlier is no tie.
     recorded = sample.answer_ids
     if at >= min(len(recorded), len(decoded)):
         return False
+    # The target's logits at the first token that differs.
     ids = torch.tensor([sample.prompt_ids + recorded[:at]], device=target.device)
     with running(target.device):
         logits_V = target.logits(target.states(ids).hidden_BTH[0, -1]).float()
@@ -296,13 +310,18 @@ def _brief(counts: RoundCounts) -> str:
 
 
 def measured_tree(target: CausalModel, proposer: Proposer, samples: Sequence[Sample], tree: MeasuredTree) -> StaticTree:
-    """A static tree shaped by how often each rank of a draft is right along recorded answers: those that it was trained
-    on, so that the answers which pick a draft do not also shape it. Raises InputError where there are none."""
+    """Static tree whose shape maximises expected acceptance, from how often each rank of a draft is right.
 
+    `samples` are answers of the train split, so that the answers which pick a draft do not also shape its tree. Raises
+    InputError where there are none of two tokens or more.
+    """
+
+    # Nothing is remembered of the target's passes: each is used once.
     def traces() -> Iterator[tuple[Pack, Trace]]:
         for traced in TargetPassCache(target, 0).traces(samples, proposer):
             yield traced.pack, proposer.trace(traced.pack, tree.levels, traced.sampling, traced.states)
 
+    # Accuracy by depth and rank gives each node's chance of acceptance; the tree takes the best nodes.
     with running(target.device):
         shape = TreeShape.of_accuracies(rank_accuracies(traces(), tree.ranks), tree.nodes)
     if not shape.choices:
@@ -319,6 +338,7 @@ def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TargetPass
 
     Tokens outside a reduced draft vocabulary have q = 0 and are left out, which flatters such a draft.
     """
+    # Mean -log q over the tokens that the draft can emit at all.
     total, count = 0.0, 0
     for traced in traces.traces(samples, proposer):
         with running(traced.pack.ids_BT.device):
@@ -326,5 +346,6 @@ def perplexity(proposer: Proposer, samples: Sequence[Sample], traces: TargetPass
         inside_R = q_R > 0
         total -= float(q_R[inside_R].log().sum())
         count += int(inside_R.sum())
+    # exp would overflow for a draft that is all but never right.
     known = count > 0 and total / count < _MOST_NATS
     return math.exp(total / count) if known else None
