@@ -30,11 +30,12 @@ _EMPTY_LENGTH = 8
 
 
 def pack(lengths: Sequence[int], row_tokens: int = 0) -> tuple[list[list[int]], int]:
-    """Rows of sample indexes, and the tokens of a row.
+    """Pack samples into rows: the sample indexes of each row, and the tokens of a row.
 
     Best fit, longest first, into as many rows of about `row_tokens` tokens (at least the longest sample) as there are
     tokens for, or into fewer where too much of them would be padding.
     """
+    # Ask for fewer rows, a 64th at a time, until at most MOST_PADDING of their tokens is padding.
     if not lengths:
         raise ValueError("no samples to pack")
     total, longest = sum(lengths), max(lengths)
@@ -47,8 +48,10 @@ def pack(lengths: Sequence[int], row_tokens: int = 0) -> tuple[list[list[int]], 
 
 
 def buckets(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Sample indexes, longest first, in groups of about one length: filled up to their longest, with one sample a row,
-    each group is at most `tokens` tokens, or one sample."""
+    """Length buckets: sample indexes, longest first, in groups of similar length.
+
+    Padded to its longest sample, with one sample a row, a group has at most `tokens` tokens, or is a single sample.
+    """
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > tokens:
@@ -58,14 +61,18 @@ def buckets(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def _rows(lengths: Sequence[int], count: int, tokens: int) -> tuple[list[list[int]], int]:
-    """At most `count` rows, made a little longer until all samples have a span."""
+    """Best-fit packing into at most `count` rows, which are made longer until all samples have a place.
+
+    Returns the rows, and the tokens of the fullest one.
+    """
     while (rows := _best_fit(lengths, count, tokens)) is None:
         tokens += max(1, tokens // _PART)
     return rows, max(sum(lengths[index] for index in row) for row in rows)
 
 
 def _best_fit(lengths: Sequence[int], count: int, tokens: int) -> list[list[int]] | None:
-    """Each sample, longest first, goes into the fullest row that has room; None where one has none."""
+    """Best-fit decreasing: each sample, longest first, goes into the fullest row with room; None: one does not fit."""
+    # `room` lists (free tokens, row) in ascending order, so the first that is large enough is the fullest row.
     rows: list[list[int]] = [[] for _ in range(count)]
     room = [(tokens, row) for row in range(count)]  # ascending
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -130,6 +137,7 @@ class BatchPlan:
             raise InputError("training samples: 0, must be at least 1")
         if tokens_per_step < 1 or world_size < 1 or accumulation < 1 or not 0 <= rank < world_size:
             raise ValueError(f"{tokens_per_step=} {world_size=} {rank=} {accumulation=}")
+        # Answer tokens and all tokens of every sample: the plan needs no ids.
         self._answers = np.array([len(sample.answer_ids) for sample in samples])
         self._lengths = self._answers + np.array([len(sample.prompt_ids) for sample in samples])
         self._tokens_per_step, self._seed = tokens_per_step, seed
@@ -158,14 +166,17 @@ class BatchPlan:
 
     def _groups(self, epoch: int) -> list[np.ndarray]:
         """The epoch's steps: shuffle, sort by length inside windows, cut, and shuffle the cuts."""
+        # 1) Shuffle the epoch under a seed of its own.
         order_rng = np.random.default_rng(int(fingerprint.of_json(["batches", self._seed, epoch])[:16], 16))
         order = order_rng.permutation(len(self._lengths))
+        # 2) Cut windows of WINDOW_STEPS steps; in each, sort by length, which saves padding, and cut the steps.
         steps = max(1, round(int(self._lengths.sum()) / self._tokens_per_step))
         groups: list[np.ndarray] = []
         for window in _cut(order, self._lengths, -(-steps // WINDOW_STEPS)):
             by_length = window[np.argsort(self._lengths[window], kind="stable")]
             window_steps = max(1, round(int(self._lengths[window].sum()) / self._tokens_per_step))
             groups += [group for group in _cut(by_length, self._lengths, window_steps) if len(group)]
+        # 3) Shuffle the steps, so that the length of samples does not drift along the epoch.
         return [groups[index] for index in order_rng.permutation(len(groups))]
 
     def _deal(self, group: np.ndarray) -> list[np.ndarray]:
@@ -173,14 +184,18 @@ class BatchPlan:
         return [part for run in _cut(group, self._lengths, self._accumulation) for part in self._split_by_rank(run)]
 
     def _split_by_rank(self, run: np.ndarray) -> list[np.ndarray]:
-        """Parts alike in tokens and in supervised ones, which cost the loss, so that ranks finish together.
+        """Balance a run over the ranks, in tokens and in supervised tokens (the loss's cost), so that they finish
+        together.
 
-        Longest first, each sample goes to the rank that has least of what it brings. S samples, R ranks.
+        Largest first, each sample goes to the rank with the smallest load along the sample's own two sizes.
+        Shapes: S samples, R ranks.
         """
         if self._world_size == 1:
             return [run]
+        # Each sample's share of the run's tokens and of its supervised tokens.
         sizes_S2 = np.stack([self._lengths[run], self._answers[run]], axis=1)
         shares_S2 = sizes_S2 / np.maximum(1, sizes_S2.sum(0))
+        # Greedy, largest share first: the dot product weighs a rank's loads by what this sample would add.
         loads_R2, ranks_S = np.zeros((self._world_size, 2)), np.zeros(len(run), dtype=np.int64)
         for sample in np.argsort(-shares_S2.sum(1), kind="stable"):
             ranks_S[sample] = rank = int((loads_R2 @ shares_S2[sample]).argmin())
@@ -200,6 +215,7 @@ class BatchPlan:
 
 def _cut(order: np.ndarray, lengths: np.ndarray, parts: int) -> list[np.ndarray]:
     """Cut an order of samples into `parts` runs of about equal tokens; a run may be empty."""
+    # A sample belongs to the part that its middle token lies in.
     ordered = lengths[order]
     middle = np.cumsum(ordered) - ordered / 2
     part = np.minimum((middle * parts / max(1, int(ordered.sum()))).astype(np.int64), parts - 1)
@@ -207,18 +223,18 @@ def _cut(order: np.ndarray, lengths: np.ndarray, parts: int) -> list[np.ndarray]
 
 
 class SampleSpan(NamedTuple):
-    """Where the tokens of a sample lie in a batch."""
+    """Location of a sample's tokens in a batch."""
 
     row: int
     start: int
-    """Its first token in the row."""
+    """Index of the sample's first token in the row."""
     length: int
     prompt: int
     """Tokens before the answer."""
 
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on another device, copied without a wait of the host for the GPU."""
+    """Copy a tensor to a device; to CUDA from pinned memory, so that the host does not wait for the GPU."""
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -233,7 +249,7 @@ class Batch:
     documents: Documents
     """The sample of each token, and its position in that sample."""
     spans: list[SampleSpan]
-    """Of each sample, in their order."""
+    """Location of each sample, in the samples' order."""
     positions_N: Tensor
     """int64: b * T + t of every t that is trained to predict the answer token at t + 1, sample by sample; entry i goes
     with entry i of the signals."""
@@ -277,11 +293,13 @@ def collate(samples: Sequence[TokenizedSample], signals: Sequence[Signals] | Non
         return _empty_batch()
     if signals is not None and len(signals) != len(samples):
         raise ValueError(f"{len(signals)} signals for {len(samples)} samples")
+
     # 1) Deal the samples into rows; each is a document of its row.
     lengths = [len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples]
     rows, tokens = pack(lengths, row_tokens)
     spans = _spans(rows, samples)
     document_of = {index: document for members in rows for document, index in enumerate(members)}
+
     # 2) Fill in tokens, documents and positions; note the positions that predict an answer token.
     ids_BT = torch.full((len(rows), tokens), _PADDING_ID)
     document_BT, position_BT = torch.full_like(ids_BT, PADDING), torch.zeros_like(ids_BT)
@@ -291,6 +309,8 @@ def collate(samples: Sequence[TokenizedSample], signals: Sequence[Signals] | Non
         ids_BT[row, at] = torch.tensor(sample.prompt_ids + sample.answer_ids)
         document_BT[row, at] = document_of[index]
         position_BT[row, at] = torch.arange(length)
+
+        # The logits at the prompt's last token predict the first answer token.
         first = row * tokens + start + prompt - 1
         positions.append(torch.arange(first, first + len(sample.answer_ids)))
         offsets.append(offsets[-1] + len(sample.answer_ids))
@@ -305,6 +325,7 @@ def collate(samples: Sequence[TokenizedSample], signals: Sequence[Signals] | Non
 
 
 def _spans(rows: list[list[int]], samples: Sequence[TokenizedSample]) -> list[SampleSpan]:
+    # Within a row, samples stand side by side from its start on.
     found = {}
     for row, members in enumerate(rows):
         start = 0
@@ -317,6 +338,7 @@ def _spans(rows: list[list[int]], samples: Sequence[TokenizedSample]) -> list[Sa
 
 def _packed_spans(spans: Sequence[SampleSpan], rows: int, tokens: int) -> PackedSpans:
     """Documents, and the padding after them, row by row."""
+    # Every start and end of a sample is an edge; what lies between an end and the next row is a run of padding.
     starts = {span.row * tokens + span.start for span in spans}
     ends = {span.row * tokens + span.start + span.length for span in spans}
     edges = torch.tensor(sorted(starts | ends | {rows * tokens}), dtype=torch.int32)

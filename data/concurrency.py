@@ -1,8 +1,7 @@
-"""Concurrency of a log: how many requests are in flight at once, and the recipe's `score.load` that this proposes.
+"""Concurrency of a log: how many requests are in flight at once, and a proposal for the recipe's `score.load`.
 
-What a decoding step sees is the distribution over time while at least one request is in flight, so idle time does not
-count. Requests wait in queues too, before and inside an engine: the figures are of requests at a replica, an upper
-bound of the batch that it decodes.
+The distribution is over busy time (at least one request in flight), as this is what decoding steps see. Requests also
+wait in queues before and inside an engine, so the requests at a replica are an upper bound of its decoding batch.
 
 Shapes: R requests of one replica, E = 2R events.
 """
@@ -29,14 +28,14 @@ _ROUNDING = 1e-9
 
 
 class Traffic:
-    """Times, replicas and token counts of requests, in columns: 28 bytes each."""
+    """Times, replicas and token counts of requests, in columns: 28 bytes for each request."""
 
     def __init__(self) -> None:
         self.started, self.ended = array("d"), array("d")
         self.replica, self.prompt_tokens, self.answer_tokens = array("i"), array("i"), array("i")
         self.names: dict[str, int] = {}
         self.untimed = 0
-        """Requests without a start or an end; their tokens count."""
+        """Number of requests without a start or an end; their token counts are used all the same."""
 
     def add(
         self,
@@ -72,7 +71,7 @@ class Level:
 
     @property
     def mean(self) -> float:
-        """Over the busy time."""
+        """Mean number of requests in flight, over the busy time."""
         return math.fsum(level * time for level, time in enumerate(self.seconds)) / self.busy_seconds
 
     @property
@@ -98,17 +97,17 @@ class Concurrency:
     """The load of a log."""
 
     requests: int
-    """Those that the levels count."""
+    """Number of requests that the levels count: those with a start and a later end."""
     untimed: int
     zero_length: int
-    """Started and ended at the same time: of a log with whole seconds, or never run."""
+    """Number of requests that started and ended at the same time: never run, or logged in whole seconds."""
     skewed: int
-    """Ended before they started: two clocks."""
+    """Number of requests that ended before they started: two clocks."""
     replicas: dict[str, Level]
     pooled: Level | None
     """None: no request has a length."""
     prompt_tokens: float | None
-    """Median; None: the log counts none."""
+    """Median prompt tokens; None: the log counts none."""
     answer_tokens: float | None
 
     def yaml(self, engine: str | None) -> str:
@@ -126,10 +125,12 @@ class Concurrency:
 
 def measure_concurrency(traffic: Traffic) -> Concurrency:
     """Levels of each replica and of all, and median tokens. Requests of no length and of two clocks are left out."""
+    # Only requests with a start and a later end have a level; NaN and reversed times drop out by their length.
     start_R, end_R = np.frombuffer(traffic.started), np.frombuffer(traffic.ended)
     replica_R = np.frombuffer(traffic.replica, dtype=np.int32)
     length_R = end_R - start_R
     usable_R = length_R > 0  # false of NaN
+    # Replicas by name, those alone that have usable requests.
     levels = {}
     for name, number in sorted(traffic.names.items()):
         own_R = usable_R & (replica_R == number)
@@ -199,9 +200,11 @@ def proposed_load(
 ) -> str:
     """The recipe's section `score.load`, as YAML: batch sizes with their shares, the context half way through a median
     answer, and that answer's tokens. An engine that is not known is left to the reader."""
+    # Batch sizes, and the engine where the log tells.
     sizes = ", ".join(f"{size}: {share:.2f}" for size, share in batch_shares(level).items())
     serves = f"engine: {engine}" if engine else "# engine: the log does not tell; vllm, sglang or llama.cpp, by hand"
     lines = ["score:", "  load:", f"    {serves}", f"    batch_sizes: {{{sizes}}}"]
+    # The context of a median request half way through its answer.
     if prompt_tokens is None or answer_tokens is None:
         lines.append("    # context_tokens and answer_tokens: the log counts no tokens; set them by hand")
     else:
@@ -227,8 +230,7 @@ def _percent(shares: Mapping[int, float]) -> dict[int, float]:
 
 
 def concurrency_record(traffic: Traffic, settings: MixSettings) -> dict[str, Any] | None:
-    """The manifest's record of the load, and the section that it proposes; None: the log holds no
-    end of a request."""
+    """Load of a log for the manifest, with the proposed `score.load`; None: no request has a start and a later end."""
     found = measure_concurrency(traffic)
     if found.pooled is None:
         return None
@@ -243,6 +245,7 @@ def concurrency_record(traffic: Traffic, settings: MixSettings) -> dict[str, Any
             "busy_seconds": level.busy_seconds,
         }
 
+    # A redacted name gets a number, as several replicas may look alike then.
     replicas = {
         name if redactor.text(name) == name else f"{redactor.text(name)} {number}": figures(level)
         for number, (name, level) in enumerate(found.replicas.items(), start=1)

@@ -1,4 +1,4 @@
-"""Contamination: evaluation sets kept out of train, and a check that the holdout is near nothing that trains drafts."""
+"""Contamination: keeps what is near evaluation sets out of train, and checks that the holdout is near no train data."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ class EvaluationSet(NamedTuple):
 
 
 def read_evaluation_sets(settings: MixSettings, base_dir: Path) -> list[EvaluationSet]:
-    """The sets of `mix.contamination`, redacted as the mix is, so that equal texts stay equal."""
+    """Read the evaluation sets of `mix.contamination`, redacted like the mix, so that equal texts stay equal."""
     redactor = Redactor(settings.redact)
     found: list[EvaluationSet] = []
     for i, name in enumerate(settings.contamination):
@@ -37,13 +37,16 @@ def read_evaluation_sets(settings: MixSettings, base_dir: Path) -> list[Evaluati
 
 
 def near_any(members: Iterable[Member], signatures: Sequence[Signature], threshold: float, title: str) -> set[str]:
-    """Ids of the members that are at least as similar as the threshold to some signature."""
+    """Ids of the members whose similarity to one of the signatures reaches the threshold."""
+    # Only signatures that share a band can be found similar: the rest is neither indexed nor looked up.
     members = list(members)
     meets = sharing_a_band([*signatures, *(member.signature for member in members)], threshold)
+    # Index the known signatures.
     index = SimilarityIndex(threshold, len(signatures))
     for number, known in enumerate(signatures):
         if meets[number]:
             index.add(number, known)
+    # Look up the members.
     some = [member for member, may in zip(members, meets[len(signatures) :]) if may]
     return {
         member.id for member in progress.track(some, title, unit="conversations") if index.similar(member.signature)
@@ -56,10 +59,12 @@ def holdout_report(
     near_sets: Mapping[str, Collection[str]],
     threshold: float,
 ) -> dict[str, object]:
-    """Clusters of the holdout, and how many of them are near this mix's train, an ancestor's, or an evaluation set.
+    """Count the holdout's clusters, and those near this mix's train, near an ancestor's train, or near evaluation sets.
 
-    The first two are 0: near conversations share a cluster, a cluster has one split, and an ancestor's split wins.
+    Both counts for train are 0 by construction: near conversations share a cluster, a cluster has one split, and an
+    ancestor's split wins.
     """
+    # The holdout against train here and train of earlier mixes.
     holdout = {id: item for id, item in placed.items() if item.split == "holdout"}
     members = [item.member for item in holdout.values()]
     trained = [item.member.signature for item in placed.values() if item.split == "train"]
@@ -79,21 +84,26 @@ def holdout_report(
 def turn_report(
     placed: Mapping[str, PlacedMember], elsewhere: Mapping[str, Sequence[int]], known: Sequence[PlacedMember]
 ) -> dict[str, object]:
-    """Turns of the holdout that count, how many of them train or an ancestor's train asks in the very same context, and
-    how many are left out of each split because they are asked elsewhere.
+    """Count the holdout's turns, those of them that train or an ancestor's train asks in the very same context, and the
+    turns of each split that do not count as they are asked elsewhere.
 
-    The second and third are 0: where a turn is seen most, only there it counts.
+    Both counts for train are 0 by construction: a turn counts only in the split that saw most of it.
     """
 
     def keys_of(items: Iterable[PlacedMember]) -> TurnKeys:
         return np.concatenate([NO_TURNS, *(item.member.turn_keys for item in items)])
 
+    # Turns of train, here and in earlier mixes.
     trained = keys_of(item for item in placed.values() if item.split == "train")
     before = keys_of(item for item in known if item.split == "train")
+
+    # Turns of the holdout without those that another conversation asks.
     holdout = {id: item for id, item in placed.items() if item.split == "holdout"}
     counting = np.concatenate(
         [NO_TURNS, *(np.delete(item.member.turn_keys, elsewhere[id]) for id, item in holdout.items())]
     )
+
+    # Turns that do not count, by split.
     left_out = Counter(dict.fromkeys(SPLITS, 0))
     for id, item in placed.items():
         left_out[item.split] += len(elsewhere[id])

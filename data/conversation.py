@@ -1,4 +1,4 @@
-"""Conversations of a mix: messages, the assistant turns in them that the target must answer, and their rendering."""
+"""Conversations of a mix: messages, the assistant turns that the target must answer, and chat-template rendering."""
 
 import json
 import operator
@@ -40,7 +40,7 @@ class Message(BaseModel):
 
 
 class Conversation(BaseModel):
-    """One entry of a mix."""
+    """One conversation of a mix."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,13 +52,13 @@ class Conversation(BaseModel):
     template_args: dict[str, Any] = {}
     """Extra arguments of the chat template, e.g. `enable_thinking`."""
     sampling: SamplingSettings | None = None
-    """How the target is sampled here; None: the capture's default."""
+    """Sampling settings of the target's answers; None: the capture's default."""
     max_new_tokens: int | None = None
     cluster: str
     """Stable id of its near-duplicate cluster; whole clusters fall in one split."""
     split: Split
     asked_elsewhere: list[int] = Field(default=[], exclude_if=operator.not_)
-    """Turns (0, 1, …) whose very context another conversation asks that stands before this one: they do not count."""
+    """Turns (0, 1, …) that do not count, as a conversation before this one asks them in the very same context."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,15 @@ class Turn:
     waits_for: int | None
     """The turn whose answer this one's context needs; None: the context is complete."""
     counts: bool
-    """Whether drafts are trained and scored on it; otherwise it is answered only because later turns wait for it."""
+    """Whether drafts are trained and scored on this turn; if not, it is answered only as later turns wait for it."""
 
     def context(self, answers: Sequence[str] = ()) -> list[Message]:
-        """The complete context: `answers` of turns 0 … index-1 are put after their user messages."""
+        """Complete the context: put `answers` of turns 0 … index-1 after their user messages."""
         if self.waits_for is None:
             return self.messages
         if len(answers) < self.index:
             raise InputError(f"turn {self.index}: {len(answers)} earlier answers given, {self.index} needed")
+        # Each user message but the last is followed by its answer.
         filled: list[Message] = []
         pending = iter(answers[: self.index])
         for message in self.messages:
@@ -91,13 +92,14 @@ class Turn:
 
 
 def turns(conversation: Conversation) -> list[Turn]:
-    """The assistant turns to answer, in order.
+    """List the assistant turns to answer, in order.
 
-    User messages alone are answered one after the other, each in the context of the target's own earlier answers. A
-    logged conversation keeps its assistant messages: each that follows a user or tool message is answered again in its
-    logged context, and so is a last user or tool message that has no answer yet. What is asked elsewhere is left out,
-    unless a later turn waits for it.
+    A conversation of user messages alone is answered turn by turn, in the context of the target's own earlier answers.
+    A logged conversation keeps its assistant messages: each one after a user or tool message is answered again in its
+    logged context, and so is a last user or tool message without an answer. Turns asked elsewhere are left out, unless
+    a later turn waits for them.
     """
+    # A turn that does not count is kept only before a counting one that waits for it.
     messages = conversation.messages
     ends, waiting = turn_ends(messages)
     counting = set(range(len(ends))) - set(conversation.asked_elsewhere)
@@ -111,8 +113,10 @@ def turns(conversation: Conversation) -> list[Turn]:
 
 def turn_ends(messages: Sequence[Message]) -> tuple[list[int], bool]:
     """Number of messages before each answer, and whether later answers wait for the target's own earlier ones."""
+    # User messages alone: the target writes the whole dialogue.
     if all(message.role in ("system", "user") for message in messages):
         return [i + 1 for i, message in enumerate(messages) if message.role == "user"], True
+    # A logged dialogue: answers belong after user and tool messages that an assistant message, or nothing, follows.
     closing = [*messages[1:], None]
     ends = [
         i + 1
@@ -128,12 +132,13 @@ def render(
     tools: list[dict[str, Any]] | None = None,
     template_args: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Prompt ids by the tokenizer's chat template, generation prompt included.
+    """Render messages to prompt ids with the tokenizer's chat template, generation prompt included.
 
     Raises InputError for a tokenizer without chat template and for messages that its template refuses.
     """
     require_chat_template(tokenizer)
     try:
+        # Text first, and tokenized without special tokens: the template has written its own.
         text = tokenizer.apply_chat_template(
             [message.for_template() for message in messages],
             tools=tools,

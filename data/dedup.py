@@ -39,7 +39,7 @@ _KEY_BYTES = 8
 
 
 class TurnIndex:
-    """Hashes of every turn's context, of conversations in the order in which they were added.
+    """Index of turns: the hash of each turn's context, conversation by conversation in the order of `add`.
 
     Shapes: N conversations, T turns of all of them.
     """
@@ -58,20 +58,22 @@ class TurnIndex:
         return np.split(np.array(self._keys, dtype=np.uint64), np.cumsum(self._counts)[:-1]) if self._counts else []
 
     def continued(self, ids: Sequence[str]) -> dict[str, str]:
-        """For each conversation that another one goes on from, the longest that does (of several the first by id).
+        """Map each conversation that another one continues to the longest that does (of several the first by id).
 
-        `ids` are those of the conversations, in their order. None of the longest is itself continued.
+        `ids`: the conversations' ids, in their order. None of the longest ones is itself continued.
         """
         keys_T, counts_N = np.array(self._keys, dtype=np.uint64), np.array(self._counts, dtype=np.int64)
         some_N = np.flatnonzero(counts_N)
         if not len(some_N):
             return {}
+
         # Of the turns with equal keys, the first is that of the longest conversation (then of the smallest id).
         rank_N = np.empty(len(ids), dtype=np.int64)
         rank_N[sorted(range(len(ids)), key=ids.__getitem__)] = np.arange(len(ids))
         owner_T = np.repeat(np.arange(len(ids)), counts_N)
         order_T = np.lexsort((rank_N[owner_T], -counts_N[owner_T], keys_T))
         distinct, first = np.unique(keys_T[order_T], return_index=True)
+
         # A conversation is continued if a longer one asks its last turn: the context of that holds all before it.
         last_N = keys_T[(counts_N.cumsum() - 1)[some_N]]
         longest_N = owner_T[order_T][first][np.searchsorted(distinct, last_N)]
@@ -81,12 +83,13 @@ class TurnIndex:
 
 
 def contained_in(parts: Sequence[TurnKeys], others: Sequence[TurnKeys]) -> dict[int, int]:
-    """For each part whose every turn another conversation asks too: its index, and that of the first such other."""
+    """Map each part whose every turn one other conversation asks too to the first such other; both by index."""
     keys_T, owner_T = _flattened(others)
     distinct, first = np.unique(keys_T, return_index=True)  # the first of equal ones: owners stand in order
     some = [index for index, keys in enumerate(parts) if len(keys)]
     if not some or not len(distinct):
         return {}
+    # The key of the last turn covers its whole context, so who asks it asks every turn before it.
     last_N = np.array([parts[index][-1] for index in some])
     at_N = np.minimum(np.searchsorted(distinct, last_N), len(distinct) - 1)
     found_N = distinct[at_N] == last_N
@@ -94,19 +97,21 @@ def contained_in(parts: Sequence[TurnKeys], others: Sequence[TurnKeys]) -> dict[
 
 
 def asked_elsewhere(found: Sequence[Asking], before: Sequence[Asking]) -> list[list[int]]:
-    """For each conversation, its turns (0, 1, …) that do not count there.
+    """For each conversation, list its turns (0, 1, …) that do not count there.
 
-    A turn counts where it was seen most: in train before selection before holdout, and of equals in the first. So it
-    counts nowhere where an ancestor (`before`) had it in an earlier one of these splits.
+    A turn that several conversations ask counts in one of them: in train before selection before holdout, and within a
+    split in the first. It counts in none of them where an ancestor (`before`) had it in an earlier one of these splits.
     """
     if not found:
         return []
     keys_T, owner_T = _flattened([keys for _, keys in found])
     split_T = np.array([SPLITS.index(split) for split, _ in found], dtype=np.int64)[owner_T]
+
     # All but the first of the turns with one key, by split and then by order, are asked again.
     order_T = np.lexsort((owner_T, split_T, keys_T))
     again_T = np.ones(len(keys_T), dtype=np.bool_)
     again_T[order_T[np.unique(keys_T[order_T], return_index=True)[1]]] = False
+
     # So are those that an ancestor had in an earlier split.
     for split in SPLITS[:-1]:
         seen = [keys for name, keys in before if name == split]
@@ -116,12 +121,12 @@ def asked_elsewhere(found: Sequence[Asking], before: Sequence[Asking]) -> list[l
 
 
 def _flattened(each: Sequence[TurnKeys]) -> tuple[TurnKeys, NDArray[np.int64]]:
-    """All keys [T], and the index [T] of the conversation that each belongs to."""
+    """Concatenate turn keys: all keys [T], and the index [T] of the conversation that each belongs to."""
     return np.concatenate([NO_TURNS, *each]), np.repeat(np.arange(len(each)), [len(keys) for keys in each])
 
 
 def asking(split: Split, conversation: Conversation) -> Asking:
-    """A conversation as `asked_elsewhere` sees it, in a split."""
+    """Split and turn keys of a conversation, as `asked_elsewhere` takes them."""
     return split, np.array(turn_keys(conversation), dtype=np.uint64)
 
 
@@ -167,14 +172,14 @@ _WORD = re.compile(r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W
 
 
 class Member(NamedTuple):
-    """A conversation as clustering sees it."""
+    """Clustering's view of a conversation: no text."""
 
     id: str
     group: str | None
     """Hash of its group's name; None: no group."""
     signature: Signature
     turn_keys: TurnKeys = NO_TURNS
-    """Of every turn that it asks."""
+    """Keys of all its turns."""
 
 
 class PlacedMember(NamedTuple):
@@ -186,7 +191,7 @@ class PlacedMember(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The result of clustering for one new member."""
+    """Clustering's result for one new member."""
 
     cluster: str
     split: Split | None
@@ -232,18 +237,19 @@ def cluster_members(
     threshold: float,
     continued: Mapping[str, str] | None = None,
 ) -> dict[str, Placement]:
-    """Cluster new members (ids distinct) among the known ones; their placements by id, whatever the order.
+    """Cluster new members (ids distinct) among the known ones. Returns placements by id; the input order has no effect.
 
-    Members are visited by id. One that is similar to one kept before is its near-copy and not kept, and joins the
-    clusters of all those that it resembles. Similar to known members only, it joins their clusters and is kept.
-    `continued`: members that others go on from, with those. They share a cluster, and nothing is a copy of the former.
-    One that a known member goes on from, or that asks the same, joins that one's cluster too.
+    New members are visited by id. A member joins the clusters of all members that it resembles. If one of these is a
+    new member that was kept, it is that one's near-copy and is not kept; if all are known ones, it is kept.
+    `continued` maps members to the longer ones that continue them: both share a cluster, and a continued
+    one neither is a near-copy nor has any. A member whose every turn a known member asks joins that one's cluster too.
     """
     # 1) Nodes: known members, then new ones, in an order that no input influences.
     continued = continued or {}
     known = sorted(known, key=lambda item: (item.member.id, item.cluster, item.split))
     members = sorted(members, key=lambda member: member.id)
     nodes = [item.member for item in known] + members
+
     # 2) Join what names tie: groups, the clusters of earlier mixes, conversations that go on from one another.
     union = _Union(len(nodes))
     union.join_equal([member.group for member in nodes])
@@ -251,11 +257,13 @@ def cluster_members(
     node_of = {member.id: len(known) + i for i, member in enumerate(members)}
     for part, whole in continued.items():
         union.join(node_of[part], node_of[whole])
+
     # 3) Join what an earlier mix asked in full, in the split that saw most of it.
     seen_most = sorted(range(len(known)), key=lambda node: SPLITS.index(known[node].split))
     asked = contained_in([one.turn_keys for one in members], [known[node].member.turn_keys for node in seen_most])
     for at_new, at_known in asked.items():
         union.join(len(known) + at_new, seen_most[at_known])
+
     # 4) Join what is similar; of new members, the first stands and the others are its copies.
     meets = sharing_a_band([node.signature for node in nodes], threshold)
     index = SimilarityIndex(threshold, int(meets.sum()))
@@ -305,9 +313,9 @@ def _placements(
 
 
 def sharing_a_band(signatures: Sequence[Signature], threshold: float) -> NDArray[np.bool_]:
-    """Mark those of M signatures that may be similar to another: alike in some band, by a hash of it.
+    """Mark which of M signatures may be similar to another one: those that share the hash of some band.
 
-    Most conversations are like no other; an index, which takes kilobytes of each, need not hold them.
+    Most conversations resemble no other one, so an index, at kilobytes for each, need not hold them.
     """
     shared_M = np.zeros(len(signatures), dtype=np.bool_)
     if not signatures:
@@ -315,8 +323,10 @@ def sharing_a_band(signatures: Sequence[Signature], threshold: float) -> NDArray
     entries_MN = np.stack(signatures)
     bands, rows = _bands(threshold)
     for band in range(bands):
+        # Hash the band of every signature by multiply-add.
         part_MR = entries_MN[:, band * rows : (band + 1) * rows].astype(np.uint64)
         hash_M = (part_MR * _FACTORS[:rows]).sum(axis=1, dtype=np.uint64)  # wraps at 2^64
+        # After sorting, equal hashes stand side by side: both of each equal pair are marked.
         order_M = np.argsort(hash_M)
         same = np.diff(hash_M[order_M]) == 0
         shared_M[order_M[1:][same]] = True
@@ -339,6 +349,7 @@ class SimilarityIndex:
 
     def add(self, node: int, sig: Signature) -> None:
         """Take in a node's signature."""
+        # A signature that is known shares its row; a new one gets a row and an entry in the index.
         row = self._row_of.setdefault(sig.tobytes(), len(self._nodes))
         if row < len(self._nodes):
             self._nodes[row].append(node)
@@ -349,6 +360,7 @@ class SimilarityIndex:
 
     def similar(self, sig: Signature) -> list[int]:
         """Nodes at least as similar as the threshold, smallest first."""
+        # The index returns rows that share a band; the share of equal entries decides.
         candidates = np.array(self._lsh.query(_Hashed(sig)), dtype=np.int64)
         found = candidates[(self._rows[candidates] == sig).mean(axis=1) >= self._threshold]
         return sorted(node for row in found.tolist() for node in self._nodes[row])
@@ -381,7 +393,7 @@ class _Union:
         self._parent[high] = low
 
     def join_equal(self, keys: Sequence[str | None]) -> None:
-        """Join the nodes that have the same key; None joins nothing."""
+        """Join nodes with equal keys; None joins nothing."""
         first: dict[str, int] = {}
         for node, key in enumerate(keys):
             if key is not None:
@@ -389,7 +401,9 @@ class _Union:
 
 
 def _bands(threshold: float) -> tuple[int, int]:
-    """(bands, rows): the longest rows at which a pair just at the threshold still meets in some band."""
+    """LSH parameters (bands, rows of a band): the most rows at which a pair exactly at the threshold still shares a
+    band with a probability of at least 0.99."""
+    # A pair of similarity t shares a band with probability 1 - (1 - t^rows)^bands.
     for rows in range(SIGNATURE_LENGTH, 0, -1):
         bands = SIGNATURE_LENGTH // rows
         if bands >= 2 and 1 - (1 - threshold**rows) ** bands >= _RECALL_AT_THRESHOLD:

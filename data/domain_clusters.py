@@ -28,17 +28,17 @@ Floats = NDArray[np.float32]
 
 
 class Clusters(NamedTuple):
-    """C centres over T terms."""
+    """Fitted text clusters: C centres over T tf-idf terms."""
 
     terms: list[str]
     idf_T: Floats
     centres_CT: Floats
     agreement: float | None
-    """Of two halves' fits; None: the centres are an ancestor's."""
+    """Adjusted Rand index of two halves' fits; None: the centres are an ancestor's."""
 
     @property
     def names(self) -> list[str]:
-        """c00, c01, …"""
+        """Domain names of the clusters: c00, c01, …"""
         return [f"c{number:02d}" for number in range(len(self.centres_CT))]
 
     def record(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Clusters(NamedTuple):
 
 
 def fit(texts: Sequence[str], count: int) -> Clusters:
-    """Find `count` clusters of texts. Raises InputError where the texts are too few or too alike."""
+    """Fit `count` clusters to texts. Raises InputError where the texts are too few or too alike."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.metrics import adjusted_rand_score
 
@@ -61,11 +61,14 @@ def fit(texts: Sequence[str], count: int) -> Clusters:
         raise InputError(
             f"mix.domains.clusters {count}: {len(texts)} conversations to name; must be at least {2 * count}"
         )
+
+    # The vocabulary: frequent terms, without those of one text alone or of more than half of them.
     words = TfidfVectorizer(max_features=_MOST_TERMS, min_df=2, max_df=0.5, **_TFIDF)
     try:
         vectors = words.fit_transform(texts)
     except ValueError as error:
         raise InputError(f"mix.domains.clusters {count}: the texts hold too few words in common ({error})") from None
+
     # Two fits, each on a half, tell how stable the clusters are; the fit on all gives them, the largest first.
     halves = [_centres(vectors[half::2], count) for half in range(2)]
     agreement = float(adjusted_rand_score(*(_nearest(vectors, centres) for centres in halves)))
@@ -76,9 +79,10 @@ def fit(texts: Sequence[str], count: int) -> Clusters:
 
 
 def assign(clusters: Clusters, texts: Iterable[str]) -> Iterator[str]:
-    """The cluster of each text."""
+    """Yield the cluster's name of each text, batch by batch."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
+    # A vectorizer of the stored terms and weights; `transform` needs no fit then.
     words = TfidfVectorizer(vocabulary=clusters.terms, **_TFIDF)
     words.idf_ = clusters.idf_T
     names = clusters.names
@@ -88,18 +92,19 @@ def assign(clusters: Clusters, texts: Iterable[str]) -> Iterator[str]:
 
 
 def write(clusters: Clusters, folder: Path) -> None:
-    """Keep the clusters in a mix folder."""
+    """Write the clusters into a mix folder."""
     columns = dict(zip(clusters.names, clusters.centres_CT))
     table = pa.table({"term": clusters.terms, "idf": clusters.idf_T, **columns})
     pq.write_table(table, folder / FILE, compression="zstd")
 
 
 def read_first(folders: Iterable[Path], count: int) -> Clusters | None:
-    """The clusters of the first folder that has as many."""
+    """Read the clusters of the first mix folder that has `count` of them; None: no folder does."""
     for folder in folders:
         if not (folder / FILE).is_file():
             continue
         table = pq.read_table(folder / FILE)
+        # Columns: term, idf, and one for each centre.
         if len(table.column_names) == count + 2:
             centres = [table.column(name).to_numpy() for name in table.column_names[2:]]
             return Clusters(table.column("term").to_pylist(), table.column("idf").to_numpy(), np.stack(centres), None)
@@ -116,7 +121,8 @@ def _centres(vectors: Any, count: int) -> Floats:
 
 
 def _nearest(vectors: Any, centres_CT: Floats) -> NDArray[np.int64]:
-    """The nearest centre of each row; of several, the first."""
+    """Index of the nearest centre (Euclidean) of each row; of equals, the first."""
+    # Squared distances without the rows' own norms, which do not change the order.
     distance_NC = (centres_CT**2).sum(axis=1) - 2 * (vectors @ centres_CT.T)
     found: NDArray[np.int64] = distance_NC.argmin(axis=1)
     return found

@@ -1,6 +1,6 @@
-"""Reading files: one, a folder or a pattern, plain or compressed; as lines, JSON values or table rows.
+"""Streaming file readers: a file, a folder or a pattern, plain or compressed; as lines, JSON values or table rows.
 
-Nothing is read whole: a line, a value of a JSON array or a row at a time is in memory.
+No file is read whole: memory holds one line, one value of a JSON array, or one batch of rows at a time.
 """
 
 import bz2
@@ -36,13 +36,13 @@ _DEEPEST = 200  # of a JSON value: far below what Python's own JSON module can w
 
 
 class Item(NamedTuple):
-    """One line, JSON value or row, not decoded yet."""
+    """One line, JSON value or row of a file, decoded on demand."""
 
     path: Path
     where: str
     """`file:line`, or `file: item N` of a JSON array."""
     decode: Callable[[], Any]
-    """Raises InputError starting with `where`."""
+    """Parse the item. Raises InputError starting with `where`."""
 
 
 class _Open(NamedTuple):
@@ -51,20 +51,22 @@ class _Open(NamedTuple):
     path: Path
     stream: IO[bytes]
     tick: Callable[[], None]
-    """Moves the progress bar to where the file on disk is read to."""
+    """Move the progress bar to the current position in the file on disk."""
 
 
 def find(base_dir: Path, name: str) -> list[Path]:
-    """The files that a source names, in the order of their names: one, all of a folder, or those of a pattern.
+    """Find the files that a source names, sorted by name: one file, all of a folder, or the matches of a pattern.
 
     Files whose name starts with a dot are left out of folders. Raises MissingFileError.
     """
+    # A folder: all files in it and below.
     path = base_dir / name
     if path.is_dir():
         found = [inner for inner in path.rglob("*") if inner.is_file() and not _hidden(inner.relative_to(path))]
         if not found:
             raise MissingFileError(f"{path}: the folder holds no file")
         return sorted(found)
+    # A pattern, unless a file has that very name.
     if not path.exists() and glob.has_magic(name):
         found = [base_dir / match for match in glob.glob(name, root_dir=base_dir, recursive=True)]  # noqa: PTH207  absolute patterns too
         found = sorted(match for match in found if match.is_file())
@@ -75,7 +77,8 @@ def find(base_dir: Path, name: str) -> list[Path]:
 
 
 def digest(base_dir: Path, name: str) -> str:
-    """64 hex digits of what the files of a source hold, and of their names where there may be several."""
+    """Digest (64 hex digits) of the contents of a source's files, and of their names where there may be several."""
+    # A single file's name does not count; others count relative to the folder that holds all of them.
     paths = find(base_dir, name)
     if paths == [base_dir / name]:
         return fingerprint.of_file(paths[0])
@@ -93,7 +96,7 @@ def require_file(path: Path) -> Path:
 
 
 def text_lines(paths: Sequence[Path], title: str) -> Iterator[Item]:
-    """Lines that are not blank, as text without their end."""
+    """Yield the lines that are not blank, as text without line ends."""
     for file in _opened(paths, title):
         for where, line in _lines(file):
             yield Item(file.path, where, lambda line=line, where=where: _utf8(line, where).rstrip("\r\n"))  # type: ignore[misc]
@@ -110,13 +113,13 @@ def prompt_lines(paths: Sequence[Path], title: str) -> Iterator[Item]:
 
 
 def objects(paths: Sequence[Path], title: str) -> Iterator[Item]:
-    """JSON values: one a line, the elements of an array, or a file's one value over many lines."""
+    """Yield JSON values: one a line, the elements of an array, or a file's only value over many lines."""
     for file in _opened(paths, title):
         yield from _json_values(file)
 
 
 def table_rows(paths: Sequence[Path], title: str) -> Iterator[Item]:
-    """Rows of .csv and .parquet files, as objects; JSON values of all others."""
+    """Yield the rows of .csv and .parquet files as objects, and the JSON values of all other files."""
     for file in _opened(paths, title):
         name = _unpacked_name(file.path)
         if name.endswith(".csv"):
@@ -128,7 +131,7 @@ def table_rows(paths: Sequence[Path], title: str) -> Iterator[Item]:
 
 
 def first_line(path: Path) -> Any:
-    """The first value of a file, decoded; None of an empty one. Text that is not JSON is {"prompt": text}."""
+    """Decode the first value of a file; None: it is empty. A line of a text file gives {"prompt": line}."""
     return next((item.decode() for item in prompt_lines([path], f"reading {path.name}")), None)
 
 
@@ -175,7 +178,7 @@ def _unpack(path: Path, raw: IO[bytes]) -> IO[bytes]:
 
 @contextmanager
 def _unpacking(path: Path, where: Callable[[], str]) -> Iterator[None]:
-    """A packed file that is cut or damaged, as an error that names the line."""
+    """Turn the error of a cut or damaged packed file into an InputError that names the line."""
     try:
         yield
     except _UNPACKING as error:
@@ -198,12 +201,15 @@ def _lines(file: _Open) -> Iterator[tuple[str, bytes]]:
 
 
 def _json_values(file: _Open) -> Iterator[Item]:
-    """One value a line, unless the file starts an array, or its name says .json and its first line is no value."""
+    """Yield JSON values: one a line, unless the file starts an array, or is a .json whose first line is no value."""
+    # 1) An array: its elements one by one.
     with _unpacking(file.path, lambda: f"{file.path}:1"):
         start = file.stream.peek(1)  # type: ignore[attr-defined]  # an array may be one line of any length
     if start.removeprefix(_BOM).lstrip().startswith(b"["):
         yield from _whole_values(file, file.stream.read(len(start)).removeprefix(_BOM))
         return
+
+    # 2) A .json file with one value over many lines.
     lines = _lines(file)
     first = next(lines, None)
     if first is None:
@@ -212,6 +218,8 @@ def _json_values(file: _Open) -> Iterator[Item]:
     if _unpacked_name(file.path).endswith(".json") and not _is_json(line):
         yield from _whole_values(file, line)
         return
+
+    # 3) JSON lines.
     yield _json_item(file.path, where, line)
     for where, line in lines:
         yield _json_item(file.path, where, line)
@@ -240,6 +248,7 @@ def _json(line: bytes, where: str) -> Any:
     except RecursionError:
         raise InputError(f"{where}: nested too deeply for JSON") from None
     except ValueError as error:
+        # The message without the text that it would quote.
         reason = getattr(error, "msg", str(error))
         column = getattr(error, "colno", None)
         spot = f" at column {column}" if column else ""
@@ -254,7 +263,7 @@ def _utf8(line: bytes, where: str) -> str:
 
 
 class _Prepended:
-    """A stream with bytes before it that were read already."""
+    """A stream with the bytes that were read from it already put back in front."""
 
     def __init__(self, begun: bytes, stream: IO[bytes]) -> None:
         self._begun, self._stream = begun, stream
@@ -267,7 +276,7 @@ class _Prepended:
 
 
 def _whole_values(file: _Open, begun: bytes) -> Iterator[Item]:
-    """Elements of an array, or values one after the other, wherever lines end. `begun` was read from the file."""
+    """Yield the elements of an array, or consecutive values, wherever lines end. `begun`: bytes read already."""
     number = 0
     with _unpacking(file.path, lambda: f"{file.path}: item {number + 1}"):
         try:
@@ -284,11 +293,14 @@ def _whole_values(file: _Open, begun: bytes) -> Iterator[Item]:
 
 
 def _elements(stream: _Prepended) -> Iterator[Any]:
-    """The elements of arrays at the top level, and all other values there, one at a time."""
+    """Yield top-level values one at a time; a top-level array gives its elements instead."""
+    # `depth` counts open brackets, the top-level array's included; `array` is whether one is open.
     depth, array, builder = 0, False, ijson.ObjectBuilder()
     for event, value in ijson.basic_parse(stream, use_float=True, multiple_values=True):
         ends = event in ("end_map", "end_array")
         depth -= ends
+
+        # The brackets of a top-level array are not part of any value.
         if depth == 0 and event in ("start_array", "end_array"):
             array = event == "start_array"
             depth += array
@@ -297,6 +309,8 @@ def _elements(stream: _Prepended) -> Iterator[Any]:
         depth += event in ("start_map", "start_array")
         if depth > _DEEPEST:
             raise RecursionError
+
+        # Back at the top level, or directly inside its array: a value is complete.
         if depth == array and event != "map_key":
             yield builder.value
             builder = ijson.ObjectBuilder()
@@ -305,9 +319,11 @@ def _elements(stream: _Prepended) -> Iterator[Any]:
 def _csv_rows(file: _Open) -> Iterator[Item]:
     csv.field_size_limit(sys.maxsize)  # a conversation is one field
     rows = csv.DictReader(io.TextIOWrapper(file.stream, encoding="utf-8-sig", newline=""), strict=True)
+    # The header is read at once, so that an error in it has line 1.
     with _table_errors(file.path, f"{file.path}:1"):
         rows.fieldnames  # noqa: B018  reads the header
     for number in itertools.count(1):
+        # A row may span lines: it is named by the first.
         where = f"{file.path}:{rows.line_num + 1}"
         with _table_errors(file.path, where):
             row = next(rows, None)
@@ -339,6 +355,7 @@ def _checked_row(row: dict[Any, Any], where: str) -> dict[str, str]:
 def _parquet_rows(file: _Open) -> Iterator[Item]:
     number = 0
     try:
+        # One batch of rows is in memory at a time.
         for batch in pq.ParquetFile(file.stream).iter_batches(_ITEMS_PER_UPDATE):
             for row in batch.to_pylist():
                 number += 1

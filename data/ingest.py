@@ -1,7 +1,8 @@
-"""Ingestion: every source read once, records redacted, each content once in a spool, and columns of what is known.
+"""Ingestion: reads every source once, redacts records, keeps each distinct content in a spool on disk, and its labels,
+signatures and turn keys in columns.
 
-A content is what the target is shown. It has a number, its place in the order of first sight; of its copies, the one
-with the smallest key stands for all.
+A content is what the target is shown. Its number is its place in the order of first sight. Of its exact copies, the
+one with the smallest key stands for all.
 """
 
 import json
@@ -32,7 +33,7 @@ _IN_MEMORY_BYTES = 32 << 20
 
 
 class Spool:
-    """Records in a temporary file, by the number that `add` gave them."""
+    """Temporary file of records, each under the number that `add` returned."""
 
     def __init__(self, beside: Path) -> None:
         """A small spool stays in memory; a larger one lies on the file system of `beside`."""
@@ -89,7 +90,7 @@ _FIRST_CAPACITY = 1024
 
 
 class IngestedRecords:
-    """The contents of all sources, and the log table of every record that was read."""
+    """Distinct contents of all sources, and the log table of every record that was read."""
 
     def __init__(self, settings: MixSettings, spool: Spool) -> None:
         self._settings, self._spool = settings, spool
@@ -120,21 +121,21 @@ class IngestedRecords:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The log table's row that stands for each content."""
+        """Row of the log table that stands for each content, by number."""
         return np.array(self._rows, dtype=np.int64)
 
     @property
     def number_at_row(self) -> NDArray[np.int64]:
-        """The content of each row of the log table."""
+        """Content number of each row of the log table."""
         return np.array(self._number_at_row, dtype=np.int64)
 
     @property
     def bound(self) -> dict[str, Split]:
-        """Splits that sources name for some contents, by id."""
+        """Splits that sources prescribe for some contents (`only`), by id."""
         return self._bound
 
     def continued(self) -> dict[str, str]:
-        """For each conversation that others go on from, the longest that does; by ids."""
+        """Map each conversation that others continue to the longest that does; by ids."""
         return self._turns.continued(self.ids)
 
     def record(self, number: int) -> Record:
@@ -142,17 +143,20 @@ class IngestedRecords:
         return self._spool[self._spooled[number]]
 
     def members(self) -> Iterator[Member]:
-        """The contents as clustering sees them."""
+        """Yield clustering's view of each content, by number."""
         turns = self._turns.keys()
         for number, id in enumerate(self._number_of):
             yield Member(id, self._groups[number], self._signatures[number], turns[number])
 
     def add(self, found: Record) -> None:
-        """Take one record in."""
+        """Redact one record, log its labels, and keep its content if it is new or its copy is smaller."""
+        # Every record has a row in the log table, copies too.
         record = redacted(found, self._redactor)
         row = self.log.add(record, sampling_of(record, self._settings)[0])
         number = self._number_of.setdefault(record.id, len(self._rows))
         self._number_at_row.append(number)
+
+        # A new content is spooled, and what clustering needs is kept; a copy with a smaller key replaces the record.
         if number == len(self._rows):  # a new content
             self._rows.append(row)
             self._spooled.append(self._spool.add(record))
@@ -162,12 +166,14 @@ class IngestedRecords:
         elif (record.key, record.source) < ((other := self.record(number)).key, other.source):
             self._rows[number], self._spooled[number] = row, self._spool.add(record)
             self._groups[number] = _group_of(record)
+
         # Where several sources bind a content to a split, the strictest holds.
         only = self._settings.sources[record.source].only
         if only is not None:
             self._bound[record.id] = strictest([only, self._bound.get(record.id, only)])
 
     def _sign(self, number: int, record: Record) -> None:
+        # The array doubles when it is full.
         if number == len(self._signatures):
             self._signatures = np.concatenate([self._signatures, np.empty_like(self._signatures)])
         self._signatures[number] = signature(record.user_text)
@@ -176,7 +182,7 @@ class IngestedRecords:
 def ingest(
     settings: MixSettings, base_dir: Path, sample_prompts: SamplePrompts | None, spool: Spool
 ) -> IngestedRecords:
-    """Read every source of a mix. Raises InputError, MissingFileError, RecipeError as `read_records` does."""
+    """Read every source of a mix into `spool`. Raises InputError, MissingFileError, RecipeError; see `read_records`."""
     records = IngestedRecords(settings, spool)
     for index, source in enumerate(settings.sources):
         counts = SourceCounts()
@@ -187,7 +193,7 @@ def ingest(
 
 
 def redacted(record: Record, redactor: Redactor) -> Record:
-    """The record without what the redactor finds, in everything that the target is shown."""
+    """Redact a record in everything that the target is shown: messages, tool calls, tools, template arguments."""
     messages = tuple(
         message.model_copy(
             update={
@@ -204,9 +210,10 @@ def redacted(record: Record, redactor: Redactor) -> Record:
 
 
 def sampling_of(record: Record, settings: MixSettings) -> tuple[SamplingSettings | None, int | None]:
-    """Sampling settings and longest answer of a record: as logged, else drawn as the recipe says."""
+    """Sampling settings and token limit of a record: the logged ones, else drawn from `mix.sampling`; None: neither."""
     sampling = record.sampling if settings.logged_sampling else None
     max_new_tokens = record.max_new_tokens if settings.logged_sampling else None
+    # The draw depends on the content's id alone; it fills in only what is missing.
     if settings.sampling and (sampling is None or max_new_tokens is None):
         weights = [choice.weight for choice in settings.sampling]
         drawn = weighted_choice(settings.sampling, weights, "sampling", settings.salt, record.id)
@@ -216,7 +223,7 @@ def sampling_of(record: Record, settings: MixSettings) -> tuple[SamplingSettings
 
 
 def strictest(splits: Iterable[Split]) -> Split:
-    """Holdout before selection before train: what one source judges on, no other may train on."""
+    """The strictest of some splits, holdout before selection before train: data that judges may not train."""
     return max(splits, key=SPLITS.index)
 
 

@@ -93,8 +93,10 @@ def build_mix(
         # 2) Read every source once: redacted, each content once in the spool.
         records = ingest(settings, base_dir, sample_prompts, spool)
         found = _name_domains(records, settings, earlier)
+
         # 3) Decide what becomes of every record.
         mix = _Mix(settings, base_dir, records, known)
+
         # 4) Write the folder, the manifest with the digests of all other files last.
         with storage.new_folder(folder) as new:
             mix.write_tables(new)
@@ -191,29 +193,36 @@ class _Mix:
     ) -> None:
         self._settings, self._records, self._known = settings, records, known
         self._ids, self._members = records.ids, list(records.members())
+
         # 1) Cluster near-copies, groups and threads among themselves and with what earlier mixes placed.
         self._continued = records.continued()
         self._placed = cluster_members(self._members, known, settings.near_threshold, self._continued)
+
         # 2) Give every cluster a split: an ancestor's, a source's, or that of its hash.
         self._splits = self._split_clusters()
+
         # 3) What is near an evaluation set may not train.
         near_sets = self._near_evaluation_sets(base_dir)
         self._contaminated = {id for id in set().union(*near_sets.values()) if self._splits[id] == "train"}
+
         # 4) Of originals, keep as many as size and shares allow.
         self._kept = self._choose()
         self._placements = {self._ids[n]: self._place(n) for n in self._kept}
         held = self._placements.values()
         require_every_split([item.split for item in held], [item.cluster for item in held], settings)
+
         # 5) A turn that several conversations ask in the same context counts in one of them.
         asking = [(item.split, item.member.turn_keys) for item in held]
         before = [(item.split, item.member.turn_keys) for item in known]
         self._elsewhere = dict(zip(self._placements, asked_elsewhere(asking, before)))
+
         # 6) Later mixes must know the parts of what is kept too: a later log may hold them alone.
         self._seen = {
             id: self._place(n)
             for n, id in enumerate(self._ids)
             if id in self._placements or (id in self._continued and self._original(id) in self._placements)
         }
+
         # 7) Look again at what was promised of the holdout.
         self._fates = self._fates_of_rows()
         self._contamination = {
@@ -262,6 +271,7 @@ class _Mix:
         ]
         rows = self._records.rows[numbers]
         columns: dict[str, Column] = {key: self._records.log.column(key, rows) for key in (SOURCE, *KEYS)}
+
         # A weight for each: by age, then raked to the shares that the recipe names.
         weight_N = np.ones(len(numbers))
         if settings.half_life_days is not None:
@@ -277,6 +287,7 @@ class _Mix:
         margins += [Margin(f"weights.{key}", columns[key], shares) for key, shares in settings.weights.items()]
         if margins:
             weight_N = rake_weights(weight_N, margins)
+
         # Strata nest the labels; those that come first meet their shares best.
         first = [*([SOURCE] if by_source else []), *settings.weights]
         nested = [columns[key] for key in first]
@@ -353,6 +364,7 @@ class _Mix:
         """Counts for the manifest: what was redacted, left out, kept by split and domain, and the log's load."""
         log = self._records.log
         fates = Counter(FATES[fate] for fate in self._fates.tolist())
+
         # Conversations and clusters of each split.
         domains = log.column("domain", self._records.rows[self._kept])
         counts: dict[Split, Counter[str]] = {split: Counter() for split in SPLITS}
@@ -360,6 +372,7 @@ class _Mix:
         for placed, code in zip(self._placements.values(), domains.codes_N.tolist()):
             counts[placed.split][domains.names[code]] += 1
             held[placed.split].add(placed.cluster)
+
         # How long the frequent system prompts are, by their hashes.
         systems = log.column("system").lumped(_SYSTEM_STRATA).names
         return {

@@ -32,13 +32,16 @@ def conversations_to_add(mix: Path, old: Path, share: float, salt: str) -> list[
     new_train, judging = list[Conversation](), list[Conversation]()
     for conversation in new:
         (new_train if conversation.split == "train" else judging).append(conversation)
+
     # 1) How many are missing, counting the old ones that the new mix trains on anyway.
     ids = {one.id for one in new_train}
     shared = sum(one.id in ids for one in old_train)
     wanted = math.ceil((share * len(ids) - shared) / (1 - share) - 1e-9)
+
     # 2) Candidates: unknown to the new mix, and of no cluster that judges.
     known, judging_clusters = {one.id for one in new}, {one.cluster for one in judging}
     candidates = [one for one in old_train if one.id not in known and one.cluster not in judging_clusters]
+
     # 3) In the order of a hash, take those that teach a turn which is new and judges nowhere.
     judging_keys = {key for one in judging for key in _counting_keys(one)}
     taught_keys = {key for one in new_train for key in turn_keys(one)}
@@ -65,6 +68,7 @@ def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folde
     Of their turns, those that the mix trains on count there, the others in the first of them as they were taken.
     """
     manifest = load_manifest(mix)
+
     # 1) The old conversations' rows, with the turns that do not count in this mix.
     new, rows = (pq.read_table(source / CONVERSATIONS) for source in (mix, old))
     rows = rows.filter(pc.is_in(rows["id"], pa.array(added, pa.string())))
@@ -72,10 +76,12 @@ def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folde
     turns_elsewhere = pa.array([elsewhere[id] for id in rows["id"].to_pylist()], pa.list_(pa.int32()))
     rows = rows.drop_columns(_ELSEWHERE).append_column(_ELSEWHERE, turns_elsewhere)
     table = pa.concat_tables([new, rows.select(new.column_names)], promote_options="default")
+
     # 2) The counts of train by domain.
     train: dict[str, int] = dict(manifest["conversations"]["train"])
     for domain in rows["domain"].to_pylist():
         train[domain] = train.get(domain, 0) + 1
+
     # 3) The folder: all other files of the mix as they are.
     with storage.new_folder(folder) as blended:
         for path in mix.iterdir():

@@ -299,9 +299,11 @@ def choose(ids: Sequence[str], weight_N: Floats, nested: Sequence[Column], total
     kept_N = np.zeros(len(ids), dtype=np.bool_)
     if total >= len(ids):
         return ~kept_N
+
     # 1) Order the conversations stratum by stratum, by their keys within each.
     key_N = exponential_keys(ids, weight_N, salt)
     order_N = np.lexsort((key_N, *(column.codes_N for column in reversed(nested))))
+
     # 2) A stratum begins where any label changes.
     changes_N = np.zeros(len(ids), dtype=np.bool_)
     changes_N[0] = True
@@ -309,6 +311,7 @@ def choose(ids: Sequence[str], weight_N: Floats, nested: Sequence[Column], total
         changes_N[1:] |= np.diff(column.codes_N[order_N]) != 0
     first_S = np.flatnonzero(changes_N)
     stratum_N = np.cumsum(changes_N) - 1
+
     # 3) Allot its count to each stratum, and keep that many of its first ones.
     count_S = allot(np.add.reduceat(weight_N[order_N], first_S), total, unit("strata", salt))
     rank_N = np.arange(len(ids)) - first_S[stratum_N]

@@ -57,6 +57,7 @@ def teacher_signals(logits_BV: Tensor, tokens_B: Tensor, u_BM: Tensor, top_k: in
     top_k = min(top_k, vocab)
     blocks_BNC = _blocks(logits_BV)
     values_Bk, ids_Bk = _largest(blocks_BNC, min(top_k + 1, vocab))
+
     # 2) The tail's mass, summed relative to its own largest logit, so that e-200 is as exact as 0.5.
     reference_B = torch.where(values_Bk[:, -1].isfinite(), values_Bk[:, -1], values_Bk[:, 0])
     values_Bk, ids_Bk = values_Bk[:, :top_k], ids_Bk[:, :top_k]
@@ -67,6 +68,7 @@ def teacher_signals(logits_BV: Tensor, tokens_B: Tensor, u_BM: Tensor, top_k: in
     tail_B = sums_BN.sum(-1).log().float() + reference_B
     lse_B = torch.logaddexp(values_Bk.logsumexp(-1), tail_B)
     topk_logp_Bk = (values_Bk - lse_B[:, None]).clamp_min(FLOOR)
+
     # 3) Draws from the tail; an empty one repeats the likeliest token.
     empty_B1 = ~tail_B.isfinite()[:, None]
     tail_ids_BM = torch.where(empty_B1, ids_Bk[:, :1], _draw(weights_BNC, sums_BN, u_BM))

@@ -18,13 +18,13 @@ class CaptureBackend(Protocol):
     """An engine that answers many requests at once."""
 
     about: dict[str, Any]
-    """Its name, version and settings, for the manifest."""
+    """The engine's name, version and settings, for the manifest."""
 
     def submit(self, queued: QueuedRequest) -> None:
         """Send a request."""
 
     def collect(self) -> list[DecodedAnswer]:
-        """Wait for an answer; give those that are there. Raises EngineError, InputError."""
+        """Block until at least one answer is there, and return all that are. Raises EngineError, InputError."""
 
     def close(self) -> None:
         """Send no more requests, and forget those in flight."""
@@ -48,7 +48,7 @@ class EngineDecoder:
         return self._waiting == 0
 
     def fits(self, request: Request) -> bool:
-        """Always: the engine's context was compared with the longest request before."""
+        """Always true: `open_engine` has compared the engine's context with the longest request."""
         return True
 
     def submit(self, requests: Sequence[QueuedRequest]) -> None:
@@ -69,7 +69,7 @@ class EngineDecoder:
 def open_engine(
     target: Target, turns: Sequence[TurnRequest], prompts: Prompts, settings: CaptureSettings
 ) -> Iterator[CaptureBackend | None]:
-    """The engine of the recipe, checked against the target and the turns to answer; None: the target answers.
+    """Open the engine of the recipe, checked against the target and the turns to answer; None: the target answers.
 
     Raises InputError, EngineError.
     """
@@ -78,15 +78,19 @@ def open_engine(
         yield None
         return
     check_sampling(turn.sampling for turn in turns)
+
     # The context that the engine needs: a prompt and its answer, as long as they may get.
     longest = max((prompts.most_tokens(turn) + turn.max_new_tokens for turn in turns), default=1)
     if backend.url is None and any(turn.waits_for for turn in turns):
         longest *= 2  # an answer that is read again may take more tokens than it was given in
     longest = min(longest, target.max_positions)
+
     # The log-probs that it returns: with signals of its own, those of the likeliest tokens too.
     top_k = min(settings.top_k, target.vocab_size) if backend.signals == "engine" else 0
     wanted = LogprobRequest(top_k, target.vocab_size, getattr(torch, settings.store_dtype))
     engine: CaptureBackend
+
+    # Start it: a server that is checked over HTTP, or vLLM in this process; either is closed on leaving.
     if backend.url is not None:
         engine = VllmServer(backend, backend.url, target, wanted, longest, settings.batch_size)
     else:

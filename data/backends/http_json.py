@@ -1,7 +1,8 @@
 """JSON over HTTP with retries: lost connections, timeouts, 408, 425, 429, 5xx and unusable replies are tried again.
 
-The loop is our own, for urllib3's `Retry` ends where a reply's headers have come: it does not try again a body that is
-cut or that is no answer to the request, its waits cannot be ended, and it waits as long as any `Retry-After` says.
+The retry loop is our own. urllib3's `Retry` covers a request only until the reply's headers have come: it does not
+repeat a request whose body is cut or is no answer, its waits cannot be ended, and it obeys a `Retry-After` of any
+length.
 """
 
 import random
@@ -37,7 +38,7 @@ class _RetryableError(Exception):
     def __init__(self, message: str, wait_seconds: float = 0.0) -> None:
         super().__init__(message)
         self.wait_seconds = wait_seconds
-        """The wait that the server asks for."""
+        """Least wait before the next try (`Retry-After`)."""
 
 
 class _BearerAuth(AuthBase):
@@ -53,7 +54,10 @@ class _BearerAuth(AuthBase):
 
 
 class JsonServer:
-    """One server, for any number of threads: each keeps a connection of its own. `field`: the recipe's, for errors."""
+    """HTTP client of one server for any number of threads, each with a connection of its own.
+
+    `field`: the recipe's field that names the server, for error messages.
+    """
 
     def __init__(self, field: str, url: str, key: str | None, timeout_seconds: float, retries: int) -> None:
         self.name = f"{field}: {urlsplit(url).netloc}"
@@ -85,6 +89,7 @@ class JsonServer:
                 # Doubling waits with jitter, or what the server asks for where that is longer.
                 failure, wait = error, FIRST_WAIT_SECONDS * 2.0**attempt * (0.5 + random.random())
                 wait = min(LONGEST_WAIT_SECONDS, max(wait, error.wait_seconds))
+            # Sleep on the event, so that `close` ends the wait at once.
             if attempt == self._retries or self._closed.wait(wait):
                 break
         raise EngineError(
@@ -103,6 +108,7 @@ class JsonServer:
             )
         except requests.RequestException as error:
             raise _RetryableError(f"no reply ({type(error).__name__}: {one_line(error, 150)})") from None
+
         # 2) Its status.
         status = reply.status_code
         if status in _RETRYABLE:
@@ -111,9 +117,11 @@ class JsonServer:
             raise RefusedError(f"{self.name}: wants a key (status {status}); see api_key_env", status)
         if status != 200:
             raise RefusedError(f"{self.name}{path}: status {status}{_error_message(reply)}", status)
+
         # 3) Its content.
         try:
             return read(reply.json())
+        # An error of ours is a verdict of `read` (such as a setting to change); only malformed replies are tried again.
         except DraftforgeError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,9 +1,9 @@
 """vLLM as a capture backend: a server (/v1/completions) or an engine in this process; token ids in and out.
 
-Both send the same sampling arguments and check the same of every reply. Log-probs must be raw ones (before temperature
-and top-k), for they are teacher signals.
+Both interfaces get the same sampling arguments, and every reply passes the same checks. Log-probs must be raw ones
+(before temperature and top-k), as they are teacher signals.
 
-Shapes: n answer tokens, k top ids, M tail draws.
+Shapes: n answer tokens, k top ids, M tail draws (none here).
 """
 
 import math
@@ -38,10 +38,10 @@ class LogprobRequest(NamedTuple):
     """The log-probs that an engine is asked for, and how they are stored."""
 
     top_k: int
-    """Likeliest tokens a position; 0: the answer's own alone."""
+    """Likeliest tokens for each position; 0: the log-prob of the answer's own token alone."""
     vocab_size: int
     dtype: torch.dtype
-    """Of the stored top-k."""
+    """Type of the stored top-k log-probs."""
 
 
 def check_sampling(settings: Iterable[SamplingSettings]) -> None:
@@ -86,11 +86,14 @@ def checked_answer(
     logp: Sequence[Mapping[int, float]],
     wanted: LogprobRequest,
 ) -> DecodedAnswer:
-    """An engine's reply as an answer. `logp`: of each token by id, its own and at least the `top_k` likeliest.
+    """Validate an engine's reply and make an answer of it.
+
+    `logp`: for each position, log-probs by token id: the answer token's and at least the `top_k` likeliest.
 
     Raises UnusableError for a reply that no engine should give to this request.
     """
     request = queued.request
+
     # 1) Tokens: as many as asked for, of the vocabulary, ended by the first stop token or by length.
     if not tokens or len(tokens) > request.max_new_tokens:
         raise UnusableError(f"{len(tokens)} tokens, must be 1 to {request.max_new_tokens}")
@@ -103,6 +106,7 @@ def checked_answer(
         raise UnusableError(f"{len(tokens)} tokens, {request.max_new_tokens} asked for")
     if any(token in request.stop_ids for token in tokens[:-1]):
         raise UnusableError("goes on after a stop token")
+
     # 2) A log-prob of every token.
     if len(logp) != len(tokens) or any(token not in by_id for token, by_id in zip(tokens, logp)):
         raise UnusableError(f"log-probs of {len(logp)} of {len(tokens)} tokens")
@@ -112,15 +116,20 @@ def checked_answer(
 
 
 def _top_columns(logp: Sequence[Mapping[int, float]], wanted: LogprobRequest) -> dict[str, Tensor]:
-    """The signals of a truncated tail: its mass is known, no draws from it are."""
+    """Signal columns with a truncated tail: the mass beyond the top k is known, but there are no draws from it."""
+    # The reply may list one token more than k (the answer's own), so the k best are picked here.
     k = min(wanted.top_k, wanted.vocab_size)
     best = [sorted(by_id.items(), key=lambda pair: -pair[1])[:k] for by_id in logp]
     if any(len(pairs) < k for pairs in best):
         raise UnusableError(f"log-probs of fewer than {k} tokens")
+
+    # In fp64, as 1 - mass cancels. Raw probabilities add up to at most 1; processed log-probs or logits may not.
     topk_logp_nk = torch.tensor([[value for _, value in pairs] for pairs in best], dtype=torch.float64)
     mass_n = topk_logp_nk.exp().sum(-1)
     if bool((mass_n > _MOST_MASS).any()):
         raise InputError(_NOT_RAW)
+
+    # Columns of the stored format, with tail draws of width 0.
     none_n0 = torch.empty(len(best), 0)
     return {
         "topk_ids_nk": torch.tensor([[token for token, _ in pairs] for pairs in best], dtype=torch.int32),
@@ -132,9 +141,9 @@ def _top_columns(logp: Sequence[Mapping[int, float]], wanted: LogprobRequest) ->
 
 
 def check_raw(logp: Mapping[int, float]) -> None:
-    """Raise InputError unless these log-probs, of a token drawn at temperature 2 from the best one alone, are raw.
+    """Raise InputError unless the log-probs of one position are raw. The probe is drawn at temperature 2 and top-k 1.
 
-    Processed ones would give that token all the mass; logits add up to anything.
+    Processed log-probs would give that one token all the mass; logits would add up to anything.
     """
     values = sorted(logp.values(), reverse=True)
     if values[1] < -1e3 or sum(map(math.exp, values)) > _MOST_MASS:
@@ -142,9 +151,9 @@ def check_raw(logp: Mapping[int, float]) -> None:
 
 
 class VllmServer:
-    """A server that was checked: the model's name, context, tokenizer and kind of log-probs.
+    """A vLLM server, checked before use: the model's name, context, tokenizer and kind of log-probs.
 
-    `longest`: tokens of the longest prompt and answer together; `slots`: requests that it gets at once.
+    `longest`: tokens of the longest prompt and answer together; `slots`: requests in flight, one thread each.
     """
 
     def __init__(
@@ -152,12 +161,16 @@ class VllmServer:
     ) -> None:
         self._wanted = wanted
         self._server = JsonServer("capture.backend.url", url, _key(backend), backend.timeout_seconds, backend.retries)
+
+        # 1) The model that it serves, and whether its context holds the longest conversation.
         self._model, context = self._served(backend.model)
         if context is not None and context < longest:
             raise InputError(
                 f"{self._server.name}: its context is {context} tokens, the longest conversation may take {longest}; "
                 f"start it with --max-model-len {longest}"
             )
+
+        # 2) What the manifest says of it; a tokenizer that differs from the target's is refused.
         self.about: dict[str, Any] = {
             "name": "vllm",
             "version": self._version(),
@@ -165,10 +178,15 @@ class VllmServer:
             "signals": backend.signals,
             "tokenizer_compared": self._compare_tokenizer(target),
         }
+
+        # 3) One probing request: its log-probs must be raw.
         self._check_logprobs(target)
+
+        # 4) Workers that take requests from one queue and put answers, or their error, into another.
         self._tasks: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[DecodedAnswer | Exception] = queue.SimpleQueue()
         self._closed = False
+
         # Daemons: a thread that waits for a server that hangs must not keep the process alive.
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(min(slots, _MOST_WORKERS))]
         for worker in self._workers:
@@ -179,7 +197,8 @@ class VllmServer:
         self._tasks.put(queued)
 
     def collect(self) -> list[DecodedAnswer]:
-        """Wait for an answer; give those that are there. Raises EngineError, InputError."""
+        """Block until at least one answer is there, and return all that are. Raises EngineError, InputError."""
+        # Block for the first result, then take those that came meanwhile; a worker's error is raised here.
         results = [self._done.get()]
         while not self._done.empty():
             results.append(self._done.get())
@@ -191,7 +210,7 @@ class VllmServer:
         return answers
 
     def close(self) -> None:
-        """Ask no more. Does not wait for replies that are still to come."""
+        """Stop the workers. Does not wait for replies that are still to come."""
         self._closed = True
         self._server.close()
         for _ in self._workers:
@@ -208,9 +227,11 @@ class VllmServer:
         """The answer, and the log-probs of each of its tokens by id."""
 
         def read(reply: Any) -> tuple[DecodedAnswer, list[dict[int, float]]]:
+            # The server must have read the very ids that were sent; an old one ignores `return_token_ids`.
             (choice,) = reply["choices"]
             if choice["prompt_token_ids"] != queued.request.prompt_ids:
                 raise UnusableError("an answer to another prompt; vLLM must know return_token_ids")
+            # Log-probs of each position by token id: texts of tokens would be ambiguous.
             positions = choice["logprobs"]["top_logprobs"]
             logp = [{_id_of(name): float(value) for name, value in by_name.items()} for by_name in positions]
             return checked_answer(queued, choice["token_ids"], choice["finish_reason"], logp, wanted), logp
@@ -225,7 +246,7 @@ class VllmServer:
         return self._server.post(_PATH, body, read)
 
     def _served(self, wanted: str | None) -> tuple[str, int | None]:
-        """The model's name, and its context where the server names it."""
+        """Name of the served model that `wanted` (None: the only one) means, and its context where the server says."""
         models = self._server.get("/v1/models", lambda reply: {str(model["id"]): model for model in reply["data"]})
         if wanted is None and len(models) > 1:
             raise InputError(f"{self._server.name}: serves {', '.join(models)}; name one in capture.backend.model")
@@ -242,7 +263,8 @@ class VllmServer:
             return "unknown"
 
     def _compare_tokenizer(self, target: Target) -> bool:
-        """Whether it could be compared. Raises InputError where it gives other ids than the target's."""
+        """Whether the tokenizer could be compared. Raises InputError where it gives other ids than the target's."""
+        # `/tokenize` is optional; a proxy may hide it.
         body = {"model": self._model, "prompt": _PROBE, "add_special_tokens": False}
         try:
             theirs = self._server.post("/tokenize", body, lambda reply: list(reply["tokens"]))
@@ -253,6 +275,7 @@ class VllmServer:
         return True
 
     def _check_logprobs(self, target: Target) -> None:
+        # One token at top-k 1 and temperature 2, with two log-probs at least: see `check_raw`.
         prompt = target.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
         queued = QueuedRequest("probe", Request(prompt, SamplingSettings(temperature=2.0, top_k=1), 0, 1))
         wanted = self._wanted._replace(top_k=max(2, self._wanted.top_k))
@@ -279,9 +302,13 @@ def _key(backend: VllmBackend) -> str | None:
 
 
 class LocalVllm:
-    """vLLM's engine, stepped here. `longest`: tokens of the longest prompt and answer together; `slots`: at once."""
+    """vLLM's engine in this process, stepped by `collect`.
+
+    `longest`: tokens of the longest prompt and answer together; `slots`: answers decoded at once.
+    """
 
     def __init__(self, backend: VllmBackend, target: Target, wanted: LogprobRequest, longest: int, slots: int) -> None:
+        # 1) vLLM is an optional dependency.
         try:
             import vllm
         except ImportError as error:
@@ -289,11 +316,15 @@ class LocalVllm:
             raise InputError(
                 f"capture.backend: vLLM cannot be imported here ({reason}); install it, or give a server's url"
             ) from None
+
+        # 2) It loads the model's folder itself, so an adapter or a GGUF file of ours would be missed.
         source = locate(target.settings)
         if target.settings.adapter is not None or source.gguf_file is not None:
             raise InputError(
                 "capture.backend: vLLM in this process takes a plain model folder; merge target.adapter, or serve it"
             )
+
+        # 3) The engine, with raw log-probs and no sampling defaults of the model's `generation_config`.
         self._wanted, self._sampling = wanted, vllm.SamplingParams
         self._in_flight: dict[str, QueuedRequest] = {}
         on_gpu = target.device.type == "cuda"
@@ -323,7 +354,7 @@ class LocalVllm:
             raise InputError(f"capture.backend: vLLM refuses {queued.name}: {one_line(error)}") from None
 
     def collect(self) -> list[DecodedAnswer]:
-        """Step until an answer is there. Raises EngineError."""
+        """Step the engine until at least one answer is finished. Raises EngineError."""
         found: list[DecodedAnswer] = []
         while not found:
             if not self._engine.has_unfinished_requests():
@@ -338,6 +369,7 @@ class LocalVllm:
         self._engine.engine_core.shutdown()
 
     def _answer(self, output: Any) -> DecodedAnswer:
+        # The same checks as for a server's reply; here a useless one is an error, as there is nobody to ask again.
         queued = self._in_flight.pop(output.request_id)
         (completion,) = output.outputs
         logp = [{token: float(entry.logprob) for token, entry in by_id.items()} for by_id in completion.logprobs]

@@ -1,7 +1,7 @@
 """Budget and progress of a capture: its cost so far and to come, and whether budget and disk have room for more.
 
-Answers still to come count with the mean length of those that ended; until one did, with their limits. Where ranks
-share a capture, each counts its own share, and takes the others' for as large.
+Answers still to come count with the mean length of finished answers, or with their limits while there are none. Where
+ranks share a capture, each counts its own share, and assumes that the others' are as large.
 """
 
 import time
@@ -23,13 +23,13 @@ _NOTE_SECONDS = 0.5
 
 @dataclass
 class _Pending:
-    """Sums over answers that are still to come."""
+    """Sums over answers that are not there yet."""
 
     count: int = 0
     limits: int = 0
-    """Tokens that they may have."""
+    """Sum of the answers' token limits."""
     prompts: int = 0
-    """Tokens of their prompts."""
+    """Sum of the known tokens of their prompts."""
 
     def add(self, answer: TurnRequest, prompt: int, sign: int = 1) -> None:
         self.count += sign
@@ -38,9 +38,9 @@ class _Pending:
 
 
 class CaptureBudget:
-    """Counts the answers of one run on top of those of earlier ones (`records`).
+    """Accounts for one run's tokens, bytes and time on top of those of earlier runs (`records`).
 
-    `left`: the shards to answer here, one of so many `writers` into the folder.
+    `left`: the shards to answer in this process, which is one of `writers` processes that write into the folder.
     """
 
     def __init__(
@@ -58,11 +58,15 @@ class CaptureBudget:
         self._folder, self._writers, self._prompts, self._settings = folder, writers, prompts, settings
         self._limits = {} if budget is None else budget.limits
         self._tick, self._clock, self._start, self._noted = tick, clock, clock(), 0.0
+
+        # What earlier runs spent.
         earlier = list(records)
         self._answers, self._tokens, self._bytes, self._seconds = (
             sum(record[name] for record in earlier) for name in ("samples", "tokens", "bytes", "seconds")
         )
         self._written = self._bytes
+
+        # Pending answers, by whether they train: those not finished, of shards not written, of shards begun.
         self._to_come: dict[bool, _Pending] = {True: _Pending(), False: _Pending()}  # by whether they train
         self._unwritten: dict[bool, _Pending] = {True: _Pending(), False: _Pending()}
         for shard in left:
@@ -75,6 +79,7 @@ class CaptureBudget:
 
     def may_open(self, shard: ShardPlan) -> bool:
         """Whether another shard may be begun; if so it counts as begun. Only the train split is ever cut."""
+        # Selection and holdout are always answered. `ended_by` is set only where nothing is in flight to wait for.
         if shard.split == "train" and self._limits:
             limit = self._used_up_limit()
             self.ended_by = None if any(sums.count for sums in self._begun.values()) else limit
@@ -90,6 +95,7 @@ class CaptureBudget:
 
     def ended(self, answer: TurnRequest, sample: Sample | None) -> None:
         """Count a complete answer; None: it was left out."""
+        # The answer is no longer to come; what it really took goes into the totals.
         for sums in (self._begun, self._to_come):
             sums[answer.conversation.split == "train"].add(answer, self._prompts.known_tokens(answer), -1)
         if sample is not None:
@@ -102,6 +108,7 @@ class CaptureBudget:
 
     def wrote(self, shard: ShardPlan, size: int) -> None:
         """Count a shard on disk. Raises DiskFullError where what is left would not fit, as far as can be foreseen."""
+        # What all writers have yet to write, but no more than the budget allows.
         self._count(self._unwritten, shard, -1)
         self._written += size
         need = self._bytes_of(self._unwritten, self._mean)
@@ -128,6 +135,7 @@ class CaptureBudget:
 
     def _bytes_of(self, sums: dict[bool, _Pending], mean: float | None = None) -> int:
         total = 0
+        # Bytes per answer, per prompt token (an int32 id) and per answer token (with signals, if it trains).
         for trains, pending in sums.items():
             split: Split = "train" if trains else "holdout"
             per_token = answer_bytes(split, 0, 1, self._settings) - answer_bytes(split, 0, 0, self._settings)
@@ -156,6 +164,7 @@ class CaptureBudget:
             )
 
     def _tick_progress(self, answers: int) -> None:
+        # The note is computed twice a second at most, and for the last answer; otherwise the bar just moves.
         now = self._clock()
         last = answers and not any(sums.count for sums in self._to_come.values())
         if now - self._noted < _NOTE_SECONDS and not last:
@@ -167,6 +176,7 @@ class CaptureBudget:
 
     def note(self) -> str:
         """The progress line: `12,345 tokens, 900 tok/s, 40 s left, 0.01 GB written, 84.0 GB free`."""
+        # Tokens of this run, and their rate.
         rate = self._emitted / max(1e-9, self._clock() - self._start)
         left = self.seconds_left()
         parts = [f"{self._emitted:,} tokens", f"{rate:,.0f} tok/s", *([] if left is None else [_duration(left)])]
@@ -174,7 +184,7 @@ class CaptureBudget:
         return ", ".join([*parts, f"{self._written / 1e9:.2f} GB written", f"{free / 1e9:.1f} GB free"])
 
     def seconds_left(self) -> float | None:
-        """Time to the end of the answers, or of the budget if that comes first; None: no answer has ended yet."""
+        """Seconds to the end of the answers, or of the budget if that comes first; None: no answer has ended yet."""
         elapsed = self._clock() - self._start
         if not self._answers or not self._emitted or elapsed <= 0:
             return None
@@ -187,6 +197,7 @@ class CaptureBudget:
             tokens = min(
                 tokens, (self._limits["gigabytes"] * 1e9 - self._bytes) / (self._bytes / self._tokens) - partial
             )
+        # At this run's speed, and no longer than the hours that are left.
         seconds = max(0.0, tokens) * elapsed / self._emitted
         if "hours" in self._limits:
             seconds = min(seconds, max(0.0, self._limits["hours"] - self._hours()) * 3600)
@@ -194,7 +205,7 @@ class CaptureBudget:
 
 
 def _expected_tokens(pending: _Pending, mean: float | None) -> float:
-    """By the mean length of answers so far; None: by their limits."""
+    """Expected tokens of pending answers: by the `mean` length of finished ones; None: by their limits."""
     return pending.limits if mean is None else min(pending.limits, pending.count * mean)
 
 

@@ -1,10 +1,11 @@
 """Capture: the target answers a mix; its answers and teacher signals go to disk shard by shard.
 
-A killed run goes on where it was: a shard counts once its record is written, so only those in flight are lost and none
-is done twice. A folder begun with another target, tokenizer, template, setting or mix is refused.
+A killed run resumes: a shard counts once its record is written, so only shards in flight are lost and none is answered
+twice. A folder begun with another target, tokenizer, template, setting or mix is refused.
 
-Ranks share it: the first one keeps the folder, says which shards are missing, and writes the manifest; each answers its
-share of them. What comes of it is what one makes alone, and any number of ranks goes on with it.
+Several ranks can share a capture. The first rank owns the folder, announces which shards are missing, and writes the
+manifest; each rank answers its share of the shards. The result is what one rank makes alone, and any number of ranks
+can resume it.
 """
 
 import time
@@ -53,7 +54,7 @@ class _Plan(NamedTuple):
     target: Target
     settings: CaptureSettings
     budget: BudgetSettings | None
-    """Of the whole, whatever a part's share is."""
+    """Budget of the whole capture, also where this run answers a part of it."""
     shards: Sequence[ShardPlan]
     header: Json
     folder: Path
@@ -61,7 +62,7 @@ class _Plan(NamedTuple):
 
     @property
     def nothing_left(self) -> bool:
-        """Whether the folder holds all of it, or all that the budget pays for."""
+        """Whether the folder holds every shard, or every one that the budget pays for."""
         if not is_captured(self.folder, self.budget):
             return False
         return _promised(self.folder) <= finished_records(self.folder, self.shards, content=False).keys()
@@ -102,13 +103,14 @@ def capture_conversations(
     part: Part | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """`capture` of conversations that no mix folder holds."""
+    """Capture conversations that are given directly and not as a mix folder; see `capture`."""
     if target.collective:
         check_spread(settings)
     if settings.engine is not None and settings.engine.url is None:  # an engine in this process has GPUs of its own
         if not ranks.first:
             return
         ranks = ALONE
+
     # 1) What is to be answered, the same on all ranks.
     shards = plan_shards(conversations, settings, scored)
     reusable = None if settings.answers is None else ReusableAnswers(settings.answers, target.fingerprint)
@@ -130,12 +132,14 @@ def capture_conversations(
             f"{folder.name}: what is missing",
             [[shard.name for shard in _unfinished(shards, records)], _sums(records.values())],
         )
+
         # 3) Each rank answers its share of that.
         missing = [shard for shard in shards if shard.name in set(names)]
         mine = ranks.share(missing, [_size(shard) for shard in missing])
         with nullcontext() if ranks.first else _writing(folder / f".lock-{ranks.rank}"):
             report = _answer(plan, prompts, mine, earlier, ranks) if mine else _Report()
         reports = [_Report(*report) for report in ranks.gather(folder.name, report)]
+
         # 4) The first one says what there is now.
         if ranks.first:
             _finish(plan, records, reports, ranks)
@@ -152,22 +156,30 @@ def _check_same_plan(plan: _Plan, ranks: Ranks) -> None:
 
 
 def _begin(plan: _Plan, prompts: Prompts, locks: ExitStack) -> dict[str, Json]:
-    """Lock the folder, claim it, and remove what a killed run left; the records of the shards that are finished.
+    """Lock and claim the folder, and remove what a killed run left. Returns the records of finished shards.
 
     Raises LockedError where another run, or a rank of one, still writes.
     """
     folder, shards = plan.folder, plan.shards
+
+    # 1) The disk must have room for the next shard at least.
     left = _unfinished(shards, finished_records(folder, shards, content=False))
     if left:
         CaptureBudget(folder, left, [], prompts, plan.settings, None).require_space_for(left[0])
+
+    # 2) Lock the folder, then claim it with a header; the lock is held until the manifest is written.
     locks.enter_context(storage.lock(folder / ".lock", what="another capture into this folder"))
     if not check_claim(folder, plan.header):
         storage.write_json(folder / HEADER, plan.header)
+
+    # 3) Wait for ranks of a killed run that still write, and remove their locks and unfinished files.
     for path in folder.glob(".lock-*"):
         with storage.lock(path, _LAST_WRITES_SECONDS, "a rank of another capture into this folder"):
             path.unlink(missing_ok=True)
     for leftover in (folder / SHARDS).glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
+
+    # 4) What is finished, content compared.
     records = finished_records(folder, shards, content=True)
     if records and len(records) < len(shards):
         say(f"{folder}: resuming; {len(records)} of {len(shards)} shards are there")
@@ -176,7 +188,7 @@ def _begin(plan: _Plan, prompts: Prompts, locks: ExitStack) -> dict[str, Json]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Another rank's lock, so that the next run waits for the last writes of one that was killed."""
+    """Hold the lock file of a rank other than the first, so that a later run waits for a killed rank's last writes."""
     with storage.lock(path, what="a rank of another capture into this folder"):
         yield
         path.unlink(missing_ok=True)
@@ -185,6 +197,8 @@ def _writing(path: Path) -> Iterator[None]:
 def _finish(plan: _Plan, records: dict[str, Json], reports: Sequence[_Report], ranks: Ranks) -> None:
     """Write the manifest, once the first rank sees every shard that a rank has written."""
     folder, shards, budget = plan.folder, plan.shards, plan.budget
+
+    # 1) Wait until the file system shows this rank the records that the others wrote.
     names = {name for report in reports for name in report.written}
     written = [shard for shard in shards if shard.name in names]
 
@@ -193,17 +207,22 @@ def _finish(plan: _Plan, records: dict[str, Json], reports: Sequence[_Report], r
         return names <= records.keys()
 
     ranks.wait_for_file(all_seen, f"a shard of {folder.name}")
+
+    # 2) If a budget ended the run, say what it left out.
     ended_by = next((report.ended_by for report in reports if report.ended_by is not None), None)
     if len(records) == len(shards):
         ended_by = None  # the others could pay for what one could not
     if ended_by is not None:
         _say_what_is_left(plan, records, ended_by)
+
+    # 3) The manifest makes the capture complete.
     limits = {} if budget is None else budget.limits
     storage.write_json(folder / MANIFEST, manifest_of(plan.header, shards, records, ended_by, limits))
 
 
 def check_spread(settings: CaptureSettings) -> None:
     """Raise InputError where a target that is spread over the ranks of a training would have to run."""
+    # An engine whose log-probs are checked, or no engine and no recorded answers, needs the target to run.
     why = "needs passes of the target, which target.shard = true spreads over the ranks of a training"
     if settings.engine is not None and settings.engine.signals != "engine":
         raise InputError(f"capture.backend.signals = {settings.engine.signals}: {why}; set engine")
@@ -211,6 +230,7 @@ def check_spread(settings: CaptureSettings) -> None:
         raise InputError(
             f"capture.backend = transformers: {why}; set kind vllm with signals engine, or give capture.answers"
         )
+    # Recorded answers need a pass for their signals.
     if settings.answers is not None and settings.top_k:
         raise InputError(f"capture.top_k = {settings.top_k}: for signals of recorded answers it {why}; set 0")
 
@@ -221,7 +241,7 @@ def _promised(folder: Path) -> set[str]:
 
 
 def _answer(plan: _Plan, prompts: Prompts, shards: Sequence[ShardPlan], earlier: Json, ranks: Ranks) -> _Report:
-    """Answer and write this rank's share. `earlier`: sums over the records of what was finished before."""
+    """Answer and write this rank's share of the shards. `earlier`: sums over the records that earlier runs finished."""
     answers = [answer for shard in shards for answer in shard.answers]
     title = "Capturing" if ranks.world_size == 1 else f"Capturing (1 of {ranks.world_size} shares)"
     settings = _share_of_settings(plan.settings, earlier, ranks.world_size)
@@ -237,12 +257,14 @@ def _answer(plan: _Plan, prompts: Prompts, shards: Sequence[ShardPlan], earlier:
         start, writing, names = time.monotonic(), list[tuple[ShardPlan, Future[Json]]](), list[str]()
         about = {} if engine is None else {"engine": engine.about}
 
+        # The bytes of a shard count once it is on disk; an error of its write is raised here.
         def wait_for_write() -> None:
             while writing:
                 shard, written = writing.pop()
                 budget.wrote(shard, written.result()["bytes"])
                 names.append(shard.name)
 
+        # A shard's seconds run from the shard before it. Ranks work side by side, so each counts its part of the time.
         for shard, found in answer_shards(plan.target, shards, prompts, settings, budget, plan.reusable, engine):
             seconds, start = (time.monotonic() - start) / ranks.world_size, time.monotonic()
             wait_for_write()
@@ -252,7 +274,7 @@ def _answer(plan: _Plan, prompts: Prompts, shards: Sequence[ShardPlan], earlier:
 
 
 def _share_of_settings(settings: CaptureSettings, earlier: Json, ranks: int) -> CaptureSettings:
-    """The settings of one of so many ranks: its share of the rest of the budget, and of the requests to a server."""
+    """Settings for one of `ranks` ranks: its share of what is left of the budget, and of the requests to a server."""
     budget = settings.budget and settings.budget.share(ranks, earlier["tokens"], earlier["bytes"])
     requests = settings.batch_size if settings.engine is None else -(-settings.batch_size // ranks)
     return settings.model_copy(update={"batch_size": requests, "budget": budget})
@@ -264,7 +286,7 @@ def _sums(records: Iterable[Json]) -> Json:
 
 
 def _size(shard: ShardPlan) -> int:
-    """Tokens that a shard may come to."""
+    """Most answer tokens that a shard may have."""
     return sum(answer.max_new_tokens for answer in shard.answers)
 
 
@@ -273,7 +295,8 @@ def _unfinished(shards: Sequence[ShardPlan], records: dict[str, Json]) -> list[S
 
 
 def _say_what_is_left(plan: _Plan, records: dict[str, Json], ended_by: str | None) -> None:
-    """Raises InputError where the budget left nothing to train on."""
+    """Report which share of the train shards a budget paid for. Raises InputError where it left none to train on."""
+    # A part of a capture may be without train shards; a whole one may not.
     train = [shard for shard in plan.shards if shard.split == "train"]
     done = sum(shard.name in records for shard in train)
     assert plan.settings.budget is not None and ended_by is not None

@@ -1,4 +1,5 @@
-"""The manifest of a capture: header, records of shards, totals; whose folder it is; joining parts of machines."""
+"""Manifest of a capture: header, shard records and totals; checks of whose folder it is; joining the parts of several
+machines."""
 
 import re
 import shutil
@@ -32,7 +33,7 @@ def inputs_record(
     settings: CaptureSettings,
     scored: Sequence[SamplingSettings],
 ) -> Json:
-    """The part of a header that says what a capture is made from; needs no loaded target."""
+    """Inputs of a capture (target, mix, settings) as its header records them; needs no loaded target."""
     return {
         "format": FORMAT,
         "plan": PLAN_VERSION,
@@ -46,7 +47,7 @@ def inputs_record(
 
 
 def header_of(target: Target, inputs: Json, shards: int, part: str | None) -> Json:
-    """The whole header. `part`: such as 2/5, of a folder that holds no more than that."""
+    """Build a capture's header. `part`: such as 2/5, for a folder that holds only this part."""
     tokenizer = target.tokenizer
     return {
         **inputs,
@@ -61,6 +62,7 @@ def header_of(target: Target, inputs: Json, shards: int, part: str | None) -> Js
 
 def check_claim(folder: Path, header: Json) -> bool:
     """Whether the folder was begun by a run like this one. Raises StaleInputError, OwnershipError for any other."""
+    # No folder, or an empty one, is free to take; dot files are locks.
     if not folder.is_dir():
         if folder.exists():
             raise OwnershipError(f"{folder}: a file, must be a capture folder or not exist")
@@ -70,6 +72,7 @@ def check_claim(folder: Path, header: Json) -> bool:
         if foreign:
             raise OwnershipError(f"{folder}: holds {foreign[0]} and no {HEADER}; not a capture, give another folder")
         return False
+    # A folder with a header must have been begun from the same inputs.
     differing = differences(storage.read_object(folder / HEADER), header)
     if differing:
         raise StaleInputError(
@@ -88,9 +91,11 @@ def differences(found: Json, header: Json) -> list[str]:
     def compare(name: str, old: Any, new: Any) -> list[str]:
         return [] if old == new else [f"{name} ({_brief(old)}, now {_brief(new)})"]
 
+    # The target: by the part of it that differs, where the header names parts.
     parts = [key for key in ("tokenizer", "template") if key in header]
     target = [line for key in parts for line in compare(key, found.get(key), header[key])]
     target = target or compare("target", found.get("target"), header["target"])
+    # All other inputs, then every setting on its own.
     keys = ("mix", "dtype", "format", "plan", "answers")
     inputs = [line for key in keys for line in compare(key, found.get(key), header.get(key))]
     old, new = found.get("settings", {}), header["settings"]
@@ -103,9 +108,9 @@ def _brief(value: Any) -> str:
 
 
 def finished_records(folder: Path, shards: Iterable[ShardPlan], content: bool) -> dict[str, Json]:
-    """Records of the shards that are done, each compared with its file. Raises CorruptDataError naming the file.
+    """Records of the finished shards, by name, each compared with its file (`content`: by sha256, not by size alone).
 
-    A shard whose file was deleted counts as not done.
+    A shard whose file was deleted counts as not finished. Raises CorruptDataError naming the file.
     """
     records: dict[str, Json] = {}
     for shard in shards:
@@ -117,10 +122,11 @@ def finished_records(folder: Path, shards: Iterable[ShardPlan], content: bool) -
 
 
 def is_captured(folder: Path, budget: BudgetSettings | None) -> bool:
-    """Whether a capture (or the part of one) is complete, or was ended by a limit that is no higher now."""
+    """Whether a capture, or a part of one, is complete, or was ended by a budget limit that `budget` does not raise."""
     path = folder / MANIFEST
     if not path.is_file():
         return False
+    # A capture that a budget cut goes on only where that very limit is gone or higher.
     ended = storage.read_object(path).get("budget")
     if not isinstance(ended, dict):
         return True
@@ -129,7 +135,7 @@ def is_captured(folder: Path, budget: BudgetSettings | None) -> bool:
 
 
 def content_digest(manifest: Json) -> str | None:
-    """64 hex digits of what a budget left of a capture; None: it is whole, and its inputs say what it holds."""
+    """Digest (64 hex digits) of the shards of a capture that a budget cut; None: it is whole, and its inputs tell."""
     if "budget" not in manifest:
         return None
     return fingerprint.of_json(sorted([record["name"], record["sha256"]] for record in manifest["shards"]))
@@ -143,7 +149,7 @@ def versions() -> dict[str, str]:
 def manifest_of(
     header: Json, shards: Sequence[ShardPlan], records: Mapping[str, Json], ended_by: str | None, limits: Json
 ) -> Json:
-    """The manifest. `ended_by`: the limit of the budget that left out the shards without a record."""
+    """Build the manifest from the records. `ended_by`: the budget limit that left out the shards without a record."""
     # Samples and tokens of every split and domain.
     done = [records[shard.name] for shard in shards if shard.name in records]
     splits: dict[str, Json] = {}
@@ -187,10 +193,10 @@ def _unanswered(shards: Iterable[ShardPlan], records: Mapping[str, Json]) -> dic
 
 
 def write_answers(folder: Path, shard: ShardPlan, answers: ShardAnswers, seconds: float, about: Json) -> Json:
-    """Write and record one shard. The record comes last: without it the shard does not count.
+    """Write one shard, then its record, without which the shard does not count.
 
-    `about`: the engine that answered. `seconds`: since the shard before it was complete, so that those of all shards
-    add up to the run's.
+    `about`: the engine that answered. `seconds`: time since the previous shard was complete; over all shards these add
+    up to the run's time.
     """
     path = write_shard(folder, shard.name, answers.samples, answers.columns)
     record = {
@@ -222,7 +228,7 @@ def _count_domains(answers: ShardAnswers) -> dict[str, dict[str, int]]:
 
 
 class Part(NamedTuple):
-    """Part `number` (from 1) of `total`."""
+    """One machine's part of a capture: `number` (from 1) of `total`."""
 
     number: int
     total: int
@@ -232,21 +238,21 @@ class Part(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """The end of its folder's name."""
+        """Suffix of the folder's name for this part."""
         return f".part-{self.number}-of-{self.total}"
 
     def shards(self, shards: Sequence[ShardPlan]) -> list[ShardPlan]:
-        """Its shards: every `total`-th."""
+        """The shards of this part: every `total`-th."""
         return list(shards[self.number - 1 :: self.total])
 
     def settings(self, settings: CaptureSettings) -> CaptureSettings:
-        """The settings with its share of the budget."""
+        """The settings with this part's share of the budget."""
         budget = settings.budget and settings.budget.share(self.total)
         return settings.model_copy(update={"budget": budget})
 
 
 def parse_part(text: str) -> Part:
-    """`2/5`. Raises InputError for anything else."""
+    """Parse a part such as `2/5`. Raises InputError for anything else."""
     found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
     part = Part(int(found[1]), int(found[2])) if found else Part(0, 0)
     if not 1 <= part.number <= part.total:
@@ -275,10 +281,10 @@ def join(
     scored: Sequence[SamplingSettings],
     folder: Path,
 ) -> None:
-    """Make the capture `folder` of the part folders of every machine. The target need not be loaded.
+    """Join the part folders of all machines into the capture `folder`. The target need not be loaded.
 
     Raises MissingFileError for a part that is missing or not finished, StaleInputError for one of other inputs or
-    versions, CorruptDataError, InputError. A stopped join goes on where it was.
+    versions, CorruptDataError, InputError. A stopped join resumes.
     """
     # 1) Read and compare all parts.
     inputs = inputs_record(target_fingerprint, dtype, conversations, settings, scored)
@@ -289,17 +295,21 @@ def join(
     with storage.lock(folder / ".lock", what="another capture into this folder"):
         if not check_claim(folder, header):
             storage.write_json(folder / HEADER, header)
+
         # 2) Copy their shards, but for those that a stopped join left here.
         records: dict[str, Json] = finished_records(folder, shards, content=True)
         copies = [(part, record) for part, manifest in manifests for record in manifest["shards"]]
         for part, listed in track(copies, "Joining", unit="shards"):
             record = read_record(part, listed["name"])
+
+            # The record must be the one that the part's manifest lists, and agree with a shard that is here already.
             if record["sha256"] != listed["sha256"]:
                 raise CorruptDataError(f"{part}: {record['name']}: its record is not the one in {MANIFEST}")
             if records.get(record["name"], record)["sha256"] != record["sha256"]:
                 raise StaleInputError(f"{folder}: holds another {record['name']} than {part}; delete one of them")
             _copy(part, folder, record)
             records[record["name"]] = record
+
         # 3) Write the manifest that one machine would have written.
         cuts = [manifest["budget"] for _, manifest in manifests if "budget" in manifest]
         ended_by, limits = (cuts[0]["ended_by"], cuts[0]["limits"]) if cuts else (None, {})
@@ -307,19 +317,24 @@ def join(
 
 
 def _all_parts(folders: Sequence[Path], inputs: Json) -> list[tuple[Path, Json]]:
-    """The parts in order, with their manifests."""
+    """Folders and manifests of all parts, in order. Raises where one is missing, given twice or of other inputs."""
+    # Each folder, by its part.
     found: dict[Part, tuple[Path, Json]] = {}
     for folder in folders:
         part, manifest = _read_part(folder, inputs)
         if part in found:
             raise InputError(f"--join: {found[part][0]} and {folder} are both part {part}; give one of them")
         found[part] = (folder, manifest)
+
+    # All must be of one division, and none may be missing.
     totals = sorted({part.total for part in found})
     if len(totals) != 1:
         raise InputError(f"--join: parts of {' and of '.join(map(str, totals))}; all must be of one division")
     missing = [str(part) for i in range(totals[0]) if (part := Part(i + 1, totals[0])) not in found]
     if missing:
         raise MissingFileError(f"--join: {', '.join(missing)} missing; give the folder of every part")
+
+    # Equal versions of all packages that decide an answer.
     parts = [found[part] for part in sorted(found)]
     for folder, manifest in parts[1:]:
         for name, value in manifest["versions"].items():
@@ -332,12 +347,14 @@ def _all_parts(folders: Sequence[Path], inputs: Json) -> list[tuple[Path, Json]]
 def _read_part(folder: Path, inputs: Json) -> tuple[Part, Json]:
     if not (folder / HEADER).is_file():
         raise MissingFileError(f"--join {folder}: not the folder of a part (no {HEADER})")
+    # A part of these inputs.
     header = storage.read_object(folder / HEADER)
     if PART not in header:
         raise InputError(f"--join {folder}: a whole capture, not a part of one")
     differing = differences(header, inputs)
     if differing:
         raise StaleInputError(f"{folder}: captured with another {', '.join(differing)}")
+    # It must be finished, and every shard intact.
     part = parse_part(str(header[PART]))
     if not (folder / MANIFEST).is_file():
         raise MissingFileError(f"{folder}: part {part} is not finished; run it again with --part {part}")
@@ -348,7 +365,7 @@ def _read_part(folder: Path, inputs: Json) -> tuple[Part, Json]:
 
 
 def _copy(part: Path, folder: Path, record: Json) -> None:
-    """One shard, its record last."""
+    """Copy one shard, and its record last."""
     path = shard_path(folder, record["name"])
     path.parent.mkdir(parents=True, exist_ok=True)
     with storage.new_file(path) as new:

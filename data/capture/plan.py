@@ -1,6 +1,7 @@
-"""The plan of a capture: which answers are drawn, under which seeds, in which shards; and their prompts.
+"""Plan of a capture: which answers are drawn, under which seeds, in which shards; and their rendered prompts.
 
-Ids, seeds and shards follow from the mix and the settings alone, never from what was answered before or by whom.
+Ids, seeds and shards follow from the mix and the settings alone. They do not depend on what was answered before, or on
+the engine, machine or rank that answers.
 """
 
 from array import array
@@ -37,7 +38,7 @@ class TurnRequest(NamedTuple):
 
 
 class ShardPlan(NamedTuple):
-    """Answers that are drawn together and stored in one file; all of one split."""
+    """Answers of one split that are drawn together and stored in one file."""
 
     name: str
     split: Split
@@ -47,9 +48,10 @@ class ShardPlan(NamedTuple):
 def plan_shards(
     conversations: Sequence[Conversation], settings: CaptureSettings, scored: Sequence[SamplingSettings]
 ) -> list[ShardPlan]:
-    """Every answer of the mix, in shards of about `shard_samples`, in the order in which they are answered.
+    """Deal every answer of the mix into shards of about `shard_samples`, in the order in which they are answered.
 
-    Train conversations are answered once, at their own sampling setting; the others once per scored setting.
+    Train conversations are answered once, at their own sampling setting; selection and holdout ones once for each
+    scored setting. Raises InputError for an empty mix, or for ids or settings that occur twice.
     """
     if not conversations:
         raise InputError("mix: 0 conversations, must be at least 1")
@@ -85,6 +87,7 @@ def _turn_requests(
     def name(turn: int) -> str:
         return f"{conversation.id}/{turn}/{sampling.key}"
 
+    # A conversation's own token limit may only be smaller than the recipe's.
     return [
         TurnRequest(
             id=name(turn.index),
@@ -100,12 +103,14 @@ def _turn_requests(
 
 
 def tail_seed_of(seed: int, name: str) -> int:
-    """The seed of an answer's tail draws."""
+    """Seed of an answer's tail draws, apart from the seed that draws its tokens."""
     return seed_of(seed, f"{name}/tail")
 
 
 def answer_bytes(split: Split, prompt: int, answer: int, settings: CaptureSettings) -> int:
-    """Bytes on disk of an answer of `answer` tokens after a prompt of `prompt` tokens."""
+    """Estimate the bytes on disk of an answer of `answer` tokens after a prompt of `prompt` tokens."""
+    # An answer token: its int32 id, and 4 bytes of log p; in train also the tail's mass, and an id and a log-prob for
+    # each top-k token and tail draw.
     number = 4 if settings.store_dtype == "float32" else 2
     draws = 0 if settings.engine is not None and settings.engine.signals == "engine" else settings.tail_samples
     signals = 8 + (settings.top_k + draws) * (4 + number) if split == "train" and settings.top_k else 4
@@ -113,12 +118,13 @@ def answer_bytes(split: Split, prompt: int, answer: int, settings: CaptureSettin
 
 
 class Prompts:
-    """Prompt ids of planned turns. Those that wait for no other answer are rendered, and checked, at the start."""
+    """Prompt ids of planned turns. Prompts that wait for no other answer are rendered and checked at the start."""
 
     def __init__(self, target: Target, shards: Sequence[ShardPlan], settings: CaptureSettings) -> None:
         require_chat_template(target.tokenizer)
         self._target, self._skips = target, settings.too_long == "skip"
         self._ready: dict[tuple[str, int], array[int]] = {}
+        # Several sampling settings ask the same turn, so each is rendered once and kept as 4 bytes a token.
         independent = [turn for shard in shards for turn in shard.answers if turn.waits_for is None]
         for turn in track(independent, "Rendering prompts", unit="prompts"):
             key = (turn.conversation.id, turn.turn.index)
@@ -134,20 +140,21 @@ class Prompts:
         return self._render(turn, turn.turn.context(earlier))
 
     def known_tokens(self, turn: TurnRequest) -> int:
-        """Tokens of its prompt, as far as they are known at the start: 0 where it waits for an answer."""
+        """Length of a turn's prompt in tokens, as known at the start: 0 where it waits for an answer."""
         ready = self._ready.get((turn.conversation.id, turn.turn.index))
         return 0 if ready is None else len(ready)
 
     def most_tokens(self, turn: TurnRequest) -> int:
-        """Tokens that its prompt will hardly exceed: earlier answers that it waits for count at their limits."""
+        """Likely upper bound of a prompt's tokens: the earlier answers that it waits for count at their limits."""
         if turn.waits_for is None:
             return self.known_tokens(turn)
+        # Rendered with empty answers, plus the most that each of them may take.
         before = turn.turn.index
         bare = self._render(turn, turn.turn.context([""] * before))
         return len(bare) + before * turn.max_new_tokens
 
     def room(self, turn: TurnRequest, prompt: Sequence[int]) -> int:
-        """Tokens that the answer may have: its limit, or what the context leaves of it; 0 where the prompt fills it."""
+        """Token limit of the answer: its own, or what the prompt leaves of the context; 0 where that is full."""
         return max(0, min(turn.max_new_tokens, self._target.max_positions - len(prompt)))
 
     def _render(self, turn: TurnRequest, messages: Sequence[Message]) -> list[int]:

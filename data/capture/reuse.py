@@ -1,4 +1,4 @@
-"""Reuse of answers that the target gave before: their ids are kept, and one pass over them gives the signals again.
+"""Recorded answers of the target, reused: their ids are stored, and one pass over them gives the signals again.
 
     answers.json                 whose answers they are; files with their sha256
     answers-00000.safetensors    ids of all answers in a row, offsets; the answers' records as JSON in the metadata
@@ -33,14 +33,14 @@ from .plan import TurnRequest, tail_seed_of
 FORMAT = 1
 INDEX = "answers.json"
 FILE_TOKENS = 7_000_000
-"""A file holds so many tokens at most: below 16 MB for vocabularies that fit 16 bits."""
+"""Most tokens in a file: below 16 MB for vocabularies that fit 16 bits."""
 _CHUNK_BYTES = 1 << 28
 _ROW_TOKENS = 8192
 _CUDA_TOKENS, _CPU_TOKENS = 1 << 16, 1 << 12  # of one pass
 
 
 class _Kept(NamedTuple):
-    """One answer as it was given."""
+    """One recorded answer."""
 
     prompt: str
     """Digest of the prompt's ids."""
@@ -49,17 +49,19 @@ class _Kept(NamedTuple):
 
 
 def answers_digest(folder: Path) -> str:
-    """64 hex digits of what a folder of recorded answers holds."""
+    """Digest (64 hex digits) of a folder of recorded answers."""
     return fingerprint.of_json(storage.read_object(folder / INDEX))
 
 
 def save_answers(capture: Capture, folder: Path) -> int:
-    """Write the answers of all splits into a new folder, without signals. Returns how many tokens they have."""
+    """Write a capture's answers of all splits into a new folder, without signals. Returns their number of tokens."""
+    # Ids take two bytes where the vocabulary allows.
     small = capture.vocab_size <= 1 << 16
     samples = [sample for split in SPLITS for sample in capture.answers(split)]
     with storage.new_folder(folder) as new:
         files = {}
         for number, part in enumerate(_groups(samples, lambda sample: len(sample.answer_ids), FILE_TOKENS)):
+            # One file: ids end to end with offsets, and for each answer its turn, its prompt's digest and how it ended.
             name = f"answers-{number:05d}.safetensors"
             ids = torch.tensor([token for sample in part for token in sample.answer_ids], dtype=torch.int64)
             tensors = {
@@ -69,6 +71,7 @@ def save_answers(capture: Capture, folder: Path) -> int:
             records = json.dumps([[sample.id, _digest(sample.prompt_ids), sample.finish] for sample in part])
             storage.write_bytes(new / name, safetensors.torch.save(tensors, {"records": records}))
             files[name] = fingerprint.of_file(new / name)
+        # The index names the target and the files, and comes last.
         index = {"format": FORMAT, "target": capture.target_fingerprint, "files": files}
         storage.write_json(new / INDEX, index)
     return sum(len(sample.answer_ids) for sample in samples)
@@ -79,6 +82,7 @@ class ReusableAnswers:
 
     def __init__(self, folder: Path, target_fingerprint: str) -> None:
         """Read `folder`. Raises MissingFileError, CorruptDataError, or StaleInputError for another target's."""
+        # 1) The index must be of this format and of this target.
         index = storage.read_object(folder / INDEX)
         if index.get("format") != FORMAT or not isinstance(index.get("files"), dict):
             raise CorruptDataError(f"{folder / INDEX}: not an index of recorded answers of format {FORMAT}")
@@ -87,6 +91,7 @@ class ReusableAnswers:
                 f"capture.answers: {folder}: of target {fingerprint.short(str(index.get('target')))}, the target is "
                 f"{fingerprint.short(target_fingerprint)}"
             )
+        # 2) Every file it names, compared with its digest.
         self._kept: dict[str, _Kept] = {}
         for name, digest in index["files"].items():
             path = storage.inside(folder, name)
@@ -97,10 +102,11 @@ class ReusableAnswers:
             self._kept.update(_read(path))
 
     def find(self, turn: TurnRequest, prompt_ids: Sequence[int], room: int) -> DecodedAnswer | None:
-        """The answer to that prompt, at most `room` tokens of it; None where there is none, or too short a one."""
+        """Find the recorded answer to a prompt, cut to `room` tokens; None: there is none, or it is too short."""
         kept = self._kept.get(turn.id)
         if kept is None or kept.prompt != _digest(prompt_ids):
             return None
+        # An answer that stopped by itself serves any limit; one that was cut serves if `room` cuts it no later.
         tokens: list[int] = kept.ids[:room].tolist()
         if len(kept.ids) > room or (kept.finish == "length" and len(tokens) == room):
             return DecodedAnswer(turn.id, tokens, "length", {})
@@ -109,11 +115,10 @@ class ReusableAnswers:
 
 @torch.no_grad()
 def forced_signals(target: Target, samples: Sequence[Sample], settings: CaptureSettings) -> dict[str, Tensor]:
-    """The columns of a shard, from one pass over prompts and answers: train answers have all, others `logp_n`.
+    """Teacher-forced signals: a shard's columns from one pass of the target over given prompts and answers.
 
-    Where nothing asks for that pass (`top_k` 0), `logp_n` is not known: NaN.
-
-    Tail draws are those of the decoding capture: the same numbers for the same answer.
+    Train answers get all columns, others `logp_n` alone. Where the settings ask for no pass (`top_k` 0), `logp_n` is
+    NaN. An answer's tail draws use the same random numbers as when the target decodes it.
     """
     if not settings.reads_given:
         return {"logp_n": torch.full((sum(len(sample.answer_ids) for sample in samples),), torch.nan)}
@@ -125,11 +130,13 @@ def forced_signals(target: Target, samples: Sequence[Sample], settings: CaptureS
         states = target.states(batch.ids_BT, documents=batch.documents)
         hidden_NH = states.hidden_BTH.flatten(0, 1)[batch.positions_N]
         tokens_N = batch.ids_BT.flatten()[batch.positions_N + 1]
+
         # 2) The random numbers of each token's tail draws.
         tails = [tail_seed_of(settings.seed, sample.id) for sample in batch_samples]
         counts = torch.tensor([len(sample.answer_ids) for sample in batch_samples])
         seed_N = torch.repeat_interleave(torch.tensor(tails), counts).to(target.device)
         emitted_N = torch.cat([torch.arange(count) for count in counts.tolist()]).to(target.device)
+
         # 3) Logits and signals, so many tokens at a time as the memory for logits allows.
         chunk = max(1, _CHUNK_BYTES // (4 * target.vocab_size))
         for at in (slice(start, start + chunk) for start in range(0, len(tokens_N), chunk)):
@@ -143,7 +150,7 @@ def forced_signals(target: Target, samples: Sequence[Sample], settings: CaptureS
 
 
 def _groups(samples: Iterable[Sample], size: Callable[[Sample], int], limit: int) -> Iterator[list[Sample]]:
-    """Consecutive samples, as many at a time as have at most `limit` together, at least one."""
+    """Group consecutive samples: as many at a time as have at most `limit` together by `size`, and at least one."""
     current: list[Sample] = []
     total = 0
     for sample in samples:
@@ -162,6 +169,7 @@ def _tokens(sample: Sample) -> int:
 
 def _read(path: Path) -> Iterator[tuple[str, _Kept]]:
     try:
+        # Answers are views into one tensor of ids.
         with safe_open(path, framework="pt") as file:
             records: list[list[Any]] = json.loads(file.metadata()["records"])
             ids, offsets = file.get_tensor("ids").int(), file.get_tensor("offsets").tolist()
@@ -177,6 +185,7 @@ def _digest(prompt_ids: Sequence[int]) -> str:
 
 def drop_damaged(folder: Path) -> list[str]:
     """Remove every shard whose content is not as recorded, and the manifest with it. Returns the shards' names."""
+    # Find them all before anything is removed.
     damaged = []
     for record in sorted((folder / SHARDS).glob("*.json")):
         try:

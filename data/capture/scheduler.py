@@ -1,7 +1,7 @@
-"""The capture scheduler: draws the answers of many shards as one stream, and takes the teacher signals on the way.
+"""Capture scheduler: draws the answers of many shards as one stream, and takes teacher signals while decoding.
 
-A shard's last answers would leave most slots idle, so answers of later shards are begun while they finish; a shard is
-handed over as soon as its own are there. A turn becomes ready once the turn before it is answered.
+The last answers of a shard would leave most slots idle, so answers of later shards are begun meanwhile. A shard is
+yielded as soon as all its answers are there. A turn becomes ready once the turn that it waits for is answered.
 
 Shapes: B rows of a decoding step, V vocabulary.
 """
@@ -86,16 +86,17 @@ class _OpenShard:
     columns: dict[str, Columns] = field(default_factory=dict)
     """Signals of the samples in `done`, by id."""
     without_signals: list[Sample] = field(default_factory=list)
-    """Those of `done` that the target did not draw here: one pass over them will give their signals."""
+    """Samples of `done` that the target did not draw here: one pass over them will give their signals."""
     engine_logp: dict[str, Tensor] = field(default_factory=dict)
-    """Of these, the log-probs that the engine gave to their tokens."""
+    """Log-probs that the engine gave to the tokens of samples without signals, by id."""
 
     @property
     def complete(self) -> bool:
         return len(self.done) + len(self.skipped) == len(self.plan.answers)
 
     def answers(self) -> ShardAnswers:
-        """All of it, in the order of the plan."""
+        """The shard's samples, columns and skipped answers, in the order of the plan."""
+        # Answers came in any order; the plan's order makes the file the same every time.
         ids = [turn.id for turn in self.plan.answers]
         drawn = [id for id in ids if id in self.done]
         names = self.columns[drawn[0]] if drawn else ()
@@ -118,9 +119,10 @@ def answer_shards(
     reusable: ReusableAnswers | None = None,
     engine: CaptureBackend | None = None,
 ) -> Iterator[tuple[ShardPlan, ShardAnswers]]:
-    """Answer shards, about in their order; yields each once all of it is there. What is `reusable` is not drawn anew.
+    """Answer shards, about in their order; yields each once all its answers are there.
 
-    `engine` answers in the target's stead. Ends before the last shard where `progress` lets none be begun any more.
+    Answers in `reusable` are not drawn anew; `engine` answers in the target's stead. Ends before the last shard where
+    `progress` allows no further one to be begun.
     Raises InputError where the target's logits are not finite, or where `batch_size` answers do not fit a GPU.
     """
     turns = [turn for shard in shards for turn in shard.answers]
@@ -140,6 +142,7 @@ def answer_shards(
         listener, budget = scheduler.listener, settings.max_new_tokens
         return PlainDecoder(target, slots, capacity, budget, listener, progress.emitted, wanted=wanted)
 
+    # Slots hold the usual length at first: nearly all answers fit, and more slots do.
     limit = target.max_positions
     lengths = sorted(
         prompts.known_tokens(turn) + turn.max_new_tokens for turn in turns if prompts.known_tokens(turn) < limit
@@ -170,8 +173,10 @@ class _Scheduler:
     ) -> None:
         self._target, self._prompts, self._settings, self._progress = target, prompts, settings, progress
         self._reusable = reusable
+        # With signals of the target, every answer of an engine gets a pass of the target, which also checks the engine.
         self._engine_checked = settings.engine is not None and settings.engine.signals == "target"
         self._most_held = _HELD * max(slots, settings.shard_samples)
+        # Turns by state: in shards not opened, in open shards, submitted, waiting for another turn, ready.
         self._unopened = deque(enumerate(shards))
         self._open: dict[str, _OpenShard] = {}  # by the shard's name
         self._submitted: dict[str, tuple[_OpenShard, TurnRequest, Request]] = {}  # by the turn's id; also ready ones
@@ -181,7 +186,7 @@ class _Scheduler:
         self.listener = _SignalListener(settings)
 
     def run(self, decoder: Decoder) -> Iterator[tuple[ShardPlan, ShardAnswers]]:
-        """Draw all answers that are ready, or become so, and fit the decoder; yields the shards that are complete."""
+        """Draw all answers that fit the decoder and are ready or become so; yields each shard once it is complete."""
         while True:
             # 1) Open shards while the decoder has room for them, and submit what is ready.
             while self._unopened and self._has_room(decoder) and self._progress.may_open(self._unopened[0][1]):
@@ -201,12 +206,13 @@ class _Scheduler:
                 self._receive(answer)
 
     def _has_room(self, decoder: Decoder) -> bool:
-        """Whether to open another shard: never so many that finished answers pile up behind a slow one."""
+        """Whether to open another shard: the decoder wants requests, and few finished answers wait for a slow shard."""
         held = sum(len(shard.done) for shard in self._open.values())
         return decoder.wants_more and (decoder.idle or held < self._most_held)
 
     def _open_shard(self, number: int, plan: ShardPlan) -> None:
         shard = self._open[plan.name] = _OpenShard(number, plan)
+        # Note who waits for whom first: a turn that is skipped or reused ends at once and prepares its followers.
         for turn in plan.answers:
             if turn.waits_for is not None:
                 self._followers[turn.waits_for].append(turn)
@@ -216,10 +222,12 @@ class _Scheduler:
 
     def _prepare(self, shard: _OpenShard, turn: TurnRequest) -> None:
         """Make a turn's request ready, or end the turn at once where it is skipped or answered before."""
+        # A skipped turn ends here.
         request = self._request(shard, turn)
         if isinstance(request, Skipped):
             self._end(shard, turn, request)
             return
+        # A recorded answer replaces the decoder's; it still needs its signals.
         given = None
         if self._reusable is not None:
             given = self._reusable.find(turn, request.prompt_ids, request.max_new_tokens)
@@ -241,6 +249,7 @@ class _Scheduler:
             before = [f"{turn.conversation.id}/{i}/{turn.sampling.key}" for i in range(turn.turn.index)]
             decode = self._target.tokenizer.decode
             earlier = [decode(shard.done[id].answer_ids, skip_special_tokens=True) for id in before]
+        # The answer gets what the prompt leaves of the context.
         prompt = self._prompts.ids(turn, earlier)
         room = self._prompts.room(turn, prompt)
         if room == 0:
@@ -249,6 +258,7 @@ class _Scheduler:
 
     def _submit(self, decoder: Decoder) -> None:
         """Submit what is ready and fits; the rest stays."""
+        # The listener must know of train answers before their first token is drawn.
         fitting = [queued for queued in self.ready if decoder.fits(queued.request)]
         if fitting:
             self.ready = [queued for queued in self.ready if not decoder.fits(queued.request)]
@@ -259,14 +269,19 @@ class _Scheduler:
 
     def _receive(self, answer: DecodedAnswer) -> None:
         """Put an answer into its shard."""
+        # 1) NaN or inf would poison the store.
         shard, turn, request = self._submitted.pop(answer.name)
         columns = answer.columns
         if not columns["logp_n"].isfinite().all():
             raise InputError(f"{turn.id}: the target's logits are not finite")
+
+        # 2) While any train answer is in flight, all rows come with all signals; other splits keep log p alone.
         if shard.plan.split == "train":
             self.listener.train_answers -= 1
         else:
             columns = {"logp_n": columns["logp_n"]}
+
+        # 3) An engine's answer waits for the target's pass, and its log-probs for the comparison.
         sample = _sample(turn, request, answer)
         if self._engine_checked:
             shard.without_signals.append(sample)
@@ -291,14 +306,18 @@ class _Scheduler:
 
         Raises InputError for logits that are not finite, StaleInputError where the engine serves another model.
         """
+        # One pass for all of them; without top-k and without an engine to check, log p stays NaN.
         columns = forced_signals(self._target, shard.without_signals, self._settings)
         unknown = "logp_n" in columns and not columns["logp_n"].isfinite().all()
         if unknown and self._settings.reads_given:
             raise InputError(f"{shard.plan.name}: the target's logits of recorded answers are not finite")
+
+        # Deal the columns out to the samples.
         counts = [len(sample.answer_ids) for sample in shard.without_signals]
         parts = {name: torch.split(column, counts) for name, column in columns.items()}
         for index, sample in enumerate(shard.without_signals):
             shard.columns[sample.id] = {name: part[index] for name, part in parts.items()}
+
         # The engine's log-probs of the same tokens tell whether it serves the target.
         difference, backend = shard.logp_difference(), self._settings.engine
         if difference is not None and backend is not None and difference > backend.tolerance:
@@ -344,12 +363,12 @@ class _NoDecoder:
 
 
 class _SignalListener:
-    """Keeps of every emitted token all signals while train answers are being drawn, else its log p."""
+    """Decoder listener: stores all signals of each emitted token while train answers are being drawn, else log p."""
 
     def __init__(self, settings: CaptureSettings) -> None:
         self._settings = settings
         self.train_answers = 0
-        """Train answers that were submitted and are not there yet."""
+        """Number of train answers in flight."""
 
     def __call__(self, logits_BV: Tensor, tokens_B: Tensor, seeds_B: Tensor, emitted_B: Tensor) -> Columns:
         """Columns of one token of each of B answers."""

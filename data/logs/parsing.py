@@ -87,6 +87,7 @@ def _read(prompt: str, markup: _Markup) -> Rendered | None:
             return None
         messages.append({"role": role, "content": turn[2]})
         at = turn.end()
+
     # 2) The opened turn of the assistant, and how much thinking the template began there.
     rest = prompt[at:]
     if not rest.startswith(markup.opened):
@@ -96,6 +97,7 @@ def _read(prompt: str, markup: _Markup) -> Rendered | None:
         arguments["enable_thinking"] = False
     elif opening not in ("", _OPEN_THINKING):
         return None
+
     # 3) What the template wrote itself.
     if not _strip_dates(messages, markup, arguments) or not any(message["role"] == "user" for message in messages):
         return None
