@@ -1,10 +1,11 @@
-"""`draftforge bench`: every way of drafting on prompts of one's own, decoded for real beside plain decoding.
+"""`draftforge bench`: wall-clock benchmark of drafts and training-free methods beside plain decoding, on given prompts.
 
-In the folder of a benchmark:
+Unlike a score, which replays recorded answers, it decodes every answer. Files in the folder of a benchmark:
 
 benchmark.json        the fingerprint of everything that its figures depend on
-runs/<12 hex>.json    a finished run each, with the clock readings of all answers
-bench.json            the report; bench.svg: its picture; bench.txt: its sentences
+runs/<12 hex>.json    one finished run, with the clock readings of all answers
+bench.json            the report
+bench.svg, bench.txt  its chart, and its conclusions in sentences
 """
 
 import shutil
@@ -64,18 +65,18 @@ REPORT_FILE, PICTURE_FILE, WORDS_FILE = "bench.json", "bench.svg", "bench.txt"
 _MOST_SLOTS = 65_536  # more than any GPU holds caches for; a slip of the keyboard should not be tried
 T = TypeVar("T")
 TreeOf = Callable[[StoredDraft, str, TreeSettings], ProposerSpec]
-"""A tree as a draft drafts it."""
+"""Maker of a tree's spec from a draft, the tree's name and its settings."""
 
 
 @dataclass(frozen=True)
 class BenchMethod:
-    """A draft, or what drafts without one, and its entries: chains of every K, and trees."""
+    """Method to benchmark: a draft or a training-free method, with one entry for each K and each tree."""
 
     name: str
     place: str
-    """Where the draft lies; "" where there is none."""
+    """Path of the draft; "" for a method without one."""
     digest: str
-    """Of its files, and of where it runs."""
+    """Digest of the draft's files, and of the device it runs on."""
     entries: list[BenchEntry]
 
 
@@ -86,11 +87,14 @@ def bench(recipe: Recipe, options: BenchOptions) -> None:
 
 
 def run_bench(space: Workspace, options: BenchOptions) -> Report:
-    """Run what is not on disk yet, write the report, and show it. Raises InputError where no method can run."""
+    """Run what is not on disk yet, write the report, and show it. Raises InputError where no method can run.
+
+    A stopped benchmark goes on from its finished runs.
+    """
     check_options(options)
     target, bootstrap = space.target, space.recipe.score.bootstrap
 
-    # 1) What is answered, and by what.
+    # 1) The prompts, and the methods that answer them. Plain decoding is always one: alone, it compares nothing.
     prompts, left_out = bench_prompts(target, options)
     finder = find_methods(space, options, longest_text(prompts, options))
     if len(finder.methods) == 1:
@@ -113,7 +117,7 @@ def run_bench(space: Workspace, options: BenchOptions) -> Report:
 
 
 def check_options(options: BenchOptions) -> None:
-    """Raise InputError for options that cannot be."""
+    """Raise InputError for options out of range, before the target is loaded."""
     _check_numbers("--draft-tokens", options.draft_tokens, MOST_LEVELS)
     _check_numbers("--batch-size", options.batch_sizes, _MOST_SLOTS)
     if not options.prompts:
@@ -128,6 +132,7 @@ def check_options(options: BenchOptions) -> None:
 
 
 def _check_numbers(option: str, values: Sequence[int], most: int) -> None:
+    """Raise InputError unless there are values and all lie in 1..most."""
     wrong = next((value for value in values if not 1 <= value <= most), None)
     if wrong is not None or not values:
         asked = option if wrong is None else f"{option} {wrong}"
@@ -135,12 +140,15 @@ def _check_numbers(option: str, values: Sequence[int], most: int) -> None:
 
 
 def sampling_of(options: BenchOptions) -> SamplingSettings:
-    """The sampling setting of every answer."""
+    """Sampling setting of every answer."""
     return SamplingSettings(temperature=options.temperature)
 
 
 def bench_prompts(target: Target, options: BenchOptions) -> tuple[list[BenchPrompt], int]:
-    """The prompts as the target reads them, and how many are too long for it."""
+    """Prompts rendered by the target's chat template, and how many were left out as too long for its context.
+
+    Raises InputError where none is left.
+    """
     prompts: list[BenchPrompt] = []
     records = read_prompts(options.prompts, options.max_prompts)
     for record in track(records, "render prompts", unit="prompts"):
@@ -169,7 +177,7 @@ def environment(
     methods: Sequence[BenchMethod],
     bootstrap: Bootstrap,
 ) -> Environment:
-    """What the figures of a benchmark depend on: machine, versions, target, drafts, prompts and options."""
+    """Environment of a benchmark, for its report: machine, versions, target, drafts, prompts and options."""
     return Environment(
         hardware=hardware_name(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -193,7 +201,7 @@ def environment(
 def bench_fingerprint(
     about: Environment, options: BenchOptions, prompts: Sequence[BenchPrompt], methods: Sequence[BenchMethod]
 ) -> str:
-    """64 hex digits of what the figures depend on: not of where files lie, nor of the bootstrap."""
+    """Fingerprint (64 hex digits) of all that the figures depend on; paths and the bootstrap are left out."""
     shown = about.model_dump(mode="json", exclude={"command", "target", "drafts", "confidence"})
     entries = [[entry.setting.model_dump(mode="json"), method.digest] for method in methods for entry in method.entries]
     asked = fingerprint.of_json([list(prompt) for prompt in prompts])
@@ -201,10 +209,14 @@ def bench_fingerprint(
 
 
 def claim_folder(folder: Path, found: str, fresh: bool) -> None:
-    """Make the folder this benchmark's. Raises OwnershipError where it is another's, or something else."""
+    """Claim the folder for this benchmark. `fresh`: drop the runs that it holds.
+
+    Raises OwnershipError where it holds another benchmark or something else.
+    """
     owner = folder / OWNER_FILE
     if folder.exists() and not folder.is_dir():
         raise OwnershipError(f"--out {folder}: is a file; must be a folder or not exist")
+    # A benchmark is there: it must be this one, unless it is to be replaced.
     if owner.is_file():
         if not fresh and storage.read_object(owner).get("fingerprint") != found:
             raise OwnershipError(
@@ -213,6 +225,7 @@ def claim_folder(folder: Path, found: str, fresh: bool) -> None:
             )
     elif folder.is_dir() and any(folder.iterdir()):
         raise OwnershipError(f"--out {folder}: is not empty and holds no benchmark")
+    # Runs are dropped before the claim is written: they must never count for another benchmark.
     if fresh:
         shutil.rmtree(folder / RUNS, ignore_errors=True)
     storage.write_json(owner, {"fingerprint": found})
@@ -227,7 +240,8 @@ def run_and_report(
     folder: Path,
     bootstrap: Bootstrap,
 ) -> Report:
-    """The report, written to the folder. Raises InputError where nothing but plain decoding can run."""
+    """Run what the folder lacks, and write the report to it. Raises InputError where only plain decoding can run."""
+    # 1) Decode: every entry at every batch size, `repeats` times.
     work = BenchRun(target, prompts, options.max_new_tokens, sampling_of(options), target.stop_ids, options.seed)
     entries = [entry for method in finder.methods for entry in method.entries]
     sizes = sorted(set(options.batch_sizes))
@@ -235,9 +249,11 @@ def run_and_report(
     failures = [*finder.failures, *failed]
     if all(record.setting.plain for record in records):
         raise _nothing_runs(failures)
+    # 2) Figures with intervals, and what follows from them in sentences.
     rows = bench_rows(records, prompts, bootstrap, sampling_of(options).greedy)
     summary = bench_summary(rows, options.repeats, target.dtype != torch.float32)
     report = Report(surroundings=about, rows=rows, failures=failures, words=summary)
+    # 3) Report, picture and sentences.
     storage.write_json(folder / REPORT_FILE, report.model_dump(mode="json"))
     storage.write_bytes(folder / PICTURE_FILE, bench_svg(rows).encode())
     storage.write_bytes(folder / WORDS_FILE, "".join(f"{line}\n" for line in summary).encode())
@@ -250,17 +266,17 @@ def _nothing_runs(failures: Sequence[Failure]) -> InputError:
 
 
 class MethodFinder:
-    """Finds methods for one target, and notes those that cannot be run."""
+    """Finder of the methods to benchmark for one target; it notes those that cannot be run, and why."""
 
     def __init__(self, target: Target, options: BenchOptions, score: ScoreSettings, longest: int) -> None:
         self._target, self._options, self._score, self._longest = target, options, score, longest
         self.methods = [BenchMethod(PLAIN, "", "", [BenchEntry(Setting(method=PLAIN, levels=0, batch_size=1), None)])]
         self.failures: list[Failure] = []
         self.helped = 0
-        """Small drafts that their helper is smaller than."""
+        """Number of small drafts that the helper of a cascade is smaller than."""
 
     def add_free(self, name: str) -> None:
-        """A training-free method."""
+        """Add a training-free method, with chains of every K."""
         self._add(name, "", lambda: (name, self._chain_entries(name, partial(TRAINING_FREE[name], self._target))))
 
     def add_draft(
@@ -271,13 +287,18 @@ class MethodFinder:
         tree_of: TreeOf | None = None,
         helper: StoredDraft | None = None,
     ) -> None:
-        """A trained draft: its chains and its trees; a small one also helped. `find` gives its folder or file."""
+        """Add a trained draft with its chains and trees; a small one also as a cascade with `helper`.
+
+        `find` gives its folder or file. What cannot be run is noted in `failures`.
+        """
+        # 1) Where the draft lies.
         name = f"{name} (given)" if name in (PLAIN, *TRAINING_FREE) else name
         place = self._or_failure(name, None, find)
         if place is None:
             return
         loaded: list[StoredDraft] = []
 
+        # 2) Its chains, then each tree that it can draft: a tree that fails leaves the rest.
         def entries() -> tuple[str, list[BenchEntry]]:
             draft = StoredDraft.load(place, self._target, self._score.draft_device, other_tokenizer=True)
             loaded.append(draft)
@@ -289,11 +310,13 @@ class MethodFinder:
                     found += self._entry(name, DraftConfig(drafting.depths[0], tree), drafting.make)
             return draft.digest, found
 
+        # 3) The draft, and the same one helped.
         self._add(name, str(place), entries)
         if helper is not None and loaded and loaded[0].family == "small":
             self._add_cascade(name, place, loaded[0], helper)
 
     def _add_cascade(self, alone: str, place: Path, draft: StoredDraft, helper: StoredDraft) -> None:
+        """Add a cascade: the small draft called `alone`, with `helper` drafting for it."""
         option = str(self._options.cascade)
         shown = option if helper.path is None else Path(option).resolve().name
         name = f"{alone} helped by {shown}"
@@ -307,19 +330,20 @@ class MethodFinder:
         self._add(name, str(place), entries)
 
     def _add(self, name: str, place: str, make: Callable[[], tuple[str, list[BenchEntry]]]) -> None:
+        """Add a method once, where `make` gives any entries: its digest and these."""
         known = any(method.name == name for method in self.methods)
         found = None if known else self._or_failure(name, None, make)
         if found is not None and found[1]:
             self.methods.append(BenchMethod(name, place, found[0], found[1]))
 
     def _chain_entries(self, name: str, make: Callable[[], Proposer]) -> list[BenchEntry]:
-        """Chains of every K; one that is more than it can draft is as much as it can."""
+        """Entries of chains of every K; a K above what the method can draft is lowered to that."""
         proposer, wanted = make(), sorted(set(self._options.draft_tokens))
         depths = [min(K, proposer.most_nodes(K)) if proposer.chain else K for K in wanted]
         return [entry for K in dict.fromkeys(depths) for entry in self._entry(name, DraftConfig(K), make)]
 
     def _entry(self, name: str, plan: DraftConfig, make: Callable[[], Proposer]) -> list[BenchEntry]:
-        """The entry of one K or tree; none, and a failure noted, where no rule takes what drafts."""
+        """Entry of one K or tree; none, and a failure noted, where no accept rule takes this proposer."""
         sampling, proposer = sampling_of(self._options), make()
         try:
             rule = choose_rule(sampling, proposer, self._score.sampled_rules, self._options.rule)
@@ -330,7 +354,7 @@ class MethodFinder:
         return [BenchEntry(setting, make)]
 
     def _or_failure(self, name: str, tree: str | None, find: Callable[[], T]) -> T | None:
-        """What a call gives; None, and a failure noted, where it raises an error of ours."""
+        """Result of a call; None, and a failure noted, where it raises a DraftforgeError."""
         try:
             return find()
         except DraftforgeError as error:
@@ -339,11 +363,12 @@ class MethodFinder:
 
 
 def find_methods(space: Workspace, options: BenchOptions, longest: int) -> MethodFinder:
-    """Plain decoding and what a recipe's user asks for. Raises InputError for a name that means nothing.
+    """Find the methods: plain decoding, and those that the options name, else the recipe's drafts and prompt lookup.
 
-    `longest`: tokens of the longest prompt and answer.
+    `longest`: tokens of the longest prompt and answer. Raises InputError for a name that means nothing.
     """
     recipe, finder = space.recipe, MethodFinder(space.target, options, space.recipe.score, longest)
+    # 1) Names, each once. A folder is shown by its last part where that is unambiguous.
     names = list(options.drafts) or [*recipe.drafts, LOOKUP]
     for name in names:
         _check_name(name, recipe.drafts)
@@ -351,11 +376,13 @@ def find_methods(space: Workspace, options: BenchOptions, longest: int) -> Metho
     trees = _trees(recipe.score.trees, options.trees)
     shorts = [Path(name).resolve().name for name in names if _is_path(name, recipe.drafts)]
 
+    # 2) Trees: a measured one needs recorded answers, so the recipe's capture is made for it.
     def tree_of(draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
         if tree.kind == "measured":
             return Scorer(space, captured_stages(space).captured, SELECTION_SPLIT).tree_spec(draft, name, tree)
         return ProposerSpec(partial(draft.proposer, tree), (tree.levels,), name, tree)
 
+    # 3) The helper of cascades, then every method with it.
     helper = None
     if options.cascade is not None:
         helper = helper_of(space, options.cascade, longest)
@@ -363,6 +390,7 @@ def find_methods(space: Workspace, options: BenchOptions, longest: int) -> Metho
         if name in TRAINING_FREE and name not in recipe.drafts:
             finder.add_free(name)
             continue
+        # The shown name must be that of no other draft here; None asks for the champion.
         short = Path(name).resolve().name if _is_path(name, recipe.drafts) else name
         shown = short if shorts.count(short) <= 1 and (short == name or short not in recipe.drafts) else name
         asked = None if name == CHAMPION and name not in recipe.drafts else name
@@ -378,7 +406,7 @@ def _helps_none(cascade: str, failures: Sequence[Failure]) -> InputError:
 
 
 def _distinct(names: Sequence[str], drafts: Collection[str]) -> list[str]:
-    """Each draft once, as it is named first; a folder by any of its paths."""
+    """Names with each draft once, as it is named first; paths are the same draft where they resolve to one folder."""
     found: dict[str | Path, str] = {}
     for name in names:
         found.setdefault(Path(name).resolve() if _is_path(name, drafts) else name, name)
@@ -386,6 +414,7 @@ def _distinct(names: Sequence[str], drafts: Collection[str]) -> list[str]:
 
 
 def _is_path(name: str, drafts: Collection[str]) -> bool:
+    """Whether a name is a path: no draft of the recipe, no training-free method and not the champion."""
     return name not in drafts and name not in TRAINING_FREE and name != CHAMPION
 
 
@@ -398,6 +427,7 @@ def _check_name(name: str, drafts: Collection[str]) -> None:
 
 
 def _trees(known: dict[str, TreeSettings], wanted: Sequence[str]) -> dict[str, TreeSettings]:
+    """Trees of the recipe that are wanted; all where none is named. Raises InputError for an unknown one."""
     for name in wanted:
         check_tree(name, known)
     return {name: tree for name, tree in known.items() if name in wanted or not wanted}

@@ -1,4 +1,4 @@
-"""`draftforge export`: a draft leaves the work folder as a copy or in another format, read back and scored again."""
+"""`draftforge export`: a draft is copied or converted to another format; what was written is read back and scored."""
 
 import re
 import shutil
@@ -38,7 +38,11 @@ _CHECKED_CONVERSATIONS = 4
 
 
 def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, target_id: str | None) -> None:
-    """Copy a draft to `out`, or write it in the format `layout`; score what was written."""
+    """Copy a draft to `out`, or write it in the format `layout`; score what was written.
+
+    `draft` None: the champion. `target_id`: hub id of the target, for formats that name it.
+    """
+    # 1) What can be refused before the target is loaded.
     chosen = None if layout is None else known_format(layout)
     require_whole(recipe, "an export")
     require_champion(recipe, draft)
@@ -46,10 +50,12 @@ def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, tar
     folder = find_draft(space, draft)
     if is_skip_file(folder):
         raise InputError(f"--draft {folder}: names layers of the target; it has no weights to export")
+    # 2) A format may not take the family, or may want to name the target.
     verifier = None
     if chosen is not None:
         check_family(chosen, read_meta(folder).family)
         verifier = verifier_of(space, target_id) if needs_verifier(chosen) else None
+    # 3) Write it and compare.
     scorer = Scorer(space, captured_stages(space).captured, HOLDOUT_SPLIT)
     export_draft(scorer, folder, out, chosen, verifier, space.target.tokenizer)
     say(f"{out}: exported from {folder}, read back and scored equal")
@@ -69,10 +75,12 @@ def export_draft(
     What was written is loaded again and must give the same counts on recorded answers. Raises FormatError otherwise,
     and leaves nothing behind.
     """
+    # 1) An empty place, and something that can be copied.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: exists and is not empty; name a new folder")
     if layout is None and not folder.is_dir():
         raise InputError(f"--draft {folder}: is a file: name the format to write it in, --format")
+    # 2) Write beside `out`; the folder gets its name only once it is seen to score the same.
     with new_folder(out) as beside:
         if layout is not None:
             convert_draft(folder, beside, layout, verifier, tokenizer)
@@ -98,12 +106,13 @@ def rewrite_draft(
 
 
 def _same_weights(one: Path, other: Path) -> bool:
+    """Whether two draft folders hold the same tensors, bit for bit."""
     first, second = (read_draft(place).state_dict() for place in (one, other))
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def verifier_of(space: Workspace, target_id: str | None) -> Verifier:
-    """The target under its hub id: the given one, else the recipe's model where that is one."""
+    """Verifier of a format that names its target: the given hub id, else the recipe's model where that is one."""
     name = space.recipe.target.model if target_id is None else target_id
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise InputError(f"--target-id {name}: must be the target's hub id (owner/name), which the format names")
@@ -127,7 +136,7 @@ def same_counts(scorer: Scorer, one: Path, other: Path) -> bool:
 
 
 def _counts(scorer: Scorer, folder: Path, samples: Sequence[Sample]) -> list[list[Counted]]:
-    """Replay counts of each sample with the draft's chains, under every rule that has a replay."""
+    """Replay counts of each sample, in order, with the draft's chains, under every rule that has a replay."""
     proposer, settings = scorer.load(folder).proposer(), scorer.settings
     counted = dict(replay_samples(proposer, scorer.traces, samples, settings.draft_tokens, settings))
     return [counted[index] for index in range(len(samples))]

@@ -1,4 +1,4 @@
-"""`draftforge generate`: one answer with the draft's help, and what the help was worth."""
+"""`draftforge generate`: one answer by speculative decoding, with accepted tokens coloured, and its tau."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ _NO_CHAMPION = "this target has no champion yet: run `draftforge distill`, or na
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """Generated answer, with the draft, rule and K or tree that drafted it."""
+    """Generated answer, with the draft, the accept rule and the K or tree that it was decoded with."""
 
     generation: Generation
     draft: str
@@ -49,17 +49,23 @@ def require_champion(recipe: Recipe, draft: str | None) -> None:
 
 
 def find_draft(space: Workspace, name: str | None, option: str = "--draft") -> Path:
-    """The folder of a draft: a checkpoint folder, the last checkpoint of a draft of the recipe, or the champion."""
+    """Path of a draft: the champion (`name` None), the last checkpoint of a draft of the recipe, or a given path.
+
+    Raises RegistryError without a champion; InputError, naming the option, for a name that means nothing.
+    """
+    # The champion, downloaded from the registry.
     if name is None:
         now = champion(space.tracking, space.target_fingerprint)
         if now is None:
             raise RegistryError(_NO_CHAMPION)
         return resolve_models_uri(space.tracking, now.uri, space.root / "models")
+    # A path. A draft of the recipe goes before a folder of the same name.
     if name not in space.recipe.drafts:
         if name and Path(name).exists():
             return Path(name)
         known = ", ".join(space.recipe.drafts)
         raise InputError(f"{option} {name}: must be a draft folder or one of the recipe's drafts ({known})")
+    # A draft of the recipe: its training folder is named by the capture, which is made where it is missing.
     found = checkpoints_of(captured_stages(space).training(name))
     if not found:
         raise InputError(f"{option} {name}: has no checkpoint yet; run `draftforge train`")
@@ -76,15 +82,18 @@ def generate(recipe: Recipe, prompt: str, options: GenerateOptions) -> None:
 
 def answer_prompt(space: Workspace, prompt: str, options: GenerateOptions) -> GeneratedAnswer:
     """Answer one prompt. At temperature 0 the rule is greedy, else the first of the recipe's that takes the draft."""
+    # 1) The prompt as the target reads it.
     _check_prompt(prompt)
     target, sampling = space.target, SamplingSettings(temperature=options.temperature)
     ids = render(target.tokenizer, [Message(role="user", content=prompt)], None, {})
+    # 2) What drafts, how much of it, and the rule that accepts it.
     proposer, levels = _proposer(space, target, options, len(ids) + options.max_new_tokens)
     K = options.draft_tokens or levels
     if proposer is None:
         rule = options.rule or "greedy"
     else:
         rule = choose_rule(sampling, proposer, space.recipe.score.sampled_rules, options.rule)
+    # 3) Decode, and name what drafted.
     request = Request(ids, sampling, options.seed, options.max_new_tokens, target.stop_ids)
     ((_, generation),) = decode(target, proposer, [request], rule=rule, draft_tokens=K)
     name = options.draft or "champion"
@@ -94,6 +103,7 @@ def answer_prompt(space: Workspace, prompt: str, options: GenerateOptions) -> Ge
 
 
 def _check_prompt(prompt: str) -> None:
+    """Raise InputError for a prompt that is empty or that UTF-8 cannot hold (lone surrogates of a shell)."""
     if not prompt.strip():
         raise InputError("PROMPT: is empty; must hold text")
     try:
@@ -110,7 +120,10 @@ def check_tree(name: str, trees: Collection[str]) -> None:
 
 
 def _proposer(space: Workspace, target: Target, options: GenerateOptions, longest: int) -> tuple[Proposer | None, int]:
-    """The proposer, and how many levels it drafts by default. `longest`: tokens that the text may have."""
+    """Proposer of the options, and how many levels it drafts by default; None: plain decoding.
+
+    `longest`: tokens of the prompt and the longest answer. Raises InputError for options that do not fit each other.
+    """
     # 1) Options that fit each other, and what needs no trained draft.
     draft, tree_name, cascade = options.draft, options.tree, options.cascade
     trees, K = space.recipe.score.trees, max(space.recipe.score.draft_tokens)
@@ -140,7 +153,7 @@ def _proposer(space: Workspace, target: Target, options: GenerateOptions, longes
 
 
 def _cascade(space: Workspace, draft: str | None, cascade: str, longest: int) -> Proposer:
-    """Proposer of a cascade: a small draft, and something smaller that drafts for it."""
+    """Proposer of a cascade: a small draft, with prompt lookup or a smaller draft that drafts for it."""
     if draft == NO_DRAFT or draft in TRAINING_FREE:
         raise InputError(f"--cascade {cascade}: helps a small draft, not --draft {draft}")
     small = StoredDraft.load(find_draft(space, draft), space.target, space.recipe.score.draft_device)
@@ -153,7 +166,7 @@ def _cascade(space: Workspace, draft: str | None, cascade: str, longest: int) ->
 
 
 def helper_of(space: Workspace, cascade: str, longest: int) -> StoredDraft:
-    """Find what drafts for a small draft in a cascade: prompt lookup, or a smaller draft by name or folder."""
+    """Helper of a cascade, which drafts for a small draft: prompt lookup, or a smaller draft by name or folder."""
     if cascade in HELPERS:
         return StoredDraft.of_method(cascade, space.target)
     path = find_draft(space, cascade, "--cascade")
@@ -175,10 +188,12 @@ def check_smaller(helper: StoredDraft, draft: StoredDraft, cascade: str, name: s
 
 def show(target: Target, answer: GeneratedAnswer) -> None:
     """Print the answer with accepted drafted tokens coloured, then one line of figures."""
+    # 1) The answer.
     console, text = Console(highlight=False), Text()
     for piece, drafted in pieces(target, answer.generation):
         text.append(piece, DRAFTED if drafted else "")
     console.print(text, soft_wrap=True)
+    # 2) The figures. The first token comes from the prompt's pass, so no round emitted it.
     generation = answer.generation
     speed = f"{len(generation.tokens)} tokens in {generation.seconds:.2f} s"
     if not answer.config.levels or not generation.rounds:
@@ -198,12 +213,14 @@ def show(target: Target, answer: GeneratedAnswer) -> None:
 
 
 def pieces(target: Target, generation: Generation) -> Iterator[tuple[str, bool]]:
-    """The answer's text in pieces of one origin each: accepted drafted tokens, or the target's own."""
+    """Pieces of the answer's text, each of one origin: True for accepted drafted tokens, False for the target's own."""
+    # 1) The origin of each token: a round emits its accepted tokens, then the correction or bonus.
     origins: list[bool] = [False]
     for one in generation.rounds:
         origins += [True] * one.accepted + [False] * (one.emitted - one.accepted)
     origins += [False] * (len(generation.tokens) - len(origins))
     tokens = [token for token in generation.tokens if token not in target.stop_ids]
+    # 2) Cut where the origin changes. Prefixes are decoded whole: a token alone may decode otherwise.
     shown = ""
     for count, origin in enumerate(origins[: len(tokens)], start=1):
         at_end = count == len(tokens)

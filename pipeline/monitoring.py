@@ -1,8 +1,8 @@
 """`draftforge metrics`: a Prometheus exporter of the champion and of what serving engines accept.
 
 It reads the registry, the work folder and engines' counters, and loads no model. Figures come from the counts that the
-champion's promotion kept; served acceptance is compared with what those counts make expected. Once as a file or as
-text, or at each scrape of a port.
+champion's promotion kept; served acceptance is compared with what those counts make expected. Metrics are written once,
+to a file or to standard output, or served at each scrape of a port.
 """
 
 import math
@@ -58,9 +58,10 @@ def metrics(recipe: Recipe, options: MetricsOptions) -> None:
 
 
 def write_metrics(space: Workspace, options: MetricsOptions) -> str | None:
-    """Write the metrics to `options.out`, or serve them until stopped; give them as text where neither is asked for.
+    """Write the metrics to `options.out`, or serve them until stopped; returned as text where neither is asked for.
 
-    With `options.fail_on_mismatch`, AcceptanceMismatchError where served and expected acceptance differ.
+    Raises the error of engines' counters that cannot be read and, with `options.fail_on_mismatch`,
+    AcceptanceMismatchError where served and expected acceptance differ.
     """
     _check(options)
     assert space.tracking  # a store that does not answer is an error now, not a gap in a file
@@ -88,6 +89,7 @@ def write_metrics(space: Workspace, options: MetricsOptions) -> str | None:
 
 
 def _check(options: MetricsOptions) -> None:
+    """Raise InputError for options that contradict each other, before anything is read."""
     if options.since and len(options.since) != len(options.served):
         raise InputError(f"--since: {len(options.since)} given for {len(options.served)} --served; one each is needed")
     if options.since and options.interval_seconds:
@@ -100,6 +102,7 @@ def _check(options: MetricsOptions) -> None:
 
 
 def _warn(mismatch: AcceptanceMismatch | None, options: MetricsOptions) -> None:
+    """Say how served acceptance compares with the expected one; an error where a mismatch is to fail."""
     if mismatch is None:
         say("served: the champion has no counts of a promotion; nothing to compare with")
         return
@@ -110,11 +113,12 @@ def _warn(mismatch: AcceptanceMismatch | None, options: MetricsOptions) -> None:
 
 
 def _listen(registry: CollectorRegistry, collector: Collector, where: str) -> None:
-    """Serve until the process is stopped."""
+    """Serve /metrics at HOST:PORT until the process is stopped. Raises InputError where it cannot be listened on."""
     host, colon, port = where.rpartition(":")
     if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InputError(f"--listen {where}: must be HOST:PORT, such as 127.0.0.1:9109")
     registry.register(collector)
+    # Brackets are those of an IPv6 address; without a host, this machine alone can connect.
     try:
         server, thread = start_http_server(int(port), addr=host.strip("[]") or "127.0.0.1", registry=registry)
     except OSError as error:
@@ -130,9 +134,9 @@ def _listen(registry: CollectorRegistry, collector: Collector, where: str) -> No
 
 
 class ChampionCollector(Collector):
-    """Reads registry, work folder and engines anew at each scrape; what cannot be read has no sample.
+    """Prometheus collector that reads registry, work folder and engines anew at each scrape.
 
-    What went wrong is said once.
+    What cannot be read has no sample; each error is said once, not at every scrape.
     """
 
     def __init__(self, space: Workspace, options: MetricsOptions) -> None:
@@ -146,9 +150,11 @@ class ChampionCollector(Collector):
         """Why the engines' counters could not be read or put together the last time."""
 
     def describe(self) -> list[Metric]:
+        """No metrics in advance: registering the collector must not read everything."""
         return []
 
     def collect(self) -> Iterator[Metric]:
+        """Metrics of the champion, then of the served engines; an error of the one leaves the others."""
         expected = None
         try:
             self._space = self._space.reopened()
@@ -162,7 +168,7 @@ class ChampionCollector(Collector):
             yield from self._served(expected)
 
     def _expected_of(self, version: Version) -> ExpectedAcceptance | None:
-        """Expected acceptance by the counts that the promotion kept; they never change, and are read once."""
+        """Expected acceptance of a version, from the counts that its promotion kept; they never change: read once."""
         if version.reference not in self._expected:
             settings = self._space.recipe.score
             table = kept_counts(self._space.tracking, version)
@@ -172,6 +178,7 @@ class ChampionCollector(Collector):
         return self._expected[version.reference]
 
     def _served(self, expected: ExpectedAcceptance | None) -> Iterator[Metric]:
+        """Metrics of the engines; the comparison, or the error, stays in `mismatch` and `unread`."""
         self.mismatch = self.unread = None
         try:
             counters = self._window()
@@ -184,27 +191,31 @@ class ChampionCollector(Collector):
         yield from served_families(counters, self.mismatch)
 
     def _window(self) -> Counters:
-        """Counts since `--since`, or of the last `--interval` seconds that were looked at, or since the start."""
+        """Counters of the compared window: since `--since`, over the last `--interval` seconds, or since the start."""
+        # 1) Two given looks, or all that the engines have counted.
         now, look = time.monotonic(), read_counters(self._options.served)
         if self._options.since:
             return look.since(read_counters(self._options.since))
         if not self._options.interval_seconds:
             return look
+        # 2) A sliding window: the sum since the first look survives an engine that restarts and counts from 0.
         counted = look.since(look) if self._last is None else look.since(self._last).plus(self._looks[-1][1])
         self._last = look
         self._looks.append((now, counted))
+        # 3) Keep one look that is at least an interval old, as the start of the window.
         while len(self._looks) > 2 and self._looks[1][0] <= now - self._options.interval_seconds:
             self._looks.popleft()
         return counted.since(self._looks[0][1])
 
     def _complain(self, error: DraftforgeError) -> None:
+        """Say an error, without secrets, unless it is the one that was said last."""
         if str(error) != self._complained:
             self._complained = str(error)
             say(f"metrics: {redacted(str(error))}")
 
 
 def read_counters(sources: list[str]) -> Counters:
-    """Counters of all replicas together. Raises ServedError, MissingFileError or InputError."""
+    """Counters of all replicas, summed. Raises ServedError, MissingFileError or InputError, naming the source."""
     first, *others = [parse(_source_text(source), redacted(source)) for source in sources]
     for other in others:
         first = first.plus(other)
@@ -212,6 +223,8 @@ def read_counters(sources: list[str]) -> Counters:
 
 
 def _source_text(source: str) -> str:
+    """Text of an engine's metrics, from a file or an http address; an address without a path gets /metrics."""
+    # A file, such as a saved earlier look.
     if not source.startswith(("http://", "https://")):
         try:
             return Path(source).read_text(encoding="utf-8")
@@ -221,6 +234,7 @@ def _source_text(source: str) -> str:
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--served {source}: not a readable text file ({error})") from None
+    # A server. The address may hold a password: errors show it without.
     address = source if "/" in source.split("://", 1)[1].rstrip("/") else f"{source.rstrip('/')}/metrics"
     try:
         answer = requests.get(address, timeout=_SCRAPE_SECONDS)
@@ -232,7 +246,7 @@ def _source_text(source: str) -> str:
 
 
 def _champion(space: Workspace) -> tuple[Version, ModelVersion] | None:
-    """The champion of the recipe's target, as ours and as MLflow's record."""
+    """Champion of the recipe's target, as our `Version` and as MLflow's record; None: there is none."""
     tracking, name = space.tracking, model_name(space.tracking, space.target_fingerprint)
     number = aliases(tracking, name).get(CHAMPION)
     if number is None:
@@ -245,10 +259,11 @@ def _champion(space: Workspace) -> tuple[Version, ModelVersion] | None:
 def champion_families(
     space: Workspace, champion: tuple[Version, ModelVersion] | None, expected: ExpectedAcceptance | None, now: float
 ) -> Iterator[Metric]:
-    """Metrics of the champion: which, how good, how old, stale or not; of the last decision and the last run."""
+    """Metrics of the champion (which, how good, how old, whether stale), of the last decision and of the last run."""
     name = model_name(space.tracking, space.target_fingerprint)
     labels = {"target": space.target_fingerprint[:12], "model": name}
     yield _gauge("champion_exists", "Whether the target has a champion.", labels, float(champion is not None))
+    # Metrics that only a champion has: its identity is in labels, by the convention of `_info` metrics.
     if champion is not None:
         version, record = champion
         lineage = version.lineage
@@ -263,19 +278,22 @@ def champion_families(
         yield _gauge("champion_info", "The champion of the target; always 1.", about, 1.0)
         yield from _quality(record, expected, labels)
         yield from _ages(space.tracking, version, record, labels, now)
+    # Metrics that exist without one too.
     yield from _staleness(space.root / STALENESS_FILE, None if champion is None else champion[0].reference, labels)
     yield from _last_decision(space.tracking, name, labels)
     yield from _last_run(space.tracking, space.recipe.name, labels)
 
 
 def served_families(counters: Counters | None, mismatch: AcceptanceMismatch | None) -> Iterator[Metric]:
-    """Metrics of what an engine counts, beside what is expected. No counters: the engine did not answer."""
+    """Metrics of what an engine counts, beside what is expected. `counters` None: the engine did not answer."""
     yield _gauge("served_up", "Whether the engine's counters could be read.", {}, float(counters is not None))
     if counters is None:
         return
+    # What the engine counted.
     labels = {"engine": counters.engine}
     yield _gauge("served_rounds", "Rounds in the window that is compared.", labels, counters.rounds)
     yield from _known("served_tau", "Tokens a round, as the engine counts them.", labels, counters.tau)
+    # What the holdout makes expected, translated into how this engine counts.
     if mismatch is None:
         return
     yield from _known("promised_tau", "Holdout tau in the engine's counting.", labels, mismatch.expected.value)
@@ -286,6 +304,8 @@ def served_families(counters: Counters | None, mismatch: AcceptanceMismatch | No
 
 
 def _quality(record: ModelVersion, expected: ExpectedAcceptance | None, labels: Labels) -> Iterator[Metric]:
+    """Metrics of the champion's quality: speed-up at its promotion, and tau and acceptance on the holdout."""
+    # The speed-up is a tag of the version; the rest needs the kept counts.
     with suppress(KeyError, ValueError):  # never judged, or edited by hand
         speedup = float(record.tags[SPEEDUP_TAG])
         yield from _known("champion_expected_speedup", "Over plain decoding at the recipe's load.", labels, speedup)
@@ -294,6 +314,7 @@ def _quality(record: ModelVersion, expected: ExpectedAcceptance | None, labels: 
     tau, text = expected.taus["rounds"], "Tokens per pass of the target, on the holdout."
     yield from _known("champion_tau", text, labels, tau.value)
     yield from _interval("champion_tau", text, labels, tau)
+    # Acceptance: the share of all drafted tokens, then position by position (alpha).
     share = expected.acceptance.value
     yield from _known("champion_drafted_accepted", "Share of drafted tokens accepted.", labels, share)
     text = "Accepted at a position of the draft, of rounds that reach it."
@@ -302,6 +323,7 @@ def _quality(record: ModelVersion, expected: ExpectedAcceptance | None, labels: 
 
 
 def _ages(tracking: Tracking, version: Version, record: ModelVersion, labels: Labels, now: float) -> Iterator[Metric]:
+    """Metrics of the champion's age: since its last promotion or rollback, else since it was registered."""
     created, promoted = record.creation_timestamp / 1e3, None
     moves = [event for event in history(tracking, version.name) if event.get("to") == version.number]
     with suppress(KeyError, TypeError, ValueError):  # edited by hand
@@ -313,9 +335,10 @@ def _ages(tracking: Tracking, version: Version, record: ModelVersion, labels: La
 
 
 def _staleness(path: Path, champion: str | None, labels: Labels) -> Iterator[Metric]:
-    """Metrics of the last check (`staleness.json`), unless it was of another champion than now's."""
+    """Metrics of the last check of staleness (`staleness.json`), unless it judged another champion."""
     stale = checked_at = None
     causes: list[str] = []
+    # A record of another draftforge, or one edited by hand, has no sample.
     try:
         record = storage.read_object(path) if path.is_file() else None
         if record is not None and (champion is None or record["champion"] == champion):
@@ -325,13 +348,14 @@ def _staleness(path: Path, champion: str | None, labels: Labels) -> Iterator[Met
             causes = sorted(kinds) if stale else []
     except (CorruptDataError, KeyError, TypeError, ValueError) as error:
         say(f"{path}: not a record of a check ({type(error).__name__}: {error}); its staleness has no sample")
+    # Causes that were examined and held are left out; with no check, no sample.
     yield from _known("champion_stale", "Whether the last check found a new draft due.", labels, stale)
     yield _labelled("champion_stale_cause", "Why; always 1.", labels, "cause", dict.fromkeys(causes, 1.0))
     yield from _known("staleness_checked_timestamp_seconds", "When that was.", labels, checked_at)
 
 
 def _last_decision(tracking: Tracking, name: str, labels: Labels) -> Iterator[Metric]:
-    """Metrics of the gate's decision about the newest version that it judged."""
+    """Metrics of the gate's last decision: that about the newest version that it judged."""
     with mlflow_errors(tracking.uri):
         found = tracking.client.search_model_versions(
             f"name = '{name}'", max_results=100, order_by=["version_number DESC"]
@@ -339,6 +363,7 @@ def _last_decision(tracking: Tracking, name: str, labels: Labels) -> Iterator[Me
     judged = next((record for record in found if DECISION_TAG in (record.tags or {})), None)
     if judged is None:
         return
+    # The decision is a tag; its time is in the name of the decision's file.
     about = {**labels, "decision": judged.tags[DECISION_TAG], "version": str(judged.version)}
     yield _gauge("last_decision", "The gate's last decision, promote or refuse; always 1.", about, 1.0)
     if at := re.search(r"-(\d{8}T\d{6})(?:\.\d+)?\.json$", judged.tags.get(RECORD_TAG, "")):
@@ -347,7 +372,7 @@ def _last_decision(tracking: Tracking, name: str, labels: Labels) -> Iterator[Me
 
 
 def _last_run(tracking: Tracking, recipe: str, labels: Labels) -> Iterator[Metric]:
-    """Metrics of the recipe's last run that is over."""
+    """Metrics of the recipe's last finished run, whether it succeeded or failed."""
     with mlflow_errors(tracking.uri):
         found = tracking.client.search_runs(
             [tracking.experiment_id],
@@ -363,13 +388,14 @@ def _last_run(tracking: Tracking, recipe: str, labels: Labels) -> Iterator[Metri
 
 
 def _gauge(name: str, text: str, labels: Labels, value: float) -> Metric:
+    """Gauge with one sample."""
     family = GaugeMetricFamily(f"draftforge_{name}", text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
     return family
 
 
 def _labelled(name: str, text: str, labels: Labels, label: str, values: Mapping[str, float]) -> Metric:
-    """A gauge with one more label, and a sample for each of its values."""
+    """Gauge with one more label, and a sample for each of that label's values."""
     family = GaugeMetricFamily(f"draftforge_{name}", text, labels=[*labels, label])
     for key, value in values.items():
         family.add_metric([*labels.values(), key], value)
@@ -377,7 +403,7 @@ def _labelled(name: str, text: str, labels: Labels, label: str, values: Mapping[
 
 
 def _known(name: str, text: str, labels: Labels, value: float | None) -> Iterator[Metric]:
-    """A gauge where the value is known and finite, else none."""
+    """Gauge where the value is known and finite, else no metric."""
     if value is not None and math.isfinite(value):
         yield _gauge(name, text, labels, float(value))
 

@@ -44,8 +44,8 @@ def fetch(
 ) -> None:
     """Copy a registered draft of exactly this target to `out`.
 
-    `target`: its model (folder, GGUF file or hub id), or at least 6 hex digits of its fingerprint. `layout`: a format
-    of `draftforge.specdec.formats`; None: as it is stored, which is vLLM's.
+    `target`: the target's model (folder, GGUF file or hub id), or at least 6 hex digits of its fingerprint. `layout`: a
+    format of `draftforge.specdec.formats`; None: as it is stored, which is vLLM's.
     """
     # 1) Which target? Its model, or the first digits of its fingerprint.
     chosen = None if layout is None else known_format(layout)
@@ -57,6 +57,7 @@ def fetch(
     if chosen is None or chosen == NATIVE:
         version = versions.fetch(tracking, found, out, alias)
     else:
+        # Whatever can be refused without the draft's files is, before they are downloaded.
         version = versions.require(tracking, found, alias)
         check_family(chosen, version.lineage.family)
         source = None if settings is None else locate(settings)
@@ -72,7 +73,7 @@ def fetch(
 
 @contextmanager
 def _naming_option() -> Iterator[None]:
-    """Let errors name the option --target, not the field of a recipe that nobody gave."""
+    """Rename `target.model` in errors to --target: there is no recipe whose field it could be."""
     try:
         yield
     except DraftforgeError as error:
@@ -84,13 +85,16 @@ def _naming_option() -> Iterator[None]:
 
 
 def _settings(target: str) -> TargetSettings | None:
-    """The model that --target names; None where it is hex digits of a fingerprint."""
+    """Settings of the model that --target names; None where it is hex digits of a fingerprint."""
     is_digits = _PREFIX.fullmatch(target) is not None and not Path(target).exists()
     return None if is_digits else TargetSettings(model=target)
 
 
 def _fingerprint(tracking: Tracking, prefix: str) -> str:
-    """The registry's only target whose fingerprint begins so; a whole one is taken as it is."""
+    """Fingerprint of the registry's only target that begins with `prefix`; a whole one is taken as it is.
+
+    Raises RegistryError where no target begins so, or several do, and lists them.
+    """
     if fingerprint.is_fingerprint(prefix):
         return prefix
     known = versions.targets(tracking)
@@ -103,7 +107,10 @@ def _fingerprint(tracking: Tracking, prefix: str) -> str:
 
 
 def _verifier(source: Source | None, target: str, target_id: str | None) -> Verifier:
-    """The target under its hub id, with the architecture that its folder names."""
+    """Verifier of a format that names its target: hub id, and the architecture from the target's config.
+
+    Raises InputError where either is unknown.
+    """
     name = target_id or target
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or (target_id is None and Path(name).exists()):
         raise InputError(f"--target-id {name}: must be the target's hub id (owner/name), which the format names")
@@ -114,9 +121,10 @@ def _verifier(source: Source | None, target: str, target_id: str | None) -> Veri
 
 
 def _tokenizer(source: Source | None, stored: Path, layout: Format) -> PreTrainedTokenizerBase | None:
-    """The target's tokenizer, for the format that holds it; a small draft has the same beside its weights."""
+    """Tokenizer of the target, for the format that embeds it (GGUF); a small draft has the same beside its weights."""
     if layout != "gguf":
         return None
+    # The stored draft's own, else that of the target's folder or GGUF file.
     if (stored / "tokenizer.json").is_file():
         return load_tokenizer(stored, str(stored), trust_remote_code=False)
     if source is None:
@@ -130,7 +138,11 @@ def _tokenizer(source: Source | None, stored: Path, layout: Format) -> PreTraine
 
 
 def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, decisions: bool, as_json: bool) -> None:
-    """Print which draft serves which target, and where each draft serves."""
+    """Print the registry's content: which draft serves which target, and for which targets each draft is registered.
+
+    `target`: beginning of a fingerprint. `decisions`: the gate's too. The store is the recipe's, or that of `store`.
+    """
+    # 1) Options that fit each other, then the store.
     if target is not None and not re.fullmatch("[0-9a-f]{1,64}", target):
         raise InputError(f"--target {target}: must be the beginning of a fingerprint, hex digits")
     for option, given, key in (
@@ -141,7 +153,7 @@ def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, dec
         if recipe is not None and given is not None:
             raise InputError(f"{option} {given}: the recipe names the registry; give {key}={given} instead")
     tracking = open_store(store) if recipe is None else open_recipe_store(recipe)
-    # Print what is there: JSON for programs, tables for people.
+    # 2) JSON for programs, tables for people.
     found = listing(tracking, target or "", decisions)
     if as_json:
         print(found.model_dump_json(indent=2))
@@ -152,6 +164,7 @@ def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, dec
     if not found.targets:
         console.print("no target has a draft here" + (f" (--target {target})" if target else ""))
         return
+    # 3) Targets with their drafts, drafts with their targets, and why the gate decided as it did.
     console.print(_by_target(found))
     console.print(_by_draft(found))
     if decisions:
@@ -161,7 +174,9 @@ def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, dec
 
 
 def _by_target(found: Listing) -> Table:
+    """Table with a row for each alias of a target; the target is named in its first row."""
     table = Table(title="By target", title_justify="left")
+    # Figures and versions must not be folded; long names may.
     for heading in (
         "target",
         "alias",
@@ -175,6 +190,7 @@ def _by_target(found: Listing) -> Table:
         "gate",
     ):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("tau", "speed-up", "version"))
+    # Names from users are escaped: brackets would be read as markup.
     for entry in found.targets:
         for count, (alias, version) in enumerate(_shown(entry)):
             table.add_row(
@@ -194,17 +210,19 @@ def _by_target(found: Listing) -> Table:
 
 
 def _shown(entry: ListedTarget) -> list[tuple[str, ListedVersion]]:
-    """The versions with an alias; where none has one, the newest."""
+    """Versions to show of a target, with alias: those that have one; where none has, the newest."""
     return entry.by_alias() or [("-", version) for version in entry.versions[:1]]
 
 
 def _gate(version: ListedVersion) -> str:
+    """Outcome of the gate for a version, with the reasons of a refusal or rollback."""
     if version.rolled_back is not None:
         return f"rolled back: {escape(version.rolled_back)}"
     return {"promote": "promoted", "refuse": f"refused: {escape(version.reasons)}"}.get(version.decision, "-")
 
 
 def _by_draft(found: Listing) -> Table:
+    """Table with a row for each draft: one checkpoint may be registered for several targets."""
     table = Table(title="By draft", title_justify="left")
     for heading in ("draft", "family", "step", "run", "recipe", "registered for"):
         table.add_column(heading, overflow="fold")
@@ -219,6 +237,7 @@ def _by_draft(found: Listing) -> Table:
 
 
 def _show_decisions(console: Console, version: ListedVersion) -> None:
+    """Print the gate's decisions about a version: verdict, reasons, and gains over the champion in percent."""
     for record in version.decisions or []:
         verdict = "promoted" if record.promote else "refused"
         console.print(f"\n{record.version} {verdict} {record.at:%Y-%m-%d %H:%M} against {record.compared or 'none'}")

@@ -1,8 +1,9 @@
 """`draftforge watch`: a scheduler and a webhook receiver that start retrainings, each in a process of its own.
 
-A retraining that crashes or leaks takes nothing with it. One runs at a time; what is requested meanwhile is done once,
-after it. APScheduler keeps the times by the wall clock; `RetrainScheduler.tick` moves them along whenever that clock is
-set. Webhooks are MLflow's, signed: one that says that the target's alias moved starts a retraining.
+A retraining that crashes or leaks memory does not affect the watcher. One runs at a time; requests that come meanwhile
+are served by one more, after it. APScheduler keeps the times by the wall clock; `RetrainScheduler.tick` moves them
+along whenever that clock is set. Webhooks are MLflow's, signed with HMAC-SHA256: one that says that the target's alias
+moved starts a retraining.
 """
 
 import base64
@@ -33,6 +34,7 @@ from .options import WatchOptions
 if TYPE_CHECKING:
     from ..recipe import Recipe
 
+# Exit codes of `draftforge retrain` that do not mean a failure.
 MEANINGS = {
     0: "up to date, or promoted",
     4: "another one runs",
@@ -55,9 +57,10 @@ Start = Callable[[], "subprocess.Popen[bytes]"]
 
 
 def watch(recipe: "Recipe", arguments: Sequence[str], options: WatchOptions) -> int:
-    """Retrain now and then, and when a webhook says that the target changed; the exit code.
+    """Retrain at an interval, and when a webhook says that the target changed; the exit code.
 
-    `arguments`: those of a retraining's command line, the recipe's file and what it overrides.
+    `arguments`: those of `draftforge retrain`, the recipe's file and overrides. Raises InputError for options that do
+    not fit each other.
     """
     # 1) Check the options; `--once` needs no schedule.
     start = retrain_command(arguments)
@@ -82,7 +85,7 @@ def watch(recipe: "Recipe", arguments: Sequence[str], options: WatchOptions) -> 
 
 
 def seconds_of(text: str, option: str) -> float:
-    """`90s`, `30m`, `6h`, `1d` in seconds. Raises InputError."""
+    """Seconds of a duration such as `90s`, `30m`, `6h` or `1d`. Raises InputError, naming the option."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None or float(match[1]) * _UNITS[match[2]] < 1:
         raise InputError(f"{option} {text}: must be a number and s, m, h or d, at least 1s, such as 6h")
@@ -90,17 +93,18 @@ def seconds_of(text: str, option: str) -> float:
 
 
 def retrain_command(arguments: Sequence[str]) -> Start:
-    """How a retraining with these arguments is started."""
+    """Starter of retrainings with these arguments, each in a new process of this interpreter."""
     command = [sys.executable, "-m", "draftforge.cli", "retrain", *arguments]
     return lambda: subprocess.Popen(command)
 
 
 class RetrainScheduler:
-    """The schedule of one recipe's retrainings."""
+    """Scheduler of one recipe's retrainings: at an interval, on request, and never two at once."""
 
     def __init__(self, start: Start, every_seconds: float, jitter_seconds: float = 0.0) -> None:
         self._start = start
         self._scheduler = BackgroundScheduler(timezone=UTC)
+        # The first run is due at once; runs that were missed while one ran are done once.
         self._scheduler.add_job(
             self._run,
             "interval",
@@ -112,6 +116,7 @@ class RetrainScheduler:
             max_instances=1,
             misfire_grace_time=None,  # late, after a suspend say, is better than never
         )
+        # Shared by the threads of the scheduler and of the webhook.
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
         self._requested = self._stopping = False
@@ -129,7 +134,7 @@ class RetrainScheduler:
             self.stop()
 
     def tick(self) -> None:
-        """Move the next run by as much as the wall clock was set, so that it is neither skipped nor done twice."""
+        """Move the next run by as much as the wall clock was set, so that the time until it stays the same."""
         offset = time.time() - time.monotonic()
         jump = offset - self._offset
         if abs(jump) < _CLOCK_SET_SECONDS:
@@ -141,16 +146,17 @@ class RetrainScheduler:
             say(f"the clock was set by {jump:+.0f} s: the next retraining moves along")
 
     def request(self) -> None:
-        """Retrain as soon as possible; once, however often that is requested before."""
+        """Request a retraining as soon as possible; requests that come before it starts are one."""
         with self._lock:
             if self._requested or self._stopping:
                 return
             self._requested = True
+            # One that runs sees the request when it ends, in `_run`.
             if self._running is None:
                 self._scheduler.modify_job(_JOB, next_run_time=datetime.now(UTC))
 
     def stop(self) -> None:
-        """Let nothing start any more, and end the retraining that runs."""
+        """Stop the schedule, and end the retraining that runs."""
         with self._lock:
             self._stopping = True
             running = self._running
@@ -160,8 +166,9 @@ class RetrainScheduler:
             self._scheduler.shutdown()
 
     def _run(self) -> None:
-        """Run a retraining, and another one if that was requested meanwhile."""
+        """Run a retraining to its end, and another one if that was requested meanwhile; in the scheduler's thread."""
         while True:
+            # 1) Start it. `stop` holds the same lock: it finds the process, or nothing starts after it.
             with self._lock:
                 if self._stopping:
                     return
@@ -172,8 +179,10 @@ class RetrainScheduler:
                 except OSError as error:
                     say(f"retrain: cannot be started ({error}); next time again")
                     return
+            # 2) Wait without the lock, so that requests can come in.
             code = process.wait()
             say(describe_end(code, time.monotonic() - started))
+            # 3) Go on only if one has.
             with self._lock:
                 self._running = None
                 if not self._requested:
@@ -181,7 +190,7 @@ class RetrainScheduler:
 
 
 def run_once(start: Start) -> int:
-    """Run one retraining now, and give its exit code."""
+    """Run one retraining, and return its exit code; 128 + N where signal N killed it, as shells do."""
     started, process = time.monotonic(), start()
     try:
         code = process.wait()
@@ -192,7 +201,7 @@ def run_once(start: Start) -> int:
 
 
 def terminate(process: "subprocess.Popen[bytes]") -> None:
-    """End a retraining if it still runs: first kindly, so that it can close its run, then not."""
+    """Terminate a retraining that still runs: SIGTERM, so that it can close its MLflow run; SIGKILL after a minute."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)
@@ -203,13 +212,16 @@ def terminate(process: "subprocess.Popen[bytes]") -> None:
 
 
 def describe_end(code: int, seconds: float) -> str:
-    """One line about a retraining that ended."""
+    """Line about a retraining that ended: exit code, its meaning, and seconds."""
     meaning = MEANINGS.get(code, "failed; the champion is untouched" if code > 0 else f"killed by signal {-code}")
     return f"retrain: exit code {code} ({meaning}) after {seconds:.0f} s"
 
 
 def secret_of(environment: Mapping[str, str] = os.environ) -> str:
-    """The webhook's secret. Raises InputError where there is none: anybody could ask for retrainings."""
+    """Secret that webhooks are signed with, from the environment.
+
+    Raises InputError where there is none: without it anybody could start retrainings.
+    """
     secret = environment.get(SECRET_VARIABLE, "")
     if not secret:
         raise InputError(f"{SECRET_VARIABLE}: is not set; it must hold the secret that the webhook was made with")
@@ -217,7 +229,7 @@ def secret_of(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def signature(secret: str, delivery: str, timestamp: str, body: bytes) -> str:
-    """What MLflow puts into the header `X-MLflow-Signature`."""
+    """Signature in MLflow's header `X-MLflow-Signature`: HMAC-SHA256 of `delivery.timestamp.body`, in base64."""
     signed = f"{delivery}.{timestamp}.".encode() + body
     return "v1," + base64.b64encode(hmac.new(secret.encode(), signed, hashlib.sha256).digest()).decode()
 
@@ -231,7 +243,7 @@ def matches(event: Any, name: str, alias: str) -> bool:
 
 
 def watched_alias(model: str) -> tuple[str, str]:
-    """Name and alias of a target `models:/NAME@ALIAS`. InputError for any other: no event could be about it."""
+    """Name and alias of a target `models:/NAME@ALIAS`. Raises InputError for any other: no webhook tells of it."""
     name, at, alias = model.removeprefix("models:/").partition("@")
     if not (model.startswith("models:/") and at):
         raise InputError(f"--webhook: target.model {model}: must be models:/NAME@ALIAS; no event tells of another")
@@ -239,7 +251,7 @@ def watched_alias(model: str) -> tuple[str, str]:
 
 
 class Receiver:
-    """Webhook receiver: checks each delivery, and acts on those that match."""
+    """Webhook receiver: authenticates each delivery, and acts once on each that matches."""
 
     def __init__(self, secret: str, matches: Callable[[Any], bool], act: Callable[[], None]) -> None:
         self._secret, self._matches, self._act = secret, matches, act
@@ -247,14 +259,19 @@ class Receiver:
         self._lock = threading.Lock()
 
     def accept(self, headers: Mapping[str, str], body: bytes) -> int:
-        """The HTTP status: 202 acted on; 204 authentic, and nothing to do; 400 not JSON; 401 not authentic."""
+        """Handle a delivery; returns the HTTP status.
+
+        202 acted on; 204 authentic, and nothing to do; 400 not JSON; 401 not authentic, or too old.
+        """
         # 1) Authentic, recent, and not seen before?
         delivery, timestamp = headers.get(DELIVERY) or "", headers.get(TIMESTAMP) or ""
         wanted = signature(self._secret, delivery, timestamp, body)
+        # Compared in constant time: the response time must not tell how much of a forged one is right.
         if not hmac.compare_digest(wanted.encode(), (headers.get(SIGNATURE) or "").encode()):
             return 401
         if not (timestamp.isdecimal() and abs(time.time() - int(timestamp)) <= _CLOCK_SKEW_SECONDS):
             return 401
+        # A replay is answered as done: MLflow repeats deliveries whose answer it missed.
         with self._lock:
             if delivery in self._seen:
                 return 204
@@ -273,12 +290,16 @@ class Receiver:
 
 @contextmanager
 def listening(receiver: Receiver, address: str, port: int) -> Iterator[int]:
-    """Serve deliveries meanwhile; yields the port (0 takes a free one). InputError where it cannot be had."""
+    """Serve deliveries in a thread while the body runs; yields the port (0 takes a free one).
+
+    Raises InputError where the address cannot be listened on.
+    """
     try:
         server = ThreadingHTTPServer((address, port), _handler(receiver))
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InputError(f"--webhook {port}: cannot listen on {address}:{port} ({reason})") from None
+    # Threads of open connections must not keep the process alive.
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -291,11 +312,14 @@ def listening(receiver: Receiver, address: str, port: int) -> Iterator[int]:
 
 
 def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
+    """Handler class of HTTP requests that passes POST bodies to `receiver`."""
+
     class Handler(BaseHTTPRequestHandler):
         timeout = _READ_SECONDS
         server_version, sys_version = "draftforge", ""
 
         def do_POST(self) -> None:
+            # The size is checked before anything is read: whoever sends it is not authenticated yet.
             length = self.headers.get("Content-Length") or ""
             if not length.isdecimal():
                 self._answer(411)
