@@ -1,8 +1,8 @@
 """Serving load: speed-up, goodput and break-even by batch size at the operator's load, from fitted times.
 
 All B slots run their rounds together, each with progress of its own, so a round yields tau tokens a slot. A slot's
-answer of L tokens costs one prompt, which yields the first of them, and (L - 1) / tau rounds; while a prompt is read
-the other slots wait, and each of them has one to be read too:
+answer of L tokens costs one prompt, which yields the first token, and (L - 1) / tau rounds. While a prompt is read the
+other slots wait, and each slot has a prompt to be read. So the time T_B of an answer in each of B slots, at context C:
 
     T_B(tau) = B (prompt + draft's prompt) + (L - 1) / tau x round(B, C)      plain: B prompt + (L - 1) plain(B, C)
 
@@ -31,11 +31,11 @@ class Memory(NamedTuple):
 
     weights: int
     caches: float
-    """At the load's largest batch size, of prompts and answers of its lengths."""
+    """Bytes of the draft's caches at the load's largest batch size, for prompts and answers of its lengths."""
 
 
 class BreakEvenPoint(NamedTuple):
-    """Up to which batch size drafting pays."""
+    """Break-even batch size: the largest at which drafting pays."""
 
     above: int | None
     """It loses at every measured batch size above this one (0: at all of them); None: it does not lose at the
@@ -45,7 +45,7 @@ class BreakEvenPoint(NamedTuple):
 
     @property
     def label(self) -> str:
-        """As tables show it."""
+        """Label in tables: the batch size, or "> N?" where drafting still pays at the largest measured size N."""
         return f"> {self.largest}?" if self.above is None else str(self.above)
 
 
@@ -57,6 +57,7 @@ class LoadTimes:
     load: LoadSettings
 
     def __post_init__(self) -> None:
+        # Every batch size of the load must lie inside the measured grid: fits do not extrapolate.
         for size in self.load.batch_sizes:
             why = self.fit.outside(size, self.load.context_tokens, self.load.prompt_tokens)
             if why is not None:
@@ -66,7 +67,7 @@ class LoadTimes:
 
     @property
     def key(self) -> CostKey:
-        """The table's key: the hardware is where it was measured."""
+        """Key of the cost table; its hardware is the machine that was measured."""
         return self.table.key
 
     @cached_property
@@ -79,7 +80,7 @@ class LoadTimes:
         return self.fit.plain(self.load.main, self.load.context_tokens)
 
     def cost(self, config: DraftConfig) -> RoundCost:
-        """A round's parts there."""
+        """Seconds of a round of this K or tree, by part, at the load's main batch size."""
         return self.fit.round(config, self.load.main, self.load.context_tokens)
 
     @property
@@ -105,7 +106,7 @@ class LoadTimes:
 
     @cached_property
     def _gains(self) -> dict[tuple[int, DraftConfig, float], Gain]:
-        """Known ones: checkpoints and domains ask for the same."""
+        """Memo of gains by batch size, config and drafted share: checkpoints and domains ask for the same ones."""
         return {}
 
     def _gain_at(self, batch_size: int, config: DraftConfig, drafted_share: float) -> Gain:
@@ -133,7 +134,8 @@ class LoadTimes:
         return sum(share * self.plain_goodput_at(size) for size, share in self.load.shares.items())
 
     def break_even(self, config: DraftConfig, tau: float, drafted_share: float = 1.0) -> BreakEvenPoint:
-        """The batch size above which drafting so loses, looked for at every one at which times hold."""
+        """Batch size above which this K or tree loses, searched over all sizes within the measured range."""
+        # From the largest size down: above the first one at which it pays, it loses at every size.
         least, largest = min(self.fit.batch_sizes), max(self.fit.batch_sizes)
         pays = (size for size in range(largest, least - 1, -1) if self._pays(size, config, tau, drafted_share))
         above = next(pays, 0)
@@ -149,33 +151,33 @@ class LoadTimes:
 
     @property
     def memory(self) -> Memory:
-        """Of the draft at this load."""
+        """Memory of the draft at this load."""
         tokens = self.load.prompt_tokens + self.load.answer_tokens
         return Memory(self.table.draft_bytes, self.table.cache_bytes_per_token * tokens * self.load.largest)
 
 
 class Candidate(NamedTuple):
-    """A K or tree and how it does on the conversations."""
+    """Candidate K or tree with its tau on the conversations."""
 
     config: DraftConfig
     tau: Estimate
     drafted: float
-    """Tokens a round."""
+    """Mean number of tokens drafted a round."""
     drafted_share: float
 
 
 @dataclass(frozen=True)
 class BatchFigures:
-    """The best K or tree at one batch size."""
+    """Figures of the best K or tree at one batch size."""
 
     batch_size: int
     share: float
-    """Of the load; 0: not part of it."""
+    """Share of the load's time; 0: not part of the load."""
     config: DraftConfig
     tau: Estimate
     speedup: Estimate
     goodput: Estimate
-    """Tokens a second."""
+    """Expected tokens a second."""
     plain_goodput: float
     break_even_tau: float
     break_even_alpha: float
@@ -183,6 +185,7 @@ class BatchFigures:
 
     def record(self) -> dict[str, Any]:
         """JSON-able: what is not known, or not finite, is null."""
+        # Numbers that are always known, then those that may not be.
         known: dict[str, Any] = {"batch_size": self.batch_size, "share": self.share}
         known |= {"draft_tokens": self.config.levels, "tree": self.config.tree}
         return known | {
@@ -195,13 +198,13 @@ class BatchFigures:
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """One draft at the load, at the K or tree of its row; and the best ones by batch size."""
+    """Figures of one draft at the load: at the K or tree of its leaderboard row, and at the best one by batch size."""
 
     load: str
     hardware: str
-    """Where times were taken."""
+    """Hardware and precision at which times were measured."""
     fit_error: float
-    """How far fitted ratios to plain rounds are off, as a share, at the median."""
+    """Median leave-one-out error of fitted ratios to plain rounds, a share."""
     goodput: Estimate
     plain_goodput: float
     engine_tau: Estimate
@@ -213,7 +216,8 @@ class LoadFigures:
     batches: tuple[BatchFigures, ...]
 
     def record(self) -> dict[str, Any]:
-        """JSON-able."""
+        """JSON-able mapping of the figures."""
+        # Estimates become records of their own. Break-even keys are there only where tau is known.
         known = {"load": self.load, "hardware": self.hardware, "fit_error": self.fit_error}
         known |= {"goodput": finite(self.goodput._asdict()), "engine_tau": finite(self.engine_tau._asdict())}
         known |= finite({"plain_goodput": self.plain_goodput, "break_even_alpha": self.break_even_alpha})
@@ -224,6 +228,7 @@ class LoadFigures:
 
     def metrics(self) -> dict[str, float]:
         """Flat numbers, known or not."""
+        # The whole load, then each batch size.
         flat = {"goodput": self.goodput.value, "goodput_low": self.goodput.low, "goodput_high": self.goodput.high}
         flat |= {"plain_goodput": self.plain_goodput, "engine_tau": self.engine_tau.value}
         flat |= {"break_even_alpha": self.break_even_alpha, "draft_mb": self.memory.weights / 1e6}
@@ -240,6 +245,7 @@ def load_figures(
     times: LoadTimes, candidates: Sequence[Candidate], config: DraftConfig, engine_tau: Estimate, tie_share: float
 ) -> LoadFigures:
     """Figures of one draft at the load, served at `config`, which is among the candidates."""
+    # The gain over the whole load at the served config gives goodput and break-even.
     mine = next(one for one in candidates if one.config == config)
     gain = times.gain(config, mine.drafted_share)
     return LoadFigures(
@@ -265,8 +271,10 @@ def batch_figures(times: LoadTimes, candidates: Sequence[Candidate], tie_share: 
 
 def _best_at(times: LoadTimes, batch_size: int, candidates: Sequence[Candidate], tie_share: float) -> BatchFigures:
     """Figures of the best config at one batch size; of those within `tie_share` of it that with the fewest tokens."""
+    # Speed-up of every candidate at this batch size; unknown taus do not compete.
     gains = {one: times.gain_at(batch_size, one.config, one.drafted_share) for one in candidates}
     known = {one: gain.speedup(one.tau.value) for one, gain in gains.items() if math.isfinite(one.tau.value)}
+    # Candidates near the best tie, and the fewest drafted tokens win.
     floor = max(known.values(), default=0.0) * (1 - tie_share)
     best = min((one for one in known if known[one] >= floor), key=lambda one: one.drafted, default=candidates[0])
     gain, plain = gains[best], times.plain_goodput_at(batch_size)
@@ -289,5 +297,5 @@ def _break_even_alpha(tau: float, config: DraftConfig) -> float:
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """A record whose numbers are finite or null."""
+    """Copy of a record with null for every number that is not finite."""
     return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in record.items()}

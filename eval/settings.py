@@ -15,7 +15,7 @@ EngineRule = Literal["token", "block", "onehot", "match"]
 
 
 class LoadSettings(BaseModel):
-    """What the server is asked: drafts are picked by expected speed-up at this load."""
+    """Serving load: engine, batch sizes, context and answer length. Drafts are picked by expected speed-up at it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -34,6 +34,7 @@ class LoadSettings(BaseModel):
 
     @model_validator(mode="after")
     def _possible(self) -> "LoadSettings":
+        # Batch sizes and shares, then lengths, then a rule that the engine has.
         for size, share in self.batch_sizes.items():
             if size < 1 or share < 0:
                 raise ValueError(f"batch_sizes {size}: {share:g}: a batch size must be >= 1 and its share >= 0")
@@ -56,7 +57,7 @@ class LoadSettings(BaseModel):
 
     @property
     def shares(self) -> dict[int, float]:
-        """Batch sizes in order, with shares that add up to 1."""
+        """Shares of time by batch size, in order; they add up to 1."""
         total = sum(self.batch_sizes.values())
         return {size: share / total for size, share in sorted(self.batch_sizes.items())}
 
@@ -77,7 +78,7 @@ class LoadSettings(BaseModel):
 
 
 class RaceSettings(BaseModel):
-    """Checkpoints that can no longer win are dropped before all conversations are scored."""
+    """Race between checkpoints: those that can no longer win are dropped before all conversations are scored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -180,17 +181,20 @@ class ScoreSettings(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> "ScoreSettings":
+        # 1) No setting or rule twice: counts are told apart by them.
         keys = [sampling.key for sampling in self.sampling]
         if len(set(keys)) < len(keys):
             raise ValueError(f"sampling {keys}: every setting may be named once")
         if len(set(self.rules)) < len(self.rules):
             raise ValueError(f"rules {self.rules}: every rule may be named once")
+        # 2) Temperatures above 0 need a rule to be decided by, and a lossless one.
         sampled = [sampling.key for sampling in self.sampling if not sampling.greedy]
         if sampled and not self.sampled_rules:
             raise ValueError(f"rules {self.rules}: sampling {sampled[0]} needs a rule beside greedy")
         lossy = [rule for rule in self.sampled_rules[:1] if not RULES[rule].lossless]
         if lossy:
             raise ValueError(f"rules {self.rules}: {lossy[0]} is lossy: drafts are picked by a lossless rule")
+        # 3) Settings that refer to others.
         unknown = sorted(set(self.decode_draft_tokens) - set(self.draft_tokens))
         if unknown:
             raise ValueError(f"decode_draft_tokens {unknown}: must be among draft_tokens {self.draft_tokens}")

@@ -1,4 +1,4 @@
-"""A race: which drafts can no longer win, asked again after every conversation, with a stated probability of error.
+"""Successive elimination of drafts that can no longer win, tested after every conversation at a bounded error rate.
 
 Scoring everything would rank drafts by their total time over a fixed set of conversation clusters. Clusters are taken
 without replacement, each next one with a probability proportional to its tokens. Let R_i = (time of draft c - time of
@@ -44,13 +44,15 @@ class Arm(NamedTuple):
 
 
 class Race:
-    """Bets against every arm, for every other one."""
+    """Race of arms: for each pair, a bet that one arm is slower than the other over all clusters."""
 
     def __init__(self, arms: Sequence[Arm], tokens: float, error: float) -> None:
-        """`tokens`: of all clusters together."""
+        """`tokens`: of all clusters together. `error`: probability, at most, that the best arm is dropped."""
         self.arms, self._total, self._seen = list(arms), tokens, 0.0
         self._fixed_A = np.array([arm.gain.fixed for arm in arms])
         self._rounds_A = np.array([arm.gain.rounds for arm in arms])
+        # A round emits between 1 and levels + 1 tokens, which bounds each arm's time per token, and so every difference
+        # R.
         most_A = self._fixed_A + self._rounds_A
         least_A = self._fixed_A + self._rounds_A / np.array([arm.config.levels + 1.0 for arm in arms])
         self._least_AA = least_A[:, None] - most_A
@@ -60,24 +62,31 @@ class Race:
         self.alive_A = np.ones(len(arms), dtype=bool)
 
     def observe(self, tokens: float, rounds_A: Floats) -> None:
-        """One more cluster: its tokens after first ones, and the rounds in which each arm makes them. Arms that were
-        dropped before may have any."""
+        """Observe one more cluster. `tokens`: its tokens without first ones; `rounds_A`: each arm's rounds for them.
+
+        Values of arms that were dropped before do not matter.
+        """
+        # 1) R of this cluster for every pair: row arm minus column arm, in plain decoding's time per token.
         left = self._total - self._seen
         if tokens <= 0 or left <= 0:
             return
         time_A = self._fixed_A + self._rounds_A * rounds_A / tokens
         ratio_AA = time_A[:, None] - time_A
+        # 2) What the bet wins: R above its greatest expected value m, in units of m - least.
         room_AA = -self._sum_AA / left - self._least_AA  # from the least that may come to the most that is expected
         with np.errstate(divide="ignore", invalid="ignore"):
             edge_AA = (ratio_AA - self._least_AA) / room_AA - 1
+        # 3) Pairs without room: what is left cannot make up for the past, so the row arm has lost for certain.
         certain_AA = room_AA < -_ROUNDING  # no rest can make up for what was seen
         edge_AA = np.where(certain_AA, np.inf, np.where(room_AA > _ROUNDING, edge_AA, 0.0))
+        # 4) Update the capital of each share; only pairs of arms that are both still in the race bet.
         both_AA = self.alive_A[:, None] & self.alive_A
         np.fill_diagonal(both_AA, False)
         gained_AAG = np.log1p(_BETS_G * np.maximum(np.where(both_AA, edge_AA, 0.0), -1.0)[..., None])
         self._capital_AAG += gained_AAG
         self._sum_AA += np.where(both_AA, tokens * ratio_AA, 0.0)
         self._seen += tokens
+        # 5) Average over the shares. An arm falls when any bet against it has won enough.
         mean_AA = np.logaddexp.reduce(self._capital_AAG, axis=-1) - math.log(len(_BETS_G))
         self.alive_A &= ~((mean_AA >= self._enough) & both_AA).any(axis=1)
 
@@ -88,10 +97,14 @@ class Race:
 
 
 def elimination_order(sizes: Mapping[str, float], seed: int) -> list[str]:
-    """Clusters without replacement, each next one with a probability proportional to its size among those left: in the
-    order of exponential waiting times at rates of their sizes (Efraimidis and Spirakis 2006). Those of size 0 last."""
+    """Random order of clusters, drawn without replacement with probabilities proportional to size among those left.
+
+    It is the order of exponential waiting times at rates of their sizes (Efraimidis and Spirakis 2006). Clusters of
+    size 0 come last. The same seed gives the same order.
+    """
 
     def wait(cluster: str) -> float:
+        # A hash in place of a random number, so that a cluster's time does not depend on the others.
         share = (int(fingerprint.of_json([seed, "race", cluster])[:13], 16) + 0.5) / 16**13
         return -math.log(share) / sizes[cluster] if sizes[cluster] > 0 else math.inf
 
@@ -99,7 +112,7 @@ def elimination_order(sizes: Mapping[str, float], seed: int) -> list[str]:
 
 
 def cut_into_blocks(order: Iterable[str], sizes: Mapping[str, float], blocks: int) -> list[list[str]]:
-    """The order cut into so many parts of about as many tokens each; fewer where there are too few clusters."""
+    """Blocks of the order with about equally many tokens each; fewer blocks where there are too few clusters."""
     total, seen = sum(sizes.values()), 0.0
     found: list[list[str]] = [[] for _ in range(blocks)]
     for cluster in order:

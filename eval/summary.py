@@ -1,4 +1,4 @@
-"""Sentences about scores, benchmarks, decisions and served acceptance. Every figure in them was measured or fitted.
+"""Summaries in sentences: scores, benchmarks, decisions and served acceptance, every figure measured or fitted.
 
 A gain or a loss is claimed where the whole interval of the speed-up (of a benchmark: every repeat) is on one side of 1,
 the error of fitted times allowed for.
@@ -23,7 +23,10 @@ Outcome = Literal["gains", "loses", "no clear difference", "not measured"]
 
 
 def outcome(speedup: Estimate, error: float = 0.0) -> Outcome:
-    """Which side of 1 a speed-up and its interval are on. `error`: share by which fitted times may be off."""
+    """Verdict on a speed-up: the side of 1 on which its whole interval lies.
+
+    `error`: share by which fitted times may be off. An unknown interval counts as the value alone.
+    """
     if math.isnan(speedup.value):
         return "not measured"
     low, high = (speedup.value if math.isnan(end) else end for end in (speedup.low, speedup.high))
@@ -37,16 +40,20 @@ def outcome(speedup: Estimate, error: float = 0.0) -> Outcome:
 
 def serving_advice(rows: Sequence[Row], domains: Sequence[DomainRow], settings: ScoreSettings) -> list[str]:
     """Advice for serving the chosen row: whether, how and up to where to speculate, and where it does not pay."""
+    # Without a chosen row there is nothing to serve.
     chosen = next((row for row in rows if row.chosen), None)
     if chosen is None:
         return []
+    # 1) The load as a whole, then by batch size.
     error = 0.0 if chosen.load is None else chosen.load.fit_error
     sentences = [_overall(chosen, error)]
     if chosen.load is not None:
         sentences += [_by_batch_size(chosen.load, error), *_break_even_batch(chosen, chosen.load), _costs(chosen.load)]
+    # 2) Domains, where there are several.
     mine = [row for row in domains if (row.draft, row.step) == (chosen.draft, chosen.step)]
     if len({(row.domain, row.setting) for row in mine}) > 1:
         sentences += _domains(mine, error)
+    # 3) A baseline that does as well needs no training, so it is worth a sentence.
     for row in rows:
         if row.baseline and row.speedup.value >= chosen.speedup.value:
             speedup = interval(row.speedup, "x")
@@ -55,6 +62,7 @@ def serving_advice(rows: Sequence[Row], domains: Sequence[DomainRow], settings: 
 
 
 def _overall(row: Row, error: float) -> str:
+    # Which draft and where.
     where = "at batch 1" if row.load is None else "at this load"
     which, speedup = f"{row.draft} step {row.step} at {row.config}", interval(row.speedup, "x")
     # From which tau, and which acceptance of a token, it pays.
@@ -75,7 +83,7 @@ def _overall(row: Row, error: float) -> str:
 
 
 def _by_batch_size(load: LoadFigures, error: float) -> str:
-    """The best K or tree of neighbouring batch sizes, and those at which none pays."""
+    """Sentence on the best K or tree by batch size; neighbours with the same advice share a clause."""
 
     def advised(one: BatchFigures) -> str:
         match outcome(one.speedup, error):
@@ -86,6 +94,7 @@ def _by_batch_size(load: LoadFigures, error: float) -> str:
             case _:
                 return f"{one.config} without a clear gain"
 
+    # One clause a run of batch sizes with the same advice.
     clauses = []
     for advice, group in groupby(load.batches, key=advised):
         some = list(group)
@@ -120,7 +129,7 @@ def _costs(load: LoadFigures) -> str:
 
 
 def _domains(rows: Sequence[DomainRow], error: float) -> Iterator[str]:
-    """Domains that do not pay, or stop paying at another batch size than all together."""
+    """Sentences on domains in which drafting does not pay, or pays up to some batch size only."""
     for row in rows:
         where = f"domain {row.domain!r} ({row.setting})"
         if outcome(row.speedup, error) == "loses":
@@ -166,7 +175,8 @@ def _in_all_domains(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def _fastest(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """At each batch size, whether to speculate at all."""
+    """Sentences on the fastest method at each batch size, and whether it beats plain decoding."""
+    # Known speed-ups only; the wording follows the repeats' spread.
     drafted = [row for row in _in_all_domains(rows) if not row.setting.plain]
     for batch_size in sorted({row.setting.batch_size for row in drafted}):
         some = [row for row in drafted if row.setting.batch_size == batch_size and not math.isnan(row.speedup.value)]
@@ -184,7 +194,8 @@ def _fastest(rows: Sequence[BenchRow]) -> Iterator[str]:
 
 
 def _bench_batch_sizes(name: str, whole: Sequence[BenchRow]) -> Iterator[str]:
-    """The batch sizes at which it loses, at which it gains, at which that is not clear; and the tau it needs."""
+    """Sentence on one method: the batch sizes at which it loses, gains or is unclear, with the tau that it needs."""
+    # Bad news first.
     clauses = []
     for kind in ("loses", "no clear difference", "gains", "not measured"):
         some = [row for row in whole if outcome(row.speedup.estimate) == kind]
@@ -196,19 +207,21 @@ def _bench_batch_sizes(name: str, whole: Sequence[BenchRow]) -> Iterator[str]:
 
 
 def _needed_tau(row: BenchRow) -> str:
-    """The tau at which a round takes as long as plain decoding of what it yields, beside the one that it has."""
+    """Clause with the measured tau and the break-even tau of a round; empty where either is unknown."""
     if math.isnan(row.break_even_tau) or math.isnan(row.tau.value):
         return ""
     return f"; tau {row.tau.value:.2f}, a round pays from {row.break_even_tau:.2f}"
 
 
 def _losing_domains(name: str, rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Domains that lose where all together do not, and why."""
+    """Sentences on domains that lose where all domains together do not, with the reason where it is known."""
     for row in rows:
+        # Only domains that stand out from the whole.
         whole = next(one for one in _in_all_domains(rows) if one.setting == row.setting)
         loses, all_lose = (outcome(one.speedup.estimate) == "loses" for one in (row, whole))
         if row.domain == EVERY or not loses or all_lose:
             continue
+        # The likely reason: rounds pay and so prompts take the time, or else low acceptance.
         speedup = f"{bench_speedup(row.speedup)}{_needed_tau(row)}"
         where = f"{name}, batch {row.setting.batch_size}: loses in {row.domain} ({speedup})"
         if row.tau.value >= row.break_even_tau:
@@ -220,7 +233,7 @@ def _losing_domains(name: str, rows: Sequence[BenchRow]) -> Iterator[str]:
 
 
 def _losing_lengths(name: str, whole: Sequence[BenchRow]) -> Iterator[str]:
-    """Lengths of answers at which it loses though not on the whole, or is clearly slower than on the whole."""
+    """Sentences on answer lengths at which a method loses though not on the whole, or clearly gains less."""
     for row in whole:
         for some in row.lengths if len(row.lengths) > 1 else []:
             loses = outcome(some.speedup.estimate) == "loses" != outcome(row.speedup.estimate)
@@ -237,9 +250,10 @@ def _waiting_share(row: BenchRow | LengthRow) -> str:
 
 
 def _acceptance_ends(by_name: Mapping[str, Sequence[BenchRow]]) -> Iterator[str]:
-    """For each method, the domains in which its first drafted tokens are accepted least and most."""
+    """Sentences on each method's domains of least and most acceptance of first drafted tokens."""
     seen: set[str] = set()
     for name, rows in by_name.items():
+        # The first K and batch size stand for the method: a first token's acceptance depends little on them.
         setting = rows[0].setting
         firsts = [row for row in rows if row.domain != EVERY and row.setting == setting and row.alphas]
         known = sorted((row.alphas[0].value, row.domain) for row in firsts if not math.isnan(row.alphas[0].value))
@@ -251,7 +265,8 @@ def _acceptance_ends(by_name: Mapping[str, Sequence[BenchRow]]) -> Iterator[str]
 
 
 def _unequal_answers(by_name: Mapping[str, Sequence[BenchRow]], half: bool) -> Iterator[str]:
-    """Answers that are not plain decoding's, at temperature 0."""
+    """Sentences on answers that differ from plain decoding's at temperature 0."""
+    # The reason depends on the precision.
     half_why, float32_why = "near ties between two tokens flip", "all should: only an exact tie may flip"
     why = f"in half precision {half_why}" if half else f"in float32 {float32_why}"
     for name, rows in by_name.items():
@@ -262,7 +277,7 @@ def _unequal_answers(by_name: Mapping[str, Sequence[BenchRow]], half: bool) -> I
 
 
 def _empty_slots(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Batch sizes that too few prompts keep far from full."""
+    """Sentences on batch sizes that too few prompts keep less than half full."""
     for row in _in_all_domains(rows):
         batch_size = row.setting.batch_size
         if row.setting.plain and row.slots < batch_size / 2:
@@ -276,7 +291,7 @@ def _empty_slots(rows: Sequence[BenchRow]) -> Iterator[str]:
 
 
 def describe_mismatch(found: AcceptanceMismatch, margin: float) -> str:
-    """Served beside expected acceptance in one line, numbers included."""
+    """Served and expected acceptance in one line, with numbers and the verdict."""
     if found.unknown:
         judged = f"not judged: {found.unknown}"
     else:
@@ -294,7 +309,7 @@ DecisionKind = Literal["promoted", "refused", "scored", "nothing"]
 
 
 class Decision(NamedTuple):
-    """The head of a report, and which rows stand beside each other below it."""
+    """Head of a report, and the rows that the report compares below it."""
 
     kind: DecisionKind
     title: str
@@ -304,19 +319,21 @@ class Decision(NamedTuple):
     split: str
     """Where the figures below come from: the holdout once a gate has decided, else the selection split."""
     row: Record | None
-    """The draft that it is about."""
+    """Row of the draft that the decision is about; None: there is none."""
     compared: Sequence[Record]
-    """That draft first, then what it is compared with, baselines last."""
+    """Rows to compare: the decision's draft first, then its champion, baselines last."""
     domains: Sequence[Record]
     contexts: Sequence[Record]
 
 
 def decision_summary(scores: Record, promotion: Record | None) -> Decision:
-    """What was decided: by the score alone, or by the gate where it has judged."""
+    """Decision of a run from its records: by the score alone, or by the gate where it has judged."""
+    # 1) No checkpoint could be chosen.
     chosen = next((row for row in scores["rows"] if row["chosen"]), None)
     if chosen is None:
         why = "No checkpoint has a known speed-up: the scored split is too small. Give the mix more conversations."
         return Decision("nothing", "Nothing to choose", why, [], "selection", None, [], [], [])
+    # 2) The score alone, on the selection split; or the gate's decision, on the holdout.
     kind: DecisionKind = "scored"
     if promotion is None or not promotion["holdout"]["rows"]:
         row, source, split, reasons = chosen, scores, "selection", list[str]()
@@ -349,7 +366,8 @@ def decision_summary(scores: Record, promotion: Record | None) -> Decision:
 
 
 def _worth(row: Record, chosen: Record, where: str) -> str:
-    """The draft's tau and speed in a sentence, and whether it pays."""
+    """Sentences on a draft's tau and speed-up, and whether it pays. `where`: the opening words."""
+    # The figures first; the verdict needs a known break-even and an interval on one side of 1.
     speedup, even = row["speedup"], row["break_even_tau"]
     figures = (
         f"{where} {draft_label(chosen)} at {config_label(row)} emits {interval(row['tau'])} tokens per pass of the "
@@ -367,7 +385,7 @@ def _worth(row: Record, chosen: Record, where: str) -> str:
 
 
 def _candidate_first(rows: Sequence[Record], *columns: str) -> list[Record]:
-    """Sort by the columns; the candidate before the champion before baselines."""
+    """Rows sorted by the columns, then candidate, champion, baselines."""
 
     def order(row: Record) -> tuple[Any, ...]:
         return (*(row[name] for name in columns), row["baseline"], row["draft"] != "candidate")
@@ -376,23 +394,23 @@ def _candidate_first(rows: Sequence[Record], *columns: str) -> list[Record]:
 
 
 def config_label(row: Record) -> str:
-    """How a record's draft drafts: "K = 4", "tree wide", or "-" for plain decoding."""
+    """Label of a record's K or tree: "K = 4", "tree wide", or "-" for plain decoding."""
     if not row["draft_tokens"]:
         return "-"
     return f"tree {row['tree']}" if row["tree"] else f"K = {row['draft_tokens']}"
 
 
 def draft_label(row: Record) -> str:
-    """A record's draft in a legend, with its step where it was trained."""
+    """Label of a record's draft in a legend, with its step where it was trained."""
     return f"{row['draft']}, step {row['step']}" if row["step"] and not row["baseline"] else str(row["draft"])
 
 
 def bucket_label(bucket: str) -> str:
-    """A context bucket as people say it: "up to 128", "over 32,768"."""
+    """Label of a context bucket: "up to 128", "over 32,768"."""
     top = largest_prompt(bucket)
     return f"over {top:,}" if bucket.endswith("+") else f"up to {top:,}"
 
 
 def joined(words: Sequence[str]) -> str:
-    """Words as a list in a sentence: a, b and c."""
+    """Words joined as a list in a sentence: a, b and c."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

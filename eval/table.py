@@ -1,4 +1,4 @@
-"""The final tables that a person reads. Records in, text out: colours and boxes on a terminal, else plain columns."""
+"""Result tables as text: colours and boxes on a terminal, else plain columns."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -83,19 +83,19 @@ def show_load(row: Row, title: str, console: Console | None = None) -> None:
 
 
 class SkipRow(NamedTuple):
-    """The best set of sublayers to skip in some domain."""
+    """Best set of sublayers to skip in one domain."""
 
     domain: str
     skipped: SkippedLayers
     layers: int
-    """Of the target."""
+    """Number of the target's layers."""
     K: int
     tau: float
     speedup: float
     tries: int
 
     def record(self) -> dict[str, Any]:
-        """JSON-able, the set itself aside."""
+        """JSON-able mapping of the row, without the set itself."""
         return {name: value for name, value in self._asdict().items() if name != "skipped"} | {"kept": self.kept}
 
     @property
@@ -122,12 +122,14 @@ def skip_cells(rows: Sequence[SkipRow]) -> list[list[str]]:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Sorted numbers, neighbours as ranges, such as "3-5 8"; none: "-"."""
+    # A value minus its place is constant within a run of neighbours.
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
     return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "-"
 
 
 def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
     """Header and rows as text. Perplexity has a column only where one is known."""
+    # One line of text a row, in the order of the header.
     header = ["draft", "step", "K", "tau", "alpha", "draft ms", "verify ms", "expected speed-up", "perplexity", ""]
     cells = [header]
     for row in rows:
@@ -145,6 +147,7 @@ def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
                 _remark(row),
             ]
         )
+    # Columns that would be empty are left out; the load's stand before the remark.
     if all(math.isnan(row.perplexity) for row in rows):
         cells = [line[:-2] + line[-1:] for line in cells]
     if any(row.load is not None for row in rows):
@@ -153,7 +156,7 @@ def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _load_cells(row: Row | None) -> list[str]:
-    """What a leaderboard's row says of the load; None: its header."""
+    """Load columns of a leaderboard row; None: their header."""
     if row is None:
         return ["goodput", "break-even tau", "loses above", "draft MB", "cache MB"]
     if row.load is None:  # plain decoding
@@ -165,6 +168,7 @@ def _load_cells(row: Row | None) -> list[str]:
 
 def batch_cells(load: LoadFigures) -> list[list[str]]:
     """Header and rows as text."""
+    # One line a batch size, at its best K or tree.
     header = ["batch", "share", "K", "tau", "expected speed-up", "goodput", "plain", "break-even tau"]
     cells = [[*header, "break-even alpha"]]
     for one in load.batches:
@@ -182,6 +186,7 @@ def batch_cells(load: LoadFigures) -> list[list[str]]:
 
 def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
     """Header and rows as text."""
+    # Columns that depend on the rows: figures at a load, and tau by rule where several were scored.
     loaded = any(row.break_even is not None for row in rows)
     header = ["domain", "sampling", "rule", "draft", "step", "K", "tau", "alpha", "conversations", "expected speed-up"]
     ruled = any(len(row.taus) > 1 for row in rows)
@@ -212,7 +217,8 @@ def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
 
 
 def plain_text(cells: Sequence[Sequence[str]], numeric: Collection[str] = NUMERIC) -> str:
-    """Aligned columns without colours, for files and pipes; `numeric` names those that are aligned to the right."""
+    """Aligned columns without colours, for files and pipes. `numeric`: names of columns that are aligned right."""
+    # Each column is as wide as its widest cell.
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = []
     for line in cells:
@@ -248,10 +254,12 @@ def show_cells(
     numeric: Collection[str] = NUMERIC,
 ) -> None:
     """Print a header and rows: a table on a terminal, else plain columns."""
+    # Files and pipes get plain columns, which other programs can read.
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.print(f"{title}\n{plain_text(cells, numeric)}\n{note}", soft_wrap=True, markup=False, highlight=False)
         return
+    # A terminal gets a table. Cells are `Text`, so that brackets in names are not taken for markup.
     table = Table(title=title, caption=note, title_justify="left", caption_justify="left")
     for name in cells[0]:
         table.add_column(name, justify="right" if name in numeric else "left", no_wrap=name != "alpha")

@@ -1,4 +1,4 @@
-"""Cache of the target's passes over recorded answers, many answers at a time, and drafts replayed along them."""
+"""Cache of the target's passes over packs of recorded answers, and replay of drafts along them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,9 +17,9 @@ passes only add padding."""
 
 
 class TargetPassCache:
-    """Remembers the target's passes over recorded answers, for the next checkpoint, up to a budget of bytes.
+    """Cache of the target's passes over recorded answers, for the next checkpoint, up to a budget of bytes.
 
-    `pass_tokens`: tokens of a pass, padding included; 0: what suits the device.
+    `pass_tokens`: tokens of a pass, padding included; 0: the device's default.
     """
 
     def __init__(self, target: CausalModel, budget_bytes: int, pass_tokens: int = 0) -> None:
@@ -28,7 +28,8 @@ class TargetPassCache:
         self._known: dict[tuple[tuple[str, ...], tuple[int, ...], bool], TargetTrace] = {}
 
     def packs(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """Indexes of the samples that go through one pass: of one sampling setting, and of about one length."""
+        """Packs of sample indexes, each for one pass: samples of one sampling setting and of about one length."""
+        # One setting a pass, since it warps the distributions; lengths in a pack are close, so little is padded.
         members: dict[SamplingSettings, list[int]] = {}
         for index, sample in enumerate(samples):
             members.setdefault(sample.sampling, []).append(index)
@@ -39,18 +40,20 @@ class TargetPassCache:
         return found
 
     def trace(self, pack: Sequence[Sample], proposer: Proposer) -> TargetTrace:
-        """The target's states along the answers of a pack, as far as the proposer reads them."""
+        """Trace of the target along the answers of a pack, with the states that the proposer reads."""
+        # Checkpoints of one family read the same layers, so they share the trace.
         key = tuple(sample.id for sample in pack), proposer.aux_layers, proposer.needs_hidden_states
         traced = self._known.get(key)
         if traced is None:
             traced = trace_target(self._target, pack, pack[0].sampling, *key[1:])
+            # Once the budget is spent, further packs are passed through the target again each time.
             if traced.nbytes <= self._left:
                 self._left -= traced.nbytes
                 self._known[key] = traced
         return traced
 
     def traces(self, samples: Sequence[Sample], proposer: Proposer) -> Iterator[TargetTrace]:
-        """The passes over all samples, in no order."""
+        """Traces of all samples, pack by pack."""
         for pack in self.packs(samples):
             yield self.trace([samples[index] for index in pack], proposer)
 
@@ -62,7 +65,10 @@ def replay_samples(
     depths: Sequence[int],
     settings: ScoreSettings,
 ) -> Iterator[tuple[int, list[Counted]]]:
-    """Each sample's index and its counts, under every scored rule that a replay can tell, pack by pack."""
+    """Replayed counts: each sample's index and its counts under every scored rule that replay is exact for.
+
+    Samples come pack by pack, not in their own order.
+    """
     for pack in cache.packs(samples):
         traced = cache.trace([samples[index] for index in pack], proposer)
         rules = replayable_rules(proposer, traced.sampling, settings.sampled_rules)
