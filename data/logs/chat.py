@@ -1,4 +1,4 @@
-"""Log entries, and what the logs of chat servers and of the proxies before them share: bodies, answers, usage."""
+"""Log entries, and readers of what all chat logs share: request bodies, answers (whole or streamed), token usage."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -24,11 +24,11 @@ Reason = Literal[
     "tools without their definitions",
     "logged twice",
 ]
-"""Why a line of a log gives no conversation. Counted, and no error."""
+"""Reasons why a log line gives no conversation. Such lines are counted and are no error."""
 
 
 MOST_TOKENS = (1 << 31) - 1
-"""No count of tokens is larger: what is, is no count."""
+"""Largest plausible token count; a larger number is not taken for a count."""
 
 
 class Timing(NamedTuple):
@@ -38,7 +38,7 @@ class Timing(NamedTuple):
     """Unix seconds."""
     ended: float | None = None
     replica: str | None = None
-    """Which copy of the engine answered."""
+    """Name of the engine's copy that answered."""
     prompt_tokens: int | None = None
     answer_tokens: int | None = None
 
@@ -49,14 +49,14 @@ class Entry:
 
     where: str
     line: Mapping[str, Any] = field(default_factory=dict)
-    """What `records.parse` reads: messages, tools, sampling fields, labels of the line."""
+    """The line for `records.parse`: messages, tools, sampling fields, labels."""
     left_out: Reason | None = None
     """Why `line` holds no conversation; None: it holds one."""
     timing: Timing = field(default_factory=Timing)
     in_flight: bool = True
-    """Whether an engine was busy with it, as far as this line shows; False where another line of the log counts it."""
+    """Whether this line shows a request that an engine was busy with; False where another line of the log shows it."""
     dated: bool = True
-    """Whether the times are of a known year; if not, only their differences mean something."""
+    """Whether the year of the times is known; if not, only their differences mean something."""
 
 
 class LogReader(Protocol):
@@ -72,7 +72,7 @@ class LogReader(Protocol):
 
 
 class ObjectReader:
-    """A reader of a log whose every JSON object stands for itself."""
+    """Reader of a log in which each JSON object is complete in itself."""
 
     def __init__(self, entries: Callable[[dict[str, Any], str], Iterable[Entry]]) -> None:
         self._entries = entries
@@ -91,7 +91,7 @@ _COUNTS = (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_toke
 
 
 def decoded(value: Any) -> Any:
-    """The object or array that a text holds, where it holds one; everything else as it is."""
+    """Decode a text that holds a JSON object or array; return everything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)
@@ -101,16 +101,17 @@ def decoded(value: Any) -> Any:
 
 
 def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
-    """A request body with what clients nest in `extra_body` beside its other fields."""
+    """Request body with the fields of `extra_body` moved up beside its own, which win."""
     extra = request.get("extra_body")
     return {**(extra if isinstance(extra, dict) else {}), **request}
 
 
 def refusal(messages: Any) -> Reason | None:
-    """Why these messages hold no conversation in text; None: they do, or break a rule that `records` will name."""
+    """Reason why messages are not plain text; None: they are, or they break a rule that `records` will name."""
     if not isinstance(messages, list):
         return None
     for message in messages:
+        # Text is a string or a list of text parts; images, audio and files are parts of other types.
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, list):
             continue
@@ -120,24 +121,28 @@ def refusal(messages: Any) -> Reason | None:
 
 
 def line_of(rendered: Rendered, answer: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The line that `records.parse` reads, of a prompt that was taken apart; `answer` counts if it is text."""
+    """Build the line for `records.parse` from an unrendered prompt; `answer` is left out unless it is text."""
     message = {"role": "assistant", "content": answer} if isinstance(answer, str) and answer.strip() else None
     messages = with_answer(rendered.messages, message)
     return {**sampling, "messages": messages, "chat_template_kwargs": rendered.template_args}
 
 
 def with_answer(messages: list[Any], answer: Mapping[str, Any] | None) -> list[Any]:
-    """The messages and the logged answer, which the target will give again."""
+    """Messages with the logged answer at the end (None: no answer); the target will answer that turn again."""
     return messages if answer is None else [*messages, answer]
 
 
 def answer_of(response: Any) -> dict[str, Any] | None:
-    """The first choice's message of a chat-completions response, whole or streamed; None where it holds no text and
-    no tool call, as of an answer that was cut while it thought."""
+    """Message of the first choice of a chat-completions response, whole or streamed.
+
+    None: it holds neither text nor tool calls, such as an answer that was cut while it was thinking.
+    """
+    # A stream as it went over the wire, JSON text, or decoded chunks.
     if isinstance(response, str):
         response = _events(response) or decoded(response)
     if isinstance(response, list):
         return _message_with_content(_merged(response))
+    # A whole response: the choice with index 0.
     if not isinstance(response, dict) or not isinstance(response.get("choices"), list):
         return None
     for choice in response["choices"]:
@@ -154,9 +159,10 @@ def _message_with_content(message: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def usage_of(response: Any) -> tuple[int | None, int | None]:
-    """Prompt and answer tokens of a response's `usage`."""
+    """Prompt and answer tokens of a response's `usage`; None: not given."""
     if isinstance(response, str):
         response = _events(response) or decoded(response)
+    # In a stream the last chunk with a usage has the totals.
     if isinstance(response, list):
         usages = [chunk.get("usage") for chunk in response if isinstance(chunk, dict)]
         usage: Any = next((one for one in reversed(usages) if isinstance(one, dict)), {})
@@ -169,14 +175,14 @@ def usage_of(response: Any) -> tuple[int | None, int | None]:
 
 
 def count(values: Any, name: str) -> int | None:
-    """A field that is a whole number of at least 0; None of anything else."""
+    """Read a field as a token count, a whole number of at least 0; None: it is none."""
     found = number(values.get(name)) if isinstance(values, Mapping) else None
     return int(found) if found is not None and 0 <= found <= MOST_TOKENS and found.is_integer() else None
 
 
 def labels(*sources: Any) -> dict[str, Any]:
-    """The texts and whole numbers among the fields of some objects, later ones first: what a recipe may read a domain,
-    a group or a replica from."""
+    """Collect the text and whole-number fields of some objects, from which a recipe may read a domain, a group or a
+    replica. Of equal names the last object's wins."""
     found: dict[str, Any] = {}
     for source in sources:
         if isinstance(source, Mapping):
@@ -189,21 +195,23 @@ def labels(*sources: Any) -> dict[str, Any]:
 
 
 def _events(text: str) -> list[Any]:
-    """The chunks of a stream that was logged as it went over the wire; empty if this is none."""
+    """Chunks of a server-sent-events stream that was logged as text; empty: the text is no stream."""
     lines = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
     return [decoded(line) for line in lines if line != _SSE_DONE]
 
 
 def _merged(chunks: Iterable[Any]) -> dict[str, Any]:
-    """The message that the chunks of the first choice make."""
+    """Merge the chunks of a stream's first choice into one message."""
     texts: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
+        # A chunk without choices (such as the usage at the end) adds nothing.
         choices = chunk.get("choices") if isinstance(chunk, dict) else None
         for choice in choices if isinstance(choices, list) else []:
             delta = choice.get("delta") if isinstance(choice, dict) else None
             if not isinstance(delta, dict) or choice.get("index"):
                 continue
+            # Text comes in pieces; tool calls too, each piece under the index of its call.
             if isinstance(delta.get("content"), str):
                 texts.append(delta["content"])
             parts = delta.get("tool_calls")
@@ -213,7 +221,7 @@ def _merged(chunks: Iterable[Any]) -> dict[str, Any]:
 
 
 def _extend(calls: dict[int, dict[str, Any]], part: Any) -> None:
-    """Add a piece of a tool call: its id and name come once, its arguments in pieces."""
+    """Add a streamed piece of a tool call to its call; the id and name come once, the arguments in pieces."""
     if not isinstance(part, dict) or not isinstance(part.get("function"), dict):
         return
     index = part["index"] if isinstance(part.get("index"), int) else 0

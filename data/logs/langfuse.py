@@ -19,7 +19,8 @@ _LIMITS = ("max_tokens", "max_completion_tokens")
 
 
 def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
-    """The generation that one observation holds. Raises InputError."""
+    """Entries of one observation, or of a page of observations; those that are no generation are left out."""
+    # 1) A page of the API: each of its observations; spans and events are no requests.
     if isinstance(value.get("data"), list) and "type" not in value:  # a page of the API's list of observations
         for index, item in enumerate(value["data"]):
             if not isinstance(item, dict):
@@ -29,13 +30,19 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
     if value.get("type") != _GENERATION:
         yield Entry(where, left_out="no chat request")
         return
+
+    # 2) The request: model parameters, and the input, which is a request body or bare messages.
     given = decoded(value.get("input"))
     parameters = _parameters(decoded(_either(value, "model_parameters")))
     request = {**parameters, **(given if isinstance(given, dict) else {"messages": given})}
+
+    # 3) Labels; a session, or else a trace, is a thread.
     line = labels(decoded(value.get("metadata")), value)
     thread = _either(value, "session_id") or _either(value, "trace_id")
     if thread:
         line.setdefault("group", thread)
+
+    # 4) The messages and the answer, where they are text.
     reason = _reason(value, request)
     if reason is None:
         line["request"] = body_of(request)
@@ -45,7 +52,7 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
 
 
 def _either(value: Mapping[str, Any], name: str) -> Any:
-    """A field under its name in exports, or under that of the API."""
+    """Read a field under its name in exports (snake case) or in the API (camel case)."""
     first, *rest = name.split("_")
     return value.get(name, value.get(first + "".join(part.capitalize() for part in rest)))
 
@@ -64,7 +71,7 @@ def _reason(value: Mapping[str, Any], request: Mapping[str, Any]) -> Reason | No
 
 
 def _answer(output: Any) -> dict[str, Any] | None:
-    """The answer: a text, a message, or a whole response. JSON that is no message is what the model wrote."""
+    """Answer of a generation: a text, a message or a whole response. JSON of any other form is text of the model."""
     value = decoded(output)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -76,7 +83,7 @@ def _answer(output: Any) -> dict[str, Any] | None:
 
 
 def _parameters(given: Any) -> dict[str, Any]:
-    """Model parameters, numbers among them that were written as text made numbers; an endless limit is none."""
+    """Model parameters, with numbers that were logged as text converted; an infinite limit is dropped."""
     found = dict(given) if isinstance(given, dict) else {}
     for name in (*_NUMBERS, *_LIMITS):
         value = number(found.pop(name, None))
@@ -86,6 +93,7 @@ def _parameters(given: Any) -> dict[str, Any]:
 
 
 def _timing(value: Mapping[str, Any]) -> Timing:
+    # Counts stand in one of three places, under the names of one of several SDK versions.
     usages = [decoded(_either(value, "usage_details")), decoded(value.get("usage")), value]
     prompt_tokens, answer_tokens = (
         next((found for usage in usages for name in names if (found := count(usage, name)) is not None), None)

@@ -15,16 +15,22 @@ _NOT_LOGGED = "default-message-value"  # what a pass-through endpoint writes in 
 
 
 def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
-    """The call of one payload. Raises InputError."""
+    """Entry of one payload, which is one call. Raises InputError for an object that is no payload."""
     payload = value.get("standard_logging_object", value)
     if not isinstance(payload, dict) or "call_type" not in payload:
         raise InputError(f"{where}: has no call_type; must be a StandardLoggingPayload of LiteLLM")
+
+    # Texts may be JSON of messages and responses.
     messages = decoded(payload.get("messages"))
     response = decoded(payload.get("response"))
     reason = _reason(payload, messages)
+
+    # Labels; a trace is a thread.
     line = labels(payload.get("metadata"), payload)
     if payload.get("trace_id"):
         line.setdefault("group", payload["trace_id"])
+
+    # The request and its answer, unless the answer alone was redacted.
     if reason is None and isinstance(messages, list):
         parameters = payload.get("model_parameters")
         line["request"] = body_of(parameters if isinstance(parameters, dict) else {})
@@ -34,6 +40,7 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
 
 
 def _reason(payload: Mapping[str, Any], messages: Any) -> Reason | None:
+    # Kinds of calls first, then marks that LiteLLM leaves where it did not keep a text.
     call = payload["call_type"]
     if payload.get("status") == "failure":
         return "failed request"
@@ -51,7 +58,7 @@ def _reason(payload: Mapping[str, Any], messages: Any) -> Reason | None:
 
 
 def _holds(value: Any, mark: str) -> bool:
-    """Whether LiteLLM put a mark of its own in place of, or into, a text."""
+    """Whether a value holds a mark that LiteLLM writes in place of a text, or (the cut mark) inside it."""
     if isinstance(value, str):
         return value == mark or (mark == _CUT and mark in value)
     if isinstance(value, Mapping):
@@ -71,7 +78,7 @@ def _timing(payload: Mapping[str, Any]) -> Timing:
 
 
 def _host(url: Any) -> str | None:
-    """Host and port of an address: no user, no password, no path."""
+    """Host and port of a URL, without user, password and path."""
     if not isinstance(url, str):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Chat-completions requests and responses: as proxies pair them, batch files, bare request bodies.
+"""Chat-completions logs: request and response pairs of proxies, batch files, bare request bodies.
 
     {"request": {...}, "response": {...}, "started": ..., "ended": ...}
     {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
@@ -24,7 +24,8 @@ _FAILED = 400
 
 
 def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
-    """The request of one logged object. Raises InputError."""
+    """Entry of one logged object, which holds one request."""
+    # Take the object apart; a reason, or a missing body, ends it here with its times.
     envelope, body = _request(value)
     response = _response(value)
     timing = _timing(value, response)
@@ -32,6 +33,7 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
     if body is None or reason is not None:
         yield Entry(where, labels(value), reason or "answer without its request", timing)
         return
+    # The conversation with its answer; labels come from what stands around the body.
     messages = body.get("messages")
     if isinstance(messages, list):
         messages = with_answer(messages, answer_of(response))
@@ -40,9 +42,11 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
 
 
 def _request(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
-    """The envelope of the body (empty: it has none), and the body; None where only an answer was logged."""
+    """Split a logged object into the body's envelope (empty: none) and the body (None: only an answer was logged)."""
+    # A bare body.
     if "messages" in value:
         return {}, body_of(value)
+    # A body under one of the known names, itself perhaps in an HTTP envelope.
     for name in _REQUESTS:
         inner = decoded(value.get(name))
         if not isinstance(inner, dict):
@@ -51,6 +55,7 @@ def _request(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any
             return value, body_of(inner)
         body = decoded(inner.get("body", inner))
         return {**value, **inner}, body_of(body) if isinstance(body, dict) else {}
+    # A response alone; anything else is taken for a body, and `records` names what it lacks.
     if any(name in value for name in _RESPONSES) or "choices" in value:
         return value, None
     return {}, body_of(value)
@@ -64,6 +69,7 @@ def _response(value: Mapping[str, Any]) -> Any:
 def _reason(
     value: Mapping[str, Any], envelope: Mapping[str, Any], body: Mapping[str, Any] | None, response: Any
 ) -> Reason | None:
+    # By the outcome, then by the path of the request, then by the fields of its body.
     if _failed(value, response):
         return "failed request"
     path = next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), "").partition("?")[0]
@@ -84,6 +90,7 @@ def _reason(
 
 
 def _failed(value: Mapping[str, Any], response: Any) -> bool:
+    # An error or a status of 400 and above, in the object, in the response's envelope or in its body.
     wrapped = next((decoded(value[name]) for name in _RESPONSES if value.get(name) is not None), None)
     for holder in (value, wrapped, response):
         if not isinstance(holder, Mapping):
@@ -98,9 +105,11 @@ def _failed(value: Mapping[str, Any], response: Any) -> bool:
 
 
 def _timing(value: Mapping[str, Any], response: Any) -> Timing:
+    # Times under the first name that holds one, and the duration in seconds.
     started = next((seconds(value[name]) for name in _STARTED if seconds(value.get(name)) is not None), None)
     ended = next((seconds(value[name]) for name in _ENDED if seconds(value.get(name)) is not None), None)
     took = next((amount * scale for name, scale in _DURATIONS if (amount := number(value.get(name))) is not None), None)
+    # Without any time, the response's own; a duration gives the missing end or start.
     if started is None and ended is None and isinstance(response, dict):
         started = seconds(response.get("created"))
     if took is not None and started is not None and ended is None:

@@ -1,10 +1,10 @@
-"""Parsers for what engines write into their logs: rendered prompts, Python literals, times.
+"""Parsers for the text of engine logs: rendered prompts, Python literals, times.
 
-**Rendered prompts.** Engines log what their chat template made of a request. `unrender` inverts that where nothing has
-to be guessed: all of the prompt must be made of one markup's turns, each opened and closed, no other control token
-inside, the last one the opened turn of the assistant. Rendered again by a template of that markup, the messages give
-the same text: what the template itself added (a default system message, tool descriptions, tool results inside a user
-turn) stays part of the message it stands in.
+**Rendered prompts.** Engines log the prompt that their chat template made of a request. `unrender` inverts the template
+where nothing has to be guessed: the whole prompt must consist of closed turns of one markup, without other control
+tokens inside, and end with the opened turn of the assistant. Rendered again by a template of that markup, the messages
+give the same text. What the template itself added (a default system message, tool descriptions, tool results inside a
+user turn) stays part of its message.
 
 **Literals.** Engines print requests as Python does: `fields` splits a text at its named parts, `literal` reads one.
 
@@ -23,21 +23,23 @@ _DATES = re.compile(r"Cutting Knowledge Date: [^\n]{1,40}\nToday Date: ([^\n]{1,
 
 
 class Rendered(NamedTuple):
-    """Messages and template arguments that a prompt was rendered from."""
+    """Messages and template arguments of a rendered prompt."""
 
     messages: list[dict[str, str]]
     template_args: dict[str, Any]
 
 
 class _Markup(NamedTuple):
+    """Turn syntax of a family of chat templates."""
+
     begin: str
-    """Text before the first turn, if the tokenizer prints it."""
+    """Text before the first turn; optional, as not every log shows it."""
     turn: re.Pattern[str]
     """One closed turn: role and content."""
     opened: str
     """Text that opens the assistant's answer."""
     control: re.Pattern[str]
-    """Control tokens, none of which may be left in a content."""
+    """Pattern of control tokens, none of which may occur in a content."""
     roles: dict[str, str]
 
 
@@ -66,12 +68,12 @@ _MARKUPS = (_CHATML, _LLAMA3, _GEMMA)
 
 
 def unrender(prompt: str) -> Rendered | None:
-    """The messages of a rendered prompt; None where it is of no known markup, cut, or goes on with an answer."""
+    """Recover the messages of a rendered prompt; None: its markup is unknown, or it is cut or continues an answer."""
     return next((found for markup in _MARKUPS if (found := _read(prompt, markup)) is not None), None)
 
 
 def unread_reason(prompt: str) -> Literal["prompt in an unread markup", "raw prompt"]:
-    """Why `unrender` cannot read a prompt that it was given whole."""
+    """Reason why `unrender` cannot read a complete prompt: another markup, or no chat at all."""
     chat = re.search(r"<[|｜][\w ▁]+[|｜]>|<start_of_turn>|\[INST\]", prompt)
     return "raw prompt" if chat is None else "prompt in an unread markup"
 
@@ -105,7 +107,7 @@ def _read(prompt: str, markup: _Markup) -> Rendered | None:
 
 
 def _strip_dates(messages: list[dict[str, str]], markup: _Markup, arguments: dict[str, Any]) -> bool:
-    """Turn the dates that Llama's template writes above the system message into an argument: it would write them again.
+    """Move the dates that Llama 3's template puts above the system message into an argument: it would add them again.
 
     False: the system message holds what no argument gives back.
     """
@@ -125,12 +127,13 @@ _CUT = re.compile(r"""['"\]] \.\.\. ['"\[]""")
 
 
 def fields(text: str) -> dict[str, str]:
-    """The named parts of a text, such as `a=1, b: 'x'`; parts without a name are left out.
+    """Split a text such as `a=1, b: 'x'` into its named parts; parts without a name are left out.
 
     Parts end at commas outside all strings and brackets; the text ends at a bracket that closes more than was opened.
     """
     found: dict[str, str] = {}
     depth, start = 0, 0
+    # Strings are single tokens, so brackets and commas inside them do not count.
     for token in _TOKENS.finditer(text):
         mark = token[0]
         if mark in ("(", "[", "{"):
@@ -148,13 +151,13 @@ def fields(text: str) -> dict[str, str]:
 
 
 def arguments(text: str) -> dict[str, str]:
-    """The keyword arguments of `Name(a=1, b='x')`; empty where it is no call."""
+    """Keyword arguments of a printed call `Name(a=1, b='x')`; empty: it is no call."""
     name, opened, inside = text.partition("(")
     return fields(inside) if opened and name.strip().isidentifier() else {}
 
 
 def literal(text: str | None) -> Any:
-    """The value that a part prints; None where it is no plain literal, as of an object or a cut text."""
+    """Evaluate a printed Python literal; None: it is none, such as the repr of an object or a cut text."""
     try:
         return None if text is None else ast.literal_eval(text.strip())
     except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
@@ -178,7 +181,7 @@ _FRACTION = re.compile(r"(?<=\d)[.,](\d+)")
 
 
 def seconds(value: Any) -> float | None:
-    """Unix seconds of a number (seconds down to nanoseconds, distinguished by their size) or of a date in ISO 8601.
+    """Convert a number (seconds to nanoseconds, told apart by size) or an ISO 8601 date to unix seconds.
 
     A date without a zone counts as UTC. None of anything else, and of times before 1970 or after 9999.
     """
@@ -194,7 +197,7 @@ def seconds(value: Any) -> float | None:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or a text that is one; None of anything else."""
+    """Convert a number, or a text that spells one, to a finite float; None: it is neither."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

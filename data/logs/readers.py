@@ -1,4 +1,4 @@
-"""The reader of each kind of log, and what it is fed with."""
+"""Registry of log formats: the reader of each kind of log, and how its files are split into items."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ class Format(NamedTuple):
     """One kind of log."""
 
     items: Callable[[Sequence[Path], str], Iterator[files.Item]]
-    """Splits files into what the reader takes: lines of text, JSON values, or table rows."""
+    """Splits files into the reader's items: lines of text, JSON values or table rows."""
     reader: Callable[[FileSource], LogReader]
 
 

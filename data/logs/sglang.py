@@ -4,9 +4,9 @@
     [2026-11-28 10:00:04] Finish: obj=GenerateReqInput(rid='...', text='...', ...), out={'text': '...', ...}
     {"timestamp": "2026-11-28T10:00:04.1", "event": "request.finished", "rid": "...", "obj": {...}, "out": {...}}
 
-A finished request holds the rendered prompt and the answer; since the middle of 2026 the request itself is logged when
-it arrives, without the id that would join the two. Where a log has such requests, conversations are taken from them,
-and times and counts of tokens from the finished ones.
+A `Finish` line holds the rendered prompt and the answer. SGLang from the middle of 2026 also logs the request as the
+client sent it, without the id that would join both lines. If a log has such lines, conversations are taken from them,
+and times and token counts from the `Finish` lines.
 """
 
 import json
@@ -29,7 +29,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ma
 
 
 class SglangReader:
-    """Takes requests as clients sent them, and from finished ones what those do not hold."""
+    """Reader that takes conversations from received requests where a log has them, and times from finished ones."""
 
     def __init__(self) -> None:
         self._has_requests = False
@@ -49,7 +49,8 @@ class SglangReader:
 
 
 def _event(value: str, where: str) -> tuple[str | None, float | None, Any, Any]:
-    """Kind and time of a line, its `obj` and its `out`. Raises InputError."""
+    """Parse a line into its kind (None: another line), time, `obj` and `out`. Raises InputError."""
+    # The JSON form.
     if value.lstrip().startswith("{"):
         try:
             line = json.loads(value)
@@ -59,6 +60,7 @@ def _event(value: str, where: str) -> tuple[str | None, float | None, Any, Any]:
         if not isinstance(event, str) or event not in _EVENTS:
             return None, None, None, None
         return _EVENTS[event], seconds(line.get("timestamp")), line.get("obj"), line.get("out")
+    # The text form: `obj` is the repr of a dict, or of a request object in `Finish` lines.
     found = _TEXT.search(value)
     if not found:
         return None, None, None, None
@@ -80,6 +82,7 @@ def _value(part: str | None) -> Any:
 
 
 def _received(obj: Any, where: str, when: float | None) -> Entry:
+    # Level 2 cuts texts; a cut conversation is of no use.
     if isinstance(obj, _Cut) or (isinstance(obj, Mapping) and _shortened(obj.get("messages"))):
         return Entry(where, left_out="text cut by the log")
     if not isinstance(obj, Mapping):
@@ -94,6 +97,8 @@ def _received(obj: Any, where: str, when: float | None) -> Entry:
 def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, has_requests: bool) -> Entry:
     if not isinstance(obj, Mapping):
         raise InputError(f"{where}: obj is not an object; must be the request")
+
+    # 1) What is no conversation, or is taken from its received line.
     timing = _timing(obj, out, when, replica)
     if str(obj.get("rid", "")).startswith(_HEALTH):
         return Entry(where, left_out="health check")
@@ -107,9 +112,13 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
         reason = "text cut by the log"
     elif not isinstance(text, str):
         reason = "no text logged"
+
+    # 2) The messages from the rendered prompt.
     rendered = unrender(text) if reason is None and isinstance(text, str) else None
     if rendered is None:
         return Entry(where, {}, reason or unread_reason(str(text)), timing)
+
+    # 3) The answer and the sampling settings, as far as they are logged.
     answer = out.get("text") if isinstance(out, Mapping) else None
     params = obj.get("sampling_params")
     sampling = {name: params[name] for name in _SAMPLING if name in params} if isinstance(params, Mapping) else {}
@@ -117,6 +126,7 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
 
 
 def _timing(obj: Mapping[str, Any], out: Any, when: float | None, replica: str) -> Timing:
+    # SGLang's own measurements win over the time of the line.
     meta = out.get("meta_info") if isinstance(out, Mapping) else None
     info: Mapping[str, Any] = meta if isinstance(meta, Mapping) else {}
     took = number(info.get("e2e_latency"))
@@ -130,7 +140,7 @@ def _timing(obj: Mapping[str, Any], out: Any, when: float | None, replica: str) 
 
 
 def _shortened(value: Any) -> bool:
-    """Whether some text has the length and the dots of one that was cut."""
+    """Whether a value holds a text with the length and the dots that SGLang gives to a cut one."""
     if isinstance(value, str):
         return len(value) == 2 * _CUT_AT + 3 and value[_CUT_AT:-_CUT_AT] == "..."
     if isinstance(value, Mapping):

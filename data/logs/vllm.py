@@ -32,7 +32,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ma
 
 @dataclass
 class _Request:
-    """A request between its first line and its answer."""
+    """A request whose answer has not been logged yet."""
 
     where: str
     server: str
@@ -44,13 +44,14 @@ class _Request:
 
 
 class VllmReader:
-    """Joins the lines of each request by its id."""
+    """Reader that joins the lines of each request by its id."""
 
     def __init__(self, year: int | None) -> None:
         self._year, self._month, self._dated = year or _LEAP_YEAR, 0, year is not None
         self._waiting: dict[tuple[str, str], _Request] = {}
 
     def feed(self, value: str, where: str, server: str) -> Iterable[Entry]:
+        # Lines that are of no request, then the parts of one: start, details, and the answer.
         text, stamp = _message(value)
         found = _LINE.search(text)
         if not found:
@@ -75,12 +76,14 @@ class VllmReader:
     def _received(
         self, where: str, server: str, name: str, rest: str, when: float | None, dated: bool
     ) -> Iterator[Entry]:
+        # The prompt may stand in the first line or in the details; both are the same request.
         request = self._waiting.setdefault((server, name), _Request(where, server, when, dated))
         parts = fields(rest)
         request.params = parts.get("params") or parts.get("sampling_params") or request.params
         request.prompt_ids = parts.get("prompt_token_ids") or request.prompt_ids
         if parts.get("prompt", "None") != "None":
             request.prompt = parts["prompt"]
+        # The oldest one is given up, without an end.
         if len(self._waiting) > _MOST_WAITING:
             yield _entry(self._waiting.pop(next(iter(self._waiting))), None, {})
 
@@ -98,7 +101,8 @@ class VllmReader:
         yield _entry(request, when if dated == request.dated else None, fields(rest))
 
     def _when(self, before: str, stamp: Any) -> tuple[float | None, bool]:
-        """Seconds of a line, and whether their year is known."""
+        """Unix seconds of a line (None: no time), and whether their year is known."""
+        # A full date, of a prefix or beside the line, wins over vLLM's own month and day.
         iso = _ISO.search(before)
         when = seconds(iso[0] if iso else stamp)
         if when is not None:
@@ -106,6 +110,7 @@ class VllmReader:
         found = _MONTH_DAY.search(before) or (_MONTH_DAY.search(stamp) if isinstance(stamp, str) else None)
         if not found:
             return None, False
+        # The year is counted on from the source's: a fall by more than six months is a new year.
         month, day, hour, minute, second = (int(found[i]) for i in range(1, 6))
         if month < self._month - 6:  # the log goes on into the next year
             self._year += 1
@@ -118,7 +123,7 @@ class VllmReader:
 
 
 def _message(value: str) -> tuple[str, Any]:
-    """The text of a line, and the time that stands beside it where the line is JSON."""
+    """Text of a log line, and the time field beside it if the line is JSON (None: it is plain text)."""
     if value.lstrip().startswith("{"):
         try:
             line = json.loads(value)
@@ -133,10 +138,12 @@ def _message(value: str) -> tuple[str, Any]:
 
 def _entry(request: _Request, ended: float | None, answered: dict[str, str]) -> Entry:
     answer_ids = _count_ids(answered.get("output_token_ids"))
+    # The conversation needs a prompt that can be taken apart; times count without one too.
     timing = Timing(request.started, ended, request.server, _count_ids(request.prompt_ids), answer_ids)
     rendered = _rendered(request)
     if not isinstance(rendered, Rendered):
         return Entry(request.where, {}, rendered, timing, dated=request.dated)
+    # Sampling settings from the printed SamplingParams, the answer from its own line.
     params = arguments(request.params or "")
     sampling = {name: value for name in _SAMPLING if (value := literal(params.get(name))) is not None}
     line = line_of(rendered, literal(answered.get("output")), sampling)
