@@ -346,7 +346,7 @@ class Trainer:
         scale = 1.0 / max(1, step.supervised)
         sums_AS4 = []
         with explain_out_of_memory(self.settings, self.ranks.rank):
-            # The engine is told of the last micro-batch: only then do ranks exchange gradients.
+            # The engine is told of the last micro-batch: its gradients complete those of the step.
             for number, (indexes, batch) in enumerate(zip(step.micro_batches, batches, strict=True), start=1):
                 inputs = self.family.inputs(batch.to(self.ranks.device), indexes)
                 sums_AS4.append(self.engine.accumulate(inputs, scale, last=number == len(step.micro_batches)))

@@ -26,7 +26,7 @@ _LEAST_WEIGHT = 1e-30  # float32 divides by it
 
 
 class _Training(Section):
-    """What every family shares. A step is one optimizer step over all ranks."""
+    """Training settings that all families share. A step is one optimizer step over all ranks."""
 
     steps: int = Field(default=200, ge=1)
     """Optimizer steps."""
@@ -59,9 +59,9 @@ class _Training(Section):
     reverse_kl, jsd, lk (-log acceptance), lk_hybrid (kl, later tv), expected_length (tokens a round). A weight may be
     {weight, temperature}. In turn: a list of {until, objective}, the last without until, which is a step."""
     lk_eta: float = Field(default=3.0, ge=0)
-    """Of lk_hybrid: how soon it turns from kl to tv as acceptance rises."""
+    """Rate eta of lk_hybrid: how soon it turns from kl to tv as acceptance rises."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of matrix products. auto: bfloat16 on CUDA and on CPUs that multiply it in hardware, else float32."""
+    """Dtype of matrix products. auto: bfloat16 on CUDA and on CPUs that multiply it in hardware, else float32."""
     score_every: int = Field(default=0, ge=0)
     """Score, and keep a checkpoint, every so many steps and at the end; 0: at the end only."""
     save_every: int = Field(default=0, ge=0)
@@ -90,16 +90,19 @@ class _Training(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "_Training":
+        # Periods lie within the training.
         if self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps {self.warmup_steps}: must not exceed steps {self.steps}")
         if self.score_every > self.steps:
             raise ValueError(f"score_every {self.score_every}: must not exceed steps {self.steps}")
+        # Keeping the best and stopping early both need tau with an interval, so at least two conversations a score.
         for name, value in (("keep_best", self.keep_best), ("patience", self.patience)):
             if value is not None and (self.score_conversations < 2 or not self.score_every):
                 raise ValueError(
                     f"{name} {value}: needs score_every above 0 and score_conversations of at least 2, "
                     f"got {self.score_every} and {self.score_conversations}"
                 )
+        # Phases of the objective; what the engines can do.
         schedule.check(self.phases, self.steps)
         if self.zero_stage and self.engine == "torch":
             raise ValueError(f"zero_stage {self.zero_stage}: needs engine deepspeed, got engine torch")
@@ -108,27 +111,31 @@ class _Training(Section):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What decides the result; how it is divided among memory and machines does not.
+        """Identity of a training: settings that decide its result, not those that divide it among memory and machines.
 
-        `init_from` is left out because a path says nothing of its content; `store_initial_draft` records that.
+        `init_from` is left out because a path says nothing of its content; `checkpoints.claim` records its digest.
         """
+        # Settings that nothing reads do not decide the result.
         unused = set() if any("lk_hybrid" in phase.objective for phase in self.phases) else {"lk_eta"}
         unused |= {"patience", "score_conversations"} if self.patience is None else set()
+
+        # The objective in its canonical form: {kl: 1} and a single phase of it are one identity.
         values = self.model_dump(mode="json", exclude=_NOT_IDENTITY | unused | {"objective"})
         return values | {"objective": schedule.identity(self.phases)}
 
     @property
     def phases(self) -> list[Phase]:
-        """The objectives in turn; mostly one."""
+        """Phases of the schedule, in turn; mostly one."""
         return schedule.phases_of(self.objective)
 
     def objective_at(self, step: int) -> Objective:
-        """What is minimised in the step after `step` done ones."""
+        """Objective of the step after `step` done ones."""
         return self.phases[schedule.phase_at(self.phases, step)].mix
 
     @property
     def needs_whole_distribution(self) -> bool:
         """Whether an objective reads what stored signals do not hold: only a live target teaches it."""
+        # Stored signals hold temperature 1, and entries that give the expectations over p alone.
         parts = [(name, value) for phase in self.phases for name, value in phase.objective.items()]
         return any(name in FULL or schedule.parts_of(value)[1] != 1.0 for name, value in parts)
 
@@ -144,7 +151,7 @@ class LoraSettings(Section):
     rank: int = Field(default=16, ge=1)
     """Rank of the adapters."""
     alpha: float = Field(default=32.0, gt=0)
-    """Their scale is alpha / rank."""
+    """LoRA alpha: adapters are scaled by alpha / rank."""
     targets: str | list[str] = "all-linear"
     """Names of the adapted modules, or all-linear: every linear layer but the head."""
 
@@ -206,13 +213,13 @@ class SmallSettings(_Training):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Without `on_policy` as it was before there was any, so that what was trained then is found."""
+        """Identity; `on_policy` is left out where absent, so that drafts whose records lack the field are found."""
         values = super().identity()
         return values if self.on_policy is not None else {name: values[name] for name in values if name != "on_policy"}
 
 
 class FeatureSettings(_Training):
-    """What families share that draft several tokens from one state, with the frozen target loaded."""
+    """Settings of the families that draft several tokens from one state, with the frozen target loaded."""
 
     step_weights: StepWeights = 0.8
     """Weights of the loss of the tokens ahead: a number w stands for 1, w, w ** 2 ...; or a list, one for each of
@@ -232,13 +239,13 @@ class FeatureSettings(_Training):
         return self
 
     def weight_of_steps(self) -> tuple[float, ...]:
-        """One for each of `draft_tokens`."""
+        """Weights of the loss of each token ahead, one for each of `draft_tokens`."""
         if isinstance(self.step_weights, list):
             return tuple(self.step_weights)
         return tuple(self.step_weights**k for k in range(self.draft_tokens))
 
     def identity(self) -> dict[str, Any]:
-        """A single weight goes by the name that it had first, so that what was trained under it is found."""
+        """Identity; a single weight goes by the name `step_decay`, under which drafts are recorded."""
         values = super().identity()
         return values if isinstance(self.step_weights, list) else values | {"step_decay": values.pop("step_weights")}
 
@@ -313,12 +320,15 @@ class MedusaSettings(FeatureSettings):
 
     @model_validator(mode="after")
     def _possible_backbone(self) -> "MedusaSettings":
+        # Medusa-1: the target is not trained, so nothing of it can be recomputed.
         if self.backbone is None:
             if self.activation_checkpointing:
                 raise ValueError(
                     "activation_checkpointing: recomputes the backbone, which is not trained; give backbone"
                 )
             return self
+
+        # Medusa-2: its layers train for at least one step, are whole on each rank, and are not scored midway.
         if self.backbone.start_step >= self.steps:
             raise ValueError(f"backbone.start_step {self.backbone.start_step}: must be less than steps {self.steps}")
         if self.zero_stage == 3:

@@ -1,4 +1,4 @@
-"""The families that the loop can train: a file each, registered here."""
+"""Registry of the draft families that the loop can train, a file each."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ FAMILIES: Mapping[str, type[Family]] = {
 
 
 def family_of(settings: Settings) -> type[Family]:
-    """The family that the recipe names."""
+    """Family class that the recipe names."""
     return FAMILIES[settings.family]
 
 
@@ -45,15 +45,20 @@ def build(
 ) -> Family:
     """A family around the draft that lies in `init`, float32. Only a family that needs the target loads it."""
     family = family_of(settings)
+    # The draft, always in float32: matrix products alone may run in bfloat16.
     draft = load_draft(init, torch.device("cpu"), torch.float32).draft.to(device)
     if not isinstance(draft, family.draft_class):
         raise InputError(f"{init}: holds a draft of another family than draft.family {settings.family}")
+
+    # The loss begins with the first phase's objective; the loop sets it anew before every step.
     loss = LossSettings(
         settings.objective_at(0),
         settings.lk_eta,
         matrix_dtype(settings.precision, device),
         settings.logits_bytes,
     )
+
+    # The target is checked against the capture that it is to teach, and against the draft.
     target = load_target() if family.needs_target(settings) else None
     if target is not None:
         capture.check_target(target)

@@ -1,4 +1,4 @@
-"""What one family of drafts adds to the loop that all of them share."""
+"""Base class of the draft families: the parts of a training that differ between families of drafts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -30,18 +30,18 @@ NumberT = TypeVar("NumberT", float, Tensor)
 
 @dataclass(frozen=True)
 class Start:
-    """A draft before its first step."""
+    """Initial draft, before its first step."""
 
     draft: DraftModule
     extra: dict[str, Any] = field(default_factory=dict)
-    """What its lineage says of how it was made."""
+    """Entries of its lineage that say how it was made."""
     tokenizer: PreTrainedTokenizerBase | Path | None = None
-    """Of a draft that is served on its own; a path: the folder that holds it."""
+    """Tokenizer of a draft that is served on its own; a path: the folder that holds the tokenizer."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One micro-batch on the device, with what the frozen target computed of it."""
+    """Inputs of a forward pass: one micro-batch on the device, with the frozen target's embeddings and features."""
 
     batch: Batch
     embeds_BTH: Tensor | None = None
@@ -52,13 +52,14 @@ class ExtraLoss(NamedTuple):
     """Name and weight of the loss that a family adds to that of the drafting steps (`Rows.extra_loss`)."""
 
     name: str
-    """What its mean over supervised tokens is logged as."""
+    """Name in the log of its mean over supervised tokens."""
     weight: float
+    """Weight of the extra loss."""
     steps_weight: float = 1.0
-    """Of the drafting steps' loss, which stands beside it."""
+    """Weight of the drafting steps' loss, which stands beside it."""
 
     def total(self, steps: NumberT, extra: NumberT) -> NumberT:
-        """The loss."""
+        """Total loss: both parts, each times its weight."""
         return self.steps_weight * steps + self.weight * extra
 
 
@@ -74,9 +75,9 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     """
 
     name: ClassVar[str]
-    """What recipes call it, and the checkpoints."""
+    """Name in recipes and in checkpoints."""
     draft_class: ClassVar[type[nn.Module]]
-    """Module of its drafts."""
+    """Module class of its drafts."""
     needs_signals: bool = False
     """Whether batches carry the stored signals."""
     step_weights: tuple[float, ...] = (1.0,)
@@ -140,18 +141,23 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         """The linear head that turns states into logits: one for all rows, or one for each s of their states."""
 
     def set_objective(self, objective: Objective) -> None:
-        """Minimise this from now on; called by the loop before every step."""
+        """Set the objective to minimise; called by the loop before every step."""
         self.loss_settings = replace(self.loss_settings, objective=objective)
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Summed loss and detached sums [K, 4] of one micro-batch (see linear_head.py); the extra loss adds a row."""
+        # The draft's states, under autocast; the loss chooses its dtypes by itself.
         dtype = self.loss_settings.dtype
         device = inputs.batch.ids_BT.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype != torch.float32):
             rows = self.rows(inputs)
+
+        # The loss of the drafting steps.
         loss, sums = head_loss(rows, self.head(), self.loss_settings)
         if self.extra_loss is None:
             return loss, sums
+
+        # The extra loss joins it; its sum becomes one more row, which `reduce` takes off again.
         assert rows.extra_loss is not None
         last_14 = torch.zeros_like(sums[:1])
         last_14[0, LOSS] = rows.extra_loss.detach()
@@ -173,10 +179,14 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         return []
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-        """Trainable matrices inside the network; embeddings, heads and what has more dimensions; norms and biases."""
+        """Trainable parameters in three groups: matrices inside the network; embeddings, heads and tensors of more than
+        two dimensions; norms and biases."""
+        # Tables are known by identity: heads may be tied to each other or to embeddings.
         tables = {id(head.weight_VH) for head in each_head(self.head())}
         tables |= {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+        # Muon is for matrices alone (see optimizers.py).
         inside = [p for p in trainable if p.ndim == 2 and id(p) not in tables]
         return (
             inside,
@@ -202,9 +212,10 @@ def resolve_aux_layers(wanted: tuple[int, int, int] | None, total: int) -> tuple
 
 
 def default_aux_layers(total: int) -> tuple[int, int, int]:
-    """A low, a middle and a high layer; shallow targets give what they have."""
+    """Indexes of a low, a middle and a high layer of `total`; shallow targets take the first, middle and last."""
     if total < 3:
         raise InputError(f"draft.aux_layers: the target has {total} layers, must have at least 3")
+    # As in EAGLE-3, where these are three different layers.
     usual = (2, total // 2, total - 3)
     return usual if usual[0] < usual[1] < usual[2] else (1, (total + 1) // 2, total)
 

@@ -42,8 +42,12 @@ class FeatureFamily(Family[FeatureSettingsT, DraftT]):
         super().__init__(draft, settings, loss, target)
         assert target is not None
         self._target = target
+
+        # All of the draft is trained; a family freezes parts of it afterwards.
         self.step_weights = settings.weight_of_steps()
         draft.requires_grad_(True)
+
+        # Under a reduced vocabulary the teacher has its rows alone; the source gives it log sum exp over all tokens.
         self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
         self._target_head = head_of(target)
         self._teacher_head = self._target_head if self._draft_ids is None else self._target_head.only(self._draft_ids)
@@ -53,7 +57,7 @@ class FeatureFamily(Family[FeatureSettingsT, DraftT]):
 
     @classmethod
     def needs_target(cls, settings: FeatureSettingsT) -> bool:
-        """Always: for its features."""
+        """Always True: the draft reads the target's features."""
         return True
 
     def teacher(self, features: Features) -> LiveTeacher:
@@ -85,6 +89,7 @@ def copy_tables(draft: Eagle3Draft | DFlashDraft, target: CausalModel) -> None:
 
 def head_incompatibility(settings: HeadSettings, draft: Eagle3Draft | DFlashDraft, source: str) -> str | None:
     """The first of read layers, vocabulary, width and embeddings that the recipe wants otherwise; None: all fit."""
+    # A field that the recipe leaves out takes the draft as it is.
     config = draft.config
     if settings.aux_layers not in (None, config.aux_layers):
         return f"aux_layers = {list(settings.aux_layers or ())}: {source} reads {list(config.aux_layers)}"

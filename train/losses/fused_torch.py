@@ -1,4 +1,4 @@
-"""The fused loss: objectives at rows of logits, with their gradient in closed form, without autograd.
+"""Fused loss: objectives at rows of logits, with their gradient in closed form, without autograd.
 
 Shapes: T temperatures, R rows, V draft vocabulary.
 
@@ -50,32 +50,38 @@ def can_fuse(plan: LossPlan) -> bool:
 
 
 class ChunkPass(Protocol):
-    """Some rows of logits while their gradient is made."""
+    """Pass protocol: rows of logits, for which first statistics are made, then the gradient."""
 
     best_R: Tensor
-    """The teacher's likeliest entries; -1 where there is none."""
+    """Index of the teacher's likeliest entry of each row; -1 where there is none."""
 
     def stats(self) -> Tensor:
-        """[T, R, STATS], float32."""
+        """Statistics of the rows, [T, R, STATS], float32."""
         ...
 
     def gradient(self, coefficients_TR6: Tensor) -> None:
-        """The gradient on the logits, summed over temperatures, in their place. Once, after `stats`."""
+        """Gradient on the logits, summed over temperatures, in their place. Called once, after `stats`."""
         ...
 
 
 def coefficients(plan: LossPlan, stats_TRX: Tensor, best_R: Tensor, weights: LossWeights) -> tuple[Tensor, Tensor]:
-    """Loss [R] of the objectives that look at one row alone, unweighted; coefficients [T, R, 6], weighted."""
+    """Loss [R] of the objectives that look at one row alone, unweighted, and the gradient's coefficients [T, R, 6],
+    weighted; rows that are not valid have zeros."""
     loss_R = torch.zeros_like(weights.weight_R)
     found = []
     for number, (temperature, terms) in enumerate(zip(plan.temperatures, plan.terms)):
+        # 1) the loss of this temperature's terms, and its slopes by the figures that they read, times the row's weight
         stats = stats_TRX[number].unbind(-1)
         value_R, slopes = _slopes(terms, stats, plan.lk_eta)
         loss_R = loss_R + value_R
         kl, ce, alpha, reverse, middle = (slope * weights.weight_R for slope in slopes)
+
+        # 2) expected_length reads alpha with a weight of its own; without a likeliest token there is no ce
         if weights.slope_R is not None and CHAINED in terms:
             alpha = alpha + weights.slope_R
         ce = torch.where(best_R >= 0, ce, 0.0)
+
+        # 3) f_0 gathers all terms that are q times a number; logits are z / temperature, hence the division
         constant = kl * stats[MASS] + ce - alpha * stats[BELOW] - reverse * stats[REVERSE] - middle * stats[JS_Q]
         found.append(torch.stack([constant, alpha, kl, ce, reverse, middle], dim=-1) / temperature)
     valid = weights.valid_R
@@ -85,7 +91,8 @@ def coefficients(plan: LossPlan, stats_TRX: Tensor, best_R: Tensor, weights: Los
 def _slopes(
     terms: Mapping[str, float], stats: tuple[Tensor, ...], eta: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """Loss [R], and its derivatives by kl, ce, alpha, reverse_kl and 2 jsd, [R] each."""
+    """Loss [R] of these terms, and its derivatives by kl, ce, alpha, reverse_kl and 2 jsd, [R] each."""
+    # One branch a term: its part of the loss, and by which figure that part changes.
     zero = torch.zeros_like(stats[ALPHA])
     loss, kl, ce, alpha, reverse, middle = zero, zero, zero, zero, zero, zero
     for name, weight in terms.items():
@@ -112,18 +119,23 @@ def _slopes(
 
 
 class TorchTeacher(NamedTuple):
-    """A chunk's teacher, worked out once for all steps that read it: by temperature, of R rows each."""
+    """Teacher of a chunk, worked out once for all steps that read it: tuples by temperature, of R rows each."""
 
     best_R: Tensor
+    """Index of the likeliest entry; -1 where there is none."""
     p_RV: tuple[Tensor, ...]
+    """Probabilities of the draft's tokens."""
     negentropy_R: tuple[Tensor, ...]
+    """sum p log p."""
     mass_R: tuple[Tensor, ...]
+    """sum p, below 1 under a reduced vocabulary."""
 
     @classmethod
     def from_distribution(cls, whole: FullDistribution, plan: LossPlan) -> "TorchTeacher":
-        """p and what follows from it alone."""
+        """Probabilities, their negative entropy and their mass, at every temperature of the plan."""
         p, negentropy, mass = [], [], []
         for temperature, lse_R in zip(plan.temperatures, whole.lse_TC):
+            # The floor keeps log p finite where p is 0, as in objectives.py.
             logits_RV = whole.logits_CV.float()
             scaled_RV = logits_RV if temperature == 1.0 else logits_RV / temperature
             logp_RV = (scaled_RV - lse_R[:, None]).clamp_min_(FLOOR)
@@ -139,7 +151,7 @@ class TorchTeacher(NamedTuple):
 
 
 class TorchPass:
-    """Rows of float32 logits, which it overwrites: with q at the last temperature, then with the gradient."""
+    """Pass in torch over float32 logits, which it overwrites with q at the last temperature, then with the gradient."""
 
     def __init__(self, logits_RV: Tensor, teacher: TorchTeacher, plan: LossPlan) -> None:
         self.best_R = teacher.best_R
@@ -150,7 +162,7 @@ class TorchPass:
         self._below_RV: list[Tensor] = []
 
     def stats(self) -> Tensor:
-        """[T, R, STATS]. q at the last temperature takes the place of the logits; the others are copies."""
+        """Statistics [T, R, STATS]. q at the last temperature takes the logits' place; the others are copies."""
         last = len(self._plan.temperatures) - 1
         found = []
         for number, temperature in enumerate(self._plan.temperatures):
@@ -159,7 +171,7 @@ class TorchPass:
         return torch.stack(found)
 
     def _stats(self, number: int, u_RV: Tensor) -> Tensor:
-        """[R, STATS] at one temperature; turns the scaled logits `u_RV` into q in place, and keeps it."""
+        """Statistics [R, STATS] at one temperature. Turns the scaled logits `u_RV` into q in place, and keeps it."""
         best_R, p_RV, mass_R = self.best_R, self._teacher.p_RV[number], self._teacher.mass_R[number]
         stats = torch.zeros(len(u_RV), STATS, device=u_RV.device)
         stats[:, MASS] = mass_R
@@ -193,7 +205,8 @@ class TorchPass:
         return stats
 
     def gradient(self, coefficients_TR6: Tensor) -> None:
-        """[R, V], where the logits were."""
+        """Gradient [R, V], where the logits were."""
+        # q of the last temperature lies in the logits' storage: it goes first, and the others are added to it.
         last = len(coefficients_TR6) - 1
         for number in range(last, -1, -1):
             if self._plan.terms[number]:
@@ -203,6 +216,7 @@ class TorchPass:
 
     def _gradient(self, number: int, columns_R6: Tensor) -> None:
         """Turn q at one temperature into its part of the gradient."""
+        # q (f_0 + f_1 1[q < p]) - f_2 p - f_3 onehot(best), in place; terms that no objective has are skipped.
         f = columns_R6[:, :, None].unbind(1)
         q_RV = self._q_RV[number].mul_(f[CONSTANT])
         if self._needs_alpha:

@@ -1,4 +1,4 @@
-"""The fused loss in two Triton kernels, for CUDA: no float32 copy of any logits, and the gradient in their place.
+"""Fused loss in two Triton kernels, for CUDA: no float32 copy of any logits, and the gradient in their place.
 
 Shapes: T temperatures, R rows, C teacher positions that row r shares as r % C, V draft vocabulary.
 
@@ -25,7 +25,8 @@ _WARPS = 8
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _to_middle(x, log_2):  # type: ignore[no-untyped-def]
-    """log q / m of x = log q / p, with m = (p + q) / 2; of -x it is log p / m."""
+    """log(q / m) given x = log(q / p), with m = (p + q) / 2; given -x it is log(p / m)."""
+    # log 2 - softplus(-x), in the form that does not overflow.
     return log_2 - tl.maximum(-x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
@@ -46,7 +47,8 @@ def _stats(  # type: ignore[no-untyped-def]
     middle: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The statistics of one row at one temperature, in the columns of fused_torch.py."""
+    """Statistics of one row at one temperature, in the columns of fused_torch.py."""
+    # Where this program's row, teacher position and temperature lie. 64-bit offsets: R x V may exceed 2^31.
     row = tl.program_id(0)
     number = tl.program_id(1)
     position = row % positions
@@ -133,25 +135,32 @@ def _gradient(  # type: ignore[no-untyped-def]
     temperatures: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One row's gradient, summed over temperatures from `first` on, over its logits."""
+    """Gradient of one row, summed over temperatures from `first` on, written over its logits."""
+    # Where this program's row and teacher position lie.
     row = tl.program_id(0)
     position = row % positions
     draft = draft_ptr + row.to(tl.int64) * vocabulary
     target = target_ptr + position.to(tl.int64) * vocabulary
     best = tl.load(best_ptr + position)
     lanes = tl.arange(0, block)
+
+    # Each block is read before it is overwritten, and no other program reads it: the gradient goes in its place.
     for start in range(0, vocabulary, block):
         at = start + lanes
         inside = at < vocabulary
         z = tl.load(draft + at, mask=inside, other=-float("inf")).to(tl.float32)
         t = tl.load(target + at, mask=inside, other=-float("inf")).to(tl.float32)
+        # All temperatures of this block; their number is fixed at compilation, so the loop is unrolled.
         gradient = tl.zeros([block], tl.float32)
         for number in tl.static_range(first, temperatures):
             scale = tl.load(scale_ptr + number)
             line = number * rows + row
+            # log q and log p from the stored log sum exps, with the same floor as in `_stats`.
             logq = tl.maximum(z * scale - tl.load(stats_ptr + line.to(tl.int64) * stats_width), floor)
             logp = tl.maximum(t * scale - tl.load(lse_ptr + number * positions + position), floor)
             x = logq - logp
+
+            # q (f_0 + f_1 1[q < p] + f_4 x + f_5 y) - f_2 p - f_3 onehot(best), see fused_torch.py.
             f = coefficients_ptr + line.to(tl.int64) * width
             factor = tl.load(f) + tl.where(x < 0.0, tl.load(f + 1), 0.0) + tl.load(f + 4) * x
             if middle:
@@ -165,7 +174,8 @@ def _gradient(  # type: ignore[no-untyped-def]
 def _summary(  # type: ignore[no-untyped-def]
     logits_ptr, lse_ptr, best_ptr, vocabulary, block: tl.constexpr
 ):
-    """log sum exp and the index of the largest of one row."""
+    """log sum exp of one row, and the index of its largest logit."""
+    # One sweep: an online log sum exp, and the first index of the largest logit so far.
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * vocabulary
     lanes = tl.arange(0, block)
@@ -186,10 +196,11 @@ def _summary(  # type: ignore[no-untyped-def]
 
 
 def summarize(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """log sum exp [C], float32, and id of the likeliest token [C] of rows of logits."""
+    """log sum exp [C], float32, and index of the largest logit [C], of rows of logits."""
     count, vocabulary = logits_CV.shape
     lse_C = torch.empty(count, device=logits_CV.device)
     best_C = torch.empty(count, dtype=torch.int64, device=logits_CV.device)
+    # An empty grid cannot be launched.
     if count:
         _summary[(count,)](logits_CV.contiguous(), lse_C, best_C, vocabulary, block=_BLOCK, num_warps=_WARPS)
     return lse_C, best_C
@@ -202,11 +213,14 @@ def _scales(temperatures: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 class TritonPass:
-    """Rows of logits [R, V], which it overwrites with their gradient."""
+    """Pass in Triton over logits [R, V], which it overwrites with their gradient."""
 
     def __init__(self, logits_RV: Tensor, whole: FullDistribution, plan: LossPlan) -> None:
+        # Kernels read rows by their offset: the teacher's tensors must be contiguous.
         self._logits_RV = logits_RV
         self._target_CV, self._lse_TC = whole.logits_CV.contiguous(), whole.lse_TC.contiguous()
+
+        # Row r = s * C + c reads teacher position c.
         self._rows, self._vocabulary = logits_RV.shape
         self._best_C = whole.best_C.contiguous()
         self.best_R = self._best_C.repeat(self._rows // len(self._best_C))
@@ -215,9 +229,10 @@ class TritonPass:
         self._stats_TRX: Tensor | None = None
 
     def stats(self) -> Tensor:
-        """[T, R, STATS]."""
+        """Statistics of the rows, [T, R, STATS]; kept for `gradient`."""
         temperatures = len(self._scale_T)
         stats_TRX = torch.empty(temperatures, self._rows, STATS, device=self._logits_RV.device)
+        # One program a row and temperature.
         _stats[(self._rows, temperatures)](
             self._logits_RV,
             self._target_CV,
@@ -239,8 +254,9 @@ class TritonPass:
         return stats_TRX
 
     def gradient(self, coefficients_TR6: Tensor) -> None:
-        """Over the logits, in their dtype."""
+        """Write the gradient over the logits, in their dtype. Called once, after `stats`."""
         assert self._stats_TRX is not None
+        # One program a row. Temperature 1 is skipped where no objective has it: it is there for the report alone.
         _gradient[(self._rows,)](
             self._logits_RV,
             self._target_CV,

@@ -1,4 +1,4 @@
-"""From draft states to the loss, over few positions at a time: logits of all of them never exist together.
+"""Loss of a linear head in chunks, from draft states: logits of all positions never exist together.
 
 Shapes: S rows of states a position (steps ahead, mostly), N supervised positions, R rows of a chunk, H hidden size,
 V draft vocabulary, J entries, K steps ahead.
@@ -37,15 +37,15 @@ from .schedule import LossPlan, Objective
 
 
 class Teacher(Protocol):
-    """The target's distribution at N supervised positions."""
+    """Teacher protocol: the target's distribution at N supervised positions."""
 
     @property
     def live(self) -> bool:
-        """Whether `at` gives the whole of it."""
+        """Whether `at` returns a FullDistribution (a loaded target) rather than a StoredDistribution."""
         ...
 
     def at(self, rows: slice, temperatures: Sequence[float]) -> FullDistribution | StoredDistribution:
-        """Some positions' distribution. Stored signals know that of temperature 1 only."""
+        """Distribution at the positions `rows`. Stored signals hold temperature 1 only."""
         ...
 
 
@@ -55,47 +55,47 @@ class Head(NamedTuple):
     weight_VH: Tensor
     bias_V: Tensor | None = None
     finish: Callable[[Tensor], Tensor] | None = None
-    """What the model does to its logits after the matrix product (scale, soft-cap)."""
+    """Scale and soft-cap that the model applies to its logits after the matrix product; None: neither."""
 
     def logits(self, states: Tensor) -> Tensor:
-        """The plain way: [..., H] -> [..., V]."""
+        """Logits by plain differentiable torch: [..., H] -> [..., V]."""
         logits = torch.nn.functional.linear(states, self.weight_VH, self.bias_V)
         return logits if self.finish is None else self.finish(logits)
 
     def only(self, ids: Tensor) -> "Head":
-        """The same head with these rows."""
+        """Head of a reduced vocabulary: only the rows `ids` of weight and bias."""
         return Head(self.weight_VH[ids], None if self.bias_V is None else self.bias_V[ids], self.finish)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What one micro-batch trains: draft states against teacher positions."""
+    """Draft states of one micro-batch, with the teacher positions that they are compared with."""
 
     states_SNH: Tensor
-    """Row (s, n) drafts the token whose teacher is position n."""
+    """Draft states before the head. Row (s, n) drafts the token whose teacher is position n."""
     valid_SN: Tensor | None
-    """False: there is no such draft (too near the start); None: all are valid."""
+    """Mask of the rows that count. False: no such draft exists (too near the start); None: all rows count."""
     teacher: Teacher
     step_weights: tuple[float, ...] = (1.0,)
     """[K] weight of the loss of a row that is k steps ahead."""
     step_SN: Tensor | None = None
-    """How many steps ahead, from 0, a row is; None: row (s, n) is s steps ahead."""
+    """Steps ahead of each row, from 0; None: row (s, n) is s steps ahead."""
     chains_KM: Tensor | None = None
     """Rows, s * N + n, that follow each other from one start (see expected_length.py); None: those of the steps."""
     chain_weight: float = 1.0
-    """Of each chain, where there are fewer of them than positions."""
+    """Weight of each chain, where there are fewer chains than positions."""
     extra_loss: Tensor | None = None
     """A loss of another kind, summed over the supervised positions; the family's `ExtraLoss` weighs it."""
 
     def steps(self) -> Tensor:
-        """[S, N] steps ahead."""
+        """Steps ahead of each row, [S, N]."""
         if self.step_SN is not None:
             return self.step_SN
         steps, positions, _ = self.states_SNH.shape
         return torch.arange(steps, device=self.states_SNH.device)[:, None].expand(-1, positions)
 
     def valid(self) -> Tensor:
-        """[S, N] bool."""
+        """Mask of the rows that count, [S, N] bool."""
         if self.valid_SN is not None:
             return self.valid_SN
         return torch.ones(self.states_SNH.shape[:2], dtype=torch.bool, device=self.states_SNH.device)
@@ -103,14 +103,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What `head_loss` computes, and how."""
+    """Settings of `head_loss`: the objective, and the precision and memory to compute it in."""
 
     objective: Objective
-    """Of the current step."""
+    """Objective of the current step."""
     lk_eta: float = 3.0
+    """Rate at which lk_hybrid turns from kl to tv as acceptance rises."""
     dtype: torch.dtype = torch.float32
-    """Of the matrix products."""
+    """Dtype of the matrix products."""
     logits_bytes: int = 1 << 28
+    """Memory for the logits of a chunk, in bytes."""
 
 
 LOSS, ALPHA, AGREE, COUNT = range(4)
@@ -127,12 +129,13 @@ def head_of(model: CausalModel) -> Head:
         scaled = logits * scale
         return scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
 
+    # A head with neither has no `finish`: only then may Triton take it.
     plain = scale == 1.0 and softcap is None
     return Head(linear.weight, getattr(linear, "bias", None), None if plain else finish)
 
 
 def each_head(head: Head | Sequence[Head]) -> tuple[Head, ...]:
-    """The heads, whether all rows share one or each s has its own."""
+    """Heads as a tuple: the one that all rows share, or one for each s."""
     return (head,) if isinstance(head, Head) else tuple(head)
 
 
@@ -143,11 +146,13 @@ def head_loss(rows: Rows, head: Head | Sequence[Head], settings: LossSettings) -
     """
     heads = each_head(head)
     tensors = [tensor for head in heads for tensor in (head.weight_VH, head.bias_V)]
+    # Heads go in as plain tensors too: autograd sees only those that are arguments.
     return _HeadLoss.apply(rows.states_SNH, rows, heads, settings, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Gradients are made in the forward pass, chunk by chunk: three matrix products and no recomputation."""
+    """Autograd function of `head_loss`. The forward pass makes the gradients too, chunk by chunk: three matrix products
+    and no recomputation."""
 
     @staticmethod
     def forward(
@@ -158,13 +163,18 @@ class _HeadLoss(torch.autograd.Function):
         settings: LossSettings,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        # Float32 buffers for the gradients that are wanted: inputs 1 to 3 (rows, heads, settings) have none.
         wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
         gradients = [
             torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and want else None
             for tensor, want in zip((states_SNH, *tensors), wanted)
         ]
+
+        # Value and gradients together. Autocast is off: the dtype of every product is chosen by hand.
         with torch.autocast(states_SNH.device.type, enabled=False):
             loss, sums_K4 = _sum_chunks(rows, heads, settings, gradients)
+
+        # The gradients for a loss of slope 1 wait for `backward`, which scales them.
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (states_SNH, *tensors)]
         ctx.mark_non_differentiable(sums_K4)
@@ -182,7 +192,7 @@ class _HeadLoss(torch.autograd.Function):
 def _sum_chunks(
     rows: Rows, heads: Sequence[Head], settings: LossSettings, gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """Loss and sums; adds to the gradients of the states and of each head's weight and bias."""
+    """Loss and sums [K, 4] over all chunks; adds to `gradients`: of the states, then of each head's weight and bias."""
     # 1) the objective by temperature, the heads in the dtype of products (shared ones once), weights by step
     device = rows.states_SNH.device
     plan = LossPlan.from_objective(settings.objective, settings.lk_eta)
@@ -214,20 +224,28 @@ def _sum_chunks(
 
 @lru_cache
 def on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Made once: a copy from the host would wait for the device."""
+    """Constant tensor on a device, made once: a copy from the host would wait for the device."""
     return torch.tensor(values, device=device)
 
 
 def _chained(
     rows: Rows, heads: Sequence[Head], weights: Sequence[Tensor], settings: LossSettings, plan: LossPlan
 ) -> ChainLoss | None:
-    """`expected_length` of all rows, times its weight, by a pass of its own; None where it is not asked for."""
+    """Loss and slope of `expected_length` for all rows, times its weight, by a pass of its own over the logits.
+
+    None where the objective has no such term.
+    """
+    # At which temperature of the plan it is asked for, if at any.
     number = next((at for at, terms in enumerate(plan.terms) if CHAINED in terms), None)
     if number is None:
         return None
+
+    # A first pass over the logits, without gradients, for the acceptance of every row.
     alpha_SN = torch.zeros(rows.states_SNH.shape[:2], device=rows.states_SNH.device)
     for chunk in _chunks(rows, heads, weights, settings, plan):
         alpha_SN[chunk.steps, chunk.at] = chunk.acceptance(plan, number).view(-1, chunk.at.stop - chunk.at.start)
+
+    # Then the chains, which couple rows of different chunks.
     chains_KM = rows.chains_KM
     if chains_KM is None:
         chains_KM = chains_of_steps(rows.steps(), rows.valid(), len(rows.step_weights))
@@ -240,13 +258,15 @@ Way = Literal["autograd", "torch", "triton"]
 
 
 def way_of(rows: Rows, heads: Sequence[Head], plan: LossPlan) -> Way:
-    """How the gradient on the logits is made.
+    """Choose how the gradient on the logits is made: by autograd, in closed form in torch, or by Triton.
 
     On an H200 Triton is 3 to 8 times as fast as autograd, in a fifth of the memory; the closed form in torch is 1.1 to
     1.6 times as fast there, in less memory, and on a CPU as fast or a little faster (scripts/bench_loss.py).
     """
+    # Stored signals: few entries a row, read by autograd alone.
     if not rows.teacher.live:
         return "autograd"
+    # A live teacher: Triton takes plain heads on CUDA; torch takes the objectives whose closed form it knows.
     plain = all(head.bias_V is None and head.finish is None for head in heads)
     if plain and rows.states_SNH.device.type == "cuda" and find_spec("triton") is not None:
         return "triton"
@@ -256,7 +276,7 @@ def way_of(rows: Rows, heads: Sequence[Head], plan: LossPlan) -> Way:
 def _chunks(
     rows: Rows, heads: Sequence[Head], weights: Sequence[Tensor], settings: LossSettings, plan: LossPlan
 ) -> "Iterator[_Chunk]":
-    """All rows, so many at a time that their logits fit the memory that is set."""
+    """Chunks of all rows, each so large that its logits fit `logits_bytes`."""
     count, positions, _ = rows.states_SNH.shape
     way = way_of(rows, heads, plan)
     # Triton takes all steps of a chunk at once and reads the teacher's logits for all of them.
@@ -265,6 +285,8 @@ def _chunks(
         size = settings.logits_bytes // (settings.dtype.itemsize * weights[0].shape[0] * (together + 1))  # + teacher's
     else:
         size = settings.logits_bytes // (4 * weights[0].shape[0])
+
+    # At least one position a chunk, however little memory is set.
     for start in range(0, positions, max(1, size)):
         # the teacher of these positions, worked out once for all steps
         at = slice(start, min(start + max(1, size), positions))
@@ -283,25 +305,25 @@ def _chunks(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows of some steps at some positions, all of one head."""
+    """Chunk: rows of some steps at some positions, all of one head."""
 
     steps: slice
     at: slice
     number: int
-    """Which head."""
+    """Index of the head."""
     states_RH: Tensor
     head: Head
     weight_VH: Tensor
-    """The head's, in the dtype of matrix products."""
+    """The head's weight in the dtype of matrix products."""
     target: FullDistribution | TorchTeacher | TeacherEntries
-    """For Triton, for torch, for autograd."""
+    """Teacher of these positions, in the form that Triton, the pass in torch, or autograd reads."""
 
     def of(self, values_SN: Tensor) -> Tensor:
-        """The chunk's part, [R]."""
+        """Values of this chunk's rows, [R]."""
         return values_SN[self.steps, self.at].flatten()
 
     def logits(self) -> Tensor:
-        """[R, V] of the matrix product; float32 but for Triton."""
+        """Logits [R, V] of the matrix product, before scale and soft-cap; float32 but for Triton."""
         logits_RV = torch.nn.functional.linear(self.states_RH, self.weight_VH)
         if isinstance(self.target, FullDistribution):
             return logits_RV
@@ -312,6 +334,7 @@ class _Chunk:
         """Loss (unweighted), acceptance, agreement and 1 of each row [R, 4]; the weighted gradient on the logits."""
         if isinstance(self.target, TeacherEntries):
             return self._by_autograd(self.target, self.logits(), plan, weights)
+
         # 1) scale and soft-cap, recorded by autograd; a copy of the result becomes the gradient
         with torch.enable_grad():
             raw_RV = self.logits().detach().requires_grad_(self.head.finish is not None)
@@ -333,7 +356,7 @@ class _Chunk:
         return torch.cat(figures), work_RV
 
     def _passes(self, logits_RV: Tensor, plan: LossPlan) -> Iterator[tuple[slice, ChunkPass]]:
-        """The rows, so many at a time as are best; each pass writes into its part of the logits."""
+        """Passes over the chunk's rows, each with its slice of them; a pass writes its gradient over its logits."""
         if isinstance(self.target, FullDistribution):
             from .fused_triton import TritonPass
 
@@ -346,11 +369,12 @@ class _Chunk:
     def _by_autograd(
         self, teacher: TeacherEntries, logits_RV: Tensor, plan: LossPlan, weights: LossWeights
     ) -> tuple[Tensor, Tensor]:
-        """`loss_and_gradient` from the definitions."""
+        """`loss_and_gradient` by autograd of the definitions in objectives.py."""
         stored = teacher.ids_RJ is not None  # its few entries need no parts; log q is made in the logits' place
         figures: list[Tensor] = []
         gradients: list[Tensor] = []
         for part in [slice(0, len(logits_RV))] if stored else _cached_parts(logits_RV):
+            # The gradient goes through scale and soft-cap down to the matrix product.
             with torch.enable_grad():
                 raw_RV = logits_RV[part].detach().requires_grad_()
                 final_RV = raw_RV if self.head.finish is None else self.head.finish(raw_RV)
@@ -362,11 +386,14 @@ class _Chunk:
         return torch.cat(figures), gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
     def acceptance(self, plan: LossPlan, number: int) -> Tensor:
-        """alpha [R] at one temperature, the plan's `number`th, where `expected_length` reads it."""
+        """Acceptance alpha [R] at the plan's temperature of index `number`, which `expected_length` reads."""
         logits_RV = self.logits()
+        # Triton: its statistics hold alpha.
         if isinstance(self.target, FullDistribution):
             (only,) = self._passes(logits_RV, plan)
             return only[1].stats()[number, :, fused_torch.ALPHA]
+
+        # Autograd: from the definition, without gradients.
         assert isinstance(self.target, TeacherEntries)  # the pass in torch knows no expected_length
         found = []
         for part in _cached_parts(logits_RV):
@@ -376,11 +403,13 @@ class _Chunk:
         return torch.cat(found)
 
     def add_gradients(self, grad_RV: Tensor, gradients: Sequence[Tensor | None]) -> None:
-        """From the gradient on the logits to those of the states and of this chunk's head."""
+        """Add the gradients of the states and of this chunk's head, given the gradient on the logits."""
         grad = grad_RV.to(self.states_RH.dtype)
         states, weight, bias = gradients[0], gradients[1 + 2 * self.number], gradients[2 + 2 * self.number]
+        # Each row of states belongs to one chunk: it is written, not added.
         if states is not None:
             states[self.steps, self.at] = (grad @ self.weight_VH).view(states[self.steps, self.at].shape).float()
+        # The head's own gradients add up over chunks, in float32.
         if weight is not None:
             _add_product(weight, grad.T, self.states_RH)
         if bias is not None:
@@ -388,18 +417,19 @@ class _Chunk:
 
 
 def _cached_parts(logits_RV: Tensor) -> list[slice]:
-    """All rows on a GPU; on a CPU so many at a time as its cache holds."""
+    """Slices of rows: all of them on a GPU; on a CPU so many at a time as its cache holds."""
     size = len(logits_RV) if logits_RV.is_cuda else max(1, _CACHED // logits_RV.shape[1])
     return [slice(start, start + size) for start in range(0, len(logits_RV), size)]
 
 
 def _figures(loss_R: Tensor, alpha_R: Tensor, agree_R: Tensor) -> Tensor:
-    """Columns LOSS, ALPHA, AGREE, COUNT."""
+    """Figures of rows, [R, 4], in the columns LOSS, ALPHA, AGREE, COUNT."""
     return torch.stack([loss_R, alpha_R, agree_R, torch.ones_like(loss_R)], dim=-1)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, in float32 whatever the factors are."""
+    # Float32 factors; bfloat16 on CUDA, whose product can be float32; bfloat16 on a CPU, rounded once a chunk.
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:

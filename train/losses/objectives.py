@@ -1,4 +1,4 @@
-"""What a draft is trained to minimise, at one position: the definitions, and their gradient by autograd.
+"""Objectives of draft training at one position: their definitions, and their gradient by autograd.
 
 Shapes: N or R positions, J vocabulary entries that stand for the teacher's p, k top ids, M tail draws, V vocabulary,
 T temperatures, C teacher positions.
@@ -25,42 +25,47 @@ from .schedule import LossPlan
 
 
 class Entries(NamedTuple):
-    """The teacher at N positions."""
+    """Teacher at N positions, as J weighted vocabulary entries."""
 
     logp_NJ: Tensor
+    """log p of each entry."""
     weight_NJ: Tensor
+    """Weight of each entry in an expectation over p."""
     best_N: Tensor
-    """Which entry is the target's likeliest token; -1 where the draft's vocabulary lacks it."""
+    """Index of the entry of the target's likeliest token; -1 where the draft's vocabulary lacks it."""
 
 
 Objective = Callable[..., Tensor]
-"""(entries, log q of each entry [N, J]) -> loss [N]."""
+"""Definition of an objective: (entries, log q of each entry [N, J]) -> loss [N]."""
 
 
 def kl(entries: Entries, logq_NJ: Tensor) -> Tensor:
-    """sum p (log p - log q): the gradient on the logits is q - p."""
+    """KL divergence of q from p, sum p (log p - log q): the gradient on the logits is q - p."""
     return (entries.weight_NJ * (entries.logp_NJ - logq_NJ)).sum(-1)
 
 
 def ce(entries: Entries, logq_NJ: Tensor) -> Tensor:
-    """-log q(argmax p): what the greedy rule accepts; 0 where the draft cannot say that token."""
+    """Cross-entropy of the target's likeliest token, -log q(argmax p): what the greedy rule accepts.
+
+    0 where the draft cannot say that token.
+    """
     best_N1 = entries.best_N[:, None]
     picked_N = logq_NJ.gather(-1, best_N1.clamp_min(0))[:, 0]
     return torch.where(entries.best_N >= 0, -picked_N, 0.0)
 
 
 def tv(entries: Entries, logq_NJ: Tensor) -> Tensor:
-    """1 - alpha, the rejection rate of the `token` rule; gradients vanish at low overlap, so start from kl."""
+    """Total variation, 1 - alpha: the `token` rule's rejection rate. Its gradient vanishes at low overlap."""
     return 1.0 - acceptance(entries, logq_NJ)
 
 
 def reverse_kl(entries: Entries, logq_NJ: Tensor) -> Tensor:
-    """sum q (log q - log p): seeks the modes that q has mass for already."""
+    """Reverse KL divergence, sum q (log q - log p): seeks the modes that q has mass for already."""
     return (logq_NJ.exp() * (logq_NJ - entries.logp_NJ)).sum(-1)
 
 
 def jsd(entries: Entries, logq_NJ: Tensor) -> Tensor:
-    """(KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2; between 0 and log 2."""
+    """Jensen-Shannon divergence, (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2; between 0 and log 2."""
     logm_NJ = torch.logaddexp(entries.logp_NJ, logq_NJ) - _LOG_2
     of_p_NJ = entries.weight_NJ * (entries.logp_NJ - logm_NJ)
     of_q_NJ = logq_NJ.exp() * (logq_NJ - logm_NJ)
@@ -69,12 +74,12 @@ def jsd(entries: Entries, logq_NJ: Tensor) -> Tensor:
 
 
 def lk(entries: Entries, logq_NJ: Tensor) -> Tensor:
-    """-log alpha: the steeper, the less is accepted."""
+    """Negative log of the acceptance, -log alpha: the steeper, the less is accepted."""
     return -torch.minimum(entries.logp_NJ, logq_NJ).logsumexp(-1)
 
 
 def lk_hybrid(entries: Entries, logq_NJ: Tensor, eta: float = 3.0) -> Tensor:
-    """l kl + (1 - l) tv with l = exp(-eta alpha), by position: kl where little is accepted, then the rejection rate."""
+    """Mix of kl and tv by position, l kl + (1 - l) tv, l = exp(-eta alpha): kl where little is accepted, else tv."""
     share_N = torch.exp(-eta * acceptance(entries, logq_NJ.detach()))
     return share_N * kl(entries, logq_NJ) + (1.0 - share_N) * tv(entries, logq_NJ)
 
@@ -89,20 +94,20 @@ OBJECTIVES: Mapping[str, Objective] = {
     "lk_hybrid": lk_hybrid,
 }
 CHAINED = "expected_length"
-"""The one that no single position has: minus the tokens that a round emits in expectation (see expected_length.py)."""
+"""Objective that no single position has: minus the expected tokens a round (see expected_length.py)."""
 FULL = frozenset({"reverse_kl", "jsd", "lk", "lk_hybrid", CHAINED})
 """Objectives that need the target's whole distribution."""
 _LOG_2 = math.log(2.0)
 
 
 def acceptance(entries: Entries, logq_NJ: Tensor) -> Tensor:
-    """alpha = sum min(p, q) = E_p[min(1, q / p)]."""
+    """Acceptance probability of the `token` rule, alpha = sum min(p, q) = E_p[min(1, q / p)], [N]."""
     ratio_NJ = (logq_NJ - entries.logp_NJ).clamp(max=0.0).exp()
     return (entries.weight_NJ * ratio_NJ).sum(-1)
 
 
 def weighted_loss(weights: Mapping[str, float], entries: Entries, logq_NJ: Tensor, eta: float = 3.0) -> Tensor:
-    """The recipe's weighted sum of objectives, [N]. `eta`: of `lk_hybrid`."""
+    """Weighted sum of the recipe's objectives, [N]. `eta`: rate of `lk_hybrid`."""
     options = {"lk_hybrid": {"eta": eta}}
     terms = [weight * OBJECTIVES[name](entries, logq_NJ, **options.get(name, {})) for name, weight in weights.items()]
     return torch.stack(terms).sum(0)
@@ -113,9 +118,12 @@ def stored_entries(signals: Signals) -> tuple[Entries, Tensor]:
 
     Where a capture kept no draws (M = 0), what lies beyond the top k is left out as a reduced vocabulary leaves it out.
     """
+    # The top k weigh their p; the draws share the tail's mass equally, because p drew them.
     draws = signals.tail_ids_nM.shape[-1]
     tail_weight_n1 = signals.tail_logmass_n.exp()[:, None] / max(1, draws)
     weight_NJ = torch.cat([signals.topk_logp_nk.exp(), tail_weight_n1.expand(-1, draws)], dim=-1)
+
+    # Top k first, then draws; the likeliest token is among the top k.
     logp_NJ = torch.cat([signals.topk_logp_nk, signals.tail_logp_nM], dim=-1)
     ids_NJ = torch.cat([signals.topk_ids_nk, signals.tail_ids_nM], dim=-1).long()
     best_N = signals.topk_logp_nk.argmax(-1)
@@ -123,9 +131,9 @@ def stored_entries(signals: Signals) -> tuple[Entries, Tensor]:
 
 
 def live_entries(logits_NJ: Tensor, lse_N: Tensor, best_N: Tensor) -> Entries:
-    """Entries of the target's own logits of the draft's tokens.
+    """Entries from the target's own logits of the draft's tokens.
 
-    `lse` is that of all its logits: what the draft cannot say keeps its share of p.
+    `lse_N`: log sum exp of all the target's logits: what the draft cannot say keeps its share of p.
     """
     logp_NJ = (logits_NJ.float() - lse_N[:, None]).clamp_min(FLOOR)
     return Entries(logp_NJ, logp_NJ.exp(), best_N)
@@ -143,11 +151,11 @@ class FullDistribution(NamedTuple):
     """The target's whole distribution at C positions."""
 
     logits_CV: Tensor
-    """Of the draft's tokens, in any float dtype; scale and soft-cap are applied."""
+    """Logits of the draft's tokens, in any float dtype; scale and soft-cap are applied."""
     lse_TC: Tensor
-    """log sum exp of all its logits, each divided by one temperature: what the draft cannot say keeps its share."""
+    """log sum exp of all its logits, at each temperature: what the draft cannot say keeps its share."""
     best_C: Tensor
-    """Which entry is its likeliest token; -1 where the draft's vocabulary lacks it."""
+    """Index of its likeliest token in the draft's vocabulary; -1 where that lacks it."""
 
 
 class StoredDistribution(NamedTuple):
@@ -159,14 +167,14 @@ class StoredDistribution(NamedTuple):
 
 
 class LossWeights(NamedTuple):
-    """How much R rows count."""
+    """Weights of R rows in the loss."""
 
     weight_R: Tensor
     """Weight of the row's step, for all objectives that look at one row alone."""
     valid_R: Tensor
-    """bool: the others count nothing."""
+    """Mask, bool: False rows count nothing."""
     slope_R: Tensor | None
-    """d loss / d alpha of `expected_length`, its weight included."""
+    """Derivative of `expected_length` by the row's alpha, its weight included; None: no such term."""
 
     def part(self, at: slice) -> "LossWeights":
         """Some of the rows."""
@@ -174,10 +182,10 @@ class LossWeights(NamedTuple):
 
 
 class TeacherEntries(NamedTuple):
-    """The teacher at R rows as the definitions read it."""
+    """Teacher at R rows, as the definitions read it."""
 
     by_temperature: tuple[Entries, ...]
-    """For each temperature of the plan."""
+    """Entries at each temperature of the plan."""
     ids_RJ: Tensor | None
     """Token ids of the entries; None: entry j is token j of the draft's vocabulary."""
 
@@ -202,11 +210,12 @@ class TeacherEntries(NamedTuple):
 def autograd_loss(
     logits_RV: Tensor, teacher: TeacherEntries, plan: LossPlan, weights: LossWeights
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weighted sum that can be differentiated; loss (unweighted), acceptance and agreement of each row [R], detached.
+    """Weighted loss that can be differentiated; then loss (unweighted), acceptance and agreement [R], detached.
 
     May use up `logits_RV`, as `LogProbsAt` does.
     """
     loss_R, total = torch.zeros_like(weights.weight_R), torch.zeros_like(weights.weight_R).sum()
+    # The draft's logit of the target's likeliest token. It is read first: LogProbsAt uses the logits up.
     best_R = teacher.by_temperature[0].best_N
     best_id_R = best_R.clamp_min(0)
     if teacher.ids_RJ is not None:
@@ -221,16 +230,20 @@ def autograd_loss(
             logq_RJ = scaled_RV.log_softmax(-1)
         else:
             logq_RJ, top_R = LogProbsAt.apply(logits_RV, teacher.ids_RJ)  # type: ignore[no-untyped-call]
+
         # 2) what is reported of the draft, at temperature 1
         if number == 0:
             alpha_R = acceptance(entries, logq_RJ.detach())
             top_R = logits_RV.detach().amax(-1) if teacher.ids_RJ is None else top_R
+
         # 3) objectives of one row alone, and the acceptance that a chain of rows reads
         alone = {name: weight for name, weight in terms.items() if name != CHAINED}
         if alone:
             loss_R = loss_R + weighted_loss(alone, entries, logq_RJ, plan.lk_eta)
         if CHAINED in terms and weights.slope_R is not None:
             total = total + torch.where(weights.valid_R, weights.slope_R * acceptance(entries, logq_RJ), 0.0).sum()
+
+    # Rows that are not valid count nothing, in the loss and in its gradient.
     loss_R = torch.where(weights.valid_R, loss_R, 0.0)
     agree_R = ((best_R >= 0) & (best_logit_R >= top_R)).float()
     return total + (loss_R * weights.weight_R).sum(), loss_R.detach(), alpha_R, agree_R
@@ -244,8 +257,11 @@ class LogProbsAt(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, logits_NV: Tensor, ids_NJ: Tensor) -> tuple[Tensor, Tensor]:
+        # What is wanted is read before the logits are overwritten.
         chosen_NJ = logits_NV.gather(-1, ids_NJ)
         top_N = logits_NV.amax(-1)
+
+        # exp(logits - max), in place.
         exp_NV = logits_NV.sub_(top_N[:, None]).exp_()
         sum_N = exp_NV.sum(-1)
         ctx.exp_NV, ctx.sum_N, ctx.ids_NJ = exp_NV, sum_N, ids_NJ  # type: ignore[attr-defined]
@@ -254,6 +270,7 @@ class LogProbsAt(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad_NJ: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        # d log q_j / d logits = onehot(j) - softmax, summed over the chosen j by their gradients; softmax = exp / sum.
         scale_N = -grad_NJ.sum(-1) / ctx.sum_N  # type: ignore[attr-defined]
         grad_NV = ctx.exp_NV.mul_(scale_N[:, None])  # type: ignore[attr-defined]
         return grad_NV.scatter_add_(-1, ctx.ids_NJ, grad_NJ), None  # type: ignore[attr-defined]

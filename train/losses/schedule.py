@@ -1,4 +1,4 @@
-"""What is minimised, and when: the recipe's `objective`, one mix of objectives or several in turn."""
+"""Schedule of objectives: the recipe's `objective`, one weighted mix of objectives or several mixes in turn."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
@@ -55,7 +55,7 @@ class Phase(Section):
 
     @property
     def mix(self) -> Objective:
-        """The same, by plain names."""
+        """The phase's objective with plain strings as names."""
         return {str(name): value for name, value in self.objective.items()}
 
 
@@ -63,12 +63,12 @@ Schedule = Annotated[Annotated[Mix, Tag("mix")] | Annotated[list[Phase], Tag("ph
 
 
 def phases_of(schedule: "Mapping[Any, Any] | list[Phase]") -> list[Phase]:
-    """A mix alone is one phase."""
+    """Phases of a schedule; a mix alone is one phase."""
     return schedule if isinstance(schedule, list) else [Phase.model_construct(until=None, objective=dict(schedule))]
 
 
 def phase_at(phases: list[Phase], step: int) -> int:
-    """Which phase the step after `step` done ones belongs to, from 0."""
+    """Index, from 0, of the phase to which the step after `step` done ones belongs."""
     return next((at for at, phase in enumerate(phases) if phase.until is None or step < phase.until), len(phases) - 1)
 
 
@@ -76,9 +76,13 @@ def check(phases: list[Phase], steps: int) -> None:
     """Raise ValueError, with field, value and rule, for phases that cannot be trained."""
     if not phases:
         raise ValueError("objective []: needs at least one phase")
+
+    # Every phase minimises something.
     for phase in phases:
         if not phase.objective or any(weight <= 0 for weight, _ in map(parts_of, phase.objective.values())):
             raise ValueError(f"objective {plain(phase.mix)}: needs at least one entry, and weights above 0")
+
+    # Phases follow each other, and the last one lasts until the end.
     ends = [phase.until for phase in phases]
     if ends[-1] is not None or None in ends[:-1]:
         raise ValueError(f"objective until {ends}: all phases but the last must say until which step they last")
@@ -88,7 +92,7 @@ def check(phases: list[Phase], steps: int) -> None:
 
 
 def parts_of(value: float | Weighted) -> tuple[float, float]:
-    """Weight and temperature."""
+    """Weight and temperature of one entry of a mix; a plain number has temperature 1."""
     return (value.weight, value.temperature) if isinstance(value, Weighted) else (value, 1.0)
 
 
@@ -100,10 +104,12 @@ class LossPlan(NamedTuple):
     terms: tuple[Mapping[str, float], ...]
     """Weights of the objectives at each temperature; none at the first where all have another."""
     lk_eta: float
+    """Rate of lk_hybrid."""
 
     @classmethod
     def from_objective(cls, objective: Objective, lk_eta: float) -> "LossPlan":
         """Group the terms of the objective by their temperature."""
+        # Temperature 1 comes first, even without terms.
         found: dict[float, dict[str, float]] = {1.0: {}}
         for name, value in objective.items():
             weight, temperature = parts_of(value)
@@ -111,12 +117,12 @@ class LossPlan(NamedTuple):
         return cls(tuple(found), tuple(found.values()), lk_eta)
 
     def has(self, *names: str) -> bool:
-        """Whether one of these objectives is part of it."""
+        """Whether one of these objectives is part of the plan, at any temperature."""
         return any(name in terms for terms in self.terms for name in names)
 
 
 def plain(objective: Objective) -> dict[str, Any]:
-    """JSON-able; a temperature of 1 is not said."""
+    """Objective as JSON values; a temperature of 1 is left out."""
     return {
         name: weight if temperature == 1.0 else {"weight": weight, "temperature": temperature}
         for name, (weight, temperature) in ((name, parts_of(value)) for name, value in objective.items())
@@ -124,17 +130,18 @@ def plain(objective: Objective) -> dict[str, Any]:
 
 
 def identity(phases: list[Phase]) -> Any:
-    """What decides the result, JSON-able."""
+    """Identity of a schedule as JSON values: equal ones train the same draft."""
     if len(phases) == 1:
         return plain(phases[0].mix)
     return [{"until": phase.until, "objective": plain(phase.mix)} for phase in phases]
 
 
 def describe(objective: Objective) -> str:
-    """For people: 0.1 ce + 0.9 tv at temperature 2."""
+    """Objective as text for the log, e.g. "0.1 ce + 0.9 tv at temperature 2"."""
     parts = []
     for name, value in objective.items():
         weight, temperature = parts_of(value)
+        # A weight or temperature of 1 goes without saying.
         scale = "" if weight == 1.0 else f"{weight:g} "
         parts.append(f"{scale}{name}" + ("" if temperature == 1.0 else f" at temperature {temperature:g}"))
     return " + ".join(parts)
