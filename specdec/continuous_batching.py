@@ -1,4 +1,4 @@
-"""Plain decoding of many requests at speed: a stream of answers, drawn exactly as `decoder.generate` draws them.
+"""Continuous batching: plain decoding of many requests at speed, drawn exactly as `decoder.generate` draws them.
 
 Shapes: S slots, R rows of one pass, T prompt tokens, V vocabulary.
 
@@ -40,7 +40,7 @@ Columns = dict[str, Tensor]
 
 
 class AnswerTable(SlotTable):
-    """A slot table that also knows stop tokens, and keeps each answer's tokens and what a listener kept of them."""
+    """Answer table: a slot table that also has stop tokens, each answer's tokens, and the listener's columns."""
 
     def __init__(self, slots: int, budget: int, device: torch.device) -> None:
         """`budget`: tokens of the longest answer."""
@@ -51,6 +51,7 @@ class AnswerTable(SlotTable):
 
     def admit_stops(self, slots_R: Tensor, stops: Sequence[frozenset[int]]) -> None:
         """Put the stop tokens of requests into slots; rows past them are padding."""
+        # The table grows to the request with most stop tokens; -1 is no token, so it never matches.
         most = max(map(len, stops))
         if most > self._stops_SK.shape[1]:
             self._stops_SK = F.pad(self._stops_SK, (0, most - self._stops_SK.shape[1]), value=-1)
@@ -59,25 +60,27 @@ class AnswerTable(SlotTable):
         self._stops_SK[slots_R] = send(torch.tensor(filled), slots_R.device)
 
     def keep(self, slots_R: Tensor, emitted_R: Tensor, columns: Columns) -> None:
-        """Keep what there is of each slot's token number `emitted`.
+        """Keep the columns of each slot's token number `emitted`.
 
         A slot whose answer has ended goes on until it is freed; what it then says goes past the answer's end.
         """
         at_R = emitted_R.clamp(max=self._budget)
         for name, value in columns.items():
+            # A column's memory is made when it first comes, with one spare place behind the longest answer.
             if name not in self._kept:
                 shape = (self.numbers_XS.shape[1], self._budget + 1, *value.shape[1:])
                 self._kept[name] = value.new_zeros(shape)
             self._kept[name][slots_R, at_R] = value
 
     def ended(self, slots_R: Tensor, tokens_R: Tensor, emitted_R: Tensor, budget_R: Tensor) -> Tensor:
-        """[R]: the tokens of answers that ended with these ones, else 0."""
+        """Number of tokens [R] of each answer that ended with this token, by a stop or its budget; else 0."""
         ends_R = (self._stops_SK[slots_R] == tokens_R[:, None]).any(1) | (emitted_R >= budget_R)
         return torch.where(ends_R, emitted_R, 0)
 
     def gather(self, slots: Sequence[int], counts: Sequence[int]) -> Columns:
-        """What was kept of the first `counts` tokens of some slots, end to end [n, ...], on its way to the CPU."""
+        """Columns of the first `counts` tokens of some slots, end to end [n, ...], on their way to the CPU."""
         width = self._budget + 1
+        # Slots and tokens are flattened into one axis, so that one copy a column fetches all answers.
         places = [torch.arange(slot * width, slot * width + count) for slot, count in zip(slots, counts)]
         at_n = send(torch.cat(places), self.numbers_XS.device)
         return {
@@ -93,23 +96,23 @@ class AnswerTable(SlotTable):
 
 
 class QueuedRequest(NamedTuple):
-    """A request, under its sender's name for it."""
+    """Queued request, under the name that its sender gave it."""
 
     name: str
     request: Request
     listener_seed: int = 0
     order: int = 0
-    """Lower ones are begun first; of equals the longest prompts."""
+    """Priority: requests of lower order are begun first; of equals the longest prompts."""
 
 
 class DecodedAnswer(NamedTuple):
-    """An answer. `tokens` includes the token that stopped it, where one did."""
+    """Decoded answer. `tokens` includes the token that stopped it, where one did."""
 
     name: str
     tokens: list[int]
     finish: Literal["stop", "length"]
     columns: Columns
-    """What the listener kept, a row a token, on the CPU."""
+    """Columns that the listener kept, one row a token, on the CPU."""
 
 
 @dataclass(eq=False)
@@ -122,18 +125,19 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _DeferredAnswers:
-    """Work of the host that waits until the device has passed an event."""
+    """Deferred work of the host, which waits until the device has passed an event."""
 
     passed: "torch.cuda.Event | None"
     work: Callable[[], list[DecodedAnswer]]
 
 
 class PlainDecoder:
-    """Continuous batching: answers submitted requests in slots that are refilled as they end; `step` until `idle`.
+    """Plain decoder with continuous batching: answers requests in slots that are refilled as answers end.
 
-    `capacity`: tokens of the longest prompt and answer together; `budget`: of the longest answer. `wanted`: a capacity
-    to be had where memory allows. `listen` is called with the logits that each token is drawn from, `advance` with how
-    many tokens a step gave. Raises InputError where that many slots do not fit the GPU's memory.
+    Call `submit`, then `step` until `idle`. `capacity`: tokens of the longest prompt and answer together; `budget`:
+    tokens of the longest answer. `wanted`: a larger capacity, taken where memory allows. `listen` is called with the
+    logits that each token is drawn from, `advance` with the number of tokens that a step gave. Raises InputError where
+    that many slots do not fit the GPU's memory.
     """
 
     def __init__(
@@ -148,8 +152,10 @@ class PlainDecoder:
         shapes: Callable[[int, int, bool], Shapes] = Shapes,
     ) -> None:
         device = target.device
+        # On a GPU the host looks at each step one step late.
         self._lag = 1 if device.type == "cuda" else 0
         self._target, self._listen, self._advance = target, listen, advance
+        # Memory: as much capacity as fits, up to what is wanted. One slot more takes what padding rows write.
         probed = probe_pass(target)
         self.capacity = fitting_capacity(target, probed.token_bytes, slots, capacity, max(wanted, capacity))
         self.budget = budget
@@ -159,6 +165,7 @@ class PlainDecoder:
             self._cache = KVCache(slots + 1, self.capacity + 1, device)
             self._table = AnswerTable(slots + 1, budget, device)
             self._replays = Replays(graphed)
+        # State of the host: queues, slots in use, and work that waits for the device.
         self._waiting: dict[int, list[tuple[int, int, int, QueuedRequest]]] = {}  # heaps by width of the prompt
         self._count = 0
         self._slots: list[_Slot | None] = []  # of the rows that are in use or were
@@ -177,16 +184,16 @@ class PlainDecoder:
 
     @property
     def wants_more(self) -> bool:
-        """Whether more requests would keep its slots and its passes over prompts full."""
+        """Whether more requests are needed to keep the slots and the passes over prompts full."""
         return self.waiting < self._shapes.ahead + self._size - self._active
 
     @property
     def idle(self) -> bool:
-        """Whether all that was asked is answered."""
+        """Whether every submitted request is answered."""
         return not (self.waiting or self._active or self._late)
 
     def fits(self, request: Request) -> bool:
-        """Whether a slot has room for it."""
+        """Whether a slot has room for the request's prompt and answer."""
         room = self.capacity - len(request.prompt_ids)
         return request.max_new_tokens <= min(self.budget, room)
 
@@ -195,21 +202,27 @@ class PlainDecoder:
         check_requests(self._target, [queued.request for queued in requests], None)
         for queued in requests:
             length = len(queued.request.prompt_ids)
+            # One heap for each width of prompt, as a pass reads prompts of one width; the count keeps equals in order.
             heap = self._waiting.setdefault(self._shapes.width(length), [])
             heapq.heappush(heap, (queued.order, -length, self._count, queued))
             self._count += 1
 
     def step(self) -> list[DecodedAnswer]:
-        """Read waiting prompts into free slots, decode a token of every active slot; returns answers that ended."""
+        """Step: read waiting prompts into free slots, and decode one token of every active slot.
+
+        Returns the answers that have ended and are on the CPU.
+        """
         with running(self._target.device):
             return self._step()
 
     def _step(self) -> list[DecodedAnswer]:
+        # 1) Start work on the device: prompts first, so that their slots join this step.
         started = self._refill()
         if self._active:
             self._compact()
             self._decode()
             started = True
+        # 2) Meanwhile look at earlier steps; with nothing started, at all that are left.
         answers: list[DecodedAnswer] = []
         while len(self._late) > (self._lag if started else 0):
             late = self._late.popleft()
@@ -222,9 +235,11 @@ class PlainDecoder:
         """Read prompts of waiting requests into free slots, full passes first. Returns whether there were any."""
         started = False
         while self.waiting:
+            # The width whose first request comes first in order.
             width = min((heap[0], width) for width, heap in self._waiting.items() if heap)[1]
             heap, free = self._waiting[width], self._size - self._active
             wanted = min(len(heap), self._shapes.prompts(width))
+            # A full pass waits for enough free slots, unless nothing else is running.
             if free < (wanted if self._shapes.fixed and self._active else 1):
                 break
             self._prefill([heapq.heappop(heap)[-1] for _ in range(min(wanted, free))], width)
@@ -232,7 +247,7 @@ class PlainDecoder:
         return started
 
     def _prefill(self, queued: Sequence[QueuedRequest], width: int) -> None:
-        """Read prompts in one pass and emit their first tokens."""
+        """Prefill requests of one width in one pass, and emit their first tokens."""
         device, vocab_size = self._target.device, self._target.vocab_size
         requests, slots = [each.request for each in queued], self._assign_slots(queued)
         padding = self._shapes.prompts(width) - len(queued) if width else 0
@@ -247,6 +262,7 @@ class PlainDecoder:
         self._table.admit_stops(slots_R, [request.stop_ids for request in requests])
         sampling = [request.sampling for request in requests]
         ended_R = self._emit(slots_R, logits_RV, rows_by_setting(sampling + sampling[:1] * padding, device))
+        # 3) The rows of decoding steps have changed, and the host will look at which answers ended at once.
         self._settings = None
         self._read_later(ended_R, [*slots, *[None] * padding], len(slots))
 
@@ -266,14 +282,17 @@ class PlainDecoder:
 
     def _compact(self) -> None:
         """Move the last active slots into free ones before them where that makes the pass smaller."""
+        # 1) Sizes of passes are few: where the next smaller one does not hold the active slots, nothing moves.
         rows = self._shapes.rows(self._active)
         while self._slots[-1] is None:
             self._slots.pop()
         if len(self._slots) <= rows:
             return
+        # 2) Slots behind it move into holes before it: cache and table on the device, then the host's list.
         moving = [slot for slot in self._slots[rows:] if slot is not None]
         holes = [index for index, slot in enumerate(self._slots[:rows]) if slot is None]
         from_R, to_R = send(torch.tensor([[slot.index for slot in moving], holes[: len(moving)]]), self._target.device)
+        # A slot's length by the host's own count, prompt and one token a step since, so that nothing waits.
         longest = max(len(slot.queued.request.prompt_ids) + self._steps - slot.begun for slot in moving)
         self._cache.move(from_R, to_R, longest)
         self._table.move(from_R, to_R)
@@ -285,15 +304,18 @@ class PlainDecoder:
     def _decode(self) -> None:
         """Decode one token of every active slot."""
         rows = self._shapes.rows(len(self._slots))
+        # 1) One pass over the first rows; free slots among them compute something that nobody reads.
         slots = [*self._slots, *[None] * (rows - len(self._slots))]
         with record_function("forward"):
             logits_RV = self._replays.run(("decode", rows), self._forward, rows)
         self._steps += 1
+        # 2) Which rows each sampling setting draws, kept until slots change. Free rows take any setting that is in use.
         if self._settings is None or rows != self._rows_R.shape[0]:
             idle = next(slot.queued.request.sampling for slot in slots if slot is not None)
             sampling = [idle if slot is None else slot.queued.request.sampling for slot in slots]
             self._settings = rows_by_setting(sampling, self._target.device)
             self._rows_R = torch.arange(rows, device=self._target.device)
+        # 3) Draw, keep, and look at the ends later.
         self._read_later(self._emit(self._rows_R, logits_RV, self._settings), slots, 0)
 
     def _forward(self, rows: int) -> Tensor:
@@ -305,9 +327,11 @@ class PlainDecoder:
     def _emit(self, slots_R: Tensor, logits_RV: Tensor, settings: Sequence[RowsOfSetting]) -> Tensor:
         """Draw each slot's token and keep what the listener takes. [R]: tokens of the answers that ended, else 0."""
         _, emitted_R, budget_R, seed_R, listener_seed_R = self._table.numbers_XS[:, slots_R]
+        # Draw with the numbers of the request's seed and count, as the speculative decoder does.
         with record_function("sampling"):
             u_R = uniforms(seed_R, emitted_R, Purpose.FINAL, 1)[:, 0]
             tokens_R = draw(logits_RV, settings, self._table.seen(slots_R), u_R)
+        # Keep the token and the listener's columns, then count it and compare with stops and budget.
         with record_function("signals"):
             columns = {} if self._listen is None else self._listen(logits_RV, tokens_R, listener_seed_R, emitted_R)
             self._table.keep(slots_R, emitted_R, {TOKENS: tokens_R.int(), **columns})
@@ -315,9 +339,10 @@ class PlainDecoder:
             return self._table.ended(slots_R, tokens_R, emitted_R + 1, budget_R)
 
     def _read_later(self, ended_R: Tensor, slots: Sequence[_Slot | None], begun: int) -> None:
-        """Have the host look at `ended` once the device has passed; `slots` are those of the rows now."""
+        """Defer the host's look at `ended` until the device has computed it; `slots`: the slot of each row now."""
         ended_R = ended_R.to("cpu", non_blocking=True)
 
+        # A slot that ended earlier may be seen again, as it ran on until it was freed: it is skipped.
         def look() -> list[DecodedAnswer]:
             self._living += begun
             self._advance(begun or self._living)
@@ -328,11 +353,12 @@ class PlainDecoder:
         self._when_passed(look)
 
     def _finish(self, ended: Sequence[tuple[_Slot, int]]) -> None:
-        """Free slots whose answers ended after so many tokens, and fetch these."""
+        """Free the slots of ended answers (slot, number of tokens), and start to fetch their tokens."""
         if not ended:
             return
         slots, counts = [slot for slot, _ in ended], [count for _, count in ended]
         indexes = [slot.index for slot in slots]
+        # The copy is queued before anything later may overwrite the slots.
         columns = self._table.gather(indexes, counts)
         self._cache.free(send(torch.tensor(indexes), self._target.device))
         self._living -= len(slots)

@@ -1,4 +1,4 @@
-"""The speculative decoder: the judge of every checkpoint.
+"""Speculative decoder: rounds of draft, target pass and verification, by which every draft is scored.
 
 Shapes: B rows of a round (the first B slots), R prompts read at once, T tokens of the longest, N drafted nodes,
 M = N + 1 rows of the target (row 0 after the last emitted token, row i + 1 after node i), D levels, V vocabulary,
@@ -40,7 +40,7 @@ from .tree import TreeBatch
 from .verify_batch import BatchVerdict, verify_batch, verify_greedy_chains
 
 Finished = tuple[int, Generation]
-"""A request's index, and its answer."""
+"""Index of a request, and its answer."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class _Slot:
 
 
 def decode_rounds(run: DecodeRun) -> Iterator[list[Finished]]:
-    """Answer every request, step by step: the first step reads the first prompts, each later one is a round.
+    """Decode all requests of a run, step by step: the first step reads the first prompts, each later one is a round.
 
     Each step yields what finished in it. Two runs may take turns; each needs a proposer of its own.
     """
@@ -84,7 +84,7 @@ generate = _one_by_one(DecodeRun)
 
 
 class _Judged(NamedTuple):
-    """What a round's verdict leaves on the device."""
+    """Verdict of a round and what follows from it, on the device."""
 
     read_BX: Tensor  # what the host reads: accepted, drafted and reached counts, then the tokens
     new: Texts
@@ -93,9 +93,10 @@ class _Judged(NamedTuple):
 
 
 class _Decoder:
-    """State of one run: the slots, the target's cache, the queue of waiting requests."""
+    """Decoder of one run: its slots, the target's cache, and the queue of waiting requests."""
 
     def __init__(self, run: DecodeRun) -> None:
+        # What the run asks for, and which features of the target the proposer reads.
         target, proposer, requests = run.target, run.proposer, run.requests
         self.target, self.proposer, self.rule = target, proposer, RULES[run.rule]
         self.draft_tokens, self.decode, self.timer = run.draft_tokens, run.decode, run.timer
@@ -105,13 +106,16 @@ class _Decoder:
         self.slots: list[_Slot] = []
         self.empty_drafts: dict[int, Draft] = {}
         self.batch_size = min(run.batch_size, max(len(requests), 1))
+        # Capacity of the longest request, and the largest tree of a round behind it.
         longest = max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=1) + 1
         # Rows near their end are padded up to the largest tree of the batch.
         self.nodes = proposer.most_nodes(run.draft_tokens) if proposer is not None else 0
+        # Fixed sizes wherever graphs could hold the passes; graphs themselves on CUDA only.
         fixed = takes_graphs(target)
         self.shapes = Shapes(self.batch_size, longest, fixed)
         self.replays = Replays(fixed and target.device.type == "cuda")
         slots = self.batch_size + fixed  # one more takes what padding writes
+        # Caches and tables of target and proposer have the same slots.
         self.cache = KVCache(slots, longest + self.nodes, target.device)
         if proposer is not None:
             proposer.reserve(slots, longest, run.draft_tokens)
@@ -163,6 +167,7 @@ class _Decoder:
         self, name: tuple[object, ...], sampling: list[SamplingSettings], function: Callable[..., T], *args: object
     ) -> T:
         """Run a part that depends on the sampling settings: a graph holds one, so slots of several run without one."""
+        # Settings are constants of a captured graph, so they are part of its name.
         if len(set(sampling)) > 1:
             return function(sampling, *args)
         return self.replays.run((*name, sampling[0].key), partial(function, sampling), *args)
@@ -173,11 +178,15 @@ class _Decoder:
 
     def _draft(self, rows: int, sampling: list[SamplingSettings]) -> Draft:
         levels = min(self.draft_tokens, max(slot.remaining for slot in self.slots) - 1)
+        # With room for the target's own token alone nothing is drafted.
         if self.proposer is None or levels <= 0:
             return self._empty_draft(rows)
+        # Without fixed sizes the draft is as deep as the longest answer may still go.
         if not self.shapes.fixed:
             return self._propose(sampling, levels)
         levels = self.draft_tokens  # whatever is left: a graph has one shape
+        # A proposer that stays on the device drafts in a graph; one that reads on the host drafts outside of one, and
+        # is padded to the graphs' size.
         if not self.proposer.needs_host_sync:
             return self._by_setting(("draft", rows), sampling, partial(self._propose, levels=levels))
         draft = self._propose(sampling, levels)
@@ -194,6 +203,7 @@ class _Decoder:
     def _propose(self, sampling: list[SamplingSettings], levels: int) -> Draft:
         assert self.proposer is not None
         rows = len(sampling)
+        # Random numbers only where the rule wants drafts that are drawn from q.
         draws = self.rule.draws and not all(setting.greedy for setting in sampling)
         numbers = partial(self.table.uniforms, slice(rows), Purpose.DRAFT) if draws else None
         limits_B = self.table.limits(rows, levels)
@@ -204,6 +214,7 @@ class _Decoder:
         tree = draft.tree
         rows, nodes = tree.tokens_BN.shape
         ids_BM = torch.cat([self.table.last_S[:rows, None], tree.tokens_BN], dim=1)
+        # A chain extends each slot's past causally; a tree branches off it under its mask.
         step = self.cache.extend(rows, nodes + 1) if draft.chain else self.cache.branch(*tree.below_one_root())
         states = self.target.states(ids_BM, step, self.aux_layers)
         return states, self.target.logits(states.hidden_BTH)
@@ -211,15 +222,19 @@ class _Decoder:
     def _judge(self, sampling: list[SamplingSettings], draft: Draft, logits_BMV: Tensor, states: States) -> _Judged:
         """Verify every slot's draft by the rule, and bring table and cache to where that leaves them."""
         tree = draft.tree
+        # 1) Distributions of the target, the verdict, and the likeliest tokens for a proposer that hears them.
         p_BMV = self._processed(sampling, tree, logits_BMV)
         best_BM = p_BMV.argmax(-1) if self.listener is not None and tree.depth else None
         verdict = self._verify(sampling, draft, p_BMV)
+        # 2) What each slot emits.
         # The accepted tokens and the target's own, and what the host reads of them.
         along_BD = tree.tokens_BN.gather(1, verdict.path_BD.clamp(min=0))
         ids_BE = F.pad(along_BD, (0, 1)).scatter(1, verdict.length_B[:, None], verdict.token_B[:, None])
         new = Texts(ids_BE, (verdict.length_B + 1) * self.table.live(len(ids_BE)))
+        # A level was reached if a node on it was judged: one more than accepted, where a candidate stands there.
         drafted_B, reached_B = tree.candidate_BN.sum(1), verdict.length_B + tree.goes_on(verdict.path_BD)
         read_BX = torch.cat([torch.stack([verdict.length_B, drafted_B, reached_B], 1), ids_BE], 1)
+        # 3) What the next round starts from.
         # The cache keeps the path: of a chain its beginning, of a tree nodes that are moved side by side.
         if draft.chain:
             self.cache.keep(new.counts_B)
@@ -239,12 +254,15 @@ class _Decoder:
 
     def _verify(self, sampling: list[SamplingSettings], draft: Draft, p_BMV: Tensor) -> BatchVerdict:
         slots, tree = slice(len(sampling)), draft.tree
+        # At temperature 0 every rule is the greedy one, and no random number is read.
         if all(setting.greedy for setting in sampling):
             if draft.chain:
                 return verify_greedy_chains(p_BMV, tree)
             no_numbers = p_BMV.new_empty(len(sampling), 0)
             return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)
         rule = self.rule.name if tree.depth else "onehot"  # with nothing drafted that is a draw from p
+        # Random numbers for acceptance, one a node, and for the target's own draws. A draw `ahead` tokens later takes
+        # the number that plain decoding would take there.
         accept_BN = self.table.uniforms(slots, Purpose.ACCEPT, tree.tokens_BN.shape[1])
         finals = [
             self.table.uniforms(slots, Purpose.FINAL, 1, ahead) for ahead in range(RULES[rule].target_draws(tree.depth))
@@ -258,6 +276,7 @@ class _Decoder:
         for slot, (accepted, drafted, reached, *along) in zip(self.slots, rows):
             known = slot.generation.tokens
             slot.generation.arrivals.append(now)
+            # Cut after a stop, which the device does not look for.
             tokens, slot.stopped = until_stop(known, along[: accepted + 1], slot.request, self.decode)
             known.extend(tokens)
             if self.proposer is not None:
@@ -278,6 +297,7 @@ class _Decoder:
         """Leave a slot empty, and fill the gap with the last active one."""
         last = self.slots.pop()
         vacant = last.index
+        # Active slots stay the first ones, so the last one moves into the gap everywhere.
         if last is not slot:
             self.cache.move(vacant, slot.index)
             self.table.move(vacant, slot.index)
@@ -291,6 +311,7 @@ class _Decoder:
     def _refill(self) -> Iterator[Finished]:
         """Prefill waiting requests into free slots; a request may end with its first token."""
         while len(self.slots) < self.batch_size:
+            # Take waiting requests as far as slots are free; at a barrier wait until all before it are answered.
             fresh: list[_Slot] = []
             for index in range(len(self.slots), self.batch_size):
                 held_back = self.waiting and self.waiting[0][0] in self.barriers and (self.slots or fresh)
@@ -300,6 +321,7 @@ class _Decoder:
                 fresh.append(_Slot(index, number, request, Generation(), time.perf_counter()))
             if not fresh:
                 return
+            # Requests that end with their first token free their slots at once, hence the loop.
             with running(self.target.device):
                 self._prefill(fresh)
             self.slots.extend(fresh)
@@ -354,6 +376,7 @@ def _seen_along(tree: TreeBatch, seen_BV: Tensor | None) -> Tensor | None:
         return None
     batch, nodes = tree.tokens_BN.shape
     seen_BMV = seen_BV[:, None].repeat(1, nodes + 1, 1)
+    # Climb from every node to the root, one level a step, marking the tokens on the way; the root stays where it is.
     above_BN = torch.arange(nodes, device=seen_BV.device).expand(batch, nodes)
     for _ in range(tree.depth):
         seen_BMV[:, 1:].scatter_(2, tree.tokens_BN.gather(1, above_BN)[..., None], True)

@@ -1,4 +1,4 @@
-"""What a decoding run is asked and what it answers: requests, generations, and the record of every round."""
+"""Requests and generations of a decoding run, the record and the seconds of every round, and target settings."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to answer."""
+    """Request: one prompt to answer, and how."""
 
     prompt_ids: list[int]
     sampling: SamplingSettings
@@ -28,28 +28,35 @@ class Request:
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
-    """Texts that end the answer with the token that completes them; they need `decode` of `generate`."""
+    """Stop strings: texts that end the answer with the token that completes them; they need `DecodeRun.decode`."""
 
 
 class Round(NamedTuple):
-    """One target pass of one request."""
+    """Round of one request: one target pass."""
 
     drafted: int
-    """Drafted nodes that might have been accepted."""
+    """Drafted nodes that might have been accepted: candidates."""
     accepted: int
+    """Drafted tokens that were accepted and emitted."""
     emitted: int
+    """Tokens that the round added to the answer: accepted ones and, unless a stop came first, the target's own."""
     reached: int
     """Levels at which a drafted token was judged: in a chain one more than accepted, unless it ended there."""
 
 
 class RoundSeconds(NamedTuple):
-    """Wall time of one round of the whole batch."""
+    """Seconds of wall time of one round of the whole batch."""
 
     draft: float
+    """Seconds of drafting, with what the proposer does after the verdict."""
     verify: float
+    """Seconds of the target's pass."""
     rest: float
+    """Seconds of everything else."""
     drafted: int
+    """Drafted nodes of each slot, padding included."""
     batch: int
+    """Active slots."""
 
     @property
     def total(self) -> float:
@@ -57,7 +64,7 @@ class RoundSeconds(NamedTuple):
 
 
 class RoundTimer:
-    """Collects the seconds of every round. On a GPU its parts are timed there, and the whole by the host's clock."""
+    """Timer of rounds. On a GPU the parts of a round are timed by events there, the whole by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -76,6 +83,7 @@ class RoundTimer:
         if not self._on_gpu:
             self._marks.append(time.perf_counter())
             return
+        # Events are recorded without waiting; `rounds` reads them.
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._marks.append(event)
@@ -107,42 +115,42 @@ def _between(one: "float | torch.cuda.Event", other: "float | torch.cuda.Event")
 
 @dataclass
 class Generation:
-    """An answer and how it came about. `tokens` includes the token that stopped it, where one did."""
+    """Generated answer and how it came about. `tokens` includes the token that stopped it, where one did."""
 
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish: Literal["stop", "length"] = "length"
     seconds: float = 0.0
     begun: float = 0.0
-    """When its turn came and its prompt was about to be read, by `time.perf_counter`."""
+    """Time by `time.perf_counter` at which the request's turn came, before its prompt was read."""
     arrivals: list[float] = field(default_factory=list)
-    """By that clock, when its first token was known, and then those of each round."""
+    """Times by that clock at which the first token was known, and then the tokens of each round."""
 
 
 @dataclass(frozen=True)
 class DecodeRun:
-    """What a decoding run answers, and how.
+    """Decoding run: the requests, and how they are answered.
 
     Raises ContextLengthError for a request that does not fit the target, InputError for one that cannot be answered or
     a rule that does not suit it or the proposer.
     """
 
     target: CausalModel
-    """Whose answers they are."""
+    """Target model, which gives the answers."""
     proposer: Proposer | None
-    """What drafts; None: plain decoding."""
+    """Proposer that drafts; None: plain decoding."""
     requests: Sequence[Request]
-    """What is asked; answers come in the order in which they end."""
+    """Requests to answer; answers come in the order in which they end."""
     rule: str = "greedy"
-    """The accept rule, by its name in `rules.py`; for requests at temperature 0 it is greedy, whatever it is called."""
+    """Accept rule, by its name in `rules.py`; requests at temperature 0 are judged greedily under every rule."""
     draft_tokens: int = 4
-    """Most levels of a round's draft."""
+    """Draft length K: most levels of a round's draft."""
     batch_size: int = 1
     """Requests answered side by side; a finished one is replaced at once."""
     decode: Decode | None = None
-    """Turns token ids into text, for requests with stop strings."""
+    """Function from token ids to text, for requests with stop strings."""
     timer: RoundTimer | None = None
-    """Takes the seconds of every round."""
+    """Timer that takes the seconds of every round."""
     barriers: frozenset[int] = frozenset()
     """Numbers of the requests that are begun only when all before them are answered."""
 
@@ -157,7 +165,7 @@ class DecodeRun:
 
 
 def check_requests(target: CausalModel, requests: Sequence[Request], decode: Decode | None) -> None:
-    """Refuse what cannot be answered, in one line that names the request."""
+    """Check requests. Raises InputError or ContextLengthError, which names the first that cannot be answered."""
     for number, request in enumerate(requests):
         if not request.prompt_ids:
             raise InputError(f"request {number}: empty prompt")
@@ -167,6 +175,7 @@ def check_requests(target: CausalModel, requests: Sequence[Request], decode: Dec
             raise InputError(f"request {number}: stop_strings {list(request.stop_strings)}: need `decode`")
         if "" in request.stop_strings:
             raise InputError(f"request {number}: stop_strings {list(request.stop_strings)}: none may be empty")
+        # Prompt and answer together must fit the target's context.
         need = len(request.prompt_ids) + request.max_new_tokens
         if need > target.max_positions:
             raise ContextLengthError(
@@ -176,10 +185,15 @@ def check_requests(target: CausalModel, requests: Sequence[Request], decode: Dec
 
 
 def until_stop(known: Sequence[int], new: list[int], request: Request, decode: Decode | None) -> tuple[list[int], bool]:
-    """Cut new tokens after one that stops the answer; returns them and whether one does. `known`: those before."""
+    """Cut new tokens after the first that stops the answer; returns them, and whether one does.
+
+    `known`: the answer's tokens before them.
+    """
     for index, token in enumerate(new):
+        # A stop token ends the answer by its id.
         if token in request.stop_ids:
             return new[: index + 1], True
+        # A stop string may span tokens, so the ending is decoded as far back as the longest one reaches.
         if request.stop_strings and decode is not None:
             text = _decode_ending([*known, *new[: index + 1]], max(len(text) for text in request.stop_strings), decode)
             if any(stop in text for stop in request.stop_strings):
@@ -188,7 +202,10 @@ def until_stop(known: Sequence[int], new: list[int], request: Request, decode: D
 
 
 def _decode_ending(tokens: list[int], reach: int, decode: Decode) -> str:
-    """Decode the last token and at least `reach` characters before it: some tokens spell a byte, some nothing."""
+    """Decode an ending: the last token and at least `reach` characters before it.
+
+    Some tokens spell a single byte or nothing, so the number of tokens is doubled until the text is long enough.
+    """
     count = reach + 1
     while count < len(tokens) and len(decode(tokens[-count:-1])) < reach:
         count *= 2

@@ -1,4 +1,4 @@
-"""Slots in which requests are answered side by side: what the device knows of each, and how prompts enter them.
+"""Slot table of a decoder: what the device knows of the requests answered side by side, and how prompts enter.
 
 Both ways of decoding stand on it: rounds of draft and verification (`decoder.py`), and plain decoding at speed
 (`continuous_batching.py`), which is the round with nothing drafted, but for when the host learns of it.
@@ -24,7 +24,7 @@ RowsOfSetting = tuple[SamplingSettings, Tensor | None]
 
 
 class SlotTable:
-    """Last token, counts, seeds and repetition marks of every slot, on the device.
+    """Slot table: last token, counts, seeds and repetition marks of every slot, on the device.
 
     A request's random numbers depend on its seed and on the tokens that it has emitted, so that its answer depends
     neither on its slot nor on its neighbours.
@@ -44,6 +44,7 @@ class SlotTable:
         listener_seeds: Sequence[int] = (),
     ) -> None:
         """Put requests into slots; rows past the requests are padding."""
+        # Last token and count start at 0; padding rows get a budget of 0, which marks a free slot.
         seeds = listener_seeds or [0] * len(requests)
         numbers = [[0, 0, request.max_new_tokens, request.seed, seed] for request, seed in zip(requests, seeds)]
         numbers += [[0] * 5] * (len(slots_R) - len(requests))
@@ -53,6 +54,7 @@ class SlotTable:
             shape = (self.numbers_XS.shape[1], vocab_size)
             self._seen_SV = torch.zeros(shape, dtype=torch.bool, device=slots_R.device)
         if self._seen_SV is not None:
+            # Marks start afresh from the prompt's own tokens.
             seen_RV = self._seen_SV.new_zeros(len(slots_R), vocab_size)
             self._seen_SV[slots_R] = seen_RV.scatter_(1, _without_padding(prompts), True)
 
@@ -72,15 +74,15 @@ class SlotTable:
             self._seen_SV[:rows].scatter_(1, _without_padding(new), True)
 
     def limits(self, rows: int, levels: int) -> Tensor:
-        """[B]: levels that may be drafted, so that the target's own token still fits."""
+        """Draft limits [B]: levels that may be drafted, so that the target's own token still fits the answer."""
         return (self.budget_S[:rows] - self.emitted_S[:rows] - 1).clamp(0, levels)
 
     def live(self, rows: int) -> Tensor:
-        """[B]: whether a request is there."""
+        """Marks [B] of the slots that hold a request."""
         return self.budget_S[:rows] > 0
 
     def seen(self, slots: Tensor | slice) -> Tensor | None:
-        """Marks [., V] of the tokens that some slots know; None where no request had a use for them."""
+        """Marks [., V] of the tokens of prompt and answer in some slots; None where no request has a penalty."""
         return None if self._seen_SV is None else self._seen_SV[slots]
 
     def uniforms(self, slots: Tensor | slice, purpose: Purpose, count: int, ahead: int = 0) -> Tensor:
@@ -99,7 +101,7 @@ class SlotTable:
 
 
 def _without_padding(texts: Texts) -> Tensor:
-    """Ids [B, T] with each row's padding replaced by its first token."""
+    """Token ids [B, T] with each row's padding replaced by its first token, so that marking them all adds nothing."""
     inside_BT = torch.arange(texts.ids_BT.shape[1], device=texts.ids_BT.device) < texts.counts_B[:, None]
     return torch.where(inside_BT, texts.ids_BT, texts.ids_BT[:, :1])
 
@@ -107,14 +109,15 @@ def _without_padding(texts: Texts) -> Tensor:
 def read_prompts(
     target: CausalModel, cache: KVCache, aux_layers: Sequence[int], slots_R: Tensor, ids_RT: Tensor, counts_R: Tensor
 ) -> tuple[States, Tensor]:
-    """Read prompts into fresh slots in one pass: their states [R, T, H], and the logits [R, V] after each."""
+    """Prefill: read prompts into fresh slots in one pass; returns states [R, T, H] and the logits [R, V] after each."""
     states = target.states(ids_RT, cache.prefill(slots_R, counts_R), aux_layers)
+    # Logits are wanted after a prompt's last token only.
     rows_R = torch.arange(len(slots_R), device=slots_R.device)
     return states, target.logits(states.hidden_BTH[rows_R, counts_R - 1])
 
 
 def rows_by_setting(sampling: Sequence[SamplingSettings], device: torch.device) -> list[RowsOfSetting]:
-    """The rows that each sampling setting draws."""
+    """Rows that each sampling setting draws: [(setting, rows)]; rows None where one setting draws all."""
     found: dict[SamplingSettings, list[int]] = {}
     for row, setting in enumerate(sampling):
         found.setdefault(setting, []).append(row)
@@ -124,17 +127,20 @@ def rows_by_setting(sampling: Sequence[SamplingSettings], device: torch.device) 
 
 
 def draw(logits_RV: Tensor, settings: Sequence[RowsOfSetting], seen_RV: Tensor | None, u_R: Tensor) -> Tensor:
-    """The next token [R] of each row, through its setting's processors."""
+    """Draw the next token [R] of each row, through the processors of its sampling setting."""
     tokens_R = torch.zeros_like(u_R, dtype=torch.long)
     for setting, rows in settings:
+        # Rows of this setting; marks are copied only where it has a penalty.
         some_RV, some_seen_RV, some_u_R = logits_RV, seen_RV, u_R
         if rows is not None:
             some_RV, some_u_R = logits_RV[rows], u_R[rows]
             some_seen_RV = None if seen_RV is None or setting.repetition_penalty == 1.0 else seen_RV[rows]
+        # The likeliest token needs no distribution.
         if setting.greedy:
             drawn = penalised(some_RV, setting, some_seen_RV).argmax(-1)
         else:
             drawn = categorical(probabilities(some_RV, setting, some_seen_RV), some_u_R)
+        # A lone setting has drawn all rows.
         if rows is None:
             return drawn
         tokens_R[rows] = drawn
