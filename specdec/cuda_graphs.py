@@ -1,4 +1,4 @@
-"""How forward passes of many slots are shaped and run: exact sizes on a CPU, fixed ones in CUDA graphs on a GPU.
+"""CUDA graphs and the sizes of passes over many slots: exact sizes on a CPU, few fixed ones in graphs on a GPU.
 
 Where kernels are small and many, launching them costs more than their work. A CUDA graph launches them as one, but
 only at the sizes that it was captured with; so there are few sizes, and what is left over in a pass is padding.
@@ -31,43 +31,45 @@ class Shapes:
     slots: int
     capacity: int
     fixed: bool
-    """Few sizes, for graphs; otherwise each pass is as large as its work."""
+    """Whether passes have few sizes, for graphs; else each pass is as large as its work."""
 
     def rows(self, active: int) -> int:
         """Rows of a decoding step, for `active` slots: all slots, or half of them, or a quarter, ..."""
         if not self.fixed:
             return active
+        # Halve while the active slots fit and a smaller pass is still faster.
         rows = self.slots
         while (rows + 1) // 2 >= max(active, _FEWEST):
             rows = (rows + 1) // 2
         return rows
 
     def width(self, prompt: int) -> int:
-        """Prompts of one width are read in one pass. 0: whatever the longest needs."""
+        """Width in tokens to which a prompt is padded: a power of two. 0: as wide as the longest of its pass."""
         if not self.fixed:
             return 0
         return min(max(_SHORTEST, 1 << (prompt - 1).bit_length()), self.capacity)
 
     def prompts(self, width: int) -> int:
-        """Prompts of that width in one pass."""
+        """Most prompts of that width in one pass."""
         return min(self.slots, max(1, _PREFILL_TOKENS // width)) if self.fixed else self.slots
 
     def padding(self, prompts: int) -> int:
-        """Rows to add to a pass that reads so many."""
+        """Padding rows to add to a pass that reads so many prompts, up to a power of two or all slots."""
         return min(self.slots, 1 << (prompts - 1).bit_length()) - prompts if self.fixed else 0
 
     @property
     def ahead(self) -> int:
-        """Requests that should wait beside those that fit in, so that passes over prompts are full."""
+        """Number of requests that should wait beside those in slots, so that passes over prompts are full."""
         return self.slots if self.fixed else 0
 
 
 class Replays:
-    """Runs functions of tensors that do not wait for the device.
+    """Replays of captured CUDA graphs, by name, for functions of tensors that do not wait for the device.
 
-    Where they are `graphed` (CUDA only), the second call of each name is captured, and it and later ones replay that;
-    what a call returns is overwritten by the next. The first one runs as it is: it compiles kernels and allocates what
-    stays. A name stands for one shape of inputs and one value of everything that is no tensor.
+    Without `graphed` (CUDA only) every call runs as it is. With it the first call of a name runs as it is: it compiles
+    kernels and allocates what stays. The second call is captured as a graph, and it and all later ones replay the
+    graph; what a call returns is overwritten by the next. A name stands for one shape of inputs and one value of
+    everything that is no tensor.
     """
 
     def __init__(self, graphed: bool) -> None:
@@ -76,12 +78,14 @@ class Replays:
         self._pool = torch.cuda.graph_pool_handle() if graphed else None
 
     def run(self, name: object, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`function(*args)`, of tensors and of tuples that hold some."""
+        """Run `function(*args)`, or replay its graph; arguments are tensors, or tuples that hold some."""
         if not self._graphed:
             return function(*args, **kwargs)
+        # First call: warm up, and note that the name is known.
         if name not in self._graphs:
             self._graphs[name] = None
             return function(*args, **kwargs)
+        # Second call: capture. Every call from here on replays.
         graph = self._graphs[name]
         if graph is None:
             graph = self._graphs[name] = _Graph(lambda *given: function(*given, **kwargs), args, self._pool)
@@ -90,15 +94,17 @@ class Replays:
 
 
 class _Graph:
-    """One recorded call."""
+    """CUDA graph of one recorded call, with the places that its inputs are copied to."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], pool: Any) -> None:
         leaves, spec = tree_flatten(args)
         # What another graph returned stays where it is; other inputs are copied into places of our own.
         self._places = [x if not isinstance(x, Tensor) or hasattr(x, _STAYS) else x.clone() for x in leaves]
+        # Graphs share one memory pool, as they run one after another.
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
             self._output = function(*tree_unflatten(self._places, spec))
+        # Outputs keep their addresses, so that a later graph can read them where they are.
         for value in tree_leaves(self._output):
             if isinstance(value, Tensor):
                 setattr(value, _STAYS, True)
@@ -113,9 +119,11 @@ class _Graph:
 
     def _fill(self, args: tuple[Any, ...]) -> None:
         given = tree_leaves(args)
+        # Copy what stands elsewhere; other inputs are at their place already.
         for place, value in zip(self._places, given, strict=True):
             if isinstance(place, Tensor) and place.data_ptr() != value.data_ptr():
                 place.copy_(value)
+        # Arguments that are all outputs of graphs need no look next time.
         if all(hasattr(value, _STAYS) for value in given if isinstance(value, Tensor)):
             self._args = args
 
@@ -124,12 +132,12 @@ _STAYS = "_stays_where_it_is"
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """Put a CPU tensor on the device without waiting for what the device does."""
+    """Send a CPU tensor to the device without waiting for the device's work: from pinned memory on CUDA."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def read_back(values: Tensor) -> Callable[[], Tensor]:
-    """Start to bring a tensor to the host; what is returned waits for it, and for nothing that is asked later."""
+    """Start a copy of a tensor to the host. Returns a function that waits for it, but for no later work."""
     if values.device.type != "cuda":
         return lambda: values
     copy, passed = values.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -143,34 +151,36 @@ def read_back(values: Tensor) -> Callable[[], Tensor]:
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Around what launches kernels of Triton there: they go to torch's current device, wherever their tensors lie."""
+    """Context in which the device is torch's current one: Triton launches there, wherever its tensors lie."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def running(device: torch.device) -> Iterator[None]:
-    """Around what runs models there."""
+    """Context in which models run on the device: inference mode, and the device is torch's current one."""
     with torch.inference_mode(), current(device):
         yield
 
 
 class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which operations run under it that a graph cannot hold."""
+    """Dispatch mode that notes the operations under it that a CUDA graph cannot hold."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.waiting: list[str] = []
-        """Those that wait for the device."""
+        """Names of operations that wait for the device."""
         self.bringing: list[str] = []
-        """Those that bring numbers of the host's to it."""
+        """Names of operations that bring numbers of the host to the device."""
         self._numbers: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name, tensors = str(func), [value for value in (*args, result) if isinstance(value, Tensor)]
+        # Copies between devices, and operations whose output's size depends on values, wait.
         copies = "copy" in name and len({value.device for value in tensors}) > 1
         if copies or any(word in name for word in _READING):
             self.waiting.append(name)
+        # Remember numbers of Python's, to recognise them where they are written.
         if _BRINGING in name:
             self._numbers.append(result)
         # A single number is filled in on the device, but not at places that a tensor names.

@@ -1,6 +1,6 @@
-"""Models and tokenizers by transformers: loaded whole, or refused in one line that names where they were to come from.
+"""Loading of models and tokenizers by transformers: whole, or refused in one line that names their source.
 
-transformers raises whatever its readers raise, prints a report of many lines, and leaves missing weights random.
+transformers itself raises whatever its readers raise, prints a report of many lines, and leaves missing weights random.
 """
 
 import struct
@@ -20,10 +20,12 @@ _OURS = (DraftforgeError, MemoryError, torch.OutOfMemoryError)
 
 
 def load_model(source: str | Path, where: str, only_known: bool = False, **options: Any) -> PreTrainedModel:
-    """Load a causal LM with every weight from the files. `where` begins the error's line; `only_known`: nothing unread.
+    """Load a causal LM with every weight from the files.
 
-    Raises FormatError.
+    `where` begins the error's line; `only_known`: also refuse files with tensors that the model does not read. Raises
+    FormatError.
     """
+    # Mismatched shapes are let through here, to be refused below in one line.
     with refused(where):
         model, info = AutoModelForCausalLM.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -55,6 +57,7 @@ def refused(where: str) -> Iterator[None]:
 def _check_weights(where: str, info: dict[str, Any], kinds: tuple[str, ...]) -> None:
     for kind in kinds:
         if info[f"{kind}_keys"]:
+            # The first key stands for all; a mismatched one comes with both shapes.
             first = sorted(info[f"{kind}_keys"], key=str)[0]
             name, *shapes = first if isinstance(first, tuple) else (first,)
             sizes = f" (shape {tuple(shapes[0])}, must be {tuple(shapes[1])})" if len(shapes) == 2 else ""
@@ -69,9 +72,14 @@ _STRING, _ARRAY = 8, 9
 
 
 def as_the_file_says(tokenizer: PreTrainedTokenizerBase, path: Path, where: str) -> PreTrainedTokenizerBase:
-    """Make a tokenizer begin texts as its GGUF file says. Raises FormatError where it is of another kind."""
+    """Correct a tokenizer by its GGUF file: begin-of-text is added where the file says so.
+
+    Raises FormatError where transformers made a tokenizer of another kind than the file's.
+    """
+    # 1) The tokenizer's keys of the file.
     with path.open("rb") as file:
         keys = {name.removeprefix(_START): value for name, value in _keys(file) if name.startswith(_START)}
+    # 2) A tokenizer of another kind would give wrong tokens without an error.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     kind, found = keys.get("model"), None if backend is None else type(backend.model).__name__
     if kind in _KINDS and found not in (None, _KINDS[kind]):
@@ -80,6 +88,7 @@ def as_the_file_says(tokenizer: PreTrainedTokenizerBase, path: Path, where: str)
             f"{_KINDS[kind]}: its tokens would be wrong; give the model's folder, or transformers "
             f"{_RIGHT_FOR_GEMMA} or later"
         )
+    # 3) The begin-of-text token, which transformers may leave out.
     if keys.get("add_bos_token") and not adds_bos(tokenizer):
         tokenizer.add_bos_token = True
     return tokenizer
@@ -108,6 +117,7 @@ def _value(file: BinaryIO, kind: int) -> Any:
     if kind != _ARRAY:
         return _read(file, _NUMBERS[kind])[0]
     inner, length = _read(file, "IQ")
+    # A list is skipped: numbers at once, strings one by one, as each has a length of its own.
     if inner in _NUMBERS:
         file.seek(length * struct.calcsize(_NUMBERS[inner]), 1)
     else:

@@ -14,14 +14,14 @@ _WORKING = 48  # bytes that one row of the vocabulary takes a token while it is 
 
 
 class PassProbe(NamedTuple):
-    """What a pass over one token showed."""
+    """Findings of a pass over one token."""
 
     token_bytes: int  # of keys and values that it left in the cache
     waits: bool  # whether it waits for the device, as models do that sort tokens by expert on the host
 
 
 def probe_pass(target: CausalModel) -> PassProbe:
-    """Run one token through the model; once for each model."""
+    """Probe a pass: run one token through the model, once for each model."""
     if target not in _probed:
         _probed[target] = _probe(target)
     return _probed[target]
@@ -31,6 +31,7 @@ _probed: WeakKeyDictionary[CausalModel, PassProbe] = WeakKeyDictionary()
 
 
 def _probe(target: CausalModel) -> PassProbe:
+    # A prefill of one token into a cache of one place: its size is that of a token.
     cache, watch = KVCache(1, 1, target.device), OpCounter()
     count_R = torch.ones(1, dtype=torch.long, device=target.device)
     ids_BT, step = count_R[None], cache.prefill(count_R - 1, count_R)
@@ -45,19 +46,20 @@ def takes_graphs(target: CausalModel) -> bool:
 
 
 def fitting_slots(target: CausalModel, slots: int, capacity: int) -> int:
-    """As many slots of that capacity as fit the GPU, at most `slots`; at least one is tried."""
+    """Number of slots of that capacity that fit the GPU, at most `slots` and at least 1; off a GPU `slots`."""
     if target.device.type != "cuda":
         return slots
     return max(1, min(slots, _most_slots(target, probe_pass(target).token_bytes, capacity)))
 
 
 def fitting_capacity(target: CausalModel, token_bytes: int, slots: int, least: int, wanted: int) -> int:
-    """The wanted capacity in tokens of that many slots, or what fits the GPU; off a GPU memory is not counted.
+    """Capacity in tokens of each of that many slots: the wanted one, or what fits the GPU; off a GPU the wanted one.
 
     Raises InputError where that is less than `least`.
     """
     if target.device.type != "cuda":
         return wanted
+    # Each slot, and the spare one, takes its cache and the working memory of one row of the vocabulary.
     free = _free_bytes(target)
     fits = (free // (slots + 1) - _WORKING * target.vocab_size) // token_bytes - 1
     if fits < least:

@@ -1,4 +1,4 @@
-"""A causal language model of transformers, run on our own key-value cache.
+"""Causal language models of transformers, run on our own key-value cache and attention.
 
 Shapes: B rows, T tokens, H hidden size, A features of all captured layers side by side, V vocabulary.
 """
@@ -33,7 +33,7 @@ _FEATURES = {
 
 
 class Call(NamedTuple):
-    """What one layer handed to its attention function."""
+    """Call of the attention function by one layer."""
 
     layer: int
     causal: bool
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What one pass of the decoder stack showed."""
+    """Findings of one pass of the decoder stack."""
 
     calls: list[Call]
     hidden_BTH: Tensor  # after the final norm
@@ -61,7 +61,8 @@ def _probe(
     calls: list[Call] | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """`attend`, noting the call."""
+    """Attention of a probe: `attend`, which also appends the call to `calls`."""
+    # Any other tensor is an input that our attention would ignore. A layer without an index does not use our cache.
     tensors = {"attention_mask": attention_mask, **options}
     extras = [name for name, value in tensors.items() if isinstance(value, Tensor) and name not in _HARMLESS]
     causal = getattr(module, "is_causal", True) is not False and options.get("is_causal") is not False
@@ -79,7 +80,7 @@ AttentionInterface.register(PROBE, _probe)
 
 @torch.no_grad()
 def probe(decoder: nn.Module, ids_BT: Tensor, step: CacheStep) -> Probe:
-    """Prefill the stack once; the model's attention implementation must be PROBE."""
+    """Probe a decoder stack by one prefill; the model's attention implementation must be PROBE."""
     calls: list[Call] = []
     positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
     output = decoder(input_ids=ids_BT, position_ids=positions_BT, use_cache=False, kv_step=step, calls=calls)
@@ -87,7 +88,7 @@ def probe(decoder: nn.Module, ids_BT: Tensor, step: CacheStep) -> Probe:
 
 
 def find_decoder(model: PreTrainedModel, config: Any) -> nn.Module:
-    """The stack of decoder layers. Raises FormatError where it is not one of plain attention layers."""
+    """Find the stack of decoder layers. Raises FormatError where it is not one of plain attention layers."""
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in _LAYER_TYPES:
             raise FormatError(f"{named(model)}: layer {layer} is {kind}: must be full_attention or sliding_attention")
@@ -98,7 +99,8 @@ def find_decoder(model: PreTrainedModel, config: Any) -> nn.Module:
 
 
 def check_layers(model: PreTrainedModel, config: Any, calls: Sequence[Call]) -> None:
-    """Raise FormatError unless every layer runs plain causal attention of its own, windowed where the config says."""
+    """Check probed layers. Raises FormatError unless each runs plain causal attention, windowed as the config says."""
+    # Every layer must call our attention exactly once.
     ran = [call.layer for call in calls]
     for layer in range(config.num_hidden_layers):
         if ran.count(layer) != 1:
@@ -106,6 +108,7 @@ def check_layers(model: PreTrainedModel, config: Any, calls: Sequence[Call]) -> 
                 f"{named(model)}: layer {layer} takes our key-value cache {ran.count(layer)} times, must be once; "
                 "recurrent, convolutional and cross-attention layers are not supported"
             )
+    # No input may be ignored, and no later token seen.
     for call in calls:
         if call.extras:
             what = _FEATURES.get(call.extras[0], f"the attention input {call.extras[0]}")
@@ -126,11 +129,12 @@ def _check_window(model: PreTrainedModel, config: Any, call: Call) -> None:
 
 
 def fix_rope(model: PreTrainedModel, decoder: nn.Module, context: int) -> None:
-    """Rotary frequencies that follow the longest row of a pass stop doing so: a cached key is rotated once, for good.
+    """Fix rotary frequencies that would follow the longest row of a pass: a cached key is rotated once, for good.
 
     Long rope (Ding et al. 2024, arXiv 2402.13753) takes its long factors where `context`, the longest sequence that is
     served, exceeds the original one; its short factors otherwise. So does vLLM. Dynamic scaling keeps the frequencies
-    of the config's own context, past which no request may go.
+    of the config's own context, past which no request may go. Raises FormatError where layers have rope types of
+    their own that grow.
     """
     rotary: Any
     for rotary in decoder.modules():
@@ -140,6 +144,7 @@ def fix_rope(model: PreTrainedModel, decoder: nn.Module, context: int) -> None:
                 if _grows(one):
                     raise FormatError(f"{named(model)}: rope type {one} of {name} layers; not supported")
         elif _grows(kind):
+            # Put back the original frequencies, or the long ones where served texts need them, and stop later changes.
             rotary.inv_freq.copy_(rotary.original_inv_freq)
             original = rotary.config.rope_parameters.get("original_max_position_embeddings")
             if kind == "longrope" and context > original:
@@ -153,7 +158,7 @@ def _grows(rope_type: object) -> bool:
 
 
 def named(model: PreTrainedModel) -> str:
-    """How errors call the model: its folder or hub id where known, and its class."""
+    """Name of a model in errors: its folder or hub id where known, and its class."""
     return " ".join(filter(None, (model.name_or_path, type(model).__name__)))
 
 
@@ -161,21 +166,22 @@ _CHECKED = 8  # tokens that every model is compared on when it is loaded
 
 
 class States(NamedTuple):
-    """What one forward pass leaves behind."""
+    """States of one forward pass, which heads and drafts read."""
 
     hidden_BTH: Tensor  # after the final norm: what the head reads
     aux_BTA: Tensor | None  # outputs of the captured layers, concatenated in the order asked for
 
 
 class CausalModel:
-    """A transformers causal LM without its cache, masks and head: `states`, then `logits` where wanted.
+    """Causal LM of transformers without its cache, masks and head: `states`, then `logits` where wanted.
 
     `context` is the longest sequence that is served; None: the longest that the config allows. Raises FormatError for
-    a model that does more than we know of, found by comparing both on a few tokens (`check`).
+    a model that computes anything else, found by comparing both on a few tokens (`check`).
     """
 
     def __init__(self, model: PreTrainedModel, context: int | None = None, loaded: bool = True) -> None:
         """`loaded` False: the layers have no weights yet; call `check` when they have."""
+        # Sizes come from the config; the vocabulary from the head, which may be padded.
         self.model = model
         config = model.config.get_text_config()
         self.config = config
@@ -184,6 +190,7 @@ class CausalModel:
         self.num_layers: int = config.num_hidden_layers
         longest: int = getattr(config, "max_position_embeddings", 1 << 30)
         self.max_positions = longest if context is None else min(context, longest)
+        # The parts that are run on their own, and what the model does between head and logits.
         self._decoder = find_decoder(model, config)
         self._embedding: nn.Module = model.get_input_embeddings()
         self._head: nn.Module = model.get_output_embeddings()
@@ -202,7 +209,7 @@ class CausalModel:
 
     @property
     def collective(self) -> bool:
-        """Whether a pass is one of all ranks together, which must run equally many."""
+        """Whether passes are collective: all ranks run each one together, and equally many."""
         return False
 
     @property
@@ -211,11 +218,11 @@ class CausalModel:
         return self._decoder
 
     def layer_weights(self, layer: int) -> Mapping[str, Tensor]:
-        """All weights of one decoder layer by their names in it."""
+        """Weights of one decoder layer by their names in it."""
         return self._decoder.layers[layer].state_dict()  # type: ignore[index,no-any-return,union-attr]
 
     def with_stack(self, stack: nn.Module) -> "CausalModel":
-        """The same model, its weights shared, with another stack of as many layers. Nothing is checked again."""
+        """Copy of the model, its weights shared, with another stack of as many layers. Nothing is checked again."""
         other = CausalModel.__new__(CausalModel)
         other.__dict__.update(self.__dict__, _decoder=stack)
         return other
@@ -235,11 +242,13 @@ class CausalModel:
         positions means nothing.
         With a step: the new tokens of cached rows (see cache.py).
         """
+        # Positions count from 0 in each row or document; those of cached rows come from the step.
         positions_BT = step.positions_BN if step is not None else None
         if documents is not None:
             positions_BT = documents.positions_BT
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        # Hooks pick the features up, so that transformers need not keep all hidden states.
         with current(self.device), self._capture(aux_layers) as captured:
             output = self._decoder(
                 input_ids=ids_BT, position_ids=positions_BT, use_cache=False, kv_step=step, documents=documents
@@ -248,7 +257,7 @@ class CausalModel:
         return States(output.last_hidden_state, aux)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's own logits of post-norm hidden states [..., H] -> [..., V], scale and soft-cap applied."""
+        """Logits of post-norm hidden states, [..., H] -> [..., V], with the model's scale and soft-cap applied."""
         logits: Tensor = self._head(hidden)
         if self._scale != 1.0:
             logits = logits * self._scale
@@ -257,7 +266,7 @@ class CausalModel:
         return logits
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Rows of the embedding table for token ids, [...] -> [..., H]: what a head reads that has none of its own.
+        """Embeddings of token ids, [...] -> [..., H], for a draft head that has no table of its own.
 
         That is the bare table, which engines lend to heads: a target that scales what its first layer reads (Gemma by
         sqrt(H), Granite by its multiplier) does so after the table.
@@ -276,6 +285,7 @@ class CausalModel:
         if wrong:
             raise FormatError(f"captured layer {wrong[0]}: must be between 1 and {self.num_layers}")
 
+        # Layers return a tensor or a tuple that begins with it.
         def keep(layer: int) -> Any:
             def hook(module: nn.Module, args: object, output: Any) -> None:
                 captured[layer] = output if isinstance(output, Tensor) else output[0]
@@ -291,11 +301,11 @@ class CausalModel:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare ourselves with transformers on a few tokens spread over the vocabulary.
+        """Check the model: our cached passes against transformers' own, on a few tokens spread over the vocabulary.
 
-        Drafts too: run by an attention that is not its own, a draft would be trained and scored as another model than
-        the one that engines serve, and as verification mends what it says, nothing but its acceptance would suffer.
-        Three passes over a few tokens are a small part of what loading takes.
+        Drafts are checked too. A draft under an attention that is not its own would be trained and scored as another
+        model than engines serve; verification corrects its output, so that only its acceptance would suffer. Three
+        passes over a few tokens are a small part of the time of loading. Raises FormatError where the two differ.
         """
         if self.device.type == "meta":
             self.model.set_attn_implementation(NAME)
@@ -304,27 +314,32 @@ class CausalModel:
             self._compare()
 
     def _compare(self) -> None:
+        # Half of the tokens are a prefill, the other half extend it, so that both ways through the cache are run.
         ids = (11 + 7919 * torch.arange(_CHECKED, device=self.device))[None] % self.vocab_size
         first, second = ids[:, : _CHECKED // 2], ids[:, _CHECKED // 2 :]
         cache = KVCache(1, _CHECKED, self.device)
         slots_R, lengths_R = torch.tensor([[0], [first.shape[1]]], device=self.device)
+        # 1) Prefill, noting which layers call our attention and with what.
         self.model.set_attn_implementation(PROBE)
         seen = probe(self._decoder, first, cache.prefill(slots_R, lengths_R))
         check_layers(self.model, self.config, seen.calls)
+        # 2) The model as transformers runs it.
         self.model.set_attn_implementation("eager")
         plain = self._plain_logits(ids)
+        # 3) The second half on our cache, and both halves compared.
         self.model.set_attn_implementation(NAME)
         rest_BTH = self.states(second, cache.extend(*second.shape)).hidden_BTH
         self._check_cached(self.logits(torch.cat([seen.hidden_BTH, rest_BTH], dim=1)).float(), plain)
 
     def _plain_logits(self, ids: Tensor) -> Tensor:
-        """The model's own, which must be `logits` of what its decoder stack gives."""
+        """Logits by transformers. Raises FormatError unless `logits` of the decoder stack's states equals them."""
         hidden: list[Tensor] = []
         handle = self._decoder.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state))
         try:
             theirs: Tensor = self.model(input_ids=ids, use_cache=False).logits.float()
         finally:
             handle.remove()
+        # Damaged weights would otherwise show as a difference.
         if not bool(theirs.isfinite().all()):
             raise FormatError(f"{named(self.model)}: its logits are not finite; the weights are damaged")
         if not torch.allclose(self.logits(hidden[0]).float(), theirs, atol=1e-2 * float(theirs.abs().max()) + 1e-3):
@@ -332,7 +347,7 @@ class CausalModel:
         return theirs
 
     def _check_cached(self, ours: Tensor, plain: Tensor) -> None:
-        """A cached pass in two pieces must give what transformers' own attention gives in one."""
+        """Check cached logits. Raises FormatError unless a cached pass in two pieces gives transformers' own in one."""
         error = ours - plain
         limit = 0.01 if self.dtype == torch.float32 else 0.3  # in half precision a rounding can change an expert
         if not float(error.norm()) <= limit * float(plain.norm()) + 1e-3:
@@ -344,6 +359,6 @@ class CausalModel:
 
 
 def head_arithmetic(config: Any) -> tuple[float, float | None]:
-    """Scale and soft-cap of the logits (Cohere multiplies, Granite divides, Gemma 2 caps)."""
+    """Scale and soft-cap of the logits by config (Cohere multiplies, Granite divides, Gemma 2 caps)."""
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return scale, getattr(config, "final_logit_softcapping", None)

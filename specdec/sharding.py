@@ -1,9 +1,9 @@
-"""A model larger than one device: the weights of its decoder layers are sharded over the ranks of a training.
+"""Sharding of a model larger than one device: decoder layers are spread over the ranks of a training.
 
 Every rank keeps 1/N of each weight, rows of its first dimension. They are gathered just before a layer runs, while the
-one before it computes, and dropped after it: ZeRO-3 (Rajbhandari et al. 2020, arXiv 1910.02054) for a model that is
-only read, by torch's `fully_shard`. Embeddings, final norm and head stay whole on each rank: heads and teachers read
-them.
+layer before it computes, and dropped after it. That is ZeRO-3 (Rajbhandari et al. 2020, arXiv 1910.02054) for a model
+that is only read, by torch's `fully_shard`. Embeddings, final norm and head stay whole on each rank: heads and teachers
+read them.
 
 Nothing is ever whole in one place: parameters are made without memory, and each rank reads its own rows from the files.
 """
@@ -33,14 +33,14 @@ _ELSEWHERE = (
 
 
 class Weights(Protocol):
-    """A source of a model's tensors."""
+    """Source of a model's tensors."""
 
     def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
         """Read some rows of a tensor of this shape (all of one without dimensions), on any device, in any type."""
 
 
 class FileWeights:
-    """The safetensors of a folder. A slice of a tensor is all that is read for it."""
+    """Weights of a folder's safetensors. Of a tensor only the rows that are asked for are read."""
 
     def __init__(self, folder: Path, where: str) -> None:
         """`where` begins the line of an error."""
@@ -52,13 +52,15 @@ class FileWeights:
                 self._files |= dict.fromkeys(file.keys(), file)
 
     def rows(self, name: str, shape: torch.Size, rows: slice) -> Tensor:
-        """Raises FormatError where the files have no such tensor."""
+        """Read rows of a tensor. Raises FormatError where the files have none of this name and shape."""
+        # Files of a bare decoder lack the prefix, and a bare decoder's names may lack what the files have.
         known = next((one for one in (name, name.removeprefix(_BASE), _BASE + name) if one in self._files), None)
         if known is None:
             raise FormatError(
                 f"{self._where}: target.shard = true: its files have no tensor {name}; a model whose tensors are "
                 "rewritten as it is loaded, such as a mixture of experts, cannot be sharded"
             )
+        # The shape must be the model's, as a wrong slice would go unnoticed. Scalars have no rows to slice.
         with refused(self._where):
             tensor = self._files[known].get_slice(known)
             found = tuple(tensor.get_shape())
@@ -69,7 +71,7 @@ class FileWeights:
 
 
 def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """Make a model without memory for its parameters; what it computes itself (rotary frequencies) is there."""
+    """Make a model without memory for its parameters; buffers that it computes (rotary frequencies) are there."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -79,7 +81,7 @@ def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel
 
 
 def load_skeleton(folder: Path, where: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """Make the skeleton of a model folder. Raises InputError for quantised weights, FormatError."""
+    """Load the skeleton of a model folder. Raises InputError for quantised weights, FormatError for other failures."""
     with refused(where):
         config = AutoConfig.from_pretrained(folder, **options)
         if getattr(config, "quantization_config", None) is not None:
@@ -92,13 +94,16 @@ def load_skeleton(folder: Path, where: str, dtype: torch.dtype, **options: Any) 
 
 def fill_unsharded(model: PreTrainedModel, layers: nn.Module, weights: Weights, device: torch.device) -> None:
     """Give memory to all but the layers' parameters: embeddings, final norm, head, and every buffer."""
+    # Parameters outside the layers are read whole.
     inside = {id(parameter) for parameter in layers.parameters()}
     for name, parameter in list(model.named_parameters()):
         if id(parameter) not in inside:
             owner, leaf = _owner(model, name)
             tensor = weights.rows(name, parameter.shape, slice(None)).to(device, parameter.dtype)
             setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+    # Filling replaced the parameters, so a tied head is tied again.
     model.tie_weights()
+    # Saved buffers come from the files; others were computed when the model was made.
     saved = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
         owner, leaf = _owner(model, name)
@@ -111,12 +116,14 @@ def shard_layers(model: PreTrainedModel, decoder: Any, weights: Weights, device:
 
     A lone process, which has no process group, holds all of each layer.
     """
+    # Layers are cut first, while they have no memory, so that no rank ever holds a whole one.
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
     if world > 1:
         _fully_shard(decoder, device, world)
     prefix = prefix_of(model, decoder)
     # Memory for this rank's rows of each parameter, read from the files; buffers are whole on every rank.
+    # `to_empty` drops what buffers held, so they are put back.
     for number, layer in enumerate(decoder.layers):
         buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
         layer.to_empty(device=device)
@@ -130,13 +137,15 @@ def shard_layers(model: PreTrainedModel, decoder: Any, weights: Weights, device:
 
 
 def _fully_shard(decoder: Any, device: torch.device, world: int) -> None:
-    """Shard the layers with torch: each is gathered as one, the next one beside its computation."""
+    """Shard the layers by torch's `fully_shard`: each is gathered as a whole, while the one before it computes."""
     mesh = init_device_mesh(device.type, (world,))
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh)
+    # Embeddings and final norm are not sharded.
     inside = {id(parameter) for parameter in decoder.layers.parameters()}
     ends = {parameter for parameter in decoder.parameters() if id(parameter) not in inside}
     fully_shard(decoder, mesh=mesh, ignored_params=ends)  # the root: one set of streams for all layers
+    # Gather the next layer while this one computes.
     for layer, after in zip(decoder.layers, decoder.layers[1:]):
         layer.set_modules_to_forward_prefetch([after])
 
@@ -155,7 +164,7 @@ def unsharded(layer: nn.Module) -> Iterator[None]:
 
 
 def layer_weights(model: PreTrainedModel, decoder: Any, weights: Weights, number: int) -> Mapping[str, Tensor]:
-    """All of one layer's weights by their names in it, read anew on this rank alone; in the model's own type."""
+    """Weights of one whole layer by their names in it, read anew from the files on this rank; in the model's type."""
     layer, start = decoder.layers[number], f"{prefix_of(model, decoder)}{number}."
     names = layer.state_dict().keys()
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
@@ -167,7 +176,7 @@ def layer_weights(model: PreTrainedModel, decoder: Any, weights: Weights, number
 
 
 def prefix_of(model: PreTrainedModel, decoder: nn.Module) -> str:
-    """What the names of the layers' tensors begin with."""
+    """Prefix of the names of the layers' tensors, such as `model.layers.`."""
     return next(f"{name}.layers." for name, module in model.named_modules() if module is decoder)
 
 
@@ -178,7 +187,7 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def refuse_pass(*call: object) -> NoReturn:
-    """The hook of a decoder that must not run."""
+    """Forward pre-hook of a decoder that must not run: raises InputError."""
     raise InputError(_ELSEWHERE)
 
 

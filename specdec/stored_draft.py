@@ -1,4 +1,4 @@
-"""A draft that was loaded for a target, once: what it is, where it comes from, and how it drafts."""
+"""Stored drafts: a draft that was loaded for a target, its lineage, and the proposers that draft with it."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,18 +29,18 @@ TOKENIZER_FILE = "tokenizer.json"
 
 @dataclass(frozen=True)
 class StoredDraft:
-    """A draft of one target: a module that was loaded and fits, or a training-free method."""
+    """Draft of one target: a module that was loaded and fits, or a training-free method."""
 
     target: Target
     family: str
-    """Of its module, or the name of the training-free method."""
+    """Family of the draft's module, or the name of the training-free method."""
     module: DraftModule | None = None
     path: Path | None = None
-    """Its folder or file."""
+    """Folder or file of the draft."""
     meta: DraftMeta | None = None
-    """Its lineage; None: nothing says where it comes from."""
+    """Lineage of the draft; None where its files do not record one."""
     device: str | None = None
-    """The device that the recipe names for it; None: the target's."""
+    """Device that the recipe names for the draft; None: the target's."""
     _others: dict[Path, "StoredDraft"] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -53,6 +53,7 @@ class StoredDraft:
         the target's, whose drafts go over as text. Raises InputError, FormatError or StaleInputError where the draft
         does not fit the target.
         """
+        # Each layout is recognised by its files, and checked against the target before it is accepted.
         there = draft_device(target, device)
         loaded = partial(cls, target, path=path, device=device)
 
@@ -71,6 +72,7 @@ class StoredDraft:
             return loaded(foreign.family, foreign.to(*there).eval(), meta=meta)
 
         # 3) a draft that was made here, or somebody else's
+        # Lineage tells tokenizer and target; without one the tokenizer file has to.
         if meta is not None:
             module = load_draft(path, *there).draft
             _check_lineage(path, meta, target)
@@ -85,37 +87,37 @@ class StoredDraft:
 
     @classmethod
     def of_method(cls, name: str, target: Target) -> "StoredDraft":
-        """A training-free method, such as prompt lookup."""
+        """Draft of a training-free method, such as prompt lookup."""
         return cls(target, name)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it reads."""
+        """Vocabulary size: number of token ids that the draft reads."""
         return self.target.vocab_size if self.module is None else self.module.vocab_size
 
     @property
     def max_positions(self) -> int | None:
-        """Tokens of the longest text that it was made for; None: texts of any length."""
+        """Longest text that the draft was made for, in tokens; None: texts of any length."""
         return None if self.module is None else self.module.max_positions
 
     @property
     def same_tokenizer(self) -> bool:
-        """Whether it drafts with the target's tokenizer."""
+        """Whether the draft uses the target's tokenizer."""
         return self.module is None or self.module.same_tokenizer
 
     @property
     def drafts_trees(self) -> bool:
-        """False: it drafts chains only."""
+        """Whether the draft can draft trees; false: chains only."""
         return self.module is not None and self.module.drafts_trees
 
     @property
     def parameters(self) -> int:
-        """Of its own weights."""
+        """Number of parameters of the draft's own weights."""
         return 0 if self.module is None else sum(one.numel() for one in self.module.parameters())
 
     @property
     def digest(self) -> str:
-        """Of its files, and of its device where the recipe names one."""
+        """Digest of the draft's files, and of its device where the recipe names one."""
         if self.path is None:
             return self.family
         files = fingerprint.file_digests(self.path)
@@ -127,7 +129,8 @@ class StoredDraft:
             self.module.check_context(longest, str(self.path))
 
     def proposer(self, tree: Tree | None = None, helper: Helper | None = None) -> Proposer:
-        """What drafts: chains, or this tree; with a helper, chains in fewer passes of a small draft."""
+        """Make the proposer: of chains or of this tree; with a helper, of chains in fewer passes of a small draft."""
+        # Several drafts in one tree; a method; a small draft with a helper; else the family's own proposer.
         if isinstance(tree, MergedTree):
             others = [self._beside(path) for path in tree.drafts]
             return MergedProposer([self.proposer(), *(other.proposer() for other in others)])
@@ -138,11 +141,11 @@ class StoredDraft:
         return make_proposer(self.module, self.target, tree)
 
     def new_helper(self) -> Helper:
-        """What drafts for a small draft: this small draft, or this training-free method."""
+        """Make the helper of a small draft, which drafts for it: this small draft, or this training-free method."""
         return HELPERS[self.family]() if self.module is None else SmallHelper(self._small())
 
     def _beside(self, path: Path) -> "StoredDraft":
-        """Another draft of the same target, loaded once."""
+        """Another draft of the same target, for a merged tree; loaded once."""
         if path not in self._others:
             self._others[path] = StoredDraft.load(path, self.target, self.device)
         return self._others[path]
@@ -153,7 +156,10 @@ class StoredDraft:
 
 
 def draft_device(target: Target, device: str | None) -> DraftDevice:
-    """A device that the recipe names, and the precision there: between a GPU and a CPU, the usual one of each."""
+    """Device and precision of a draft: the target's, or those of the device that the recipe names.
+
+    Between GPUs the precision is the target's; between a GPU and a CPU it is the usual one of the draft's device.
+    """
     here = device_of(target)
     if device is None:
         return here
@@ -165,7 +171,7 @@ def draft_device(target: Target, device: str | None) -> DraftDevice:
 
 
 def trained_for(path: Path, target_fingerprint: str) -> str:
-    """12 hex digits of the target that a draft was made for; "" where that is this one, or nothing says which."""
+    """Short fingerprint, 12 hex digits, of another target that a draft was made for; "" for this one or none."""
     if not meta_file(path).is_file():
         return ""
     theirs = read_meta(path).target_fingerprint
@@ -173,7 +179,8 @@ def trained_for(path: Path, target_fingerprint: str) -> str:
 
 
 def _read_foreign(path: Path, target: Target, meta: DraftMeta | None) -> ForeignDraft | None:
-    """A model folder whose own tokenizer is not the target's; None for everything else."""
+    """Load a foreign draft, a model folder whose own tokenizer is not the target's; None for everything else."""
+    # Neither lineage nor tokenizer digest may be the target's, and only transformers models can bridge.
     ours = meta is not None and meta.tokenizer_digest == target.tokenizer_digest
     if ours or not (path / TOKENIZER_FILE).is_file() or detect(path) != "hf":
         return None
@@ -191,7 +198,7 @@ def _digest_of_tokenizer(path: Path) -> str:
 
 
 def _check_lineage(path: Path, meta: DraftMeta, target: Target) -> None:
-    """Raise InputError for a draft of another tokenizer, or of a target that was trained with it and is not this."""
+    """Check lineage. Raises InputError for a draft of another tokenizer, or trained together with another target."""
     if meta.tokenizer_digest != target.tokenizer_digest:
         raise InputError(f"{path}: drafts with another tokenizer than the target's")
     if ORIGINAL_TARGET in meta.extra and meta.target_fingerprint != target.fingerprint:

@@ -1,4 +1,4 @@
-"""Loading a target in the form in which it is served, and its fingerprint."""
+"""Targets: loading a model in the form in which it is served, its device and context, and its fingerprint."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 class Target(CausalModel):
-    """The model whose distribution speculative decoding reproduces, with its tokenizer and fingerprint."""
+    """Target model, whose distribution speculative decoding reproduces, with its tokenizer and fingerprint."""
 
     def __init__(
         self,
@@ -45,8 +45,9 @@ class Target(CausalModel):
         target_fingerprint: str,
         weights: Weights | None = None,
     ) -> None:
-        """`weights`: where the layers' come from, where these have no memory yet; `running` shards them."""
+        """`weights`: source of the layers' weights, for layers without memory, which `running` shards; else None."""
         super().__init__(model.requires_grad_(False).eval(), settings.context, loaded=weights is None)
+        # A sharded target refuses passes until `running`; a whole one takes fused kernels at once.
         self._weights, self._sharded = weights, False
         if weights is not None:
             self._closed = self._decoder.register_forward_pre_hook(refuse_pass, prepend=True)
@@ -60,7 +61,11 @@ class Target(CausalModel):
 
     @classmethod
     def load(cls, settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> "Target":
-        """Load weights (safetensors or GGUF only), merge the adapter, and fingerprint the files they came from."""
+        """Load a target from safetensors or GGUF, merge its adapter, and fingerprint the files they came from.
+
+        Raises MissingFileError, InputError or FormatError where there is no such model or it cannot be served.
+        """
+        # 1) Files, device and tokenizer.
         source = locate(settings)
         device, dtype = resolve_device(settings.device, settings.dtype)
         common: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
@@ -102,6 +107,7 @@ class Target(CausalModel):
         if self._weights is None:
             yield self
             return
+        # The hook that refuses passes is gone inside, and put back whatever happens.
         self._closed.remove()
         try:
             if not self._sharded:
@@ -112,9 +118,11 @@ class Target(CausalModel):
 
     @torch.no_grad()
     def _shard(self, weights: Weights) -> None:
+        # The check against transformers runs once the layers have weights.
         shard_layers(self.model, self._decoder, weights, self.device)
         self.check()
         self._sharded = True
+        # Fusing tries a layer's own numbers, so its weights are gathered; merged products need weights that stay.
         if can_fuse(self.device):
             for layer in self._decoder.layers:  # type: ignore[union-attr]
                 with unsharded(layer):
@@ -128,7 +136,7 @@ class Target(CausalModel):
 
 
 class Source:
-    """Where a target's files lie on this machine."""
+    """Folder of a target's files on this machine, and the name of the GGUF file in it, if any."""
 
     def __init__(self, folder: Path, gguf_file: str | None) -> None:
         self.folder = folder
@@ -138,6 +146,7 @@ class Source:
 def locate(settings: TargetSettings) -> Source:
     """Find the local files of a target; hub ids are downloaded (or found in the hub's cache)."""
     path = Path(settings.model).expanduser()
+    # A GGUF file, a folder of either kind, or a hub id.
     if path.suffix == ".gguf":
         if not path.is_file():
             raise MissingFileError(f"target.model: {path}: no such GGUF file")
@@ -148,6 +157,7 @@ def locate(settings: TargetSettings) -> Source:
         if settings.gguf_file is not None and not (path / settings.gguf_file).is_file():
             raise MissingFileError(f"target.gguf_file: {path / settings.gguf_file}: no such file")
         return Source(path, settings.gguf_file)
+    # What looks like a path is not tried at the hub.
     if settings.model.startswith(("/", ".", "~")) or settings.model.count("/") != 1:
         raise MissingFileError(f"target.model: {settings.model}: no such folder, and not a hub id (owner/name)")
     return Source(_snapshot(settings.model, settings.revision, "target.model"), settings.gguf_file)
@@ -158,10 +168,12 @@ def resolve_device(device: str, dtype: str, field: str = "target.device") -> tup
 
     `field`: whose device it is, for errors.
     """
+    # Each process of a training has a GPU of its own, by LOCAL_RANK.
     if device == "auto":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    # A device must exist, and torch must compute on it.
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -181,10 +193,11 @@ def _computes(device: torch.device) -> bool:
 
 
 def context_length(settings: TargetSettings) -> int | None:
-    """The longest sequence that a target takes, in tokens, by its config alone; None: nothing says.
+    """Context length of a target in tokens, by its config alone; None where neither config nor settings have one.
 
     The config of a hub id is downloaded. Raises MissingFileError where there is none.
     """
+    # Multimodal configs have the language model's own inside.
     source, field = locate(settings), "max_position_embeddings"
     known = {} if source.gguf_file is not None else read_object(source.folder / "config.json")
     inner = known.get("text_config")
@@ -194,11 +207,13 @@ def context_length(settings: TargetSettings) -> int | None:
         with refused(f"target.model: {settings.model}"):
             config = AutoConfig.from_pretrained(source.folder, **options).get_text_config()
         longest = getattr(config, field, None)
+    # The settings may only shorten it.
     return min((length for length in (longest, settings.context) if isinstance(length, int)), default=None)
 
 
 def target_fingerprint(settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> str:
-    """64 hex digits of weights, configuration (quantisation included), tokenizer, template, adapter and context."""
+    """Fingerprint of a target, 64 hex digits: weights, config (quantisation included), tokenizer, chat template,
+    generation config, adapter and context."""
     source = locate(settings)
     names = _weight_files(source)
     parts: dict[str, Any] = {
@@ -214,7 +229,7 @@ def target_fingerprint(settings: TargetSettings, digests: fingerprint.FileDigest
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """64 hex digits of the vocabulary: two models with the same digest read the same ids."""
+    """Digest of a tokenizer's vocabulary, 64 hex digits: two models with the same digest read the same ids."""
     return fingerprint.of_json(tokenizer.get_vocab())
 
 
@@ -245,6 +260,7 @@ def _adapter_fingerprint(adapter: str | None, digests: fingerprint.FileDigests |
 
 def _adapter_folder(adapter: str) -> Path:
     path = Path(adapter).expanduser()
+    # A local folder, or a hub id that does not look like a path.
     folder = path if path.is_dir() else None
     if folder is None and adapter.count("/") == 1 and not adapter.startswith(("/", ".", "~")):
         folder = _snapshot(adapter, None, "target.adapter")
@@ -277,6 +293,7 @@ def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     found: set[int] = set()
+    # Generation config and tokenizer may each name several, and not the same.
     for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
         found.update([value] if isinstance(value, int) else value or [])
     return frozenset(found)

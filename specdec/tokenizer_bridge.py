@@ -22,7 +22,7 @@ _LINE = "\n"  # text before a piece, so that the tokenizer takes it for no begin
 
 
 class TokenizerBridge:
-    """A tokenizer that reads and writes pieces of longer texts. `size`: ids that its model knows; others are left out.
+    """Tokenizer that encodes and decodes pieces of longer texts. Ids from `size` on, unknown to its model, are dropped.
 
     Special tokens are text like any other: where the tokenizer knows such a text as a token, it reads it as one.
     """
@@ -35,21 +35,24 @@ class TokenizerBridge:
         self._bos: list[int] = [bos] if begins else []
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a whole text, without what the tokenizer puts around it."""
+        """Encode a whole text, without the special tokens that the tokenizer puts around it."""
         return self._ids(text, add_special_tokens=False)
 
     def opening(self, text: str) -> list[int]:
-        """The ids of a text's beginning, with the token that the tokenizer lets texts begin with."""
+        """Encode the beginning of a text, with the begin-of-text token where the tokenizer adds one."""
         ids = self.encode(text)
         return ids if ids[: len(self._bos)] == self._bos else [*self._bos, *ids]
 
     def inside(self, text: str) -> list[int]:
-        """The ids of a piece that follows other text: many tokenizers put a space before what they are given alone."""
+        """Encode a piece that follows other text. Many tokenizers put a space before a text that stands alone.
+
+        So a line break is encoded before it, and its ids are cut off.
+        """
         ids = self.encode(_LINE + text)
         return ids[len(self._line) :] if ids[: len(self._line)] == self._line else self.encode(text)
 
     def text(self, ids: Sequence[int], start: int, stop: int) -> str:
-        """Decode ids[start:stop] as they read after the ids before them."""
+        """Decode ids[start:stop] as they read after the ids before them, a few of which are decoded along."""
         first = max(start - _CONTEXT, 0)
         before, whole = self._decode(ids[first:start]), self._decode(ids[first:stop])
         return whole[len(before) :] if whole.startswith(before) else self._decode(ids[start:stop])
@@ -64,10 +67,10 @@ class TokenizerBridge:
 
 
 class Retokenized:
-    """A growing text, given in one tokenizer's ids, encoded in another's.
+    """Retokenized text: a growing text, given in one tokenizer's ids, encoded in another's.
 
-    Its beginning is spelled once, cut before words; only the last tokens are spelled anew as the text grows. Where it
-    is cut depends on the ids alone, not on how many came at once.
+    Settled parts are encoded once, cut before words; only the last tokens are encoded anew as the text grows. The
+    places of the cuts depend on the ids alone, not on how many came at once.
     """
 
     def __init__(self, known: TokenizerBridge, own: TokenizerBridge, ids: Sequence[int]) -> None:
@@ -75,7 +78,7 @@ class Retokenized:
         self._ids, self._start = list(ids), 0
         self._words: dict[int, bool] = {}  # whether a word begins at a place, of those that were asked for
         self.settled: list[int] = []
-        """Own ids of the text's beginning at first, then of each part that `extend` settles."""
+        """Own ids of the text's settled beginning, at the start; `extend` returns those of later parts."""
         if len(ids) > _WINDOW:
             self.settled = self._settle(self._cut(range(len(ids) - 1, len(ids) - _WINDOW, -1)))
 
@@ -83,19 +86,22 @@ class Retokenized:
         """Append ids to the text. Returns the own ids that are settled by it."""
         self._ids += ids
         settled: list[int] = []
+        # Keep one window of tokens open, in which a later token may still change the encoding.
         while len(self._ids) - self._start >= 2 * _WINDOW:
             settled += self._settle(self._cut(range(self._start + _WINDOW, self._start, -1)))
         return settled
 
     @property
     def tail(self) -> list[int]:
-        """Own ids of what is not settled, up to its last whole character."""
+        """Own ids of the unsettled end of the text, up to its last whole character."""
         return self._spell(self._whole_text(self._start))
 
     def following(self, continuation: str) -> list[int]:
-        """Encode a continuation in the known tokenizer's ids; none where that would change ids before it."""
+        """Encode a drafted continuation in the known tokenizer's ids; [] where that would change ids before it."""
+        # Encode from the last beginning of a word, so that tokens across the joint are found.
         first = self._cut(range(len(self._ids) - 1, max(len(self._ids) - _WORD, 0), -1)) if len(self._ids) > 1 else 0
         text, known = self._whole_text(first) + continuation.rstrip(_BROKEN), self._ids[first:]
+        # The known ids must come out again, as the target has emitted them already.
         ids = self._known.inside(text) if first else self._known.encode(text)
         return ids[len(known) :] if ids[: len(known)] == known else []
 
@@ -111,7 +117,7 @@ class Retokenized:
         return self._known.text(self._ids, start, len(self._ids)).rstrip(_BROKEN)
 
     def _cut(self, places: Sequence[int]) -> int:
-        """The first of these places at which a word begins with its space; else a character; else the first."""
+        """Place to cut: the first of these at which a word begins with its space; else a character; else the first."""
         words = (at for at in places if self._begins_word(at))
         whole = (at for at in places if not self._known.text(self._ids, max(at - _CONTEXT, 0), at).endswith(_BROKEN))
         return next(chain(words, whole), places[0])
@@ -123,8 +129,10 @@ class Retokenized:
 
 
 class ForeignDraft(DraftModule):
-    """A small model, its tokenizer (`own`) and the target's (`known`). Neither trained nor registered: it serves as it
-    is."""
+    """Foreign draft: a small model with its tokenizer (`own`) and the target's (`known`).
+
+    It is neither trained nor registered, but used as it is.
+    """
 
     family = "foreign"
     same_tokenizer = False
@@ -133,7 +141,7 @@ class ForeignDraft(DraftModule):
     def __init__(
         self, small: SmallDraft, own: TokenizerBridge, known: TokenizerBridge, ends: dict[int, int | None]
     ) -> None:
-        """`ends`: ids of the draft's that say no text, and the target's id that each stands for, if any."""
+        """`ends`: the draft's special ids, which are no text, and the target's id that each stands for, if any."""
         super().__init__()
         self.model, self.lm = small.model, small.lm
         self.own, self.known, self.ends = own, known, ends
