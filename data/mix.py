@@ -1,4 +1,4 @@
-"""The mix: from sources to de-duplicated, redacted, balanced and split conversations, in one folder.
+"""Mix building: from sources to a folder of redacted, de-duplicated, balanced and split conversations.
 
     conversations.parquet   what the target is asked, nested values as JSON text
     members.parquet         signatures, turns and placements of these, their parts and every ancestor's; no text
@@ -38,7 +38,7 @@ from .stratify import KEYS, SOURCE, Column, Margin, choose, half_lives, largest_
 FORMAT = 2
 CONVERSATIONS, MEMBERS, LOG, MANIFEST = "conversations.parquet", "members.parquet", "log.parquet", "manifest.json"
 COPIES = ("exact_copies", "continued", "near_copies")
-"""Records that other ones stand for."""
+"""Fates of records that another record stands for."""
 LEFT_OUT = (*COPIES, "contaminated", "over_share")
 FATES = (*SPLITS, *LEFT_OUT)
 """The fates of a record: a split, or why it was left out."""
@@ -80,7 +80,8 @@ def build_mix(
 ) -> None:
     """Build the mix and write it to `folder`, which appears only once it is complete.
 
-    Paths of the settings are relative to `base_dir`. `ancestors` are mix folders beside those that the settings name.
+    Paths of the settings are relative to `base_dir`. `ancestors` are mix folders in addition to those that the settings
+    name.
     """
     # 1) Check what the mix depends on before anything is read.
     digests = input_digests(settings, base_dir)
@@ -116,7 +117,7 @@ def build_mix(
 
 
 def load_mix(folder: Path) -> list[Conversation]:
-    """The conversations of a mix, in the order of their ids, after a check of the file's digest."""
+    """Load the conversations of a mix, sorted by id, after a check of the file's digest."""
     rows = _read_table(folder, CONVERSATIONS).to_pylist()
     for row in rows:
         for name in _NESTED:
@@ -125,12 +126,12 @@ def load_mix(folder: Path) -> list[Conversation]:
 
 
 def load_log(folder: Path) -> pa.Table:
-    """Labels and fates of every record that the mix was made of, after a check of the file's digest."""
+    """Load the labels and fates of every record that the mix was made of, after a check of the file's digest."""
     return _read_table(folder, LOG)
 
 
 def load_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a mix folder. Raises MissingFileError or CorruptDataError."""
+    """Load the manifest of a mix folder. Raises MissingFileError or CorruptDataError."""
     if not folder.is_dir():
         raise MissingFileError(f"{folder}: no such mix folder")
     manifest = storage.read_json(folder / MANIFEST)
@@ -149,9 +150,10 @@ def check_members(folder: Path) -> None:
 
 
 def load_members(folders: Iterable[Path]) -> list[PlacedMember]:
-    """Placements that earlier mixes hold, their own and those they carry on, each once; sorted by their content."""
+    """Load the placed members of earlier mixes, their own and inherited ones; each once, sorted by content."""
     known: dict[tuple[str, str, str, str], PlacedMember] = {}
     for row in (row for folder in folders for row in _read_table(folder, MEMBERS).to_pylist()):
+        # The same placement may come from several ancestors: the first one stands.
         signature = np.frombuffer(row["signature"], dtype="<u4").astype(np.uint32)
         member = Member(row["id"], row["group"], signature, np.array(row["turn_keys"], dtype=np.uint64))
         placement = (row["id"], row["cluster"], row["split"], row["group"] or "")
@@ -162,19 +164,23 @@ def load_members(folders: Iterable[Path]) -> list[PlacedMember]:
 def _name_domains(
     records: IngestedRecords, settings: MixSettings, earlier: Sequence[Path]
 ) -> domain_clusters.Clusters | None:
-    """Give every record without a domain that of its text cluster; None: no clusters are asked for or needed."""
+    """Name the domains of records without one by text clustering; None: no clusters are asked for or needed."""
     count, domains = settings.domains.clusters, records.log.column("domain")
     if count is None or "" not in domains.names:
         return None
+
     # The contents of all nameless rows; ids are hashes, so the first of them are an even sample.
     nameless_rows = np.flatnonzero(domains.codes_N == domains.names.index(""))
     numbers = sorted(set(records.number_at_row[nameless_rows].tolist()), key=records.ids.__getitem__)
+
     # An ancestor's centres are kept, so that the same name means the same domain.
     found = domain_clusters.read_first(earlier, count)
     if found is None:
         found = domain_clusters.fit(
             [records.record(n).user_text for n in numbers[: domain_clusters.MOST_FITTED]], count
         )
+
+    # Name each content's cluster, then every row of that content.
     texts = (records.record(n).user_text for n in progress.track(numbers, "clusters", unit="conversations"))
     name_of_number = dict(zip(numbers, domain_clusters.assign(found, texts)))
     for row in nameless_rows.tolist():
@@ -183,9 +189,9 @@ def _name_domains(
 
 
 class _Mix:
-    """The decision on every record, and the tables that say so.
+    """Decisions on every record of a mix, and the tables that hold them.
 
-    A content has a number (its place among `records.ids`) and an id (its hash).
+    A content has a number (its index in `records.ids`) and an id (its hash).
     """
 
     def __init__(
@@ -236,12 +242,13 @@ class _Mix:
         return PlacedMember(self._members[number], self._placed[id].cluster, self._splits[id])
 
     def _original(self, id: str) -> str:
-        """The conversation that stands for this one: the longest that goes on from it, or what that is a copy of."""
+        """Id of the conversation that stands for this one: the longest that continues it, or the original of that."""
         whole = self._continued.get(id, id)
         return self._placed[whole].copy_of or whole
 
     def _split_clusters(self) -> dict[str, Split]:
         """The split of each content, by id. Where sources bind contents of one cluster, the strictest split holds."""
+        # What sources prescribe for a content holds for its whole cluster.
         bound: dict[str, Split] = {}
         for id, split in self._records.bound.items():
             cluster = self._placed[id].cluster
@@ -252,7 +259,8 @@ class _Mix:
         }
 
     def _near_evaluation_sets(self, base_dir: Path) -> dict[str, set[str]]:
-        """By the name of each evaluation set, the originals that are near it or go on from one that is."""
+        """For each evaluation set, by name, the originals that are near it or continue a conversation that is."""
+        # Near-copies need no look of their own: their original stands for them.
         found: dict[str, set[str]] = {}
         distinct = [member for member in self._members if self._placed[member.id].copy_of is None]
         for evaluation_set in read_evaluation_sets(self._settings, base_dir):
@@ -262,7 +270,8 @@ class _Mix:
         return found
 
     def _choose(self) -> list[int]:
-        """Numbers of the contents that stay, sorted by id, when the mix has its size and its shares."""
+        """Choose the contents that stay so that the mix has its size and its shares; numbers sorted by id."""
+        # Only originals that are not contaminated can stay.
         settings, ids = self._settings, self._ids
         numbers = [
             n
@@ -294,15 +303,18 @@ class _Mix:
         nested += [
             columns[key].lumped(_SYSTEM_STRATA) if key == "system" else columns[key] for key in KEYS if key not in first
         ]
+        # As many as leave no conversation wanted more than once, or the recipe's limit.
         size = largest_size(weight_N)
         total = min(size, settings.limit or size)
         kept_N = choose([ids[n] for n in numbers], weight_N, nested, total, settings.salt)
         return [n for n, kept in zip(numbers, kept_N.tolist()) if kept]
 
     def _last_asked(self) -> NDArray[np.float64]:
-        """Unix seconds when each content was last asked, also as a near-copy or as a part of it; nan: not known."""
+        """Unix seconds when each content was last asked, also as a near-copy or in part; nan: not known."""
+        # The latest time of all rows of a content; `fmax` passes over nan.
         latest = np.full(len(self._ids), np.nan)
         np.fmax.at(latest, self._records.number_at_row, np.array(self._records.log.started))
+        # What an original stands for counts as asked too.
         number_of = {id: number for number, id in enumerate(self._ids)}
         for id, number in number_of.items():
             original = number_of[self._original(id)]
@@ -311,6 +323,7 @@ class _Mix:
 
     def _fates_of_rows(self) -> NDArray[np.int8]:
         """The fate of every row of the log, as an index of FATES."""
+        # Rows that stand for no content are exact copies of one that does.
         code_of = {name: code for code, name in enumerate(FATES)}
         fates = np.full(len(self._records.log), code_of["exact_copies"], dtype=np.int8)
         for id, row in zip(self._ids, self._records.rows.tolist()):
@@ -325,7 +338,7 @@ class _Mix:
         return fates
 
     def write_tables(self, folder: Path) -> None:
-        """Write conversations, members and the log's labels."""
+        """Write the tables of conversations, members and log labels."""
         tracked = progress.track(self._kept, "writing", unit="conversations")
         _write_table(folder / CONVERSATIONS, (_row(self._conversation(n)) for n in tracked), _CONVERSATION_SCHEMA)
         _write_table(folder / MEMBERS, _member_rows(self._seen, self._known), _MEMBER_SCHEMA)
@@ -361,7 +374,8 @@ class _Mix:
         )
 
     def manifest_counts(self) -> dict[str, Any]:
-        """Counts for the manifest: what was redacted, left out, kept by split and domain, and the log's load."""
+        """Counts for the manifest: redactions, records left out, conversations by split and domain, the log's load."""
+        # Labels as dictionary columns, lengths, and the fate of every row.
         log = self._records.log
         fates = Counter(FATES[fate] for fate in self._fates.tolist())
 
@@ -375,6 +389,7 @@ class _Mix:
 
         # How long the frequent system prompts are, by their hashes.
         systems = log.column("system").lumped(_SYSTEM_STRATA).names
+        # An ancestor's placement wins over a source's, and that over the hash.
         return {
             "redacted": dict(sorted(self._records.redacted.items())),
             "left_out": {name: fates[name] for name in LEFT_OUT},
@@ -399,6 +414,7 @@ def _source_records(
 
 
 def _row(conversation: Conversation) -> dict[str, Any]:
+    # The dump leaves out an empty `asked_elsewhere`, which the column needs; nested values are stored as JSON text.
     row = conversation.model_dump(mode="json")
     row["asked_elsewhere"] = conversation.asked_elsewhere
     row["messages"] = [message.model_dump(exclude_none=True) for message in conversation.messages]
@@ -408,7 +424,7 @@ def _row(conversation: Conversation) -> dict[str, Any]:
 
 
 def _member_rows(seen: Mapping[str, PlacedMember], known: Sequence[PlacedMember]) -> Iterator[dict[str, Any]]:
-    """This mix's members and the inherited ones; a conversation in both stands once, as it is placed now."""
+    """Yield the rows of this mix's members and the inherited ones; of a conversation in both, this mix's placement."""
     rest = [item for item in known if item.member.id not in seen]
     for item in sorted([*seen.values(), *rest], key=lambda item: (item.member.id, item.cluster, item.split)):
         placement = {"cluster": item.cluster, "split": item.split}
@@ -427,7 +443,7 @@ def _read_table(folder: Path, name: str) -> pa.Table:
 
 
 def _checked(folder: Path, name: str) -> Path:
-    """A file of a mix, its digest compared."""
+    """Path of a file of a mix, after a check of its digest. Raises MissingFileError or CorruptDataError."""
     recorded = load_manifest(folder)["files"].get(name)
     path = folder / name
     if fingerprint.of_file(path) != recorded:

@@ -1,6 +1,6 @@
-"""Profile of a mix against its log: shares of every label, distances between them, lengths, what was left out.
+"""Profile of a mix against its log: shares of every label, distances between shares, lengths, what was left out.
 
-Sides are sets of the log's records: all of it; what is left without copies; the mix; its three splits.
+A side is a set of the log's records: all of them, those without copies, the mix, or one of its three splits.
 """
 
 import math
@@ -32,20 +32,20 @@ class Distance(NamedTuple):
     of: str
     against: str
     variation: float
-    """Total variation: the part that would have to have another label; 0: the same shares. nan: a side is empty."""
+    """Total variation: the part of a side that would need another label; 0: equal shares; nan: a side is empty."""
     by_chance: float
     """Mean total variation of a random sample of this side's size."""
     p: float
-    """Of a chi-square test that this side is a random sample of the other; nan: too few to test."""
+    """P-value of a chi-square test that this side is a random sample of the other; nan: too few to test."""
 
 
 class Shares(NamedTuple):
-    """One label of all sides."""
+    """Counts of one label on all sides, and distances between them."""
 
     key: str
     labels: list[str]
     counts: Mapping[str, Counts]
-    """By side, a number a label."""
+    """Number of conversations with each of `labels`, by side."""
     distances: list[Distance]
 
 
@@ -55,23 +55,25 @@ class Profile(NamedTuple):
     sizes: Mapping[str, int]
     """Conversations by side."""
     shares: list[Shares]
-    """One a label, then all labels together."""
+    """Shares of each label, then of all labels together."""
     lengths: Mapping[str, Mapping[str, list[float]]]
-    """`prompt` and `answer`: by side, tokens at QUANTILES."""
+    """Tokens of `prompt` and `answer` at QUANTILES, by side."""
     tokens: Mapping[str, Mapping[str, Counts]]
-    """The lengths themselves, of the log and the mix."""
+    """Tokens of `prompt` and `answer` of every conversation, for the log and the mix."""
     counted: float
-    """Share of the log's records whose tokens the log counts; the others are estimated."""
+    """Share of the log's records with logged token counts; the others' are estimated."""
     manifest: Mapping[str, Any]
 
 
 def profile(folder: Path) -> Profile:
-    """The profile of a mix folder."""
+    """Compute the profile of a mix folder."""
+    # Shares: label by label, then of the cells that all labels together make.
     table = load_log(folder)
     sides = _sides(table)
     columns = {key: _column(table, key) for key in (*KEYS, DAY)}
     shares = [_shares(key, column, sides) for key, column in columns.items()]
     shares.append(_shares(JOINT, _joint([columns[key] for key in KEYS]), sides))
+    # Lengths: a request without an answer has none.
     values = {"prompt": table.column("prompt_tokens").to_numpy(), "answer": table.column("answer_tokens").to_numpy()}
     return Profile(
         sizes={side: int(rows.sum()) for side, rows in sides.items()},
@@ -125,6 +127,7 @@ def chi_square_p(found: Counts, of: Counts) -> float:
 
 
 def _sides(table: pa.Table) -> dict[str, NDArray[np.bool_]]:
+    # A record's fate is its split, or why it was left out.
     fate = np.array(table.column("fate").to_pylist())
     splits: dict[str, NDArray[np.bool_]] = {split: fate == split for split in SPLITS}
     copies = np.isin(fate, COPIES)
@@ -137,12 +140,14 @@ def _column(table: pa.Table, key: Key | str) -> Column:
 
 
 def _joint(columns: Sequence[Column]) -> Column:
+    # Each distinct combination of labels is a cell; rare system prompts count as one.
     codes = np.stack([column.lumped(_SYSTEMS).codes_N for column in columns])
     cells, code_N = np.unique(codes, axis=1, return_inverse=True)
     return Column([str(cell) for cell in range(cells.shape[1])], code_N.reshape(-1))
 
 
 def _shares(key: str, column: Column, sides: Mapping[str, NDArray[np.bool_]]) -> Shares:
+    # Number of records of each label on each side, then the distances that `inspect-mix` shows.
     counts = {
         side: np.bincount(column.codes_N[rows], minlength=len(column.names)).astype(np.int64)
         for side, rows in sides.items()

@@ -2,8 +2,8 @@
 
 **From files** (`read_prompts`): distinct conversations, domain by domain in turn, each asked once.
 
-**From the target** (`prompts_of`): what it writes after the prefix that its chat template puts before a user message,
-as Magpie does (Xu et al., 2024, https://arxiv.org/abs/2406.08464).
+**From the target** (`prompts_of`): the target continues the prefix that its chat template puts before a user message,
+as in Magpie (Xu et al., 2024, https://arxiv.org/abs/2406.08464).
 """
 
 import re
@@ -32,11 +32,11 @@ _AS_THE_MODEL_SAMPLES = SamplingSettings(temperature=1.0)
 
 
 def read_prompts(paths: Sequence[Path], most: int | None = None) -> list[Record]:
-    """The distinct conversations of some files, domain by domain in turn; at most so many of them.
+    """Read the distinct conversations of some files, domain by domain in turn, at most `most` of them.
 
-    Which ones, and their order, follows from what they say and not from where they stand. The first line of a file
-    tells its shape; where it names no domain, the file's name is the domain of all. Raises InputError naming file and
-    line, MissingFileError.
+    Choice and order depend on the conversations' content, not on their place in the files. The first line of a file
+    tells its shape; if it names no domain, the file's name is the domain of all its conversations. Raises InputError
+    naming file and line, MissingFileError.
     """
     if most is not None and most < 1:
         raise InputError(f"--max-prompts {most}: must be >= 1")
@@ -48,8 +48,8 @@ def read_prompts(paths: Sequence[Path], most: int | None = None) -> list[Record]
 
 
 def last_context(record: Record) -> list[Message]:
-    """The context of the last turn that can be asked at once. Of user turns alone that is the first one's: the others
-    wait for its answer."""
+    """Context of the last turn that can be asked at once. In a conversation of user turns alone this is the first turn,
+    as the others wait for its answer."""
     conversation = Conversation(
         id=record.id, domain=record.domain, messages=list(record.messages), cluster=record.id, split="selection"
     )
@@ -60,18 +60,20 @@ def last_context(record: Record) -> list[Message]:
 
 
 def source_of(path: Path) -> FileSource:
-    """A file as a source: its first line tells its shape."""
+    """Make a source of a prompt file, whose first line tells its shape. Raises InputError for an empty file."""
     line = first_line(path)
     if line is None:
         raise InputError(f"{path}: is empty; must hold at least one prompt")
+    # The shape whose column the line has; without any, `turns`, so that an error says what is missing.
     names = line if isinstance(line, dict) else {}
     shape: Shape = next((shape for shape, column in DEFAULT_COLUMNS.items() if column in names), "turns")
+    # Without a domain of its own, the file's name up to the first dot, as a label.
     domain = None if "domain" in names else re.sub(r"[^\w-]", "-", path.name.split(".")[0])[:64] or "prompts"
     return FileSource(kind=shape, path=str(path), domain=domain, limit=None, weight=None)
 
 
 def _interleaved(records: Iterable[Record]) -> list[Record]:
-    """The records of each domain in turn."""
+    """Interleave records: one of each domain in turn, by id within a domain."""
     domains: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda record: record.id):
         domains.setdefault(record.domain, []).append(record)
@@ -80,11 +82,11 @@ def _interleaved(records: Iterable[Record]) -> list[Record]:
 
 
 class UserTurn(NamedTuple):
-    """The text that a chat template puts around a first user message."""
+    """Text that a chat template puts around the first user message."""
 
     prefix_ids: list[int]
     ending: str
-    """Text that closes the message, e.g. `<|im_end|>`; empty: the template closes it with nothing."""
+    """Text that closes the message, e.g. `<|im_end|>`; empty: nothing closes it."""
     ending_id: int | None
     """The special token that the ending starts with, if it does."""
 
@@ -95,6 +97,8 @@ def user_turn(tokenizer: Any) -> UserTurn:
     Raises InputError for a tokenizer without chat template, or with one that does not show the user's text once.
     """
     require_chat_template(tokenizer)
+
+    # 1) What the template puts before the user's text is the prefix that the target continues.
     message = [{"role": "user", "content": _SENTINEL}]
     text: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     if text.count(_SENTINEL) != 1:
@@ -103,6 +107,8 @@ def user_turn(tokenizer: Any) -> UserTurn:
     prefix_ids: list[int] = tokenizer(prefix, add_special_tokens=False)["input_ids"]
     if not prefix_ids:
         raise InputError(f"{tokenizer.name_or_path}: its chat template puts nothing before a user message")
+
+    # 2) What it puts after ends a prompt: a special token, or else the first word.
     suffix_ids = tokenizer(suffix.lstrip(), add_special_tokens=False)["input_ids"]
     ending_id = next((id for id in suffix_ids[:1] if id in set(tokenizer.all_special_ids)), None)
     ending = tokenizer.decode([ending_id]) if ending_id is not None else (suffix.split() or [""])[0]
@@ -110,16 +116,17 @@ def user_turn(tokenizer: Any) -> UserTurn:
 
 
 def prompts_of(target: Target, batch_size: int = 16) -> SamplePrompts:
-    """`sample_prompts(count, seed, max_tokens)` for `build_mix`: temperature 1, the same prompts for the same seed.
+    """Make the function `sample_prompts(count, seed, max_tokens)` that `build_mix` takes: the target's own prompts.
 
-    Prompts that are empty, or not finished within `max_tokens`, are drawn anew, at most four times `count` in all;
-    after that fewer come back.
+    It samples at temperature 1, and gives the same prompts for the same seed. Prompts that are empty, or not finished
+    within `max_tokens`, are drawn anew, at most four times `count` in all; after that it returns fewer.
     """
 
     return partial(_sample_prompts, target, batch_size)
 
 
 def _sample_prompts(target: Target, batch_size: int, count: int, seed: int, max_tokens: int) -> list[str]:
+    # A prompt ends where the user's turn would, or where an answer would.
     turn = user_turn(target.tokenizer)
     stops = target.stop_ids | ({turn.ending_id} if turn.ending_id is not None else set())
     found: list[str] = []
@@ -130,6 +137,7 @@ def _sample_prompts(target: Target, batch_size: int, count: int, seed: int, max_
                 Request(turn.prefix_ids, _AS_THE_MODEL_SAMPLES, _seed_of(seed, wave * count + i), max_tokens, stops)
                 for i in range(count - len(found))
             ]
+            # Prompts come as they are finished; the order of their seeds makes the result reproducible.
             drawn: dict[int, str] = {}
             for index, tokens in _answers(target, requests, batch_size):
                 text = _user_text(target.tokenizer, tokens, turn, stops)
@@ -143,7 +151,7 @@ def _sample_prompts(target: Target, batch_size: int, count: int, seed: int, max_
 
 
 def _answers(target: Target, requests: Sequence[Request], batch_size: int) -> Iterator[tuple[int, list[int]]]:
-    """Index and tokens of each request's answer, as they come."""
+    """Decode requests; yields the index and tokens of each answer as it is finished."""
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
     budget = max(request.max_new_tokens for request in requests)
     decoder = PlainDecoder(target, min(batch_size, len(requests)), longest, budget)
@@ -154,8 +162,9 @@ def _answers(target: Target, requests: Sequence[Request], batch_size: int) -> It
 
 
 def _user_text(tokenizer: Any, tokens: list[int], turn: UserTurn, stops: frozenset[int]) -> str | None:
-    """The prompt that the tokens spell; None where it is empty or has no end."""
+    """Decode a sampled prompt to text; None: it is empty, or cut before its end."""
     text = tokenizer.decode([token for token in tokens if token not in stops], skip_special_tokens=True)
+    # An ending that is no special token is found in the text.
     ended = bool(tokens) and tokens[-1] in stops
     if turn.ending and turn.ending_id is None and turn.ending in text:
         text, ended = text.split(turn.ending)[0], True

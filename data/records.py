@@ -1,6 +1,6 @@
-"""Log records: one line of a log, a dataset or a prompt list, checked and brought to one shape.
+"""Log records: one line of a log, a dataset or a prompt list, validated and brought to one shape.
 
-Every error names the line (`file:line`) and the rule, and quotes no text of the conversation.
+Every error names the line (`file:line`) and the broken rule, and quotes no text of the conversation.
 """
 
 import json
@@ -39,7 +39,7 @@ DEFAULT_COLUMNS: dict[Shape, str] = {
 }
 M = TypeVar("M", bound=BaseModel)
 Lookup = Callable[[str], Any]
-"""A field of the line, or of its `request` object; None where neither has it."""
+"""Looks up a field by name in the line, then in its `request` object; None: neither has it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Record:
     """A conversation before it has a cluster and a split."""
 
     domain: str
-    """Empty: nothing names it, and `mix.domains.clusters` will."""
+    """Name of its domain; empty: nothing names one, and `mix.domains.clusters` will."""
     messages: tuple[Message, ...]
     tools: list[dict[str, Any]] | None = None
     template_args: Mapping[str, Any] | None = None
@@ -57,29 +57,29 @@ class Record:
     source: int = 0
     """Index of its source in the recipe."""
     started: float | None = None
-    """Unix seconds when it was asked; like the four below no part of `id` and `key`."""
+    """Unix seconds when it was asked; like the next four fields no part of `id` and `key`."""
     ended: float | None = None
     replica: str | None = None
-    """The copy of the engine that answered."""
+    """Name of the engine's copy that answered."""
     prompt_tokens: int | None = None
-    """As the log counted them, with the logged target's tokenizer; `answer_tokens` too."""
+    """Prompt tokens as logged, counted by the logged model's tokenizer; likewise `answer_tokens`."""
     answer_tokens: int | None = None
 
     @cached_property
     def id(self) -> str:
-        """Hash of what the target is shown: messages, tools, template arguments; the same for an exact copy."""
+        """Hash of what the target is shown (messages, tools, template arguments), so exact copies share it."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         return _digest([messages, self.tools, dict(self.template_args or {})])
 
     @cached_property
     def key(self) -> str:
-        """Hash of everything but times and source: gives records an order that no position influences."""
+        """Hash of all but times and source: orders records independently of their position."""
         sampling = self.sampling.model_dump() if self.sampling else None
         return _digest([self.id, self.domain, sampling, self.max_new_tokens, self.group])
 
     @property
     def user_text(self) -> str:
-        """The user messages, one a line: what near-copies are judged by."""
+        """User messages, one a line: the text by which near-copies are judged."""
         return "\n".join(message.content for message in self.messages if message.role == "user")
 
 
@@ -91,9 +91,9 @@ def parse(
     index: int = 0,
     timing: Timing | None = None,
 ) -> Record:
-    """Check one decoded line against its shape. Raises InputError starting with `where`.
+    """Validate one decoded line of a given shape and make a record of it. Raises InputError starting with `where`.
 
-    `timing`: when and where it ran, as a log reader found out; None: the line's own fields of these names say it.
+    `timing`: times, replica and token counts from a log reader; None: they are read from the line's own fields.
     """
     # 1) The line, and the request that it may wrap.
     if not isinstance(line, dict):
@@ -130,17 +130,22 @@ def parse(
 
 
 def timing_of(line: Mapping[str, Any], where: str) -> Timing:
-    """The line's fields `started`, `ended`, `replica`, `prompt_tokens` and `answer_tokens`. Raises InputError."""
+    """Read a line's fields `started`, `ended`, `replica`, `prompt_tokens`, `answer_tokens`. Raises InputError."""
+    # Times: unix seconds or dates.
     times = {name: seconds(line.get(name)) for name in ("started", "ended")}
     for name, time in times.items():
         if time is None and line.get(name) is not None:
             raise InputError(f"{where}: {name} is no time; must be unix seconds or a date in ISO 8601")
+
+    # Token counts: whole numbers, neither floats nor booleans.
     counts = {name: line.get(name) for name in ("prompt_tokens", "answer_tokens")}
     for name, count in counts.items():
         if count is None:
             continue
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_TOKENS:
             raise InputError(f"{where}: {name} {_quoted(count)}; must be a whole number from 0 to {MOST_TOKENS}")
+
+    # The replica, by name or number.
     replica = line.get("replica")
     if replica is not None and not isinstance(replica, str | int):
         raise InputError(f"{where}: replica is a JSON {_json_type(replica)}; must be text or a number")
@@ -160,9 +165,11 @@ def _messages(lookup: Lookup, where: str) -> list[Message]:
 def _message(raw: Any, where: str) -> Message:
     if not isinstance(raw, dict):
         raise InputError(f"{where}: is a JSON {_json_type(raw)}; must be an object with role and content")
+    # A developer message is a system message under the name that newer APIs use.
     role = "system" if raw.get("role") == "developer" else raw.get("role")
     if role not in ROLES:
         raise InputError(f"{where}: unknown role {_quoted(role)}; must be one of {', '.join(ROLES)}")
+    # Only a tool's result, and an assistant message that calls tools, may be without text.
     content = _content(raw.get("content"), where)
     tool_calls = raw.get("tool_calls") or None
     if not content.strip() and not (role == "tool" or (role == "assistant" and tool_calls)):
@@ -172,13 +179,14 @@ def _message(raw: Any, where: str) -> Message:
 
 
 def _content(content: Any, where: str) -> str:
-    """Text of a message: a string, or a list of text parts."""
+    """Join the text of a message's content: a string or a list of text parts. Raises InputError for other parts."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InputError(f"{where}: content is a JSON {_json_type(content)}; must be text or a list of text parts")
+    # Parts that are not text (images, audio) cannot be left out without changing the question.
     parts: list[str] = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -190,6 +198,7 @@ def _content(content: Any, where: str) -> str:
 
 def _sharegpt(lookup: Lookup, where: str) -> list[Message]:
     messages: list[Message] = []
+    # A system prompt may stand beside the conversation.
     system = lookup("system")
     if isinstance(system, str) and system.strip():
         messages.append(Message(role="system", content=system))
@@ -197,6 +206,7 @@ def _sharegpt(lookup: Lookup, where: str) -> list[Message]:
         item = f"{where}: conversations[{i}]"
         if not isinstance(raw, dict):
             raise InputError(f"{item}: is a JSON {_json_type(raw)}; must be an object with from and value")
+        # Roles have other names than in the OpenAI style.
         role = _SHAREGPT_ROLES.get(raw["from"]) if isinstance(raw.get("from"), str) else None
         if role is None:
             names = ", ".join(sorted(_SHAREGPT_ROLES))
@@ -234,11 +244,13 @@ def _items(lookup: Lookup, name: str, where: str) -> list[Any]:
 def _domain(
     source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str, messages: Sequence[Message]
 ) -> str:
+    # A rule wins over the source's own domain, and that over the line's field.
     for rule in source.domains.rules:
         if re.search(rule.match, _searched_text(rule, lookup, messages)):
             return rule.domain
     if source.domain is not None:
         return source.domain
+    # Without any, text clustering will name it, if the recipe asks for that.
     domain = lookup(source.domain_field)
     if domain is None and source.domains.clusters is not None:
         return ""
@@ -284,7 +296,8 @@ def _template_args(lookup: Lookup, where: str) -> dict[str, Any]:
 
 
 def _sampling(lookup: Lookup, where: str) -> SamplingSettings | None:
-    """Logged sampling settings. A request that names some but no temperature was served at 1, the API's default."""
+    """Logged sampling settings; None: none are logged. Without a temperature, others were served at 1, the API's
+    default."""
     given = {name: lookup(name) for name in _SAMPLING_FIELDS if lookup(name) is not None}
     if given.get("top_k") == -1:  # vLLM's "off"
         given["top_k"] = 0
