@@ -1,4 +1,5 @@
-"""`dflash`: a few decoder layers that fill in a block of masks from the target's features, in one pass (DFlash).
+"""`dflash`: a few decoder layers that fill in a block of masks from the target's features, in one pass (DFlash; Chen,
+Liang, Liu 2026, arXiv 2602.06036).
 
 Shapes: B rows, T tokens, M blocks a row, K drafted tokens of a block, S steps ahead, N supervised positions, H hidden
 size, V vocabulary.
@@ -27,17 +28,21 @@ from .initial_weights import evenly_spaced_layers, layer_fields
 
 
 class Blocks:
-    """Block masks of a batch: where its blocks begin, and which supervised token each of their masks drafts."""
+    """Blocks of a batch: where they begin, and which supervised token each of their masks drafts."""
 
     def __init__(self, batch: Batch, offsets: list[int], draft_tokens: int) -> None:
         """`offsets`: of each sample, how many tokens before its first supervised position its first block begins."""
+
         # For each sample: the anchors of its blocks, and the block and the step in it of each supervised token.
         rows: list[list[Tensor]] = [[] for _ in range(batch.ids_BT.shape[0])]
         filled = [0] * len(rows)
         block, step, row_of, chains = [], [], [], [torch.zeros(draft_tokens, 0, dtype=torch.int64)]
         for place, low, high, offset in zip(batch.spans, batch.offsets[:-1], batch.offsets[1:], offsets, strict=True):
+            # The first supervised token is drafted from the last prompt token; the first block may begin before that.
             first = place.start + place.prompt - 1
             earlier = min(offset, max(place.prompt - 2, 0))  # an anchor has something before it, as in decoding
+
+            # Supervised tokens by their distance from the first anchor: quotient and remainder give block and step.
             ahead_n = torch.arange(earlier, earlier + high - low)
             count = -(-(earlier + high - low) // draft_tokens) if high > low else 0
             rows[place.row].append(first - earlier + draft_tokens * torch.arange(count))
@@ -45,11 +50,13 @@ class Blocks:
             step.append(ahead_n % draft_tokens)
             row_of.append(torch.full_like(ahead_n, place.row))
             filled[place.row] += count
+
             # A block's chain is its supervised tokens in order; the first block's may begin after some others.
             link_n = torch.where(ahead_n < draft_tokens, ahead_n - earlier, ahead_n % draft_tokens)
             chain_KC = torch.full((draft_tokens, count), -1)
             chain_KC[link_n, ahead_n // draft_tokens] = torch.arange(low, high)
             chains.append(chain_KC)
+
         # Then as tensors: [B, M] anchors, rows with fewer of them padded.
         device, width = batch.ids_BT.device, max(1, *filled)
         at_BM = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -72,9 +79,11 @@ class Blocks:
 
 
 def block_offset(sample: int, epoch: int, draft_tokens: int) -> int:
-    """How many tokens before a sample's first supervised position its first block begins, in a pass over the samples.
+    """Offset of a sample's blocks in one epoch: its first block begins so many tokens before its first supervised
+    position, from 0 to draft_tokens - 1.
 
-    It follows from the sample and the pass alone: the same however samples are dealt out, and after a resume.
+    The offset follows from sample and epoch alone: the same however samples are dealt out, and after a resume. Each
+    epoch moves it by one, so that a token is drafted at different steps of a block.
     """
     return (int(fingerprint.of_json(["blocks", sample])[:8], 16) + epoch) % draft_tokens
 
@@ -86,13 +95,13 @@ _DEFAULT_LAYERS = 3  # of a fresh draft whose recipe names no number
 
 @dataclass(frozen=True)
 class BlockInputs(Inputs):
-    """A micro-batch with the blocks that it is cut into."""
+    """Inputs with the blocks that the micro-batch is cut into."""
 
     blocks: Blocks | None = None
 
 
 class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
-    """Every supervised token is drafted once, in the block where it falls, as decoding would draft it there."""
+    """DFlash family: each supervised token is drafted once, in the block where it falls, as in decoding."""
 
     name = "dflash"
     draft_class = DFlashDraft
@@ -106,20 +115,24 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
 
     @classmethod
     def start(cls, settings: DFlashSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
-        """Layers of the target where they are like ours, else random ones; its embeddings and head, or copies."""
+        """Fresh draft: layers of the target where they compute the same, else random; its tables or copies of them."""
+        # The vocabulary and the dimensions, then random weights by the seed.
         target = load_target()
         capture.check_target(target)
         draft_ids, extra = vocabulary.reduced(settings.draft_vocabulary, capture)
         config = dflash_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
         with seeded_init(cls.name, seed):
             draft = DFlashDraft(config, draft_ids, settings.train_embeddings, settings.train_head)
+
+        # The target's weights take the place of random ones where they fit.
         copy_tables(draft, target)
         layers = copy_layers(draft, target)
         return Start(draft, extra | ({"layers": layers} if layers else {}))
 
     @classmethod
     def incompatibility(cls, settings: DFlashSettings, draft: DFlashDraft, source: str) -> str | None:
-        """Blocks, layers, vocabulary, width, what it has of its own."""
+        """Compare blocks, layers, mask token, vocabulary, width, own head and own embeddings."""
+        # The shape of the blocks and the layers.
         config = draft.config
         if settings.draft_tokens != config.block_size - 1:
             return f"draft_tokens = {settings.draft_tokens}: {source} has blocks that draft {config.block_size - 1}"
@@ -127,13 +140,15 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
             return f"layers = {settings.layers}: {source} has {config.num_hidden_layers}"
         if settings.mask_token not in (None, config.mask_token_id):
             return f"mask_token = {settings.mask_token}: {source} has {config.mask_token_id}"
+
+        # What the draft must have to be trained.
         if settings.train_head and draft.lm_head is None:
             return f"train_head = true: {source} has no head of its own"
         return head_incompatibility(settings, draft, source)
 
     @classmethod
     def check(cls, settings: DFlashSettings, load_target: LoadTarget) -> None:
-        """The target has the layers that are read, and a token to stand for what is to be drafted."""
+        """Check that the target has the layers that are read, and a token for the mask."""
         target = load_target()
         read_layers(settings, target.num_layers)
         mask_token(settings, target)
@@ -146,12 +161,15 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
         return BlockInputs(batch, features=self._features(batch, samples), blocks=blocks)
 
     def rows(self, inputs: Inputs) -> Rows:
-        """The state of the mask that drafts each supervised token."""
+        """Rows: the state of the mask that drafts each supervised token."""
         assert isinstance(inputs, BlockInputs) and inputs.blocks is not None and inputs.features is not None
+        # Anchors and masks through the draft, which attends to the target's features before each block.
         blocks, config = inputs.blocks, self.draft.config
         ids_BMW = blocks.ids(inputs.batch.ids_BT, config.mask_token_id, self._draft_tokens)
         embed = self.draft.embed_tokens if self.draft.embed_tokens is not None else self._target.embed
         states_BMWH = self.draft(embed(ids_BMW), inputs.features.aux_BTA, blocks.anchors)
+
+        # Column 0 of a block is its anchor, which drafts nothing.
         states_NH = states_BMWH[:, :, 1:].flatten(0, 2)[blocks.at_N]
         teacher = self.teacher(inputs.features)
         # A block has one chain for draft_tokens positions; other families begin one at each.
@@ -169,11 +187,13 @@ def copy_layers(draft: DFlashDraft, target: CausalModel) -> list[int]:
 
     Norms of queries and keys that the target does not have start at one.
     """
+    # Only where the layers are of the same kind and there are enough of them.
     count, total = draft.config.num_hidden_layers, target.num_layers
     if target.config.model_type not in _COPIED_MODELS or count > total:
         return []
     chosen = evenly_spaced_layers(count, total) if count > 1 else [total // 2]
     for layer, source in zip(draft.layers, chosen, strict=True):
+        # The draft keeps only what the target lacks; another shape or name means that the kinds differ after all.
         own, theirs = layer.state_dict(), target.layer_weights(source)
         if not all(name in own and tensor.shape == own[name].shape for name, tensor in theirs.items()):
             return []
@@ -199,11 +219,14 @@ def read_layers(settings: DFlashSettings, total: int) -> tuple[int, ...]:
 
     The published drafts leave out the first output and the last two; shallow targets give what they have.
     """
+    # Named layers, which the recipe has ascending from 1 on.
     if settings.aux_layers is not None:
         if settings.aux_layers[-1] > total:
             named = list(settings.aux_layers)
             raise InputError(f"draft.aux_layers = {named}: must be between 1 and {total}, the target's last layer")
         return settings.aux_layers
+
+    # Otherwise evenly spaced ones, within the published range where that is wide enough.
     count = min(settings.layers or _DEFAULT_LAYERS, total)
     if count == 1:
         return (total // 2 + 1,)
@@ -212,11 +235,14 @@ def read_layers(settings: DFlashSettings, total: int) -> tuple[int, ...]:
 
 
 def mask_token(settings: DFlashSettings, target: Target) -> int:
-    """The token that stands for what is to be drafted: the tokenizer's own, or one that no text has."""
+    """Mask token id: the recipe's, the tokenizer's own, or one that no text has; InputError where there is none."""
+    # Named in the recipe.
     if settings.mask_token is not None:
         if settings.mask_token >= target.vocab_size:
             raise InputError(f"draft.mask_token = {settings.mask_token}: must be below {target.vocab_size}")
         return settings.mask_token
+
+    # Otherwise the first that there is; the last id that no token has is free for sure.
     tokenizer = target.tokenizer
     unused = range(len(tokenizer), target.vocab_size)
     for found in (tokenizer.mask_token_id, *unused[-1:], tokenizer.pad_token_id, tokenizer.eos_token_id):

@@ -31,7 +31,7 @@ _NOISE_LENGTH = 512
 
 
 class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
-    """Training-time test, one step of which is EAGLE-1 as published."""
+    """EAGLE-1 family: training-time test over `draft_tokens` steps, of which one step is EAGLE-1 as published."""
 
     name = "eagle"
     draft_class = EagleDraft
@@ -43,7 +43,7 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
 
     @classmethod
     def start(cls, settings: EagleSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
-        """A random layer of the target's dimensions."""
+        """Fresh draft: one random layer of the target's dimensions."""
         target = load_target()
         capture.check_target(target)
         config = EagleConfig(**layer_fields(target, settings.intermediate_size))
@@ -52,7 +52,7 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
 
     @classmethod
     def incompatibility(cls, settings: EagleSettings, draft: EagleDraft, source: str) -> str | None:
-        """Width of the MLP; embeddings, of which there must be none."""
+        """Compare the width of the MLP; the draft must have no embeddings."""
         if settings.intermediate_size not in (None, draft.config.intermediate_size):
             return f"intermediate_size = {settings.intermediate_size}: {source} has {draft.config.intermediate_size}"
         if draft.embed_tokens is not None:
@@ -61,7 +61,7 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
 
     @classmethod
     def check(cls, settings: EagleSettings, load_target: LoadTarget) -> None:
-        """Its embeddings are as wide as its states."""
+        """Check that the target's embeddings are as wide as its states (else `embed` raises FormatError)."""
         target = load_target()
         target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
 
@@ -75,14 +75,20 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
         return Inputs(batch, self._target.embed(batch.ids_BT).float(), features._replace(aux_BTA=states_BTH))
 
     def _noise_of(self, batch: Batch, samples: Sequence[int], size: int) -> Tensor:
-        """[B, T, H] uniform around 0. A token's follows from its sample, its place there and the epoch alone, so that
-        neither ranks nor micro-batches nor packing change what is trained."""
+        """Uniform noise around 0, [B, T, H].
+
+        A token's noise follows from its sample, its place there and the epoch alone, so that neither ranks nor
+        micro-batches nor packing change what is trained.
+        """
+        # Seed and width of each token. The shorter a text, the wider its noise, as in the original project.
         seed_BT = torch.zeros(batch.ids_BT.shape, dtype=torch.int64)
         width_BT = torch.zeros(batch.ids_BT.shape)
         for sample, (row, start, length, _) in zip(samples, batch.spans):
             at = slice(start, start + length)
             seed_BT[row, at] = seed_of(sample, f"noise/{self.epoch}")
             width_BT[row, at] = self._noise * _NOISE_LENGTH / length
+
+        # Counter-based random numbers at (seed, place in the sample): padding has width 0.
         seed_BT, width_BT = moved(seed_BT, batch.ids_BT.device), moved(width_BT, batch.ids_BT.device)
         rows = zip(seed_BT, batch.documents.positions_BT, width_BT)
         noise = [
@@ -91,12 +97,15 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
         return torch.stack(noise)
 
     def rows(self, inputs: Inputs) -> Rows:
-        """States of all steps, aligned with the positions that teach them."""
+        """Rows: the states of all steps, aligned with the positions that teach them."""
         assert inputs.features is not None
         steps, alignment = len(self.step_weights), Alignment(inputs.batch)
+        # Unroll all steps, then pick, for each supervised token, the state that drafts it at each step.
         states = self.draft(inputs.embeds_BTH, inputs.features.aux_BTA, alignment.trained, steps)
         at_SN, valid_SN = alignment.rows(steps)
         states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
+
+        # The teacher judges the tokens; the regression, where it has weight, the states themselves.
         extra_loss = (
             None if self.extra_loss is None else self._regression(states_SNH, inputs.features.hidden_NH, valid_SN)
         )
@@ -104,12 +113,13 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
         return Rows(states_SNH, valid_SN, teacher, self.step_weights, extra_loss=extra_loss)
 
     def _regression(self, states_SNH: Tensor, hidden_NH: Tensor, valid_SN: Tensor) -> Tensor:
-        """Smooth L1 between each state and the target's, mean over H, summed over positions and weighted steps."""
+        """Feature regression: smooth L1 between each state and the target's, mean over H, summed over positions and
+        weighted steps."""
         wanted_SNH = hidden_NH.float().expand_as(states_SNH)
         loss_SN = F.smooth_l1_loss(states_SNH.float(), wanted_SNH, reduction="none").mean(-1)
         weight_S1 = on_device(self.step_weights, loss_SN.device)[:, None]
         return (torch.where(valid_SN, loss_SN, 0.0) * weight_S1).sum()
 
     def head(self) -> Head:
-        """The target's, frozen, with its scale and soft-cap."""
+        """Head of the target, frozen, with its scale and soft-cap."""
         return self._target_head

@@ -25,7 +25,7 @@ from .ttt_alignment import Alignment
 
 
 class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
-    """Training-time test: step k reads what the draft itself made at step k - 1."""
+    """EAGLE-3 family: training-time test, in which step k reads the state that the draft itself made at step k - 1."""
 
     name = "eagle3"
     draft_class = Eagle3Draft
@@ -38,7 +38,8 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
 
     @classmethod
     def start(cls, settings: Eagle3Settings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
-        """A random layer under the target's head, cut to the draft's vocabulary."""
+        """Fresh draft: one random layer under the target's head, which is cut to the draft's vocabulary."""
+        # The vocabulary and the dimensions, then random weights by the seed; the target's tables take their place.
         target = load_target()
         capture.check_target(target)
         draft_ids, extra = vocabulary.reduced(settings.draft_vocabulary, capture)
@@ -50,14 +51,14 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
 
     @classmethod
     def incompatibility(cls, settings: Eagle3Settings, draft: Eagle3Draft, source: str) -> str | None:
-        """Vocabulary, layers, width, embeddings."""
+        """Compare feature norms, read layers, vocabulary, width and embeddings."""
         if settings.fc_norm not in (None, draft.config.fc_norm):
             return f"fc_norm = {settings.fc_norm}: {source} has {draft.config.fc_norm}"
         return head_incompatibility(settings, draft, source)
 
     @classmethod
     def check(cls, settings: Eagle3Settings, load_target: LoadTarget) -> None:
-        """The target has the layers that are read."""
+        """Check that the target has the layers that are read."""
         resolve_aux_layers(settings.aux_layers, load_target().num_layers)
 
     @torch.no_grad()
@@ -68,12 +69,15 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
         return Inputs(batch, embeds, features)
 
     def rows(self, inputs: Inputs) -> Rows:
-        """States of all steps, aligned with the positions that teach them."""
+        """Rows: the states of all steps, aligned with the positions that teach them."""
         batch = inputs.batch
         assert inputs.features is not None
+        # Embeddings of the draft's own are a part of the forward pass, because they are trained.
         embeds = inputs.embeds_BTH
         if self.draft.embed_tokens is not None:
             embeds = self.draft.embed_tokens(batch.ids_BT)
+
+        # Unroll all steps, then pick, for each supervised token, the state that drafts it at each step.
         alignment = Alignment(batch)
         states = self.draft(embeds, inputs.features.aux_BTA, alignment.trained, len(self.step_weights))
         at_SN, valid_SN = alignment.rows(len(self.step_weights))
@@ -87,7 +91,7 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
 
 
 def eagle3_config(settings: Eagle3Settings, target: CausalModel, draft_vocabulary: int) -> Eagle3Config:
-    """The head's dimensions: the target's own, but one layer."""
+    """Configuration of a fresh draft: the target's dimensions, with one layer."""
     return Eagle3Config(
         **layer_fields(target, settings.intermediate_size),
         target_hidden_size=target.hidden_size,

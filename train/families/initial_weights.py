@@ -1,4 +1,4 @@
-"""Weights a draft starts from: pruned layers, LoRA adapters, layer dimensions and rotary settings of its target."""
+"""Initial weights and dimensions of drafts: pruned layers, LoRA adapters, layer dimensions, rotary embedding."""
 
 import copy
 from typing import Any
@@ -14,7 +14,10 @@ from ..settings import LoraSettings
 
 
 def add_lora(model: PreTrainedModel, lora: LoraSettings, field: str) -> None:
-    """Put adapters into the model's linear layers and freeze everything else. `field` begins an error's line."""
+    """LoRA adapters: put them into the model's linear layers and freeze everything else.
+
+    Raises InputError, whose line begins with `field`, for targets that the model does not have.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0)
@@ -32,10 +35,13 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """
     from peft.tuners.lora import LoraLayer
 
+    # Plain weights, under the names that they have without adapters.
     weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if ".lora_" not in name:
             weights[name.replace(".base_layer.", ".")] = tensor
+
+    # Adapted ones: base and update are added, then rounded to the base's dtype once.
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             base: Tensor = module.get_base_layer().weight
@@ -59,10 +65,13 @@ def check_layers(layers: list[int], total: int) -> None:
 
 @torch.no_grad()
 def prune(target: CausalModel, layers: list[int]) -> PreTrainedModel:
-    """A float32 copy of a model with only these layers. Embeddings, norms and head are copied."""
+    """Pruned float32 copy of a model, with only these layers. Embeddings, norms and head are copied."""
+    # An empty model of the pruned configuration.
     model, config = target.model, target.config
     prefix = layers_prefix(model, config.num_hidden_layers)
     small: PreTrainedModel = AutoModelForCausalLM.from_config(prune_config(config, layers), dtype=torch.float32)
+
+    # All weights outside the layers, then the kept layers under their new numbers.
     kept = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
     for index, layer in enumerate(layers):
         kept |= {f"{prefix}{index}.{name}": tensor for name, tensor in target.layer_weights(layer).items()}
@@ -70,6 +79,8 @@ def prune(target: CausalModel, layers: list[int]) -> PreTrainedModel:
         small.load_state_dict(kept)
     except RuntimeError as error:
         raise InputError(f"draft.layers {layers}: {type(model).__name__} cannot be pruned: {one_line(error)}") from None
+
+    # Tied tables are one tensor again; sampling defaults are the target's.
     small.tie_weights()
     small.generation_config = copy.deepcopy(model.generation_config)
     return small
@@ -87,7 +98,7 @@ def prune_config(config: Any, layers: list[int]) -> Any:
 
 
 def layers_prefix(model: nn.Module, total: int) -> str:
-    """Beginning of the names of all weights inside the decoder's layers: that of the list of `total` modules."""
+    """Prefix of the names of all weights inside the decoder's layers, found as the module list of length `total`."""
     found = [
         name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == total
     ]
@@ -110,6 +121,7 @@ def rope_fields(target: CausalModel, head_dim: int) -> dict[str, Any]:
     Where the target's layers differ, the draft's are like those with full attention. A scaling that changes nothing
     within the context (dynamic), or that rotates only a part of each head, is left out.
     """
+    # Nested by kind of layer where these differ, else flat.
     rope = getattr(target.config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     theta = rope.get("rope_theta") or getattr(target.config, "rope_theta", None) or _LLAMA_THETA
@@ -138,7 +150,11 @@ def _long_fields(target: CausalModel, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_fields(target: CausalModel, intermediate_size: int | None = None) -> dict[str, Any]:
-    """Fields of LayerConfig: the target's own, its rotary embedding included; `intermediate_size` may be another."""
+    """Layer dimensions, the fields of LayerConfig: the target's own, its rotary embedding included.
+
+    `intermediate_size`: another width of the MLP; None: the target's.
+    """
+    # Older configurations have neither head_dim nor num_key_value_heads: then both follow from the heads.
     config = target.config
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or target.hidden_size // heads

@@ -43,16 +43,21 @@ class Backbone:
     """LoRA adapters around the target's layers (Medusa-2); the target's own weights are held once and stay frozen."""
 
     def __init__(self, target: Target, settings: BackboneSettings, recompute: bool) -> None:
-        """`recompute`: activations, in the backward pass."""
+        """`recompute`: activation checkpointing, that is, activations are made again in the backward pass."""
         check_trainable(target)
         self._target = target
         model = target.model
+        # The memo makes deepcopy take the tensors for copied already: only the modules are new.
         weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
         self._model = copy.deepcopy(model, weights)  # modules of its own around the same tensors
+
+        # Adapters in float32, whatever the target's dtype; only the copy has them, so the teacher stays as it was.
         add_lora(self._model, settings.lora, "draft.backbone.lora")
         self.adapters = _adapters(self._model).float()
-        """The trainable modules: every A and B."""
+        """Trainable modules: every A and B of the adapters."""
         self._lm = CausalModel(self._model, target.settings.context)
+
+        # Checkpointing works in training mode only.
         if recompute:
             self._model.train()
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -86,16 +91,20 @@ def _adapters(model: nn.Module) -> nn.ModuleList:
 
 
 class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
-    """Heads on a frozen target (Medusa-1), or on one that is trained with them."""
+    """Medusa family: heads on a frozen target (Medusa-1), or on one that is trained with them (Medusa-2)."""
 
     name = "medusa"
     draft_class = MedusaDraft
 
     def __init__(self, draft: MedusaDraft, settings: MedusaSettings, loss: LossSettings, target: Target | None) -> None:
         super().__init__(draft, settings, loss, target)
+        # Frozen heads are all the target's: one copy in memory.
         if not settings.train_heads:
             draft.lm_heads.requires_grad_(False)
             _tie_equal_heads(draft)
+
+        # Medusa-2: the adapters become a part of this module, so that the engine trains them. Heads are the main loss
+        # and weigh `heads_weight`; the divergence from the frozen target is the extra loss, of weight 1.
         self._backbone: Backbone | None = None
         if (backbone := settings.backbone) is not None:
             self._backbone = Backbone(self._target, backbone, settings.activation_checkpointing)
@@ -106,7 +115,7 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
 
     @classmethod
     def start(cls, settings: MedusaSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
-        """Blocks that do nothing yet, under the target's head: nothing is random."""
+        """Fresh draft: residual blocks that add nothing yet, under copies of the target's head. Nothing is random."""
         target = load_target()
         capture.check_target(target)
         config = MedusaConfig(
@@ -122,12 +131,12 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
 
     @classmethod
     def changes_target(cls, settings: MedusaSettings) -> bool:
-        """Medusa-2 does."""
+        """Whether the recipe is Medusa-2, which trains the target."""
         return settings.backbone is not None
 
     @classmethod
     def incompatibility(cls, settings: MedusaSettings, draft: MedusaDraft, source: str) -> str | None:
-        """Heads and their blocks."""
+        """Compare the number of heads and of their residual blocks."""
         config = draft.config
         if settings.draft_tokens != config.num_heads:
             return f"draft_tokens = {settings.draft_tokens}: {source} has {config.num_heads} heads"
@@ -137,17 +146,17 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
 
     @classmethod
     def check(cls, settings: MedusaSettings, load_target: LoadTarget) -> None:
-        """Any target fits; one that is trained must have plain weights."""
+        """Check that a target that is to be trained has plain weights; any other target fits."""
         if settings.backbone is not None:
             check_trainable(load_target())
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
-        """Run the target, or take its cached features: states of every position."""
+        """Run the frozen target, or take its cached features: the post-norm states of every position."""
         return Inputs(batch, features=self._features(batch, samples))
 
     def rows(self, inputs: Inputs) -> Rows:
-        """States that each head's matrix reads, aligned with the positions that teach it."""
+        """Rows: the states that each head's matrix reads, aligned with the positions that teach it."""
         assert inputs.features is not None
         # Medusa-1, and Medusa-2 before its start step: the heads read the frozen target's states.
         if self._backbone is None:
@@ -155,6 +164,7 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
         if self.step < self._start_step:
             nothing = torch.stack([p.sum() for p in self.adapters.parameters()]).sum() * 0.0  # moments from step 1 on
             return replace(self._rows(inputs, inputs.features.aux_BTA), extra_loss=nothing)
+
         # Afterwards those of the target under training, whose own loss is its divergence from the frozen one.
         hidden_BTH = self._backbone.states(inputs.batch)
         rows = self._rows(inputs, hidden_BTH)
@@ -164,23 +174,26 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
 
     def _rows(self, inputs: Inputs, hidden_BTH: Tensor) -> Rows:
         assert inputs.features is not None
+        # States of the positions that draft, in float32 for the heads.
         heads, alignment = len(self.step_weights), Alignment(inputs.batch)
         read_LH = take(hidden_BTH, alignment.trained.at_BM).flatten(0, 1).float()  # L = B x M
+
+        # Head k reads the position k + 1 before the one that teaches it.
         at_KN, valid_KN = alignment.rows(heads)
         states_KNH = torch.stack([self.draft.state(read_LH[at], head) for head, at in enumerate(at_KN)])
         teacher = self.teacher(inputs.features)
         return Rows(states_KNH, valid_KN, teacher, self.step_weights)
 
     def head(self) -> list[Head]:
-        """Each head's own matrix. Engines add no scale or soft-cap of the target's."""
+        """Matrix of each head, without the target's scale and soft-cap, which serving engines do not apply either."""
         return [Head(linear.weight) for linear in self.draft.lm_heads]  # type: ignore[arg-type]
 
     def slow_parameters(self) -> list[nn.Parameter]:
-        """The adapters."""
+        """Adapters of the backbone, which learn at `rate_share`; none in Medusa-1."""
         return [] if self._backbone is None else list(self.adapters.parameters())
 
     def saved_bytes(self) -> int:
-        """All heads, those that are held once too; and the changed target."""
+        """Bytes of a saved draft: all heads, equal ones each time, and the changed target."""
         target = 0 if self._backbone is None else bytes_of(self._target.model.parameters())
         return bytes_of(self.draft.state_dict().values()) + target
 
@@ -188,6 +201,7 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
         """Write the changed target beside the draft, which fits no other."""
         if self._backbone is None:
             return
+        # The lineage names the changed target, and keeps the fingerprint of the original.
         meta = read_meta(folder)
         changed = {
             "target_fingerprint": self._backbone.save(folder / OWN_TARGET),

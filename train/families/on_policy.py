@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
 
 
 class OwnAnswers:
-    """Replaces recorded answers of a batch by the draft's own.
+    """On-policy answers: replaces recorded answers of a batch by the draft's own.
 
     An own answer ends with one of `stop_ids`, or as long as the recorded one: the batch never grows. Where it ends
     sooner, fewer tokens are supervised than the plan counted.
@@ -42,16 +42,19 @@ class OwnAnswers:
     def __init__(
         self, draft: SmallDraft, stop_ids: frozenset[int], settings: OnPolicySettings, row_tokens: int
     ) -> None:
-        """`row_tokens`: what the batches were packed with."""
+        """`row_tokens`: width of the rows into which the batches were packed."""
         self._draft, self._stop_ids, self._settings, self._row_tokens = draft, stop_ids, settings, row_tokens
         self._sampling = SamplingSettings(temperature=settings.temperature)
         self._decoders: dict[tuple[int, int], PlainDecoder] = {}
 
     def __call__(self, batch: Batch, samples: Sequence[int], step: int) -> Batch:
-        """The batch of the samples of these indexes, without signals, on the same device."""
+        """Batch of the samples of these indexes with some answers replaced, without signals, on the same device."""
+        # Which samples are answered anew in this step.
         asked = [number for number, index in enumerate(samples) if self._chosen(index, step)]
         if batch.empty or not asked:
             return batch
+
+        # Their recorded answers are replaced, and the batch is packed again.
         exchanges = exchanges_of(batch)
         requests = [self._request(exchanges[number], samples[number], step) for number in asked]
         for number, answer_ids in zip(asked, self._answers(batch, requests), strict=True):
@@ -67,9 +70,13 @@ class OwnAnswers:
         return Request(recorded.prompt_ids, self._sampling, seed, tokens, self._stop_ids)
 
     def _answers(self, batch: Batch, requests: Sequence[Request]) -> list[list[int]]:
-        """Tokens of each, drawn without autocast: it would keep rounded copies of weights that are about to change."""
+        """Answers in tokens, one a request.
+
+        Drawn without autocast, which would keep rounded copies of weights that are about to change.
+        """
         found: dict[int, list[int]] = {}
         with _eval_mode(self._draft.model):
+            # Answers come in any order: each has its request's number as its name.
             decoder = self._decoder(batch)
             decoder.submit([QueuedRequest(str(number), request) for number, request in enumerate(requests)])
             while not decoder.idle:
@@ -77,11 +84,12 @@ class OwnAnswers:
         return [found[number] for number in range(len(requests))]
 
     def _decoder(self, batch: Batch) -> PlainDecoder:
-        """One for batches of about this many samples of about this length, kept: on a GPU it has captured graphs.
+        """Decoder for batches of about this many samples and length, kept: on a GPU it has captured graphs.
 
-        They read the weights where these lie, and training changes them in place. Sizes follow from the batch, not
+        Graphs read the weights where these lie, and training changes them in place. Sizes follow from the batch, not
         from those before it, so that a resumed run decodes in passes of the same shapes.
         """
+        # Rounded up to powers of two, so that few decoders serve all batches.
         slots = min(_MOST_SLOTS, _power_of_two(len(batch.spans)))
         capacity = _power_of_two(max(place.length for place in batch.spans))
         if (slots, capacity) not in self._decoders:

@@ -29,35 +29,40 @@ from .target_features import FeatureSource, LiveTeacher, check_live
 
 @dataclass(frozen=True)
 class StoredTeacher:
-    """Teacher made of the signals that the capture stored."""
+    """Stored teacher: the signals that the capture stored, at temperature 1."""
 
     signals: Signals
     live = False
 
     def at(self, rows: slice, temperatures: Sequence[float]) -> StoredDistribution:
-        """Top k and tail draws of some positions."""
+        """Top k and tail draws of the positions `rows`. Raises ValueError for temperatures other than 1."""
         if tuple(temperatures) != (1.0,):
             raise ValueError(f"{temperatures=}: stored signals are of temperature 1")
         return StoredDistribution(*stored_entries(Signals(*(tensor[rows] for tensor in self.signals))))
 
 
 class SmallFamily(Family[SmallSettings, SmallDraft]):
-    """Predicts the next token at every supervised position."""
+    """Small family: a causal LM that predicts the next token at every supervised position."""
 
     name = "small"
     draft_class = SmallDraft
 
     def __init__(self, draft: SmallDraft, settings: SmallSettings, loss: LossSettings, target: Target | None) -> None:
         super().__init__(draft, settings, loss, target)
+        # The teacher: stored signals, or the target where it is loaded.
         self._lora, self._target, self._draft_tokens = settings.lora, target, settings.draft_tokens
         self.needs_signals = target is None
         if target is not None:
             # Nothing is cached: a sample's answer may be another one each time.
             self._features = FeatureSource(target, None, 0, loss.logits_bytes, loss.dtype, summarised=False)
+
+        # On-policy: the draft answers some prompts itself.
         self._own_answers: OwnAnswers | None = None
         if settings.on_policy is not None:
             assert target is not None
             self._own_answers = OwnAnswers(draft, target.stop_ids, settings.on_policy, settings.row_tokens)
+
+        # What is trained: all weights, or adapters alone. No dropout, unless checkpointing needs training mode.
         draft.model.eval()
         draft.requires_grad_(True)
         if settings.lora is not None:
@@ -68,12 +73,15 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
 
     @classmethod
     def start(cls, settings: SmallSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
-        """The target with fewer layers, or another model with the target's tokenizer."""
+        """Fresh draft: the target with fewer layers, or another model with the target's tokenizer."""
+        # Another model, whose context must hold the captured samples.
         if settings.from_model is not None:
             model, tokenizer = _other_model(settings, settings.from_model, capture)
             draft = SmallDraft(model)
             cls.check_capture(draft, capture, f"draft.from_model: {settings.from_model}")
             return Start(draft, {"from_model": settings.from_model}, tokenizer)
+
+        # The target, pruned.
         target = load_target()
         capture.check_target(target)
         layers = _kept_layers(settings, target.num_layers)
@@ -81,12 +89,12 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
 
     @classmethod
     def needs_target(cls, settings: SmallSettings) -> bool:
-        """Where stored signals do not say enough for an objective, or nothing of the draft's own answers."""
+        """Whether the recipe has an objective that stored signals do not hold, or answers of the draft's own."""
         return settings.needs_whole_distribution or settings.on_policy is not None
 
     @classmethod
     def incompatibility(cls, settings: SmallSettings, draft: SmallDraft, source: str) -> str | None:
-        """`layers`."""
+        """Compare the number of layers."""
         wanted, found = settings.layers, draft.lm.num_layers
         if wanted is not None and (wanted if isinstance(wanted, int) else len(wanted)) != found:
             return f"layers = {wanted}: {source} has {found} layers"
@@ -94,13 +102,13 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
 
     @classmethod
     def check(cls, settings: SmallSettings, load_target: LoadTarget) -> None:
-        """The target has the layers that are kept."""
+        """Check that the target has the layers that are kept."""
         if settings.from_model is None:
             _kept_layers(settings, load_target().num_layers)
 
     @classmethod
     def check_capture(cls, draft: SmallDraft, capture: Capture, where: str) -> None:
-        """The draft is not too short for any prompt with its answer."""
+        """Check that the draft's context holds every captured prompt with its answer."""
         samples = [sample for split in get_args(Split) for sample in capture.samples(split)]
         longest = max((len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples), default=0)
         if draft.lm.max_positions < longest:
@@ -119,20 +127,25 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         return Inputs(batch, None, self._features(batch, samples))
 
     def rows(self, inputs: Inputs) -> Rows:
-        """Hidden states of the supervised positions only: the head never sees a prompt."""
+        """Rows: hidden states of the supervised positions only, so that the head never sees a prompt."""
+        # One row a supervised position.
         batch = inputs.batch
         hidden_BTH = self.draft(batch.ids_BT, batch.documents)
         states_NH = hidden_BTH.flatten(0, 1)[batch.positions_N]
+
+        # Stored signals; a rank may have an empty batch, without any.
         if self._target is None:
             signals = batch.signals if batch.signals is not None else _no_signals(states_NH.device)
             return Rows(states_NH[None], None, StoredTeacher(signals))
+
+        # The loaded target. Chains are runs of neighbours, as each row is on the true prefix.
         assert inputs.features is not None
         teacher = LiveTeacher(head_of(self._target), inputs.features, None)
         chains_KN = moved(chains_of_runs(batch.offsets, self._draft_tokens), states_NH.device)
         return Rows(states_NH[None], None, teacher, chains_KM=chains_KN)
 
     def head(self) -> Head:
-        """The model's own head."""
+        """Head of the draft model, with its scale and soft-cap."""
         return head_of(self.draft.lm)
 
     def check_teacher(self, batch: Batch) -> None:
@@ -156,10 +169,13 @@ def _kept_layers(settings: SmallSettings, total: int) -> list[int]:
 def _other_model(
     settings: SmallSettings, name: str, capture: Capture
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    # A name that looks like a path must be one: otherwise it would be looked up on the hub.
     options: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     where = f"draft.from_model: {name}"
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
         raise MissingFileError(f"{where}: no such folder")
+
+    # The tokenizer is checked before the weights are loaded.
     tokenizer = load_tokenizer(name, where, **options)
     check_same_tokenizer("draft.from_model", name, tokenizer_digest(tokenizer), capture)
     model = load_model(name, where, dtype=torch.float32, use_safetensors=True, **options)
@@ -171,6 +187,7 @@ def _other_model(
 @torch.no_grad()
 def merge_adapters(draft: SmallDraft) -> SmallDraft:
     """A copy of a draft with its LoRA adapters merged into plain weights."""
+    # A model of the same configuration without adapters, filled with the merged weights.
     weights = merged_weights(draft.model)
     config = copy.deepcopy(draft.model.config)
     plain = AutoModelForCausalLM.from_config(config, dtype=next(iter(weights.values())).dtype)

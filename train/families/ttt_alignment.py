@@ -16,7 +16,7 @@ from ...specdec.kernels.document_mask import QueryMask
 
 
 class Alignment:
-    """Positions that draft, and which supervised token each of their states drafts."""
+    """Alignment of a batch: the positions that draft, and which supervised token each of their states drafts."""
 
     def __init__(self, batch: Batch) -> None:
         # For each sample: the positions that draft, their columns in the row's M, the row's first column of the sample.
@@ -33,7 +33,8 @@ class Alignment:
             rows.append(place.row)
             filled[place.row] += high - low
         self.width = max(1, *filled)
-        """Trained positions a row, M."""
+        """Number of trained positions a row, M."""
+
         # Then as tensors: [B, M] positions, and for each supervised token its row, column and first column.
         counts = torch.tensor(batch.offsets).diff()
         at_BM = torch.zeros(len(ranges), self.width, dtype=torch.int64)
@@ -47,7 +48,9 @@ class Alignment:
         """The positions that draft, [B, M]; a row that has fewer repeats its first token, which then means nothing."""
 
     def rows(self, steps: int) -> tuple[Tensor, Tensor]:
-        """[S, N] where each supervised token is drafted, in the flattened [B, M] states, and whether it is."""
+        """Indexes [S, N] of the states that draft each supervised token, into the flattened [B, M], and a mask [S, N]:
+        False where no state drafts it at that step."""
+        # One step further ahead, a token is drafted one position earlier, but never before the sample's first column.
         step_S1 = torch.arange(steps, device=self._row_N.device)[:, None]
         column_SN = self._column_N - step_S1
         valid_SN = column_SN >= self._first_N
