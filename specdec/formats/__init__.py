@@ -1,4 +1,5 @@
-"""Draft checkpoints on disk: ours, and every layout that engines and other projects read. Safetensors and JSON only."""
+"""Draft checkpoints on disk, in our native layout and those of engines and other projects: safetensors, JSON and GGUF;
+pickles are refused."""
 
 from .checkpoint import META_FILE, DraftMeta, LoadedDraft, convert_draft, load_draft, meta_file, read_meta, save_draft
 from .detect import Layout, detect, read_draft

@@ -1,4 +1,4 @@
-"""One folder a draft: the layout that engines read, plus `draftforge.json` with what they do not ask for."""
+"""Draft checkpoint folders: the layout that engines read, plus `draftforge.json` with the draft's lineage."""
 
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,13 +18,13 @@ from .speculators import Verifier
 
 META_FILE = "draftforge.json"
 OWN_TARGET = "target"
-"""Folder beside the draft of the target that was trained with it; `target_fingerprint` is that one's."""
+"""Subfolder with the target that was trained together with the draft; `target_fingerprint` is of that target."""
 ORIGINAL_TARGET = "original_target"
-"""Where `extra` says the fingerprint of the target that it was made of."""
+"""Key in `extra`: fingerprint of the target from which a target trained with the draft was made."""
 
 
 class DraftMeta(BaseModel):
-    """Where a draft comes from. Travels with the checkpoint; engines ignore it."""
+    """Lineage of a draft: its target, tokenizer and training. Travels with the checkpoint; engines ignore it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,18 +33,20 @@ class DraftMeta(BaseModel):
     tokenizer_digest: str
     step: int = Field(ge=0)
     draft_tokens: int = Field(ge=1)
-    """Tokens a round that it was trained for."""
+    """Drafted tokens a round that the draft was trained for."""
     draftforge_version: str
     extra: dict[str, Any] = {}
 
 
 class LoadedDraft(NamedTuple):
+    """A draft module and its lineage."""
+
     draft: DraftModule
     meta: DraftMeta
 
 
 def save_draft(draft: DraftModule, folder: Path, meta: DraftMeta, tokenizer_folder: Path | None = None) -> None:
-    """Write the folder atomically and read it back. Raises FormatError where a tensor is missing or not finite.
+    """Write a draft's folder atomically, read back. Raises FormatError where a tensor is missing or not finite.
 
     `tokenizer_folder`: files that a `small` draft needs to stand on its own.
     """
@@ -62,10 +64,11 @@ def convert_draft(
     verifier: Verifier | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write the draft of one folder into another, existing one in a format of choice. The lineage goes along.
+    """Convert a draft: write it into another, existing folder in the format `name`. The lineage is copied.
 
     `verifier`, and the target's `tokenizer`: for formats that hold them (see `write_draft`).
     """
+    # A GGUF file holds its tokenizer; other small drafts need the files beside them.
     meta = read_meta(source)
     write_draft(_read(source, meta), folder, name, meta.draft_tokens, verifier, tokenizer)
     if meta.family == "small" and name != "gguf":
@@ -74,7 +77,7 @@ def convert_draft(
 
 
 def load_draft(place: Path, device: torch.device, dtype: torch.dtype) -> LoadedDraft:
-    """Read a folder that `save_draft` or `convert_draft` wrote, or the GGUF file in one.
+    """Load a draft from a folder that `save_draft` or `convert_draft` wrote, or from the GGUF file in one.
 
     Raises MissingFileError or FormatError.
     """
@@ -83,12 +86,12 @@ def load_draft(place: Path, device: torch.device, dtype: torch.dtype) -> LoadedD
 
 
 def meta_file(place: Path) -> Path:
-    """Where the lineage of a draft lies, if it has one: in its folder, or beside a bare file."""
+    """Path of a draft's lineage file: in its folder, or beside a bare file. It need not exist."""
     return (place.parent if place.is_file() else place) / META_FILE
 
 
 def read_meta(place: Path) -> DraftMeta:
-    """The lineage beside the weights."""
+    """Lineage of a draft. Raises MissingFileError or FormatError."""
     path = meta_file(place)
     if not path.parent.is_dir():
         raise MissingFileError(f"{path.parent}: no such draft folder")

@@ -1,4 +1,4 @@
-"""Which layout a draft has, by its config and its tensors; and the draft in it, whoever wrote it."""
+"""Layout detection of drafts, by config and tensor names, and loading from any layout."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ _SHOWN = 5
 
 
 def read_draft(place: Path, target_layers: int | None = None) -> DraftModule:
-    """The draft of a folder in any layout, or of a GGUF file, on the CPU, its weights as they are stored.
+    """Load a draft from a folder in any layout, or from a GGUF file: on the CPU, with the stored dtype.
 
     `target_layers`: layers of the target, for EAGLE-3 configs that do not name the captured ones. Raises
     MissingFileError or FormatError naming what is wrong.
@@ -41,18 +41,23 @@ def read_draft(place: Path, target_layers: int | None = None) -> DraftModule:
 
 
 def detect(place: Path) -> Layout:
-    """The layout of a folder or file. Raises FormatError saying what is there where it is none that we read."""
+    """Layout of a draft's folder or file. Raises MissingFileError, or FormatError saying what is there instead."""
+    # GGUF is the one layout that may be a bare file.
     if layouts.file_in(place) is not None:
         return "gguf"
     if place.is_file():
         if is_pickle(place):
             raise pickled(place)
         raise FormatError(f"{place}: is a file; a draft is a folder or a .gguf file")
+
+    # All others are a folder with a config.json.
     if not place.is_dir():
         raise MissingFileError(f"{place}: no such draft folder")
     path = place / "config.json"
     if not path.is_file():
         raise MissingFileError(f"{path}: no such file; the folder holds {_some(p.name for p in place.iterdir())}")
+
+    # Architectures and tensor names tell them apart; no weight is read.
     raw, tensors = read_object(path), set(read_types(place))
     named = raw.get("architectures") or []
     if not isinstance(named, list):
@@ -67,20 +72,27 @@ def detect(place: Path) -> Layout:
 
 
 def _layout(raw: Mapping[str, Any], named: set[str], tensors: set[str]) -> Layout | None:
+    # Marks that only one layout has go first.
     if speculators.MODEL_TYPE in raw:
         return "speculators"
     if raw.get("model_type") == "medusa" or "medusa_num_heads" in raw or medusa.is_original(tensors):
         return "medusa"
+
+    # Then the architecture's name.
     if dflash.ARCHITECTURE in named:
         return "dflash"
     if named & set(eagle3.ARCHITECTURES):
         return "eagle3"
     if named & set(eagle.ARCHITECTURES.values()):
         return "eagle"
+
+    # Then the tensors: of EAGLE's heads only EAGLE-3's have a head, a final norm or a vocabulary map.
     if "fc.weight" in tensors:  # the original project gives its heads a plain model's architecture
         if not named <= {"LlamaForCausalLM"}:
             return None
         return "eagle3" if {"lm_head.weight", "norm.weight", "d2t"} & tensors else "eagle"
+
+    # Last, a plain causal LM.
     return "hf" if named & _causal_models() else None
 
 

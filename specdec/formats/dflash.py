@@ -44,7 +44,8 @@ def write(draft: DFlashDraft, folder: Path) -> None:
 
 
 def write_weights(draft: DFlashDraft, folder: Path) -> str:
-    """Write model.safetensors; d2t and t2d where the vocabulary is reduced. Returns the weights' type."""
+    """Write model.safetensors, with d2t and t2d where the vocabulary is reduced. Returns the weights' dtype."""
+    # A draft of the whole vocabulary has no d2t and t2d in its file.
     config, tensors = draft.config, dict(draft.state_dict())
     specs = {**tensor_specs(config), **present(optional_specs(config), tensors)}
     if config.reduced:
@@ -55,7 +56,7 @@ def write_weights(draft: DFlashDraft, folder: Path) -> str:
 
 
 def read(folder: Path) -> DFlashDraft:
-    """Load a folder."""
+    """Load a DFlash draft from a folder. Raises MissingFileError or FormatError."""
     path = folder / "config.json"
     stored = read_tensors(folder)
     if (folder / _MASK_FILE).exists():
@@ -64,22 +65,27 @@ def read(folder: Path) -> DFlashDraft:
 
 
 def load(config: DFlashConfig, stored: Stored) -> DFlashDraft:
-    """The draft out of its tensors. Raises FormatError naming the tensor that is wrong."""
+    """DFlash draft from its config and tensors. Raises FormatError naming the tensor that is wrong."""
+    # 1) Check the tensors. The number of layers first: specs are made for each.
     where, tensors = stored
     check_count(where, "num_hidden_layers", config.num_hidden_layers, tensors)
     specs = {**tensor_specs(config), **present({**optional_specs(config), **mapping_specs(config)}, tensors)}
     if config.reduced:  # t2d says nothing that d2t does not, and engines do not read it
         specs |= {"d2t": mapping_specs(config)["d2t"], "lm_head.weight": optional_specs(config)["lm_head.weight"]}
     check_tensors(where, tensors, specs)
+
+    # 2) Build the module, with embeddings and head of its own where the file has them.
     own = {name: f"{name}.weight" in tensors for name in ("embed_tokens", "lm_head")}
     draft = DFlashDraft(config, draft_ids_in(config, where, tensors), own["embed_tokens"], own["lm_head"])
     check_marks(where, draft.t2d, tensors)
+
+    # 3) Load; buffers that the file lacks keep what the ids gave.
     draft.load_state_dict({"d2t": draft.d2t, "t2d": draft.t2d, **tensors})
     return draft.to(tensors["fc.weight"].dtype)
 
 
 def engine_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    """config.json as engines expect it. Some look for the block's size at the top, some beside the mask."""
+    """config.json of a DFlash draft as engines expect it. Some look for block_size at the top, some beside the mask."""
     return {
         "architectures": [ARCHITECTURE],
         **layer_entries(config),
@@ -100,15 +106,20 @@ def engine_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
-    """The dimensions out of an engine's config.json. Raises FormatError naming the field."""
+    """DFlash config from an engine's config.json. Raises FormatError naming the field."""
+    # Fields that would change the computation must have our value.
     nested = raw.get(_NESTED)
     if not isinstance(nested, Mapping):
         raise FormatError(f"{path}: {_NESTED} {nested}: must be an object")
     check_fixed(path, "", raw, _FIXED)
     check_fixed(path, f"{_NESTED}.", nested, _FIXED_NESTED)
+
+    # block_size may stand in two places, which must agree.
     block_size = raw.get("block_size", nested.get("block_size"))
     if nested.get("block_size", block_size) != block_size:
         raise FormatError(f"{path}: {_NESTED}.block_size {nested['block_size']}: must equal block_size {block_size}")
+
+    # Engines add one to target_layer_ids, and so do we.
     layers = nested.get("target_layer_ids")
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise FormatError(f"{path}: {_NESTED}.target_layer_ids {layers}: must be a list of layers")
@@ -117,15 +128,23 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
 
 
 def dimensions(path: Path, raw: Mapping[str, Any], own: Mapping[str, Any]) -> DFlashConfig:
-    """The config of a Qwen 3 layer with what is `own` to DFlash."""
+    """DFlash config from a Qwen 3 layer config (`raw`) and the fields that only DFlash has (`own`).
+
+    Raises FormatError naming the field.
+    """
+    # Only what engines compute the same way: a Qwen 3 layer, full attention everywhere, a named rope base.
     if raw.get("model_type") != QWEN3:
         raise FormatError(f"{path}: model_type {raw.get('model_type')}: must be {QWEN3}")
     if any(kind != "full_attention" for kind in raw.get("layer_types") or []):
         raise FormatError(f"{path}: layer_types {raw['layer_types']}: must all be full_attention")
     if raw.get("rope_theta") is None and "rope_theta" not in (raw.get("rope_parameters") or {}):
         raise FormatError(f"{path}: rope_theta: must be named: readers differ in what they take for an absent one")
+
+    # The Llama reader checks for one Llama layer, so these two fields stay out of it.
     layer = {name: value for name, value in raw.items() if name not in ("model_type", "num_hidden_layers")}
     fields = layer_fields(path, {**_QWEN3_DEFAULTS, **layer})
+
+    # Absent widths and vocabularies are the target's.
     fields["num_hidden_layers"] = raw.get("num_hidden_layers")
     fields["target_hidden_size"] = raw.get("target_hidden_size") or raw.get("hidden_size")
     fields["draft_vocab_size"] = raw.get("draft_vocab_size") or raw.get("vocab_size")
@@ -133,7 +152,7 @@ def dimensions(path: Path, raw: Mapping[str, Any], own: Mapping[str, Any]) -> DF
 
 
 def check_fixed(path: Path, prefix: str, raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """Refuse a config that asks for another value than the one that we compute."""
+    """Raise FormatError for a config that asks for another value than the `fixed` one that we compute."""
     for name, value in fixed.items():
         if raw.get(name) not in (None, value):
             raise FormatError(f"{path}: {prefix}{name} {raw[name]}: must be {value}")
@@ -142,7 +161,7 @@ def check_fixed(path: Path, prefix: str, raw: Mapping[str, Any], fixed: Mapping[
 
 
 def tensor_specs(config: DFlashConfig) -> dict[str, Spec]:
-    """Every weight that the layout must hold."""
+    """Specs of every weight that the layout must hold."""
     hidden = Spec((config.hidden_size,))
     specs = {
         "fc.weight": Spec((config.hidden_size, len(config.aux_layers) * config.target_hidden_size)),
@@ -157,5 +176,5 @@ def tensor_specs(config: DFlashConfig) -> dict[str, Spec]:
 
 
 def optional_specs(config: DFlashConfig) -> dict[str, Spec]:
-    """What the draft may have of its own."""
+    """Specs of the weights that the draft may have or borrow from the target: embeddings and head."""
     return {**embedding_specs(config), "lm_head.weight": Spec((config.draft_vocab_size, config.hidden_size))}

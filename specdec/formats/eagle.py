@@ -21,6 +21,7 @@ _BIAS = "fc.bias"
 
 def write(draft: EagleDraft, folder: Path, engine: Literal["vllm", "sglang"]) -> None:
     """Write config.json and model.safetensors for one engine."""
+    # Embeddings only if the draft has its own; SGLang's zero bias.
     tensors, specs = dict(draft.state_dict()), tensor_specs(draft.config)
     if draft.embed_tokens is not None:
         specs |= embedding_specs(draft.config)
@@ -28,6 +29,8 @@ def write(draft: EagleDraft, folder: Path, engine: Literal["vllm", "sglang"]) ->
         tensors[_BIAS] = torch.zeros_like(draft.fc.weight[:, 0])
         specs |= _bias_specs(draft.config)
     dtype = write_tensors(folder / WEIGHTS_FILE, tensors, specs)
+
+    # The architecture's name decides which engine takes the folder.
     config = {
         "architectures": [ARCHITECTURES[engine]],
         **layer_entries(draft.config),
@@ -39,22 +42,27 @@ def write(draft: EagleDraft, folder: Path, engine: Literal["vllm", "sglang"]) ->
 
 
 def read(folder: Path) -> EagleDraft:
-    """Load a folder of either layout, or one of the original project's as safetensors."""
+    """Load an EAGLE head from a folder of either layout, or of the original project's as safetensors."""
+    # Embeddings and bias may be there.
     path = folder / "config.json"
     config = validated(EagleConfig, path, layer_fields(path, read_object(path)))
     where, tensors = read_tensors(folder)
     optional = present({**embedding_specs(config), **_bias_specs(config)}, tensors)
     check_tensors(where, tensors, {**tensor_specs(config), **optional})
+
+    # A bias of zeros is the same as none.
     bias = tensors.pop(_BIAS, None)
     if bias is not None and bool(bias.any()):
         raise FormatError(f"{where}: tensor {_BIAS} has values other than 0: heads with a bias are not supported")
+
+    # Weights decide the dtype.
     draft = EagleDraft(config, own_embeddings="embed_tokens.weight" in tensors)
     draft.load_state_dict(tensors)
     return draft.to(tensors["fc.weight"].dtype)
 
 
 def tensor_specs(config: EagleConfig) -> dict[str, Spec]:
-    """Every tensor that both layouts must hold."""
+    """Specs of every tensor that both layouts must hold."""
     fc = {"fc.weight": Spec((config.hidden_size, 2 * config.hidden_size))}
     return {**fc, **layer_specs(config, "layers.0.", width=config.hidden_size)}
 

@@ -33,13 +33,16 @@ def write(draft: Eagle3Draft, folder: Path) -> None:
 
 
 def write_weights(draft: Eagle3Draft, folder: Path, layer: str) -> str:
-    """Write model.safetensors, the decoder layer's tensors under the prefix `layer`. Returns the weights' type.
+    """Write model.safetensors, the decoder layer's tensors under the prefix `layer`. Returns the weights' dtype.
 
     A draft of the whole vocabulary has no d2t and t2d: vLLM and `speculators` have no place for them there.
     """
+    # Our names to the file's.
     config, names = draft.config, {LAYER: layer, OUR_NORMS: FILE_NORMS}
     tensors = {_renamed(name, names): tensor for name, tensor in draft.state_dict().items()}
     specs = {**tensor_specs(config, layer), **(mapping_specs(config) if reduced(config) else {})}
+
+    # Embeddings only if the draft has its own; maps only for a reduced vocabulary.
     if draft.embed_tokens is not None:
         specs |= embedding_specs(config)
     if not reduced(config):
@@ -48,13 +51,15 @@ def write_weights(draft: Eagle3Draft, folder: Path, layer: str) -> str:
 
 
 def read(folder: Path, target_layers: int | None = None) -> Eagle3Draft:
-    """Load a folder. `target_layers` of the target say what a config means that names no captured layers."""
+    """Load an EAGLE-3 head from a folder. `target_layers`: the target's number of layers, from which the captured
+    layers follow where the config names none. Raises MissingFileError or FormatError."""
     path = folder / "config.json"
     return load(read_config(path, read_object(path), target_layers), read_tensors(folder))
 
 
 def load(config: Eagle3Config, stored: Stored) -> Eagle3Draft:
-    """The head out of its tensors. Raises FormatError naming the tensor that is wrong."""
+    """EAGLE-3 head from its config and tensors. Raises FormatError naming the tensor that is wrong."""
+    # 1) Check the tensors; either prefix of the decoder layer is read.
     where, tensors = stored
     layer = OTHER_LAYER if any(name.startswith(OTHER_LAYER) for name in tensors) else LAYER
     mapping = mapping_specs(config)
@@ -62,8 +67,12 @@ def load(config: Eagle3Config, stored: Stored) -> Eagle3Draft:
     if reduced(config):
         specs["d2t"] = mapping["d2t"]  # t2d says nothing that d2t does not, and engines do not read it
     check_tensors(where, tensors, specs)
+
+    # 2) Build the module.
     draft = Eagle3Draft(config, draft_ids_in(config, where, tensors), own_embeddings="embed_tokens.weight" in tensors)
     check_marks(where, draft.t2d, tensors)
+
+    # 3) The file's names to ours; buffers that the file lacks keep what the ids gave.
     back = {layer: LAYER, FILE_NORMS: OUR_NORMS}
     ours = {_renamed(name, back): tensor for name, tensor in tensors.items()}
     draft.load_state_dict({"d2t": draft.d2t, "t2d": draft.t2d, **ours})
@@ -84,23 +93,24 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def draft_ids_in(config: Eagle3Config | DFlashConfig, where: Path, tensors: Mapping[str, Tensor]) -> Tensor:
-    """[Vd] target ids of the draft vocabulary: by d2t, or all of them."""
+    """Target ids [Vd] of the draft vocabulary: from d2t, or without it 0, 1, ... Raises FormatError."""
     ids = torch.arange(config.draft_vocab_size) + tensors.get("d2t", torch.zeros((), dtype=torch.long))
     check_draft_ids(where, ids, config.vocab_size)
     return ids
 
 
 def check_draft_ids(where: Path, ids: Tensor, vocabulary: int) -> None:
-    """Raise FormatError unless the target ids of a draft vocabulary, [Vd], are different ones of the target's."""
+    """Raise FormatError unless the target ids [Vd] of a draft vocabulary are distinct and within the target's."""
     if bool((ids < 0).any()) or bool((ids >= vocabulary).any()):
         raise FormatError(f"{where}: d2t points outside the vocabulary of {vocabulary}")
+    # Each id at most once: a token must have one logit.
     times = ids.bincount()
     if bool((times > 1).any()):
         raise FormatError(f"{where}: d2t names token {int(times.argmax())} more than once")
 
 
 def engine_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
-    """config.json as engines expect it."""
+    """config.json of an EAGLE-3 head as engines expect it."""
     return {
         "architectures": [ARCHITECTURES[0]],
         **layer_entries(config),
@@ -115,7 +125,8 @@ def engine_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
 
 
 def read_config(path: Path, raw: Mapping[str, Any], target_layers: int | None) -> Eagle3Config:
-    """The dimensions out of an engine's config.json. Raises FormatError naming the field."""
+    """EAGLE-3 config from an engine's config.json. Raises FormatError naming the field."""
+    # Variants that we do not compute.
     nested = raw.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
         raise FormatError(f"{path}: eagle_config {nested}: must be an object")
@@ -123,6 +134,8 @@ def read_config(path: Path, raw: Mapping[str, Any], target_layers: int | None) -
         raise FormatError(f"{path}: norm_before_fc true: only false is supported")
     if nested.get("use_aux_hidden_state") is False:
         raise FormatError(f"{path}: eagle_config.use_aux_hidden_state false: only true is supported")
+
+    # The layer; absent widths and vocabularies are the target's.
     fields = layer_fields(path, raw)
     fields |= {flag: raw[flag] for flag in FLAGS if raw.get(flag) is not None}
     fields["target_hidden_size"] = raw.get("target_hidden_size") or raw.get("hidden_size")
@@ -132,23 +145,31 @@ def read_config(path: Path, raw: Mapping[str, Any], target_layers: int | None) -
 
 
 def _aux_layers(path: Path, named: Any, nested: Any, target_layers: int | None) -> list[int]:
-    """The captured layers, counted as hidden_states are."""
+    """Captured target layers, numbered as transformers' hidden_states. Raises FormatError.
+
+    `named`: of the top level, counted so; `nested`: of eagle_config, one less each.
+    """
+    # Neither is there: low, middle and high layers of the target.
     if named is None and nested is None:
         if target_layers is None:
             raise FormatError(f"{path}: {LAYER_IDS}: is absent, and the target's number of layers is not known")
         named = [2, target_layers // 2, target_layers - 3]  # what every engine takes then
+
+    # Both are there: they must agree.
     if nested is not None:
         _check_layer_ids(path, f"eagle_config.{LAYER_IDS}", nested, lowest=0)
         shifted = [layer + 1 for layer in nested]
         if named not in (None, shifted):
             raise FormatError(f"{path}: {LAYER_IDS} {named}: must be one more than those of eagle_config, {nested}")
         return shifted
+
+    # Only the top level.
     _check_layer_ids(path, LAYER_IDS, named, lowest=1)
     return list(named)
 
 
 def _check_layer_ids(path: Path, field: str, found: Any, lowest: int) -> None:
-    """vLLM sorts them in silence, SGLang does not; and both take three."""
+    """Raise FormatError unless `found` is three ascending layers: vLLM sorts them silently, SGLang does not."""
     if not isinstance(found, list) or len(found) != 3 or not all(type(layer) is int for layer in found):
         raise FormatError(f"{path}: {field} {found}: must be three layers")
     if found != sorted(set(found)) or found[0] < lowest:
@@ -156,17 +177,17 @@ def _check_layer_ids(path: Path, field: str, found: Any, lowest: int) -> None:
 
 
 def reduced(config: Eagle3Config) -> bool:
-    """Whether the draft knows a part of the vocabulary only."""
+    """Whether the draft vocabulary is smaller than the target's."""
     return config.draft_vocab_size < config.vocab_size
 
 
 def mapping_specs(config: Eagle3Config | DFlashConfig) -> dict[str, Spec]:
-    """What ties a reduced vocabulary to the target's: target id - draft id, and which ids are in it."""
+    """Specs of a reduced vocabulary's maps: d2t, target id minus draft id; t2d, which target ids are in it."""
     return {"d2t": Spec((config.draft_vocab_size,), torch.int64), "t2d": Spec((config.vocab_size,), torch.bool)}
 
 
 def tensor_specs(config: Eagle3Config, layer: str) -> dict[str, Spec]:
-    """Every weight that the layout must hold."""
+    """Specs of every weight that the layout must hold, the decoder layer's under the prefix `layer`."""
     hidden, size = config.hidden_size, config.target_hidden_size
     norms = {f"fc_norm.{index}.weight": Spec((size,)) for index in range(3)} if config.fc_norm else {}
     return {

@@ -1,4 +1,4 @@
-"""An independent draft as a plain Hugging Face folder."""
+"""Independent small drafts as plain Hugging Face model folders."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from .tensors import check_count, check_types, read_types
 
 
 def write(draft: SmallDraft, folder: Path) -> None:
-    """config.json, generation_config.json and safetensors; read back and compared."""
+    """Write config.json, generation_config.json and safetensors; read back and compared. Raises FormatError."""
     weights = draft.model.state_dict()
     _check_finite(draft.model, folder)
     draft.model.save_pretrained(folder, safe_serialization=True)
@@ -24,7 +24,9 @@ def write(draft: SmallDraft, folder: Path) -> None:
 
 
 def read(folder: Path) -> SmallDraft:
-    """Load with the stored dtype. Raises where tensors are missing: transformers would leave them random."""
+    """Load a causal LM with its stored dtype. Raises FormatError or MissingFileError, also where tensors are missing:
+    transformers would leave them random."""
+    # Check before transformers loads: it converts and allocates silently.
     path = folder / "config.json"
     raw, types = read_object(path), read_types(folder)
     if "quantization_config" not in raw:
@@ -32,6 +34,8 @@ def read(folder: Path) -> SmallDraft:
     layers = raw.get("num_hidden_layers")
     if isinstance(layers, int):  # transformers would build them all before it looks for their tensors
         check_count(path, "num_hidden_layers", layers, types)
+
+    # Only tensors that the model knows, and all of them, must be there.
     model = load_model(folder, str(folder), only_known=True, dtype="auto", use_safetensors=True)
     _check_finite(model, folder)
     return SmallDraft(model)

@@ -16,7 +16,7 @@ SUFFIX = ".json"
 
 
 class SkipFile(BaseModel):
-    """What the file holds."""
+    """Contents of a skip file: which sublayers of which target a draft leaves out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,16 +24,16 @@ class SkipFile(BaseModel):
     target_fingerprint: str
     skipped: SkippedLayers
     found: dict[str, Any] = {}
-    """How they were found; for people."""
+    """How the skipped layers were found; for people, nothing reads it."""
 
 
 def is_skip_file(place: Path) -> bool:
-    """Whether a draft's place is such a file, by its name: no other draft is a bare JSON file."""
+    """Whether a draft's path is a skip file, by its suffix: no other draft is a bare JSON file."""
     return place.suffix == SUFFIX and place.is_file()
 
 
 def check_writable(path: Path) -> None:
-    """Raise InputError for a name that is none of such a file, or one that is something else's."""
+    """Raise InputError for a path without the suffix of skip files, or where another kind of file exists."""
     if path.suffix != SUFFIX:
         raise InputError(f"--out {path}: must end in {SUFFIX}")
     require_file_place(path, "--out")
@@ -42,12 +42,12 @@ def check_writable(path: Path) -> None:
 
 
 def write_skipped(path: Path, file: SkipFile) -> None:
-    """Write the file atomically, over an older one."""
+    """Write the skip file atomically; an older one is replaced."""
     write_json(path, file.model_dump(mode="json"))
 
 
 def read_skipped(path: Path, target: Target) -> SkippedDraft:
-    """The draft, a view of the target. Raises FormatError, InputError, or StaleInputError for another target."""
+    """Load the draft, a view of the target. Raises FormatError, InputError, or StaleInputError for another target."""
     file = validated(SkipFile, path, read_object(path))
     if file.target_fingerprint != target.fingerprint:
         raise StaleInputError(

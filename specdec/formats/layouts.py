@@ -1,4 +1,4 @@
-"""Which formats a draft can be written in, by family, and the writers."""
+"""Output formats of drafts: which ones take a family, and the dispatch to their writers."""
 
 from pathlib import Path
 from typing import Literal, get_args
@@ -18,7 +18,7 @@ from .speculators import Verifier
 
 Format = Literal["hf", "vllm", "sglang", "speculators", "medusa", "gguf"]
 NATIVE: Format = "vllm"
-"""What training and the registry keep: every family has this format, and it loses nothing."""
+"""Format that training and the registry store: every family has it, and it is lossless."""
 
 FAMILIES: dict[Format, tuple[str, ...]] = {
     "hf": ("small",),
@@ -28,7 +28,7 @@ FAMILIES: dict[Format, tuple[str, ...]] = {
     "medusa": ("medusa",),
     "gguf": ("small", "eagle3", "dflash"),
 }
-"""Families that each format takes. `medusa`: the original project's layout; `gguf`: llama.cpp's."""
+"""Draft families by format. `medusa`: the original project's layout; `gguf`: llama.cpp's."""
 _NEED_VERIFIER = ("speculators", "medusa")
 assert set(FAMILIES) == set(get_args(Format))
 
@@ -48,7 +48,7 @@ def check_family(name: Format, family: str) -> None:
 
 
 def needs_verifier(name: Format) -> bool:
-    """Whether the format names the target."""
+    """Whether a file of the format names the target (its verifier)."""
     return name in _NEED_VERIFIER
 
 
@@ -65,14 +65,19 @@ def write_draft(
     `draft_tokens`, `verifier` and the target's `tokenizer` are for formats that hold them. Raises InputError where the
     format takes no such draft, FormatError where it cannot hold this one or a tensor is missing or not finite.
     """
+    # What each format needs to be told.
     check_family(name, draft.family)
     if verifier is None and needs_verifier(name):
         raise InputError(f"format {name}: names the target; give its hub id")
+
+    # GGUF has writers of its own for all families.
     if name == "gguf":
         if tokenizer is None:
             raise InputError("format gguf: holds the target's tokenizer; give it")
         layouts.write(draft, tokenizer, folder)
         return
+
+    # The other formats, by family. SGLang reads vLLM's layout but for EAGLE's, and leaves out some tensors.
     sglang = name == "sglang"
     match draft:
         case SmallDraft():

@@ -1,4 +1,4 @@
-"""The Llama config by which heads of one decoder layer are described: read, refused where it asks for more, written."""
+"""Llama-style config.json of draft heads with one decoder layer: reading, validation and writing."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,13 +25,16 @@ _BESIDE_SCALING = ("type", "rope_theta", "partial_rotary_factor")
 
 
 def layer_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a LayerConfig that a config names, Llama's defaults where it names none.
+    """LayerConfig fields from a config, with Llama's defaults for absent ones.
 
-    Raises FormatError where it describes another layer than ours.
+    Raises FormatError where the config describes another layer than ours.
     """
+    # Absent fields mean our value; any other value is a layer that we do not compute.
     for name, value in _FIXED.items():
         if raw.get(name) not in (None, value):
             raise FormatError(f"{path}: {name} {raw[name]}: must be {value}")
+
+    # Defaults of multi-head attention, where the config does not say otherwise.
     fields = {name: raw[name] for name in LayerConfig.model_fields if raw.get(name) is not None}
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
@@ -40,26 +43,36 @@ def layer_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Base and scaling of the rotary embedding, under its old names and its new one. A partial one is not ours."""
+    """Rotary base and scaling, from `rope_theta` and `rope_scaling` or from `rope_parameters` (transformers 5).
+
+    Raises FormatError for an unknown scaling and for a partial rotary embedding.
+    """
+    # The newer name is read last, so it wins.
     theta, share, scaling = raw.get("rope_theta"), raw.get("partial_rotary_factor"), None
     for name in ("rope_scaling", "rope_parameters"):
         rope = raw.get(name) or {}
         if not isinstance(rope, Mapping):
             raise FormatError(f"{path}: {name} {rope}: must be an object")
+
+        # The scaling's type, under its newer or older key.
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", *ROPE_TYPES):
             raise FormatError(f"{path}: {name}: rope_type {kind}: must be default, {', '.join(ROPE_TYPES)}")
+
+        # A base inside the object goes before one beside it.
         theta, share = rope.get("rope_theta", theta), rope.get("partial_rotary_factor", share)
         if kind != "default":
             named = {key: value for key, value in rope.items() if key not in _BESIDE_SCALING and value is not None}
             scaling = named | {"rope_type": kind}
+
+    # Every pair of every head must rotate.
     if share not in (None, 1):
         raise FormatError(f"{path}: partial_rotary_factor {share}: must be 1")
     return {"rope_theta": _LLAMA_THETA if theta is None else theta, "rope_scaling": scaling}
 
 
 def validated(model: type[Config], path: Path, fields: Mapping[str, Any]) -> Config:
-    """A configuration, or a FormatError that names the file and the field."""
+    """Validated pydantic model of the fields. Raises FormatError naming the file and the field."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -69,7 +82,7 @@ def validated(model: type[Config], path: Path, fields: Mapping[str, Any]) -> Con
 
 
 def layer_entries(config: LayerConfig) -> dict[str, Any]:
-    """What config.json says of the layer."""
+    """config.json entries of the decoder layer."""
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
@@ -89,12 +102,12 @@ def layer_entries(config: LayerConfig) -> dict[str, Any]:
 
 
 def rope_entries(config: LayerConfig) -> dict[str, Any]:
-    """The rotary embedding under the names that every release of the engines reads."""
+    """config.json entries of the rotary embedding, under the names that every release of the engines reads."""
     return {"rope_theta": config.rope_theta, "rope_scaling": _scaling(config) or None}
 
 
 def rope_parameters(config: LayerConfig) -> dict[str, Any]:
-    """The rotary embedding as transformers names it from release 5 on."""
+    """`rope_parameters` of the rotary embedding, as transformers names it from release 5 on."""
     return {"rope_type": "default", "rope_theta": config.rope_theta, **_scaling(config)}
 
 
@@ -103,12 +116,13 @@ def _scaling(config: LayerConfig) -> dict[str, Any]:
 
 
 def dtype_entries(dtype: str) -> dict[str, Any]:
-    """The type of the weights under its new name and its old one."""
+    """config.json entries of the weights' dtype, under transformers' new and old name."""
     return {"dtype": dtype, "torch_dtype": dtype}
 
 
 def layer_specs(config: LayerConfig, prefix: str, width: int) -> dict[str, Spec]:
-    """Tensors of attention (which reads vectors of that width), MLP and the norm between them."""
+    """Specs of attention (whose input has `width` features), MLP and the norm between them."""
+    # Output sizes of the query projection, and of key and value.
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, groups = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     shapes: dict[str, Shape] = {
@@ -125,5 +139,5 @@ def layer_specs(config: LayerConfig, prefix: str, width: int) -> dict[str, Spec]
 
 
 def embedding_specs(config: LayerConfig) -> dict[str, Spec]:
-    """Embeddings of the head's own, which may be absent."""
+    """Spec of the draft's own embeddings, which may be absent."""
     return {"embed_tokens.weight": Spec((config.vocab_size, config.hidden_size))}

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads and DFlash drafts in the format of the `speculators` project, which vLLM serves without flags.
+"""EAGLE-3 heads and DFlash drafts in the `speculators` project's format, which vLLM serves without flags.
 
 It names the target ("verifier") and how many tokens to draft. Layers are numbered as in vLLM's own layout.
 """
@@ -23,33 +23,37 @@ _DFLASH_LAYER_IDS = "aux_hidden_state_layer_ids"
 
 
 class Verifier(NamedTuple):
-    """The target as engines find it again."""
+    """The target ("verifier") as the format names it."""
 
     name: str
-    """Its id on the hub: vLLM loads it from there."""
+    """The target's id on the hub, from which vLLM loads it."""
     architectures: list[str]
 
 
 def write(draft: Eagle3Draft, folder: Path, draft_tokens: int, verifier: Verifier) -> None:
-    """Write config.json and model.safetensors."""
+    """Write config.json and model.safetensors of an EAGLE-3 head."""
     dtype = eagle3.write_weights(draft, folder, OTHER_LAYER)
     write_json(folder / "config.json", engine_config(draft.config, dtype, draft_tokens, verifier))
 
 
 def write_dflash(draft: DFlashDraft, folder: Path, verifier: Verifier) -> None:
-    """Write config.json and model.safetensors. Raises InputError for what its readers would take from the target."""
+    """Write config.json and model.safetensors of a DFlash draft. Raises InputError for embeddings, a head or a width of
+    the draft's own, where readers would use the target's."""
+    # The format has no place for these tensors, or for another width.
     config = draft.config
     if draft.embed_tokens is not None or (draft.lm_head is not None and not config.reduced):
         raise InputError("format speculators: its drafts use the target's embeddings and head; the draft has its own")
     if config.target_hidden_size != config.hidden_size:
         sizes = f"{config.hidden_size} and {config.target_hidden_size}"
         raise InputError(f"format speculators: takes a dflash draft to be as wide as its target; {sizes} differ")
+
+    # The tensors are those of vLLM's own layout.
     dtype = dflash.write_weights(draft, folder)
     write_json(folder / "config.json", dflash_config(config, dtype, verifier))
 
 
 def read(folder: Path) -> Eagle3Draft | DFlashDraft:
-    """Load a folder of this format."""
+    """Load a draft from a folder of this format. Raises MissingFileError or FormatError."""
     path = folder / "config.json"
     raw, stored = read_object(path), read_tensors(folder)
     if raw.get(MODEL_TYPE) == "dflash":
@@ -58,7 +62,8 @@ def read(folder: Path) -> Eagle3Draft | DFlashDraft:
 
 
 def engine_config(config: Eagle3Config, dtype: str, draft_tokens: int, verifier: Verifier) -> dict[str, Any]:
-    """config.json. Every flag is written: readers differ in what they take an absent one for."""
+    """config.json of an EAGLE-3 head. Every flag is written: readers differ in their defaults."""
+    # target_hidden_size is only named where it differs from the head's.
     own_width = config.target_hidden_size != config.hidden_size
     return {
         "architectures": ["Eagle3DraftModel"],
@@ -75,7 +80,8 @@ def engine_config(config: Eagle3Config, dtype: str, draft_tokens: int, verifier:
 
 
 def dflash_config(config: DFlashConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
-    """config.json. vLLM takes a `sliding_window_non_causal` of false for causal attention in every layer."""
+    """config.json of a DFlash draft. vLLM reads `sliding_window_non_causal` false as causal attention everywhere."""
+    # The number of tokens to draft follows from the block: all but the anchor.
     layer = {**layer_entries(config), "model_type": dflash.QWEN3, "num_hidden_layers": config.num_hidden_layers}
     return {
         "architectures": ["DFlashDraftModel"],
@@ -94,6 +100,7 @@ def dflash_config(config: DFlashConfig, dtype: str, verifier: Verifier) -> dict[
 
 
 def _common(algorithm: str, draft_tokens: int, verifier: Verifier) -> dict[str, Any]:
+    # Greedy proposals, accepted where they are the target's first choice.
     method = {
         "proposal_type": "greedy",
         "speculative_tokens": draft_tokens,
@@ -113,7 +120,7 @@ def _common(algorithm: str, draft_tokens: int, verifier: Verifier) -> dict[str, 
 
 
 def read_dflash_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
-    """The dimensions. Raises FormatError naming the field."""
+    """DFlash config from config.json. Raises FormatError naming the field."""
     layer = _layer(path, raw, dflash.QWEN3)
     dflash.check_fixed(path, "", raw, {"sample_from_anchor": False})
     own = {"aux_layers": raw.get(_DFLASH_LAYER_IDS), **{n: raw.get(n) for n in ("block_size", "mask_token_id")}}
@@ -130,7 +137,8 @@ def _layer(path: Path, raw: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> Eagle3Config:
-    """The dimensions. Raises FormatError naming the field."""
+    """EAGLE-3 config from config.json. Raises FormatError naming the field."""
+    # Fields whose absence means different things to different readers must be there.
     if raw.get(MODEL_TYPE) != "eagle3":
         raise FormatError(f"{path}: {MODEL_TYPE} {raw.get(MODEL_TYPE)}: only eagle3 and dflash can be read")
     layer = _layer(path, raw, "llama")
@@ -140,5 +148,7 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> Eagle3Config:
         )
     if raw.get(LAYER_IDS) is None:
         raise FormatError(f"{path}: {LAYER_IDS}: must be named")
+
+    # Then the config reads as vLLM's own layout does.
     named = ("draft_vocab_size", "target_hidden_size", "norm_before_fc", LAYER_IDS, *FLAGS)
     return eagle3.read_config(path, {**layer, **{name: raw.get(name) for name in named}}, None)

@@ -1,4 +1,4 @@
-"""Safetensors with a contract: the exact set of names, their shapes and types, and finite values."""
+"""Safetensors files checked against specs: the exact set of names, their shapes and dtypes, and finite values."""
 
 import shlex
 from collections.abc import Collection, Mapping
@@ -25,33 +25,36 @@ _CONVERT = (
 
 
 class Spec(NamedTuple):
-    """What one tensor must be."""
+    """Shape and dtype that a tensor must have."""
 
     shape: Shape
     dtype: torch.dtype | None = None
-    """None: a weight, float32, bfloat16 or float16."""
+    """Required dtype; None: a weight, which is float32, bfloat16 or float16."""
 
 
 Specs = Mapping[str, Spec]
 
 
 class Stored(NamedTuple):
-    """All tensors of a folder, and the path that errors about them name."""
+    """Tensors read from a folder, and the path that errors about them name."""
 
     where: Path
     tensors: dict[str, Tensor]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Specs) -> str:
-    """Check, write, read back, compare. Nothing incomplete ever leaves: engines load missing tensors silently.
+    """Write a safetensors file: check, write, read back, compare. Engines load folders without some tensors silently.
 
-    Returns the one type of all weights, as config files name it.
+    Returns the one dtype of all weights, as config files name it. Raises FormatError.
     """
+    # Names, shapes, dtypes and values; then one dtype for all weights, as a config names only one.
     check_tensors(path, tensors, expected)
     dtypes = {tensors[name].dtype: name for name, spec in expected.items() if spec.dtype is None}
     if len(dtypes) > 1:
         (one, first), (other, second), *_ = dtypes.items()
         raise FormatError(f"{path}: tensor {first} is {_name(one)} and {second} is {_name(other)}, must be the same")
+
+    # Write and compare with what is read back.
     contiguous = _apart(tensors)
     save_file(contiguous, path, metadata={"format": "pt"})
     again = load_file(path)
@@ -62,7 +65,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Specs) ->
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, in one piece each; copies of what several names share, which the format cannot say."""
+    """Tensors on the CPU, contiguous; tensors that share memory are copied, as safetensors stores no sharing."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -73,7 +76,8 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_tensors(folder: Path) -> Stored:
-    """Every tensor of every safetensors file in a folder. Raises MissingFileError or FormatError."""
+    """All tensors of all safetensors files in a folder. Raises MissingFileError or FormatError."""
+    # A checkpoint may be split into several files, whose names must not overlap.
     files = weight_files(folder)
     found: dict[str, Tensor] = {}
     for path in files:
@@ -89,7 +93,7 @@ def read_tensors(folder: Path) -> Stored:
 
 
 def read_types(folder: Path) -> dict[str, str]:
-    """Names of all tensors in a folder and their types as safetensors names them; no weight is read."""
+    """Dtypes of all tensors in a folder by name, as safetensors names them ("F32"); no weight is read."""
     types: dict[str, str] = {}
     for path in weight_files(folder):
         try:
@@ -101,23 +105,25 @@ def read_types(folder: Path) -> dict[str, str]:
 
 
 def check_types(folder: Path, types: Mapping[str, str]) -> None:
-    """Raise FormatError naming the first tensor of a folder, of those types, that is no weight."""
+    """Raise FormatError naming the first tensor that is no weight, by its dtype. `types`: as from `read_types`."""
     for name, found in types.items():
         if found not in _STORED_FLOATS:
             raise FormatError(f"{folder}: tensor {name} is {found}, must be {' or '.join(_STORED_FLOATS)}")
 
 
 def check_count(path: Path, field: str, count: int, tensors: Collection[str]) -> None:
-    """Refuse a number of layers or heads that the tensors cannot hold, before anything is made for each."""
+    """Raise FormatError for more layers or heads than there are tensors, before anything is made for each."""
     if count > len(tensors):
         raise FormatError(f"{path}: {field} {count}: there are only {len(tensors)} tensors")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder. Pickles are refused with the command that turns them into one."""
+    """Safetensors files of a folder, sorted. Raises MissingFileError, or for pickles FormatError with a command that
+    converts them."""
     files = sorted(folder.glob("*.safetensors"))
     if files:
         return files
+    # Without safetensors: name the pickle that most likely holds the weights.
     pickles = [path for path in folder.glob("*") if is_pickle(path)]
     if not pickles:
         raise MissingFileError(f"{folder / WEIGHTS_FILE}: no such file")
@@ -125,18 +131,19 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether a file bears a name that torch's pickles have."""
+    """Whether a file is a torch pickle, by its suffix."""
     return path.suffix in _PICKLES
 
 
 def pickled(path: Path) -> FormatError:
-    """The error that says how to turn the file into one that is read."""
+    """FormatError for a pickle, with the command that converts it to safetensors."""
     command = shlex.join(["python", "-c", _CONVERT, str(path), str(path.with_name(WEIGHTS_FILE))])
     return FormatError(f"{path}: pickled weights are not loaded; if you trust the file, convert it: {command}")
 
 
 def check_tensors(where: Path, tensors: Mapping[str, Tensor], expected: Specs) -> None:
     """Raise FormatError naming the first tensor that is missing, misshapen, of a wrong type, unknown or not finite."""
+    # Everything that is expected is there, and right.
     for name, spec in expected.items():
         if name not in tensors:
             raise FormatError(f"{where}: tensor {name} is missing")
@@ -148,6 +155,8 @@ def check_tensors(where: Path, tensors: Mapping[str, Tensor], expected: Specs) -
             raise FormatError(
                 f"{where}: tensor {name} is {_name(tensor.dtype)}, must be {' or '.join(map(_name, allowed))}"
             )
+
+    # Nothing else is there, and every value is finite.
     for name, tensor in tensors.items():
         if name not in expected:
             raise FormatError(f"{where}: tensor {name} is not part of this format")
@@ -156,7 +165,7 @@ def check_tensors(where: Path, tensors: Mapping[str, Tensor], expected: Specs) -
 
 
 def present(optional: Specs, tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
-    """Those optional tensors that are there."""
+    """Specs of the optional tensors that are there."""
     return {name: spec for name, spec in optional.items() if name in tensors}
 
 

@@ -1,4 +1,4 @@
-"""Reading EAGLE heads: they draft from the target's states, and from their own where the target has not been yet.
+"""EAGLE drafters: heads that read the target's states at true positions, and their own states at drafted ones.
 
 Shapes: B active slots, K drafted tokens, F nodes read at once, N pairs read, H hidden size, A features, V vocabulary.
 """
@@ -25,7 +25,8 @@ D = TypeVar("D", bound=EagleDraft | Eagle3Draft)
 
 
 class FeatureDrafter(ABC, Generic[D]):
-    """Keeps the draft's cache on true states: a round's own keys are dropped, then rebuilt from the target's.
+    """Base of EAGLE drafters. The KV cache holds true states: a round's drafted keys are dropped, then rebuilt from the
+    target's states.
 
     Position t of the cache is the pair (target's state of t, token t + 1). Subclasses say which state that is and
     what reads the head's own.
@@ -43,11 +44,11 @@ class FeatureDrafter(ABC, Generic[D]):
 
     @abstractmethod
     def _read(self, states: States) -> Tensor:
-        """What the head reads of the target, [B, N, H or A]."""
+        """Target states [B, N, H] or captured features [B, N, A] that the head reads, in the head's dtype."""
 
     @abstractmethod
     def _true_states(self, states: States) -> Tensor:
-        """The head's states [B, N, H] at true positions."""
+        """The head's input states [B, N, H] at true positions."""
 
     @abstractmethod
     def _logits(self, state: Tensor) -> Tensor:
@@ -59,6 +60,7 @@ class FeatureDrafter(ABC, Generic[D]):
         self._state_SH = weight.new_zeros(slots, self._draft.config.hidden_size)
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        # Pair t is (target's state of t, token t + 1), so embeddings begin with the second token.
         pairs = Texts(known.ids_BT[:, 1:], known.counts_B - 1)
         self._state_SH[slots_R] = self._read_pairs(pairs, states, self._cache.prefill(slots_R, pairs.counts_B))
 
@@ -70,13 +72,17 @@ class FeatureDrafter(ABC, Generic[D]):
         return self._logits(self._state_SH[:batch])
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
+        # Each node reads its parent's state; ROOT is -1, and the root's state stands first.
         above_BFH = self._known_BEH if self._chain else gather_rows(self._known_BEH, parents_BF - ROOT)
         step = self._branches.grow(parents_BF, depth)
         state_BFH = self._draft.decode(self._embed(tokens_BF), above_BFH, step)
+
+        # Keep states that later levels may read: of a chain only the last.
         self._known_BEH = state_BFH if self._chain else torch.cat([self._known_BEH, state_BFH], 1)
         return self._logits(state_BFH)
 
     def observe(self, new: Texts, states: States) -> None:
+        # Accepted tokens are read again, from the target's states instead of the draft's.
         new = new.cut()
         batch = len(new.counts_B)
         self._state_SH[:batch] = self._read_pairs(new, states, self._cache.extend(*new.ids_BT.shape))
@@ -87,25 +93,31 @@ class FeatureDrafter(ABC, Generic[D]):
         self._state_SH[destination] = self._state_SH[source]
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        """The training-time test over the answer: step k of the pair before each round start."""
+        """Trace by the training-time test over the answer: level k is step k of the pair before each round start."""
+        # The pair before a round start ends with its last known token, and drafts the round's first.
         if states is None:
             raise ValueError("EAGLE heads need the target's states; ask for proposer.needs_hidden_states")
         embeds_BTH, read_BTA, at_BM = self._embed(pack.ids_BT), self._read(states), pack.places(-2)
+
+        # Few rows at a time: attention holds a score for each pair of query and key.
         parts = [
             self._draft(embeds_BTH[some], read_BTA[some], QueryMask(pack.documents(some), at_BM[some]), count)
             for some in pack.groups(at_BM.shape[1] * embeds_BTH.shape[1], MOST_PAIRS)
         ]
+
+        # One tensor of states a level, with a row for each round start.
         levels = ((pack.unplaced(torch.cat(level)), self._logits) for level in zip(*parts))
         return trace_levels(pack, count, levels, self._draft.vocab_size, sampling)
 
     def _read_pairs(self, after: Texts, states: States, step: CacheStep) -> Tensor:
-        """Feed pairs (state, token after it); each row's last state [B, H], from which the next tree starts."""
+        """Read pairs (true state, token after it) into the cache. Returns each row's last state [B, H], from which the
+        next tree starts."""
         true_BNH = self._true_states(states)[:, : after.ids_BT.shape[1]]
         return last_of(self._draft.decode(self._embed(after.ids_BT), true_BNH, step), after.counts_B)
 
 
 class EagleDrafter(FeatureDrafter[EagleDraft]):
-    """EAGLE-1: reads the target's last state, and the target's own head reads what it makes of it."""
+    """EAGLE-1 drafter: reads the target's post-norm states, and the target's lm_head reads the drafter's."""
 
     def __init__(self, draft: EagleDraft, target: CausalModel) -> None:
         super().__init__(draft, target, target.vocab_size)
@@ -122,7 +134,7 @@ class EagleDrafter(FeatureDrafter[EagleDraft]):
 
 
 class Eagle3Drafter(FeatureDrafter[Eagle3Draft]):
-    """EAGLE-3: reads features of three layers, and has a head of its own, maybe over fewer tokens."""
+    """EAGLE-3 drafter: reads features of three layers. Its own lm_head may have a reduced vocabulary."""
 
     def __init__(self, draft: Eagle3Draft, target: CausalModel) -> None:
         super().__init__(draft, target, draft.config.draft_vocab_size)
@@ -139,6 +151,6 @@ class Eagle3Drafter(FeatureDrafter[Eagle3Draft]):
         return fused
 
     def _logits(self, state: Tensor) -> Tensor:
-        """-inf outside the draft's vocabulary, nothing renormalised."""
+        """Logits [..., V] of states [..., H]: -inf outside the draft's vocabulary, nothing renormalised."""
         logits = self._draft.logits(state)
         return over_vocabulary(logits, self._draft.draft_ids, self._draft.vocab_size) if self._reduced else logits

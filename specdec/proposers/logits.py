@@ -1,4 +1,4 @@
-"""Work on rows of tokens and logits that every way of drafting needs.
+"""Logits helpers of all proposers: sampling processors by slot, top tokens with ties in order, traces of a level.
 
 Shapes: B slots, F nodes a slot, N tokens, R ranks of tokens or round starts of recorded texts, H hidden size,
 V vocabulary.
@@ -17,9 +17,11 @@ from ..sampling import SamplingSettings, penalised, probabilities
 from .base import UNRANKED, Trace
 
 MOST_PAIRS = 1 << 22
-"""Pairs of query and key of the texts that are traced at once: attention off packed rows holds a score for each."""
+"""Most query-key pairs of the texts that are traced at once: attention off packed rows holds a score for each."""
 _MOST_LOGITS = 1 << 25
+"""Most logits (rows x vocabulary) that a trace holds at once."""
 Head = Callable[[Tensor], Tensor]
+"""States [N, H] -> logits [N, V]."""
 
 
 def over_vocabulary(logits: Tensor, ids_R: Tensor, size: int) -> Tensor:
@@ -31,17 +33,20 @@ def over_vocabulary(logits: Tensor, ids_R: Tensor, size: int) -> Tensor:
 
 @cache
 def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """Numbers that do not change from round to round, brought to the device once."""
+    """Cached constant tensor: numbers that do not change from round to round, brought to the device once."""
     return torch.tensor(values, device=device, dtype=dtype)
 
 
 def process_rows(logits: Tensor, sampling: Sequence[SamplingSettings], seen: Tensor | None = None) -> Tensor:
-    """Each slot's logits [B, ..., V] through its own processors: probabilities in fp32.
+    """Probabilities [B, ..., V] in fp32 of each slot's logits, after that slot's own sampling processors.
 
     `seen` marks the tokens that stand before each row, for repetition penalties; None: no slot has one.
     """
+    # All slots alike: one pass for the batch.
     if len(set(sampling)) == 1:
         return probabilities(logits, sampling[0], seen)
+
+    # Otherwise one pass for each group of slots with equal settings.
     p = torch.empty_like(logits, dtype=torch.float32)
     for setting in set(sampling):
         rows = constant(tuple(row for row, other in enumerate(sampling) if other == setting), logits.device)
@@ -50,7 +55,7 @@ def process_rows(logits: Tensor, sampling: Sequence[SamplingSettings], seen: Ten
 
 
 def penalised_rows(logits: Tensor, sampling: Sequence[SamplingSettings], seen: Tensor | None) -> Tensor:
-    """Each slot's logits [B, ..., V] as they are ranked where nothing is drawn: only a penalty changes the order."""
+    """Logits [B, ..., V] after each slot's repetition penalty: the one processor that changes their order."""
     if seen is None:
         return logits
     rows = [penalised(row, setting, known) for row, setting, known in zip(logits, sampling, seen)]
@@ -58,12 +63,12 @@ def penalised_rows(logits: Tensor, sampling: Sequence[SamplingSettings], seen: T
 
 
 def see(seen: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """The marks [..., V] with one more token [...] each."""
+    """Marks of seen tokens [..., V] with one more token [...] each."""
     return None if seen is None else seen.scatter(-1, tokens[..., None], True)
 
 
 def gather_rows(x: Tensor, index_BF: Tensor) -> Tensor:
-    """Rows [B, F, ...] of x [B, N, ...]."""
+    """Rows [B, F, ...] of x [B, N, ...] at index [B, F]."""
     index = index_BF.reshape(*index_BF.shape, *[1] * (x.dim() - 2))
     return x.gather(1, index.expand(*index_BF.shape, *x.shape[2:]))
 
@@ -75,26 +80,35 @@ def pick_states(states: States, index_BN: Tensor) -> States:
 
 
 def last_of(x_BNH: Tensor, counts_B: Tensor) -> Tensor:
-    """[B, H]: what stands at the end of each right-padded row."""
+    """Last vector [B, H] of each right-padded row."""
     return gather_rows(x_BNH, (counts_B - 1).clamp(min=0)[:, None])[:, 0]
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best logits [..., R] of each row [..., V], best first, and their tokens; of a tie the lower ones.
+    """Top-k with ties in order: the `count` best logits [..., R] of each row [..., V], best first, and their tokens.
+    Among equal logits lower token ids come first.
 
     That is the order of `argmax`. `topk` promises none: on the CPU it returns any of the tokens that tie, in any order,
     even for a count of 1, and in bfloat16 many rows have ties near the top.
     """
+    # argmax settles ties by itself.
     if count == 1:
         tokens = logits.argmax(-1, keepdim=True)
         return logits.gather(-1, tokens), tokens
+
+    # topk finds the right values; only its choice among tokens that tie with the last value is open.
     best = logits.topk(count, dim=-1)
     last = best.values[..., -1:]
     above = best.values != last  # better than the last: surely among them; of those that tie with it the lowest are
+    # The lowest ids that tie with the last value: topk of V, V - 1, ... at their places.
     backwards_V = torch.arange(logits.shape[-1], 0, -1, dtype=torch.int32, device=logits.device)
     lowest = torch.where(logits == last, backwards_V, 0).topk(count, dim=-1).indices
+
+    # Tokens by ascending id, then a stable sort by value, so that ties keep the order of ids.
     tokens = best.indices.sort(-1).values
     tokens = tokens.gather(-1, logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True).indices)
+
+    # Place i takes the i-th of those above, or the next of the lowest that tie.
     rank_R = torch.arange(count, device=logits.device)
     nth = (rank_R - above.sum(-1, keepdim=True)).clamp(min=0)
     return best.values, torch.where(above, tokens, lowest.gather(-1, nth))
@@ -103,10 +117,13 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def trace_levels(
     pack: Pack, count: int, levels: Iterable[tuple[Tensor, Head]], vocab_size: int, sampling: SamplingSettings
 ) -> Trace:
-    """The trace of a draft that says level j of every round, from the j-th of `levels`: its states [R, H] and the head
-    that reads them. There may be fewer of these than `count`."""
+    """Trace from the draft's states, level by level. The j-th of `levels`: states [R, H] of level j at all round
+    starts, and the head that reads them. There may be fewer levels than `count`: the rest is UNRANKED."""
+    # A column a level.
     columns = [trace_level(pack, j, *level, vocab_size, sampling) for j, level in enumerate(levels)]
     rank_RK, q_RK = (torch.stack(column, 1) for column in zip(*columns))
+
+    # Levels that the draft does not have offer nothing.
     missing = count - len(columns)
     if not missing:
         return Trace(rank_RK, q_RK)
@@ -121,14 +138,19 @@ def trace_level(
 
     `head`: states to logits [N, V], which are made of a few round starts at a time.
     """
+    # The text's own token at this level; not `inside` where the answer has ended.
     answer_R, inside_R = pack.next_tokens(ahead)
     first_BV = None if sampling.repetition_penalty == 1.0 else pack.first_places(vocab_size)
+
+    # Logits of a few round starts at a time: rows x vocabulary may be large.
     step = max(1, _MOST_LOGITS // vocab_size)
     found: list[tuple[Tensor, Tensor]] = []
     for start in range(0, max(pack.rounds, 1), step):
         rows = slice(start, start + step)
         seen_NV = None if first_BV is None else pack.seen(first_BV, rows, ahead)
         found.append(trace_from_logits(head(state_RH[rows]), answer_R[rows], sampling, seen_NV))
+
+    # Past the answer's end there is nothing to rank.
     rank_R, q_R = (torch.cat(part) for part in zip(*found))
     return torch.where(inside_R, rank_R, UNRANKED), torch.where(inside_R, q_R, 0.0)
 
@@ -136,14 +158,17 @@ def trace_level(
 def trace_from_logits(
     logits_NV: Tensor, answer_N: Tensor, sampling: SamplingSettings, seen_NV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Per row: the rank of the answer's token among the draft's, as `likeliest` orders them, and its processed
-    probability."""
+    """Rank [N] of the answer's token among the draft's, in the order of `likeliest`, and its probability [N] after the
+    sampling processors (greedy: 1 at rank 0, else 0)."""
+    # Rank: tokens with a higher score, or with an equal one and a lower id.
     answer_N1 = answer_N[:, None]
     scores_NV = penalised(logits_NV, sampling, seen_NV)
     answer_score_N1 = scores_NV.gather(-1, answer_N1)
     lower_NV = torch.arange(logits_NV.shape[-1], device=logits_NV.device) < answer_N1
     before_NV = (scores_NV > answer_score_N1) | ((scores_NV == answer_score_N1) & lower_NV)
     rank_N = torch.where(answer_score_N1[:, 0].isfinite(), before_NV.sum(-1, dtype=torch.int32), UNRANKED)
+
+    # Probability under the draft's processed distribution; greedy drafts put all mass on rank 0.
     if sampling.greedy:
         return rank_N, (rank_N == 0).float()
     return rank_N, probabilities(logits_NV, sampling, seen_NV).gather(-1, answer_N1)[:, 0]

@@ -1,4 +1,4 @@
-"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target guesses n-grams ahead, and drafts those that fit.
+"""Lookahead decoding and Jacobi decoding (Fu et al. 2024, arXiv 2402.02057): the target itself guesses n-grams ahead.
 
 Shapes: B active slots, N nodes of a tree, M = N + 1 rows of the target, W columns of the window, K levels of it, which
 make n-grams of K + 1 tokens.
@@ -19,9 +19,9 @@ _NOTHING = DraftTree.of((), (), "deterministic")
 
 
 class LookaheadProposer:
-    """Two branches in one pass of the target. One verifies: up to `guesses` n-grams of the pool that begin with the
-    text's last token, as one tree. The other looks ahead: a window of riders that the target evaluates and may never
-    accept, `window` columns of K levels, where K is the number of tokens to draft.
+    """Lookahead decoding: two branches in one pass of the target. One verifies: up to `guesses` n-grams of the pool
+    that begin with the text's last token, as one tree. The other looks ahead: a window of riders that the target
+    evaluates and may never accept, `window` columns of K levels, where K is the number of tokens to draft.
 
     Column j of level 0 stands for the (j+1)-th token to come, and each level below for the next one. Level 0 is read as
     one text; what stands below it sees level 0 up to its own column, and its own column:
@@ -55,6 +55,7 @@ class LookaheadProposer:
         self._columns, self._guesses = window, guesses
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
+        # Windows are made in `begin`, from the prompt.
         self._levels = levels
         self._searches: list[_Search | None] = [None] * slots
         self._best_BM: Tensor | None = None  # what the target said in this round
@@ -79,9 +80,12 @@ class LookaheadProposer:
         self._best_BM = best_BM  # read later, when the round has waited for the device anyway
 
     def observe(self, new: Texts, states: States) -> None:
+        # Without a round of drafting (nothing to draft) there is no argmax to read.
         emitted_B = new.rows
         rows = [[]] * len(emitted_B) if self._best_BM is None else self._best_BM.tolist()
         self._best_BM = None
+
+        # First the window, which stands on the text before these tokens; then the text.
         for search, emitted, row in zip(self._searches, emitted_B, rows):
             if search is not None:
                 search.observe_target_argmax(row[1:])
@@ -95,13 +99,14 @@ class LookaheadProposer:
 
 
 class NgramPool:
-    """The latest n-grams of each first token, at most so many."""
+    """N-gram pool: the latest n-grams of each first token, at most `most`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._rest: dict[int, dict[tuple[int, ...], None]] = {}  # by first token, in the order of their coming
 
     def add(self, ngram: Sequence[int]) -> None:
+        # Dicts keep insertion order: an n-gram that comes again becomes the latest, the oldest is dropped.
         rest = self._rest.setdefault(ngram[0], {})
         rest.pop(tuple(ngram[1:]), None)
         rest[tuple(ngram[1:])] = None
@@ -109,14 +114,15 @@ class NgramPool:
             del rest[next(iter(rest))]
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """How its n-grams go on, the latest first."""
+        """Continuations of the n-grams that begin with `token`, the latest first."""
         return list(reversed(self._rest.get(token, {})))
 
 
 class _Search:
-    """Window and pool of one slot."""
+    """Lookahead window and n-gram pool of one slot."""
 
     def __init__(self, ids: Sequence[int], columns: int, levels: int, guesses: int) -> None:
+        # Level k of column j starts as token k + j of the prompt's end, which is repeated if it is too short.
         start = ids[-(columns + levels) :]
         self._window_KW = [[start[(level + place) % len(start)] for place in range(columns)] for level in range(levels)]
         self._pool, self._tokens = NgramPool(guesses), levels + 1  # of an n-gram
@@ -125,20 +131,26 @@ class _Search:
         self._ends = slice(0)  # the nodes of the window's last level, in this round
 
     def read(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these: its own n-grams are as good as any."""
+        """Append tokens to the text, and add the n-grams that they complete to the pool."""
         text = [*self._tail, *tokens]
         for place in range(len(text) - self._tokens + 1):
             self._pool.add(text[place : place + self._tokens])
         self._last, self._tail = text[-1], text[max(len(text) - self._tokens + 1, 0) :]
 
     def tree(self, limit: int) -> DraftTree:
-        """The n-grams that begin with the last token, cut to so many more, as one tree; then the window."""
+        """Tree of a round: the pool's n-grams that begin with the last token, cut to `limit` more tokens, merged; then
+        the window's tokens as riders."""
+        # A slot that may draft nothing verifies nothing, and its window rests.
         if limit <= 0:
             self._ends = slice(0)
             return _NOTHING
+
+        # Candidates first, then the riders, whose parents and positions count from there.
         drafted = _merged([rest[:limit] for rest in self._pool.after(self._last)])
         parents_R, position_R = _window(len(self._window_KW), len(self._window_KW[0]), len(drafted))
         riders_R = [token for tokens_W in self._window_KW for token in tokens_W]
+
+        # Remember the last level's nodes: what the target says after them completes the n-grams.
         nodes = len(drafted) + len(riders_R)
         self._ends = slice(nodes - len(self._window_KW[0]), nodes)
         return DraftTree(
@@ -150,7 +162,7 @@ class _Search:
         )
 
     def observe_target_argmax(self, best_N: Sequence[int]) -> None:
-        """What the target says after each node: complete the n-grams, and go on by one level."""
+        """Read the target's argmax after each node: complete the window's n-grams, and move it on by one level."""
         new_W = list(best_N[self._ends])
         if new_W:
             for ngram in zip(*self._window_KW, new_W):
@@ -159,7 +171,8 @@ class _Search:
 
 
 def _merged(ways: Sequence[Sequence[int]]) -> DraftTree:
-    """The ways as one tree, in which equal beginnings are one."""
+    """Prefix tree of several token sequences: equal beginnings share their nodes."""
+    # A node is known by its parent and its token.
     tokens: list[int] = []
     parents: list[int] = []
     known: dict[tuple[int, int], int] = {}
@@ -175,14 +188,15 @@ def _merged(ways: Sequence[Sequence[int]]) -> DraftTree:
 
 
 def _window(levels: int, columns: int, first: int) -> tuple[list[int], list[int]]:
-    """Parents and positions of the window's tokens, level by level, the first of which is node `first`."""
+    """Parents and positions of the window's tokens, level by level; node `first` is the window's first."""
+    # Level 0 is a chain from the root; every other level hangs below the level above it, column by column.
     top = [ROOT, *range(first, first + columns - 1)]
     above = range(first, first + (levels - 1) * columns)
     return [*top, *above], [level + column for level in range(levels) for column in range(columns)]
 
 
 class JacobiProposer:
-    """A chain of guesses, all of which one pass of the target makes anew, each from those before it.
+    """Jacobi decoding: a chain of guesses, all of which one pass of the target makes anew, each from those before it.
 
     What the target said after the guesses that were not accepted is the next round's draft, as far as it goes; the
     rest, and the first draft of a request, repeats the last token before it.

@@ -1,4 +1,4 @@
-"""Reading Medusa heads: each level of a tree is one head's, whatever stands above it.
+"""Medusa drafter: each level of a tree comes from one head, whatever tokens stand above it.
 
 Shapes: B active slots, F nodes read at once, R round starts of recorded texts, H hidden size, V vocabulary.
 """
@@ -16,7 +16,7 @@ from .logits import last_of, trace_levels
 
 
 class MedusaDrafter:
-    """Remembers the target's state from which each slot's last token was emitted; there is nothing else to know."""
+    """Medusa drafter. Its only state: the target's post-norm state from which each slot's last token was emitted."""
 
     aux_layers: tuple[int, ...] = ()
     needs_hidden_states = True
@@ -50,7 +50,7 @@ class MedusaDrafter:
         self._state_SH[destination] = self._state_SH[source]
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        """Head j at every round start, which drafts the token j + 1 places on."""
+        """Trace: head j at every round start drafts the token j + 1 places on."""
         if states is None:
             raise ValueError("Medusa heads need the target's states; ask for proposer.needs_hidden_states")
         hidden_RH = pack.pick(states.hidden_BTH, -2).to(self._weight.dtype)

@@ -1,4 +1,4 @@
-"""Several drafts into one tree, as SpecInfer does (Miao et al. 2024, arXiv 2305.09781).
+"""Merged trees: several drafts in one tree, as in SpecInfer (Miao et al. 2024, arXiv 2305.09781).
 
 Shapes: B slots, N drafted nodes of one proposer, V vocabulary.
 """
@@ -18,7 +18,10 @@ from .logits import constant
 
 
 class MergedProposer:
-    """Puts the trees of several proposers side by side below one root. Each node keeps the q that it was drawn from."""
+    """Merges the trees of several proposers, side by side below one root. Each node keeps the q it was drawn from.
+
+    Raises InputError for fewer than two proposers, for one that does not draw iid, and for unlike captured layers.
+    """
 
     replayable = False
     nested = True
@@ -26,9 +29,12 @@ class MergedProposer:
     drawn: Drawn = "iid"
 
     def __init__(self, proposers: Sequence[Proposer]) -> None:
+        # Rules judge siblings of several drafts only where each was drawn independently.
         others = [proposer.drawn for proposer in proposers if proposer.drawn != "iid"]
         if len(proposers) < 2 or others:
             raise InputError(f"merged drafts: {len(proposers)} with {others or 'iid'}: must be two or more, drawn iid")
+
+        # The target captures one set of layers for all.
         self._proposers = tuple(proposers)
         self.aux_layers = tuple(sorted({layer for one in proposers for layer in one.aux_layers}))
         self.needs_host_sync = any(one.needs_host_sync for one in proposers)
@@ -64,14 +70,19 @@ class MergedProposer:
         return None
 
     def propose(self, ask: Ask) -> Draft:
+        # 1) Each proposer drafts with numbers of its own.
         drafts: list[Draft] = []
         for place, proposer in enumerate(self._proposers):
             first, count = sum(self._counts[:place]), self._counts[place]
             # As many nodes whatever the batch's other slots asked for: a node's number decides what it is judged with.
             draft = proposer.propose(ask._replace(uniforms=_from(ask, first)))
             drafts.append(draft.padded(count, draft.tree.depth))
+
+        # 2) Side by side below the root.
         q_rows = [draft.q_BNV for draft in drafts if draft.q_BNV is not None]
         tree = _side_by_side([draft.tree for draft in drafts])
+
+        # 3) Where nothing is drawn, only the first of equal branches stays a candidate.
         chosen = tuple(ask.uniforms is None or setting.greedy for setting in ask.sampling)
         repeats_BN = _repeated(tree) & constant(chosen, tree.tokens_BN.device, torch.bool)[:, None]
         tree = tree._replace(candidate_BN=tree.candidate_BN & ~repeats_BN)
@@ -79,12 +90,13 @@ class MergedProposer:
 
 
 def _from(ask: Ask, first: int) -> Callable[[int], Tensor] | None:
-    """The round's numbers from node `first` on: no two drafts may draw with the same ones."""
+    """Uniform numbers of a round from node `first` on: no two drafts may draw with the same ones."""
     numbers = ask.uniforms
     return None if numbers is None else lambda count: numbers(first + count)[:, first:]
 
 
 def _side_by_side(trees: Sequence[TreeBatch]) -> TreeBatch:
+    # Parents shift by the nodes of the trees before; children of the root stay there.
     first = 0
     parents = []
     for tree in trees:
@@ -100,10 +112,16 @@ def _side_by_side(trees: Sequence[TreeBatch]) -> TreeBatch:
 
 
 def _repeated(tree: TreeBatch) -> Tensor:
-    """Siblings that were chosen must differ: nodes below a first token that an earlier draft has too, [B, N]."""
+    """Marks [B, N] of nodes on a branch whose first token an earlier draft's branch has too.
+
+    Deterministic siblings must differ, so such a branch is no candidate. Drawn ones may be equal.
+    """
+    # First-level nodes that equal an earlier one.
     nodes = tree.tokens_BN.shape[1]
     first_BN = (tree.parents_BN < 0) & tree.candidate_BN
     same_BNN = (tree.tokens_BN[:, :, None] == tree.tokens_BN[:, None]) & first_BN[:, :, None] & first_BN[:, None]
     earlier_NN = torch.ones(nodes, nodes, dtype=torch.bool, device=tree.tokens_BN.device).tril(-1)
+
+    # They and all that stands below them.
     repeats_BN = (same_BNN & earlier_NN).any(-1)
     return (tree.ancestors_BNN & repeats_BN[:, None]).any(-1)

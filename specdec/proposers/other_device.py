@@ -23,19 +23,19 @@ from .base import Drafter, Texts, Trace
 
 
 class DraftDevice(NamedTuple):
-    """Where tensors lie, and their precision."""
+    """Device and dtype of a model's tensors."""
 
     device: torch.device
     dtype: torch.dtype
 
 
 def device_of(model: DraftModule | CausalModel) -> DraftDevice:
-    """The device and precision of a draft or a target."""
+    """The device and dtype of a draft's or a target's weights."""
     return DraftDevice(model.device, model.dtype)
 
 
 class OtherDeviceDrafter:
-    """A drafter on its own device, for a proposer that works on the target's."""
+    """Wrapper of a drafter on another device: inputs are sent there, logits and traces come back to the target's."""
 
     def __init__(self, drafter: Drafter, here: torch.device, there: torch.device) -> None:
         self._drafter, self._here, self._there = drafter, here, there
@@ -73,9 +73,12 @@ class OtherDeviceDrafter:
             self._drafter.move(source, destination)
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        # The pack is built again on the draft's device, from the texts that the host has.
         with running(self._there):
             sent = None if states is None else self._send_states(states)
             trace = self._drafter.trace(Pack(pack.texts, self._there), count, sampling, sent)
+
+        # Back to the target's device.
         offered_R = None if trace.offered_R is None else trace.offered_R.to(self._here)
         return Trace(trace.rank_RK.to(self._here), trace.q_RK.to(self._here), offered_R)
 
@@ -83,7 +86,7 @@ class OtherDeviceDrafter:
         return Texts(texts.ids_BT.to(self._there), texts.counts_B.to(self._there), texts.known)
 
     def _send_states(self, states: States) -> States:
-        """A draft that reads none gets them as they are: nothing is sent for it."""
+        """States on the draft's device; unchanged for a draft that reads none, so that nothing is sent."""
         if not self.needs_hidden_states:
             return states
         aux = None if states.aux_BTA is None else states.aux_BTA.to(self._there)
@@ -91,7 +94,7 @@ class OtherDeviceDrafter:
 
 
 def remote_copy(target: CausalModel, place: DraftDevice) -> CausalModel:
-    """The target as heads that lie elsewhere borrow it: `embed` and `logits`, no more."""
+    """The target's `embed` and `logits`, and no more, on another device: for drafts that borrow them."""
     known = _COPIES.setdefault(target, {})
     if place not in known:
         known[place] = _RemoteWeights(target, place)
@@ -99,7 +102,7 @@ def remote_copy(target: CausalModel, place: DraftDevice) -> CausalModel:
 
 
 class _RemoteWeights(CausalModel):
-    """Copies what is asked for when it is asked for. Embeddings that are the head's weights too are copied once."""
+    """Lazy copies of the target's embeddings and head, made at first use. Tied ones are copied once."""
 
     def __init__(self, target: CausalModel, place: DraftDevice) -> None:
         self.__dict__.update(target.__dict__)  # loaded and checked already
@@ -114,6 +117,7 @@ class _RemoteWeights(CausalModel):
         return super().logits(hidden)
 
     def _bring(self, name: str) -> None:
+        # deepcopy's memo keeps weights that embeddings and head share one tensor.
         if name not in self._brought:
             theirs: nn.Module = getattr(self, name)
             with torch.inference_mode(False), torch.no_grad():

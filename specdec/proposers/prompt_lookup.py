@@ -1,4 +1,6 @@
-"""Prompt lookup: drafts what followed an earlier time that the text ended like this. Training-free and deterministic.
+"""Prompt lookup (n-gram matching): drafts what followed an earlier occurrence of the text's last tokens.
+
+Training-free and deterministic.
 
 Shapes: B active slots, K drafted tokens, T round starts of one text, R of all.
 """
@@ -21,7 +23,8 @@ from .tree_shape import TreeShape
 
 
 class PromptLookup:
-    """Copies what follows an earlier occurrence of the longest repeated suffix, max_ngram tokens or fewer.
+    """Prompt-lookup proposer: copies what follows an earlier occurrence of the longest repeated suffix, of max_ngram
+    tokens or fewer.
 
     `occurrence` "last": the most recent one, and a copy that reaches the end of the text goes on with itself, so a
     text in a loop is drafted as a loop. "first": the first one, and the copy ends where the text does; that is what
@@ -66,7 +69,7 @@ class PromptLookup:
         return Draft.of_chains(copied.ids_BT, copied.counts_B, self.drawn)
 
     def guess(self, drafted: Sequence[list[int]], counts: Sequence[int], choose: object) -> list[list[int]]:
-        """As a cascade's helper (cascade.py): copies what follows the texts with what was drafted after them."""
+        """Guesses as a cascade's helper (cascade.py): copies after each text and what was drafted past it."""
         return [text.copy_after(row, count) for text, row, count in zip(self._texts, drafted, counts)]
 
     def observe(self, new: Texts, states: States) -> None:
@@ -77,29 +80,34 @@ class PromptLookup:
         self._texts[destination] = self._texts[source]
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        """One walk over each text."""
+        """Trace from one walk over each text, on the host."""
         hits, offers = zip(*(self._trace(*text, count) for text in pack.texts))
         hit_RK, offered_R = (send(torch.cat(part), pack.ids_BT.device) for part in (hits, offers))
         return Trace(torch.where(hit_RK, 0, UNRANKED), hit_RK.float(), offered_R)
 
     def _trace(self, ids: list[int], start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Which drafted tokens equal the text's, [T, K], and how many there are, [T].
+        """Hits [T, K], drafted tokens that equal the text's, and the number of drafted tokens [T], at each round start.
 
         Where all earlier drafted tokens equal the text's, a copy that goes on with itself copies the text, so every
         depth compares two places of `ids`.
         """
+        # Rows are round starts, columns levels of the draft.
         source_T1 = torch.tensor(self._sources(ids, start), dtype=torch.long)[:, None]
         known_T1, depth_K = torch.arange(start, max(start, len(ids)))[:, None], torch.arange(count)
         answer_TK = known_T1 + depth_K
+
+        # A "first" copy ends where the known text does; a "last" one goes on with itself.
         offered_TK = (source_T1 >= 0).expand_as(answer_TK)
         if self._first:
             offered_TK = offered_TK & (source_T1 + depth_K < known_T1)
+
+        # Zeros pad the text so that every place can be read; those past its end are no hits.
         text = torch.tensor([*ids, *[0] * count])
         hit_TK = (text[source_T1.clamp(min=0) + depth_K] == text[answer_TK]) & (answer_TK < len(ids)) & offered_TK
         return hit_TK, offered_TK.sum(1)
 
     def _sources(self, ids: list[int], start: int) -> list[int]:
-        """Where each round that starts with start..len(ids)-1 known tokens copies from; -1: nowhere."""
+        """Positions that the rounds with start..len(ids)-1 known tokens copy from; -1: nothing is drafted."""
         text = _Text(self._ngrams, self._first)
         text.extend(ids[:start])
         sources: list[int] = []
@@ -111,7 +119,7 @@ class PromptLookup:
 
 
 class _Text:
-    """The known tokens of one slot, indexed as they come: a round costs a few look-ups, whatever the length."""
+    """N-gram index of one slot's known tokens, built as they come: a round is a few look-ups, whatever the length."""
 
     def __init__(self, ngrams: range, first: bool) -> None:
         self._ngrams, self._first = ngrams, first
@@ -120,6 +128,7 @@ class _Text:
         self._after: MutableMapping[tuple[int, ...], int] = {}
 
     def extend(self, ids: Sequence[int]) -> None:
+        # A suffix is indexed when the token after it comes, so that a text's end never finds itself.
         for token in ids:
             for suffix in self._suffixes():
                 if not (self._first and suffix in self._after):
@@ -131,17 +140,23 @@ class _Text:
         return next((self._after[suffix] for suffix in self._suffixes() if suffix in self._after), None)
 
     def copy(self, count: int) -> list[int]:
-        """Up to `count` tokens."""
+        """Draft of up to `count` tokens after the text."""
+        # Without a repeated suffix nothing is drafted.
         source = self.source()
         if source is None:
             return []
+
+        # "first": what is there, to the end of the text.
         if self._first:
             return self._ids[source : source + count]
+
+        # "last": the copy repeats what stands between source and end.
         period = len(self._ids) - source
         return [self._ids[source + place % period] for place in range(count)]
 
     def copy_after(self, ahead: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens, were the text to go on with `ahead`."""
+        """Draft of up to `count` tokens, were the text to go on with `ahead`; the text itself stays as it is."""
+        # New index entries go to a layer of their own, which is then thrown away with the tokens.
         known, length = self._after, len(self._ids)
         self._after = ChainMap({}, known)
         self.extend(ahead)

@@ -1,4 +1,4 @@
-"""Reading a whole model as a draft: an independent small one, or the target without some layers.
+"""Drafter of a whole causal LM: an independent small model, or the target without some layers.
 
 Shapes: B active slots, K drafted tokens, F nodes read at once, H hidden size, R round starts of recorded texts.
 """
@@ -19,7 +19,7 @@ from .logits import last_of, trace_level
 
 
 class SmallDrafter:
-    """Runs the draft on a cache of its own, and keeps the known tokens that it has not read yet."""
+    """Drafter that runs a causal LM on a KV cache of its own, and keeps the known tokens that it has not read yet."""
 
     aux_layers: tuple[int, ...] = ()
     needs_hidden_states = False
@@ -42,9 +42,12 @@ class SmallDrafter:
         self._unread_SN[slots_R, 0], self._unread_S[slots_R] = known.last(), torch.ones_like(slots_R)
 
     def open(self, batch: int, chain: bool) -> Tensor:
+        # Catch up on the tokens emitted since the last round; they stay in the cache.
         unread = Texts(self._unread_SN[:batch], self._unread_S[:batch]).cut()
         hidden_BNH = self._lm.states(unread.ids_BT, self._cache.extend(*unread.ids_BT.shape)).hidden_BTH
         self._cache.keep(unread.counts_B)
+
+        # Drafted nodes go past them, and are dropped with the round.
         self._branches = Branches(self._cache, batch, chain)
         return self._lm.logits(last_of(hidden_BNH, unread.counts_B))
 
@@ -53,7 +56,7 @@ class SmallDrafter:
         return self._lm.logits(self._lm.states(tokens_BF, step).hidden_BTH)
 
     def observe(self, new: Texts, states: States) -> None:
-        """Nodes that were read are dropped, accepted or not: the next pass reads all that was emitted at once."""
+        """Drop the nodes that were read, accepted or not: `open` reads all emitted tokens in one pass."""
         batch, width = new.ids_BT.shape
         self._unread_SN[:batch, :width], self._unread_S[:batch] = new.ids_BT, new.counts_B
 
@@ -62,7 +65,7 @@ class SmallDrafter:
         self._unread_SN[destination], self._unread_S[destination] = self._unread_SN[source], self._unread_S[source]
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        """One teacher-forced pass: given the true prefix, every depth sees the same context as decoding would."""
+        """Trace from one teacher-forced pass: given the true prefix, every level sees what decoding would."""
         hidden_RH = pack.pick(self._lm.states(pack.ids_BT).hidden_BTH, -1)
         rank_R, q_R = trace_level(pack, 0, hidden_RH, self._lm.logits, self.width, sampling)
         return Trace(pack.ahead(rank_R, count, UNRANKED), pack.ahead(q_R, count, 0.0))

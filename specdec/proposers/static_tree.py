@@ -1,4 +1,4 @@
-"""Drafting trees of one shape: greedy and sampled chains, Medusa's static trees, top-k and sampled trees.
+"""Static trees, of the same shape in every round: greedy and sampled chains, Medusa's trees, top-k and sampled trees.
 
 Shapes: B slots, N nodes, F nodes that have children on one level, C children, V vocabulary.
 """
@@ -19,8 +19,8 @@ from .tree_shape import TreeShape
 
 
 class StaticProposer(FollowsDrafter):
-    """Reads a draft level by level. `shape` None: a chain as long as asked for. A node has no more children than the
-    draft has tokens.
+    """Proposer of static trees: reads a draft level by level. `shape` None: a chain as long as asked for. A node has no
+    more children than the draft has tokens.
 
     Where a rule wants draws, siblings are drawn iid, or without replacement; a node that q has no mass left for is
     no candidate, so there are never more children than q has support.
@@ -51,11 +51,14 @@ class StaticProposer(FollowsDrafter):
         return TreeShape.chain(levels) if self._shape is None else self._shape.cut(levels)
 
     def propose(self, ask: Ask) -> Draft:
+        # Greedy chains without penalties take the short way.
         shape, batch = self.shape(ask.levels), len(ask.limits_B)
         if self.drawn == "deterministic":
             ask = ask._replace(uniforms=None)
         if self.chain and ask.uniforms is None and ask.seen_BV is None:
             return self._likeliest_chain(ask, len(shape))
+
+        # Level by level: fill in tokens from the parents' logits, then read those that have children.
         drawn: Drawn = "deterministic" if ask.uniforms is None else self.drawn
         logits_BFV = self._drafter.open(batch, self.chain)[:, None]
         growing = _PartialTree(shape, ask, drawn, logits_BFV)
@@ -68,7 +71,8 @@ class StaticProposer(FollowsDrafter):
         return growing.draft(chain=self.chain)
 
     def _likeliest_chain(self, ask: Ask, levels: int) -> Draft:
-        """What the tree of one branch comes to, without a tree's books: on a GPU each line of them is a launch."""
+        """Greedy chain, without a tree's bookkeeping, each line of which is a kernel launch on a GPU."""
+        # One token a pass; the last one needs no reading.
         batch = len(ask.limits_B)
         logits_BV = self._drafter.open(batch, chain=True)
         best: list[tuple[Tensor, Tensor]] = []
@@ -77,35 +81,45 @@ class StaticProposer(FollowsDrafter):
             if depth + 1 < levels:
                 above_B1 = constant((depth - 1,), logits_BV.device).expand(batch, 1)
                 logits_BV = self._drafter.expand(best[-1][1], above_B1, depth)[:, 0]
+
+        # A chain ends where the draft has no finite logit.
         scores_BK, tokens_BK = (torch.cat(part, 1) for part in zip(*best))
         said_B = scores_BK.isfinite().long().cumprod(1).sum(1)  # a draft with nothing to say drafts nothing
         return Draft.of_chains(tokens_BK, torch.minimum(ask.limits_B, said_B), "deterministic")
 
 
 class _PartialTree:
-    """The trees of one round as they grow, on the device; their shape is on the host."""
+    """Trees of one round as they grow: tokens, candidates and q on the device; their shape on the host."""
 
     def __init__(self, shape: TreeShape, ask: Ask, drawn: Drawn, logits_BFV: Tensor) -> None:
+        # Nodes and which of them lie within each slot's limit.
         self.shape, self.ask, self.drawn = shape, ask, drawn
         self.entry = {node: place for place, node in enumerate(shape.inner)}  # the order in which nodes are read
         batch, device = len(ask.limits_B), logits_BFV.device
         self.tokens_BN = torch.zeros(batch, len(shape), dtype=torch.long, device=device)
         levels_N = constant(tuple(len(choice) for choice in shape.choices), device)
         self.candidate_BN = levels_N <= ask.limits_B[:, None]
+
+        # Draws: q of every node, and one uniform number for each. Greedy slots may stand beside drawing ones.
         self.q_BNV: Tensor | None = None
         self.some_greedy = ask.uniforms is None or any(setting.greedy for setting in ask.sampling)
         if ask.uniforms is not None:
             self.q_BNV = logits_BFV.new_zeros(batch, len(shape), logits_BFV.shape[-1], dtype=torch.float32)
             self._u_BN = ask.uniforms(len(shape))
             self._greedy_B = constant(tuple(one.greedy for one in ask.sampling), device, torch.bool)
+
+        # Repetition penalties: tokens seen on the way to each node of the frontier.
         self._frontier = [-1]  # nodes that the logits at hand follow
         self._seen_BFV = None if ask.seen_BV is None else ask.seen_BV[:, None]
 
     def draw(self, level: range, logits_BFV: Tensor) -> None:
         """Fill in a level's tokens from the logits of its parents, rank by rank."""
+        # Where each parent's logits stand.
         place = {node: at for at, node in enumerate(self._frontier)}
         choices = self.shape.choices
         self._look(logits_BFV, 1 + max(choices[node][-1] for node in level))
+
+        # Siblings rank by rank: without replacement, a draw changes what is left for the next rank.
         for rank in sorted({choices[node][-1] for node in level}):
             nodes = [node for node in level if choices[node][-1] == rank]
             nodes_C = self._constant(nodes)
@@ -116,44 +130,57 @@ class _PartialTree:
         self._drop_orphans(level)
 
     def _look(self, logits_BFV: Tensor, ranks: int) -> None:
-        """The likeliest tokens of each parent, and q where children are drawn.
+        """Compute the likeliest tokens of each parent, and q where children are drawn.
 
         Slots at temperature 0 draft their likeliest tokens beside slots that draw, as they would alone; q says that
         those were equally likely, under which every rule accepts the target's best token and no other.
         """
+        # Greedy slots, and rounds without draws: the top tokens.
         if self.some_greedy:
             scores_BFV = penalised_rows(logits_BFV, self.ask.sampling, self._seen_BFV)
             self._best_BFR, self._best_ids_BFR = likeliest(scores_BFV, ranks)
+
+        # Drawing slots: the processed distribution; greedy slots' rows are replaced by the uniform one.
         if self.q_BNV is not None:
             self._q_BFV = process_rows(logits_BFV, self.ask.sampling, self._seen_BFV)
             if self.some_greedy:
                 among_BFV = torch.zeros_like(self._q_BFV).scatter_(-1, self._best_ids_BFR, 1.0 / ranks)
                 self._q_BFV = torch.where(self._greedy_B[:, None, None], among_BFV, self._q_BFV)
+
+            # What is left to draw from: it shrinks without replacement.
             self._left_BFV = self._q_BFV.clone()
 
     def _pick(self, nodes_C: Tensor, parents_C: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Tokens [B, C] of children of one rank, and whether there are such."""
+        """Tokens [B, C] of the children of one rank, and marks [B, C] of those that exist."""
+        # Greedy: the token of this rank, if its logit is finite.
         if self.some_greedy:
             best_BC = self._best_ids_BFR[:, parents_C, rank]
             finite_BC = self._best_BFR[:, parents_C, rank].isfinite()
         if self.q_BNV is None:
             return best_BC, finite_BC
+
+        # Drawn: with the node's own number, from the mass that is left.
         left_BCV = self._left_BFV[:, parents_C]
         tokens_BC, possible_BC = categorical(left_BCV, self._u_BN[:, nodes_C]), left_BCV.sum(-1) > 0
         if self.some_greedy:
             tokens_BC = torch.where(self._greedy_B[:, None], best_BC, tokens_BC)
             possible_BC = torch.where(self._greedy_B[:, None], finite_BC, possible_BC)
+
+        # q is the whole distribution, also without replacement: accept rules remove earlier siblings.
         self.q_BNV[:, nodes_C] = self._q_BFV[:, parents_C]
         if self.drawn == "without_replacement":
             self._left_BFV[:, parents_C] = left_BCV.scatter(-1, tokens_BC[..., None], 0.0)
         return tokens_BC, possible_BC
 
     def read(self, inner: list[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and parents of the nodes that are read next; their logits are the next ones drawn from."""
+        """Tokens and parents [B, F] of the nodes to read next; the next level is drawn from their logits."""
+        # A node that is read has seen what its parent has, and itself.
         tokens_BF = self.tokens_BN[:, self._constant(inner)]
         if self._seen_BFV is not None:
             above_F = self._constant([self._frontier.index(self.shape.parents[node]) for node in inner])
             self._seen_BFV = see(self._seen_BFV[:, above_F], tokens_BF)
+
+        # Parents by their place among all nodes read, in the order of `entry`.
         self._frontier = inner
         parents_F = self._constant([self.entry.get(self.shape.parents[node], -1) for node in inner])
         return tokens_BF, parents_F.expand(len(tokens_BF), -1)
@@ -164,7 +191,7 @@ class _PartialTree:
         return Draft(tree, self.q_BNV, chain)
 
     def _drop_orphans(self, level: range) -> None:
-        """What stands below a node that is no candidate is none either."""
+        """Unmark candidates whose parent is no candidate."""
         parents = self.shape.parents[level.start : level.stop]
         if parents and parents[0] >= 0:
             self.candidate_BN[:, level.start : level.stop] &= self.candidate_BN[:, self._constant(parents)]

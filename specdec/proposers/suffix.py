@@ -1,4 +1,4 @@
-"""Drafts by how often things were said: in the request's own text, and in earlier answers of the run.
+"""Suffix decoding: drafts by counts of what followed the text's last tokens, in the request and in earlier answers.
 
 After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). Training-free and deterministic.
 
@@ -22,14 +22,17 @@ from .base import Ask, Draft, Texts, Trace
 
 
 class Once(NamedTuple):
-    """What was said once, in `text`, and is followed by text[at:]."""
+    """Place of a token sequence that occurred once: in `text`, followed by text[at:]."""
 
     text: Sequence[int]
     at: int
 
 
 class Node:
-    """What was said `count` times, more than once when it was made, and what followed."""
+    """Trie node: a token sequence that occurred `count` times, and the places of its continuations (`next`).
+
+    Made when a sequence occurs a second time; `SuffixTrie.remove` may count it down.
+    """
 
     __slots__ = ("count", "next")
 
@@ -38,16 +41,16 @@ class Node:
 
 
 Place: TypeAlias = Node | Once
-"""Where a walk along some tokens ends: every sequence of them that was said has one place."""
+"""Place in the trie where a walk along some tokens ends. Every sequence that occurred has exactly one."""
 
 
 def times(place: Place) -> int:
-    """How often it was said."""
+    """Occurrences of a place's token sequence."""
     return place.count if isinstance(place, Node) else 1
 
 
 def following(place: Place) -> list[tuple[int, Place]]:
-    """The tokens that followed, and their places."""
+    """Tokens that followed a place's sequence, with their places."""
     if isinstance(place, Node):
         return list(place.next.items())
     text, at = place
@@ -55,7 +58,10 @@ def following(place: Place) -> list[tuple[int, Place]]:
 
 
 class SuffixTrie:
-    """Counts of all sequences of at most `depth` tokens in a set of texts, one of which may still be growing."""
+    """Suffix trie: counts of all sequences of at most `depth` tokens in a set of texts, one of which may still grow.
+
+    A sequence that occurred once is a reference into its text (`Once`) and has no nodes below it.
+    """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -64,12 +70,13 @@ class SuffixTrie:
         self._repeated: list[Node] = []  # the nodes of the growing text's suffixes said before, by length from 1
 
     def start(self) -> list[int]:
-        """Begin another text, and return it; the one that grew so far is done."""
+        """Begin a new text, and return it; the text that grew so far is complete."""
         self._text, self._repeated = [], []
         return self._text
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Let the text grow."""
+        """Append tokens to the growing text, and count its new suffixes."""
+        # Suffixes that occurred before, by length: each is extended by the token, from the root up to the depth.
         for token in tokens:
             self._text.append(token)
             repeated: list[Node] = []
@@ -86,7 +93,8 @@ class SuffixTrie:
             self._repeated = repeated
 
     def remove(self, text: Sequence[int]) -> None:
-        """Take out a text that was added and is done."""
+        """Remove a complete text: uncount all its sequences."""
+        # From each start down to the depth. Where the count ends, all longer sequences end with it.
         for start in range(len(text)):
             node = self._root
             for token in text[start : start + self._depth]:
@@ -98,7 +106,8 @@ class SuffixTrie:
                 node = place
 
     def find(self, tokens: Sequence[int]) -> Place | None:
-        """Where these tokens lead, if they were said."""
+        """Place of a token sequence; None: it never occurred."""
+        # Past a sequence that occurred once, the rest is compared with its text.
         place: Place = self._root
         for read, token in enumerate(tokens):
             if isinstance(place, Once):
@@ -112,7 +121,7 @@ class SuffixTrie:
         return place
 
     def contexts(self, tokens: Sequence[int]) -> Iterator[tuple[int, Place]]:
-        """The suffixes of `tokens` after which something was said, longest first: length and place."""
+        """Suffixes of `tokens` that occurred and were followed by something, longest first: length and place."""
         for length in range(len(tokens), 0, -1):
             place = self.find(tokens[-length:])
             if place is not None and following(place):
@@ -120,7 +129,7 @@ class SuffixTrie:
 
 
 class SuffixProposer:
-    """A tree of what followed earlier occurrences of the text's end, the likeliest nodes first.
+    """Suffix-decoding proposer: a tree of what followed earlier occurrences of the text's end, likeliest nodes first.
 
     Where the last m tokens were said before and x followed c of n times, x is given the probability c / (n + 1/m): the
     longer the match, the surer. What is missing to 1 goes to what followed the last m - 1 tokens, and so on down to
@@ -188,25 +197,31 @@ class SuffixProposer:
         raise InputError("suffix: no trace fits its trees; draft along the answer")
 
     def _finish(self, slot: int) -> None:
-        """The slot's request is done: remember the answer."""
+        """Add the answer of a finished slot to the memory, and empty the slot."""
         text, self._texts[slot] = self._texts[slot], None
         if text is not None:
             self._memory.add(text.answer)
 
     def _tree(self, text: "_Text | None", limit: int) -> DraftTree:
-        """Best first. Scores only fall on the way down, so whoever is next has its parent in the tree."""
+        """Draft tree by best-first search. Scores only fall on the way down, so the next best node's parent is in the
+        tree."""
         if text is None or limit <= 0:
             return DraftTree.of((), (), self.drawn)
+        # The heap starts with the first level.
         tokens: list[int] = []
         parents: list[int] = []
         queue = self._first_level(text)
         heapq.heapify(queue)
         offered = len(queue)
+
+        # Take the best candidate into the tree.
         while queue and len(tokens) < self._nodes:
             best = heapq.heappop(queue)
             node, way = len(tokens), (*best.way, best.token)
             tokens.append(best.token)
             parents.append(best.parent)
+
+            # Offer its children: c of n times gives c / (n + 1 / match), times the node's score.
             if len(way) == limit:
                 continue
             follows = following(best.place) or text.goes_on(best.place, way)
@@ -219,18 +234,22 @@ class SuffixProposer:
         return DraftTree.of(tokens, parents, self.drawn)
 
     def _first_level(self, text: "_Text") -> list["_CandidateNode"]:
-        """What followed the text's end before, by ever shorter matches, each with what the longer ones leave to it."""
+        """Candidates of the first level: what followed the text's end before, by ever shorter matches, each weighted
+        with the probability that longer matches leave to it."""
+        # Matches of the request's own text and of the memory, longest first.
         end = text.ids[-self._max_match :]
         found = [*text.trie.contexts(end), *self._memory.trie.contexts(end)]
         offers: dict[int, _CandidateNode] = {}
         left = 1.0
         for match, context in sorted(found, key=lambda one: -one[0]):  # stable: its own text first
+            # A token keeps the candidate of its longest match.
             follows = following(context)
             total = sum(times(place) for _, place in follows) + 1 / match
             for token, place in follows:
                 score = left * times(place) / total
                 if score >= self._min_score and token not in offers:
                     offers[token] = _CandidateNode(-score, len(offers), token, ROOT, (), place, match + 1)
+            # What this match leaves to shorter ones.
             left *= 1 / match / total
             if left < self._min_score:
                 break
@@ -238,7 +257,7 @@ class SuffixProposer:
 
 
 class _CandidateNode(NamedTuple):
-    """A node that may be drafted; the first of a sorted list is the best, and of equals the earliest."""
+    """Candidate node of the search. Tuples sort by negative score, then number: best first, earliest of equals."""
 
     negative_score: float
     number: int
@@ -254,7 +273,7 @@ class _CandidateNode(NamedTuple):
 
 
 class _Text:
-    """The known tokens of one slot: prompt and answer."""
+    """Known tokens of one slot, prompt and answer, and their suffix trie."""
 
     def __init__(self, ids: Sequence[int], depth: int) -> None:
         self.trie = SuffixTrie(depth)
@@ -267,14 +286,14 @@ class _Text:
         return self.ids[self._prompt_tokens :]
 
     def goes_on(self, place: Place, way: Sequence[int]) -> list[tuple[int, Place]]:
-        """What follows at the end of all that is known: the drafted way itself, so a loop is drafted as a loop."""
+        """Continuation where the known text ends: the drafted tokens, so that a loop is drafted as a loop."""
         if isinstance(place, Once) and place.text is self.ids:
             return [(way[place.at - len(self.ids)], Once(self.ids, place.at + 1))]
         return []
 
 
 class _Memory:
-    """The latest finished answers, as many as fit in so many tokens."""
+    """Memory of the latest finished answers, as many as fit in `tokens` tokens, and their suffix trie."""
 
     def __init__(self, tokens: int, depth: int) -> None:
         self.trie = SuffixTrie(depth)
@@ -282,6 +301,7 @@ class _Memory:
         self._tokens = tokens
 
     def add(self, answer: Sequence[int]) -> None:
+        # A longer answer keeps its last tokens; then the oldest answers go until the rest fits.
         if self._tokens == 0:
             return
         self._answers.append(self.trie.start())

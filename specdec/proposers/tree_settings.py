@@ -1,4 +1,4 @@
-"""Trees as a recipe asks for them. A chain needs no such settings: it is K tokens long."""
+"""Tree settings of a recipe, by kind. A chain needs none: it is K tokens long."""
 
 from itertools import accumulate
 from operator import mul
@@ -36,10 +36,13 @@ class StaticTree(_Tree):
     @model_validator(mode="before")
     @classmethod
     def _file_read(cls, raw: Any) -> Any:
+        # Nothing to read, or a wrong type, which pydantic reports.
         if not isinstance(raw, dict) or raw.get("file") is None or not isinstance(raw["file"], str | Path):
             return raw
         if raw.get("choices") is not None:
             raise ValueError("choices and file: give one of widths, choices or file")
+
+        # The choices replace the file, so that the recipe keeps what it held.
         try:
             shape = TreeShape.read(Path(raw["file"]))
         except (InputError, MissingFileError) as error:
@@ -48,15 +51,20 @@ class StaticTree(_Tree):
 
     @model_validator(mode="after")
     def _one_shape(self) -> "StaticTree":
+        # Exactly one way of naming the shape; `file` has become `choices` before.
         given = [name for name in ("widths", "choices") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"{' and '.join(given) or 'no shape'}: give one of widths, choices or file")
+
+        # Widths give a bounded tree in which every node has children.
         if self.widths is not None:
             if min(self.widths) < 1:
                 raise ValueError(f"widths {self.widths}: every node must have at least 1 child")
             nodes = sum(accumulate(self.widths, mul))  # counted before the tree is built: widths multiply
             if nodes > MOST_NODES:
                 raise ValueError(f"widths {self.widths}: {nodes} nodes: at most {MOST_NODES} may be drafted")
+
+        # Building the tree checks its choices.
         try:
             levels = self.levels
         except InputError as error:
@@ -112,8 +120,11 @@ class MergedTree(_Tree):
     @model_validator(mode="before")
     @classmethod
     def _digests_read(cls, raw: Any) -> Any:
+        # Digests that are there belong to a recipe that was read before.
         if not isinstance(raw, dict) or raw.get("digests") or not isinstance(raw.get("drafts"), list):
             return raw
+
+        # Digest the files of each draft.
         paths = [Path(path) for path in raw["drafts"] if isinstance(path, str | Path)]
         missing = [path for path in paths if not path.exists()]
         if missing:

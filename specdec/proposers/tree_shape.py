@@ -1,4 +1,4 @@
-"""Shapes of trees that are the same in every round: chains, Medusa's choices, sampled trees.
+"""Tree shapes of static trees, which are the same in every round: chains, Medusa's choices, sampled trees.
 
 Shapes: N nodes, L levels, H heads, R ranks, T round starts, K levels of a trace.
 """
@@ -21,7 +21,7 @@ Choice = tuple[int, ...]
 
 
 class TreeShape:
-    """Nodes level by level, siblings by rank. Raises InputError for a node without parent."""
+    """Tree shape: nodes ordered level by level, siblings by rank. Raises InputError for a node without parent."""
 
     def __init__(self, choices: Iterable[Sequence[int]]) -> None:
         self.choices: tuple[Choice, ...] = tuple(sorted({tuple(c) for c in choices}, key=lambda c: (len(c), c)))
@@ -37,7 +37,7 @@ class TreeShape:
 
     @classmethod
     def branching(cls, widths: Sequence[int]) -> "TreeShape":
-        """Every node of a level has as many children as `widths` says for it."""
+        """Tree in which every node of level i has widths[i] children."""
         level: list[Choice] = [()]
         choices: list[Choice] = []
         for width in widths:
@@ -47,7 +47,10 @@ class TreeShape:
 
     @classmethod
     def read(cls, path: Path) -> "TreeShape":
-        """A choices file as Medusa's: a JSON list of lists of ranks."""
+        """Tree shape of a choices file as Medusa's: a JSON list of lists of ranks.
+
+        Raises InputError or MissingFileError.
+        """
         try:
             raw = json.loads(path.read_text())
         except FileNotFoundError:
@@ -62,10 +65,11 @@ class TreeShape:
 
     @classmethod
     def of_accuracies(cls, accuracy_HR: Sequence[Sequence[float]], nodes: int) -> "TreeShape":
-        """The `nodes` choices that are most often all right, as if heads were right independently (Medusa, App. C).
+        """Tree of the `nodes` likeliest choices, if heads were right independently (Medusa, arXiv 2401.10774, App. C).
 
         accuracy_HR[h][r]: how often head h's rank-r token is the target's.
         """
+        # Ranks of each head by accuracy. The heap holds the best open child of each node, by share of texts right.
         best_HR = [sorted(enumerate(row), key=lambda one: (-one[1], one[0])) for row in accuracy_HR]
         offers: list[tuple[float, int, Choice, int, float]] = []  # -share, depth, way to the parent, place, its share
 
@@ -74,6 +78,7 @@ class TreeShape:
             if place < len(ranks) and share * ranks[place][1] > 0:
                 heapq.heappush(offers, (-share * ranks[place][1], len(parent), parent, place, share))
 
+        # Greedy: a node's share is never above its parent's or a better sibling's, so offers come in order.
         chosen: list[Choice] = []
         offer((), 0, 1.0)
         while offers and len(chosen) < nodes:
@@ -91,22 +96,25 @@ class TreeShape:
         return len(self.choices[-1]) if self.choices else 0
 
     def cut(self, levels: int) -> "TreeShape":
-        """The same without what lies deeper."""
+        """Tree shape without the nodes below level `levels`."""
         return self if levels >= self.depth else TreeShape(c for c in self.choices if len(c) <= levels)
 
     def narrowed(self, width: int) -> "TreeShape":
-        """The same where there are only so many tokens to choose from."""
+        """Tree shape without ranks of `width` or more: for a draft with `width` tokens."""
         return TreeShape(c for c in self.choices if max(c) < width)
 
     def follow(self, rank_TK: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """How far the shape goes along with ways from the root, one rank a level.
+        """Match ways from the root, one rank a level (UNRANKED: no child), against the shape.
 
         Returns for each way the levels that it has in common with the shape, and the levels at which the shape has
         nodes to compare it with: one more, where it ends above some.
         """
+        # All ways start at the root.
         node_T = np.full(len(rank_TK), ROOT)
         run_T, on_T = np.zeros(len(rank_TK), np.int64), np.ones(len(rank_TK), bool)
         nobody = self._child_MR.shape[1] - 1
+
+        # One level of all ways at a time; a way that has left the shape stays at its last node.
         for rank_T in rank_TK.T:
             child_T = self._child_MR[node_T - ROOT, np.minimum(rank_T, nobody)]
             on_T &= child_T != ROOT
@@ -137,7 +145,10 @@ class TreeShape:
 
     @cached_property
     def _child_MR(self) -> NDArray[np.int64]:  # noqa: N802
-        """The child of each rank below the root (row 0) and each node (rows from 1 on), or ROOT; none in the last."""
+        """Child of each rank (columns) below the root (row 0) and each node (rows from 1 on); ROOT: none.
+
+        The last column is always ROOT: larger ranks are looked up there.
+        """
         ranks = 1 + max((choice[-1] for choice in self.choices), default=-1)
         child_MR = np.full((len(self) + 1, ranks + 1), ROOT)
         for node, (choice, parent) in enumerate(zip(self.choices, self.parents)):

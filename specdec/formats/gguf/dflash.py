@@ -34,17 +34,23 @@ _FIXED = {"attention.causal": False, "sample_from_anchor": False, "attention.sli
 
 
 def write_dflash(draft: DFlashDraft, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Write a draft. `tokenizer`: the target's, whose keys llama.cpp wants in both files."""
+    """Write a DFlash draft. `tokenizer`: the target's, whose keys llama.cpp wants in both files. Raises FormatError for
+    a draft that llama.cpp cannot run as it was trained."""
+    # What llama.cpp would compute differently is refused.
     config, weights = draft.config, draft.state_dict()
     if config.target_hidden_size != config.hidden_size:
         sizes = f"{config.hidden_size} and {config.target_hidden_size}"
         raise FormatError(f"format gguf: llama.cpp takes a dflash draft to be as wide as its target; {sizes} differ")
     if isinstance(config.rope_scaling, Llama3Rope):
         raise FormatError("format gguf: rope_scaling llama3: llama.cpp does not read its factors in a dflash draft")
+
+    # Tensors under GGUF's names; a reduced vocabulary adds d2t.
     names, expected = _names(config, weights)
     tensors = {name: weights[source] for name, source in names.items()}
     if config.reduced:
         tensors["d2t"] = draft.draft_ids
+
+    # Keys: dimensions, rope scaling, DFlash's own, and the tokenizer.
     fields = dimensions("dflash", config, config.num_hidden_layers, config.rope_theta)
     fields |= scaling_fields("dflash", config.rope_scaling)
     fields |= {
@@ -59,11 +65,14 @@ def write_dflash(draft: DFlashDraft, tokenizer: PreTrainedTokenizerBase, path: P
 
 
 def read_dflash(path: Path) -> DFlashDraft:
-    """Load a draft, in float32. Raises FormatError naming the key or tensor that is wrong."""
+    """Load a DFlash draft, in float32. Raises FormatError naming the key or tensor that is wrong."""
+    # Keys that would change the computation must have our value.
     content = open_gguf(path, "dflash")
     for key, value in _FIXED.items():
         if content.fields.get(f"dflash.{key}", value) != value:
             raise FormatError(f"{path}: dflash.{key} {content.fields[f'dflash.{key}']}: must be {value}")
+
+    # The config, part of it from the tensors: d2t's length is the draft vocabulary.
     fields, tensors = read_dimensions(content, path), dict(content.tensors)
     layers, draft_ids = content.get(path, "dflash.block_count", int), tensors.get("d2t")
     check_count(path, "dflash.block_count", layers, tensors)
@@ -76,11 +85,15 @@ def read_dflash(path: Path) -> DFlashDraft:
         "block_size": content.get(path, "dflash.block_size", int),
         "mask_token_id": content.get(path, _MASK, int),
     }
+
+    # The exact set of tensors, with embeddings and head where the file has them.
     config = validated(DFlashConfig, path, fields)
     names, expected = _names(config, {_OWN[name]: tensor for name, tensor in tensors.items() if name in _OWN})
     check_tensors(path, tensors, expected)
     if draft_ids is not None:
         check_draft_ids(path, draft_ids, config.vocab_size)
+
+    # The module's buffers stay; every weight is replaced.
     draft = DFlashDraft(config, draft_ids, "token_embd.weight" in tensors, "output.weight" in tensors)
     stored = {names[name]: tensor for name, tensor in tensors.items() if name in names}
     draft.load_state_dict(draft.state_dict() | stored)
@@ -88,12 +101,15 @@ def read_dflash(path: Path) -> DFlashDraft:
 
 
 def _names(config: DFlashConfig, own: dict[str, object]) -> tuple[dict[str, str], dict[str, Spec]]:
-    """GGUF's name -> the checkpoint's name of every weight; and what all tensors must be."""
+    """Names of every weight, GGUF's -> the checkpoint's; and specs of all tensors, by GGUF's name."""
+    # Optional weights only where the draft has them; a reduced vocabulary always has a head.
     names = {**_NAMES, **{name: source for name, source in _OWN.items() if source in own}}
     for layer in range(config.num_hidden_layers):
         names |= {f"blk.{layer}.{ours}.weight": f"layers.{layer}.{name}.weight" for ours, name in _LAYER.items()}
     if config.reduced:
         names["output.weight"] = "lm_head.weight"
+
+    # Shapes as in the checkpoint's layout.
     specs = {**dflash.tensor_specs(config), **dflash.optional_specs(config)}
     expected = {name: specs[source] for name, source in names.items()}
     return names, expected | ({"d2t": mapping_specs(config)["d2t"]} if config.reduced else {})

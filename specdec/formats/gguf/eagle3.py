@@ -34,11 +34,15 @@ _NAMES = {
 
 
 def write_eagle3(draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Write a head. `tokenizer`: the target's, whose keys llama.cpp wants in both files."""
+    """Write an EAGLE-3 head. `tokenizer`: the target's, whose keys llama.cpp wants in both files. Raises FormatError
+    for a head that llama.cpp cannot run as it was trained."""
+    # EAGLE-3.1's norms are refused: the architecture has no tensors or keys for them.
     config, weights = draft.config, draft.state_dict()
     for flag in ("fc_norm", "norm_output"):
         if getattr(config, flag):
             raise FormatError(f"format gguf: {flag} true: llama.cpp has no place for it")
+
+    # Tensors under GGUF's names; a reduced vocabulary adds d2t, Llama 3's scaling its factors.
     names, expected = _names(config, draft.embed_tokens is not None)
     tensors = {name: weights[source] for name, source in names.items()}
     if eagle3.reduced(config):
@@ -46,6 +50,8 @@ def write_eagle3(draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: P
     factors = factor_tensors(config.rope_theta, config.head_dim, config.rope_scaling)
     tensors |= factors
     expected |= shapes_of(factors)
+
+    # Keys: dimensions, rope scaling, EAGLE-3's own, and the tokenizer.
     fields = dimensions("eagle3", config, 1, config.rope_theta) | scaling_fields("eagle3", config.rope_scaling)
     fields |= {
         "eagle3.target_layers": list(config.aux_layers),
@@ -58,10 +64,13 @@ def write_eagle3(draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: P
 
 
 def read_eagle3(path: Path) -> Eagle3Draft:
-    """Load a head, in float32. Raises FormatError naming the key or tensor that is wrong."""
+    """Load an EAGLE-3 head, in float32. Raises FormatError naming the key or tensor that is wrong."""
+    # A variant that we do not compute.
     content = open_gguf(path, "eagle3")
     if content.fields.get("eagle3.norm_before_fc"):
         raise FormatError(f"{path}: eagle3.norm_before_fc true: only false is supported")
+
+    # The config, part of it from the tensors: d2t's length is the draft vocabulary.
     fields, tensors = read_dimensions(content, path), dict(content.tensors)
     vocabulary, draft_ids = fields["vocab_size"], tensors.get("d2t")
     fields |= {
@@ -71,10 +80,14 @@ def read_eagle3(path: Path) -> Eagle3Draft:
         "aux_layers": content.get(path, "eagle3.target_layers", list),
         "norm_before_residual": content.get(path, "eagle3.norm_before_residual", bool, False),
     }
+
+    # The exact set of tensors, q and k back in transformers' order of rows.
     config = validated(Eagle3Config, path, fields)
     own = "token_embd.weight" in content.tensors
     names, expected = _names(config, own)
     tensors = from_ggml(path, tensors, expected, config)
+
+    # d2t holds ids here, from which the module makes its offsets.
     ids = tensors.pop("d2t", None)
     if ids is not None:
         eagle3.check_draft_ids(path, ids, vocabulary)
@@ -84,7 +97,7 @@ def read_eagle3(path: Path) -> Eagle3Draft:
 
 
 def _names(config: Eagle3Config, own_embeddings: bool) -> tuple[dict[str, str], dict[str, Spec]]:
-    """GGUF's name -> the checkpoint's name of every weight; and what all tensors must be."""
+    """Names of every weight, GGUF's -> the checkpoint's; and specs of all tensors, by GGUF's name."""
     names, specs = dict(_NAMES), {**eagle3.tensor_specs(config, eagle3.LAYER), **embedding_specs(config)}
     if own_embeddings:
         names["token_embd.weight"] = "embed_tokens.weight"

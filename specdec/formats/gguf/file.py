@@ -1,6 +1,6 @@
-"""A GGUF file as plain data: keys and float32 tensors, written whole, read back and compared.
+"""GGUF files as plain data: keys and float32 tensors, written atomically, read back and compared.
 
-Files of others may hold tensors of another type: they are read as the float32 numbers that they stand for.
+Tensors of other types, as files of other projects have, are converted to float32.
 """
 
 from pathlib import Path
@@ -19,14 +19,15 @@ _PLAIN = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.I64)
 
 
 class GgufFile(NamedTuple):
-    """`fields` without `general.architecture`; integers are stored as uint32 (in lists: int32), floats as float32."""
+    """Contents of a GGUF file. `fields`: all keys but `general.architecture`; integers are stored as uint32 (in lists:
+    int32), floats as float32."""
 
     architecture: str
     fields: dict[str, Field]
     tensors: dict[str, Tensor]
 
     def get(self, path: Path, key: str, kind: type, default: Any = None) -> Any:
-        """A key's value. Raises FormatError where it is missing and has no default, or is of another kind."""
+        """Value of a key. Raises FormatError where the key is missing without a default, or is not of type `kind`."""
         value = self.fields.get(key, default)
         if value is None:
             raise FormatError(f"{path}: key {key} is missing")
@@ -36,8 +37,9 @@ class GgufFile(NamedTuple):
 
 
 def write_gguf(path: Path, content: GgufFile) -> None:
-    """Write atomically. Raises FormatError where what is read back differs."""
+    """Write a GGUF file atomically. Raises FormatError where what is read back differs."""
     with new_file(path) as beside:
+        # GGUF's order: header, keys, tensors.
         writer = gguf.GGUFWriter(beside, content.architecture)
         for key, value in content.fields.items():
             _add(writer, key, value)
@@ -47,11 +49,13 @@ def write_gguf(path: Path, content: GgufFile) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+
+        # Compare before the file takes its place.
         _compare(path, content, read_gguf(beside))
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read keys and tensors."""
+    """Read all keys and tensors of a GGUF file. Raises MissingFileError or FormatError."""
     reader = _reader(path)
     fields = {name: _plain(_content(path, field)) for name, field in reader.fields.items() if name[:5] != "GGUF."}
     tensors = {tensor.name: _numbers(path, tensor) for tensor in reader.tensors}
@@ -59,7 +63,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def read_architecture(path: Path) -> str:
-    """What a file says that it holds; no weight is read."""
+    """Architecture that a GGUF file names, "" for none; no weight is read."""
     field = _reader(path).fields.get("general.architecture")
     return "" if field is None else str(_content(path, field))
 
@@ -81,8 +85,11 @@ def _reader(path: Path) -> gguf.GGUFReader:
 
 
 def _numbers(path: Path, tensor: gguf.ReaderTensor) -> Tensor:
+    # float32 and int64 as they are; a copy, as the reader maps the file.
     if tensor.tensor_type in _PLAIN:
         return torch.from_numpy(np.array(tensor.data))
+
+    # Everything else is converted, quantized blocks among it.
     try:
         return torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
     except NotImplementedError:
@@ -90,6 +97,7 @@ def _numbers(path: Path, tensor: gguf.ReaderTensor) -> Tensor:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Field) -> None:
+    # bool before int: a bool is an int in Python.
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):
@@ -103,17 +111,20 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Field) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers as Python writes them: 1e-05 where float32 stored 9.99999974e-06."""
+    """Value with floats as the shortest decimal of their float32: 1e-05 instead of 9.99999974e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _compare(path: Path, wrote: GgufFile, read: GgufFile) -> None:
+    # The same keys and tensors, no more and no fewer.
     if (read.architecture, set(read.fields), set(read.tensors)) != (
         wrote.architecture,
         set(wrote.fields),
         set(wrote.tensors),
     ):
         raise FormatError(f"{path}: other keys or tensors are read back than were written")
+
+    # The same values; floats as float32 keeps them.
     for key, value in wrote.fields.items():
         if read.fields[key] != _plain(value):
             raise FormatError(f"{path}: key {key}: reads back different from what was written")

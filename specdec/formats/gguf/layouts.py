@@ -1,4 +1,4 @@
-"""Drafts as GGUF, the format of llama.cpp: one file, which names the architecture of what it holds.
+"""Drafts as GGUF, llama.cpp's format: dispatch of reading and writing by family. A file names its architecture.
 
 A missing tensor or key may load silently there: the whole set is checked, written, and read back.
 """
@@ -33,7 +33,7 @@ def write(draft: DraftModule, tokenizer: PreTrainedTokenizerBase, folder: Path) 
 
 
 def read(place: Path) -> SmallDraft | Eagle3Draft | DFlashDraft:
-    """Load the draft of a file or folder, in float32."""
+    """Load a draft from a GGUF file or from a folder with one, in float32. Raises MissingFileError or FormatError."""
     path = file_in(place) or place
     architecture = read_architecture(path)
     if architecture == "llama":
@@ -46,7 +46,10 @@ def read(place: Path) -> SmallDraft | Eagle3Draft | DFlashDraft:
 
 
 def file_in(place: Path) -> Path | None:
-    """The GGUF file that a draft is read from: the path itself, or the only one of a folder without safetensors."""
+    """GGUF file of a draft: the path itself, or the only one in a folder without safetensors; None: there is none.
+
+    Raises FormatError for a folder with several.
+    """
     if not place.is_dir():
         return place if place.suffix == _SUFFIX else None
     files = sorted(place.glob(f"*{_SUFFIX}"))

@@ -1,4 +1,5 @@
-"""Independent drafts, and targets, as GGUF in float32."""
+"""Llama models (independent drafts, and targets) as GGUF in float32, and what all GGUF drafts share: dimensions, rope
+scaling, order of q and k rows, tokenizer keys."""
 
 import json
 import math
@@ -28,11 +29,11 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""GGUF's name of a layer's tensor -> transformers'."""
+"""Names of a decoder layer's tensors: GGUF's -> transformers'."""
 
 
 def open_gguf(path: Path, architecture: str) -> GgufFile:
-    """The content of a file of that architecture."""
+    """Contents of a GGUF file. Raises FormatError where it is of another architecture."""
     content = read_gguf(path)
     if content.architecture != architecture:
         raise FormatError(f"{path}: general.architecture {content.architecture!r}: must be {architecture!r}")
@@ -40,7 +41,7 @@ def open_gguf(path: Path, architecture: str) -> GgufFile:
 
 
 def dimensions(arch: str, config: Any, layers: int, theta: float) -> dict[str, Field]:
-    """The keys that every architecture has."""
+    """GGUF keys of a model's dimensions, the same for every architecture."""
     return {
         "general.name": arch,
         "general.file_type": 0,
@@ -60,11 +61,15 @@ def dimensions(arch: str, config: Any, layers: int, theta: float) -> dict[str, F
 
 
 def read_dimensions(content: GgufFile, path: Path) -> dict[str, Any]:
-    """Fields of a Llama config; where a key may be absent, what llama.cpp takes then. Raises FormatError by key."""
+    """Llama config fields from GGUF keys, with llama.cpp's defaults for absent ones.
+
+    Raises FormatError naming the key.
+    """
 
     def read(key: str, kind: type = int, default: Any = None) -> Any:
         return content.get(path, f"{content.architecture}.{key}", kind, default)
 
+    # Keys may say what we compute, or be absent.
     hidden, heads = read("embedding_length"), read("attention.head_count")
     size = read("attention.key_length", default=hidden // max(heads, 1))
     tokens = content.fields.get("tokenizer.ggml.tokens")
@@ -73,6 +78,8 @@ def read_dimensions(content: GgufFile, path: Path) -> dict[str, Any]:
         found = content.fields.get(f"{content.architecture}.{key}", wanted)
         if found != wanted:
             raise FormatError(f"{path}: {content.architecture}.{key} {found}: must be {wanted}")
+
+    # Key-value heads, rope base and vocabulary have defaults.
     return {
         "max_position_embeddings": read("context_length"),
         "hidden_size": hidden,
@@ -87,19 +94,19 @@ def read_dimensions(content: GgufFile, path: Path) -> dict[str, Any]:
 
 
 def shapes_of(tensors: dict[str, Tensor]) -> dict[str, Spec]:
-    """What tensors are expected to be that are right as they are."""
+    """Specs that given tensors meet."""
     return {name: Spec(tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def plain_weights(path: Path, tensors: dict[str, Tensor], expected: dict[str, Spec]) -> dict[str, Tensor]:
-    """Checked, in float32 (ids stay integers)."""
+    """Tensors checked against specs, on the CPU, in float32 (ids stay integers)."""
     check_tensors(path, tensors, expected)
     floats = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
     return {name: tensor.cpu().contiguous() for name, tensor in floats.items()}
 
 
 def to_ggml(path: Path, tensors: dict[str, Tensor], expected: dict[str, Spec], config: Any) -> dict[str, Tensor]:
-    """Checked, in float32 (ids stay integers), q and k in llama.cpp's order of rows."""
+    """Tensors checked, in float32 (ids stay integers), q and k with rows in llama.cpp's order."""
     stored = plain_weights(path, tensors, expected)
     return {
         name: _permute(name, tensor, config, (2, config.head_dim // 2)).contiguous() for name, tensor in stored.items()
@@ -107,13 +114,14 @@ def to_ggml(path: Path, tensors: dict[str, Tensor], expected: dict[str, Spec], c
 
 
 def from_ggml(path: Path, tensors: dict[str, Tensor], expected: dict[str, Spec], config: Any) -> dict[str, Tensor]:
-    """Checked, q and k in transformers' order of rows."""
+    """Tensors checked, q and k with rows in transformers' order."""
     check_tensors(path, tensors, expected)
     return {name: _permute(name, tensor, config, (config.head_dim // 2, 2)) for name, tensor in tensors.items()}
 
 
 def _permute(name: str, weight: Tensor, config: Any, split: tuple[int, int]) -> Tensor:
-    """Rows of each head: halves (2, D / 2) to neighbouring pairs, or back (D / 2, 2). Other tensors as they are."""
+    """Permute q and k rows within each head: rotary halves (`split` (2, D / 2)) to neighbouring pairs, or back
+    ((D / 2, 2)). Other tensors are returned unchanged."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2:][0])
     if heads is None:
         return weight
@@ -126,7 +134,8 @@ _LOW, _HIGH = 1.0, 4.0  # low_freq_factor and high_freq_factor of every Llama 3
 
 
 def scaling_fields(arch: str, scaling: RopeScaling | None) -> dict[str, Field]:
-    """The keys. Raises FormatError for a scaling that llama.cpp would not compute as it was trained."""
+    """GGUF keys of a rope scaling. Raises FormatError for one that llama.cpp would compute differently."""
+    # Llama 3's scaling goes as a tensor (`factor_tensors`); a YaRN ramp other than the usual has no keys.
     match scaling:
         case None | Llama3Rope():
             return {}
@@ -145,7 +154,7 @@ def scaling_fields(arch: str, scaling: RopeScaling | None) -> dict[str, Field]:
 
 
 def factor_tensors(theta: float, head_dim: int, scaling: RopeScaling | None) -> dict[str, Tensor]:
-    """[F] what llama.cpp divides each frequency by, where keys do not say it.
+    """Rope factors tensor [F], by which llama.cpp divides each frequency: for Llama 3's scaling, which has no keys.
 
     Raises FormatError for factors that would not tell a reader which scaling they came from.
     """
@@ -159,18 +168,23 @@ def factor_tensors(theta: float, head_dim: int, scaling: RopeScaling | None) -> 
 def take_scaling(
     content: GgufFile, tensors: dict[str, Tensor], path: Path, theta: float, head_dim: int
 ) -> dict[str, Any] | None:
-    """`rope_scaling` of a file; its factors leave `tensors`. Raises FormatError for one that we do not compute."""
+    """`rope_scaling` of a GGUF file; rope factors are removed from `tensors`. Raises FormatError for an unknown one."""
+    # Factors without a type of scaling are Llama 3's.
     factors_F = tensors.pop(ROPE_FACTORS, None)
     keys = f"{content.architecture}.rope.scaling"
     kind = content.fields.get(f"{keys}.type", "none")
     if factors_F is not None and kind == "none":
         check_tensors(path, {ROPE_FACTORS: factors_F}, {ROPE_FACTORS: Spec((head_dim // 2,))})
         return _llama3(factors_F, path, theta, head_dim)
+
+    # Otherwise keys alone say it.
     if kind == "none":
         return None
     if kind not in ("linear", "yarn") or factors_F is not None:
         also = f" beside {ROPE_FACTORS}" if factors_F is not None else ""
         raise FormatError(f"{path}: {keys}.type {kind}{also}: must be none, linear or yarn, or none beside the factors")
+
+    # Linear needs the factor only, YaRN the original context too.
     scaling = {"rope_type": kind, "factor": content.get(path, f"{keys}.factor", float)}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = content.get(path, f"{keys}.original_context_length", int)
@@ -178,19 +192,26 @@ def take_scaling(
 
 
 def _llama3(factors_F: Tensor, path: Path, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The Llama 3 scaling that gives these factors, where there is one: a file keeps what came of it, not its fields.
+    """Llama 3 rope scaling, solved from the factors [F] that a file holds; None: all factors are 1.
 
     Wavelengths above `original` are stretched by the largest factor, those below original / 4 are left; in between
     1 / factor goes linearly in original / wavelength, from 1 to 4.
     """
+    # Factors of 1 scale nothing.
     if _close(factors_F, 1.0).all():
         return None
+
+    # The largest factor is `factor`: low frequencies are interpolated in full.
     most = float(f"{float(factors_F.max()):.6g}")
     wavelength_F = 2 * math.pi / frequencies(theta, head_dim, None).double()
+
+    # Pairs on the ramp: solve original = wavelength x (1 + share x (4 - 1)) for each, and take the median.
     between_F = ~_close(factors_F, 1.0) & ~_close(factors_F, most)
     share_F = (1 / factors_F.double() - 1 / most) / (1 - 1 / most)
     found = ((_LOW + share_F * (_HIGH - _LOW)) * wavelength_F)[between_F]
     original = float(found.median()) if len(found) else float(wavelength_F[_close(factors_F, most)].min()) - 0.5
+
+    # Without pairs on the ramp: the shortest wavelength that is interpolated in full bounds it.
     scaling = {
         "rope_type": "llama3",
         "factor": most,
@@ -198,6 +219,8 @@ def _llama3(factors_F: Tensor, path: Path, theta: float, head_dim: int) -> dict[
         "high_freq_factor": _HIGH,
         "original_max_position_embeddings": round(original),
     }
+
+    # Accept the fields only if they give the same factors again.
     if original >= 1 and most > 1:
         again_F = _factors(theta, head_dim, Llama3Rope.model_validate(scaling))
         if torch.allclose(again_F, factors_F, rtol=1e-5):
@@ -220,7 +243,8 @@ _KNOWN = "GPT-2's, SmolLM's, Llama 3's and Qwen 2's"
 
 
 def vocabulary_fields(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> dict[str, Field]:
-    """Every `tokenizer.*` key of a model with `vocab_size` rows. Raises FormatError for another kind of tokenizer."""
+    """GGUF's `tokenizer.*` keys of a model with `vocab_size` rows. Raises FormatError unless it is a byte-level BPE."""
+    # The tokenizer's rules decide whether llama.cpp cuts and merges text in the same way.
     rules = _rules(tokenizer)
     tokens, kinds = _tokens(tokenizer, vocab_size)
     fields: dict[str, Field] = {
@@ -231,6 +255,8 @@ def vocabulary_fields(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> di
         "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in rules["model"]["merges"]],
         "tokenizer.ggml.add_bos_token": adds_bos(tokenizer),
     }
+
+    # What a tokenizer may lack.
     for name, token in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
         if token is not None:
             fields[f"tokenizer.ggml.{name}_token_id"] = token
@@ -240,13 +266,16 @@ def vocabulary_fields(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> di
 
 
 def pre_tokenizer_name(rules: dict[str, Any]) -> str:
-    """llama.cpp's name for the way in which a tokenizer (as in its tokenizer.json) cuts text into words."""
+    """llama.cpp's name of a pre-tokenizer, which cuts text into words. `rules`: tokenizer.json. Raises FormatError."""
+    # One step, or a sequence of them.
     steps = rules["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
     kinds = [step.get("type") for step in steps]
     last_splits = steps[-1].get("use_regex", True)
     if steps[-1].get("add_prefix_space"):
         raise FormatError("tokenizer: its pre-tokenizer adds a space before the text: llama.cpp would not")
+
+    # llama.cpp knows pre-tokenizers by name only: match the steps against those that it implements.
     if kinds == ["ByteLevel"] and last_splits:
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and last_splits and steps[0].get("individual_digits"):
@@ -260,12 +289,15 @@ def pre_tokenizer_name(rules: dict[str, Any]) -> str:
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    # Slow tokenizers have no tokenizer.json.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {}
     model = rules.get("model") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         kind = f"{model['type']} with byte fallback" if model.get("byte_fallback") else model.get("type", "slow")
         raise FormatError(f"tokenizer: {kind}: only byte-level BPE can be written as GGUF")
+
+    # Text must reach the BPE unchanged.
     normalizer = (rules.get("normalizer") or {}).get("type")
     if normalizer not in (None, "NFC"):  # llama.cpp has no NFC; Qwen's converted files live with that
         raise FormatError(f"tokenizer: normalizer {normalizer}: llama.cpp has none")
@@ -273,10 +305,13 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[list[str], list[int]]:
-    """Texts by id and their kinds; rows of the model beyond the tokenizer's are unused."""
+    """Token texts by id, and their GGUF token types; rows of the model beyond the tokenizer's are unused."""
+    # Every id of the tokenizer must have a row in the model.
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     if max(texts) >= vocab_size:
         raise FormatError(f"tokenizer: has id {max(texts)}: the model has {vocab_size} rows")
+
+    # Special tokens are control tokens, other added ones are user-defined.
     kinds = [gguf.TokenType.NORMAL if index in texts else gguf.TokenType.UNUSED for index in range(vocab_size)]
     for index, token in tokenizer.added_tokens_decoder.items():
         kinds[index] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
@@ -287,30 +322,40 @@ _ROPES = ("default", "llama3")
 
 
 def write_llama(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Write an independent draft, or a target. Raises FormatError, by name, for anything but a plain Llama."""
+    """Write a Llama model: an independent draft, or a target. Raises FormatError naming what is not plain Llama."""
+    # Only what llama.cpp computes in the same way.
     if not isinstance(model, LlamaForCausalLM):
         raise FormatError(f"format gguf: {type(model).__name__}: only LlamaForCausalLM can be written")
     config, weights = model.config, model.state_dict()
     _check_llama(config)
+
+    # Tensors under GGUF's names, with Llama 3's factors.
     names = _names(config)
     tensors = {name: weights[source] for name, source in names.items()}
     theta, scaling = _rope(config)
     tensors |= factor_tensors(theta, config.head_dim, scaling)
+
+    # Keys: dimensions and the tokenizer.
     fields = dimensions("llama", config, config.num_hidden_layers, theta)
     fields |= vocabulary_fields(tokenizer, config.vocab_size)
     write_gguf(path, GgufFile("llama", fields, to_ggml(path, tensors, shapes_of(tensors), config)))
 
 
 def read_llama(path: Path) -> LlamaForCausalLM:
-    """Load a plain Llama, in float32. Raises FormatError naming the key or tensor that is wrong."""
+    """Load a plain Llama from GGUF, in float32. Raises FormatError naming the key or tensor that is wrong."""
+    # Without an output tensor the head is tied to the embeddings.
     content = open_gguf(path, "llama")
     tensors = dict(content.tensors)
     tied = "output.weight" not in tensors
     fields = read_dimensions(content, path)
+
+    # Rope: plain or Llama 3's, the only ones that we write for a Llama.
     theta = fields.pop("rope_theta")
     scaling = take_scaling(content, tensors, path, theta, fields["head_dim"]) or {"rope_type": "default"}
     if scaling["rope_type"] not in _ROPES:
         raise FormatError(f"{path}: rope scaling {scaling['rope_type']}: must be {' or '.join(_ROPES)} in a Llama")
+
+    # The number of layers is checked before anything is made for each.
     layers = content.get(path, "llama.block_count", int)
     check_count(path, "llama.block_count", layers, tensors)
     config = LlamaConfig(
@@ -321,10 +366,14 @@ def read_llama(path: Path) -> LlamaForCausalLM:
         eos_token_id=content.fields.get("tokenizer.ggml.eos_token_id"),
         tie_word_embeddings=tied,
     )
+
+    # Expected shapes from a model without storage.
     names = _names(config)
     with torch.device("meta"):
         specs = shapes_of(LlamaForCausalLM(config).state_dict())
     tensors = from_ggml(path, tensors, {name: specs[source] for name, source in names.items()}, config)
+
+    # Load; tied weights have one tensor for two names.
     model = LlamaForCausalLM(config)
     model.load_state_dict({names[name]: tensor for name, tensor in tensors.items()}, strict=not tied)
     model.tie_weights()
@@ -343,14 +392,14 @@ def _check_llama(config: LlamaConfig) -> None:
 
 
 def _rope(config: LlamaConfig) -> tuple[float, Llama3Rope | None]:
-    """Base and scaling."""
+    """Rotary base and scaling of a transformers config."""
     fields = rope_fields(Path("format gguf"), {"rope_parameters": config.rope_parameters})
     scaling = fields["rope_scaling"]
     return float(fields["rope_theta"]), scaling and validated(Llama3Rope, Path("format gguf"), scaling)
 
 
 def _names(config: LlamaConfig) -> dict[str, str]:
-    """GGUF's name -> transformers' name of every tensor."""
+    """Names of every tensor: GGUF's -> transformers'."""
     names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     if not config.tie_word_embeddings:
         names["output.weight"] = "lm_head.weight"
