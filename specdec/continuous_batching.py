@@ -43,7 +43,7 @@ class AnswerTable(SlotTable):
     """Answer table: a slot table that also has stop tokens, each answer's tokens, and the listener's columns."""
 
     def __init__(self, slots: int, budget: int, device: torch.device) -> None:
-        """`budget`: tokens of the longest answer."""
+        """Make a table of free slots. `budget`: tokens of the longest answer."""
         super().__init__(slots, device)
         self._budget = budget
         self._stops_SK = torch.full((slots, 1), -1, device=device)

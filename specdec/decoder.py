@@ -226,16 +226,14 @@ class _Decoder:
         p_BMV = self._processed(sampling, tree, logits_BMV)
         best_BM = p_BMV.argmax(-1) if self.listener is not None and tree.depth else None
         verdict = self._verify(sampling, draft, p_BMV)
-        # 2) What each slot emits.
-        # The accepted tokens and the target's own, and what the host reads of them.
+        # 2) What each slot emits, the accepted tokens and the target's own, and what the host reads of it.
         along_BD = tree.tokens_BN.gather(1, verdict.path_BD.clamp(min=0))
         ids_BE = F.pad(along_BD, (0, 1)).scatter(1, verdict.length_B[:, None], verdict.token_B[:, None])
         new = Texts(ids_BE, (verdict.length_B + 1) * self.table.live(len(ids_BE)))
         # A level was reached if a node on it was judged: one more than accepted, where a candidate stands there.
         drafted_B, reached_B = tree.candidate_BN.sum(1), verdict.length_B + tree.goes_on(verdict.path_BD)
         read_BX = torch.cat([torch.stack([verdict.length_B, drafted_B, reached_B], 1), ids_BE], 1)
-        # 3) What the next round starts from.
-        # The cache keeps the path: of a chain its beginning, of a tree nodes that are moved side by side.
+        # 3) The cache keeps the path: of a chain its beginning, of a tree nodes that are moved side by side.
         if draft.chain:
             self.cache.keep(new.counts_B)
         else:

@@ -76,5 +76,6 @@ def _most_slots(target: CausalModel, token_bytes: int, capacity: int) -> int:
 
 
 def _free_bytes(target: CausalModel) -> int:
+    # Blocks that torch keeps for reuse count as free.
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(target.device)[0]

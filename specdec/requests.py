@@ -159,6 +159,7 @@ class DecodeRun:
         if self.batch_size < 1:
             raise InputError(f"batch_size {self.batch_size}: must be >= 1")
         check_requests(self.target, self.requests, self.decode)
+        # The rule must take this proposer's drafts at every request's sampling setting.
         if self.proposer is not None:
             for request in self.requests:
                 check_rule(self.rule, self.proposer, request.sampling)
@@ -206,6 +207,7 @@ def _decode_ending(tokens: list[int], reach: int, decode: Decode) -> str:
 
     Some tokens spell a single byte or nothing, so the number of tokens is doubled until the text is long enough.
     """
+    # A token spells one character or more as a rule, so start with as many.
     count = reach + 1
     while count < len(tokens) and len(decode(tokens[-count:-1])) < reach:
         count *= 2

@@ -14,7 +14,7 @@ from .tree import Drawn
 
 RuleName = Literal["greedy", "token", "block", "onehot", "match", "multiround", "recursive", "traversal", "typical"]
 ENGINE_RULES: dict[str, RuleName] = {"vllm": "onehot", "sglang": "onehot", "llama.cpp": "onehot"}
-"""How engines verify above temperature 0 unless they are asked for another rule."""
+"""Accept rule of each serving engine above temperature 0, unless it is asked for another."""
 
 _ENGINES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
 _IID: frozenset[Drawn] = frozenset({"iid"})

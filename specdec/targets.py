@@ -73,13 +73,13 @@ class Target(CausalModel):
             common["gguf_file"] = source.gguf_file
         where = f"target.model: {settings.model}"
         tokenizer = load_tokenizer(source.folder, where, **common)
-        # A sharded target: no layer's weights are read before the ranks take their shares.
+        # 2) A sharded target: no layer's weights are read before the ranks take their shares.
         if settings.shard:
             files, model = FileWeights(source.folder, where), load_skeleton(source.folder, where, dtype, **common)
             with refused(where):
                 fill_unsharded(model, model.get_decoder().layers, files, device)
                 return cls(model, tokenizer, settings, target_fingerprint(settings, digests), files)
-        # A whole one, from safetensors or GGUF, with its adapter merged.
+        # 3) A whole one, from safetensors or GGUF, with its adapter merged.
         if source.gguf_file is not None:
             tokenizer = as_the_file_says(tokenizer, source.folder / source.gguf_file, where)
         weights: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, **common}

@@ -30,6 +30,7 @@ class TokenizerBridge:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
         self._tokenizer, self._size = tokenizer, size
         self._line = self.encode(_LINE)
+        # A begin-of-text token counts only where the tokenizer itself adds it.
         bos = tokenizer.bos_token_id
         begins = bos is not None and self._ids("a", add_special_tokens=True)[:1] == [bos]
         self._bos: list[int] = [bos] if begins else []
@@ -53,6 +54,7 @@ class TokenizerBridge:
 
     def text(self, ids: Sequence[int], start: int, stop: int) -> str:
         """Decode ids[start:stop] as they read after the ids before them, a few of which are decoded along."""
+        # A few ids before give context; where the piece changes how they read, it is decoded alone.
         first = max(start - _CONTEXT, 0)
         before, whole = self._decode(ids[first:start]), self._decode(ids[first:stop])
         return whole[len(before) :] if whole.startswith(before) else self._decode(ids[start:stop])
@@ -79,6 +81,7 @@ class Retokenized:
         self._words: dict[int, bool] = {}  # whether a word begins at a place, of those that were asked for
         self.settled: list[int] = []
         """Own ids of the text's settled beginning, at the start; `extend` returns those of later parts."""
+        # A long prompt is settled at once, up to the last word that begins in its last window.
         if len(ids) > _WINDOW:
             self.settled = self._settle(self._cut(range(len(ids) - 1, len(ids) - _WINDOW, -1)))
 
@@ -158,6 +161,7 @@ class ForeignDraft(DraftModule):
 
         The two end-of-text tokens mean the same; other special tokens have no counterpart.
         """
+        # Special tokens end a draft; the end-of-text ones also have the target's as their counterpart.
         ends: dict[int, int | None] = dict.fromkeys(own.all_special_ids)
         stops = small.model.generation_config.eos_token_id
         for token in (own.eos_token_id, *(stops if isinstance(stops, list) else [stops])):

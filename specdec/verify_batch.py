@@ -251,7 +251,7 @@ def _end_of_chain(inputs: _Inputs, length_B: Tensor, drafted_B: Tensor, weight_B
 
 
 def _path(length_B: Tensor, depth: int) -> Tensor:
-    """[B, D]: the first nodes of a chain."""
+    """Path [B, D] of the first nodes of a chain, -1 past them."""
     index_D = torch.arange(depth, device=length_B.device)
     return torch.where(index_D < length_B[:, None], index_D, -1)
 

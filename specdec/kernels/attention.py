@@ -118,7 +118,7 @@ def attention_within(
 
 
 def _group(query: Tensor, groups: int) -> Tensor:
-    """[B, H, N, D] -> [B, G, R*N, D]: queries that share keys stand in one row, so keys are never repeated."""
+    """Group query heads, [B, H, N, D] -> [B, G, R*N, D]: the queries that share keys stand side by side."""
     return query.reshape(query.shape[0], groups, -1, query.shape[-1])
 
 

@@ -119,7 +119,7 @@ class _SharedProduct:
 
 
 def _changes(one: Tensor, other: Tensor | None) -> int:
-    """How often two tensors were changed in place, together; inference tensors count 0."""
+    """Number of in-place changes of two tensors together; inference tensors count 0."""
     found = 0 if one.is_inference() else one._version
     return found if other is None or other.is_inference() else found + other._version
 

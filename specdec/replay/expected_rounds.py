@@ -56,7 +56,7 @@ def walk_expected(
     w = _rows(w_RK, len(drafted_R), "w_RK").astype(np.float64)
     if w.ndim != 2 or w.shape[1] < K:
         raise ValueError(f"w_RK has shape {w.shape}: two axes and at least K = {K} columns are needed")
-    # 2) Cut both at the answer's end: a token past it is neither reached nor accepted.
+    # 2) Cut at the drafted levels and at the answer's end: a token past it is neither reached nor accepted.
     answer_R, row_R = _places(lengths)
     left_R = np.asarray(lengths, np.int64)[answer_R] - 1 - row_R
     inside_RK = np.arange(K) < np.minimum(drafted_R, left_R)[:, None]

@@ -23,7 +23,7 @@ class Text(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """How many round starts it has."""
+        """Number of round starts of the text."""
         return max(len(self.ids) - self.start, 0)
 
 
@@ -47,7 +47,7 @@ class Pack:
 
     @property
     def rounds(self) -> int:
-        """How many round starts R all texts have."""
+        """Number R of round starts of all texts."""
         return len(self.text_R)
 
     def pick(self, x_BTX: Tensor, offset: int) -> Tensor:
@@ -68,6 +68,7 @@ class Pack:
 
     def places(self, offset: int) -> Tensor:
         """Indexes [B, M] into rows of the positions that `pick` takes, M >= 1; any where a text has fewer than M."""
+        # Texts with fewer starts repeat places past their own, which `unplaced` drops.
         most = max(1, *(text.rounds for text in self.texts))
         first_B = torch.tensor([text.start + offset for text in self.texts])
         places_BM = (first_B[:, None] + torch.arange(most)).clamp(max=self.ids_BT.shape[1] - 1)
