@@ -1,4 +1,4 @@
-"""Memory that drafting adds: bytes of weights and state of a proposer, by walking what it holds."""
+"""Draft memory: bytes of weights and state that a proposer adds to the target, by walking its objects."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,10 +12,11 @@ _OWN = __name__.partition(".")[0]
 
 
 def draft_bytes(proposer: Proposer | None, target: CausalModel) -> tuple[int, int]:
-    """Bytes of the weights that drafting adds, and of its caches and other tensors.
+    """Bytes of the weights that drafting adds, and bytes of its caches and other tensors.
 
-    Whatever tensors can be reached from the proposer; those of the target are not counted, and none is counted twice.
+    All tensors that can be reached from the proposer count, each once; tensors of the target do not count.
     """
+    # Tensors are told apart by their address: weights shared with the target and views of one buffer count once.
     seen = {_place(tensor) for tensor in _tensors_of(target.model)}
     weights, state = dict[tuple[str, int], int](), dict[tuple[str, int], int]()
     for tensor, is_weight in _reachable(proposer, target, set()):
@@ -26,7 +27,8 @@ def draft_bytes(proposer: Proposer | None, target: CausalModel) -> tuple[int, in
 
 
 def _reachable(value: Any, target: CausalModel, visited: set[int]) -> Iterator[tuple[Tensor, bool]]:
-    """Tensors below a value, and whether each is a weight."""
+    """Tensors that can be reached from a value, each with whether it is a weight."""
+    # 1) Leaves: tensors, what was visited before, and modules, whose tensors are all weights.
     if isinstance(value, Tensor):
         yield value, False
         return
@@ -37,6 +39,7 @@ def _reachable(value: Any, target: CausalModel, visited: set[int]) -> Iterator[t
         for tensor in _tensors_of(value):
             yield tensor, True
         return
+    # 2) Containers (not of plain numbers or strings), and fields of our own objects; others are not entered.
     inner: Iterable[Any] = ()
     if isinstance(value, dict):
         inner = value.values()

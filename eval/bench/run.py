@@ -1,8 +1,8 @@
-"""Real decoding of the same prompts with every method, by turns, and plain decoding first in every turn.
+"""Benchmark runs: real decoding of the same prompts with every method by turns, plain decoding first in each turn.
 
-A method is warmed up at each batch size before it counts, and where its rounds become CUDA graphs, which belong to one
-run, each run begins with short answers that are not timed. Repeats go round all methods, so that what else a machine
-does meets all of them; each run is kept when it is done, and one that is kept is not run again.
+A method is warmed up at each batch size before it is timed. Where its rounds become CUDA graphs, which belong to one
+run, each run begins with short answers that are not timed. Repeats go round all methods, so that other load on the
+machine affects all of them. Each run is recorded when it is done, and a recorded run is not run again.
 """
 
 import math
@@ -33,7 +33,7 @@ from .latency import TimedAnswer, mean
 
 PLAIN = "plain"
 EVERY = "(all)"
-"""All domains together; no domain is called so."""
+"""Name of all domains together; no real domain has it."""
 
 
 class BenchPrompt(NamedTuple):
@@ -59,7 +59,7 @@ class _Record(BaseModel):
 
 
 class Setting(_Record):
-    """What one run differs from another in: a method, how much it drafts, and the batch size."""
+    """Setting of a run: the method, its K or tree, the accept rule and the batch size."""
 
     method: str
     levels: int = Field(ge=0)
@@ -78,12 +78,12 @@ class Setting(_Record):
 
     @property
     def label(self) -> str:
-        """The method and what it drafts, as sentences name it."""
+        """Label in sentences: the method and its K or tree."""
         return self.method if self.plain else f"{self.method} {self.config}"
 
 
 class RoundParts(_Record):
-    """Where the time of a round goes: means under a timer, in a short run of its own."""
+    """Mean seconds of a round's parts, measured under a timer in a short run of its own."""
 
     draft_seconds: Number
     verify_seconds: Number
@@ -91,18 +91,18 @@ class RoundParts(_Record):
 
 
 class Memory(_Record):
-    """Bytes that drafting adds."""
+    """Bytes of memory that drafting adds."""
 
     weights: int
-    """Of the draft, what it shares with the target left out."""
+    """Bytes of the draft's weights, without those that it shares with the target."""
     state: int
-    """Its caches and buffers at this batch size."""
+    """Bytes of the draft's caches and buffers at this batch size."""
     peak: int | None
-    """Most that torch allocated during the run on top of what was there before it; CUDA only."""
+    """Peak bytes that torch allocated during the run beyond those before it; None without CUDA."""
 
 
 class RunRecord(_Record):
-    """One run of all prompts."""
+    """Record of one run over all prompts."""
 
     setting: Setting
     repeat: int = Field(ge=0)
@@ -113,7 +113,7 @@ class RunRecord(_Record):
 
 
 class Spread(_Record):
-    """A figure of several repeats: the median, the least and the most."""
+    """Spread of a figure over repeats: median, least and most."""
 
     value: Number
     low: Number
@@ -121,12 +121,12 @@ class Spread(_Record):
 
     @property
     def estimate(self) -> Estimate:
-        """As tables show it: one repeat has no spread."""
+        """Estimate for tables; equal ends, as of one repeat, give no interval."""
         return Estimate(self.value) if self.low == self.high else Estimate(self.value, self.low, self.high)
 
 
 class Interval(_Record):
-    """A figure of counts with its bootstrap interval."""
+    """Figure from counts with its bootstrap interval."""
 
     value: Number
     low: Number
@@ -142,13 +142,13 @@ class Interval(_Record):
 
 
 class LengthRow(_Record):
-    """Answers of one range of lengths."""
+    """Figures of the answers of one range of lengths."""
 
     lengths: str
     prompts: int
     speedup: Spread
     first_token_share: Number
-    """Of their time, what passes before the first token."""
+    """Share of the answers' time that passes before the first token."""
 
 
 class BenchRow(_Record):
@@ -163,7 +163,7 @@ class BenchRow(_Record):
     alphas: list[Interval]
     tokens_per_second: Spread
     decoding_tokens_per_second: Spread
-    """Without the time in which the target reads prompts, and without first tokens."""
+    """Throughput without first tokens and without the time in which the target reads prompts."""
     speedup: Spread
     decoding_speedup: Spread
     first_token_p50: Number
@@ -172,30 +172,30 @@ class BenchRow(_Record):
     inter_token_p95: Number
     first_token_share: Number
     round_seconds: Number
-    """Of this setting, in all domains: the mean of its fullest rounds, the median of that over repeats."""
+    """Mean seconds of this setting's fullest rounds in all domains; the median of that over repeats."""
     break_even_tau: Number
-    """The time of a round over that of a step of plain decoding, at this batch size."""
+    """Time of a round over the time of a plain decoding step, at this batch size."""
     slots: Number
-    """In use, on average."""
+    """Mean number of slots in use."""
     parts: RoundParts
     memory: Memory
     equal_answers: Number
-    """Share that equals plain decoding's at this batch size; not known above temperature 0."""
+    """Share of answers that equal plain decoding's at this batch size; NaN above temperature 0."""
     lengths: list[LengthRow]
 
 
 class Failure(_Record):
-    """A method, or one of its settings, that did not run."""
+    """Failure of a method, or of one of its settings, to run."""
 
     method: str
     plan: str
     batch_size: int | None
-    """None: at every batch size."""
+    """Batch size that did not run; None: every one."""
     reason: str
 
 
 class Environment(_Record):
-    """Where figures come from."""
+    """Environment of a benchmark: machine, software, models and options behind its figures."""
 
     hardware: str
     dtype: str
@@ -207,11 +207,11 @@ class Environment(_Record):
     target: str
     target_fingerprint: str
     drafts: dict[str, str]
-    """Where each method's draft lies; "" where nothing was trained."""
+    """Address of each method's draft; "" where nothing was trained."""
     prompts: dict[str, int]
-    """By domain."""
+    """Number of prompts by domain."""
     prompts_left_out: int
-    """Too long for the target's context."""
+    """Number of prompts that are too long for the target's context."""
     max_new_tokens: int
     sampling: str
     repeats: int
@@ -219,7 +219,7 @@ class Environment(_Record):
 
 
 class Report(_Record):
-    """All of it; what bench.json holds."""
+    """Whole benchmark, as bench.json holds it."""
 
     version: int = 1
     surroundings: Environment
@@ -235,12 +235,12 @@ _MICROSECOND = 6
 
 @dataclass(frozen=True)
 class BenchEntry:
-    """A method that can be run, and how much it drafts."""
+    """Benchmark entry: a method with its K or tree, and how to make its proposer."""
 
     setting: Setting
-    """At batch size 1; the others differ in that alone."""
+    """Setting at batch size 1; the others differ in the batch size alone."""
     make: Callable[[], Proposer] | None
-    """Makes a proposer of its own for each run; None: plain decoding."""
+    """Factory of proposers, one for each run; None: plain decoding."""
 
     def at(self, batch_size: int) -> Setting:
         return self.setting.model_copy(update={"batch_size": batch_size})
@@ -248,7 +248,7 @@ class BenchEntry:
 
 @dataclass(frozen=True)
 class BenchRun:
-    """What every method answers."""
+    """Work that is the same for every method: target, prompts, answer length and sampling."""
 
     target: CausalModel
     prompts: Sequence[BenchPrompt]
@@ -258,7 +258,10 @@ class BenchRun:
     seed: int = 0
 
     def requests(self, most_prompts: int | None = None, most_tokens: int | None = None) -> list[Request]:
-        """All of them, or the first ones with short answers. A prompt's numbers are the same for every method."""
+        """Requests for all prompts, or for the first `most_prompts` with answers of at most `most_tokens`.
+
+        A prompt has the same random numbers for every method.
+        """
         longest = self.max_new_tokens if most_tokens is None else min(self.max_new_tokens, most_tokens)
         return [
             Request(one.ids, self.sampling, _seed(self.seed, one.name), longest, self.stop_ids)
@@ -267,13 +270,13 @@ class BenchRun:
 
 
 class RunFolder:
-    """The records of finished runs, one file each."""
+    """Folder of the records of finished runs, one file each."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def read(self, setting: Setting, repeat: int) -> RunRecord | None:
-        """The record of an earlier call; None where there is none, or (said aloud) a damaged one."""
+        """Record of an earlier call; None where there is none, or, with a message, where it is damaged."""
         path = self._path(setting, repeat)
         try:
             found = RunRecord.model_validate(read_json(path))
@@ -295,7 +298,10 @@ class RunFolder:
 def run_all(
     work: BenchRun, entries: Sequence[BenchEntry], batch_sizes: Sequence[int], repeats: int, folder: RunFolder
 ) -> tuple[list[RunRecord], list[Failure]]:
-    """Records of all runs, plain decoding (the first entry) beside each, and what could not be run, with the reason."""
+    """Run every entry at every batch size, `repeats` times: the records, and failures with their reasons.
+
+    The first entry is plain decoding, which every other is compared with.
+    """
     records: list[RunRecord] = []
     failures: dict[Setting, Failure] = {}
     warm: dict[Setting, RoundParts] = {}  # settings that were warmed up, with the parts of their rounds
@@ -329,11 +335,13 @@ def run_all(
 
 
 def warm_up(work: BenchRun, entry: BenchEntry, batch_size: int) -> RoundParts:
-    """Two short runs: one for what happens once, and one under a timer for the parts of a round."""
+    """Warm-up in two short runs: one for one-time work, and one under a timer for the parts of a round."""
+    # Enough prompts to fill the batch twice: a refilled slot is warm too.
     requests = work.requests(2 * batch_size, _WARM_TOKENS)
     for timer in (None, RoundTimer(work.target.device)):
         for _ in decode_rounds(_run(work, entry, batch_size, requests, _proposer(entry), timer)):
             pass
+    # Full batches only, without the rounds in which graphs are recorded.
     rounds = timer.rounds if timer is not None else []
     fullest = max((one.batch for one in rounds), default=0)
     full = [one for one in rounds if one.batch == fullest]
@@ -353,10 +361,15 @@ def run_once(
     parts: RoundParts,
     advance: Advance = lambda amount=1, note="": None,
 ) -> RunRecord:
-    """All prompts once, timed as a whole and at every arrival, without a wait that serving would not have."""
+    """One timed run over all prompts: the wall time, and the time of every arrival.
+
+    No timer runs in it, so the host waits for the device only where serving would.
+    """
+    # 1) Requests: short ones that settle the run, then those that are timed.
     device, proposer = work.target.device, _proposer(entry)
     first, barriers = _settling(work, batch_size)
     run = _run(work, entry, batch_size, [*first, *work.requests()], proposer, None, barriers)
+    # 2) Decode, and keep the timed answers by their prompt's index.
     before = _start_memory(device)
     done: dict[int, Generation] = {}
     for finished in decode_rounds(run):
@@ -364,6 +377,7 @@ def run_once(
             if index >= len(first):
                 done[index - len(first)] = generation
                 advance(note=f"{entry.setting.label}, batch {batch_size}")
+    # 3) Stop the clock once the device is done.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = min(one.begun for one in done.values())
@@ -391,7 +405,7 @@ def _settling(work: BenchRun, batch_size: int) -> tuple[list[Request], frozenset
 
 
 def timed_answer(prompt: int, generation: Generation, start: float) -> TimedAnswer:
-    """What is kept of an answer."""
+    """Record of an answer: token count, digest, arrival times since `start`, and rounds."""
     return TimedAnswer(
         prompt=prompt,
         tokens=len(generation.tokens),

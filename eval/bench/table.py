@@ -1,4 +1,4 @@
-"""From the records of runs to the figures of a benchmark: a row for each setting and domain.
+"""Benchmark tables: figures from the records of runs, a row for each setting and domain.
 
 A repeat is compared with plain decoding of the same repeat, which ran a moment before on the same machine; figures are
 medians over repeats, with the least and the most beside them.
@@ -32,16 +32,21 @@ from .run import (
 )
 
 LENGTHS = (16, 64, 256, 1024)
-"""Where ranges of answer lengths end."""
+"""Upper ends, in tokens, of the ranges of answer lengths."""
 
 
 def bench_rows(
     runs: Sequence[RunRecord], prompts: Sequence[BenchPrompt], bootstrap: Bootstrap, greedy: bool
 ) -> list[BenchRow]:
-    """Rows of all settings that have a run with plain decoding beside it: all domains together, then each."""
+    """Rows of all settings that have a run with plain decoding beside it: all domains together, then each domain.
+
+    `greedy`: sampling at temperature 0, so that answers can be compared with plain decoding's.
+    """
+    # Runs by setting and repeat, and plain ones by batch size and repeat.
     timed = {(run.setting, run.repeat): _Timed(run) for run in runs}
     plain = {(s.batch_size, repeat): one for (s, repeat), one in timed.items() if s.plain}
     rows: list[BenchRow] = []
+    # Pair each run with the plain one of its repeat and batch size; a setting without pairs has no row.
     for setting in dict.fromkeys(setting for setting, _ in timed):
         pairs = [
             (one, plain[setting.batch_size, repeat])
@@ -63,11 +68,11 @@ class _Timed:
 
 
 Pair = tuple[_Timed, _Timed]
-"""A run, and plain decoding of the same repeat."""
+"""A run, and the plain decoding run of the same repeat."""
 
 
 class _Figures:
-    """Of one setting."""
+    """Figures of one setting, from its runs and the plain ones beside them."""
 
     def __init__(
         self,
@@ -86,11 +91,13 @@ class _Figures:
         return [self._row(EVERY), *(self._row(domain) for domain in domains if len(domains) > 1)]
 
     def _row(self, domain: str) -> BenchRow:
+        # 1) What belongs to this domain: prompts, answers of all repeats and of the first one, and counts.
         chosen = frozenset(i for i, one in enumerate(self._prompts) if domain in (EVERY, one.domain))
         runs = [one.run for one, _ in self._pairs]
         answers = [answer for run in runs for answer in run.answers if answer.prompt in chosen]
         first = [answer for answer in runs[0].answers if answer.prompt in chosen]
         table = self._counts.filter(pa.array([domain in (EVERY, name) for name in self._counts["domain"].to_pylist()]))
+        # 2) Latencies pool all repeats; rates and speed-ups are computed by repeat.
         gaps = percentiles([gap for answer in answers for gap in answer.token_gaps])
         waits = percentiles([answer.first_token_seconds for answer in answers])
         return BenchRow(
@@ -120,8 +127,9 @@ class _Figures:
         )
 
     def _table(self) -> pa.Table:
-        """Counts of the first repeat: the others draw the same numbers."""
+        """Counts table of the first repeat; later repeats use the same random numbers."""
         setting, rows = self._setting, list[CountRow]()
+        # Plain decoding has no rounds on record: each of its tokens counts as a round that drafts nothing.
         for answer in self._pairs[0][0].run.answers:
             prompt = self._prompts[answer.prompt]
             rounds = answer.rounds or [(0, 0, 1, 0)] * (answer.tokens - 1)
@@ -153,13 +161,15 @@ class _Figures:
         return over(sum(answer.first_token_seconds for answer in answers), sum(answer.seconds for answer in answers))
 
     def _equal(self, chosen: frozenset[int]) -> float:
+        # Above temperature 0 answers need not be equal.
         one, plain = self._pairs[0]
         if not self._greedy or not chosen:
             return math.nan
         return sum(one.digests[i] == plain.digests[i] for i in chosen) / len(chosen)
 
     def _lengths(self, chosen: frozenset[int]) -> list[LengthRow]:
-        """By the length of plain decoding's answer."""
+        """Rows by the length of plain decoding's answer."""
+        # Grouped by plain decoding's length, which is the same whatever drafts; short ones first.
         found: dict[str, set[int]] = {}
         for prompt in sorted(chosen, key=lambda i: self._pairs[0][1].tokens[i]):
             found.setdefault(length_range(self._pairs[0][1].tokens[prompt]), set()).add(prompt)
@@ -175,7 +185,7 @@ class _Figures:
 
 
 def length_range(tokens: int) -> str:
-    """Such as "17 to 64 tokens"."""
+    """Name of the range that a number of tokens lies in, such as "17 to 64 tokens"."""
     start = 1
     for end in LENGTHS:
         if tokens <= end:
@@ -204,7 +214,8 @@ _STYLES = {"gains": "green", "loses": "red"}
 
 
 def show_bench(rows: Sequence[BenchRow], failures: Sequence[Failure], about: Environment) -> None:
-    """Print both tables."""
+    """Print the tables of speed, and of waiting and memory."""
+    # 1) Speed of every row and failure.
     repeats = f"{about.repeats} repeats" if about.repeats > 1 else "one repeat"
     note = (
         f"tau: tokens per round, pooled, {about.confidence:.0%} interval by prompt; alpha: accepted of reached, by "
@@ -213,6 +224,7 @@ def show_bench(rows: Sequence[BenchRow], failures: Sequence[Failure], about: Env
     )
     styles = ["dim" if row.setting.plain else _STYLES.get(outcome(row.speedup.estimate), "") for row in rows]
     show_cells("Speed", speed_cells(rows, failures), [*styles, *["yellow"] * len(failures)], note)
+    # 2) Waiting and memory, for all domains together only.
     whole = [row for row in rows if row.domain == EVERY]
     note = (
         "p50 / p95; inter-token: time between two arrivals, divided among the tokens of the second; caches: of the "
@@ -225,6 +237,7 @@ def show_bench(rows: Sequence[BenchRow], failures: Sequence[Failure], about: Env
 def speed_cells(rows: Sequence[BenchRow], failures: Sequence[Failure]) -> list[list[str]]:
     """Header and rows as text; what did not run is a line with its reason."""
     cells = [[*_SETTING, "domain", "tau", "alpha", *_SPEEDS, ""]]
+    # One line a setting and domain; plain decoding has no draft columns.
     for row in rows:
         plain = row.setting.plain
         cells.append(
@@ -242,6 +255,7 @@ def speed_cells(rows: Sequence[BenchRow], failures: Sequence[Failure]) -> list[l
                 "" if plain else _note(row),
             ]
         )
+    # One line a failure, its reason in the last column.
     for failure in failures:
         batch = "-" if failure.batch_size is None else str(failure.batch_size)
         cells.append([batch, failure.method, failure.plan, "-", *["-"] * 6, f"not run: {failure.reason}"])
@@ -251,6 +265,7 @@ def speed_cells(rows: Sequence[BenchRow], failures: Sequence[Failure]) -> list[l
 def waiting_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
     """Header and rows as text, one a setting."""
     cells = [[*_SETTING, *_WAITS, *_ROUNDS, *_MEMORY, "equal"]]
+    # Columns in the order of the header: latencies, rounds, memory, and equal answers.
     for row in rows:
         plain, memory = row.setting.plain, row.memory
         cells.append(
