@@ -1,1 +1,1 @@
-"""One HTML page a run, for people: everything in it, nothing fetched, no script."""
+"""Report of a run: one HTML page with everything in it, nothing fetched, no script."""

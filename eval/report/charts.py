@@ -1,4 +1,4 @@
-"""The charts of the run report, the mix page and a benchmark, from records. Each comes with its legend.
+"""Charts of the run report, the mix page and a benchmark, from records, each with its legend.
 
 A record whose number is unknown (null) draws nothing; its table says so.
 """
@@ -17,9 +17,9 @@ from .svg import Axis, Chart, Frame
 
 Record = Mapping[str, Any]
 Shares = Mapping[str, tuple[str, list[float]]]
-"""By name of a side: CSS class, and one share a label."""
+"""CSS class and one share a label, by name of a side."""
 Lines = Mapping[str, tuple[str, list[tuple[float, float]]]]
-"""By name: CSS class and points."""
+"""CSS class and points, by name of a line."""
 HEIGHT, NARROW, FRONTIER_HEIGHT, PANEL = 300, 480, 400, (380, 260)
 COLOURS = 6
 _ENDS = ("value", "low", "high")
@@ -28,7 +28,7 @@ _STAGGER = 0.13  # of a category: series stand beside each other, not on each ot
 
 
 class Point(NamedTuple):
-    """A value with its interval and its tooltip."""
+    """Data point: a value with its interval and its tooltip."""
 
     x: float
     value: float
@@ -38,7 +38,7 @@ class Point(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Points of one colour, joined by a line."""
+    """Series of points of one colour, joined by a line."""
 
     name: str
     classes: str
@@ -46,7 +46,7 @@ class Series(NamedTuple):
 
 
 class Palette:
-    """One colour a draft over the whole page; grey for what needs no training. The candidate is the chosen draft."""
+    """Palette with one colour a draft over the whole page; baselines are grey. The candidate has the chosen draft's."""
 
     def __init__(self, rows: Iterable[Record]) -> None:
         trained = dict.fromkeys(row["draft"] for row in rows if not row["baseline"])
@@ -67,13 +67,14 @@ def colour(place: int) -> str:
 def line_chart(
     name: str, description: str, frame: Frame, series: Sequence[Series], below: Iterable[Markup] = ()
 ) -> Chart:
-    """Lines through points with whiskers and tooltips. `below`: elements that are drawn first."""
+    """Line chart: lines through points with whiskers and tooltips. `below`: elements that are drawn first."""
     drawn = svg.picture(name, description, frame, [*below, *(_line(one, frame) for one in series)])
     return Chart(drawn, [(one.classes, one.name) for one in series], frame)
 
 
 def bar_chart(name: str, description: str, labels: Sequence[str], sides: Shares) -> Chart:
-    """Shares of each label, one bar a side."""
+    """Bar chart of shares: a band a label, and in it a horizontal bar a side."""
+    # The frame grows with the labels; the axis ends at the largest share.
     left, each = _label_room(labels), 12 + 11 * len(sides)
     highest = max((share for _, shares in sides.values() for share in shares), default=0.0) or 1.0
     frame = Frame(
@@ -83,6 +84,7 @@ def bar_chart(name: str, description: str, labels: Sequence[str], sides: Shares)
         left=left,
     )
     elements = _label_lines(labels, frame, each)
+    # A bar a side, one below the other in the label's band.
     for place, label in enumerate(labels):
         for turn, (side, (classes, shares)) in enumerate(sides.items()):
             y = svg.TOP + place * each + 6 + 11 * turn
@@ -93,7 +95,7 @@ def bar_chart(name: str, description: str, labels: Sequence[str], sides: Shares)
 
 
 def curves(name: str, description: str, frame: Frame, lines: Lines) -> Chart:
-    """Lines without marks."""
+    """Chart of lines without point marks."""
     elements = [
         svg.group([svg.polyline(((frame.x(x), frame.y(y)) for x, y in points), "curve")], words, classes)
         for words, (classes, points) in lines.items()
@@ -106,13 +108,17 @@ def curves(name: str, description: str, frame: Frame, lines: Lines) -> Chart:
 
 
 def positions(rows: Sequence[Record], colours: Palette) -> Chart | None:
-    """Acceptance at each position, given that all before it were accepted; bars: how many rounds of the first row get
-    that far."""
+    """Chart of conditional acceptance by position; None where no row has any.
+
+    Bars show the share of rounds of the first row that accept at least so many tokens.
+    """
+    # 1) The frame: one place a position of the deepest draft.
     deepest = max((len(row["alphas"]) for row in rows), default=0)
     if not deepest:
         return None
     axis = svg.category_axis([str(k) for k in range(1, deepest + 1)], "position in the draft")
     frame = Frame(axis, svg.percent_axis("accepted"), HEIGHT)
+    # 2) A line a draft, the drafts side by side at each position.
     series = [
         Series(
             draft_label(row),
@@ -128,6 +134,7 @@ def positions(rows: Sequence[Record], colours: Palette) -> Chart | None:
     described = (
         "Share of drafted tokens accepted at each position of the draft, given that the ones before were accepted."
     )
+    # 3) Bars of the first draft below the lines, with an entry of their own in the legend.
     bars = svg.group(_reached_bars(rows[0], frame), classes=colours(rows[0]))
     chart = line_chart("acceptance-by-position", described, frame, series, [bars])
     bar_words = (f"bar {colours(rows[0])}", f"{draft_label(rows[0])}: rounds that accept this far")
@@ -135,7 +142,10 @@ def positions(rows: Sequence[Record], colours: Palette) -> Chart | None:
 
 
 def joint_acceptance(alphas: Sequence[Record]) -> list[float | None]:
-    """Share of full rounds that accept at least 1, 2, ... tokens: products of the conditional ones."""
+    """Joint acceptance: shares of full rounds that accept at least 1, 2, ... tokens, products of the conditional ones.
+
+    After the first unknown position all are None.
+    """
     shares: list[float | None] = []
     share: float | None = 1.0
     for alpha in alphas:
@@ -154,7 +164,8 @@ def _reached_bars(row: Record, frame: Frame) -> Iterator[Markup]:
 
 
 def domains(rows: Sequence[Record], colours: Palette) -> Chart | None:
-    """tau in each domain at each sampling setting: a line a pair, a dot a draft."""
+    """Dot chart of tau by domain and sampling setting: a band a pair, in it a dot a draft; None where none is known."""
+    # Unknown taus have no dot.
     known = [row for row in rows if row["tau"]["value"] is not None]
     if not known:
         return None
@@ -185,6 +196,7 @@ def domains(rows: Sequence[Record], colours: Palette) -> Chart | None:
             marks += [svg.line(end, y - 3.5, end, y + 3.5, "whisker") for end in (low, high)]
         marks.append(svg.circle(frame.x(value), y, 4.5, "dot"))
         elements.append(svg.group(marks, tip, colours(row)))
+    # Each draft once in the legend.
     legend = {draft_label(row): colours(row) for row in known}
     described = "Tokens per pass of the target by domain and sampling setting, with intervals."
     drawn = svg.picture("tau-by-domain", described, frame, elements)
@@ -192,7 +204,8 @@ def domains(rows: Sequence[Record], colours: Palette) -> Chart | None:
 
 
 def contexts(rows: Sequence[Record], colours: Palette) -> Chart | None:
-    """tau by how many tokens the prompt had."""
+    """Chart of tau by prompt length; None where no tau is known."""
+    # 1) The frame: one place a bucket of prompt lengths.
     known = [row for row in rows if row["tau"]["value"] is not None]
     buckets = sorted({row["context_bucket"] for row in known})
     if not buckets:
@@ -200,6 +213,7 @@ def contexts(rows: Sequence[Record], colours: Palette) -> Chart | None:
     most = {label: max(row["conversations"] for row in known if row["context_bucket"] == label) for label in buckets}
     x_axis = svg.category_axis([bucket_label(label) for label in buckets], "prompt tokens (conversations)")
     frame = Frame(x_axis, svg.numeric_axis(_bounds(row["tau"] for row in known), "tau", at_least=[1.0]), HEIGHT)
+    # 2) A line a draft, the drafts side by side in each bucket.
     drafts = list(dict.fromkeys((row["draft"], row["step"]) for row in known))
     series = []
     for place, draft in enumerate(drafts):
@@ -210,6 +224,7 @@ def contexts(rows: Sequence[Record], colours: Palette) -> Chart | None:
             tip = f"{label}, {bucket_label(bucket)} tokens, {row['conversations']} conversations"
             points.append(_point(buckets.index(bucket) + 1 + _aside(place, drafts), row["tau"], tip))
         series.append(Series(draft_label(mine[0]), colours(mine[0]), points))
+    # 3) The number of conversations below each bucket: small ones have wide intervals.
     below = [
         svg.text(frame.x(place + 1), frame.bottom + 32, f"({most[label]})", "tick faint", "middle")
         for place, label in enumerate(buckets)
@@ -219,7 +234,8 @@ def contexts(rows: Sequence[Record], colours: Palette) -> Chart | None:
 
 
 def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palette) -> Chart | None:
-    """One figure of every checkpoint against its step."""
+    """Chart of one figure (tau or speedup) of every checkpoint by training step; None where none is known."""
+    # 1) Trained drafts only: baselines have no steps.
     known = [row for row in rows if not row["baseline"] and row[figure]["value"] is not None]
     steps = sorted({row["step"] for row in known})
     if not known:
@@ -228,12 +244,14 @@ def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palett
     axis = svg.numeric_axis(steps, "training step", at_least=[0.0])
     y_axis = svg.numeric_axis(_bounds(row[figure] for row in known), title, unit, [1.0])
     frame = Frame(axis, y_axis, HEIGHT, NARROW)
+    # 2) A line a draft over its checkpoints.
     series = []
     for draft in dict.fromkeys(row["draft"] for row in known):
         mine = sorted((row for row in known if row["draft"] == draft), key=lambda row: int(row["step"]))
         tips = [f"{draft_label(row)} at {config_label(row)}" for row in mine]
         points = [_point(row["step"], row[figure], tip, unit) for row, tip in zip(mine, tips)]
         series.append(Series(draft, colours(mine[0]), points))
+    # 3) A ring round the chosen checkpoint, and the line at break-even.
     rings = [_ring(frame.x(row["step"]), frame.y(row[figure]["value"])) for row in known if row["chosen"]]
     described = f"{title} of each checkpoint by training step, with intervals; the chosen one is ringed."
     chart = line_chart(f"{figure}-by-step", described, frame, series, [_break_even(frame), *rings])
@@ -241,18 +259,21 @@ def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palett
 
 
 def by_batch_size(rows: Sequence[Record], colours: Palette) -> Chart | None:
-    """Expected speed-up at each batch size, each at its best K or tree there; of rows that have a load.
+    """Chart of expected speed-up by batch size, at the best K or tree of each; None where no row has a load.
 
-    Of each draft one checkpoint: the chosen one, or the last.
+    Each draft has one line, of its chosen checkpoint or else its last.
     """
+    # 1) One checkpoint a draft: later entries replace earlier ones, and the chosen one, else the last, is sorted last.
     loaded = [row for row in rows if row.get("load") and not row["baseline"]]
     known = list({row["draft"]: row for row in sorted(loaded, key=lambda row: (row["chosen"], row["step"]))}.values())
     sizes = sorted({one["batch_size"] for row in known for one in row["load"]["batches"]})
     if not sizes:
         return None
+    # 2) The frame: one place a batch size.
     ends = _bounds(one["speedup"] for row in known for one in row["load"]["batches"])
     x_axis = svg.category_axis([str(size) for size in sizes], "batch size")
     frame = Frame(x_axis, svg.numeric_axis(ends, "expected speed-up", "x", [1.0]), HEIGHT)
+    # 3) A line a draft; each point names its K or tree in the tooltip.
     series = []
     for row in known:
         points = []
@@ -266,16 +287,16 @@ def by_batch_size(rows: Sequence[Record], colours: Palette) -> Chart | None:
 
 
 class ConfigPoint(NamedTuple):
-    """One checkpoint at one K or tree, as a point of cost and tau."""
+    """Cost and tau of one checkpoint at one K or tree."""
 
     row: Record
     cost: float
-    """What its round takes beyond a plain step, in plain steps."""
+    """Time that a round takes beyond a plain step, in plain steps: tau / speed-up - 1."""
     tau: float
 
 
 def config_points(rows: Sequence[Record]) -> list[ConfigPoint]:
-    """Points of the rows whose cost and tau are known."""
+    """Cost and tau of the rows for which both are known."""
     return [
         ConfigPoint(row, row["tau"]["value"] / row["speedup"]["value"] - 1.0, row["tau"]["value"])
         for row in rows
@@ -284,7 +305,7 @@ def config_points(rows: Sequence[Record]) -> list[ConfigPoint]:
 
 
 def pareto(points: Sequence[ConfigPoint]) -> list[ConfigPoint]:
-    """Points that no other beats in both: more tau for no more cost. Cheapest first."""
+    """Pareto frontier, cheapest first: points for which no other has at least the tau at no more cost."""
     best: list[ConfigPoint] = []
     for point in sorted(points, key=lambda point: (point.cost, -point.tau)):
         if not best or point.tau > best[-1].tau:
@@ -325,15 +346,18 @@ def frontier(rows: Sequence[Record], chosen: Record, colours: Palette) -> Chart 
 
 
 def _config_mark(point: ConfigPoint, frame: Frame, colours: Palette, named: bool) -> Markup:
-    """A dot with its interval; `named`: its K or tree beside it."""
+    """Mark of a config: a dot with its interval; `named`: with its K or tree beside it."""
+    # The tooltip has all figures of the config.
     row, (x, y) = point.row, (frame.x(point.cost), frame.y(point.tau))
     tip = (
         f"{draft_label(row)}, {config_label(row)}: tau {interval(row['tau'])}, draft "
         f"{milliseconds(row['draft_seconds'])} ms, verify {milliseconds(row['verify_seconds'])} ms, "
         f"expected speed-up {interval(row['speedup'], 'x')}"
     )
+    # An unknown end of the interval draws no whisker on its side.
     low, high = (point.tau if row["tau"][end] is None else row["tau"][end] for end in ("low", "high"))
     marks = [svg.line(x, frame.y(low), x, frame.y(high), "whisker thin"), svg.circle(x, y, 4.5, "dot")]
+    # The name stands left of the dot where it would leave the frame on the right.
     if named:
         aside, anchor = (-12, "end") if x > frame.right - 60 else (12, "start")
         marks.append(svg.text(x + aside, y + 4, row["tree"] or f"K={row['draft_tokens']}", "mark", anchor))
@@ -345,7 +369,7 @@ def _is(row: Record, chosen: Record) -> bool:
 
 
 def _slower(frame: Frame) -> Markup:
-    """The region under break-even, clipped to the frame."""
+    """Region below break-even (tau < 1 + cost), clipped to the frame."""
     x_axis, y_axis = frame.x_axis, frame.y_axis
     corner = min(x_axis.high, y_axis.high - 1.0)  # where the line leaves the frame
     line = [(0.0, 1.0), (corner, 1.0 + corner)]
@@ -358,6 +382,7 @@ def _slower(frame: Frame) -> Markup:
 def _equal_speeds(frame: Frame) -> Iterator[Markup]:
     """Rays tau = s (1 + x), where they pass through the frame, each with its speed-up at its end."""
     x_axis, y_axis = frame.x_axis, frame.y_axis
+    # A ray's part inside the frame; short pieces in a corner are left out, with their labels.
     for speedup in _SPEEDUPS:
         start = max(x_axis.low, y_axis.low / speedup - 1.0)
         end = min(x_axis.high, y_axis.high / speedup - 1.0)
@@ -373,16 +398,18 @@ def _equal_speeds(frame: Frame) -> Iterator[Markup]:
 
 
 def bench_svg(rows: Sequence[BenchRow]) -> str:
-    """Measured speed-up against batch size as one SVG file: a panel for all domains, then one each; a line a method.
+    """SVG file of measured speed-up by batch size: a panel for all domains, then one each; a line a method.
 
     Whiskers are the least and the most of the repeats.
     """
+    # 1) One frame for all panels, so that they compare.
     drafted = [row for row in rows if not row.setting.plain and not math.isnan(row.speedup.value)]
     names = list(dict.fromkeys(row.setting.label for row in rows if not row.setting.plain))
     sizes = sorted({row.setting.batch_size for row in rows})
     ends = [end for row in drafted for end in (row.speedup.low, row.speedup.high)]
     x_axis = svg.category_axis([str(size) for size in sizes], "batch size")
     frame = Frame(x_axis, svg.numeric_axis(ends, "speed-up", "x", [0.0, 1.0]), PANEL[1], PANEL[0])
+    # 2) A panel a domain, all domains together first.
     panels = []
     for number, domain in enumerate(sorted({row.domain for row in rows}, key=lambda name: (name != EVERY, name))):
         series = []
@@ -416,8 +443,9 @@ def _point(x: float, estimate: Record, what: str, unit: str = "", percent: bool 
 
 
 def _line(series: Series, frame: Frame) -> Markup:
-    """A line through the points, whiskers, dots with tooltips."""
+    """Marks of a series: a line through the points, whiskers, and dots with tooltips."""
     elements = []
+    # Line first, so that dots lie on top of it.
     if len(series.points) > 1:
         elements.append(svg.polyline(((frame.x(one.x), frame.y(one.value)) for one in series.points), "curve"))
     for one in series.points:
@@ -433,7 +461,7 @@ def _line(series: Series, frame: Frame) -> Markup:
 
 
 def _break_even(frame: Frame) -> Markup:
-    """The line of plain decoding's speed."""
+    """Horizontal line at 1, plain decoding's speed."""
     return svg.line(frame.left, frame.y(1), frame.right, frame.y(1), "even")
 
 
@@ -442,12 +470,12 @@ def _ring(x: float, y: float) -> Markup:
 
 
 def _label_room(labels: Sequence[str]) -> int:
-    """Pixels that labels left of a chart take."""
+    """Width, in pixels, of the labels left of a chart."""
     return 24 + int(7.2 * max(map(len, labels)))
 
 
 def _label_lines(labels: Sequence[str], frame: Frame, each: int) -> list[Markup]:
-    """Labels of horizontal bands of `each` pixels, lines between them, and the grid of x."""
+    """Elements of horizontal bands of `each` pixels: labels, lines between bands, and the x grid."""
     elements = [svg.line(frame.x(tick), svg.TOP, frame.x(tick), frame.bottom, "grid") for tick, _ in frame.x_axis.ticks]
     for place, label in enumerate(labels):
         top = svg.TOP + place * each
@@ -458,7 +486,7 @@ def _label_lines(labels: Sequence[str], frame: Frame, each: int) -> list[Markup]
 
 
 def _aside(place: int, all_of: Sequence[object]) -> float:
-    """How far right of its category the n-th of several series stands."""
+    """Offset of the n-th of several series from its category, in categories, so that marks do not overlap."""
     return min(_STAGGER, 0.7 / len(all_of)) * (place - (len(all_of) - 1) / 2)
 
 

@@ -1,5 +1,5 @@
-"""The report of a run: records of scores in, one HTML page out. Names of domains come from logs, so everything is
-escaped; nothing is fetched.
+"""HTML page of a run's report, from records of scores. Names of domains come from logs, so everything is escaped; the
+page fetches nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +31,12 @@ def score_record(
     configs: ConfigRows,
     domains: Sequence[DomainRow],
 ) -> dict[str, Any]:
-    """All checkpoints on the selection split: the leaderboard, each at every K and tree; the chosen one in parts.
+    """Score record of the selection split: the leaderboard, every checkpoint at every K and tree, and round times.
 
-    `configs` and `domains`: of all `rows`, as they were computed for people to see.
+    Domains and contexts are of the chosen checkpoint and the baselines only. `configs` and `domains`: the results of
+    `config_rows` and `domain_rows` for all `rows`.
     """
+    # Times of the chosen checkpoint, else of the first; parts of it and of the baselines beside it.
     chosen = next((row for row in rows if row.chosen), None)
     times = costs[(chosen or rows[0]).draft, (chosen or rows[0]).step]
     compared = [row for row in rows if row.baseline or row is chosen]
@@ -50,12 +52,12 @@ def score_record(
 def holdout_record(
     tables: Sequence[pa.Table], rows: Sequence[Row], settings: ScoreSettings, domains: Sequence[DomainRow]
 ) -> dict[str, Any]:
-    """Candidate, champion and prompt lookup on the holdout, whole and in parts (`domains`: of these rows)."""
+    """Holdout record: candidate, champion and prompt lookup, whole and in parts. `domains`: domain rows of `rows`."""
     return {"rows": [row.record() for row in rows], **_parts(tables, rows, settings, domains)}
 
 
 def times_record(times: Times) -> dict[str, Any]:
-    """Where the round times come from."""
+    """Record of where the round times come from: hardware, software, precision and model sizes."""
     key = times.key
     return {
         "hardware": key.hardware,
@@ -80,7 +82,8 @@ def _parts(
 
 
 def _contexts(table: pa.Table, rows: Sequence[Row], settings: ScoreSettings) -> Iterator[dict[str, Any]]:
-    """The rows' drafts by length of the prompt, all domains and sampling settings together, shortest first."""
+    """Records of the rows' drafts by prompt length, shortest first, all domains and sampling settings together."""
+    # A draft without answers of this length has no record.
     for (bucket,), part in groups(table, "context_bucket"):
         for row in rows:
             mine = at_config(where(part, draft=row.draft, step=row.step), row.config)
@@ -99,7 +102,7 @@ def _contexts(table: pa.Table, rows: Sequence[Row], settings: ScoreSettings) -> 
 
 @dataclass(frozen=True)
 class Link:
-    """One step of a lineage: what it is, its name or fingerprint, and what else there is to say."""
+    """One step of a lineage: its kind, its name or fingerprint, and notes."""
 
     kind: str
     name: str
@@ -108,33 +111,35 @@ class Link:
 
 @dataclass(frozen=True)
 class ReportRecords:
-    """Everything that a report shows. What is not known yet is None or empty, and has no section."""
+    """Records behind a report. A part that is not known yet is None or empty, and has no section."""
 
     name: str
-    """The recipe's."""
+    """The recipe's name."""
     target: str
     made_at: datetime
     scores: Record
-    """As `score_record` makes it."""
+    """Score record, as `score_record` makes it."""
     promotion: Record | None = None
-    """`version`, `decision` and `holdout`, the last as `holdout_record` makes it."""
+    """Gate record with `version`, `decision` and `holdout` (as `holdout_record` makes it); None: no gate yet."""
     mix: Record | None = None
-    """The mix's manifest."""
+    """Manifest of the mix; None: not known."""
     lineage: Sequence[Link] = ()
     recipe: Record = field(default_factory=dict)
-    """With every default, without passwords."""
+    """The recipe with every default, without passwords."""
     commands: Sequence[str] = ()
-    """What makes this run again."""
+    """Shell commands that repeat this run."""
     version: str = ""
-    """Of draftforge."""
+    """Version of draftforge."""
 
 
 def report_page(records: ReportRecords) -> str:
-    """The whole page of a run."""
+    """HTML page of a run, with all charts and tables."""
+    # 1) What was decided, and one colour a draft for the whole page.
     rows, configs = records.scores["rows"], records.scores["plans"]
     chosen = next((row for row in rows if row["chosen"]), None)
     decision = decision_summary(records.scores, records.promotion)
     colours = Palette(rows)
+    # 2) Charts; None where a chart would be empty.
     figures = {
         "positions": charts.positions([row for row in decision.compared if row["alphas"]], colours),
         "domains": charts.domains(decision.domains, colours),
@@ -144,6 +149,7 @@ def report_page(records: ReportRecords) -> str:
         "taus": charts.checkpoints(rows, "tau", "tau", colours),
         "batches": charts.by_batch_size(rows, colours),
     }
+    # 3) Everything that the template shows.
     return render(
         "page.html.jinja",
         records=records,
@@ -165,17 +171,22 @@ def report_page(records: ReportRecords) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page from one of the templates beside this file; whatever text goes into it is escaped."""
+    """Page from one of the templates beside this file; all text that goes into it is escaped."""
     return _environment().get_template(template).render(values)
 
 
 def heat_map(domains: Sequence[Record], row: Record) -> dict[str, Any] | None:
-    """tau of one draft, domains down and sampling settings across; `share`: 0 at its least, 1 at its most."""
+    """Heat map of one draft's tau, domains down and sampling settings across; None where no tau is known.
+
+    `share` of a cell sets its colour: 0 at the least tau, 1 at the largest.
+    """
+    # One draft, and cells that are known only.
     mine = [one for one in domains if one["draft"] == row["draft"] and one["tau"]["value"] is not None]
     if not mine:
         return None
     settings = list(dict.fromkeys(one["setting"] for one in mine))
     taus = [one["tau"]["value"] for one in mine]
+    # Colours stretch over this draft's own range.
     low, spread = min(taus), max(taus) - min(taus)
     cells = {
         (one["domain"], one["setting"]): {**one, "share": (one["tau"]["value"] - low) / spread if spread else 0.5}
@@ -186,7 +197,7 @@ def heat_map(domains: Sequence[Record], row: Record) -> dict[str, Any] | None:
 
 
 def _sections(records: ReportRecords) -> list[tuple[str, str]]:
-    """Anchors and headings, in order."""
+    """Anchors and headings of the page's sections, in order."""
     return [
         ("positions", "Acceptance by position"),
         ("domains", "By domain and temperature"),
@@ -202,6 +213,7 @@ def _sections(records: ReportRecords) -> list[tuple[str, str]]:
 
 def _shares(mix: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Conversations of each domain in each split, and the domain's share of that split."""
+    # A domain that is missing in a split counts 0 there; an empty split has no shares.
     if mix is None:
         return []
     counts: dict[str, dict[str, int]] = mix["conversations"]
@@ -221,6 +233,7 @@ def _shares(mix: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 @cache
 def _environment() -> Environment:
+    # Strict: a name that a template misspells is an error, not an empty place.
     environment = Environment(
         loader=PackageLoader(__package__, "."),
         autoescape=True,

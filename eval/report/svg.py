@@ -50,7 +50,7 @@ class Frame(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A picture and what its colours mean: pairs of class and words."""
+    """Chart: an SVG picture, its plot area, and a legend of pairs of CSS class and words."""
 
     svg: Markup
     legend: list[tuple[str, str]]
@@ -58,7 +58,11 @@ class Chart(NamedTuple):
 
 
 def numeric_axis(values: Iterable[float], title: str, unit: str = "", at_least: Sequence[float] = ()) -> Axis:
-    """An axis with round ticks that holds all finite values and those of `at_least`."""
+    """Numeric axis with round ticks that holds all finite values and those of `at_least`.
+
+    An end that is one of `at_least` gets no margin.
+    """
+    # Ends with a margin of 6 %, but for ends that are fixed; one single value gets room around it.
     known = [value for value in [*values, *at_least] if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
     room = 0.06 * (high - low) or 0.1 * max(abs(high), 1.0)
@@ -68,19 +72,20 @@ def numeric_axis(values: Iterable[float], title: str, unit: str = "", at_least: 
 
 
 def category_axis(labels: Sequence[str], title: str, most_ticks: int = 0) -> Axis:
-    """An axis of equally distant places 1, 2, ... with a label each; `most_ticks`: only about so many labels."""
+    """Category axis with equally distant places 1, 2, ... and a label each; `most_ticks`: only about so many labels."""
     step = math.ceil(len(labels) / most_ticks) if most_ticks else 1
     ticks = [(place + 1.0, label) for place, label in enumerate(labels) if place % step == 0]
     return Axis(0.4, len(labels) + 0.6, ticks, title)
 
 
 def percent_axis(title: str, high: float = 1.0) -> Axis:
-    """An axis of shares from 0 to `high`."""
+    """Percent axis of shares from 0 to `high`."""
     return Axis(0, high, [(tick, f"{tick:.0%}".replace("%", " %")) for tick in round_ticks(0, high)], title)
 
 
 def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between the ends."""
+    """Round tick values between the ends: multiples of 1, 2 or 5 times a power of ten, about `most` of them."""
+    # The smallest round step that gives at most so many ticks; the tolerances absorb rounding errors.
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(size * power for size in (1, 2, 5, 10) if size * power >= rough * (1 - 1e-9))
@@ -89,7 +94,7 @@ def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def picture(name: str, description: str, frame: Frame, elements: Iterable[Markup]) -> Markup:
-    """The whole SVG: axes below the elements, a name and a description for those who do not see it."""
+    """Whole SVG picture: axes below the elements, with a title and a description for screen readers."""
     title, text = f"{name}-title", f"{name}-text"
     return Markup(
         '<svg xmlns="http://www.w3.org/2000/svg" class="chart" id="{}" viewBox="0 0 {} {}" role="img" '
@@ -101,8 +106,11 @@ def picture(name: str, description: str, frame: Frame, elements: Iterable[Markup
 
 
 def sheet(charts: Sequence[tuple[str, Chart]], columns: int = 1) -> str:
-    """Charts with their titles as one SVG file that needs no page: the legend of the first below them, the styles in
-    it, on paper of its own that is light or dark as the reader's."""
+    """Sheet of charts with their titles as one SVG file that needs no page.
+
+    It has the first chart's legend below the charts, the styles inside, and a background that is light or dark as the
+    reader's.
+    """
     legend = charts[0][1].legend
     columns = min(columns, len(charts))
     # 1) a grid of cells as large as the largest chart
@@ -141,7 +149,7 @@ def join(elements: Iterable[Markup]) -> Markup:
 
 
 def group(elements: Iterable[Markup], tip: str = "", classes: str = "") -> Markup:
-    """Elements with one tooltip."""
+    """SVG group of elements with one tooltip and CSS classes."""
     title = Markup("<title>{}</title>").format(tip) if tip else Markup("")
     return Markup('<g class="{}">{}{}</g>').format(classes, title, join(elements))
 
@@ -175,7 +183,8 @@ def rect(x: float, y: float, width: float, height: float, classes: str) -> Marku
 
 
 def axes(frame: Frame) -> list[Markup]:
-    """Grid, labels and titles."""
+    """Elements of both axes: grid lines, tick labels and titles."""
+    # Horizontal grid lines with labels, labels below, the base line, and both titles.
     right, bottom = frame.right, frame.bottom
     drawn: list[Markup] = []
     for value, label in frame.y_axis.ticks:
