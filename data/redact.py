@@ -1,10 +1,10 @@
-"""Personal data and secrets out of text: each is replaced by a placeholder and counted, its value kept nowhere.
+"""Redaction of personal data and secrets: each is replaced by a placeholder and counted; its value is kept nowhere.
 
-A pattern finds what looks like one; where a library knows better, it decides: phonenumbers (numbering plans of many
-countries), python-stdnum (check digits of cards and bank accounts), and the formats of services' tokens that
-detect-secrets keeps. `tests/data/texts/redaction.txt` has three hundred lines of chat that measure it.
+Patterns find candidates, and libraries decide where they know better: phonenumbers (numbering plans of many countries),
+python-stdnum (check digits of cards and bank accounts), detect-secrets (formats of services' tokens).
+`tests/data/texts/redaction.txt` measures it on three hundred lines of chat.
 
-Not understanding: names of people and postal addresses stay. Redacted text passes unchanged.
+Redaction does not understand text: names of people and postal addresses stay. Redacted text passes unchanged.
 """
 
 import ipaddress
@@ -34,13 +34,15 @@ _REGIONS = (None, *_COUNTRIES)
 
 
 class _Rule(NamedTuple):
+    """One pattern of a kind of data, and how a match of it is verified."""
+
     kind: Kind
     pattern: re.Pattern[str]
     """Finds the text to replace: the group `value`, or the whole match."""
     accepted: Callable[[str], int] = len
-    """Length of the part of it that is replaced; 0: none is."""
+    """Verifies the found text: returns the length of its beginning to replace; 0: it is left alone."""
     needs: tuple[str, ...] = ()
-    """One of these stands in every text with a match, small letters for any: looking for them is much faster."""
+    """Pre-filter: every text with a match holds one of these in its lower-case form. Empty: no filter."""
 
 
 def _card(text: str) -> int:
@@ -48,11 +50,12 @@ def _card(text: str) -> int:
 
 
 def _iban(text: str) -> int:
-    """An account may be followed by words that look like more of it."""
+    """Length of the longest valid account number that the text begins with; words after it may look like more of it."""
     return next((end for end in range(len(text), 14, -1) if text[end - 1] != " " and iban.is_valid(text[:end])), 0)
 
 
 def _phone(text: str) -> int:
+    # A number that is valid in any of these countries is a phone number.
     for region in _REGIONS:
         try:
             number = phonenumbers.parse(text, region)
@@ -76,6 +79,7 @@ def _pattern(text: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
     return re.compile(text, re.VERBOSE | flags)
 
 
+# Keys: private key blocks, tokens of known form, and values that a name such as `password` announces.
 _KEY_BLOCK = _pattern(
     r"(?P<value>-----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z))", re.DOTALL
 )
@@ -105,10 +109,12 @@ _SERVICES = (
     (TwilioKeyDetector, "ac", "sk"),
 )
 """Detectors of services' tokens, and what stands in each token."""
+# User and password of a URL, then addresses and account numbers.
 _URL_LOGIN = _pattern(r"://(?P<value>[^\s/@<>:]{1,100}:[^\s/@<>]{1,200})@")
 _EMAIL = _pattern(r"(?<![\w.+-])(?P<value>(?:[\w.+-]|(?<=\w)'(?=\w))+@[\w-]+(?:\.[\w-]+)+)")
 _CARD = _pattern(r"(?<![\w.-])(?P<value>[2-6]\d{3}(?:[ -]?\d){9,15})(?![\w-])")
 _IBAN = _pattern(r"(?<![\w-])(?P<value>[A-Z]{2}\d{2}(?:\ ?[A-Z0-9]){11,30})(?![A-Za-z0-9])")
+# Machines: addresses (not version or section numbers), hosts of URLs, bare host names of common endings.
 _IP = _pattern(
     r"""(?<![\w.:])(?<!version\ )(?<!section\ )(?<!chapter\ )(?P<value>
       (?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)
@@ -126,6 +132,7 @@ _HOST = _pattern(
     )(?![\w(-]|\.\w)""",
     re.IGNORECASE,
 )
+# Phone numbers: international, with an area code in brackets, North American, French, German and the like.
 _PHONE = _pattern(
     r"""(?<![\w.<+/-])(?P<value>
       (?:\+|00\ ?)[1-9]\d{0,2}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{1,4}){1,6}
@@ -136,6 +143,7 @@ _PHONE = _pattern(
     )(?![\w-])"""
 )
 _DIGITS = tuple("0123456789")
+# Applied in this order: a later rule sees the placeholders of the earlier ones.
 _RULES = (
     _Rule("key", _KEY_BLOCK, needs=("-----",)),
     _Rule("key", _URL_LOGIN, needs=("://",)),
@@ -153,14 +161,15 @@ _RULES = (
 
 
 class Redactor:
-    """Replaces what it finds in texts and JSON values; `counts` says how often, by kind."""
+    """Replaces personal data and secrets in texts and JSON values; `counts` has the number of redactions by kind."""
 
     def __init__(self, kinds: Collection[Kind]) -> None:
         self._rules = [rule for rule in _RULES if rule.kind in kinds]
         self.counts: Counter[str] = Counter(dict.fromkeys(kinds, 0))
 
     def text(self, text: str) -> str:
-        """The text with placeholders."""
+        """Redact a text."""
+        # A cheap search for needed substrings spares most texts most patterns.
         small = text.lower()
         for rule in self._rules:
             if rule.needs and not any(part in small for part in rule.needs):
@@ -169,7 +178,7 @@ class Redactor:
         return text
 
     def value(self, value: Any) -> Any:
-        """A JSON value with every text in it redacted; names of fields stay."""
+        """Redact every text in a JSON value; names of fields stay."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list):
@@ -180,10 +189,12 @@ class Redactor:
 
     def _replaced(self, rule: _Rule, match: re.Match[str]) -> str:
         whole = match.group()
+        # The named group is what is verified; context around it, such as `password:`, stays.
         start, end = match.span("value" if "value" in rule.pattern.groupindex else 0)
         length = rule.accepted(whole[start - match.start() : end - match.start()])
         if not length:
             return whole
+        # Replace only the accepted length.
         self.counts[rule.kind] += 1
         before = start - match.start()
         return f"{whole[:before]}<{rule.kind}>{whole[before + length :]}"

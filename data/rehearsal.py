@@ -1,5 +1,5 @@
-"""Replay of old data (rehearsal): a mix with a share of what an earlier one trained on, so that a draft learns the new
-without losing the old."""
+"""Rehearsal (replay of old data): blends train conversations of an earlier mix into a new one, so that a draft learns
+the new data without losing the old."""
 
 import math
 import shutil
@@ -21,11 +21,11 @@ _ELSEWHERE = "asked_elsewhere"
 
 
 def conversations_to_add(mix: Path, old: Path, share: float, salt: str) -> list[str]:
-    """Ids of the old mix's training conversations to add so that at least `share` of all training ones are old ones.
+    """Choose train conversations of the old mix so that at least `share` of all train conversations are old; their ids.
 
-    Those that the new mix has anyway count. None is taken whose cluster it holds out or selects on, none that asks a
-    turn which counts there, and none whose every turn it trains on, itself or by those taken before. Fewer where there
-    are no more.
+    Old conversations that the new mix trains on anyway count as old. Left out are those whose cluster is in the new
+    selection or holdout, those that ask a turn which counts there, and those whose every turn is trained on already.
+    Returns fewer where there are no more.
     """
     new = load_mix(mix)
     old_train = [one for one in load_mix(old) if one.split == "train"]
@@ -57,15 +57,15 @@ def conversations_to_add(mix: Path, old: Path, share: float, salt: str) -> list[
 
 
 def _counting_keys(conversation: Conversation) -> list[int]:
-    """Keys of the turns that count."""
+    """Keys of a conversation's turns that count."""
     keys = turn_keys(conversation)
     return [keys[turn.index] for turn in turns(conversation) if turn.counts]
 
 
 def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folder: Path) -> None:
-    """Write the mix with the added conversations of the old one to `folder`. `made_of` goes into its manifest.
+    """Write the mix with the `added` conversations of the old one to `folder`. `made_of` goes into its manifest.
 
-    Of their turns, those that the mix trains on count there, the others in the first of them as they were taken.
+    A turn that several of them ask counts once: in the mix's own train conversation, else in the first one added.
     """
     manifest = load_manifest(mix)
 
@@ -94,7 +94,7 @@ def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folde
 
 
 def _turns_asked_elsewhere(mix: Path, old: Path, added: list[str]) -> dict[str, list[int]]:
-    """Turns of each added conversation that do not count, by its id."""
+    """List the turns of each added conversation that do not count in the blend, by id."""
     trained = [one for one in load_mix(mix) if one.split == "train"]
     by_id = {one.id: one for one in load_mix(old)}
     asked = [asking("train", one) for one in [*trained, *(by_id[id] for id in added)]]
@@ -102,6 +102,6 @@ def _turns_asked_elsewhere(mix: Path, old: Path, added: list[str]) -> dict[str, 
 
 
 def base_of(mix: Path) -> str | None:
-    """Fingerprint of the mix that a blend was made of; None: it is no blend."""
+    """Fingerprint of the new mix that a blend was made of; None: the mix is no blend."""
     found = load_manifest(mix).get(BLEND)
     return str(found["of"]) if isinstance(found, dict) and "of" in found else None

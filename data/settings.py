@@ -1,4 +1,5 @@
-"""The recipe's sections `mix` and `capture`: sources, shares and splits; how the target answers, by which engine."""
+"""Recipe sections `mix` and `capture`: sources, shares and splits of conversations; how and by which engine the target
+answers."""
 
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ class _Section(BaseModel):
 
 
 class DomainRule(_Section):
-    """Names the domain of conversations that a pattern is found in."""
+    """Domain of the conversations in which a pattern is found."""
 
     match: str
     """Regular expression, searched in what the system and the user say."""
@@ -50,35 +51,35 @@ class DomainRule(_Section):
 
 
 class DomainSettings(_Section):
-    """Where domains come from, beside a source's `domain` and a line's `domain_field`."""
+    """Sources of domain names other than a source's `domain` and a line's `domain_field`."""
 
     rules: list[DomainRule] = []
-    """The first that matches names the domain, whatever source and line say."""
+    """Rules in order: the first that matches names the domain, whatever source and line say."""
     clusters: Annotated[int | None, Field(ge=2, le=256)] = None
-    """Conversations that nothing names fall into so many domains c00, c01, … by the words of their user turns."""
+    """Number of domains c00, c01, … into which text clustering deals conversations without a domain."""
 
 
 class _Source(_Section):
     _domains: DomainSettings = PrivateAttr(default=DomainSettings())
 
     domain: Label | None = None
-    """Domain of every conversation of this source; absent: each line's own `domain_field` says it."""
+    """Domain of every conversation of this source; absent: each line's own `domain_field` names it."""
     domain_field: str = "domain"
     """Field of a line that names its domain."""
     group_field: str = "group"
-    """Field of a line that names its template or thread; conversations of one group never part in the split."""
+    """Field of a line that names its template or thread; conversations of one group get the same split."""
     limit: int | None = Field(None, ge=1)
-    """At most so many conversations, chosen by their hash; absent: all. Memory holds no more than these."""
+    """Most conversations to take, chosen by their hash; absent: all. Memory holds no more than these."""
     weight: float | None = Field(None, gt=0)
     """This source's share of the mix, relative to the other sources' weights."""
     only: Literal["train", "selection", "holdout"] | None = None
-    """Split of all its conversations, and of whatever is near them in other sources; absent: by hash."""
+    """Split of all its conversations and of those near them in other sources; absent: by hash."""
     template_args: dict[str, JsonValue] = {}
     """Chat template arguments of its conversations, e.g. `enable_thinking: false`; a line's own ones win."""
 
     @property
     def domains(self) -> DomainSettings:
-        """The domain settings of the mix that it belongs to."""
+        """Domain settings of the mix that the source belongs to."""
         return self._domains
 
 
@@ -91,7 +92,7 @@ class FileSource(_Source):
     path: str
     """A file, a folder (all files in it and below) or a pattern such as `logs/*.jsonl.gz`, relative to the recipe."""
     replica_field: str = "replica"
-    """Field of a line that names the engine's copy that answered; a line without it: as the tool's log tells."""
+    """Field of a line that names the engine's copy that answered; without it, the tool's log decides."""
     year: int | None = Field(default=None, ge=1970, le=9999)
     """Year of the first line of a `vllm` log, whose lines name none; absent: its conversations have no date."""
     skip_invalid: bool = False
@@ -121,13 +122,13 @@ class DatasetSource(_Source):
     column: str | None = None
     """Column to read; absent: the shape's own name (messages, conversations, turns, prompt)."""
     rows: int | None = Field(None, ge=1)
-    """Read only the first so many rows; absent: all."""
+    """Number of rows to read, from the first; absent: all."""
     skip_invalid: bool = False
     """Count rows that break a rule and go on, instead of stopping at the first."""
 
 
 class TargetSource(_Source):
-    """User prompts that the target makes up itself after its user-turn prefix, at temperature 1."""
+    """User prompts sampled from the target itself after its user-turn prefix, at temperature 1."""
 
     kind: Literal["target"]
     domain: Label = "self"
@@ -137,7 +138,7 @@ class TargetSource(_Source):
     seed: int = 0
     """Seed of the sampling."""
     max_tokens: int = Field(128, ge=1)
-    """A prompt that is longer is left out."""
+    """Most tokens of a prompt; longer ones are left out."""
 
 
 Source = Annotated[FileSource | DatasetSource | TargetSource, Field(discriminator="kind")]
@@ -147,7 +148,7 @@ class SamplingChoice(SamplingSettings):
     """Sampling settings with a weight: drawn for conversations whose log names none."""
 
     weight: float = Field(1.0, gt=0)
-    """Chance to be drawn, relative to the other choices."""
+    """Probability of being drawn, relative to the other choices."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Longest answer under this choice; absent: the capture's default."""
 
@@ -161,24 +162,25 @@ class MixSettings(_Section):
     """Which conversations the target answers, and which of them train, select and judge a draft."""
 
     sources: list[Source] = Field(min_length=1)
-    """Where conversations come from."""
+    """Sources of conversations."""
     domains: DomainSettings = DomainSettings()
-    """How conversations come to their domains, where sources and lines name none or too many."""
+    """Rules and clusters that name domains where sources and lines name none or too many."""
     limit: int | None = Field(None, ge=1)
-    """At most so many conversations, with the shares of the whole; absent: as many as the shares allow."""
+    """Most conversations of the mix, with the shares of the whole; absent: as many as the shares allow."""
     weights: dict[Key, dict[str, float]] = {}
     """Shares of the mix by label, such as `domain: {code: 2, chat: 1}`, reached by leaving conversations out; what is
     not named keeps the log's shares. `draftforge inspect-mix` shows the labels."""
     half_life_days: float | None = Field(None, gt=0)
-    """A conversation's weight halves each so many days before the newest; absent: age does not count."""
+    """Half-life of a conversation's weight, in days before the newest one; absent: age does not count."""
     near_threshold: float = Field(0.8, gt=0.3, le=1)
-    """Similarity (Jaccard, word triples of the user turns) from which two conversations count as near-copies."""
+    """Jaccard similarity (of word triples of the user turns) from which two conversations are near-copies."""
     contamination: list[str] = []
     """Evaluation sets, files as in `sources`: what is near them is kept out of train."""
     redact: list[Kind] = list(get_args(Kind))
-    """What is replaced by a placeholder such as <email> before anything is stored."""
+    """Kinds of data that are replaced by a placeholder such as <email> before anything is stored."""
     sampling: list[SamplingChoice] = []
-    """Drawn by the conversation's hash where the log names no sampling settings; empty: the capture's default."""
+    """Choices to draw from, by the conversation's hash, where the log names no sampling settings; empty: the
+    capture's default."""
     logged_sampling: bool = True
     """Keep sampling settings and token limits that the log names."""
     salt: str = "draftforge"
@@ -193,7 +195,7 @@ class MixSettings(_Section):
     @field_validator("weights", mode="before")
     @classmethod
     def _labels_are_text(cls, weights: Any) -> Any:
-        """YAML reads the label of one turn as a number."""
+        """Convert labels to text: YAML reads the label of a single turn as a number."""
         if not isinstance(weights, dict):
             return weights
         return {
@@ -220,6 +222,7 @@ class MixSettings(_Section):
         weighted = sum(source.weight is not None for source in self.sources)
         if weighted not in (0, len(self.sources)):
             raise ValueError(f"{weighted} of {len(self.sources)} sources have a weight; give it to all or to none")
+        # A share of 0 would mean to leave out a label, which raking cannot reach.
         for key, shares in self.weights.items():
             for label, share in shares.items():
                 if not share > 0:
@@ -249,7 +252,7 @@ class VllmBackend(_Section):
     tolerance: float = Field(default=0.25, gt=0)
     """With signals target: largest mean difference (nats) of the log-probs of a shard's answers, here and there."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """How long a server may take for one answer."""
+    """Longest wait for one answer of a server."""
     retries: int = Field(default=6, ge=0)
     """How often a request is sent again after a lost connection, a timeout, a busy server or an unusable reply."""
     tensor_parallel: int | None = Field(default=None, ge=1)
@@ -262,6 +265,7 @@ class VllmBackend(_Section):
     def _is_http(cls, url: str | None) -> str | None:
         if url is None:
             return None
+        # A password in the URL would end up in recipes and manifests; `/v1` is added again with each path.
         parts = urlsplit(url)
         if parts.username or parts.password:
             raise ValueError("must hold no user name or password; name the key's variable in api_key_env")
@@ -271,6 +275,7 @@ class VllmBackend(_Section):
 
     @model_validator(mode="after")
     def _check_server_or_process(self) -> "VllmBackend":
+        # Settings of a server need a url, and settings of an engine in this process exclude one.
         for name in ("model", "api_key_env"):
             if self.url is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} is the server's; give its url, or leave it out")
@@ -280,7 +285,7 @@ class VllmBackend(_Section):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What decides the content of a capture."""
+        """Settings of the engine that decide the content of a capture."""
         return {"kind": self.kind, "signals": self.signals}
 
 
@@ -306,14 +311,15 @@ class BudgetSettings(_Section):
 
     @property
     def limits(self) -> dict[str, float]:
-        """The limits that are set, by name."""
+        """Limits that are set, by name."""
         return {name: value for name, value in self if value is not None}
 
     def share(self, parts: int, tokens: int = 0, size: int = 0) -> "BudgetSettings":
-        """The budget of one of `parts` machines or ranks; each may take the whole time.
+        """Budget of one of `parts` machines or ranks: a share of what is left of tokens and size, and all of the time.
 
-        `tokens` and `size` (bytes): of what is there already and counts for all of them.
+        `tokens` and `size` (bytes): already spent, and counted in full by every one of them.
         """
+        # What is spent stays in the limit, as each of them counts it too.
         change: dict[str, float] = {}
         if self.tokens is not None:
             change["tokens"] = min(self.tokens, tokens) + -(-max(0, self.tokens - tokens) // parts)
@@ -328,7 +334,7 @@ class CaptureSettings(_Section):
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer; a conversation's own smaller limit holds."""
     sampling: SamplingSettings = SamplingSettings()
-    """For train conversations whose log names none."""
+    """Sampling settings of train conversations whose log names none."""
     batch_size: int = Field(default=32, ge=1)
     """Answers in flight at once. Changes speed and memory only, so it may change between a stop and a resume."""
     top_k: int = Field(default=64, ge=0)
@@ -337,9 +343,9 @@ class CaptureSettings(_Section):
     tail_samples: int = Field(default=8, ge=1)
     """Tokens drawn from the rest of the distribution, which make expectations over all of it unbiased."""
     store_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
-    """Of the stored top-k and tail log-probs."""
+    """Type of the stored top-k and tail log-probs."""
     shard_samples: int = Field(default=256, ge=1)
-    """Answers a shard; a stop loses at most one unfinished shard."""
+    """Answers in a shard; answers of unfinished shards are lost when a run stops."""
     too_long: Literal["error", "skip"] = "error"
     """A prompt that leaves no room for an answer in the target's context: stop, or leave the turn out.
     A dialogue whose generated answers outgrow the context ends there; the manifest lists what was left out."""
@@ -350,7 +356,7 @@ class CaptureSettings(_Section):
     budget: BudgetSettings | None = None
     """When to stop before all train conversations are answered; a larger one goes on from there."""
     seed: int = 0
-    """Of the answers drawn at a temperature, and of the tail samples."""
+    """Seed of the answers drawn at a temperature, and of the tail samples."""
 
     @model_validator(mode="after")
     def _recorded_answers_need_the_target(self) -> "CaptureSettings":
@@ -362,7 +368,7 @@ class CaptureSettings(_Section):
 
     @property
     def engine(self) -> VllmBackend | None:
-        """The engine beside the target, if one answers."""
+        """Engine that answers in the target's stead; None: the target answers."""
         return self.backend if isinstance(self.backend, VllmBackend) else None
 
     @property
@@ -371,6 +377,6 @@ class CaptureSettings(_Section):
         return bool(self.top_k) or (self.engine is not None and self.engine.signals == "target")
 
     def identity(self) -> dict[str, Any]:
-        """What decides the content: all but the batch size, the budget, and where recorded answers and servers are."""
+        """Settings that decide the content: all but batch size, budget, and where recorded answers and servers are."""
         own = self.model_dump(mode="json", exclude={"batch_size", "answers", "backend", "budget"})
         return own if self.engine is None else own | {"backend": self.engine.identity()}

@@ -1,6 +1,6 @@
-"""Choices by hash, never by position: splits, sampling settings, seeds.
+"""Hash-based choices, independent of position: splits, sampling settings, seeds.
 
-The same salt and shares place a cluster where they placed it yesterday, whatever else the log holds today.
+With the same salt and shares, a cluster gets the same split whatever else a log holds.
 """
 
 import hashlib
@@ -18,18 +18,18 @@ _UNIT_BITS = 53
 
 
 def unit(*parts: str) -> float:
-    """A number in [0, 1) that depends on the parts alone."""
+    """Hash some texts to a number in [0, 1), uniform over texts."""
     digest = hashlib.sha256("\0".join(parts).encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> (64 - _UNIT_BITS)) / (1 << _UNIT_BITS)
 
 
 def seed_of(seed: int, name: str) -> int:
-    """The seed of a sample: 63 bits of a hash of its name, free of order and of other samples."""
+    """Seed of a sample: 63 bits of a hash of its name, independent of order and of other samples."""
     return int(fingerprint.of_json([seed, name])[:16], 16) >> 1
 
 
 def split_of(cluster: str, settings: MixSettings) -> Split:
-    """Where a cluster falls by its salted hash."""
+    """Split of a cluster by its salted hash."""
     u = unit("split", settings.salt, cluster)
     if u < settings.holdout_share:
         return "holdout"
@@ -39,7 +39,8 @@ def split_of(cluster: str, settings: MixSettings) -> Split:
 
 
 def weighted_choice(options: Sequence[T], weights: Sequence[float], *parts: str) -> T:
-    """One option, with the chance of its weight, by the hash of the parts."""
+    """Choose one option by the hash of the parts, with a probability in proportion to its weight."""
+    # Inverse CDF; rounding may leave a rest after the last option.
     rest = unit(*parts) * sum(weights)
     for option, weight in zip(options, weights, strict=True):
         rest -= weight

@@ -1,12 +1,13 @@
-"""Teacher log-probs of one emitted token: what a draft can be distilled from without the target.
+"""Teacher log-probs of emitted tokens: signals from which a draft can be distilled without the target.
 
-Of p, the target's raw distribution (T=1, before any processor), a token keeps log p of itself, the k likeliest ids with
-their log p, the log mass of the tail (everything else) and M iid draws from the tail with their log p. Then
+Let p be the target's raw distribution (T=1, before any processor) at a position. Stored are log p of the emitted token,
+the k likeliest ids with their log p, the log mass of the tail (all other ids) and M iid draws from the tail with their
+log p. Then
 
     E_p[f] ~ sum_topk p f + (1 - P_k) / M * sum_m f(s_m)
 
-is unbiased for every f, and exact where k covers the vocabulary. An engine beside the target gives no draws (M = 0):
-then what lies beyond the top k is left out.
+is unbiased for every f, and exact if k covers the vocabulary. An engine beside the target gives no draws (M = 0); the
+second term is left out then.
 
 Shapes: B rows, n tokens, V vocabulary, k top ids, M tail draws, N blocks of C vocabulary entries.
 """
@@ -27,7 +28,7 @@ _BLOCK = 64
 
 
 class Signals(NamedTuple):
-    """The signals of n answer tokens, in order. An empty tail has mass exp(FLOOR) and repeats the likeliest id."""
+    """Signals of n answer tokens, in order. An empty tail has mass exp(FLOOR); its draws repeat the likeliest id."""
 
     logp_n: Tensor
     topk_ids_nk: Tensor
@@ -85,8 +86,11 @@ def teacher_signals(logits_BV: Tensor, tokens_B: Tensor, u_BM: Tensor, top_k: in
 def stored_signals(
     logits_BV: Tensor, tokens_B: Tensor, seeds_B: Tensor, emitted_B: Tensor, settings: CaptureSettings
 ) -> dict[str, Tensor]:
-    """Signals by name as a capture stores them. Tail draws have seeds of their own: never the numbers that drew the
-    token; `emitted` counts the answer's tokens before this one."""
+    """Signals by name, in the types that a capture stores.
+
+    `seeds_B`: seeds of the tail draws, other than those that drew the tokens; `emitted_B`: answer tokens before this
+    one.
+    """
     u_BM = uniforms(seeds_B, emitted_B, Purpose.FINAL, settings.tail_samples)
     columns = teacher_signals(logits_BV, tokens_B, u_BM, settings.top_k)._asdict()
     dtype = getattr(torch, settings.store_dtype)
@@ -94,7 +98,7 @@ def stored_signals(
 
 
 def _blocks(logits_BV: Tensor) -> Tensor:
-    """[B, N, C] view of the vocabulary, filled up with -inf where it does not divide."""
+    """View [B, N, C] of the logits in blocks, padded with -inf where C does not divide the vocabulary."""
     missing = -logits_BV.shape[-1] % _BLOCK
     filled = F.pad(logits_BV, (0, missing), value=-torch.inf) if missing else logits_BV.contiguous()
     return filled.view(filled.shape[0], -1, _BLOCK)
@@ -116,6 +120,7 @@ def _largest(blocks_BNC: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _draw(weights_BNC: Tensor, sums_BN: Tensor, u_BM: Tensor) -> Tensor:
     """Ids drawn iid in proportion to the weights: inverse CDF over blocks, then inside the block."""
+    # The place inside the drawn block is itself uniform, so it draws the entry without another random number.
     edges_BN = sums_BN.cumsum(-1)
     block_BM, within_BM = _invert(edges_BN, u_BM.to(edges_BN))
     inside_BMC = weights_BNC.gather(1, block_BM[..., None].expand(-1, -1, _BLOCK)).double().cumsum(-1)
@@ -124,12 +129,13 @@ def _draw(weights_BNC: Tensor, sums_BN: Tensor, u_BM: Tensor) -> Tensor:
 
 
 def _invert(edges: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Interval of a running sum that u in [0, 1) falls into, never an empty one, and where in it (0..1)."""
+    """Invert a running sum: the interval that u in [0, 1) falls into, never an empty one, and the place in it."""
     total = edges[..., -1:].contiguous()
     point = u * total
     index = torch.searchsorted(edges, point, right=True)
     last = torch.searchsorted(edges, total)  # rounding may put a point on the very end; NaN lies beyond it
     index = index.minimum(last).clamp_max(edges.shape[-1] - 1)
+    # Place inside the interval; an empty total (0 / 0) gives 0.
     low = torch.where(index > 0, edges.gather(-1, (index - 1).clamp_min(0)), 0.0)
     width = edges.gather(-1, index) - low
     return index, ((point - low) / width).clamp(0.0, 1.0).nan_to_num(0.0)
