@@ -312,7 +312,7 @@ def test_a_start_of_another_shape_is_refused_by_name(trained: Trained, fails: Fa
             ["hi", "--cascade", "lookup", "--draft", "none"],
             "--cascade lookup: helps a small draft, not --draft none",
         ),
-        (["hi", "--draft", "none", "-k", "0"], "--draft-tokens.*0 is not in the range 1<=x<=64"),
+        (["hi", "--draft", "none", "-k", "0"], "--draft-tokens.*(greater than or equal to 1|not in the range 1)"),
         (["hi", "--draft", "none", "-t", "inf"], "--temperature"),
         (["hi", "--draft", "none", "--seed", "9" * 30], "--seed"),
         (["hi", "--drft", "none"], "No such option: --drft"),
