@@ -1,4 +1,5 @@
-"""Sources of a mix: files, tools' logs, Hugging Face datasets and the target's own prompts, one record at a time."""
+"""Sources of a mix, streamed as records: files, logs of engines and proxies, Hugging Face datasets, the target's own
+prompts."""
 
 import heapq
 import itertools
@@ -29,14 +30,14 @@ _IDLE = ("no chat request", "health check")  # what no decoding engine was busy 
 
 @dataclass
 class SourceCounts:
-    """Lines of one source, by what became of them."""
+    """Line counts of one source, by fate."""
 
     read: int = 0
     skipped: int = 0
-    """Lines that break a rule."""
+    """Number of lines that break a rule."""
     taken: int = 0
     left_out: dict[Reason, int] = field(default_factory=dict)
-    """Lines of a tool's log that hold no conversation, by the reason."""
+    """Number of lines of a tool's log without a conversation, by reason."""
 
     def leave_out(self, reason: Reason, count: int = 1) -> None:
         """Count lines without a conversation."""
@@ -48,7 +49,7 @@ class SourceCounts:
 def read(
     source: Source, base_dir: Path, index: int, sample_prompts: SamplePrompts | None = None
 ) -> tuple[list[Record], SourceCounts]:
-    """All that `read_records` yields, and how many lines were read, skipped, left out and taken."""
+    """Read one source: all records of `read_records`, and the counts of its lines."""
     counts = SourceCounts()
     return list(read_records(source, base_dir, index, counts, sample_prompts)), counts
 
@@ -61,18 +62,20 @@ def read_records(
     sample_prompts: SamplePrompts | None = None,
     traffic: Traffic | None = None,
 ) -> Iterator[Record]:
-    """The records of one source, at most `limit` of them; memory holds one, or the `limit` where there is one.
+    """Yield the records of one source, at most `limit` of them; memory holds one record, or `limit` if it is set.
 
-    `counts` fills while they are read, and so does `traffic` with when each request of a log ran, also of those that
-    the limit leaves out. Raises InputError naming file and line, MissingFileError, or RecipeError where prompts of the
-    target are asked for and there is no target.
+    `counts` and `traffic` (times of each request of a log, also of those that the limit leaves out) are filled
+    meanwhile. Raises InputError naming file and line, MissingFileError, or RecipeError where prompts of the target are
+    asked for and there is no target.
     """
+    # One stream of records for each kind of source.
     if isinstance(source, TargetSource):
         found = _from_target(source, index, counts, sample_prompts)
     elif isinstance(source, DatasetSource):
         found = _from_items(source, source.shape, _dataset_rows(source, base_dir), index, counts, traffic)
     else:
         found = _from_files(source, base_dir, index, counts, traffic)
+    # A limit takes an even sample by hash; a source that gives nothing is a mistake.
     for record in found if source.limit is None else smallest(found, source.limit):
         counts.taken += 1
         yield record
@@ -81,16 +84,18 @@ def read_records(
 
 
 def smallest(records: Iterable[Record], limit: int) -> list[Record]:
-    """The `limit` distinct records with the smallest hashes: an even sample in bounded memory, free of order.
+    """Sample the `limit` distinct records with the smallest hashes: even, in bounded memory, independent of order.
 
     Of exact copies the latest stays.
     """
     heap: list[tuple[int, str]] = []
     kept: dict[str, Record] = {}
     for record in records:
+        # A copy of a kept record may only replace it.
         if record.key in kept:
             kept[record.key] = max(kept[record.key], record, key=lambda copy: copy.started or -math.inf)
             continue
+        # A heap of negated hashes: its root is the largest hash kept, the next one to go.
         entry = (-int(record.key, 16), record.key)
         if len(heap) < limit:
             heapq.heappush(heap, entry)
@@ -103,7 +108,7 @@ def smallest(records: Iterable[Record], limit: int) -> list[Record]:
 
 
 def name_of(source: Source) -> str:
-    """The source as the recipe names it."""
+    """Name of a source for messages and the manifest, as in the recipe."""
     if isinstance(source, FileSource):
         return source.path
     if isinstance(source, DatasetSource):
@@ -130,6 +135,7 @@ def _input_digest(source: Source, base_dir: Path) -> str:
     if isinstance(source, FileSource):
         return files.digest(base_dir, source.path)
     if isinstance(source, DatasetSource):
+        # A local dataset counts by its files; a hub one by its name, as it may not be at hand.
         folder = base_dir / source.name
         if folder.is_dir():
             names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
@@ -141,6 +147,7 @@ def _input_digest(source: Source, base_dir: Path) -> str:
 def _from_files(
     source: FileSource, base_dir: Path, index: int, counts: SourceCounts, traffic: Traffic | None
 ) -> Iterator[Record]:
+    # Our own shapes are parsed line by line; logs of tools go through the reader of their format.
     paths, title = files.find(base_dir, source.path), f"reading {source.path}"
     if source.kind == "prompts":
         return _from_items(source, source.kind, files.prompt_lines(paths, title), index, counts, traffic)
@@ -158,11 +165,12 @@ def _from_items(
     counts: SourceCounts,
     traffic: Traffic | None,
 ) -> Iterator[Record]:
-    """Records of decoded values in one of our own shapes, counting them and those that break a rule."""
+    """Yield the records of values in one of our own shapes, and count values and broken rules."""
     for item in items:
         counts.read += 1
         with _skipping(source, counts):
             record = parse(item.decode(), shape, source, item.where, index)
+            # Lines of any shape may carry times.
             timing = Timing(record.started, record.ended, record.replica, record.prompt_tokens, record.answer_tokens)
             if traffic is not None and timing != Timing():
                 traffic.add(*timing)
@@ -176,16 +184,18 @@ def _from_log(
     counts: SourceCounts,
     traffic: Traffic | None,
 ) -> Iterator[Record]:
-    """Records of a tool's log, counting those that break a rule and what holds no conversation."""
+    """Yield the records of a tool's log; count broken rules, and entries without a conversation by reason."""
     for entry in entries:
         # The line's own field names the replica; a date of an unknown year, or of another line's request, is no time.
         replica = entry.line.get(source.replica_field)
         timing = entry.timing if replica is None else entry.timing._replace(replica=str(replica))
         if traffic is not None and entry.in_flight and entry.left_out not in _IDLE and timing != Timing():
             traffic.add(*timing)
+        # Requests without a conversation count for the load only.
         if entry.left_out is not None:
             counts.leave_out(entry.left_out)
             continue
+        # The record's own times must be dates of this very request.
         if not entry.dated:
             timing = timing._replace(started=None, ended=None)
         elif not entry.in_flight:
@@ -195,18 +205,20 @@ def _from_log(
 
 
 def _entries(source: FileSource, form: Format, paths: Sequence[Path], counts: SourceCounts) -> Iterator[Entry]:
-    """Entries that the reader of a tool's log makes of its lines: read = entries + skipped + joined."""
+    """Yield the entries of a tool's log as its reader makes them; counts hold read = entries + skipped + joined."""
     servers, reader = _servers(paths), form.reader(source)
     for item in form.items(paths, f"reading {source.path}"):
         counts.read += 1
         entries = 0
         with _skipping(source, counts):
+            # A line gives one entry, none (it is joined with another line), or several (a page).
             for entry in reader.feed(item.decode(), item.where, servers[item.path]):
                 counts.read += entries > 0  # a page of several requests
                 entries += 1
                 yield entry
             if not entries:
                 counts.leave_out(_JOINED)
+    # Requests that waited for another line: the line counted as joined has an entry of its own after all.
     for entry in reader.finish():
         counts.leave_out(_JOINED, -1)
         yield entry
@@ -214,7 +226,7 @@ def _entries(source: FileSource, form: Format, paths: Sequence[Path], counts: So
 
 @contextmanager
 def _skipping(source: FileSource | DatasetSource, counts: SourceCounts) -> Iterator[None]:
-    """Count what breaks a rule and go on, where the source says so."""
+    """Count an InputError as a skipped line and go on, if the source has `skip_invalid`."""
     try:
         yield
     except InputError:
@@ -224,7 +236,7 @@ def _skipping(source: FileSource | DatasetSource, counts: SourceCounts) -> Itera
 
 
 def _servers(paths: Sequence[Path]) -> dict[Path, str]:
-    """The server that wrote each file: its path below the folder of all, without endings of rotation and packing."""
+    """Name the server that wrote each file: its path below the common folder, without rotation and packing suffixes."""
     root = os.path.commonpath([path.parent for path in paths])
     return {path: re.sub(r"\.(log|jsonl?|txt|out)\b.*$", "", path.relative_to(root).as_posix()) for path in paths}
 
@@ -243,11 +255,14 @@ def _from_target(
 
 
 def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]:
+    # 1) Open it, and see that it has the column.
     with _dataset_errors(source):
         data = _open_dataset(source, base_dir)
     column = source.column or DEFAULT_COLUMNS[source.shape]
     if data.column_names is not None and column not in data.column_names:
         raise InputError(f"{name_of(source)}: has no column {column!r}; it has {', '.join(sorted(data.column_names))}")
+
+    # 2) Rows one by one. Reading may fail at any of them, but the consumer's errors are not the dataset's.
     rows = iter(data)
     title, total = f"reading {name_of(source)}", source.rows or (len(data) if hasattr(data, "__len__") else None)
     with progress.bar(title, total, "rows") as advance:
@@ -258,6 +273,8 @@ def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]
                 row = next(rows, None)
             if row is None:
                 return
+
+            # The column under the shape's own name, beside all others, from which labels may be read.
             line = {**_without_none(row), DEFAULT_COLUMNS[source.shape]: _without_none(row.get(column))}
             yield files.Item(base_dir, f"{name_of(source)} row {number}", lambda line=line: line)  # type: ignore[misc]
             if number % _ROWS_PER_UPDATE == 0:
@@ -267,6 +284,7 @@ def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]
 def _open_dataset(source: DatasetSource, base_dir: Path) -> Any:
     import datasets  # slow to import, and most mixes need none
 
+    # A folder made by `save_to_disk`: one split, or a dictionary of them.
     folder = base_dir / source.name
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         found = datasets.load_from_disk(str(folder))
@@ -275,6 +293,7 @@ def _open_dataset(source: DatasetSource, base_dir: Path) -> Any:
         if source.split not in found:
             raise InputError(f"{folder}: has no split {source.split!r}; it has {', '.join(sorted(found))}")
         return found[source.split]
+    # A folder of data files, or a name on the hub; a path that does not exist is no hub name.
     if source.name.startswith((".", "/")) and not folder.is_dir():
         raise MissingFileError(f"{folder}: no such folder")
     name = str(folder) if folder.is_dir() else source.name
@@ -283,7 +302,7 @@ def _open_dataset(source: DatasetSource, base_dir: Path) -> Any:
 
 @contextmanager
 def _dataset_errors(source: DatasetSource) -> Iterator[None]:
-    """Errors of the datasets library (no network, no such name, a broken file) as one line."""
+    """Turn any error of the datasets library (no network, no such name, a broken file) into a one-line InputError."""
     try:
         yield
     except (InputError, MissingFileError):
@@ -294,7 +313,7 @@ def _dataset_errors(source: DatasetSource) -> Iterator[None]:
 
 
 def _without_none(value: Any) -> Any:
-    """Arrow gives every struct all fields; those that a row lacks come as None."""
+    """Remove None fields at all depths: Arrow gives every struct all fields, and those that a row lacks as None."""
     if isinstance(value, dict):
         return {name: _without_none(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):

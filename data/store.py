@@ -1,9 +1,9 @@
-"""A capture on disk: safetensors shards of flat, concatenated tensors, and a manifest that is written last.
+"""Capture store: safetensors shards of flat, concatenated tensors, and a manifest that is written last.
 
-    header.json                 what it is made from: target, tokenizer, template, settings, mix
+    header.json                      inputs of the capture: target, tokenizer, template, settings, mix
     shards/00000-train.safetensors   ids, offsets, signals; the samples' records as JSON in the metadata
     shards/00000-train.json          size, sha256 and counts of that shard; a shard without it does not count
-    manifest.json               header + all shards + totals; present once everything is
+    manifest.json                    header + all shards + totals; present once everything is
 
 Train shards carry signals; selection and holdout carry ids and logp.
 """
@@ -39,7 +39,7 @@ _RECORD_KEYS = {"name", "split", "bytes", "sha256"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(RecordedAnswer):
-    """One answered assistant turn, as it is stored, trained on and replayed."""
+    """One answered assistant turn, in the form that is stored, trained on and replayed."""
 
     id: str
     """conversation/turn/sampling key"""
@@ -52,11 +52,11 @@ class Sample(RecordedAnswer):
     sampling: SamplingSettings
     finish: Literal["stop", "length"]
     counts: bool = True
-    """Whether drafts are trained and scored on it; otherwise it is there for the turns that waited for it."""
+    """Whether drafts are trained and scored on this answer; if not, it is stored for the turns that waited for it."""
 
 
 class _Rows(NamedTuple):
-    """The rows of a shard's columns that belong to one sample."""
+    """Range of rows in a shard's columns that belong to one sample."""
 
     path: Path
     start: int
@@ -64,13 +64,14 @@ class _Rows(NamedTuple):
 
 
 def write_shard(folder: Path, name: str, samples: Sequence[Sample], columns: Mapping[str, Tensor]) -> Path:
-    """Write one shard atomically. `columns`: the signals of all answer tokens in order, named as in Signals."""
+    """Write one shard atomically. `columns`: signals of all answer tokens in order, named as in Signals."""
     tensors = dict(columns)
     # Ids of all samples end to end, with offsets; every column has a row for each answer token.
     for key in ("prompt", "answer"):
         ids = [getattr(sample, f"{key}_ids") for sample in samples]
         tensors[f"{key}_ids"] = torch.tensor([token for row in ids for token in row], dtype=torch.int32)
         tensors[f"{key}_offsets"] = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    # Every column must fit, or all later answers would get the signals of others.
     if any(len(column) != len(tensors["answer_ids"]) for column in columns.values()):
         raise ValueError(f"{name}: signals of another number of tokens than {len(tensors['answer_ids'])}")
     metadata = {"records": json.dumps([_record(sample) for sample in samples])}  # two keys would come in random order
@@ -80,12 +81,12 @@ def write_shard(folder: Path, name: str, samples: Sequence[Sample], columns: Map
 
 
 def shard_path(folder: Path, name: str) -> Path:
-    """The file of a shard's tensors."""
+    """Path of a shard's tensors."""
     return storage.inside(folder, f"{SHARDS}/{name}.safetensors")
 
 
 def read_record(folder: Path, name: str) -> dict[str, Any]:
-    """The record of a finished shard. Raises MissingFileError where it is not finished, CorruptDataError."""
+    """Read the record of a finished shard. Raises MissingFileError for an unfinished one, CorruptDataError."""
     path = folder / SHARDS / f"{name}.json"
     record = storage.read_object(path)
     if not record.keys() >= _RECORD_KEYS or record["name"] != name:
@@ -94,11 +95,15 @@ def read_record(folder: Path, name: str) -> dict[str, Any]:
 
 
 def check_shard(folder: Path, record: dict[str, Any], content: bool = True) -> None:
-    """Compare a shard's size and sha256 with its record. Raises CorruptDataError naming the file."""
+    """Compare a shard's size, and its sha256 if `content`, with its record.
+
+    Raises CorruptDataError or MissingFileError, naming the file and the cure.
+    """
     path = shard_path(folder, record["name"])
     cure = f"delete it and {MANIFEST}, and run the capture again"
     if not path.is_file():
         raise MissingFileError(f"{path}: no such file; delete {MANIFEST} and run the capture again")
+    # The size costs nothing to compare; the content costs a read of the file.
     if path.stat().st_size != record["bytes"]:
         raise CorruptDataError(f"{path}: {path.stat().st_size} bytes, {record['bytes']} recorded; {cure}")
     if content and fingerprint.of_file(path) != record["sha256"]:
@@ -111,7 +116,7 @@ def _record(sample: Sample) -> dict[str, Any]:
 
 
 class Capture:
-    """A complete capture, read lazily: shards stay on disk and are memory-mapped."""
+    """Reader of a complete capture. Reads lazily: shards stay on disk and are memory-mapped."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
@@ -129,6 +134,7 @@ class Capture:
         if not (folder / MANIFEST).is_file():
             state = "the capture is not finished; run it again" if (folder / HEADER).is_file() else "not a capture"
             raise MissingFileError(f"{folder / MANIFEST}: no such file; {state}")
+        # The manifest lists the shards, which must all be there.
         manifest = storage.read_json(folder / MANIFEST)
         if not _is_manifest(manifest):
             raise CorruptDataError(
@@ -141,12 +147,12 @@ class Capture:
 
     @property
     def target_fingerprint(self) -> str:
-        """The target that answered."""
+        """Fingerprint of the target that answered."""
         return str(self.manifest["target"])
 
     @property
     def tokenizer_digest(self) -> str:
-        """The tokenizer that the ids belong to."""
+        """Digest of the tokenizer that the ids belong to."""
         return str(self.manifest["tokenizer"])
 
     @property
@@ -166,17 +172,17 @@ class Capture:
 
     @property
     def digest(self) -> str:
-        """64 hex digits of the manifest, whatever limits of a budget the capture was made under."""
+        """Digest (64 hex digits) of the manifest without its budget, whose limits do not change what is stored."""
         return fingerprint.of_json({key: value for key, value in self.manifest.items() if key != "budget"})
 
     @property
     def truncated(self) -> bool:
-        """Whether an engine gave the signals: the tails' mass is known, no draws from them are there."""
+        """Whether an engine gave the signals: then the tails' mass is stored, but no draws from them."""
         return self.manifest.get("tail") == "truncated"
 
     @property
     def bare(self) -> bool:
-        """Whether no signals are kept: ids alone, and log-probs of those that were drawn."""
+        """Whether no signals are stored (`top_k` 0): ids and log p of the drawn tokens alone."""
         return bool(self.manifest.get("settings", {}).get("top_k") == 0)
 
     def check_target(self, target: Target) -> None:
@@ -188,22 +194,22 @@ class Capture:
             )
 
     def samples(self, split: Split) -> list[Sample]:
-        """All samples of a split that count, shard by shard, in a fixed order."""
+        """Samples of a split that count, shard by shard, in a fixed order."""
         return [sample for sample in self.answers(split) if sample.counts]
 
     def answers(self, split: Split) -> list[Sample]:
-        """All samples of a split: those that count, and those that only later turns waited for."""
+        """All samples of a split: those that count, and those that are stored for later turns alone."""
         if split not in self._samples:
             shards = [record for record in self.manifest["shards"] if record["split"] == split]
             self._samples[split] = [sample for record in shards for sample in self._read(record["name"])]
         return self._samples[split]
 
     def logp(self, sample: Sample) -> Tensor:
-        """Raw log p of each answer token, fp32; NaN where answers were given and a bare capture asked nobody."""
+        """Raw log p of each answer token, fp32; NaN for recorded answers in a capture without signals."""
         return self._slice(sample, ("logp_n",))[0]
 
     def signals(self, sample: Sample) -> Signals:
-        """The teacher signals of a train sample, log-probs in fp32."""
+        """Teacher signals of a train sample, log-probs in fp32. Raises InputError where none are stored."""
         if sample.split != "train":
             raise InputError(f"{sample.id}: the {sample.split} split stores ids and logp only, no signals")
         if self.bare:
@@ -211,10 +217,12 @@ class Capture:
         return Signals(*self._slice(sample, Signals._fields))
 
     def _slice(self, sample: Sample, names: Sequence[str]) -> list[Tensor]:
+        # The rows of a sample are known once its split has been read.
         if sample.id not in self._rows_of:
             self.answers(sample.split)
         path, start, end = self._rows_of[sample.id]
         with _read_errors(path):
+            # Slices read only this sample's rows from the mapped file.
             file = self._file(path)
             parts = [file.get_slice(name)[start:end] for name in names]
         return [part.float() if part.is_floating_point() else part for part in parts]
@@ -223,6 +231,7 @@ class Capture:
         path = shard_path(self.folder, name)
         with _read_errors(path):
             file = self._file(path)
+            # Records from the metadata, ids from the tensors; signals stay on disk.
             records = json.loads(file.metadata()["records"])
             prompts, answers = _id_lists(file, "prompt"), _id_lists(file, "answer")
             ends = file.get_tensor("answer_offsets").tolist()
@@ -239,6 +248,7 @@ class Capture:
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
+            # A bounded number of open files; all are dropped at once, as reads go shard by shard.
             if len(self._files) >= _OPEN_FILES:
                 self._files.clear()
             self._files[path] = safe_open(path, framework="pt")
@@ -258,7 +268,7 @@ def _id_lists(file: Any, key: str) -> list[list[int]]:
 
 @contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
-    """Errors of an unreadable shard name its file."""
+    """Turn the errors of an unreadable shard into MissingFileError or CorruptDataError that name its file."""
     try:
         yield
     except FileNotFoundError:

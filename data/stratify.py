@@ -1,19 +1,19 @@
-"""Stratified sampling: which conversations a mix keeps, so that its shares are the log's or those of the recipe.
+"""Stratified sampling: chooses the conversations of a mix so that its shares are those of the log or of the recipe.
 
-Shapes: N conversations, S strata (what has all labels alike), V values of one label.
+Shapes: N conversations, S strata (sets of conversations with equal labels), V values of one label.
 
 Every conversation has a weight: 1, halved for each half-life of its age, then raked so that the labels that the recipe
-names have its shares. Raking (Deming and Stephan, 1940) changes the other labels no more than it must: how they go
-together stays as in the log. From the weights follow counts and choices, both by hash:
+names get its shares. Raking (Deming and Stephan, 1940) changes the weights as little as possible, so the association of
+the other labels stays as in the log. Counts and choices follow from the weights and a hash:
 
-- A stratum's share is its part of the weight. Shares become whole numbers by one cut through their running sum, shifted
-  by the salt. Strata are nested, so the count of every stratum, and of everything that shares its first labels (a
-  domain; a domain at a sampling setting; …), lies less than one conversation from its share. Over salts it is right on
-  average, so a label that only small strata have does not vanish.
-- In a stratum, the conversations with the smallest exponential keys stay (Efraimidis and Spirakis, 2006): the next one
-  taken is always any of the rest with a chance in proportion to its weight.
+- Counts: a stratum's share is its part of the weight. Systematic sampling turns shares into whole numbers: it cuts
+  their running sum at steps of one, shifted by the salt. Strata are nested, so the count of each stratum, and of each
+  run of strata with the same first labels (a domain; a domain at a sampling setting; …), is less than one conversation
+  away from its share. Over salts it is right on average, so a label of small strata alone does not vanish.
+- Choices: in a stratum, the conversations with the smallest exponential keys stay (Efraimidis and Spirakis, 2006). This
+  is a draw without replacement: each next one is any of the rest, with a probability in proportion to its weight.
 
-Nothing is doubled: at most as many are kept as leaves the heaviest conversation whole.
+No conversation is kept twice: this bounds the size of the mix, by the heaviest conversation's weight.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from .settings import Key
 from .split import unit
 
 KEYS: tuple[Key, ...] = get_args(Key)
-"""In the order in which strata are nested."""
+"""Labels in the order in which strata are nested."""
 SOURCE, DAY = "source", "day"
 NONE, OTHER, UNKNOWN = "none", "other", "unknown"
 CHARACTERS_PER_TOKEN = 4
@@ -45,26 +45,26 @@ _SYSTEM_DIGITS = 8
 
 
 class Labels(NamedTuple):
-    """The labels of one conversation that shares are counted by."""
+    """Labels of one conversation, by which shares are counted."""
 
     domain: str
-    """Empty: nothing has named it yet."""
+    """Name of its domain; empty: none is known yet."""
     sampling: str
-    """Key of its sampling settings; `default`: the capture's."""
+    """Key of its sampling settings; `default`: those of the capture."""
     tools: str
     """`with` or `without`."""
     system: str
     """Hash of its system prompt, or `none`."""
     turns: str
-    """User messages, such as `3-4`."""
+    """Range of the number of user messages, such as `3-4`."""
     prompt: str
-    """Tokens before the last answer, such as `64-255`."""
+    """Range of the tokens before the last answer, such as `64-255`."""
     answer: str
-    """Tokens of the last answer; `unknown`: the log holds none."""
+    """Range of the tokens of the last answer; `unknown`: the log holds none."""
     source: str
     """Index of the source in the recipe."""
     day: str
-    """When it was asked (UTC), or `unknown`."""
+    """Date (UTC) when it was asked, or `unknown`."""
 
 
 class Lengths(NamedTuple):
@@ -74,11 +74,11 @@ class Lengths(NamedTuple):
     answer: int | None
     """None: the log holds no answer."""
     counted: bool
-    """Whether the log counts them; else they are estimated."""
+    """Whether the log counts the prompt's tokens; if not, they are estimated."""
 
 
 def labels_of(record: Record, sampling: SamplingSettings | None) -> Labels:
-    """The labels of a record that is answered under `sampling`."""
+    """Label a record that is answered under `sampling` (None: the capture's default)."""
     lengths, system = lengths_of(record), system_text(record)
     return Labels(
         domain=record.domain,
@@ -94,14 +94,15 @@ def labels_of(record: Record, sampling: SamplingSettings | None) -> Labels:
 
 
 def system_text(record: Record) -> str:
-    """The system messages of a record, one a line; empty: it has none."""
+    """System messages of a record, one a line; empty: it has none."""
     return "\n".join(message.content for message in record.messages if message.role == "system")
 
 
 def lengths_of(record: Record) -> Lengths:
-    """Tokens of the prompt and of the last answer: the log's own counts, or an estimate."""
+    """Tokens of the prompt and of the last answer: as logged, or estimated from characters."""
     messages = list(record.messages)
     last = messages.pop() if messages[-1].role == "assistant" else None
+    # Without counts, tools and messages are measured by their characters.
     prompt, answer = record.prompt_tokens, record.answer_tokens
     if prompt is None:
         tools = len(json.dumps(record.tools)) if record.tools else 0
@@ -120,7 +121,7 @@ def _estimated_tokens(characters: int) -> int:
 
 
 def bucket(value: int, starts: tuple[int, ...]) -> str:
-    """The label of the range that holds a value: `3-4`, `2` where it is one number, `9+` for the last."""
+    """Label the range that holds a value: `3-4`; `2` for a range of one number; `9+` for the last range."""
     index = max(i for i, start in enumerate(starts) if value >= start or i == 0)
     if index == len(starts) - 1:
         return f"{starts[index]}+"
@@ -135,7 +136,7 @@ def bucket_order(label: str) -> tuple[int, str]:
 
 
 class LogTable:
-    """Labels, lengths and times of every record that was read, in columns: about a hundred bytes each."""
+    """Columns of labels, lengths and times of every record that was read: about a hundred bytes for each."""
 
     def __init__(self) -> None:
         self._codes = {name: array("I") for name in Labels._fields}
@@ -149,6 +150,7 @@ class LogTable:
 
     def add(self, record: Record, sampling: SamplingSettings | None) -> int:
         """Keep one record's labels. Returns its row."""
+        # Labels are stored as codes in the order of first sight; -1 and nan stand for what is not known.
         labels, lengths = labels_of(record, sampling), lengths_of(record)
         for name, label in zip(Labels._fields, labels):
             self._codes[name].append(self._code(name, label))
@@ -160,15 +162,16 @@ class LogTable:
         return len(self) - 1
 
     def rename(self, row: int, domain: str) -> None:
-        """Give a record its domain."""
+        """Set the domain of a record."""
         self._codes["domain"][row] = self._code("domain", domain)
 
     def domain(self, row: int) -> str:
-        """The domain of a record."""
+        """Domain of a record."""
         return list(self._names["domain"])[self._codes["domain"][row]]
 
     def column(self, name: str, rows: NDArray[np.int64] | None = None) -> "Column":
-        """One label of some records, or of all, as numbers that follow the labels' order."""
+        """Column of one label for some records, or for all, with codes in the sorted order of the labels."""
+        # Renumber from the order of first sight to the sorted order, which depends on no input order.
         names = sorted(self._names[name], key=bucket_order)
         renumbered = np.empty(max(1, len(names)), dtype=np.int64)
         for number, label in enumerate(names):
@@ -194,12 +197,14 @@ class Column(NamedTuple):
         return {name: count for name, count in zip(self.names, found) if count}
 
     def lumped(self, most: int) -> "Column":
-        """The `most` frequent labels; all others are one, `other`."""
+        """Lump rare labels: at most `most` labels stay, the last of them `other` for all rare ones."""
         counts = self.counts()
         if len(counts) <= most:
             return self
+        # The most frequent ones, of equals the first by name.
         kept = sorted(counts, key=lambda name: (-counts[name], name))[: most - 1]
         names = [*sorted(kept, key=bucket_order), OTHER]
+        # Map old codes to new ones.
         code_of = {name: code for code, name in enumerate(names)}
         codes = np.array([code_of.get(name, len(names) - 1) for name in self.names], dtype=np.int64)
         return Column(names, codes[self.codes_N])
@@ -213,17 +218,17 @@ _SECONDS_PER_DAY = 86400.0
 
 
 class Margin(NamedTuple):
-    """Shares that one label must have."""
+    """Wanted shares of the values of one label."""
 
     key: str
-    """As the recipe names it, such as `weights.domain`."""
+    """Name in the recipe, such as `weights.domain`."""
     column: Column
     shares: Mapping[str, float]
-    """In any unit."""
+    """Share of each value, in any unit."""
 
 
 def half_lives(started_N: Floats, half_life_days: float) -> Floats:
-    """Weights that halve with each `half_life_days` before the newest; 1 where the time is not known (nan)."""
+    """Age weights: 1 for the newest, halved for each `half_life_days` of age; 1 where the time is not known (nan)."""
     if np.isnan(started_N).all():
         return np.ones(len(started_N))
     age_N = (np.nanmax(started_N) - started_N) / _SECONDS_PER_DAY
@@ -232,7 +237,7 @@ def half_lives(started_N: Floats, half_life_days: float) -> Floats:
 
 
 def rake_weights(weight_N: Floats, margins: Sequence[Margin]) -> Floats:
-    """Change weights as little as the margins allow, by iterative proportional fitting (Deming and Stephan, 1940).
+    """Rake weights to margins by iterative proportional fitting (Deming and Stephan, 1940): the smallest change.
 
     Raises InputError where no weights meet all margins.
     """
@@ -253,7 +258,8 @@ def rake_weights(weight_N: Floats, margins: Sequence[Margin]) -> Floats:
 
 
 def _wanted_shares(margin: Margin, weight_N: Floats) -> Floats:
-    """The share of each label; every label that is present must have one, and no other."""
+    """Normalized shares of a margin's values. Raises InputError unless exactly the present values have shares."""
+    # Present are the values with any weight.
     names, codes_N = margin.column
     mass_V = np.bincount(codes_N, weight_N, len(names))
     present = {name for name, mass in zip(names, mass_V) if mass > 0}
@@ -264,31 +270,36 @@ def _wanted_shares(margin: Margin, weight_N: Floats) -> Floats:
     for name, share in margin.shares.items():
         if name not in present:
             raise InputError(f"mix.{margin.key}.{name}: weight {share}, but no conversation is left for it")
+    # In the order of the column's names, adding up to 1.
     share_V = np.array([margin.shares.get(name, 0.0) for name in names])
     found: Floats = share_V / share_V.sum()
     return found
 
 
 def largest_size(weight_N: Floats) -> int:
-    """The most conversations that can have these weights without one being kept twice."""
+    """Largest sample with these weights in which no conversation is wanted more than once."""
     return math.floor(weight_N.sum() / weight_N.max() * (1 + _CLOSE) + _CLOSE) if len(weight_N) else 0
 
 
 def allot(mass_S: Floats, total: int, start: float) -> Ints:
-    """Whole numbers that add up to `total`, in proportion to the masses (systematic sampling).
+    """Systematic sampling: whole numbers that add up to `total`, in proportion to the masses.
 
-    Every run of neighbours lies within one of its share, and is right on average where `start` is even in [0, 1).
+    The sum over each run of neighbours is less than one away from its share, and right on average if `start` is uniform
+    in [0, 1).
     """
+    # The running sum of the shares, rounded so that an error of floats does not move a cut.
     edges = np.concatenate([[0.0], np.cumsum(mass_S) / mass_S.sum() * total])
     edges[-1] = total
     edges = np.round(edges, _DIGITS)
+    # Count the cuts below each edge, at whole numbers shifted by `start`.
     whole = np.floor(edges)
     counts: Ints = np.diff(whole + (edges - whole + start >= 1)).astype(np.int64)
     return counts
 
 
 def exponential_keys(ids: Sequence[str], weight_N: Floats, salt: str) -> Floats:
-    """Keys whose order is a draw without replacement in proportion to the weights (Efraimidis and Spirakis, 2006)."""
+    """Exponential keys: their order is a draw without replacement by weight (Efraimidis and Spirakis, 2006)."""
+    # Exponential waiting times with the weights as rates; a weight of 0 never comes.
     waiting_N = -np.log1p(-np.array([unit("share", salt, id) for id in ids]))
     key_N: Floats = np.divide(waiting_N, weight_N, out=np.full(len(ids), np.inf), where=weight_N > 0)
     return key_N
