@@ -137,7 +137,7 @@ def train(
 
 
 def wants_deepspeed(settings: Settings) -> bool:
-    """Resolve `engine`. Raises RecipeError where the ranks launched do not fit it."""
+    """Whether DeepSpeed is the engine, with `auto` resolved. Raises RecipeError for more ranks than it takes."""
     world = world_size()
     if settings.engine == "torch" and world > 1:
         raise RecipeError(
@@ -487,13 +487,13 @@ class Trainer:
         return read_meta(self.folder / INIT).model_copy(update={"step": self.state.step})
 
     def log(self, values: dict[str, float]) -> None:
-        """One line in metrics.jsonl, with the time of day (seconds since 1970), and the values to the sink."""
+        """Log the values: a line in metrics.jsonl, with the time (seconds since 1970), and a call of the sink."""
         if self.ranks.first:
             self.metrics.log(self.state.step, values | {"time": time.time()})
             self.sink.log(self.state.step, values)
 
     def stop_requested(self) -> bool:
-        """Whether any rank was told to stop: then all of them save together."""
+        """Whether any rank was told to stop, in which case all ranks save together. All ranks must call it."""
         if self.ranks.world_size == 1:
             return self.stop.requested
         # SIGTERM may reach one rank alone: the flags are summed, so that all ranks decide alike.

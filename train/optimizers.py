@@ -208,7 +208,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of both, on the groups that are there: DeepSpeed takes all but one away and steps each by itself."""
+        """Step both on the groups that are present: DeepSpeed removes all groups but one, and steps each by itself."""
         for part, is_muon in ((self._muon, True), (self._adamw, False)):
             part.param_groups = [group for group in self.param_groups if (_MUON in group) == is_muon]
             part.step()

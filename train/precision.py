@@ -1,4 +1,4 @@
-"""Which dtype matrix products run in. Weights, gradients and optimizer state are float32 always."""
+"""Precision of matrix products. Weights, gradients and optimizer state are float32 always."""
 
 from typing import Any
 

@@ -70,7 +70,7 @@ class _Training(Section):
     """At every scored step, while training, replay so many conversations of the selection split: tau goes into the
     metrics. It needs the target loaded. 0: none. All checkpoints that are kept are scored in full afterwards anyway."""
     keep_best: int | None = Field(default=None, ge=1)
-    """Of the scored checkpoints, keep so many with the highest tau, and the last one; absent: all."""
+    """Number of scored checkpoints to keep, those with the highest tau, beside the last one; absent: all are kept."""
     patience: int | None = Field(default=None, ge=1)
     """Stop early once so many scored steps in a row brought no tau above the best one's interval; absent: never."""
     engine: Literal["auto", "torch", "deepspeed"] = "auto"
@@ -171,7 +171,7 @@ class OnPolicySettings(Section):
     share: float = Field(default=0.5, gt=0, le=1)
     """Share of the samples of a step that the draft answers anew; the others keep the recorded answer."""
     temperature: float = Field(default=1.0, ge=0)
-    """How the draft samples; 0 takes its likeliest tokens."""
+    """Sampling temperature of the draft; 0 takes its likeliest tokens."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest own answer, where the recorded one is longer; absent: as long as that."""
 
@@ -251,7 +251,7 @@ class FeatureSettings(_Training):
 
 
 class Eagle3Settings(FeatureSettings):
-    """One decoder layer on the target's features, trained with the frozen target loaded."""
+    """EAGLE-3: one decoder layer on the target's features, trained with the frozen target loaded."""
 
     family: Literal["eagle3"] = "eagle3"
     draft_vocabulary: int | None = Field(default=None, ge=1)
@@ -261,8 +261,8 @@ class Eagle3Settings(FeatureSettings):
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the MLP; absent: the target's."""
     fc_norm: bool | None = None
-    """A norm over the features of each read layer before they are mixed (EAGLE-3.1); absent: as the start has it, none
-    in a fresh one."""
+    """A norm over the features of each read layer before they are mixed (EAGLE-3.1); absent: as the draft in
+    init_from has it, none in a fresh draft."""
     train_embeddings: bool = False
     """Give the draft its own embeddings and train them; off: it shares the target's, frozen."""
     train_head: bool = True
@@ -282,7 +282,7 @@ class EagleSettings(FeatureSettings):
 
     family: Literal["eagle"] = "eagle"
     objective: Schedule = Field(default=A_TENTH_KL)
-    """Weights of the objectives that are summed, beside `feature_weight`; as published, a tenth of it."""
+    """Weights of the objectives that are summed, beside `feature_weight`; as published, kl at a tenth of that."""
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the MLP; absent: the target's."""
     feature_weight: float = Field(default=1.0, ge=0)
@@ -295,9 +295,9 @@ class BackboneSettings(Section):
     """Medusa-2: adapters on the target's layers, trained together with the heads. The target becomes another model."""
 
     lora: LoraSettings = LoraSettings(rank=32, alpha=16.0)
-    """The adapters."""
+    """LoRA adapters on the target's layers."""
     start_step: int = Field(default=100, ge=0)
-    """Steps in which the heads train alone."""
+    """Number of steps at the beginning in which the heads train alone."""
     rate_share: float = Field(default=0.25, gt=0, le=1)
     """Learning rate of the adapters, as a share of the heads'."""
     heads_weight: float = Field(default=0.2, gt=0)
@@ -346,7 +346,7 @@ class DFlashSettings(FeatureSettings):
 
     family: Literal["dflash"] = "dflash"
     layers: int | None = Field(default=None, ge=1)
-    """Decoder layers; absent: as the start has them, 3 in a fresh one."""
+    """Number of decoder layers; absent: that of the draft in init_from, 3 in a fresh draft."""
     aux_layers: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Target layers that are read, as indexes into hidden_states; absent: one a layer of the draft, from 2 to N - 2."""
     mask_token: int | None = Field(default=None, ge=0)

@@ -73,12 +73,15 @@ def print_training_plan(
     settings: Settings, family: Family, plan: BatchPlan, samples: int, ranks: Ranks, engine: str
 ) -> None:
     """Log what is about to be trained, and the arithmetic of batches, steps and epochs."""
+    # What is trained, on what.
     trained = sum(parameter.numel() for parameter in family.trainable().values()) / 1e6
     dtype = str(family.loss_settings.dtype).removeprefix("torch.")
     world, epoch = ranks.world_size, plan.steps_per_epoch()
     say(
         f"training {family.name}: {trained:.1f} M parameters, {engine}, {world} x {ranks.device.type}, {dtype} products"
     )
+
+    # How ranks and micro-batches divide a step, and how many epochs the steps make.
     say(
         f"{settings.steps} steps of about {settings.tokens_per_step:,} tokens = {world} x {settings.accumulation} "
         f"micro-batches (ranks x accumulation); {samples:,} samples make {epoch} steps an epoch, so "
@@ -126,7 +129,7 @@ class MetricLog:
             raise CorruptDataError(f"{self._path}: not JSON lines with a step ({error}); delete it") from None
 
     def truncate(self, step: int) -> None:
-        """Forget everything after `step`: a resumed run will log it again."""
+        """Delete the lines after `step`: a resumed run will log these steps again."""
         kept = [line for line in self.read() if line["step"] <= step]
         storage.write_bytes(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 

@@ -98,7 +98,7 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
 
     def __init__(self, draft: MedusaDraft, settings: MedusaSettings, loss: LossSettings, target: Target | None) -> None:
         super().__init__(draft, settings, loss, target)
-        # Frozen heads are all the target's: one copy in memory.
+        # Frozen heads that are equal, as in a fresh draft, share one copy in memory.
         if not settings.train_heads:
             draft.lm_heads.requires_grad_(False)
             _tie_equal_heads(draft)

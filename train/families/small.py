@@ -62,7 +62,7 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
             assert target is not None
             self._own_answers = OwnAnswers(draft, target.stop_ids, settings.on_policy, settings.row_tokens)
 
-        # What is trained: all weights, or adapters alone. No dropout, unless checkpointing needs training mode.
+        # Trained: all weights, or adapters alone, in evaluation mode; but checkpointing works in training mode only.
         draft.model.eval()
         draft.requires_grad_(True)
         if settings.lora is not None:
@@ -119,7 +119,7 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
-        """Where the target is loaded: put the draft's own answers into the batch, and run the target on it."""
+        """Batch with the draft's own answers, and the target's features of it; without a target, the batch alone."""
         if self._target is None:
             return Inputs(batch)
         if self._own_answers is not None:

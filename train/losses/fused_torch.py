@@ -146,7 +146,7 @@ class TorchTeacher(NamedTuple):
         return cls(whole.best_C, tuple(p), tuple(negentropy), tuple(mass))
 
     def part(self, at: slice) -> "TorchTeacher":
-        """Some of the rows."""
+        """Teacher of the rows `at`."""
         return TorchTeacher(self.best_R[at], *(tuple(tensor[at] for tensor in tensors) for tensors in self[1:]))
 
 

@@ -177,7 +177,7 @@ class LossWeights(NamedTuple):
     """Derivative of `expected_length` by the row's alpha, its weight included; None: no such term."""
 
     def part(self, at: slice) -> "LossWeights":
-        """Some of the rows."""
+        """Weights of the rows `at`."""
         return LossWeights(self.weight_R[at], self.valid_R[at], None if self.slope_R is None else self.slope_R[at])
 
 
@@ -202,7 +202,7 @@ class TeacherEntries(NamedTuple):
         return cls(tuple(entries), None)
 
     def part(self, at: slice) -> "TeacherEntries":
-        """Some of the rows."""
+        """Entries of the rows `at`."""
         entries = (Entries(*(tensor[at] for tensor in one)) for one in self.by_temperature)
         return TeacherEntries(tuple(entries), None if self.ids_RJ is None else self.ids_RJ[at])
 

@@ -15,7 +15,7 @@ class Section(BaseModel):
 
 
 class Weighted(Section):
-    """One objective of a mix."""
+    """Weight and temperature of one objective of a mix."""
 
     weight: float = 1.0
     """Weight in the sum."""
@@ -51,7 +51,7 @@ class Phase(Section):
     until: int | None = Field(default=None, ge=1)
     """The last step of it; only the last phase has none."""
     objective: Mix
-    """What is minimised in it."""
+    """Objective that is minimised in this phase."""
 
     @property
     def mix(self) -> Objective:
