@@ -73,12 +73,15 @@ class Eagle3Draft(FeatureDraft):
     def __init__(self, config: Eagle3Config, draft_ids: Tensor | None = None, own_embeddings: bool = False) -> None:
         """`draft_ids` [Vd]: target ids of the draft vocabulary; None where it is the whole vocabulary."""
         super().__init__()
+        # Fusion of the captured features, one decoder layer, the final norm and a head of its own.
         self.config = config
         self.fc = Fusion(config)
         self.midlayer = Midlayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
+
+        # Maps between draft ids and target ids.
         d2t, t2d = vocabulary_maps(draft_ids, config.draft_vocab_size, config.vocab_size)
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
@@ -112,6 +115,7 @@ class Eagle3Draft(FeatureDraft):
 
     def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
         """The residual, [B, N, H], and what attention reads, [B, N, 2H]."""
+        # Embedding and state are normed apart; which state the residual takes is the checkpoint's choice.
         normed_BNH = self.midlayer.hidden_norm(state_BNH)
         z_BNZ = torch.cat([self.midlayer.input_layernorm(embeds_BNH), normed_BNH], dim=-1)
         return normed_BNH if self.config.norm_before_residual else state_BNH, z_BNZ

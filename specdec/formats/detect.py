@@ -23,6 +23,7 @@ def read_draft(place: Path, target_layers: int | None = None) -> DraftModule:
     `target_layers`: layers of the target, for EAGLE-3 configs that do not name the captured ones. Raises
     MissingFileError or FormatError naming what is wrong.
     """
+    # Each layout has a reader, which checks the whole file.
     match detect(place):
         case "hf":
             return hf.read(place)

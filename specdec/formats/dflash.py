@@ -86,6 +86,7 @@ def load(config: DFlashConfig, stored: Stored) -> DFlashDraft:
 
 def engine_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     """config.json of a DFlash draft as engines expect it. Some look for block_size at the top, some beside the mask."""
+    # target_layer_ids count from 0 and mean outputs: one less than in hidden_states.
     return {
         "architectures": [ARCHITECTURE],
         **layer_entries(config),
@@ -144,7 +145,7 @@ def dimensions(path: Path, raw: Mapping[str, Any], own: Mapping[str, Any]) -> DF
     layer = {name: value for name, value in raw.items() if name not in ("model_type", "num_hidden_layers")}
     fields = layer_fields(path, {**_QWEN3_DEFAULTS, **layer})
 
-    # Absent widths and vocabularies are the target's.
+    # target_hidden_size is hidden_size, and draft_vocab_size is vocab_size, where they are absent.
     fields["num_hidden_layers"] = raw.get("num_hidden_layers")
     fields["target_hidden_size"] = raw.get("target_hidden_size") or raw.get("hidden_size")
     fields["draft_vocab_size"] = raw.get("draft_vocab_size") or raw.get("vocab_size")

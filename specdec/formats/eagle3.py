@@ -135,7 +135,7 @@ def read_config(path: Path, raw: Mapping[str, Any], target_layers: int | None) -
     if nested.get("use_aux_hidden_state") is False:
         raise FormatError(f"{path}: eagle_config.use_aux_hidden_state false: only true is supported")
 
-    # The layer; absent widths and vocabularies are the target's.
+    # target_hidden_size is hidden_size, and draft_vocab_size is vocab_size, where they are absent.
     fields = layer_fields(path, raw)
     fields |= {flag: raw[flag] for flag in FLAGS if raw.get(flag) is not None}
     fields["target_hidden_size"] = raw.get("target_hidden_size") or raw.get("hidden_size")

@@ -47,7 +47,7 @@ def rope_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises FormatError for an unknown scaling and for a partial rotary embedding.
     """
-    # The newer name is read last, so it wins.
+    # What the newer name says is read last, and wins.
     theta, share, scaling = raw.get("rope_theta"), raw.get("partial_rotary_factor"), None
     for name in ("rope_scaling", "rope_parameters"):
         rope = raw.get(name) or {}
@@ -83,6 +83,7 @@ def validated(model: type[Config], path: Path, fields: Mapping[str, Any]) -> Con
 
 def layer_entries(config: LayerConfig) -> dict[str, Any]:
     """config.json entries of the decoder layer."""
+    # Every field is named, also those with one value: readers differ in their defaults.
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,

@@ -42,6 +42,7 @@ class Texts(NamedTuple):
     @property
     def rows(self) -> list[list[int]]:
         """Token lists on the host. Waits for the device where `known` is None."""
+        # The device's copy is read only where the host has none.
         if self.known is not None:
             return self.known
         return [row[:count] for row, count in zip(self.ids_BT.tolist(), self.counts_B.tolist())]

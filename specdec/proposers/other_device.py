@@ -95,6 +95,7 @@ class OtherDeviceDrafter:
 
 def remote_copy(target: CausalModel, place: DraftDevice) -> CausalModel:
     """The target's `embed` and `logits`, and no more, on another device: for drafts that borrow them."""
+    # One copy a target and place; it goes when the target goes.
     known = _COPIES.setdefault(target, {})
     if place not in known:
         known[place] = _RemoteWeights(target, place)

@@ -37,6 +37,7 @@ class SmallDrafter:
         self._unread_S = torch.zeros(slots, dtype=torch.long, device=self._lm.device)
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        # The last known token stays unread: `open` reads it, and gets the first logits from it.
         step = self._cache.prefill(slots_R, known.counts_B - 1)
         self._lm.states(known.ids_BT[:, :-1], step)
         self._unread_SN[slots_R, 0], self._unread_S[slots_R] = known.last(), torch.ones_like(slots_R)

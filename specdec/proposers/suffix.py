@@ -51,6 +51,7 @@ def times(place: Place) -> int:
 
 def following(place: Place) -> list[tuple[int, Place]]:
     """Tokens that followed a place's sequence, with their places."""
+    # A sequence that occurred once has at most one continuation, the next token of its text.
     if isinstance(place, Node):
         return list(place.next.items())
     text, at = place
@@ -85,6 +86,7 @@ class SuffixTrie:
                 if place is None:
                     node.next[token] = Once(self._text, len(self._text))
                     continue
+                # It occurred before: count it, as a node of its own from the second time on.
                 if isinstance(place, Node):
                     place.count += 1
                 else:  # the two part from here on, or later
@@ -99,6 +101,7 @@ class SuffixTrie:
             node = self._root
             for token in text[start : start + self._depth]:
                 place = node.next[token]
+                # This was the last occurrence: drop the place with all that lies below it.
                 if isinstance(place, Once) or place.count == 1:
                     del node.next[token]
                     break
@@ -178,6 +181,7 @@ class SuffixProposer:
             self._texts[slot] = _Text(row, self._depth)
 
     def propose(self, ask: Ask) -> Draft:
+        # Host work: trees are built per slot and sent to the device as one batch.
         trees = [self._tree(text, limit) for text, limit in zip(self._texts, ask.limits_B.tolist())]
         return Draft(TreeBatch.of(trees, self._device), None, chain=False)
 

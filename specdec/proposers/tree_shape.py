@@ -25,6 +25,7 @@ class TreeShape:
 
     def __init__(self, choices: Iterable[Sequence[int]]) -> None:
         self.choices: tuple[Choice, ...] = tuple(sorted({tuple(c) for c in choices}, key=lambda c: (len(c), c)))
+        # Sorted by level, parents stand before their children.
         for choice in self.choices:
             if not choice or min(choice) < 0:
                 raise InputError(f"tree: choice {list(choice)}: must be one rank a level, each at least 0")
@@ -38,6 +39,7 @@ class TreeShape:
     @classmethod
     def branching(cls, widths: Sequence[int]) -> "TreeShape":
         """Tree in which every node of level i has widths[i] children."""
+        # Each level extends every node of the level above by all ranks.
         level: list[Choice] = [()]
         choices: list[Choice] = []
         for width in widths:
@@ -51,6 +53,7 @@ class TreeShape:
 
         Raises InputError or MissingFileError.
         """
+        # Errors name the file, whatever is wrong with it.
         try:
             raw = json.loads(path.read_text())
         except FileNotFoundError:
@@ -59,6 +62,8 @@ class TreeShape:
             raise InputError(f"{path}: not JSON ({error})") from None
         except OSError as error:
             raise InputError(f"{path}: not a readable file ({error.strerror})") from None
+
+        # true and false are ints in Python, but no ranks.
         if not isinstance(raw, list) or not all(_is_choice(choice) for choice in raw):
             raise InputError(f"{path}: must be a list of lists of whole numbers, such as [[0], [1], [0, 0]]")
         return cls(raw)
@@ -149,6 +154,7 @@ class TreeShape:
 
         The last column is always ROOT: larger ranks are looked up there.
         """
+        # Row node - ROOT: ROOT is -1, so the root has row 0.
         ranks = 1 + max((choice[-1] for choice in self.choices), default=-1)
         child_MR = np.full((len(self) + 1, ranks + 1), ROOT)
         for node, (choice, parent) in enumerate(zip(self.choices, self.parents)):

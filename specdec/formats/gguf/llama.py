@@ -42,6 +42,7 @@ def open_gguf(path: Path, architecture: str) -> GgufFile:
 
 def dimensions(arch: str, config: Any, layers: int, theta: float) -> dict[str, Field]:
     """GGUF keys of a model's dimensions, the same for every architecture."""
+    # File type 0: all weights are float32.
     return {
         "general.name": arch,
         "general.file_type": 0,
