@@ -272,6 +272,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
+        # The packing and the list of spans stay on the host; only tensors move.
         return replace(
             self,
             ids_BT=moved(self.ids_BT, device),

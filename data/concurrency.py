@@ -251,6 +251,7 @@ def concurrency_record(traffic: Traffic, settings: MixSettings) -> dict[str, Any
         for number, (name, level) in enumerate(found.replicas.items(), start=1)
     }
     counts = {name: getattr(found, name) for name in ("requests", "untimed", "zero_length", "skewed")}
+    # Counts of requests, levels of each replica and of all, and the proposed section as YAML.
     return {**counts, "replicas": replicas, "all": figures(found.pooled), "load": found.yaml(engine_of(settings))}
 
 

@@ -70,6 +70,7 @@ def holdout_report(
     trained = [item.member.signature for item in placed.values() if item.split == "train"]
     before = [item.member.signature for item in known if item.split == "train"]
 
+    # Several conversations of one cluster count once.
     def clusters(ids: Iterable[str]) -> int:
         return len({holdout[id].cluster for id in ids if id in holdout})
 

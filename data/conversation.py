@@ -146,6 +146,7 @@ def render(
             tokenize=False,
             **(template_args or {}),
         )
+    # Errors of the template are errors of the data: its own `raise_exception` too.
     except (TemplateError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{tokenizer.name_or_path}: its chat template refuses the messages ({reason})") from None

@@ -277,6 +277,7 @@ class _Prepended:
 
 def _whole_values(file: _Open, begun: bytes) -> Iterator[Item]:
     """Yield the elements of an array, or consecutive values, wherever lines end. `begun`: bytes read already."""
+    # ijson parses as it reads, so the place of an error is the item after the last whole one.
     number = 0
     with _unpacking(file.path, lambda: f"{file.path}: item {number + 1}"):
         try:

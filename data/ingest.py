@@ -205,6 +205,7 @@ def redacted(record: Record, redactor: Redactor) -> Record:
         )
         for message in record.messages
     )
+    # Tools and template arguments are JSON values, whose texts are redacted at all depths.
     arguments = None if record.template_args is None else redactor.value(dict(record.template_args))
     return replace(record, messages=messages, tools=redactor.value(record.tools), template_args=arguments)
 

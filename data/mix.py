@@ -339,6 +339,7 @@ class _Mix:
 
     def write_tables(self, folder: Path) -> None:
         """Write the tables of conversations, members and log labels."""
+        # Conversations are read from the spool one by one; members hold no text.
         tracked = progress.track(self._kept, "writing", unit="conversations")
         _write_table(folder / CONVERSATIONS, (_row(self._conversation(n)) for n in tracked), _CONVERSATION_SCHEMA)
         _write_table(folder / MEMBERS, _member_rows(self._seen, self._known), _MEMBER_SCHEMA)
@@ -362,6 +363,7 @@ class _Mix:
         sampling, max_new_tokens = sampling_of(record, self._settings)
         return Conversation(
             id=record.id,
+            # The log table knows domains that clustering named after the record was spooled.
             domain=record.domain or self._records.log.domain(int(self._records.rows[number])),
             messages=list(record.messages),
             tools=record.tools,

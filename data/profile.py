@@ -123,6 +123,7 @@ def chi_square_p(found: Counts, of: Counts) -> float:
     seen, wanted = (np.concatenate(part) for part in zip(*cells))
     if len(seen) < 2:
         return math.nan
+    # Expected counts are scaled to the cells that are left, as the test wants equal sums.
     return float(chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue)
 
 

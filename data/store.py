@@ -140,6 +140,7 @@ class Capture:
             raise CorruptDataError(
                 f"{folder / MANIFEST}: not a capture manifest of format {FORMAT}; delete it and run the capture again"
             )
+        # A progress bar is shown only where contents are read.
         shards: Iterable[dict[str, Any]] = manifest["shards"]
         for record in track(manifest["shards"], "Verifying capture", unit="shards") if verify else shards:
             check_shard(folder, record, content=verify)
@@ -243,6 +244,7 @@ class Capture:
                 )
                 for record, prompt, answer in zip(records, prompts, answers, strict=True)
             ]
+        # Where each sample's signals lie, for `_slice`.
         self._rows_of |= {s.id: _Rows(path, ends[i], ends[i + 1]) for i, s in enumerate(samples)}
         return samples
 

@@ -241,10 +241,12 @@ def rake_weights(weight_N: Floats, margins: Sequence[Margin]) -> Floats:
 
     Raises InputError where no weights meet all margins.
     """
+    # Shares and masses both add up to 1, so that a factor of 1 means a margin that is met.
     weight_N = weight_N / weight_N.sum()
     wanted = [_wanted_shares(margin, weight_N) for margin in margins]
     for _ in range(_MOST_ROUNDS):
         worst = 0.0
+
         # Scale the weights to one margin after the other; the later ones disturb the earlier ones less each time.
         for margin, share_V in zip(margins, wanted):
             mass_V = np.bincount(margin.column.codes_N, weight_N, len(share_V))
@@ -253,6 +255,8 @@ def rake_weights(weight_N: Floats, margins: Sequence[Margin]) -> Floats:
             weight_N = weight_N * factor_V[margin.column.codes_N]
         if worst < _CLOSE:
             return weight_N
+
+    # Margins that contradict each other never settle.
     keys = " and ".join(f"mix.{margin.key}" for margin in margins)
     raise InputError(f"{keys}: no weights of conversations give all these shares; they contradict each other")
 

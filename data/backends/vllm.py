@@ -64,7 +64,11 @@ def sampling_arguments(request: Request, logprobs: int) -> dict[str, Any]:
     """
     sampling = request.sampling
     drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+
+    # vLLM takes greedy decoding as temperature 0; the filters are turned off, as they would change nothing.
     greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+
+    # Every argument is given, also those that our own decoder lacks.
     return {
         **(greedy if sampling.greedy else drawn),
         "min_p": 0.0 if sampling.greedy else sampling.min_p,

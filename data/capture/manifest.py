@@ -175,6 +175,7 @@ def manifest_of(
         **({"engines": [engine for i, engine in enumerate(engines) if engine not in engines[:i]]} if engines else {}),
         **({} if ended_by is None else cut),
         "skipped": [skipped for record in done for skipped in record["skipped"]],
+        # Records of shards lose here what the manifest sums up or lists once.
         "shards": [
             {key: value for key, value in record.items() if key not in ("domains", "skipped", "engine")}
             for record in done
@@ -199,6 +200,7 @@ def write_answers(folder: Path, shard: ShardPlan, answers: ShardAnswers, seconds
     up to the run's time.
     """
     path = write_shard(folder, shard.name, answers.samples, answers.columns)
+    # The digest is of the file as it lies on disk.
     record = {
         "name": shard.name,
         "split": shard.split,

@@ -81,6 +81,7 @@ def _reason(
         return "raw prompt"
     if path and not path.endswith("/chat/completions"):
         return "no chat request"
+    # Other APIs are told by their fields where no path is logged.
     if "messages" not in body:
         if "prompt" in body:
             return "raw prompt"
