@@ -39,7 +39,7 @@ class Estimate(NamedTuple):
     reason: str = ""
 
     def scaled(self, factor: float) -> "Estimate":
-        """The same figure in another unit (factor > 0)."""
+        """Estimate times a factor > 0, such as a change of unit."""
         return self._replace(value=self.value * factor, low=self.low * factor, high=self.high * factor)
 
 

@@ -185,7 +185,7 @@ class CostFit:
 
     @property
     def hardware(self) -> str:
-        """The hardware and precision, in words."""
+        """Hardware and precision of the measured times, in words."""
         return f"{self.table.key.hardware}, {self.table.key.dtype}"
 
     def outside(self, batch_size: int, context: int, prompt: int) -> str | None:

@@ -70,7 +70,7 @@ class RoundCost(_Record):
 
 
 class MeasuredRound(RoundCost):
-    """A row of the table: a round as it was measured."""
+    """Measured round, a row of the cost table."""
 
     way: str
     """plain, chain, or "tree NAME"."""
@@ -214,7 +214,7 @@ def cached_costs(path: Path, key: CostKey, measure: Callable[[], CostTable], wai
 
 
 def write_tables(path: Path, tables: Iterable[CostTable]) -> None:
-    """Write all shapes of one machine to one file, which `score.costs.fit` of another machine may name."""
+    """Write the cost tables of one machine to one file, which `score.costs.fit` of another machine may name."""
     write_json(path, {"fits": [table.model_dump(mode="json") for table in tables]})
 
 
@@ -282,7 +282,7 @@ def hardware_name(device: torch.device) -> str:
 
 
 def module_signature(module: nn.Module) -> dict[str, Any]:
-    """What decides a module's speed: its class, configuration, and the names, shapes and types of its tensors."""
+    """Signature of what decides a module's speed: class, configuration, and names, shapes and types of its tensors."""
     # Names and shapes tell fused from separate projections, types tell quantised weights.
     inner = getattr(module, "model", None)  # a wrapped transformers model keeps the configuration
     tensors = [
@@ -298,7 +298,7 @@ def module_signature(module: nn.Module) -> dict[str, Any]:
 
 
 def _elsewhere(draft: nn.Module, target: CausalModel) -> dict[str, str]:
-    """The draft's own hardware, where that is not the target's."""
+    """Hardware of the draft where it runs on another device than the target; empty otherwise."""
     devices = {parameter.device for parameter in draft.parameters()} - {target.device}
     return {"hardware": hardware_name(devices.pop())} if devices else {}
 

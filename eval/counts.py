@@ -41,6 +41,7 @@ COUNTS_SCHEMA = pa.schema(
         ("accepted_at", pa.list_(pa.float64())),
     ]
 )
+# Upper ends of the buckets of prompt lengths.
 _BUCKET_TOKENS = (128, 512, 2048, 8192, 32768)
 
 
@@ -117,6 +118,7 @@ def write(table: pa.Table, path: Path) -> None:
 
 def read(path: Path) -> pa.Table:
     """Read what `write` wrote. Raises MissingFileError, or CorruptDataError naming the file and the column."""
+    # Bytes first, so that a missing file and a damaged one are told apart.
     try:
         table = pq.read_table(BytesIO(path.read_bytes()))
     except FileNotFoundError:
@@ -129,6 +131,7 @@ def read(path: Path) -> pa.Table:
 
 def where(table: pa.Table, **equals: str | int | Sequence[str] | Sequence[int]) -> pa.Table:
     """Rows whose columns equal the values; a list or tuple means "any of"."""
+    # Each condition filters what the last one left; values take the column's own type.
     for column, value in equals.items():
         wanted = [value] if isinstance(value, str | int) else list(value)
         table = table.filter(pc.is_in(table[column], pa.array(wanted, COUNTS_SCHEMA.field(column).type)))

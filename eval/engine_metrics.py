@@ -32,8 +32,9 @@ from .acceptance import Bootstrap, Estimate, acceptance, alphas, cluster_sums, r
 from .counts import values
 
 Convention = Literal["rounds", "drafts", "unclipped"]
-"""What an engine counts as a round. `rounds`: every pass after the first token, as draftforge does. `drafts`: those
-with a draft, an answer's last one clipped to what it still needs. `unclipped`: the same, no draft clipped."""
+"""Counting convention of an engine: what it counts as a round. `rounds`: every pass after the first token, as
+draftforge does. `drafts`: passes with a draft, an answer's last draft clipped to the tokens that it still needs.
+`unclipped`: passes with a draft, none of them clipped."""
 _NUM = "spec_decode_num_"
 
 
@@ -200,7 +201,7 @@ def _timings(responses: Iterator[Mapping[str, Any]], source: str) -> Counters:
 
 
 FEWEST_ROUNDS = 200
-"""A normal interval of fewer says nothing."""
+"""Least number of served rounds for a verdict: with fewer the normal interval does not hold."""
 _DEPTH_SLACK = 0.02  # of K: drafts that engines count in flight when they are looked at
 
 

@@ -30,7 +30,7 @@ from .settings import ScoreSettings
 from .target_pass_cache import TargetPassCache
 
 Sublayer = tuple[str, int]
-"""A field of SkippedLayers, and a layer."""
+"""Sublayer of the target: a field of SkippedLayers (attention or mlp), and the layer's index."""
 Counts = dict[int, tuple[float, float]]
 """Tokens and rounds by K."""
 _Stored = TypeAdapter(dict[str, dict[str, Counts]])
@@ -169,12 +169,12 @@ P = TypeVar("P")
 
 
 class SearchResult(NamedTuple, Generic[P]):
-    """The best set that was tried."""
+    """Result of a search: the best set of parts that was tried."""
 
     parts: frozenset[P]
     value: float
     tries: int
-    """Sets that were tried."""
+    """Number of sets that were tried."""
 
 
 def search(

@@ -241,6 +241,7 @@ def engine_tau(table: pa.Table, settings: ScoreSettings) -> Estimate:
     """
     if settings.load is None or settings.load.engine == "draftforge":
         return tau(table, settings.bootstrap)
+    # Rounds that reach position 1 are those in which anything was drafted.
     K = int(values(table, "draft_tokens")[0])
     sums = cluster_sums(table, K)
     rounds = sums.position("reached", 0)
@@ -255,6 +256,7 @@ def by_config(configs: ConfigRows, row: Row) -> list[Row]:
 
 def choose(rows: Sequence[Row]) -> Row | None:
     """Chosen row: the best expected speed-up, baselines and dropped rows aside; None where no speed-up is known."""
+    # Unknown speed-ups cannot win. Ties go to the fewest drafted tokens, then to the earlier step.
     known = [row for row in rows if not row.baseline and not row.dropped and math.isfinite(row.speedup.value)]
     return min(known, key=lambda row: (-row.speedup.value, row.drafted, row.step), default=None)
 
@@ -272,7 +274,8 @@ def best_config(rows: Sequence[Row], tie_share: float) -> Row:
 
 
 def plain_row(costs: Times) -> Row:
-    """The row of decoding without a draft."""
+    """Leaderboard row of plain decoding, without a draft."""
+    # Plain decoding emits one token a round, at the speed that everything is compared with.
     one = Estimate(1.0, 1.0, 1.0)
     none = Estimate(math.nan, reason="nothing is drafted")
     return Row(
@@ -379,12 +382,12 @@ def _rows_of(table: pa.Table, row: Row) -> pa.Table:
 
 
 def _config_rows(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings) -> list[Row]:
-    """A row for every config of one draft and step."""
+    """Rows of one draft and step, one for every K or tree."""
     return [_row(part, costs, baseline, settings) for _, part in groups(table, "draft_tokens", "tree")]
 
 
 def _row(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings) -> Row:
-    """The row of one draft, step and config."""
+    """Row of one draft and step at one K or tree, from its deciding counts."""
     # All rows of the table share these values; tau is pooled over them, and times turn it into a speed-up.
     draft, step, K, tree = (values(table, column)[0] for column in ("draft", "step", "draft_tokens", "tree"))
     config, pooled = DraftConfig(K, tree), tau(table, settings.bootstrap)

@@ -224,6 +224,7 @@ def _request(target: Target, sample: Sample, settings: ScoreSettings) -> Request
 
 
 def _row(identity: Identity, answer: _Answer) -> CountRow:
+    # Everything that figures are grouped by, and the counts; a decoded answer is told by its tokens.
     sample = answer.sample
     return CountRow(
         draft=identity.name,

@@ -38,8 +38,8 @@ class BreakEvenPoint(NamedTuple):
     """Break-even batch size: the largest at which drafting pays."""
 
     above: int | None
-    """It loses at every measured batch size above this one (0: at all of them); None: it does not lose at the
-    largest."""
+    """Batch size above which drafting loses at every measured size (0: at all of them); None: it does not lose at
+    the largest."""
     largest: int
     """The largest batch size at which times hold."""
 
@@ -85,7 +85,7 @@ class LoadTimes:
 
     @property
     def description(self) -> str:
-        """The load and where its times come from, in words."""
+        """Words on the load, and on where its times come from."""
         return (
             f"load: {self.load.description}; times of {self.fit.hardware}, fitted to {self.fit.error:.0%} (plain "
             f"rounds: {self.fit.plain_error:.0%}); draft and verify ms at batch {self.load.main}"

@@ -72,7 +72,7 @@ class LoadSettings(BaseModel):
 
     @property
     def description(self) -> str:
-        """The load in words."""
+        """Words on the load: engine, batch sizes with their shares, context and answer length."""
         sizes = ", ".join(f"{size} ({share:.0%})" for size, share in self.shares.items() if share)
         return f"{self.engine}, batch {sizes}, context {self.context_tokens:,}, answers of {self.answer_tokens:,}"
 
@@ -94,7 +94,7 @@ HOLDOUT_SPLIT: Final = "holdout"  # a candidate meets the champion on this one, 
 
 
 class CostSettings(BaseModel):
-    """How draft and verify times are measured: on real prompts, plain decoding and every K by turns, at batch 1 or,
+    """Measurement of draft and verify times: on real prompts, plain decoding and every K by turns, at batch 1 or,
     with `score.load`, over the load's batch sizes and contexts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -106,7 +106,7 @@ class CostSettings(BaseModel):
     warmup_rounds: int = Field(default=3, ge=0)
     """First rounds of each prompt that are not timed."""
     wait_seconds: float = Field(default=1800.0, ge=0)
-    """How long to wait for another process that is measuring the same shape."""
+    """Seconds to wait for another process that is measuring the same shape."""
     fit: Path | None = None
     """Times fitted on another machine (`times.json` of a score there): taken instead of measuring here. Needs
     `score.load`; every table names that machine."""
@@ -137,7 +137,8 @@ class ScoreSettings(BaseModel):
     max_conversations: int = Field(default=0, ge=0)
     """Score at most so many conversations of a split, spread over the domains; 0: all."""
     decode_conversations: int = Field(default=8, ge=0)
-    """Of these, decode so many for real, spread over the domains, and compare with replay at temperature 0."""
+    """Conversations, of those scored, to decode for real, spread over the domains, and to compare with replay at
+    temperature 0."""
     decode_draft_tokens: list[int] = []
     """K of that decoding; empty: the largest of draft_tokens."""
     batch_size: int = Field(default=4, ge=1)
@@ -151,11 +152,11 @@ class ScoreSettings(BaseModel):
     tie_logits: float = Field(default=1e-3, ge=0)
     """Replay and decoding may part where the target's two tokens differ by less than this in logits (float32)."""
     tie_logits_half: float = Field(default=0.5, ge=0)
-    """The same for bfloat16 and float16, whose logits near 30 lie 0.1 apart."""
+    """`tie_logits` for bfloat16 and float16, whose logits near 30 lie 0.1 apart."""
     mismatch_limit: int = Field(default=0, ge=0)
     """float32: conversations whose replayed and decoded counts may differ before the score is refused."""
     draft_device: str | None = None
-    """Where drafts run, such as cpu or cuda:1; absent: with the target. Their precision is the target's; between a
+    """Device of drafts, such as cpu or cuda:1; absent: the target's. Their precision is the target's; between a
     GPU and a CPU it is bfloat16 on the one and float32 on the other."""
     replay_tokens: int = Field(default=0, ge=0)
     """Tokens of recorded answers, prompts and padding included, that go through the target and the draft in one pass of
@@ -163,11 +164,11 @@ class ScoreSettings(BaseModel):
     trace_bytes: int = Field(default=1 << 30, ge=0)
     """Memory for the target's states along the answers, kept from one checkpoint to the next (device memory)."""
     seed: int = Field(default=0, ge=0)
-    """Of bootstrap and decoding at T > 0."""
+    """Seed of the bootstrap and of decoding at temperature > 0."""
     costs: CostSettings = CostSettings()
-    """How times are measured."""
+    """Measurement of draft and verify times."""
     load: LoadSettings | None = None
-    """What the server is asked: expected speed-ups are at this load; absent: at batch 1, prompts left out."""
+    """Serving load at which expected speed-ups are computed; absent: batch 1, prompts left out."""
     race: RaceSettings | None = None
     """Drops checkpoints that can no longer win before all conversations are scored; absent: all are scored on all."""
 
@@ -215,5 +216,5 @@ class ScoreSettings(BaseModel):
 
     @property
     def bootstrap(self) -> Bootstrap:
-        """How the figures' intervals are drawn."""
+        """Bootstrap settings of the figures' intervals."""
         return Bootstrap(self.bootstrap_samples, self.confidence, self.seed)

@@ -35,7 +35,7 @@ _ROUNDING = 1e-9
 
 
 class Arm(NamedTuple):
-    """A draft at one K or tree."""
+    """Arm of the race: a draft at one K or tree, with its map from tau to speed-up."""
 
     draft: str
     step: int

@@ -315,9 +315,9 @@ class Decision(NamedTuple):
     title: str
     paragraph: str
     reasons: Sequence[str]
-    """The gate's own words."""
+    """Reasons of the gate's decision."""
     split: str
-    """Where the figures below come from: the holdout once a gate has decided, else the selection split."""
+    """Split of the figures below: the holdout once a gate has decided, else the selection split."""
     row: Record | None
     """Row of the draft that the decision is about; None: there is none."""
     compared: Sequence[Record]

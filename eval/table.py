@@ -192,6 +192,7 @@ def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
     ruled = any(len(row.taus) > 1 for row in rows)
     cells = [[*header, *(["goodput", "loses above"] if loaded else []), *(["tau by rule"] if ruled else [])]]
     for row in rows:
+        # Cells of the optional columns, then the whole line.
         load = (
             [interval(row.goodput, digits=0), UNKNOWN if row.break_even is None else row.break_even.label]
             if loaded

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class RegistrySettings(BaseModel):
-    """Where runs and versions are kept."""
+    """MLflow store of runs and versions: its address, experiment and model name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -45,7 +45,7 @@ class RegistrySettings(BaseModel):
     model: str = Field(default="draftforge", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """First part of every registered model's name; the target's 12 hex digits follow."""
     connect_seconds: float = Field(default=8.0, gt=0)
-    """How long a server may take to answer at the start before the run is refused."""
+    """Seconds in which a server must answer at the start, or the run is refused."""
 
 
 def redacted(text: str) -> str:
@@ -247,7 +247,7 @@ def _sqlite_uri(database: Path) -> str:
 
 
 def _reason(error: BaseException, uri: str) -> str:
-    """Why a store cannot be reached: the network's own words where they are buried in a long message."""
+    """Reason why a store cannot be reached: the network's own words where they are buried in a long message."""
     words = re.search(r"Connection refused|Name or service not known|No route to host|timed out", str(error))
     return words.group().lower() if words else _in_one_line(error, uri)
 

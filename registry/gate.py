@@ -18,12 +18,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 POWER = 0.8
 """Probability that the comparison passes with the number that is named, were the gain truly what it seems."""
 FORMAT: Final = 2
-"""Of stored decisions. Raised when a field changes its meaning; 1 held its numbers as free JSON."""
+"""Format number of stored decisions, raised when a field changes its meaning. Format 1 held numbers as free JSON."""
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 class GateSettings(BaseModel):
-    """What a candidate must show on the holdout to become the champion."""
+    """Gate settings: what a candidate must show on the holdout to become the champion."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -33,7 +33,7 @@ class GateSettings(BaseModel):
     """The candidate must be faster, and the lower end of its relative gain may not lie below minus this. 0: it must be
     shown to be faster."""
     domain_margin: float = Field(default=0.05, ge=0, lt=1)
-    """The same for each domain: the lower end of its relative gain may not lie below minus this."""
+    """Margin of each domain: the lower end of its relative gain may not lie below minus this."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """Least coverage of the intervals that the evidence carries."""
     min_conversations: int = Field(default=20, ge=1)
@@ -76,11 +76,11 @@ class DomainFigures(_Record):
     champion_speedup: Number
     """The champion's expected speed-up on this domain alone, at the same times."""
     difference: Interval
-    """Of the expected speed-ups on this domain, paired by conversation."""
+    """Difference of the expected speed-ups on this domain, paired by conversation."""
 
 
 class Evidence(_Record):
-    """What was measured. Without a champion, `champion` and `difference` are None."""
+    """Evidence of the gate: all measured figures. Without a champion, `champion` and `difference` are None."""
 
     candidate: Figures
     conversations: int = Field(ge=0)
@@ -94,24 +94,24 @@ class Evidence(_Record):
     compared: str | None = None
     """The champion that was measured beside the candidate, `name/number`."""
     champion_lost: str | None = None
-    """What is wrong with that champion's files: it can serve nobody, and nothing was compared."""
+    """Fault of the champion's files, which were lost or damaged, so that nothing was compared; None: they are sound."""
     champion: Figures | None = None
     difference: Interval | None = None
-    """Of the expected speed-ups, paired by conversation."""
+    """Difference of the expected speed-ups, paired by conversation."""
     domains: dict[str, DomainFigures] = {}
 
 
 class DomainVerdict(_Record):
-    """What the gate made of one domain."""
+    """The gate's verdict on one domain."""
 
     gain: Interval
-    """As a share of the champion's expected speed-up on it."""
+    """Gain as a share of the champion's expected speed-up on this domain."""
     judged: bool
-    """Whether it has enough conversations (gate.min_domain_conversations) to be asked for non-inferiority."""
+    """Whether the domain has enough conversations (gate.min_domain_conversations) to be tested for non-inferiority."""
     passes: bool
     """Judged: the gain's lower end reaches minus gate.domain_margin. Not judged: it is not shown to lose."""
     more_conversations: int | None = None
-    """So many more would probably settle it, if the gain stays what it is; None: settled, or no number would."""
+    """Further conversations that would probably settle it, if the gain stays; None: settled, or no number would."""
 
 
 class Numbers(_Record):
@@ -120,14 +120,14 @@ class Numbers(_Record):
     evidence: Evidence | None = None
     settings: GateSettings | None = None
     gain: Interval | None = None
-    """In expected speed-up, as a share of the champion's."""
+    """Gain in expected speed-up, as a share of the champion's."""
     domains: dict[str, DomainVerdict] = {}
     more_conversations: int | None = None
     """Holdout conversations missing for the comparison over all domains; None: none, or no number would help."""
 
 
 class Decision(_Record):
-    """The verdict, why, and every number that it rests on."""
+    """Gate decision: the verdict, its reasons, and every number behind it."""
 
     promote: bool
     reasons: list[str]
@@ -146,7 +146,7 @@ class StoredDecision(Decision):
     at: datetime
 
     def dump(self) -> str:
-        """As JSON text."""
+        """JSON text of the decision; NaN becomes null."""
         return self.model_dump_json(indent=2) + "\n"
 
 
@@ -282,7 +282,7 @@ def _against_domains(numbers: Numbers, evidence: Evidence, settings: GateSetting
 
 
 def _supporting(numbers: Numbers, evidence: Evidence, champion: Figures) -> list[str]:
-    """What speaks for the candidate, and which domains were too small to judge."""
+    """Reasons for the candidate: its gain, and the domains that were too small to judge."""
     assert numbers.gain is not None
     faster = f"faster than champion {evidence.compared} ({champion.speedup:.2f}) by {_interval_text(numbers.gain)}"
     small = [

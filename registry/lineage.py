@@ -148,6 +148,7 @@ def clusters_file(clusters: Iterable[str]) -> bytes:
 
 def training_clusters(tracking: Tracking, version: Version) -> frozenset[str]:
     """Hashed ids of the clusters that this version itself was trained on, checked against the recorded digest."""
+    # The digest in the tag guards the artifact: a changed list could hide an overlap.
     wanted = version.lineage.clusters_digest
     if wanted is None:
         raise RegistryError(f"{version.reference}: has no record of its training clusters")
@@ -173,6 +174,7 @@ def holdout_overlap(tracking: Tracking, version: Version, holdout_clusters: Iter
 
 def git_commit() -> str | None:
     """The commit of the draftforge checkout in use; None for an installed wheel."""
+    # Only a checkout has a commit of its own; a wheel inside another repository must not take that one's.
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

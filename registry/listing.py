@@ -29,7 +29,7 @@ class ListedVersion(_Listed):
     """`name/number`."""
     aliases: list[str]
     draft: str
-    """12 hex digits of its files' digest: the same draft has the same wherever it is registered."""
+    """12 hex digits of the content digest; a draft has the same for every target."""
     family: str
     step: int
     plan: str
@@ -44,7 +44,7 @@ class ListedVersion(_Listed):
     recipe: str
     """12 hex digits of the recipe's fingerprint."""
     parent: str | None
-    """The version that its training started from."""
+    """Version that its training was warm-started from; None: trained from the start."""
     decision: str
     """promote, refuse, or empty: none was taken."""
     reasons: str
@@ -71,7 +71,7 @@ class ListedTarget(_Listed):
 
 
 class ServedTarget(_Listed):
-    """Where a draft is registered."""
+    """One target for which a draft is registered."""
 
     target: str
     fingerprint: str
@@ -92,7 +92,7 @@ class ListedDraft(_Listed):
 
 
 class Listing(_Listed):
-    """The registry as a whole."""
+    """Listing of the whole registry, by target and by draft."""
 
     targets: list[ListedTarget]
     drafts: list[ListedDraft]
@@ -100,6 +100,7 @@ class Listing(_Listed):
 
 def listing(tracking: Tracking, target: str = "", with_decisions: bool = False) -> Listing:
     """Listing of every target of the registry, or of those whose fingerprint begins with `target`."""
+    # Run names are asked for once and shared by all targets.
     run_names: dict[str, str] = {}
     found = [
         ListedTarget(

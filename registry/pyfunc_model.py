@@ -83,6 +83,7 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
         return [self._answer(done[index]) for index in range(len(requests))]
 
     def _answer(self, generation: Generation) -> dict[str, Any]:
+        # Stop tokens count as tokens and are not shown.
         rounds, tokens = len(generation.rounds), generation.tokens
         shown = [token for token in tokens if token not in self.target.stop_ids]
         return {
@@ -127,7 +128,7 @@ def _target_settings(config: Mapping[str, Any]) -> TargetSettings:
 
 
 def _rows(given: Any) -> list[Any]:
-    """What is asked, one a row: MLflow hands over a table of one column, or what the caller gave."""
+    """Rows of the input: MLflow hands over a table of one column, or the caller's own list or single value."""
     if isinstance(given, pd.DataFrame):
         if given.shape[1] != 1 or given.columns[0] not in (0, "prompt", "messages"):
             raise InputError(f"columns {list(given.columns)}: must be one, prompt or messages")

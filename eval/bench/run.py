@@ -31,6 +31,7 @@ from ..draft_configs import DraftConfig
 from .draft_memory import draft_bytes
 from .latency import TimedAnswer, mean
 
+# Names that stand for no method and no domain of the user's.
 PLAIN = "plain"
 EVERY = "(all)"
 """Name of all domains together; no real domain has it."""
@@ -82,6 +83,7 @@ class Setting(_Record):
         return self.method if self.plain else f"{self.method} {self.config}"
 
 
+# --- records of runs: what is measured ---
 class RoundParts(_Record):
     """Mean seconds of a round's parts, measured under a timer in a short run of its own."""
 
@@ -112,6 +114,7 @@ class RunRecord(_Record):
     memory: Memory
 
 
+# --- figures of rows: what is derived ---
 class Spread(_Record):
     """Spread of a figure over repeats: median, least and most."""
 
@@ -228,6 +231,7 @@ class Report(_Record):
     words: list[str]
 
 
+# --- the runs themselves ---
 _WARM_TOKENS = 32
 _SETTLING = 2  # first rounds of a run: in the second of its kind each part is recorded as a graph
 _MICROSECOND = 6
@@ -262,6 +266,7 @@ class BenchRun:
 
         A prompt has the same random numbers for every method.
         """
+        # Warm-up asks for fewer and shorter answers; the seeds stay those of the full run.
         longest = self.max_new_tokens if most_tokens is None else min(self.max_new_tokens, most_tokens)
         return [
             Request(one.ids, self.sampling, _seed(self.seed, one.name), longest, self.stop_ids)
@@ -277,6 +282,7 @@ class RunFolder:
 
     def read(self, setting: Setting, repeat: int) -> RunRecord | None:
         """Record of an earlier call; None where there is none, or, with a message, where it is damaged."""
+        # A file of another setting under this name (a digest collision, a copied folder) is not taken.
         path = self._path(setting, repeat)
         try:
             found = RunRecord.model_validate(read_json(path))
@@ -302,6 +308,7 @@ def run_all(
 
     The first entry is plain decoding, which every other is compared with.
     """
+    # Batch sizes outermost, then repeats, then methods: a method and its plain run are neighbours in time.
     records: list[RunRecord] = []
     failures: dict[Setting, Failure] = {}
     warm: dict[Setting, RoundParts] = {}  # settings that were warmed up, with the parts of their rounds
@@ -400,6 +407,7 @@ def _settling(work: BenchRun, batch_size: int) -> tuple[list[Request], frozenset
     """
     if not takes_graphs(work.target):
         return [], frozenset()
+    # One full batch records the rounds, two more record refilled slots; barriers keep them out of the timed part.
     whole, refilled = (work.requests(count * batch_size, _WARM_TOKENS) for count in (1, 2))
     return [*whole, *refilled], frozenset([len(whole), len(whole) + len(refilled)])
 
@@ -417,6 +425,7 @@ def timed_answer(prompt: int, generation: Generation, start: float) -> TimedAnsw
 
 
 def _memory(proposer: Proposer | None, target: CausalModel, device: torch.device, before: int) -> Memory:
+    # Peak memory counts what this run adds; weights of the target were there before.
     peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
     weights, state = draft_bytes(proposer, target)
     return Memory(weights=weights, state=state, peak=peak)
