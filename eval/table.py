@@ -111,7 +111,7 @@ def show_skips(rows: Sequence[SkipRow], console: Console | None = None) -> None:
 
 
 def skip_cells(rows: Sequence[SkipRow]) -> list[list[str]]:
-    """Header and rows as text."""
+    """Cells of the layer-skip table, header first."""
     cells = [["domain", "attention skipped", "MLP skipped", "kept", "K", "tau", "expected speed-up", "sets tried"]]
     for row in rows:
         sets = (ranges(row.skipped.attention), ranges(row.skipped.mlp))
@@ -128,7 +128,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
-    """Header and rows as text. Perplexity has a column only where one is known."""
+    """Cells of the leaderboard, header first. Perplexity has a column only where one is known."""
     # One line of text a row, in the order of the header.
     header = ["draft", "step", "K", "tau", "alpha", "draft ms", "verify ms", "expected speed-up", "perplexity", ""]
     cells = [header]
@@ -167,7 +167,7 @@ def _load_cells(row: Row | None) -> list[str]:
 
 
 def batch_cells(load: LoadFigures) -> list[list[str]]:
-    """Header and rows as text."""
+    """Cells of the table by batch size, header first."""
     # One line a batch size, at its best K or tree.
     header = ["batch", "share", "K", "tau", "expected speed-up", "goodput", "plain", "break-even tau"]
     cells = [[*header, "break-even alpha"]]
@@ -185,7 +185,7 @@ def batch_cells(load: LoadFigures) -> list[list[str]]:
 
 
 def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
-    """Header and rows as text."""
+    """Cells of the table by domain and sampling setting, header first."""
     # Columns that depend on the rows: figures at a load, and tau by rule where several were scored.
     loaded = any(row.break_even is not None for row in rows)
     header = ["domain", "sampling", "rule", "draft", "step", "K", "tau", "alpha", "conversations", "expected speed-up"]

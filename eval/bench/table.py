@@ -235,7 +235,7 @@ def show_bench(rows: Sequence[BenchRow], failures: Sequence[Failure], about: Env
 
 
 def speed_cells(rows: Sequence[BenchRow], failures: Sequence[Failure]) -> list[list[str]]:
-    """Header and rows as text; what did not run is a line with its reason."""
+    """Cells of the speed table, header first. A setting that did not run is a line with its reason."""
     cells = [[*_SETTING, "domain", "tau", "alpha", *_SPEEDS, ""]]
     # One line a setting and domain; plain decoding has no draft columns.
     for row in rows:
@@ -263,7 +263,7 @@ def speed_cells(rows: Sequence[BenchRow], failures: Sequence[Failure]) -> list[l
 
 
 def waiting_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
-    """Header and rows as text, one a setting."""
+    """Cells of the table of waiting and memory, header first, one line a setting."""
     cells = [[*_SETTING, *_WAITS, *_ROUNDS, *_MEMORY, "equal"]]
     # Columns in the order of the header: latencies, rounds, memory, and equal answers.
     for row in rows:
