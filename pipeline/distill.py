@@ -1,6 +1,7 @@
-"""The stages as verbs: mix, capture, train, score, promote, and distill, which runs all of them.
+"""Verbs of the stages: mix, capture, train, score, promote, and distill, which runs all of them.
 
-Each verb first runs the stages that it needs; a stage whose folder is on disk is skipped.
+Each verb first runs the stages that it needs; a stage whose folder is on disk is skipped. Every rank of a launch calls
+the same verb.
 """
 
 import time
@@ -52,8 +53,9 @@ def capture(
     """Capture the target's answers, and make the initial drafts that need the target.
 
     `answers_to`: a new folder that keeps the answers alone. `part`: such as 2/5, only that part, in a folder of its
-    own. `parts`: the folders of all parts, which are joined.
+    own. `parts`: the folders of all parts, which are joined. Raises InputError for options that exclude each other.
     """
+    # 1) Options. A part is answered alone: another machine joins it.
     if part is not None:
         if answers_to is not None or parts:
             raise InputError(f"--part {part}: answers a part alone; leave out --answers-to and --join")
@@ -61,6 +63,7 @@ def capture(
         return
     if answers_to is not None and answers_to.exists():
         raise InputError(f"--answers-to {answers_to}: exists; give a new folder")
+    # 2) Answer what the joined parts, if any, lack; initial drafts while the target is loaded.
     space = open_workspace(recipe)
     stages = Stages(space)
     check_capture(stages)
@@ -71,12 +74,14 @@ def capture(
         captured = capture_stage(stages)
         prepare_drafts(stages)
     say(f"{captured.folder}")
+    # 3) The answers alone, without signals.
     if answers_to is not None and space.first_rank:
         tokens = save_answers(Capture.open(captured.folder, verify=False), answers_to)
         say(f"{answers_to}: {tokens:,} answer tokens")
 
 
 def _capture_part(recipe: Recipe, part: Part) -> None:
+    """Capture one part of the answers, in a folder of its own, for another machine to join."""
     space = open_workspace(recipe, part=str(part))
     stages = Stages(space)
     check_capture(stages)
@@ -99,13 +104,18 @@ def train(recipe: Recipe, draft: str | None = None) -> None:
 
 
 def score(recipe: Recipe, draft: str | None = None) -> None:
-    """Score the recipe's drafts, one of them, or a draft folder that was made elsewhere; and write the report."""
+    """Score the recipe's drafts, one of them, or a draft that was made elsewhere; and write the report.
+
+    `draft`: a name of the recipe, or a path. Raises MissingFileError where it is neither.
+    """
     space = open_workspace(recipe, draft=draft)
+    # 1) Whose draft? A name of the recipe goes before a path.
     foreign = None if draft is None or draft in recipe.drafts else Path(draft)
     if foreign is not None and not (draft and foreign.exists()):
         known = ", ".join(recipe.drafts)
         raise MissingFileError(f"--draft {draft}: is neither a draft of the recipe ({known}) nor a folder")
     names = [] if foreign is not None else list(recipe.drafts) if draft is None else [draft]
+    # 2) Run what the score needs: for a foreign draft, mix and capture alone.
     check_score(space, names, trees=foreign is None)
     stages = Stages(space)
     with space.alone():
@@ -133,6 +143,7 @@ def promote(recipe: Recipe) -> None:
 
 
 def _run_to_training(stages: Stages, drafts: Iterable[str]) -> None:
+    """Run mix and capture, and train these drafts, without a record in MLflow."""
     mix_stage(stages)
     capture_stage(stages)
     for name in drafts:
@@ -141,7 +152,7 @@ def _run_to_training(stages: Stages, drafts: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a distillation ended with."""
+    """Outcome of a distillation: the score, the registered version, and the gate's decision."""
 
     scored: Scored
     version: Version
@@ -159,6 +170,7 @@ def distill(
     `parent`: the version that training starts from. `made_mix`: a finished mix to use instead of the recipe's.
     `notes`: why this is done, kept in the run.
     """
+    # 1) Refuse first. Other ranks help up to the scoring, and leave no record.
     started = time.monotonic()
     check_promotion(space, "a distillation")
     stages = Stages(space, made_mix)
@@ -167,6 +179,7 @@ def distill(
         score_stage(stages, space.recipe.drafts)
         return None
     tracking = space.tracking  # a server that does not answer is found out before the work, not after it
+    # 2) The mix comes before the run: its fingerprint is part of what the run is found by.
     with space.alone():
         with in_stage("mix"):
             mix_stage(stages)
@@ -179,17 +192,20 @@ def distill(
                 run.log_json(dict(notes), "staleness.json")
             outcome = _tracked(stages, run, parent)
         follow_champion(space)
+    # 3) Say where to look.
     seconds = time.monotonic() - started
     say(f"distilled in {seconds:.0f} s; to look at it: mlflow ui --backend-store-uri {redacted(tracking.uri)}")
     return outcome
 
 
 def _tracked(stages: Stages, run: TrackedRun, parent: str | None) -> Outcome:
-    """The stages after the mix, with what each leaves in the MLflow run."""
+    """Run the stages after the mix inside an MLflow run, which logs parameters, inputs, losses, scores and files."""
     space, drafts = stages.space, stages.recipe.drafts
+    # What is known before the work: an interrupted run shows it too.
     run.log_params(space.recipe.public())
     run.log_json(space.recipe.public(), "recipe.json")
     run.set_tags({"draftforge.target": space.target_fingerprint})
+    # The stages; an error carries the name of the one that it passes through.
     with in_stage("capture"):
         captured = capture_stage(stages)
         run.log_input("mix", stages.mix.folder, stages.mix.fingerprint)
@@ -209,7 +225,8 @@ def _tracked(stages: Stages, run: TrackedRun, parent: str | None) -> Outcome:
 
 
 def _log_scores(run: TrackedRun, scored: Scored, trained: dict[str, Stage]) -> None:
-    """Figures of every checkpoint at its step, the counts they come from, and the checkpoints themselves."""
+    """Log the figures of every checkpoint at its step, the counts they come from, and the checkpoints themselves."""
+    # Figures by step draw curves in MLflow; the records hold them with intervals.
     for row in scored.rows:
         run.sink(f"{row.draft}.score").log(row.step, row.metrics())
     run.log_file(scored.counts_file)
@@ -218,6 +235,7 @@ def _log_scores(run: TrackedRun, scored: Scored, trained: dict[str, Stage]) -> N
     run.log_json(scored.advice, "advice.json")
     if scored.chosen.load is not None:
         run.log_file(scored.times_file)
+    # Every checkpoint is kept, not only the chosen one.
     for name, stage in trained.items():
         for step, folder in checkpoints_of(stage).items():
             for path in sorted(folder.iterdir()):

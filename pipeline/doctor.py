@@ -1,4 +1,7 @@
-"""`draftforge doctor`: what this machine can do, what is missing, and how to mend it."""
+"""`draftforge doctor`: checks of this machine (packages, CUDA, memory, disk, MLflow store), each with its remedy.
+
+Heavy packages are imported inside the checks: a broken or missing one is a finding, not a crash.
+"""
 
 import json
 import os
@@ -40,7 +43,7 @@ STYLE: dict[Status, str] = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 
 class Check(NamedTuple):
-    """One row: what was looked at, how it stands, what was found, and what mends it."""
+    """Check of one thing: its name, its status, what was found, and what mends it."""
 
     name: str
     status: Status
@@ -70,7 +73,7 @@ def doctor(workdir: Path, tracking_uri: str | None = None, as_json: bool = False
 
 
 def examine(workdir: Path, tracking_uri: str | None = None) -> list[Check]:
-    """All checks, in the order in which a person would mend things."""
+    """Run all checks, in the order in which a person would mend things."""
     packages = list(check_packages())
     gpus, cuda = check_cuda()
     checks = [check_python(), *packages, *cuda, check_processor(), check_memory(), check_disk(workdir)]
@@ -80,7 +83,7 @@ def examine(workdir: Path, tracking_uri: str | None = None) -> list[Check]:
 
 
 def check_python() -> Check:
-    """The interpreter."""
+    """Check the version of the Python interpreter."""
     found = platform.python_version()
     good = Version(found) >= Version(PYTHON_MINIMUM)
     return Check("python", "OK" if good else "FAIL", found, "" if good else f"use Python {PYTHON_MINIMUM} or later")
@@ -95,7 +98,7 @@ def installed(package: str) -> str | None:
 
 
 def check_packages() -> Iterator[Check]:
-    """Each package against the least version that draftforge works with."""
+    """Check each package against the least version that draftforge works with."""
     for name, minimum in MINIMUM.items():
         found = installed(name)
         package = f"draftforge[{name}]" if name in OPTIONAL else f"{name}>={minimum}"
@@ -109,16 +112,18 @@ def check_packages() -> Iterator[Check]:
 
 
 def check_cuda() -> tuple[list[Gpu], list[Check]]:
-    """CUDA devices; none is fine, except where a driver is there that torch cannot use."""
+    """Find and check CUDA devices; none is fine, except where a driver is there that torch cannot use."""
     try:
         import torch
     except (ImportError, OSError) as error:
         return [], [Check("cuda", "FAIL", f"torch cannot be imported: {error}", "install torch again")]
+    # No device: a machine without one, or a torch that does not fit its driver?
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") is None:
             return [], [Check("cuda", "OK", "no device: everything runs on the CPU, in float32")]
         found = f"a driver is there, but torch {torch.__version__} sees no device"
         return [], [Check("cuda", "WARN", found, "install a CUDA build of torch that fits the driver (nvidia-smi)")]
+    # Devices, each with its memory as it is at this moment.
     gpus = []
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
@@ -128,7 +133,7 @@ def check_cuda() -> tuple[list[Gpu], list[Check]]:
 
 
 def check_gpu(index: int, gpu: Gpu) -> Check:
-    """One CUDA device: bfloat16 needs capability 8.0."""
+    """Check one CUDA device: bfloat16 needs compute capability 8.0, and half its memory should be free."""
     major, minor = gpu.capability
     found = f"{gpu.name}, capability {major}.{minor}, {gpu.free_gb:.1f} of {gpu.total_gb:.1f} GB free"
     if gpu.capability < (8, 0):
@@ -141,12 +146,13 @@ def check_gpu(index: int, gpu: Gpu) -> Check:
 
 
 def check_engine(gpus: list[Gpu], deepspeed: str | None) -> Check:
-    """Which engine training would use here, and why."""
+    """Check which training engine would be used here (plain torch or DeepSpeed), and that it can be imported."""
     if not gpus:
         several = "DeepSpeed under torchrun" if deepspeed else "several processes would need DeepSpeed"
         return Check("engine", "OK", f"plain torch: one process, no CUDA ({several})")
     if deepspeed is None:
         return Check("engine", "FAIL", "DeepSpeed is missing and CUDA is there", "pip install 'draftforge[deepspeed]'")
+    # In a process of its own: its import may compile, print, or end the process.
     load = [sys.executable, "-c", "import deepspeed"]
     done = subprocess.run(load, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -157,13 +163,13 @@ def check_engine(gpus: list[Gpu], deepspeed: str | None) -> Check:
 
 
 def check_processor() -> Check:
-    """Threads that this process may use."""
+    """Check the number of CPU threads that this process may use."""
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Check("cpu", "OK", f"{threads} threads ({platform.machine()})")
 
 
 def check_memory() -> Check:
-    """Main memory of the machine."""
+    """Check the main memory of the machine."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES") / 1e9
     found = f"{total:.1f} GB"
@@ -175,7 +181,7 @@ def check_memory() -> Check:
 
 
 def check_disk(workdir: Path) -> Check:
-    """Free space where runs are written, and whether they may be."""
+    """Check free space and write access where runs are written; the folder may not exist yet."""
     existing = workdir.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -190,7 +196,7 @@ def check_disk(workdir: Path) -> Check:
 
 
 def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
-    """Whether the MLflow store answers. Nothing is made there."""
+    """Check whether the MLflow store answers. Nothing is made there."""
     try:
         from ..registry.connect import RegistrySettings, redacted, resolve_uri
 
@@ -199,11 +205,12 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
         return Check("tracking", "FAIL", f"MLflow cannot be imported: {error}", "pip install 'mlflow'")
     except DraftforgeError as error:
         return Check("tracking", "FAIL", str(error), "correct --tracking-uri or MLFLOW_TRACKING_URI")
-    # A file needs a folder that can be written to; a server is asked; of other databases only the port is tried.
+    # SQLite needs a folder that can be written to; a server is asked; of other databases only the port is tried.
     parts = urlsplit(uri)
     if parts.scheme.startswith("sqlite"):
         folder = check_disk(Path(uri.split("///", 1)[1]).parent)
         return folder._replace(name="tracking", found=uri if folder.status == "OK" else folder.found)
+    # Errors of connections hold addresses, with passwords, and object names: what is shown has neither.
     shown = redacted(uri)
     try:
         if parts.scheme in ("http", "https"):
@@ -218,6 +225,7 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
 
 
 def _check_server(uri: str, shown: str) -> Check:
+    """Check an MLflow server by its /health endpoint; `shown`: its address without a password."""
     import requests
 
     code = requests.get(f"{uri.rstrip('/')}/health", timeout=PROBE_SECONDS).status_code
@@ -230,6 +238,7 @@ def _check_server(uri: str, shown: str) -> Check:
 
 
 def _print_table(checks: list[Check]) -> None:
+    """Print the checks as a table, and how many stand how."""
     table = Table(box=None, pad_edge=False)
     for title in ("check", "", "found", "remedy"):
         table.add_column(title, overflow="fold")

@@ -1,4 +1,8 @@
-"""`draftforge skip-layers`: which of the target's own layers a draft can do without, by domain."""
+"""`draftforge skip-layers`: self-speculative drafts, made of the target by skipping layers that matter least.
+
+A search finds the set of attention and MLP sublayers to skip with the best expected speed-up, by domain; nothing is
+trained. Self-speculative decoding: Zhang et al. 2023, arXiv 2309.08168.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,10 +31,11 @@ TRIES_FILE = "tries.json"
 
 
 def skip_layers(recipe: Recipe, options: SkipLayersOptions) -> None:
-    """Search on recorded answers of the selection split, over all domains together and in each (or in one), and write
-    what was found: `out` for all domains or the one, beside it `<out>-<domain>.json` for each of several.
+    """Search the layers to skip on recorded answers of the selection split, and write a file for each search.
 
-    What was tried is kept in the work folder: the same search again only reads, one of more tries goes on from there.
+    There is one search over all domains together and one in each, or only one, in the domain `options.domain`. `out`
+    holds the result of the first; each of several domains has `<out>-<domain>.json` beside it. Counts of tried sets are
+    kept in the work folder: the same search again only reads them, a search with more tries goes on from them.
     """
     require_whole(recipe, "a search of layers")
     space = open_workspace(recipe)
@@ -39,6 +44,7 @@ def skip_layers(recipe: Recipe, options: SkipLayersOptions) -> None:
 
 
 def _search_layers(space: Workspace, options: SkipLayersOptions) -> None:
+    """Search and write, under the work folder's lock. All ranks capture; the first one searches."""
     tries, conversations, seed = options.tries, options.conversations, options.seed
     # 1) The answers to search on, and the files to write.
     out = space.root / "skip-layers.json" if options.out is None else options.out
@@ -69,6 +75,7 @@ def _search_layers(space: Workspace, options: SkipLayersOptions) -> None:
         how = {**row.record(), "seed": seed, "conversations": conversations, "capture": captured.fingerprint}
         file = SkipFile(target_fingerprint=space.target_fingerprint, skipped=row.skipped, found=how)
         write_skipped(path, file)
+    # 4) Show what was found, and where skipping is slower than plain decoding.
     show_skips(rows)
     for row, path in zip(rows, files.values()):
         if row.speedup < 1:
@@ -77,7 +84,10 @@ def _search_layers(space: Workspace, options: SkipLayersOptions) -> None:
 
 
 def _samples(scorer: Scorer, domain: str | None, conversations: int) -> dict[str, list[Sample]]:
-    """Recorded answers by domain, of at most so many conversations each."""
+    """Recorded answers by domain, of at most `conversations` conversations each; of `domain` alone if one is given.
+
+    Raises InputError for an unknown domain, or where there are no answers.
+    """
     domains = sorted({sample.domain for sample in scorer.samples})
     if domain is not None and domain not in domains:
         raise InputError(f"--domain {domain}: must be a domain of the selection split ({', '.join(domains)})")
@@ -92,14 +102,17 @@ def _samples(scorer: Scorer, domain: str | None, conversations: int) -> dict[str
 
 
 def _files(domains: Sequence[str], out: Path) -> dict[str, Path]:
-    """The file to write for each domain, and for all of them together."""
+    """Path of the file for each search: by domain, and first for all of them together where there are several."""
     if len(domains) == 1:
         return {domains[0]: out}
     return {POOLED: out, **{name: out.with_name(f"{out.stem}-{name}{out.suffix}") for name in domains}}
 
 
 def _times(scorer: Scorer, space: Workspace, depths: Sequence[int]) -> dict[int, RoundTimes]:
-    """Times of rounds at every K, from three drafts: with all sublayers, without attention, without MLPs."""
+    """Times of rounds at every K, as a function of the skipped sublayers.
+
+    Fitted from three measured drafts: with all sublayers, without any attention, without any MLP.
+    """
     target = space.target
     every = tuple(range(target.num_layers))
 
@@ -112,7 +125,7 @@ def _times(scorer: Scorer, space: Workspace, depths: Sequence[int]) -> dict[int,
 
 
 def _folder(space: Workspace, captured: Stage, scorer: Scorer, depths: Sequence[int], conversations: int) -> Path:
-    """The folder of the counts of these answers, which depend on no seed and on no times."""
+    """Folder of the counts on these answers; counts depend neither on the seed nor on times."""
     inputs = [captured.fingerprint, scorer.settings.sampled_rules, list(depths), conversations]
     return space.folder("skip", fingerprint.of_json(["skip-layers", inputs]))
 
@@ -126,9 +139,13 @@ def _search(
     seed: int,
     start: Sequence[frozenset[Sublayer]],
 ) -> tuple[frozenset[Sublayer], SkipRow]:
-    """Search the best set of sublayers for some domains together, with a progress bar."""
+    """Search the set of sublayers to skip with the best expected speed-up on `domains` together, with a progress bar.
+
+    `start`: sets that the search begins from. Returns the best set and its row.
+    """
     seen: dict[frozenset[Sublayer], SkipScore] = {}
 
+    # Every score is kept: the search returns the best set, whose figures the row needs.
     with bar(f"skip layers, {name}", tries, "sets") as advance:
 
         def value(parts: frozenset[Sublayer]) -> float:

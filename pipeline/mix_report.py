@@ -1,4 +1,8 @@
-"""`inspect-mix`: the mix beside the log that it comes from, as tables, and as charts where they are asked for."""
+"""`draftforge inspect-mix`: the mix beside the log that it comes from, as tables, and on request as charts.
+
+Shares and lengths of the log, the mix and the holdout; distances between them; copies, redactions, contamination, and
+requests in flight.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,7 +37,7 @@ Cells = list[list[str]]
 
 
 class Table(NamedTuple):
-    """A table as text: a header and rows."""
+    """Table as text: a title, cells (the header first), and a note below."""
 
     title: str
     cells: Cells
@@ -50,7 +54,8 @@ def check_out(out: Path) -> None:
 
 
 def write_page(out: Path, name: str, tables: Sequence[Table], found: Profile) -> None:
-    """One HTML file, in the look of a run's report: a section a table, its chart above it."""
+    """Write one HTML file in the style of a run's report: one section for each table, with its chart above it."""
+    # One section for each table; its anchor is made of the title.
     charts = mix_charts(found)
     sections: dict[str, str] = {}
     by_section: dict[str, list[Table]] = {}
@@ -58,6 +63,7 @@ def write_page(out: Path, name: str, tables: Sequence[Table], found: Profile) ->
         anchor = table.title.lower().replace(" ", "-")
         sections[anchor] = table.title
         by_section[anchor] = [table]
+    # "By KEY" tables have the chart of that key; most other tables have none.
     drawn = {anchor: charts.get(anchor.removeprefix("by-")) for anchor in sections}
     captions = {anchor: _LENGTHS_CAPTION if anchor == "lengths" else _SHARES_CAPTION for anchor in sections}
     page = render(
@@ -73,7 +79,7 @@ def write_page(out: Path, name: str, tables: Sequence[Table], found: Profile) ->
 
 
 def write_charts(out: Path, found: Profile) -> None:
-    """A folder of charts, each an SVG file that needs no page."""
+    """Write a folder of charts, each a stand-alone SVG file."""
     with storage.new_folder(out) as folder:
         for name, chart in mix_charts(found).items():
             title = "Tokens, at most" if name == "lengths" else f"By {name}"
@@ -81,7 +87,7 @@ def write_charts(out: Path, found: Profile) -> None:
 
 
 def mix_charts(found: Profile) -> dict[str, svg.Chart]:
-    """Charts by name: shares of each label, days, lengths."""
+    """Charts by name: shares of each label, shares of days, lengths."""
     charts = {}
     for one in found.shares:
         if one.key == DAY and len(one.labels) > 1:
@@ -93,7 +99,7 @@ def mix_charts(found: Profile) -> dict[str, svg.Chart]:
 
 
 def _sides(one: Shares, shown: Sequence[int]) -> dict[str, tuple[str, list[float]]]:
-    """Colour and shares of the labels `shown`, by side."""
+    """Colour and shares of the labels with indices `shown`, by side: log, mix and holdout."""
     sides = {}
     for side, colour in _COLOURS.items():
         shares = one.counts[side] / max(1, one.counts[side].sum())
@@ -102,7 +108,7 @@ def _sides(one: Shares, shown: Sequence[int]) -> dict[str, tuple[str, list[float
 
 
 def _share_chart(one: Shares) -> svg.Chart:
-    """Shares of the log's most frequent labels, the sides beside each other."""
+    """Bar chart of the shares of the log's most frequent labels, the sides beside each other."""
     sizes = one.counts[LOG]
     shown = sorted(sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))[:_MOST_BARS])
     labels = [one.labels[i] for i in shown]
@@ -112,7 +118,7 @@ def _share_chart(one: Shares) -> svg.Chart:
 
 
 def _day_chart(one: Shares) -> svg.Chart:
-    """Shares of each day."""
+    """Line chart of each day's share, one line for each side."""
     sides = _sides(one, range(len(one.labels)))
     highest = max(share for _, shares in sides.values() for share in shares)
     x_axis = svg.category_axis(one.labels, "day", _MOST_DAYS)
@@ -125,17 +131,20 @@ def _day_chart(one: Shares) -> svg.Chart:
 
 
 def _length_chart(found: Profile) -> svg.Chart:
-    """Share of prompts and answers that are at most so long, on a logarithmic axis; answers are dashed."""
+    """Cumulative distribution of prompt and answer lengths in tokens, on a log2 axis; answers are dashed."""
+    # 1) Lengths as powers of 2, of the sides that have any; an empty text counts as one token.
     known = {
         (name, side): np.log2(np.maximum(values, 1))
         for name, sides in found.tokens.items()
         for side, values in sides.items()
         if len(values)
     }
+    # 2) Axis: whole powers of 2, ten ticks at most.
     highest = math.ceil(max((values.max() for values in known.values()), default=1.0)) or 1
     step = math.ceil(highest / 10)
     ticks = [(float(power), f"{2**power:,}") for power in range(0, highest + 1, step)]
     frame = svg.Frame(svg.Axis(0, highest, ticks, "tokens"), svg.percent_axis("at most so long"), HEIGHT)
+    # 3) Curves, thinned to a few hundred points.
     lines = {}
     for (name, side), values in known.items():
         shares = np.linspace(0, 1, min(len(values), _CURVE_POINTS) + 1)[1:]
@@ -155,7 +164,7 @@ _NOT_TIMED = {"untimed": "without times", "zero_length": "of no length", "skewed
 
 
 def inspect_mix(recipe: Recipe, out: Path | None) -> None:
-    """Show the recipe's mix, which is made where it is missing; write a page or pictures to `out`."""
+    """Show the recipe's mix, made where it is missing; write a page (`.html`) or a folder of charts to `out`."""
     if out is not None:
         check_out(out)
     space = Workspace(recipe)
@@ -166,6 +175,7 @@ def inspect_mix(recipe: Recipe, out: Path | None) -> None:
 
 
 def _show_mix(recipe: Recipe, folder: Path, out: Path | None) -> None:
+    """Print the tables of a mix folder, and write its page or charts to `out`."""
     found = profile(folder)
     tables = tables_of(found, _known_context(recipe.target), recipe.retrain.old_share)
     for title, cells, note in tables:
@@ -180,7 +190,7 @@ def _show_mix(recipe: Recipe, folder: Path, out: Path | None) -> None:
 
 
 def _known_context(settings: TargetSettings) -> int | None:
-    """Positions of a target that lies here; None where it does not, or its config cannot be read."""
+    """Context length of a target on this disk; None for one that is elsewhere, or whose config cannot be read."""
     if not Path(settings.model).expanduser().exists():
         return None
     try:
@@ -190,7 +200,10 @@ def _known_context(settings: TargetSettings) -> int | None:
 
 
 def tables_of(found: Profile, context: int | None = None, old_share: float = 0.0) -> list[Table]:
-    """Everything that a profile says; `context`: positions of the target; `old_share`: what a retraining adds."""
+    """Tables of everything in a profile.
+
+    `context`: positions of the target. `old_share`: share of old conversations in the train split of a retraining.
+    """
     shares = [one for one in found.shares if one.key != JOINT]
     return [
         _fates(found, context, old_share),
@@ -205,6 +218,8 @@ def tables_of(found: Profile, context: int | None = None, old_share: float = 0.0
 
 
 def _fates(found: Profile, context: int | None, old_share: float) -> Table:
+    """Table of what became of the log: from the records read to the conversations of each split."""
+    # 1) From the records read to the log that is compared: what is left over fell to a source's limit.
     manifest = found.manifest
     sources = manifest["sources"]
     read, skipped = (sum(source[name] for source in sources) for name in ("read", "skipped"))
@@ -213,6 +228,7 @@ def _fates(found: Profile, context: int | None, old_share: float) -> Table:
     over = read - skipped - sum(_left_out(sources).values()) - found.sizes[LOG]
     rows += [["over a source's limit", str(over)]] if over else []
     rows += [["the log, as compared below", str(found.sizes[LOG])]]
+    # 2) From the log to the mix: copies, shares, and conversations near an evaluation set.
     names = {
         "exact_copies": "exact copies",
         "continued": "continued by a longer one",
@@ -221,6 +237,7 @@ def _fates(found: Profile, context: int | None, old_share: float) -> Table:
     }
     rows += [[names.get(name, "near an evaluation set"), str(count)] for name, count in manifest["left_out"].items()]
     rows += [[f"mix: {split}", str(found.sizes[split])] for split in SPLITS]
+    # 3) What the target cannot answer, and how near-copies were grouped.
     if context is not None:
         long = int((found.tokens["prompt"][MIX] >= context).sum())
         rows.append([f"of the mix, prompts of {context} tokens or more", str(long)])
@@ -235,7 +252,7 @@ def _fates(found: Profile, context: int | None, old_share: float) -> Table:
 
 
 def _left_out(sources: Sequence[Mapping[str, object]]) -> dict[str, int]:
-    """Lines of logs that hold no conversation, by the reason, over all sources."""
+    """Number of log lines that hold no conversation, by reason, over all sources."""
     found: dict[str, int] = {}
     for source in sources:
         told = source.get("left_out")
@@ -245,9 +262,12 @@ def _left_out(sources: Sequence[Mapping[str, object]]) -> dict[str, int]:
 
 
 def _shares(one: Shares, found: Profile) -> Table:
+    """Table of one label's shares on every side, rare labels in one row; system prompts also show their length."""
+    # 1) The log's most frequent labels, in the labels' own order; system prompts by frequency.
     sizes = one.counts[LOG]
     order = sorted(range(len(one.labels)), key=lambda i: (-sizes[i], i))
     shown = sorted(order[:_MOST_ROWS]) if one.key != "system" else order[:_MOST_ROWS]
+    # 2) A row each, then one for all others.
     characters = found.manifest["system_characters"]
     extra = ["characters"] if one.key == "system" else []
     cells = [[one.key, *extra, "in the log", *SIDES]]
@@ -267,6 +287,7 @@ def _share(count: int, total: int) -> str:
 
 
 def _distances(shares: Sequence[Shares]) -> Table:
+    """Table of total variation distances between sides, by label, with the chance level and a p-value."""
     cells = [["label", *(f"{d.of} | {d.against}" for d in shares[0].distances)]]
     for one in shares:
         cells.append([one.key, *(_distance(d.variation, d.by_chance, d.p) for d in one.distances)])
@@ -278,6 +299,7 @@ def _distances(shares: Sequence[Shares]) -> Table:
 
 
 def _distance(value: float, by_chance: float, p: float) -> str:
+    """Cell of a distance: its value, in brackets the chance level and, below 0.01, p."""
     if math.isnan(value):
         return UNKNOWN
     told = f", p {p:.0e}" if p < 0.01 else ""
@@ -285,6 +307,7 @@ def _distance(value: float, by_chance: float, p: float) -> str:
 
 
 def _lengths(found: Profile) -> Table:
+    """Table of quantiles of prompt and answer lengths in tokens, by side."""
     cells = [["tokens", *(f"p{q * 100:.0f}" for q in QUANTILES)]]
     for name, by_side in found.lengths.items():
         for side in (LOG, MIX, *SPLITS):
@@ -295,6 +318,7 @@ def _lengths(found: Profile) -> Table:
 
 
 def _in_flight(found: Profile) -> list[Table]:
+    """Table of concurrent requests by replica, and the `score.load` to state them; none where logs have no times."""
     told = found.manifest["in_flight"]
     if told is None:
         return []
@@ -308,13 +332,16 @@ def _in_flight(found: Profile) -> list[Table]:
 
 
 def _redacted(found: Profile) -> list[Table]:
+    """Table of redacted personal data and secrets by kind; none where nothing was redacted."""
     kinds = found.manifest["redacted"]
     cells = [["kind", "replaced"], *([kind, str(count)] for kind, count in kinds.items())]
     return [Table("Personal data and secrets", cells, "in all that was read, copies included")] if kinds else []
 
 
 def _contamination(found: Profile) -> Table:
+    """Table of contamination: holdout clusters and turns that are near, or asked in, a train or evaluation set."""
     told = found.manifest["contamination"]
+    # Clusters first, then single turns; mixes of earlier versions lack some counts.
     rows = [
         ["clusters in the holdout", str(told["holdout_clusters"])],
         ["of them near this mix's train", str(told["near_train"])],
@@ -331,6 +358,7 @@ def _contamination(found: Profile) -> Table:
 
 
 def _clusters(found: Profile) -> list[Table]:
+    """Table of domains found by clustering, with their typical words; none where domains come from the logs."""
     told = found.manifest["domain_clusters"]
     if told is None:
         return []

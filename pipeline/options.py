@@ -1,6 +1,6 @@
-"""The options of verbs that have many: name, flag, help and default of each, once.
+"""Options of verbs that have many: name, flag, help and default of each, in one place.
 
-`draftforge.cli` fills these from its arguments; whoever calls a verb from Python makes them by name. Nothing heavy is
+`draftforge.cli` fills these classes from its arguments; callers from Python make them by keyword. Nothing heavy is
 imported here, because the command line's help must come at once.
 """
 
@@ -16,7 +16,10 @@ SamplingSeed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Of th
 
 
 def _numbers(given: str | Sequence[int]) -> Sequence[int]:
-    """Parse `2,4,8`; a default is numbers already."""
+    """Whole numbers of a text such as `2,4,8`; a default, which is numbers already, is returned as it is.
+
+    Raises BadParameter, which the command line shows as a usage error.
+    """
     if not isinstance(given, str):
         return given
     try:
@@ -27,7 +30,7 @@ def _numbers(given: str | Sequence[int]) -> Sequence[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """Which MLflow store to open without a recipe."""
+    """MLflow store to open without a recipe, for `draftforge fetch` and `draftforge registry`."""
 
     model: Annotated[str | None, Option("--model", help="First part of registered names; default: draftforge.")] = None
     tracking_uri: Annotated[
@@ -41,7 +44,7 @@ class StoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """When `draftforge watch` retrains."""
+    """Schedule and webhook of `draftforge watch`."""
 
     every: Annotated[str, Option("--every", help="Time from one start to the next: 90s, 30m, 6h, 1d.")] = "6h"
     jitter: Annotated[
@@ -65,7 +68,7 @@ class WatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipLayersOptions:
-    """What `draftforge skip-layers` searches."""
+    """Search of `draftforge skip-layers`: answers, number of tries, and output."""
 
     domain: Annotated[str | None, Option("--domain", help="Only this domain; default: all together, then each.")] = None
     draft_tokens: Annotated[
@@ -85,7 +88,7 @@ class SkipLayersOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """How `draftforge generate` answers."""
+    """Draft, accept rule and sampling of `draftforge generate`."""
 
     draft: Annotated[
         str | None,
@@ -112,7 +115,7 @@ class GenerateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What `draftforge bench` measures."""
+    """Prompts, methods and sizes of `draftforge bench`."""
 
     prompts: Annotated[
         list[Path],
@@ -157,7 +160,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsOptions:
-    """Where `draftforge metrics` writes, and which engines' counters it compares."""
+    """Output of `draftforge metrics`, and the engines' counters that it compares."""
 
     out: Annotated[
         Path | None, Option("--out", metavar="FILE.prom", help="File to write at once; default: standard output.")

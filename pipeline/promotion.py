@@ -240,7 +240,7 @@ def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _
     # 2) Count and time it.
     table, lossless = scorer.counts([own], Identity(name, lineage.step))
     times = scorer.times(draft, known)
-    # 3) Keep its own K alone: to choose again on the holdout would favour it.
+    # 3) Keep its own K alone: a choice on the holdout would favour it. A K that the recipe does not score is lost.
     if lineage.tree is None and lineage.draft_tokens in scorer.settings.draft_tokens:
         table = at_config(table, DraftConfig(lineage.draft_tokens))
     (row,) = leaderboard([table], {(name, lineage.step): times}, scorer.settings)

@@ -1,6 +1,7 @@
 """`draftforge retrain`: judge the champion, and distil a new draft if it is stale; or a dry run that only plans it.
 
-It is idempotent, one runs at a time, and what fails leaves the champion as it was.
+A retraining is idempotent: a second one finds the champion fresh, a stopped one goes on from its finished stages. One
+runs at a time, and one that fails leaves the champion as it was.
 """
 
 import shutil
@@ -45,7 +46,10 @@ _PLAN = "the plan of a retraining"
 
 @dataclass(frozen=True)
 class Retrained:
-    """Result of a retraining: the verdict about the champion, and the distillation; None where none was due."""
+    """Result of a retraining: the verdict about the champion, and the outcome of the distillation.
+
+    `outcome` None: no distillation was due, or this is not the first rank.
+    """
 
     staleness: Staleness
     outcome: Outcome | None = None
@@ -58,23 +62,23 @@ class Retrained:
 
 @dataclass(frozen=True)
 class RetrainPlan:
-    """Plan of a retraining: its mix, and drafts that start from the champion where they can."""
+    """Plan of a retraining: the mix, and a workspace whose drafts start from the champion where they can."""
 
     space: Workspace
     mix: Stage
     parent: str | None
-    """The version that it starts from; None: a cold start."""
+    """Version (`name/number`) that training starts from; None: a cold start."""
 
 
 def retrain(recipe: Recipe) -> int:
-    """Retrain if the champion is stale; the exit code."""
+    """Retrain if the champion is stale; the exit code: 0, or `REFUSED` where the gate refused the new draft."""
     check_same_recipe(recipe)
     space = Workspace(pin_revision(recipe) if ranks().first else recipe)
     return REFUSED if retrain_champion(space).refused else 0
 
 
 def retrain_champion(space: Workspace) -> Retrained:
-    """Distil for the recipe's target if its champion is stale. LockedError: another one runs.
+    """Distil for the recipe's target if its champion is stale. Raises LockedError where another retraining runs.
 
     Training starts from the champion, or from another target's newest one, where tokenizer, family and shapes allow;
     where they do not, it starts cold and says so. What fails leaves a FAILED run and the champion as it was. The
@@ -114,7 +118,7 @@ def retrain_champion(space: Workspace) -> Retrained:
 
 
 def _record(work: RetrainPlan) -> dict[str, Any]:
-    """What other ranks must know of a plan."""
+    """JSON-able form of a plan, with what other ranks need for the same distillation."""
     return {
         "mix": [str(work.mix.folder), work.mix.fingerprint],
         "target": work.space.target_settings.model_dump(mode="json"),  # what an alias or a branch names now
@@ -123,7 +127,7 @@ def _record(work: RetrainPlan) -> dict[str, Any]:
 
 
 def _distil_as_planned(space: Workspace, record: dict[str, Any]) -> None:
-    """Another rank's part in a retraining: none, or the distillation that the first one plans."""
+    """Part of a rank other than the first: the distillation of the first rank's plan, or nothing (empty `record`)."""
     if not record:
         return
     target, recipe = TargetSettings.model_validate(record["target"]), space.recipe
@@ -134,7 +138,10 @@ def _distil_as_planned(space: Workspace, record: dict[str, Any]) -> None:
 
 
 def _write_fresh_champion(space: Workspace) -> None:
-    """Write that another champion than the one judged is fresh, whatever failed after its promotion."""
+    """Write that the champion is fresh, where it is another one than the last check judged.
+
+    So that monitoring knows of a promotion even where something after it failed.
+    """
     now = None
     with suppress(TrackingError):  # a store that is down hides no other error
         now = champion(space.tracking, space.target_fingerprint)
@@ -148,13 +155,14 @@ def _write_staleness(space: Workspace, record: dict[str, Any]) -> None:
 
 
 def _distil_and_repair(work: RetrainPlan, found: Staleness) -> Outcome | None:
-    """Distil; answers that are found damaged on disk are dropped and given again.
+    """Distil; damaged answers on disk are dropped and captured again, once.
 
-    That is done once, at once by one process; where there are several, the next start does it.
+    With several ranks the damage is dropped too, but the error is raised: the next start captures again.
     """
     try:
         return distill(work.space, work.parent, work.mix, found.record())
     except CorruptDataError as error:
+        # Trainings that began on damaged answers go with them.
         stages = Stages(work.space, work.mix)
         with work.space.alone():
             damaged = drop_damaged(stages.capture.folder)
@@ -167,7 +175,7 @@ def _distil_and_repair(work: RetrainPlan, found: Staleness) -> Outcome | None:
 
 
 def say_causes(found: Staleness) -> None:
-    """Say every cause, a line each, and that the champion is good where it is."""
+    """Say every examined cause, a line each, and whether the champion is up to date."""
     for cause in found.causes:
         say(cause.text)
     if not found.stale:
@@ -176,12 +184,14 @@ def say_causes(found: Staleness) -> None:
 
 def plan(space: Workspace, found: Staleness) -> RetrainPlan:
     """Plan a retraining: its mix, with a share of old conversations, and drafts that start warm where they can."""
+    # 1) The mix; the old conversations of the champion's mix guard against forgetting.
     stale, stages = found.champion, Stages(space)
     with in_stage("mix"):
         mix = mix_stage(stages)
         if stale is None:
             return RetrainPlan(space, mix, None)
         mix = blended_mix(stages, stale.lineage.mix_fingerprint)
+    # 2) The start of the drafts. Lost files of the champion make it cold.
     with in_stage("start"):
         if found.lost:
             say(f"cold start, not from {found.lost}")
@@ -190,7 +200,8 @@ def plan(space: Workspace, found: Staleness) -> RetrainPlan:
 
 
 def _warm_start(space: Workspace, stale: Version) -> Workspace | None:
-    """The work space with drafts of the champion's family starting from it; None, said aloud, where that cannot be."""
+    """Workspace whose drafts of the champion's family start from its weights; None, and a line with the reason, where
+    none can."""
     # 1) Which drafts of the recipe have its family, and of these, which have another shape?
     folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models")
     meta = read_meta(folder)
@@ -215,7 +226,7 @@ def _warm_start(space: Workspace, stale: Version) -> Workspace | None:
 
 
 def _obstacle(space: Workspace, draft: DraftModule, meta: DraftMeta) -> str | None:
-    """Why no draft of the recipe can start from this one, whatever shape the recipe asks for."""
+    """Reason why no draft of the recipe can start from this draft, whatever shape they have; None: there is none."""
     if not any(draft.family == meta.family for draft in space.recipe.drafts.values()):
         return f"the recipe trains no draft of its family, {meta.family}"
     if meta.tokenizer_digest != space.target.tokenizer_digest:
@@ -228,9 +239,10 @@ def _obstacle(space: Workspace, draft: DraftModule, meta: DraftMeta) -> str | No
 
 
 def _initialised_from(recipe: Recipe, folder: Path, names: Collection[str]) -> Recipe:
-    """The recipe with `init_from` of these drafts set to a draft's folder, and the steps of a retraining."""
+    """Recipe whose drafts `names` have `init_from` set to a draft's folder, and the steps of a retraining."""
     drafts = {}
     for name, draft in recipe.drafts.items():
+        # Fewer steps than the recipe's own: warm-up and scoring must fit into them. Validated again as one.
         steps = recipe.retrain.steps or draft.steps
         change = {"steps": steps, "warmup_steps": min(draft.warmup_steps, steps), "init_from": folder}
         change["score_every"] = min(draft.score_every, steps)
@@ -239,7 +251,7 @@ def _initialised_from(recipe: Recipe, folder: Path, names: Collection[str]) -> R
 
 
 def dry_run(recipe: Recipe) -> Staleness:
-    """Judge, and say what `retrain` would do. Changes nothing in the work folder or in MLflow."""
+    """Dry run: judge, and say what `retrain` would do. Changes nothing in the work folder or in MLflow."""
     recipe = pin_revision(recipe)
     with scratch_workspace(recipe) as space:
         require_whole(space.recipe, "a retraining")
@@ -263,11 +275,13 @@ def scratch_workspace(recipe: Recipe) -> Iterator[Workspace]:
     with tempfile.TemporaryDirectory(prefix="draftforge-rehearsal-") as folder:
         root = Path(folder) / real.name
         root.mkdir()
+        # 1) Notes are copied, as they will be written; large finished stages are linked.
         for path in real.iterdir() if real.is_dir() else ():
             if path.is_file() and path.suffix == ".json":
                 shutil.copy2(path, root / path.name)
             elif path.name.startswith("mix-") or (path / CAPTURE_MANIFEST).is_file():
                 (root / path.name).symlink_to(path)
+        # 2) The real registry, which is only read, under a workspace in the temporary folder.
         registry = recipe.registry.model_copy(update={"tracking_uri": _store_or_empty(recipe, real, root)})
         space = Workspace(recipe.model_copy(update={"workdir": root, "registry": registry}))
         (root / "models").mkdir()
@@ -278,8 +292,9 @@ def scratch_workspace(recipe: Recipe) -> Iterator[Workspace]:
 
 
 def _store_or_empty(recipe: Recipe, real: Path, root: Path) -> str:
-    """The recipe's MLflow store; an empty one in `root` where there is none, since opening makes what is missing."""
+    """URI of the recipe's MLflow store; of an empty one in `root` where it does not exist, as opening would make it."""
     uri = resolve_uri(recipe.registry, real)
+    # A database is a file; on a server, the experiment is what opening would make.
     if uri.startswith("sqlite"):
         exists = Path(str(make_url(uri).database)).is_file()
     else:
@@ -290,12 +305,13 @@ def _store_or_empty(recipe: Recipe, real: Path, root: Path) -> str:
 
 
 def _planned_steps(recipe: Recipe, work: RetrainPlan, found: Staleness) -> list[str]:
-    """Lines that say what would be run, in order, and what is on disk already."""
+    """Lines of a dry run: each stage that would be run, in order, and whether its result is on disk already."""
     space, real = work.space, recipe.workdir.resolve()
 
     def state(folder: Path, done: bool) -> str:
         return f"done ({folder.name})" if done else f"to do ({folder.name})"
 
+    # Addresses come from the plan; whether they are done is looked up in the real folder.
     stages = Stages(space, work.mix)
     mix, answers = real / stages.mix.folder.name, real / stages.capture.folder.name
     lines = [f"would make mix: {state(mix, mix.is_dir())}"]
@@ -306,6 +322,7 @@ def _planned_steps(recipe: Recipe, work: RetrainPlan, found: Staleness) -> list[
         lines.append(
             f"would train {name}: {settings.steps} steps, {start}: {state(folder, is_finished(folder, settings.steps))}"
         )
+    # The gate compares only with a champion of the same target.
     rival, against = found.champion, "with no champion to compare with"
     if rival is not None and rival.lineage.target_fingerprint == space.target_fingerprint:
         against = f"against champion {rival.reference}"

@@ -1,7 +1,8 @@
 """Staleness of a champion: its causes with numbers, the two statistical tests behind them, and the target's revision.
 
-Both tests (a fall of tau, a drift of the mix) ask whether a change is larger than what the recipe lets pass, not
-whether there is any: with enough conversations every change is significant, and few are worth a training.
+Both tests (a fall of tau, a drift of the mix) ask whether a change exceeds a margin of the recipe, not whether there is
+any: with enough conversations every change is significant, and few are worth a training. tau is tokens per pass of the
+target.
 
 Shape letters: U clusters of conversations, C cells (domain x sampling setting), S simulations.
 """
@@ -33,7 +34,7 @@ from ..specdec.sampling import SamplingSettings
 
 Floats = NDArray[np.float64]
 STALENESS_FILE = "staleness.json"
-"""In the work folder: the last check, for monitoring."""
+"""Record of the last check, in the work folder, for monitoring."""
 Kind = Literal["first", "target", "files", "acceptance", "drift"]
 Verdict = Literal["stale", "held", "unknown"]
 _SIMULATIONS = 2000
@@ -44,7 +45,7 @@ _PAIRED_SHARE = 0.5  # of the answers now: from here on the same ones are compar
 
 @dataclass(frozen=True)
 class Cause:
-    """A possible cause of staleness that was examined: what was found, in words and numbers."""
+    """Cause of staleness that was examined: the verdict, and what was found, in words and numbers."""
 
     kind: Kind
     verdict: Verdict
@@ -52,7 +53,7 @@ class Cause:
     numbers: Mapping[str, float | int | str]
 
     def record(self) -> dict[str, Any]:
-        """JSON-able: an unknown number is null."""
+        """JSON-able form; an unknown number (NaN or infinite) is null."""
         known = {name: None if _is_nan(value) else value for name, value in self.numbers.items()}
         return {"kind": self.kind, "verdict": self.verdict, "text": self.text, "numbers": known}
 
@@ -62,7 +63,7 @@ class Staleness:
     """Verdict about a champion, with every cause that was examined."""
 
     champion: Version | None
-    """The version that was judged, and that training may start from; None: there is none of any target."""
+    """Version that was judged, and that training may start from; None: no target has a champion."""
     causes: tuple[Cause, ...]
 
     @property
@@ -76,7 +77,7 @@ class Staleness:
         return next((cause.text for cause in self.causes if cause.kind == "files" and cause.verdict == "unknown"), "")
 
     def record(self) -> dict[str, Any]:
-        """JSON-able."""
+        """JSON-able form, without the time of the check."""
         champion = None if self.champion is None else self.champion.reference
         return {"champion": champion, "stale": self.stale, "causes": [cause.record() for cause in self.causes]}
 
@@ -94,7 +95,7 @@ class Change(NamedTuple):
     paired: bool
 
     def verdict(self, margin: float) -> Verdict:
-        """Fallen only where the upper bound lies below 1 - margin; held where the lower one does not."""
+        """Stale where the upper bound lies below 1 - margin, held where the lower one lies above; else unknown."""
         if self.upper < 1 - margin:
             return "stale"
         return "held" if self.lower >= 1 - margin else "unknown"
@@ -103,9 +104,10 @@ class Change(NamedTuple):
 def tau_change(before: pa.Table, now: pa.Table, confidence: float) -> Change:
     """Change of tau from counts `before` to counts `now`, at the sampling settings that both have.
 
-    Where most answers of `now` are to turns that `before` has too, those are compared pairwise. Bounds are one-sided,
-    each at `confidence`: Student's t on log tau, its variance linearised and summed by cluster, with Welch's degrees of
-    freedom. NaN bounds where a side has fewer than 2 clusters.
+    Where at least half the answers of `now` are to turns that `before` has too, those are compared pairwise. Bounds are
+    one-sided, each at `confidence`: Student's t on log tau, with the variance of the ratio estimator linearised (delta
+    method) and summed by cluster, and Welch-Satterthwaite degrees of freedom (Welch 1947). NaN bounds where a side has
+    fewer than 2 clusters.
     """
     # 1) The same settings on both sides, and the same turns where most of them are there.
     before, now = _common(before, now, "setting"), _common(now, before, "setting")
@@ -132,7 +134,10 @@ def tau_change(before: pa.Table, now: pa.Table, confidence: float) -> Change:
 
 
 def _linearised(sums: ClusterSums) -> tuple[float, Floats]:
-    """tau, and the linearised error of log tau by cluster (it sums to 0)."""
+    """tau, and the linearised error of log tau of each cluster [U] (delta method; it sums to 0).
+
+    tau = tokens / rounds, so a cluster with tokens_u, rounds_u moves log tau by tokens_u / tokens - rounds_u / rounds.
+    """
     tokens_U, rounds_U = sums.column("tokens"), sums.column("rounds")
     tokens, rounds = float(tokens_U.sum()), float(rounds_U.sum())
     if not (tokens > 0 and rounds > 0):
@@ -141,9 +146,13 @@ def _linearised(sums: ClusterSums) -> tuple[float, Floats]:
 
 
 def _error(groups: Sequence[Floats]) -> tuple[float, float]:
-    """Standard error of a sum of independent groups' totals, and its degrees of freedom (Welch, Satterthwaite)."""
+    """Standard error of a sum of independent groups' totals, and its degrees of freedom (Welch-Satterthwaite).
+
+    `groups`: for each independent sample, the linearised errors of its clusters, with mean 0.
+    """
     if any(len(group) < 2 for group in groups):
         return math.nan, math.nan
+    # Variance of a total of n terms: n times their sample variance, which divides by n - 1.
     variances = [len(group) / (len(group) - 1) * float((group**2).sum()) for group in groups]
     total = sum(variances)
     if total == 0:
@@ -152,33 +161,35 @@ def _error(groups: Sequence[Floats]) -> tuple[float, float]:
 
 
 def _student(confidence: float, freedom: float) -> float:
+    """Quantile of Student's t; of the normal distribution for infinite degrees of freedom."""
     from scipy import stats  # slow to import
 
     return float(stats.t.ppf(confidence, freedom) if math.isfinite(freedom) else stats.norm.ppf(confidence))
 
 
 def _common(table: pa.Table, other: pa.Table, column: str) -> pa.Table:
-    """The rows whose value in a column the other table has as well."""
+    """Rows of a table whose value in a column occurs in the other table too."""
     theirs = set(values(other, column))
     return table.filter(pa.array([value in theirs for value in table[column].to_pylist()], pa.bool_()))
 
 
 def _turns(table: pa.Table) -> list[tuple[Any, ...]]:
+    """Identity of each row's answer: cluster, conversation, turn and sampling setting."""
     return list(zip(*(table[name].to_pylist() for name in ("cluster", "conversation", "turn", "setting"))))
 
 
 class Drift(NamedTuple):
-    """Distance of two mixes, and the chance of seeing it where they lie only the margin apart."""
+    """Drift of a mix: distance of two mixes, and the p-value of seeing it if they lay only the margin apart."""
 
     distance: float
     p_value: float
     conversations_before: int
     conversations_now: int
     moved: str
-    """The cell whose share changed most, in words."""
+    """Cell whose share changed most, in words: domain, sampling setting, share before and now."""
 
     def verdict(self, margin: float, confidence: float) -> Verdict:
-        """Drifted only where the distance is shown to exceed the margin."""
+        """Stale where the distance is shown to exceed the margin, held where it does not exceed it; else unknown."""
         if not self.distance > margin:
             return "held"
         return "stale" if self.p_value <= 1 - confidence else "unknown"
@@ -187,12 +198,13 @@ class Drift(NamedTuple):
 def mix_drift(
     before: Sequence[Conversation], now: Sequence[Conversation], usual: SamplingSettings, margin: float, seed: int = 0
 ) -> Drift:
-    """Total variation distance over domain x sampling setting, and a test of "at most `margin`".
+    """Total variation distance of two mixes over domain x sampling setting, and a test of "at most `margin`".
 
-    The null hypothesis is the pair of mixes exactly `margin` apart that lies on the line between the two observed ones
-    (margin 0: both are the pooled one). Whole clusters are drawn from it, as often as there are, and the share of draws
-    that lie at least as far apart as what was seen is the p-value: the distance's bias on few conversations, which is
-    upwards, is in both. `usual`: the sampling setting of conversations whose log names none.
+    The test is a cluster bootstrap under the null hypothesis: the pair of mixes exactly `margin` apart on the line
+    between the two observed ones (margin 0: both are the pooled mix). Each simulation draws as many whole clusters as
+    each side has; the p-value is the share of simulations whose two sides lie at least as far apart as the observed
+    ones. On few conversations the distance is biased upwards, in the simulations as much as in the observation.
+    `usual`: the sampling setting of conversations whose log names none.
     """
     # 1) Conversations of each cluster, of both mixes in turn, by cell.
     cells: dict[str, int] = {}
@@ -214,7 +226,7 @@ def mix_drift(
 
 
 def _cluster_cells(side: Sequence[Conversation], usual: SamplingSettings, cells: dict[str, int]) -> dict[str, Any]:
-    """Conversations of each cluster by cell; new cells get a column."""
+    """Number of conversations of each cluster by cell; `cells` gets a column for each new cell."""
     found: dict[str, Counter[str]] = {}
     for conversation in side:
         cell = f"{conversation.domain} {(conversation.sampling or usual).key}"
@@ -224,7 +236,10 @@ def _cluster_cells(side: Sequence[Conversation], usual: SamplingSettings, cells:
 
 
 def _chance(units_UC: Floats, split: int, seen: float, apart: float, rng: np.random.Generator) -> float:
-    """How often two draws, whose mixes lie `apart` times as far as the observed ones, lie at least as far as `seen`."""
+    """p-value: how often two samples, of mixes `apart` times as far apart as observed, lie at least `seen` apart.
+
+    `units_UC`: conversations of each cluster by cell; the first `split` clusters are of the first mix.
+    """
     sizes = split, len(units_UC) - split
     # Where the two mixes of the null hypothesis lie on the line from the first (0) to the second (1): `apart` from each
     # other, with the pooled mix in between.
@@ -233,25 +248,33 @@ def _chance(units_UC: Floats, split: int, seen: float, apart: float, rng: np.ran
         _drawn_shares(units_UC, split, position, size, rng)
         for position, size in zip((start, start + apart), sizes, strict=True)
     ]
+    # With one added above and below, the p-value is valid for any number of simulations (Davison and Hinkley 1997).
     distances_S = np.abs(draws[0] - draws[1]).sum(1) / 2
     return float((1 + (distances_S >= seen - 1e-12).sum()) / (1 + _SIMULATIONS))
 
 
 def _drawn_shares(units_UC: Floats, split: int, position: float, clusters: int, rng: np.random.Generator) -> Floats:
-    """Shares [S, C] of `clusters` drawn clusters; conversations of the second mix make up the share `position`."""
+    """Cell shares [S, C] of simulated samples of `clusters` clusters each, drawn with replacement from both mixes.
+
+    `position`: expected share of conversations that come from the second mix.
+    """
+    # Clusters are drawn, but `position` is a share of conversations: weigh by conversations a cluster.
     means = units_UC[:split].sum() / split, units_UC[split:].sum() / (len(units_UC) - split)
     weights = (1 - position) / means[0], position / means[1]  # clusters of the two mixes may differ in size
     second = weights[1] / sum(weights)
+    # Each cluster of a side is equally likely; a multinomial counts how often each one is drawn.
     chance_U = np.where(np.arange(len(units_UC)) < split, (1 - second) / split, second / (len(units_UC) - split))
     drawn_SC = rng.multinomial(clusters, chance_U / chance_U.sum(), size=_SIMULATIONS) @ units_UC
     return np.asarray(drawn_SC / drawn_SC.sum(1, keepdims=True))
 
 
 def _variation(first_C: Floats, second_C: Floats) -> float:
+    """Total variation distance of two distributions over cells: half their L1 distance."""
     return float(np.abs(first_C - second_C).sum() / 2)
 
 
 def _largest_move(names: Sequence[str], first_C: Floats, second_C: Floats) -> str:
+    """Cell with the largest change of its share, and both shares, in words."""
     cell = int(np.abs(first_C - second_C).argmax())
     return f"{names[cell]} from {first_C[cell]:.0%} to {second_C[cell]:.0%}"
 
@@ -261,7 +284,7 @@ def _is_nan(value: object) -> bool:
 
 
 def pin_revision(recipe: Recipe) -> Recipe:
-    """Pin a hub target to the commit that its revision names now; any other recipe is given back as it is.
+    """Pin a hub target to the commit that its branch or tag names at this moment; other recipes are returned unchanged.
 
     Raises HubError where the hub cannot be asked: whether the target changed is then unknown, and nothing is done.
     """
@@ -274,13 +297,16 @@ def pin_revision(recipe: Recipe) -> Recipe:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a model is named by a repository on the hub: owner/name, and nothing here or in MLflow."""
+    """Whether a model is named by a hub repository (owner/name): no local path, no GGUF file, no MLflow address."""
     local = model.startswith(("/", ".", "~")) or Path(model).exists() or Path(model).suffix == ".gguf"
     return not local and not is_models_uri(model) and model.count("/") == 1
 
 
 def hub_commit(model: str, revision: str | None) -> str:
-    """The commit that a branch or tag of a hub repository names now. Raises HubError or MissingFileError."""
+    """Commit (40 hex digits) of a branch or tag of a hub repository; `revision` None: of its default branch.
+
+    Raises MissingFileError where the hub knows no such repository or revision, HubError where it cannot be asked.
+    """
     cure = "pin target.revision to a commit to work without it"
     where = f"target.model {model}"
     try:

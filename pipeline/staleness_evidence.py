@@ -1,7 +1,8 @@
-"""Evidence of staleness: the target, recent traffic and the mix are examined, and only as far as it must be.
+"""Evidence of staleness: target, recent traffic and mix are examined, each only where something changed.
 
-Nothing changed: nothing is answered. The logs changed: the mix is made anew, and a few of its new conversations are
-answered. The target changed: a draft is due whatever the answers say; a few show how far the old one fell.
+- Nothing changed: no answers are generated.
+- The logs changed: the mix is made anew, and a sample of its new conversations (the probe) is answered.
+- The target changed: a draft is due whatever the answers say; a probe shows how far the old draft fell.
 """
 
 import math
@@ -40,10 +41,15 @@ from .workspace import Workspace, in_stage
 def new_conversations(
     space: Workspace, version: Version, mix: Sequence[Conversation], known: Collection[str]
 ) -> list[Conversation]:
-    """Conversations of a mix that a version's own mix (ids `known`) does not have and that lie near nothing that it or
-    an ancestor was trained on, without turns that one of them was trained on: as new to it as its holdout was."""
+    """Conversations of a mix that a version has never seen: as new to it as its holdout was.
+
+    Left out are conversations of the version's own mix (ids `known`), those in a cluster that it or an ancestor was
+    trained on, and turns that were asked in its train split.
+    """
+    # 1) Whole conversations: near-copies share a cluster, also with what ancestors were trained on.
     trained = inherited_clusters(space.tracking, version)
     fresh = [chat for chat in mix if chat.id not in known and cluster_digest(chat.cluster) not in trained]
+    # 2) Single turns: the same question may be asked inside another conversation.
     folder = space.folder("mix", version.lineage.mix_fingerprint)
     members = load_members([folder] if folder.is_dir() else [])
     before: list[Asking] = [(one.split, one.member.turn_keys) for one in members if one.split == "train"]
@@ -53,15 +59,19 @@ def new_conversations(
 
 
 def sample(space: Workspace, conversations: Sequence[Conversation], first: Collection[str] = ()) -> list[Conversation]:
-    """At most `retrain.probe_conversations` of them, an even choice by hash; those whose id is in `first` go first."""
+    """Sample of at most `retrain.probe_conversations` conversations, drawn by a hash of their ids, so always the same.
+
+    Conversations whose id is in `first` are preferred. The result is in the order of ids.
+    """
     salt, most = space.recipe.mix.salt, space.recipe.retrain.probe_conversations
     ranked = sorted(conversations, key=lambda one: (one.id not in first, unit("probe", salt, one.id), one.id))
     return sorted(ranked[:most], key=lambda one: one.id)
 
 
 def answer_probe(space: Workspace, conversations: Sequence[Conversation]) -> Stage:
-    """Capture the target's answers at the scored sampling settings, in a folder that the next probe replaces."""
+    """Capture the target's answers to a probe at the scored sampling settings; the next probe replaces its folder."""
     recipe, target = space.recipe, space.target
+    # 1) The same conversations, settings and target: the answers of the last look are used again.
     inputs = [
         [(one.id, one.cluster, one.asked_elsewhere) for one in conversations],
         recipe.capture.identity(),
@@ -69,9 +79,11 @@ def answer_probe(space: Workspace, conversations: Sequence[Conversation]) -> Sta
         [target.fingerprint, str(target.dtype)],
     ]
     stage = stage_address(space, "probe", inputs)
+    # 2) One probe is kept. A dry run has links to the real ones, which are not its own to remove.
     for earlier in space.root.glob("probe-*"):
         if earlier != stage.folder and not earlier.is_symlink():
             shutil.rmtree(earlier)
+    # 3) All of them are held out, whatever split the mix gave them: no draft learns from a probe.
     held_out = [one.model_copy(update={"split": HOLDOUT_SPLIT}) for one in conversations]
     drop_damaged(stage.folder)  # of a killed run; few and small
     capture_conversations(target, held_out, recipe.capture, recipe.score.sampling, stage.folder)
@@ -79,7 +91,10 @@ def answer_probe(space: Workspace, conversations: Sequence[Conversation]) -> Sta
 
 
 def probe_counts(space: Workspace, version: Version, folder: Path, captured: Stage) -> pa.Table:
-    """Replay a registered version, drafting as it was promoted, on captured answers; the counts that decide."""
+    """Counts of a registered version, replayed on captured answers with the K or tree it was promoted with.
+
+    Only the counts that the speed-up is computed from. `folder`: the version's files.
+    """
     settings = space.recipe.score.model_copy(update={"decode_conversations": 0, "max_conversations": 0})
     scorer = Scorer(space.with_recipe(space.recipe.model_copy(update={"score": settings})), captured, HOLDOUT_SPLIT)
     draft, step = scorer.load(folder), version.lineage.step
@@ -88,6 +103,7 @@ def probe_counts(space: Workspace, version: Version, folder: Path, captured: Sta
 
 
 def _drafting(scorer: Scorer, space: Workspace, draft: StoredDraft, version: Version) -> ProposerSpec:
+    """Spec of the tree or of the chains that a version was registered with."""
     lineage = version.lineage
     if lineage.tree is not None:
         return scorer.tree_spec(draft, str(lineage.tree_name), lineage.tree)
@@ -96,7 +112,10 @@ def _drafting(scorer: Scorer, space: Workspace, draft: StoredDraft, version: Ver
 
 
 def judge(space: Workspace) -> Staleness:
-    """Judge the champion of the recipe's target by target, files and traffic. Hold the work folder's lock."""
+    """Judge whether the champion of the recipe's target is stale: by target, files and traffic.
+
+    The caller holds the work folder's lock: mixes and answers may be made.
+    """
     # 1) A champion of this very target: has its traffic changed?
     now = champion(space.tracking, space.target_fingerprint)
     missing = None if now is None else missing_file(space.tracking, now)
@@ -119,10 +138,11 @@ def judge(space: Workspace) -> Staleness:
 
 
 def inherit_mix(space: Workspace, stale: Version) -> None:
-    """Keep what the champion was trained on out of the new holdout, where the recipe now makes another mix."""
+    """Keep what the champion was trained on out of the holdout, where the recipe makes another mix than its own."""
     theirs = stale.lineage.mix_fingerprint
     if _unchanged(space, stale):
         return
+    # The champion's mix knows its train split; without it, the nearest ancestor's mix is better than none.
     if space.folder("mix", theirs).is_dir():
         space.inherit(theirs)
         return
@@ -137,17 +157,19 @@ def inherit_mix(space: Workspace, stale: Version) -> None:
 
 
 def _unchanged(space: Workspace, version: Version) -> bool:
-    """Whether the recipe makes the mix that this version was trained on (old conversations aside)."""
+    """Whether the recipe makes the mix that this version was trained on, apart from rehearsed old conversations."""
     theirs, own = version.lineage.mix_fingerprint, Stages(space).mix.fingerprint
     folder = space.folder("mix", theirs)
     return own == theirs or (folder.is_dir() and base_of(folder) == own)
 
 
 def _new_target(space: Workspace, old: Version) -> list[Cause]:
-    """Examine how far another target's champion falls on this one."""
+    """Examine how far tau of a champion falls on the recipe's target, for which it was not trained."""
+    # 1) A mix for this target.
     with in_stage("mix"):
         inherit_mix(space, old)
         mix = load_mix(mix_stage(Stages(space)).folder)
+    # 2) What keeps the old draft from being measured here at all: the verdict is unknown.
     with in_stage("probe"):
         try:
             folder = resolve_models_uri(space.tracking, old.uri, space.root / "models", afresh=True)
@@ -157,12 +179,14 @@ def _new_target(space: Workspace, old: Version) -> list[Cause]:
         if read_meta(folder).tokenizer_digest != space.target.tokenizer_digest:
             text = f"{old.reference}: drafts with another tokenizer; it cannot serve the new target"
             return [Cause("acceptance", "unknown", text, {})]
+        # 3) The same holdout conversations as at its promotion where there are any, for a paired comparison.
         before = _kept(space, old)
         known = [] if before is None else values(before, "conversation")
         held_out = [one for one in mix if one.split == HOLDOUT_SPLIT]
         captured = answer_probe(space, sample(space, held_out, known))
         try:
             now = probe_counts(space, old, folder, captured)
+        # Damaged answers are repaired elsewhere; shapes that do not fit the new target are a finding.
         except CorruptDataError:
             raise
         except (RuntimeError, ValueError) as error:
@@ -172,7 +196,8 @@ def _new_target(space: Workspace, old: Version) -> list[Cause]:
 
 
 def _traffic(space: Workspace, now: Version) -> list[Cause]:
-    """Examine what became of the traffic since the champion of this target was promoted."""
+    """Examine how traffic changed since the champion was trained: drift of the mix, and tau on new conversations."""
+    # 1) The same mix: the same traffic, and nothing to answer.
     with in_stage("mix"):
         if _unchanged(space, now):
             return []
@@ -180,24 +205,28 @@ def _traffic(space: Workspace, now: Version) -> list[Cause]:
         stage = mix_stage(Stages(space))
         mix, theirs = load_mix(stage.folder), _mix_of(space, now)
         known = set() if theirs is None else {one.id for one in load_mix(theirs.folder)}
+    # 2) Another mix: how far its shares moved, and how the champion does on what is new in it.
     with in_stage("probe"):
         return [_drift(space, now, theirs, mix), _recent(space, now, mix, known)]
 
 
 def _mix_of(space: Workspace, version: Version) -> Stage | None:
+    """Mix that a version was trained on; None where its folder is gone."""
     folder = space.folder("mix", version.lineage.mix_fingerprint)
     return Stage(folder, version.lineage.mix_fingerprint) if folder.is_dir() else None
 
 
 def _drift(space: Workspace, now: Version, theirs: Stage | None, mix: Sequence[Conversation]) -> Cause:
-    """Compare the mix with the champion's, without the old conversations that were blended into that."""
+    """Compare the mix with the champion's, as that was before old conversations were blended in."""
     if theirs is None:
         text = f"{now.reference}: its mix is not in {space.root}: nothing to see a drift against"
         return Cause("drift", "unknown", text, {})
+    # Rehearsed conversations are no traffic: they would count as drift.
     base = base_of(theirs.folder)
     folder = theirs.folder if base is None or not space.folder("mix", base).is_dir() else space.folder("mix", base)
     settings = space.recipe.retrain
     drift = mix_drift(load_mix(folder), mix, space.recipe.capture.sampling, settings.drift_margin)
+    # The verdict in words, with both sides of the comparison.
     verdict = drift.verdict(settings.drift_margin, settings.confidence)
     words = {
         "stale": "the mix drifted",
@@ -213,10 +242,11 @@ def _drift(space: Workspace, now: Version, theirs: Stage | None, mix: Sequence[C
 
 
 def _recent(space: Workspace, now: Version, mix: Sequence[Conversation], known: set[str]) -> Cause:
-    """Compare the champion's tau on conversations that it has never seen with its holdout's."""
+    """Compare the champion's tau on conversations that it has never seen with its tau on the holdout."""
     fresh = new_conversations(space, now, mix, known)
     if not fresh:
         return Cause("acceptance", "held", "no new conversations to measure acceptance on", {"conversations": 0})
+    # Both sides of the comparison: counts of the promotion, and of a probe.
     before = _kept(space, now)
     if before is None:
         text = f"{now.reference}: was promoted without its counts being kept: nothing to see a fall against"
@@ -227,11 +257,13 @@ def _recent(space: Workspace, now: Version, mix: Sequence[Conversation], known: 
 
 
 def _kept(space: Workspace, version: Version) -> pa.Table | None:
+    """Holdout counts of a version's promotion, those that the speed-up is computed from; None: none were kept."""
     kept = kept_counts(space.tracking, version)
     return None if kept is None else serving(kept, space.recipe.score)
 
 
 def _fall(space: Workspace, version: Version, before: pa.Table | None, now: pa.Table, where: str) -> Cause:
+    """Cause "acceptance": the change of tau from counts `before` (None: unknown) to `now`, with its verdict."""
     settings = space.recipe.retrain
     change = tau_change(now.slice(0, 0) if before is None else before, now, settings.confidence)
     conversations = len(values(now, "conversation"))
@@ -241,7 +273,7 @@ def _fall(space: Workspace, version: Version, before: pa.Table | None, now: pa.T
 
 
 def _describe(version: Version, change: Change, verdict: str, conversations: int, where: str) -> str:
-    """Such as `tiny/1: tau fell on the new target: 1.90, was 2.40 (-20.8 %, between … and …; 64 conversations)`."""
+    """Line such as `tiny/1: tau fell on recent traffic: 1.90, was 2.40 (-20.8%, between … and …; 9 conversations)`."""
     verb = {"stale": "fell", "held": "held"}.get(verdict)
     finding = f"tau {verb} {where}" if verb else f"cannot tell whether tau fell {where}"
     was = "unknown" if math.isnan(change.before) else f"{change.before:.2f}"

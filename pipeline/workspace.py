@@ -1,4 +1,4 @@
-"""One recipe's work folder: who owns it, where each stage's folder lies, and what is loaded once and shared.
+"""Work folder of one recipe: who owns it, where each stage's folder lies, and what is loaded once and shared.
 
 owner.json            the recipe that this folder belongs to
 digests.json          remembered hashes of large files
@@ -56,7 +56,7 @@ HALF_WRITTEN = (
     ".skip-*",
     "skip-*/.*",
 )
-"""Where a killed run may leave files that only runs under the lock of `alone` write."""
+"""Globs of the half-written files that a killed run may leave; only runs that hold the lock of `alone` write there."""
 STAGE_TAG = "draftforge.failed_stage"
 _STAGE, _RECORDED = "in stage: ", "recorded in MLflow"
 _PATIENCE_SECONDS = 5
@@ -64,7 +64,7 @@ _PATIENCE_SECONDS = 5
 
 @contextmanager
 def in_stage(stage: str) -> Iterator[None]:
-    """Note the stage on whatever error passes through here first."""
+    """Add a note with the stage's name to an error that leaves the body; the innermost stage wins."""
     try:
         yield
     except BaseException as error:
@@ -74,19 +74,21 @@ def in_stage(stage: str) -> Iterator[None]:
 
 
 def stage_of(error: BaseException) -> str:
-    """The stage that `in_stage` noted; empty: none."""
+    """Stage that `in_stage` noted on an error; empty: none."""
     notes: list[str] = getattr(error, "__notes__", [])
     return next((note.removeprefix(_STAGE) for note in notes if note.startswith(_STAGE)), "")
 
 
 @contextmanager
 def tag_failed_stage(run: TrackedRun) -> Iterator[None]:
-    """Tag an open run with the stage of an error, which is about to end the run as FAILED with its reason."""
+    """Tag an open MLflow run with the stage of an error that leaves the body and is about to end the run as FAILED."""
+    # A resumed run still has the tag of the attempt that failed.
     if run.resumed:
         run.set_tags({STAGE_TAG: ""})
     try:
         yield
     except BaseException as error:
+        # A store that is down must neither delay nor hide the error.
         with suppress(Exception), quick_requests(_PATIENCE_SECONDS):
             run.set_tags({STAGE_TAG: stage_of(error)})
             error.add_note(_RECORDED)
@@ -104,6 +106,7 @@ def recorded(tracking: Tracking, name: str) -> Iterator[None]:
     except LockedError:
         raise
     except BaseException as error:
+        # The error is raised once more inside a run of its own, which ends that run as FAILED with the reason.
         if _RECORDED not in getattr(error, "__notes__", []):
             with (
                 suppress(BaseException),
@@ -130,17 +133,18 @@ def open_store(options: StoreOptions) -> Tracking:
 
 
 def open_recipe_store(recipe: Recipe) -> Tracking:
-    """The recipe's store."""
+    """Open the recipe's store. Raises MissingFileError where it names none and its work folder holds none."""
     return _open(recipe.registry, recipe.workdir, f"workdir {recipe.workdir}")
 
 
 def store_exists(settings: RegistrySettings, home: Path) -> bool:
-    """Whether a store is named, or the default one was made in the work folder `home`."""
+    """Whether a store is named by settings or environment, or the default one exists in the work folder `home`."""
     named = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     return bool(named) or (home / DATABASE_NAME).is_file()
 
 
 def _open(settings: RegistrySettings, workdir: Path, where: str) -> Tracking:
+    """Open a store that exists; nothing is made. `where` names the work folder in the error."""
     home = workdir.resolve()
     if not store_exists(settings, home):
         raise MissingFileError(f"{where}: holds no {DATABASE_NAME}; name the recipe's work folder or a store")
@@ -148,7 +152,7 @@ def _open(settings: RegistrySettings, workdir: Path, where: str) -> Tracking:
 
 
 def require_whole(recipe: Recipe, what: str) -> None:
-    """Raise InputError where the target is spread over the ranks of a training, which is all that can run it."""
+    """Raise InputError where the target is sharded over ranks (`target.shard`): only a training can run it then."""
     if recipe.target.shard:
         raise InputError(
             f"target.shard = true: {what} needs the target whole, which only trains drafts this way; score the draft "
@@ -165,7 +169,7 @@ def open_workspace(recipe: Recipe, **options: str | None) -> "Workspace":
 def check_same_recipe(recipe: Recipe, **options: str | None) -> None:
     """Raise InputError where a rank of this launch has another recipe, or another value of an option, than the first.
 
-    A machine may have files and servers at places of its own: what lies there is compared by its content.
+    Paths and addresses may differ between machines, and are left out: fingerprints compare the content.
     """
     own = {"target.model", "target.adapter", "capture.backend.url", "registry.tracking_uri"}
     fields = flatten(_without_paths(recipe.model_dump()))
@@ -174,7 +178,7 @@ def check_same_recipe(recipe: Recipe, **options: str | None) -> None:
 
 
 def _without_paths(value: Any) -> Any:
-    """A dumped recipe, or a part of it, with None for each path and for whatever else is no plain value."""
+    """Dumped recipe, or a part of it, with None for each path and any other value that is not plain JSON."""
     if isinstance(value, dict):
         return {key: _without_paths(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -183,10 +187,13 @@ def _without_paths(value: Any) -> Any:
 
 
 class Workspace:
-    """The work folder of one recipe. Opening it claims it; nothing else is touched."""
+    """Work folder of one recipe. Opening it claims it for the recipe; registry and target are opened at first use."""
 
     def __init__(self, recipe: Recipe, read_only: bool = False) -> None:
-        """`read_only`: for a look at what is there; neither a work folder nor a registry is made."""
+        """`read_only`: only look at what is there; neither a work folder nor a registry is made.
+
+        Raises OwnershipError where the folder is a file, another recipe's, or was not made by draftforge.
+        """
         self.recipe = recipe
         self.root = recipe.workdir.resolve()
         self.ranks = ranks()
@@ -195,6 +202,7 @@ class Workspace:
         self._claim()
 
     def _claim(self) -> None:
+        """Claim the folder by writing `owner.json`; a folder with other content is never taken over."""
         owner = self.root / OWNER_FILE
         if not self.first_rank:  # the first one claims
             return
@@ -211,11 +219,15 @@ class Workspace:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the folder against every other run of stages (LockedError), and clear what a killed one left."""
+        """Lock the folder against every other run of stages, and clear what a killed one left half-written.
+
+        Raises LockedError where another process holds it. Ranks other than the first rely on the first one's lock.
+        """
         if not self.first_rank:
             yield
             return
         with storage.lock(self.root / ".distill.lock", what=f"another run of recipe {self.recipe.name}"):
+            # Only names that `storage` gives to its temporary files: other hidden files are somebody's own.
             for place in HALF_WRITTEN:
                 for path in self.root.glob(place):
                     if re.fullmatch(r"\..+\.[0-9a-f]{8}\.(tmp|old)", path.name):
@@ -228,21 +240,22 @@ class Workspace:
         return self.ranks.first
 
     def folder(self, stage: str, stage_fingerprint: str) -> Path:
-        """Where the stage with this fingerprint lies, or will."""
+        """Folder of the stage with this fingerprint, whether it exists or not."""
         return self.root / f"{stage}-{fingerprint.short(stage_fingerprint)}"
 
     @property
     def ancestors(self) -> list[str]:
-        """Fingerprints of the mixes that `inherit` noted for this target."""
+        """Fingerprints of the ancestors' mixes that `inherit` noted for this target."""
         noted = self._noted_ancestors()
         return noted.get(self.target_fingerprint, []) if noted else []  # most recipes never need the target for this
 
     def inherit(self, mix_fingerprint: str) -> None:
-        """From now on no mix for this target holds out what that mix placed in train or selection."""
+        """Note a mix as ancestor: no later mix for this target holds out what it placed in train or selection."""
         noted = sorted({*self.ancestors, mix_fingerprint})
         storage.write_json(self.root / ANCESTORS_FILE, {**self._noted_ancestors(), self.target_fingerprint: noted})
 
     def _noted_ancestors(self) -> dict[str, list[str]]:
+        """Content of `ancestors.json`: fingerprints of mixes by target. Raises CorruptDataError."""
         path = self.root / ANCESTORS_FILE
         known: dict[str, list[str]] = storage.read_object(path) if path.is_file() else {}
         for target, mixes in known.items():
@@ -251,6 +264,7 @@ class Workspace:
         return known
 
     def _known_targets(self) -> dict[str, str]:
+        """Content of `targets.json`: the fingerprint by digest of the target's settings. Raises CorruptDataError."""
         path = self.root / TARGETS_FILE
         known: dict[str, str] = storage.read_object(path) if path.is_file() else {}
         for settings, found in known.items():
@@ -260,29 +274,33 @@ class Workspace:
 
     @cached_property
     def digests(self) -> fingerprint.FileDigests:
+        """Cache of file digests, kept in the folder unless that would have to be made."""
         return fingerprint.FileDigests(self.root / "digests.json" if self._keeps_notes else None)
 
     @property
     def _keeps_notes(self) -> bool:
-        """Whether notes may be kept in the folder."""
+        """Whether notes may be written: a read-only look does not make the folder for them."""
         return not self._read_only or self.root.is_dir()
 
     @cached_property
     def tracking(self) -> Tracking:
-        """The MLflow store. Raises TrackingError in one line when it does not answer."""
+        """MLflow store, opened at the first use; an empty temporary one for a read-only look where there is none.
+
+        Raises TrackingError, in one line, when it does not answer.
+        """
         if self._read_only and not store_exists(self.recipe.registry, self.root):
             self._empty = tempfile.TemporaryDirectory(prefix="draftforge-nothing-")
             return open_tracking(self.recipe.registry, Path(self._empty.name))
         return open_tracking(self.recipe.registry, self.root)
 
     def reopened(self) -> "Workspace":
-        """For the next of several looks: opened again where the last one found no registry, and there is one now."""
+        """Workspace for the next read-only look: a new one where a registry has appeared since this one was opened."""
         appeared = self._empty is not None and store_exists(self.recipe.registry, self.root)
         return Workspace(self.recipe, read_only=True) if appeared else self
 
     @cached_property
     def target_settings(self) -> TargetSettings:
-        """The recipe's target, a `models:/` address resolved to a local folder."""
+        """Settings of the recipe's target, with a `models:/` address resolved to a local folder."""
         settings = self.recipe.target
         if not is_models_uri(settings.model):
             return settings
@@ -291,7 +309,7 @@ class Workspace:
 
     @cached_property
     def given_times(self) -> list[CostTable]:
-        """What `score.costs.fit` holds. Raises an error that names the field."""
+        """Cost tables of the file `score.costs.fit`. Raises an error that names the field."""
         path = self.recipe.score.costs.fit
         assert path is not None
         with named("score.costs.fit"):
@@ -299,7 +317,7 @@ class Workspace:
 
     @cached_property
     def drafts(self) -> dict[str, Settings]:
-        """The recipe's drafts; those that start from a `models:/` address start from a local folder."""
+        """Settings of the recipe's drafts, with `models:/` addresses of `init_from` resolved to local folders."""
         return {name: self._local_start(settings) for name, settings in self.recipe.drafts.items()}
 
     def _local_start(self, settings: Settings) -> Settings:
@@ -310,8 +328,12 @@ class Workspace:
 
     @cached_property
     def target_fingerprint(self) -> str:
-        """The target's fingerprint; of a target that is gone, the one it had here (`small` trains without it)."""
+        """Fingerprint of the target; for a target that is gone, the one noted here (`small` drafts train without it).
+
+        Raises MissingFileError where the target is gone and none was noted.
+        """
         known = self._known_targets()
+        # Sharding changes how the target runs, not what it is.
         key = fingerprint.of_json(self.recipe.target.model_dump(mode="json", exclude={"shard"}))
         try:
             found = target_fingerprint(self.target_settings, self.digests)
@@ -326,18 +348,19 @@ class Workspace:
 
     @cached_property
     def target(self) -> Target:
-        """The loaded target; loaded at the first use, then shared by every stage of this process."""
+        """Target model, loaded at the first use, then shared by every stage of this process."""
         return Target.load(self.target_settings, self.digests)
 
     def for_one_rank(self) -> "Workspace":
-        """The same folder and the same loaded things, for work that no other rank takes part in."""
+        """Workspace with the same folder, target and registry, for work that no other rank takes part in."""
         other = self.with_recipe(self.recipe)
         other.ranks = ALONE
         return other
 
     def with_recipe(self, recipe: Recipe) -> "Workspace":
-        """The same folder and the same loaded things under a changed recipe (of the same target)."""
+        """Workspace with the same folder, target and registry under a changed recipe of the same target."""
         other = Workspace(recipe)
+        # Cached properties live in `__dict__`: whatever follows from the recipe alone is left to the new one.
         own = ("recipe", "root", "drafts", "given_times")
         other.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in own}
         return other
