@@ -20,6 +20,7 @@ _CHUNK_BYTES = 1 << 22
 
 def of_json(value: Any) -> str:
     """SHA-256 (64 hex digits) of a JSON-able value, independent of key order and whitespace."""
+    # One canonical text for each value. NaN is refused: it has no JSON, and would equal nothing.
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -44,6 +44,7 @@ def bar(title: str, total: float | None, unit: str = "", remaining: bool = True)
 @contextmanager
 def _live(title: str, total: float | None, unit: str, remaining: bool) -> Iterator[Advance]:
     """Live bar of rich, redrawn in place on a terminal."""
+    # Title, bar, done/total, unit, times, and the note as the last column.
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -53,6 +54,7 @@ def _live(title: str, total: float | None, unit: str, remaining: bool) -> Iterat
         *([TimeRemainingColumn()] if remaining else []),
         TextColumn("{task.fields[note]}"),
     )
+    # Without a total, rich shows a pulsing bar.
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=total, note="")
 
@@ -73,6 +75,7 @@ class _PlainLines:
         self._start = self._last = time.monotonic()
 
     def __call__(self, amount: float = 1, note: str = "") -> None:
+        """Advance by `amount`, and print a line if one is due."""
         self._done += amount
         now = time.monotonic()
         finished = self._total is not None and self._done >= self._total
@@ -81,6 +84,7 @@ class _PlainLines:
             self._print(now - self._start, note)
 
     def _print(self, elapsed: float, note: str) -> None:
+        """Print done/total, elapsed and remaining seconds, and the note."""
         of = f"/{self._total:.0f}" if self._total else ""
         # Time left at the average rate so far.
         remaining = ""

@@ -210,7 +210,7 @@ def read(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with unique keys, and with 1e-4 read as the number that it is."""
+    """YAML loader that refuses duplicate keys, and that reads 1e-4 as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -221,6 +221,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# Without this, PyYAML (YAML 1.1) reads 1e-4 as text, since a number needs a dot in its mantissa there.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
@@ -238,6 +239,7 @@ def _parse_yaml(text: str, where: str) -> Any:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping. Raises MissingFileError or RecipeError, both naming the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -33,7 +33,7 @@ def require_file_place(path: Path | None, option: str) -> None:
     folder = next(one for one in path.absolute().parents if one.exists())
     if not folder.is_dir():
         raise InputError(f"{option} {path}: {folder} is a file; must be a folder")
-    # Try it, and leave nothing behind.
+    # Only a trial tells whether something can be written there; it leaves nothing behind.
     try:
         with TemporaryDirectory(prefix=".draftforge-", dir=folder):
             pass

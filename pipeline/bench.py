@@ -151,10 +151,12 @@ def bench_prompts(target: Target, options: BenchOptions) -> tuple[list[BenchProm
     """
     prompts: list[BenchPrompt] = []
     records = read_prompts(options.prompts, options.max_prompts)
+    # A prompt must leave room for the longest answer: all answers of a prompt must be cut at the same length.
     for record in track(records, "render prompts", unit="prompts"):
         ids = render(target.tokenizer, last_context(record), record.tools, dict(record.template_args or {}))
         if len(ids) + options.max_new_tokens <= target.max_positions:
             prompts.append(BenchPrompt(record.id, record.domain, ids))
+    # What was left out is said, and kept in the report: the figures are of the rest.
     left_out = len(records) - len(prompts)
     rule = f"with {options.max_new_tokens} new tokens they do not fit the context of {target.max_positions}"
     if not prompts:
@@ -178,6 +180,7 @@ def environment(
     bootstrap: Bootstrap,
 ) -> Environment:
     """Environment of a benchmark, for its report: machine, versions, target, drafts, prompts and options."""
+    # Versions and hardware belong to any wall-clock figure; the commit and command say how to repeat it.
     return Environment(
         hardware=hardware_name(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -395,6 +398,7 @@ def find_methods(space: Workspace, options: BenchOptions, longest: int) -> Metho
         shown = short if shorts.count(short) <= 1 and (short == name or short not in recipe.drafts) else name
         asked = None if name == CHAMPION and name not in recipe.drafts else name
         finder.add_draft(shown, partial(find_draft, space, asked), trees, tree_of, helper)
+    # A cascade that was asked for and fits no draft is an error, not a silent gap in the table.
     if helper is not None and not finder.helped:
         raise _helps_none(str(options.cascade), finder.failures)
     return finder
@@ -419,6 +423,7 @@ def _is_path(name: str, drafts: Collection[str]) -> bool:
 
 
 def _check_name(name: str, drafts: Collection[str]) -> None:
+    """Raise InputError for plain decoding, and for a name that is neither a known method nor an existing path."""
     if name in (NO_DRAFT, PLAIN):
         raise InputError(f"--draft {name}: plain decoding is always measured; name what is compared with it")
     if _is_path(name, drafts) and not (name and Path(name).exists()):

@@ -192,7 +192,7 @@ def distill(
                 run.log_json(dict(notes), "staleness.json")
             outcome = _tracked(stages, run, parent)
         follow_champion(space)
-    # 3) Say where to look.
+    # 3) Say how long it took, and where its figures are.
     seconds = time.monotonic() - started
     say(f"distilled in {seconds:.0f} s; to look at it: mlflow ui --backend-store-uri {redacted(tracking.uri)}")
     return outcome

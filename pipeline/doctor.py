@@ -76,6 +76,7 @@ def examine(workdir: Path, tracking_uri: str | None = None) -> list[Check]:
     """Run all checks, in the order in which a person would mend things."""
     packages = list(check_packages())
     gpus, cuda = check_cuda()
+    # The interpreter and packages first: later checks import them.
     checks = [check_python(), *packages, *cuda, check_processor(), check_memory(), check_disk(workdir)]
     checks.append(check_engine(gpus, installed("deepspeed")))
     checks.append(check_tracking(tracking_uri, workdir))
@@ -103,6 +104,7 @@ def check_packages() -> Iterator[Check]:
         found = installed(name)
         package = f"draftforge[{name}]" if name in OPTIONAL else f"{name}>={minimum}"
         remedy = f"pip install '{package}'"
+        # An optional package may be missing; one that is installed but too old is a failure all the same.
         if found is not None and Version(found) >= Version(minimum):
             yield Check(name, "OK", f"{found} (needs {minimum})")
         elif found is None and name in OPTIONAL:
@@ -136,6 +138,7 @@ def check_gpu(index: int, gpu: Gpu) -> Check:
     """Check one CUDA device: bfloat16 needs compute capability 8.0, and half its memory should be free."""
     major, minor = gpu.capability
     found = f"{gpu.name}, capability {major}.{minor}, {gpu.free_gb:.1f} of {gpu.total_gb:.1f} GB free"
+    # Both are warnings: float32 works on any device, and another process may end.
     if gpu.capability < (8, 0):
         return Check(
             f"cuda:{index}", "WARN", found, "no bfloat16: set precision float32, or use capability 8.0 or later"
@@ -147,6 +150,7 @@ def check_gpu(index: int, gpu: Gpu) -> Check:
 
 def check_engine(gpus: list[Gpu], deepspeed: str | None) -> Check:
     """Check which training engine would be used here (plain torch or DeepSpeed), and that it can be imported."""
+    # Without a GPU, one process trains in plain torch; several, or a GPU, need DeepSpeed.
     if not gpus:
         several = "DeepSpeed under torchrun" if deepspeed else "several processes would need DeepSpeed"
         return Check("engine", "OK", f"plain torch: one process, no CUDA ({several})")
@@ -173,6 +177,7 @@ def check_memory() -> Check:
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES") / 1e9
     found = f"{total:.1f} GB"
+    # Not every system says what is unused.
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
         found += f", {page * os.sysconf('SC_AVPHYS_PAGES') / 1e9:.1f} GB unused"
     if total < LOW_MEMORY_GB:
@@ -187,6 +192,7 @@ def check_disk(workdir: Path) -> Check:
         existing = existing.parent
     free = shutil.disk_usage(existing).free / 1e9
     found = f"{free:.1f} GB free for {workdir}"
+    # Access first, then space.
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return Check("disk", "FAIL", f"{existing} cannot be written to", "choose another --workdir")
     if free < LOW_DISK_GB:
@@ -197,6 +203,7 @@ def check_disk(workdir: Path) -> Check:
 
 def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
     """Check whether the MLflow store answers. Nothing is made there."""
+    # The address, as a recipe without a `registry` section would resolve it.
     try:
         from ..registry.connect import RegistrySettings, redacted, resolve_uri
 
@@ -210,7 +217,7 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
     if parts.scheme.startswith("sqlite"):
         folder = check_disk(Path(uri.split("///", 1)[1]).parent)
         return folder._replace(name="tracking", found=uri if folder.status == "OK" else folder.found)
-    # Errors of connections hold addresses, with passwords, and object names: what is shown has neither.
+    # Addresses may hold a password, and connection errors repeat the address: both are shown redacted.
     shown = redacted(uri)
     try:
         if parts.scheme in ("http", "https"):
@@ -229,6 +236,7 @@ def _check_server(uri: str, shown: str) -> Check:
     import requests
 
     code = requests.get(f"{uri.rstrip('/')}/health", timeout=PROBE_SECONDS).status_code
+    # A refusal means that a server is there and credentials are missing; any other error, that it is no MLflow server.
     if code in (401, 403):
         remedy = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         return Check("tracking", "WARN", f"{shown} answers {code}", remedy)

@@ -91,6 +91,7 @@ def _samples(scorer: Scorer, domain: str | None, conversations: int) -> dict[str
     domains = sorted({sample.domain for sample in scorer.samples})
     if domain is not None and domain not in domains:
         raise InputError(f"--domain {domain}: must be a domain of the selection split ({', '.join(domains)})")
+    # The same conversations for every set that is tried: sets are compared on equal answers.
     found: dict[str, list[Sample]] = {}
     for name in domains if domain is None else [domain]:
         mine = [sample for sample in scorer.samples if sample.domain == name]

@@ -101,6 +101,7 @@ def mix_charts(found: Profile) -> dict[str, svg.Chart]:
 def _sides(one: Shares, shown: Sequence[int]) -> dict[str, tuple[str, list[float]]]:
     """Colour and shares of the labels with indices `shown`, by side: log, mix and holdout."""
     sides = {}
+    # A side without records has shares of 0.
     for side, colour in _COLOURS.items():
         shares = one.counts[side] / max(1, one.counts[side].sum())
         sides[side] = (colour, [float(shares[i]) for i in shown])
@@ -109,6 +110,7 @@ def _sides(one: Shares, shown: Sequence[int]) -> dict[str, tuple[str, list[float
 
 def _share_chart(one: Shares) -> svg.Chart:
     """Bar chart of the shares of the log's most frequent labels, the sides beside each other."""
+    # The most frequent labels of the log, drawn in the order of `labels`.
     sizes = one.counts[LOG]
     shown = sorted(sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))[:_MOST_BARS])
     labels = [one.labels[i] for i in shown]
@@ -120,6 +122,7 @@ def _share_chart(one: Shares) -> svg.Chart:
 def _day_chart(one: Shares) -> svg.Chart:
     """Line chart of each day's share, one line for each side."""
     sides = _sides(one, range(len(one.labels)))
+    # The axis ends 6 % above the highest share, or at 1 where all shares are 0.
     highest = max(share for _, shares in sides.values() for share in shares)
     x_axis = svg.category_axis(one.labels, "day", _MOST_DAYS)
     frame = svg.Frame(x_axis, svg.percent_axis("share", 1.06 * highest or 1.0), HEIGHT)
@@ -263,7 +266,7 @@ def _left_out(sources: Sequence[Mapping[str, object]]) -> dict[str, int]:
 
 def _shares(one: Shares, found: Profile) -> Table:
     """Table of one label's shares on every side, rare labels in one row; system prompts also show their length."""
-    # 1) The log's most frequent labels, in the labels' own order; system prompts by frequency.
+    # 1) The log's most frequent labels, in the order of `labels`; system prompts by frequency.
     sizes = one.counts[LOG]
     order = sorted(range(len(one.labels)), key=lambda i: (-sizes[i], i))
     shown = sorted(order[:_MOST_ROWS]) if one.key != "system" else order[:_MOST_ROWS]
@@ -289,6 +292,7 @@ def _share(count: int, total: int) -> str:
 def _distances(shares: Sequence[Shares]) -> Table:
     """Table of total variation distances between sides, by label, with the chance level and a p-value."""
     cells = [["label", *(f"{d.of} | {d.against}" for d in shares[0].distances)]]
+    # One row for each label; all labels compare the same pairs of sides.
     for one in shares:
         cells.append([one.key, *(_distance(d.variation, d.by_chance, d.p) for d in one.distances)])
     note = (
@@ -322,10 +326,12 @@ def _in_flight(found: Profile) -> list[Table]:
     told = found.manifest["in_flight"]
     if told is None:
         return []
+    # One row for each replica, then one for all of them together.
     cells = [["replica", "p50", "p95", "most", "mean", "busy seconds"]]
     for name, level in [*told["replicas"].items(), ("all", told["all"])]:
         numbers = [str(level["p50"]), str(level["p95"]), str(level["most"]), f"{level['mean']:.1f}"]
         cells.append([name, *numbers, f"{level['busy_seconds']:,.0f}"])
+    # What was not counted, by the reason; then the load as YAML, ready for a recipe.
     left = ", ".join(f"{told[name]} {words}" for name, words in _NOT_TIMED.items() if told[name])
     note = f"while any is, over {told['requests']} requests" + (f"; not counted: {left}" if left else "")
     return [Table("Requests in flight", cells, f"{note}\nto score drafts at this load:\n{told['load'].rstrip()}")]

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from typer import BadParameter, Option
 
+# Options that several verbs share.
 Temperature = Annotated[float, Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")]
 SamplingSeed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")]
 

@@ -120,6 +120,7 @@ def race(
 
 
 def _say_saved(shares: Mapping[Checkpoint, float], error: float) -> None:
+    """Say how many checkpoints a race dropped, and which part of the replays it saved."""
     dropped = sum(share < 1 for share in shares.values())
     saved = 1 - math.fsum(shares.values()) / len(shares)
     say(

@@ -97,6 +97,7 @@ def _fingerprint(tracking: Tracking, prefix: str) -> str:
     """
     if fingerprint.is_fingerprint(prefix):
         return prefix
+    # A short form must be unambiguous: a draft of another target must never be fetched.
     known = versions.targets(tracking)
     found = [entry for entry in known if entry.fingerprint.startswith(prefix)]
     if len(found) == 1:
@@ -111,6 +112,7 @@ def _verifier(source: Source | None, target: str, target_id: str | None) -> Veri
 
     Raises InputError where either is unknown.
     """
+    # A local folder that looks like owner/name is no hub id: the engine would look it up there.
     name = target_id or target
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or (target_id is None and Path(name).exists()):
         raise InputError(f"--target-id {name}: must be the target's hub id (owner/name), which the format names")

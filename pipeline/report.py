@@ -91,8 +91,10 @@ def _records(space: Workspace, scored: Path) -> ReportRecords:
     """Records that the page is drawn from; those of a promotion are absent before one."""
     scores = storage.read_object(scored / SCORES_FILE)
     promotion = _optional(scored / PROMOTION_FILE)
+    # Of a promoted draft, the lineage names mix and version; before that, the recipe does.
     lineage: Mapping[str, Any] = (promotion or {}).get("lineage", {})
     mix = _optional(_mix_folder(space, lineage) / MIX_MANIFEST)
+    # The time of the figures, not of the drawing: the same records give the same page.
     made = (promotion or {}).get("at") or scores.get("at") or time.time()
     return ReportRecords(
         name=space.recipe.name,

@@ -289,6 +289,7 @@ def pin_revision(recipe: Recipe) -> Recipe:
     Raises HubError where the hub cannot be asked: whether the target changed is then unknown, and nothing is done.
     """
     target = recipe.target
+    # Local targets are compared by content, and a full commit cannot move.
     if not is_hub_id(target.model) or (target.revision and _COMMIT.fullmatch(target.revision)):
         return recipe
     commit = hub_commit(target.model, target.revision)
@@ -309,6 +310,7 @@ def hub_commit(model: str, revision: str | None) -> str:
     """
     cure = "pin target.revision to a commit to work without it"
     where = f"target.model {model}"
+    # An unknown repository or revision is a mistake of the recipe; a hub that does not answer may be temporary.
     try:
         commit = HfApi().model_info(model, revision=revision, timeout=_HUB_SECONDS).sha
     except RevisionNotFoundError:

@@ -135,6 +135,7 @@ class RetrainScheduler:
 
     def tick(self) -> None:
         """Move the next run by as much as the wall clock was set, so that the time until it stays the same."""
+        # The monotonic clock never jumps: a change of the difference is a change of the wall clock.
         offset = time.time() - time.monotonic()
         jump = offset - self._offset
         if abs(jump) < _CLOCK_SET_SECONDS:
@@ -319,6 +320,7 @@ def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
         server_version, sys_version = "draftforge", ""
 
         def do_POST(self) -> None:
+            """Read a delivery of limited size, and answer with the receiver's status."""
             # The size is checked before anything is read: whoever sends it is not authenticated yet.
             length = self.headers.get("Content-Length") or ""
             if not length.isdecimal():
@@ -330,6 +332,7 @@ def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
                 self._answer(receiver.accept(self.headers, body))  # type: ignore[arg-type]
 
         def _answer(self, status: int) -> None:
+            """Send a status without a body, and close the connection."""
             self.send_response(status)
             self.send_header("Content-Length", "0")
             self.send_header("Connection", "close")

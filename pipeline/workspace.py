@@ -123,6 +123,7 @@ def open_store(options: StoreOptions) -> Tracking:
 
     Raises InputError for an unfit `model` (first part of registered names), MissingFileError where there is none.
     """
+    # An absent option must not override the default of the settings.
     try:
         named = {} if options.model is None else {"model": options.model}
         settings = RegistrySettings.model_validate({"tracking_uri": options.tracking_uri, **named})
@@ -171,6 +172,7 @@ def check_same_recipe(recipe: Recipe, **options: str | None) -> None:
 
     Paths and addresses may differ between machines, and are left out: fingerprints compare the content.
     """
+    # Paths are dropped by their type; these fields are text that may name a place on one machine.
     own = {"target.model", "target.adapter", "capture.backend.url", "registry.tracking_uri"}
     fields = flatten(_without_paths(recipe.model_dump()))
     shared = {name: value for name, value in fields.items() if name not in own}
@@ -208,6 +210,7 @@ class Workspace:
             return
         if self.root.exists() and not self.root.is_dir():
             raise OwnershipError(f"workdir {self.root}: is a file, must be a folder or not exist")
+        # Claimed already, by this recipe or by another one; else it must be empty, hidden files aside.
         if owner.is_file():
             name = storage.read_object(owner).get("recipe")
             if name != self.recipe.name:
@@ -258,6 +261,7 @@ class Workspace:
         """Content of `ancestors.json`: fingerprints of mixes by target. Raises CorruptDataError."""
         path = self.root / ANCESTORS_FILE
         known: dict[str, list[str]] = storage.read_object(path) if path.is_file() else {}
+        # A damaged note must not silently shrink what a holdout keeps out.
         for target, mixes in known.items():
             if not isinstance(mixes, list) or not all(map(fingerprint.is_fingerprint, mixes)):
                 raise CorruptDataError(f"{path}: {target}: must be a list of fingerprints, 64 hex digits each")
@@ -288,6 +292,7 @@ class Workspace:
 
         Raises TrackingError, in one line, when it does not answer.
         """
+        # MLflow creates a store when it opens one: a read-only look must not do that in the work folder.
         if self._read_only and not store_exists(self.recipe.registry, self.root):
             self._empty = tempfile.TemporaryDirectory(prefix="draftforge-nothing-")
             return open_tracking(self.recipe.registry, Path(self._empty.name))
@@ -304,6 +309,7 @@ class Workspace:
         settings = self.recipe.target
         if not is_models_uri(settings.model):
             return settings
+        # Resolved once: an alias that moves during the run must not change the target under it.
         local = resolve_models_uri(self.tracking, settings.model, self.root / "models")
         return settings.model_copy(update={"model": str(local)})
 
@@ -342,6 +348,7 @@ class Workspace:
                 raise
             say(f"target {self.recipe.target.model}: is gone; going on with what it left here")
             return known[key]
+        # Noted, so that work without the target can go on when it is gone.
         if self.first_rank and self._keeps_notes and known.get(key) != found:
             storage.write_json(self.root / TARGETS_FILE, {**known, key: found})
         return found
