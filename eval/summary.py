@@ -134,7 +134,7 @@ def _domains(rows: Sequence[DomainRow], error: float) -> Iterator[str]:
         where = f"domain {row.domain!r} ({row.setting})"
         if outcome(row.speedup, error) == "loses":
             yield f"{where} does not pay: {interval(row.speedup, 'x')}."
-        elif row.break_even is not None and row.break_even.above is not None:
+        elif row.break_even is not None and row.break_even.above:
             yield f"{where} pays up to batch {row.break_even.above}."
 
 

@@ -120,11 +120,13 @@ class _Graph:
     def _fill(self, args: tuple[Any, ...]) -> None:
         given = tree_leaves(args)
         # Copy what stands elsewhere; other inputs are at their place already.
+        copied = False
         for place, value in zip(self._places, given, strict=True):
             if isinstance(place, Tensor) and place.data_ptr() != value.data_ptr():
                 place.copy_(value)
-        # Arguments that are all outputs of graphs need no look next time.
-        if all(hasattr(value, _STAYS) for value in given if isinstance(value, Tensor)):
+                copied = True
+        # Outputs of graphs that this one reads where they are need no look next time.
+        if not copied and all(hasattr(value, _STAYS) for value in given if isinstance(value, Tensor)):
             self._args = args
 
 

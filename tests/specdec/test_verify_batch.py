@@ -98,7 +98,7 @@ def reference(rule: str, slot: Slot) -> verify.Verdict:
 
 
 @pytest.mark.parametrize(("rule", "drawn"), WAYS)
-@settings(max_examples=30)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 10**9),
     nodes_B=st.lists(st.integers(0, 7), min_size=1, max_size=4),

@@ -202,8 +202,12 @@ def _llama3(factors_F: Tensor, path: Path, theta: float, head_dim: int) -> dict[
     if _close(factors_F, 1.0).all():
         return None
 
+    refused = FormatError(f"{path}: tensor {ROPE_FACTORS}: is not a rope scaling in the way of Llama 3")
+
     # The largest factor is `factor`: low frequencies are interpolated in full.
     most = float(f"{float(factors_F.max()):.6g}")
+    if not most > 1:
+        raise refused
     wavelength_F = 2 * math.pi / frequencies(theta, head_dim, None).double()
 
     # Pairs on the ramp: solve original = wavelength x (1 + share x (4 - 1)) for each, and take the median.
@@ -213,20 +217,19 @@ def _llama3(factors_F: Tensor, path: Path, theta: float, head_dim: int) -> dict[
     original = float(found.median()) if len(found) else float(wavelength_F[_close(factors_F, most)].min()) - 0.5
 
     # Without pairs on the ramp: the shortest wavelength that is interpolated in full bounds it.
-    scaling = {
-        "rope_type": "llama3",
-        "factor": most,
-        "low_freq_factor": _LOW,
-        "high_freq_factor": _HIGH,
-        "original_max_position_embeddings": round(original),
-    }
-
-    # Accept the fields only if they give the same factors again.
-    if original >= 1 and most > 1:
+    if math.isfinite(original) and original >= 1:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": most,
+            "low_freq_factor": _LOW,
+            "high_freq_factor": _HIGH,
+            "original_max_position_embeddings": round(original),
+        }
+        # Accept the fields only if they give the same factors again.
         again_F = _factors(theta, head_dim, Llama3Rope.model_validate(scaling))
         if torch.allclose(again_F, factors_F, rtol=1e-5):
             return scaling
-    raise FormatError(f"{path}: tensor {ROPE_FACTORS}: is not a rope scaling in the way of Llama 3")
+    raise refused
 
 
 def _close(factors_F: Tensor, value: float) -> Tensor:

@@ -13,6 +13,7 @@ from draftforge.errors import FormatError
 from draftforge.specdec.drafts.layers import frequencies
 from draftforge.specdec.formats.gguf.eagle3 import read_eagle3, write_eagle3
 from draftforge.specdec.formats.gguf.file import GgufFile, read_gguf, write_gguf
+from draftforge.specdec.formats.gguf.llama import ROPE_FACTORS, take_scaling
 
 VOCAB = 280
 USUAL_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -68,3 +69,10 @@ def test_a_scaling_of_another_kind_is_refused(tokenizer: PreTrainedTokenizerFast
     write_gguf(path, GgufFile("eagle3", content.fields | {"eagle3.rope.scaling.type": "longrope"}, content.tensors))
     with pytest.raises(FormatError, match=r"eagle3\.rope\.scaling\.type longrope: must be none, linear or yarn"):
         read_eagle3(path)
+
+
+@pytest.mark.parametrize("factors", [[1.0, 0.5, 1.0, 0.25], [0.0] * 4, [-8.0, 1.0, 8.0, 8.0]])
+def test_factors_of_nobodys_scaling_are_refused(factors: list[float]) -> None:
+    content = GgufFile("llama", {}, {})
+    with pytest.raises(FormatError, match=r"x\.gguf: tensor rope_freqs\.weight: is not a rope scaling"):
+        take_scaling(content, {ROPE_FACTORS: torch.tensor(factors)}, Path("x.gguf"), 10000.0, 8)
