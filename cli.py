@@ -564,7 +564,7 @@ def _fail(error: BaseException, message: str, code: int) -> NoReturn:
     rank = os.environ.get("RANK", "0")
     if message and not debugging:
         print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr, flush=True)
-    if (ranks := sys.modules.get(f"{__package__}.distributed.ranks")) is not None:
+    if (ranks := sys.modules.get(f"{__package__}.distributed")) is not None:
         ranks.report_failure(error)
     if debugging:
         raise error
