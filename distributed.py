@@ -171,7 +171,7 @@ class Ranks:
         if named:
             who = f"rank {named[1]}"
         elif "from rank 0" in str(error):
-            who = "the first rank"
+            who = "rank 0"
         else:
             who = next((f"rank {rank}" for rank in range(self.world_size) if self._is_gone(rank)), "another rank")
         return LostRankError(
