@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import phonenumbers
 from detect_secrets.plugins.discord import DiscordBotTokenDetector
@@ -24,7 +24,8 @@ from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
 from detect_secrets.plugins.twilio import TwilioKeyDetector
 from stdnum import iban, luhn
 
-Kind = Literal["key", "email", "card", "iban", "ip", "host", "phone"]
+from .settings import Kind
+
 _COUNTRIES = (
     *("US", "GB", "DE", "FR", "ES", "IT", "NL", "BE", "AT", "CH"),
     *("PL", "SE", "AU", "IN", "BR", "JP", "KR", "CN", "MX"),
