@@ -122,7 +122,7 @@ def test_values_that_are_not_finite_and_strangers_are_named(kind: str, tmp_path:
     [
         (lambda t: t["d2t"].add_(1000), "d2t points outside the vocabulary of 61"),
         (lambda t: t["d2t"].sub_(1000), "d2t points outside the vocabulary of 61"),
-        (lambda t: t["d2t"].sub_(torch.arange(40)), "d2t names token 0 more than once"),
+        (lambda t: t["d2t"][1].sub_(1), "d2t names token 0 more than once"),
         (lambda t: t["t2d"].logical_not_(), "t2d does not mark the ids that d2t names"),
     ],
 )
