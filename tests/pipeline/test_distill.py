@@ -81,9 +81,8 @@ def test_a_draft_leaves_in_every_format(
 def test_a_training_starts_from_the_registrys_champion(distilled_once: Distilled, tmp_path: Path) -> None:
     name, version = distilled_once.outcome.scored.chosen.draft, distilled_once.outcome.version
     start = f"drafts.{name}.init_from=models:/{version.name}@champion"
-    heir = Workspace(
-        load_recipe(distilled_once.recipe, [start, f"drafts.{name}.steps=1", f"drafts.{name}.warmup_steps=0"])
-    )
+    shorter = [f"drafts.{name}.{setting}" for setting in ("steps=1", "score_every=1", "warmup_steps=0")]
+    heir = Workspace(load_recipe(distilled_once.recipe, [start, *shorter]))
     settings = heir.drafts[name]
     assert settings.init_from is not None and (settings.init_from / "draftforge.json").is_file()
     done = stages.train_stage(stages.captured_stages(heir), name, NoSink())
