@@ -59,6 +59,8 @@ class Conversation(BaseModel):
     split: Split
     asked_elsewhere: list[int] = Field(default=[], exclude_if=operator.not_)
     """Turns (0, 1, …) that do not count, as a conversation before this one asks them in the very same context."""
+    where: str = Field(default="", exclude=True)
+    """File and line of the log that it was read from, relative to the recipe; no part of what a capture depends on."""
 
 
 @dataclass(frozen=True)

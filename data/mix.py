@@ -1,6 +1,7 @@
 """Mix building: from sources to a folder of redacted, de-duplicated, balanced and split conversations.
 
     conversations.parquet   what the target is asked, nested values as JSON text
+    origins.parquet         file and line that each of these was read from
     members.parquet         signatures, turns and placements of these, their parts and every ancestor's; no text
     log.parquet             labels of every record that was read, and what became of it; no text
     clusters.parquet        centres of the domains that clustering named, where it named any
@@ -35,8 +36,9 @@ from .sources import SamplePrompts, input_digests, name_of
 from .split import require_every_split, split_of
 from .stratify import KEYS, SOURCE, Column, Margin, choose, half_lives, largest_size, rake_weights
 
-FORMAT = 2
-CONVERSATIONS, MEMBERS, LOG, MANIFEST = "conversations.parquet", "members.parquet", "log.parquet", "manifest.json"
+FORMAT = 3
+CONVERSATIONS, ORIGINS, MEMBERS = "conversations.parquet", "origins.parquet", "members.parquet"
+LOG, MANIFEST = "log.parquet", "manifest.json"
 COPIES = ("exact_copies", "continued", "near_copies")
 """Fates of records that another record stands for."""
 LEFT_OUT = (*COPIES, "contaminated", "over_share")
@@ -56,6 +58,7 @@ _CONVERSATION_SCHEMA = pa.schema(
         ("asked_elsewhere", pa.list_(pa.int32())),
     ]
 )
+_ORIGIN_SCHEMA = pa.schema([("id", pa.string()), ("where", pa.string())])
 _MEMBER_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -117,9 +120,11 @@ def build_mix(
 
 
 def load_mix(folder: Path) -> list[Conversation]:
-    """Load the conversations of a mix, sorted by id, after a check of the file's digest."""
+    """Load the conversations of a mix, sorted by id, after a check of the files' digests."""
     rows = _read_table(folder, CONVERSATIONS).to_pylist()
+    origins = {row["id"]: row["where"] for row in _read_table(folder, ORIGINS).to_pylist()}
     for row in rows:
+        row["where"] = origins[row["id"]]
         for name in _NESTED:
             row[name] = None if row[name] is None else json.loads(row[name])
     return [Conversation.model_validate(row) for row in rows]
@@ -134,13 +139,12 @@ def load_manifest(folder: Path) -> dict[str, Any]:
     """Load the manifest of a mix folder. Raises MissingFileError or CorruptDataError."""
     if not folder.is_dir():
         raise MissingFileError(f"{folder}: no such mix folder")
-    manifest = storage.read_json(folder / MANIFEST)
-    if (
-        not isinstance(manifest, dict)
-        or manifest.get("format") != FORMAT
-        or not isinstance(manifest.get("files"), dict)
-    ):
-        raise CorruptDataError(f"{folder / MANIFEST}: is not a mix manifest of format {FORMAT}")
+    path = folder / MANIFEST
+    manifest = storage.read_json(path)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise CorruptDataError(f"{path}: is not a mix manifest")
+    if manifest.get("format") != FORMAT:
+        raise CorruptDataError(f"{path}: is of format {manifest.get('format')}; must be {FORMAT}: build the mix again")
     return manifest
 
 
@@ -197,7 +201,7 @@ class _Mix:
     def __init__(
         self, settings: MixSettings, base_dir: Path, records: IngestedRecords, known: Sequence[PlacedMember]
     ) -> None:
-        self._settings, self._records, self._known = settings, records, known
+        self._settings, self._base_dir, self._records, self._known = settings, base_dir, records, known
         self._ids, self._members = records.ids, list(records.members())
 
         # 1) Cluster near-copies, groups and threads among themselves and with what earlier mixes placed.
@@ -208,7 +212,7 @@ class _Mix:
         self._splits = self._split_clusters()
 
         # 3) What is near an evaluation set may not train.
-        near_sets = self._near_evaluation_sets(base_dir)
+        near_sets = self._near_evaluation_sets()
         self._contaminated = {id for id in set().union(*near_sets.values()) if self._splits[id] == "train"}
 
         # 4) Of originals, keep as many as size and shares allow.
@@ -258,12 +262,12 @@ class _Mix:
             for id, placement in self._placed.items()
         }
 
-    def _near_evaluation_sets(self, base_dir: Path) -> dict[str, set[str]]:
+    def _near_evaluation_sets(self) -> dict[str, set[str]]:
         """For each evaluation set, by name, the originals that are near it or continue a conversation that is."""
         # Near-copies need no look of their own: their original stands for them.
         found: dict[str, set[str]] = {}
         distinct = [member for member in self._members if self._placed[member.id].copy_of is None]
-        for evaluation_set in read_evaluation_sets(self._settings, base_dir):
+        for evaluation_set in read_evaluation_sets(self._settings, self._base_dir):
             title = f"near {evaluation_set.name}"
             near = near_any(distinct, evaluation_set.signatures, self._settings.near_threshold, title)
             found[evaluation_set.name] = {self._original(id) for id in near}
@@ -338,10 +342,14 @@ class _Mix:
         return fates
 
     def write_tables(self, folder: Path) -> None:
-        """Write the tables of conversations, members and log labels."""
+        """Write the tables of conversations, their origins, members and log labels."""
         # Conversations are read from the spool one by one; members hold no text.
         tracked = progress.track(self._kept, "writing", unit="conversations")
-        _write_table(folder / CONVERSATIONS, (_row(self._conversation(n)) for n in tracked), _CONVERSATION_SCHEMA)
+        origins: list[dict[str, str]] = []
+        rows = (_row(self._conversation(n, origins)) for n in tracked)
+        _write_table(folder / CONVERSATIONS, rows, _CONVERSATION_SCHEMA)
+        # Where a file lies is no part of a conversation: the same log in another order gives the same ones.
+        _write_table(folder / ORIGINS, iter(origins), _ORIGIN_SCHEMA)
         _write_table(folder / MEMBERS, _member_rows(self._seen, self._known), _MEMBER_SCHEMA)
         log = self._records.log
         labels = {name: log.column(name) for name in (*KEYS, SOURCE, "day")}
@@ -357,8 +365,9 @@ class _Mix:
         }
         pq.write_table(pa.table(table), folder / LOG, compression="zstd")
 
-    def _conversation(self, number: int) -> Conversation:
+    def _conversation(self, number: int, origins: list[dict[str, str]]) -> Conversation:
         record = self._records.record(number)
+        origins.append({"id": record.id, "where": record.where.removeprefix(f"{self._base_dir}/")})
         placed = self._placements[record.id]
         sampling, max_new_tokens = sampling_of(record, self._settings)
         return Conversation(

@@ -64,6 +64,8 @@ class Record:
     prompt_tokens: int | None = None
     """Prompt tokens as logged, counted by the logged model's tokenizer; likewise `answer_tokens`."""
     answer_tokens: int | None = None
+    where: str = ""
+    """File and line (`file:line`), item or row that it was read from; no part of `id` and `key` either."""
 
     @cached_property
     def id(self) -> str:
@@ -73,7 +75,7 @@ class Record:
 
     @cached_property
     def key(self) -> str:
-        """Hash of all but times and source: orders records independently of their position."""
+        """Hash of all but times, source and place: orders records independently of their position."""
         sampling = self.sampling.model_dump() if self.sampling else None
         return _digest([self.id, self.domain, sampling, self.max_new_tokens, self.group])
 
@@ -117,6 +119,7 @@ def parse(
         max_new_tokens=_max_new_tokens(lookup, where),
         group=_group(source, lookup, where),
         source=index,
+        where=where,
         **(timing or timing_of(line, where))._asdict(),
     )
     # 3) Text that no file can hold shows when the record is hashed; here its line is known.

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from .. import fingerprint, storage
 from .conversation import Conversation, turns
 from .dedup import asked_elsewhere, asking, turn_keys
-from .mix import CONVERSATIONS, MANIFEST, load_manifest, load_mix
+from .mix import CONVERSATIONS, MANIFEST, ORIGINS, load_manifest, load_mix
 from .split import unit
 
 BLEND = "blend"
@@ -70,12 +70,12 @@ def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folde
     manifest = load_manifest(mix)
 
     # 1) The old conversations' rows, with the turns that do not count in this mix.
-    new, rows = (pq.read_table(source / CONVERSATIONS) for source in (mix, old))
-    rows = rows.filter(pc.is_in(rows["id"], pa.array(added, pa.string())))
+    new, rows = pq.read_table(mix / CONVERSATIONS), _rows_of(added, old / CONVERSATIONS)
     elsewhere = _turns_asked_elsewhere(mix, old, added)
     turns_elsewhere = pa.array([elsewhere[id] for id in rows["id"].to_pylist()], pa.list_(pa.int32()))
     rows = rows.drop_columns(_ELSEWHERE).append_column(_ELSEWHERE, turns_elsewhere)
-    table = pa.concat_tables([new, rows.select(new.column_names)], promote_options="default")
+    conversations = pa.concat_tables([new, rows.select(new.column_names)], promote_options="default")
+    origins = pa.concat_tables([pq.read_table(mix / ORIGINS), _rows_of(added, old / ORIGINS)])
 
     # 2) The counts of train by domain.
     train: dict[str, int] = dict(manifest["conversations"]["train"])
@@ -85,12 +85,19 @@ def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folde
     # 3) The folder: all other files of the mix as they are.
     with storage.new_folder(folder) as blended:
         for path in mix.iterdir():
-            if path.is_file() and path.name not in (CONVERSATIONS, MANIFEST):
+            if path.is_file() and path.name not in (CONVERSATIONS, ORIGINS, MANIFEST):
                 shutil.copyfile(path, blended / path.name)
-        pq.write_table(table.sort_by("id"), blended / CONVERSATIONS, compression="zstd")
+        for name, table in ((CONVERSATIONS, conversations), (ORIGINS, origins)):
+            pq.write_table(table.sort_by("id"), blended / name, compression="zstd")
+            manifest["files"][name] = fingerprint.of_file(blended / name)
         manifest["conversations"]["train"] = dict(sorted(train.items()))
-        manifest["files"][CONVERSATIONS] = fingerprint.of_file(blended / CONVERSATIONS)
         storage.write_json(blended / MANIFEST, manifest | {BLEND: made_of | {"added": len(added)}})
+
+
+def _rows_of(ids: list[str], path: Path) -> pa.Table:
+    """Rows of a table that have one of some ids."""
+    table = pq.read_table(path)
+    return table.filter(pc.is_in(table["id"], pa.array(ids, pa.string())))
 
 
 def _turns_asked_elsewhere(mix: Path, old: Path, added: list[str]) -> dict[str, list[int]]:

@@ -19,6 +19,7 @@ from .. import fingerprint, storage
 from ..data.capture.capture import capture, check_spread
 from ..data.capture.manifest import Part, content_digest, is_captured, join
 from ..data.capture.reuse import answers_digest
+from ..data.mix import FORMAT as MIX_FORMAT
 from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.mix import build_mix, load_mix
 from ..data.prompts import prompts_of
@@ -72,6 +73,7 @@ class Stages:
         # Where files lie does not count, only what they hold.
         excluded: Any = {"sources": {"__all__": {"path", "name"}}, "ancestors": True, "contamination": True}
         inputs: list[Any] = [
+            MIX_FORMAT,
             settings.model_dump(mode="json", exclude=excluded),
             input_digests(settings, base),
             sorted(fingerprint.of_file(base / path / MIX_MANIFEST) for path in settings.ancestors),

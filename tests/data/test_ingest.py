@@ -26,6 +26,7 @@ FULL = Record(
     replica="r1",
     prompt_tokens=11,
     answer_tokens=5,
+    where="log.jsonl:7",
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from draftforge.data.mix import CONVERSATIONS, LOG, MEMBERS, build_mix, load_manifest, load_members, load_mix
+from draftforge.data.mix import CONVERSATIONS, LOG, MEMBERS, ORIGINS, build_mix, load_manifest, load_members, load_mix
 from draftforge.data.settings import MixSettings
 from draftforge.errors import CorruptDataError, DraftforgeError, InputError, MissingFileError
 from draftforge.specdec.sampling import SamplingSettings
@@ -40,9 +40,18 @@ def splits(folder: Path) -> dict[str, str]:
 def test_same_input_same_bytes_and_order_changes_no_conversation(tmp_path: Path) -> None:
     lines = [line(i, "ab"[i % 2]) for i in range(60)]
     first, again = build(tmp_path, lines, "first"), build(tmp_path, lines, "again")
-    assert files(first) == files(again) and set(files(first)) == {CONVERSATIONS, MEMBERS, LOG, "manifest.json"}
+    assert files(first) == files(again)
+    assert set(files(first)) == {CONVERSATIONS, ORIGINS, MEMBERS, LOG, "manifest.json"}
     shuffled = build(tmp_path, random.Random(0).sample(lines, 60), "shuffled")
     assert (first / CONVERSATIONS).read_bytes() == (shuffled / CONVERSATIONS).read_bytes()
+
+
+def test_every_conversation_names_the_line_that_it_was_read_from(tmp_path: Path) -> None:
+    lines = [line(i) for i in range(60)]
+    mix = load_mix(build(tmp_path, [*lines, lines[3]]))
+    place_of = {item["turns"][0]: f"log.jsonl:{number}" for number, item in enumerate(lines, start=1)}
+    assert {c.messages[0].content: c.where for c in mix} == place_of
+    assert all("where" not in c.model_dump() for c in mix)  # a capture of the same conversations stays
 
 
 def test_adding_records_moves_none(tmp_path: Path) -> None:
@@ -184,9 +193,10 @@ def test_damaged_and_missing_mixes_are_refused(tmp_path: Path) -> None:
     (folder / CONVERSATIONS).unlink()
     with pytest.raises(MissingFileError, match=r"conversations\.parquet: no such file"):
         load_mix(folder)
-    (folder / "manifest.json").write_text("{}")
-    with pytest.raises(CorruptDataError, match="is not a mix manifest of format 2"):
-        load_mix(folder)
+    for text, rule in (("{}", "is not a mix manifest"), ('{"format": 2, "files": {}}', "is of format 2; must be 3")):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(CorruptDataError, match=rule):
+            load_mix(folder)
     with pytest.raises(MissingFileError, match="no such mix folder"):
         load_mix(tmp_path / "gone")
 

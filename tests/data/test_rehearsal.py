@@ -41,8 +41,10 @@ def test_the_share_of_old_training_conversations_is_reached(share: float, tmp_pa
     assert train_ids(tmp_path / "both") == train_ids(new) | set(added)
     judging = {one.id for one in load_mix(new) if one.split != "train"}
     assert {one.id for one in load_mix(tmp_path / "both") if one.split != "train"} == judging
-    ids = [one.id for one in load_mix(tmp_path / "both")]
+    both = load_mix(tmp_path / "both")
+    ids = [one.id for one in both]
     assert ids == sorted(ids)
+    assert all(one.where.startswith("old.jsonl:" if one.id in added else "new.jsonl:") for one in both)
     manifest = load_manifest(tmp_path / "both")
     assert sum(manifest["conversations"]["train"].values()) == total and manifest["blend"]["added"] == len(added)
     assert base_of(tmp_path / "both") == "f" * 64 and base_of(new) is None
