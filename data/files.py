@@ -35,14 +35,24 @@ _MEGABYTE = 1e6
 _DEEPEST = 200  # of a JSON value: far below what Python's own JSON module can write again
 
 
+def _as_it_is(value: Any, where: str) -> Any:
+    return value
+
+
 class Item(NamedTuple):
     """One line, JSON value or row of a file, decoded on demand."""
 
     path: Path
     where: str
     """`file:line`, or `file: item N` of a JSON array."""
-    decode: Callable[[], Any]
-    """Parse the item. Raises InputError starting with `where`."""
+    raw: Any
+    """Bytes of a line, or a value that its file's format has decoded."""
+    decoder: Callable[[Any, str], Any] = _as_it_is
+    """A function of this module, so that an item can go to another process."""
+
+    def decode(self) -> Any:
+        """Parse the item. Raises InputError starting with `where`."""
+        return self.decoder(self.raw, self.where)
 
 
 class _Open(NamedTuple):
@@ -99,7 +109,7 @@ def text_lines(paths: Sequence[Path], title: str) -> Iterator[Item]:
     """Yield the lines that are not blank, as text without line ends."""
     for file in _opened(paths, title):
         for where, line in _lines(file):
-            yield Item(file.path, where, lambda line=line, where=where: _utf8(line, where).rstrip("\r\n"))  # type: ignore[misc]
+            yield Item(file.path, where, line, _text)
 
 
 def prompt_lines(paths: Sequence[Path], title: str) -> Iterator[Item]:
@@ -109,7 +119,7 @@ def prompt_lines(paths: Sequence[Path], title: str) -> Iterator[Item]:
             yield from _json_values(file)
             continue
         for where, line in _lines(file):
-            yield _prompt_item(file.path, where, line)
+            yield Item(file.path, where, line, _prompt)
 
 
 def objects(paths: Sequence[Path], title: str) -> Iterator[Item]:
@@ -220,17 +230,16 @@ def _json_values(file: _Open) -> Iterator[Item]:
         return
 
     # 3) JSON lines.
-    yield _json_item(file.path, where, line)
-    for where, line in lines:
-        yield _json_item(file.path, where, line)
+    for where, line in itertools.chain([first], lines):
+        yield Item(file.path, where, line, _json)
 
 
-def _prompt_item(path: Path, where: str, line: bytes) -> Item:
-    return Item(path, where, lambda: {"prompt": _utf8(line, where).rstrip("\r\n")})
+def _text(line: bytes, where: str) -> str:
+    return _utf8(line, where).rstrip("\r\n")
 
 
-def _json_item(path: Path, where: str, line: bytes) -> Item:
-    return Item(path, where, lambda: _json(line, where))
+def _prompt(line: bytes, where: str) -> dict[str, str]:
+    return {"prompt": _text(line, where)}
 
 
 def _is_json(line: bytes) -> bool:
@@ -282,7 +291,7 @@ def _whole_values(file: _Open, begun: bytes) -> Iterator[Item]:
     with _unpacking(file.path, lambda: f"{file.path}: item {number + 1}"):
         try:
             for number, value in enumerate(_elements(_Prepended(begun, file.stream)), start=1):
-                yield Item(file.path, f"{file.path}: item {number}", lambda value=value: value)  # type: ignore[misc]
+                yield Item(file.path, f"{file.path}: item {number}", value)
                 if number % _ITEMS_PER_UPDATE == 0:
                     file.tick()
         except ijson.JSONError as error:  # its other lines quote the file
@@ -330,7 +339,7 @@ def _csv_rows(file: _Open) -> Iterator[Item]:
             row = next(rows, None)
         if row is None:
             break
-        yield Item(file.path, where, lambda row=row, where=where: _checked_row(row, where))  # type: ignore[misc]
+        yield Item(file.path, where, row, _checked_row)
         if number % _ITEMS_PER_UPDATE == 0:
             file.tick()
     file.tick()
@@ -360,7 +369,7 @@ def _parquet_rows(file: _Open) -> Iterator[Item]:
         for batch in pq.ParquetFile(file.stream).iter_batches(_ITEMS_PER_UPDATE):
             for row in batch.to_pylist():
                 number += 1
-                yield Item(file.path, f"{file.path}: row {number}", lambda row=row: row)  # type: ignore[misc]
+                yield Item(file.path, f"{file.path}: row {number}", row)
             file.tick()
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{file.path}: row {number + 1}: not a complete Parquet file ({error})") from None

@@ -276,7 +276,7 @@ def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]
 
             # The column under the shape's own name, beside all others, from which labels may be read.
             line = {**_without_none(row), DEFAULT_COLUMNS[source.shape]: _without_none(row.get(column))}
-            yield files.Item(base_dir, f"{name_of(source)} row {number}", lambda line=line: line)  # type: ignore[misc]
+            yield files.Item(base_dir, f"{name_of(source)} row {number}", line)
             if number % _ROWS_PER_UPDATE == 0:
                 advance(_ROWS_PER_UPDATE)
 
