@@ -6,7 +6,7 @@ Every error names the line (`file:line`) and the broken rule, and quotes no text
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, get_args
 
@@ -64,8 +64,8 @@ class Record:
     prompt_tokens: int | None = None
     """Prompt tokens as logged, counted by the logged model's tokenizer; likewise `answer_tokens`."""
     answer_tokens: int | None = None
-    where: str = ""
-    """File and line (`file:line`), item or row that it was read from; no part of `id` and `key` either."""
+    where: str = field(default="", compare=False)
+    """File and line (`file:line`), item or row that it was read from; no part of `id`, `key` and equality."""
 
     @cached_property
     def id(self) -> str:

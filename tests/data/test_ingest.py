@@ -36,7 +36,7 @@ def test_records_come_back_whole_in_any_order(tmp_path: Path) -> None:
         numbers = [spool.add(FULL), spool.add(bare), spool.add(FULL)]
         assert numbers == [0, 1, 2] and len(spool) == 3
         assert spool[1] == bare and spool[0] == FULL == spool[2]
-        assert (spool[0].id, spool[0].key) == (FULL.id, FULL.key)
+        assert (spool[0].id, spool[0].key, spool[0].where) == (FULL.id, FULL.key, FULL.where)
         assert spool.add(bare) == 3 and spool[3] == bare and spool[2] == FULL
 
 
