@@ -4,7 +4,7 @@ import json
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,9 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..errors import InputError
 from ..specdec.sampling import SamplingSettings
 
-Role = Literal["system", "user", "assistant", "tool"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+Engine = Literal["vllm", "sglang"]
+PromptEnd = Literal["opened", "after_answer", "prefill", "bare"]
 Split = Literal["train", "selection", "holdout"]
-ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+ROLES: tuple[Role, ...] = get_args(Role)
 SPLITS: tuple[Split, ...] = ("train", "selection", "holdout")
 
 
@@ -24,10 +26,24 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: Role
-    content: str
+    content: str | list[str]
+    """Text, or its parts where it was sent in several; an empty list: the request had no content (null)."""
+    reasoning: str | None = None
+    """Reasoning that the client sent back beside an answer."""
     tool_calls: list[dict[str, Any]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text, its parts a line each."""
+        return self.content if isinstance(self.content, str) else "\n".join(self.content)
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able form without absent fields. Content that was absent counts as empty."""
+        message = self.model_dump(exclude_none=True)
+        message["content"] = self.content or ""
+        return message
 
     def for_template(self) -> dict[str, Any]:
         """The dict that a chat template gets. Tool arguments logged as JSON text become objects, as servers do it."""
@@ -50,7 +66,16 @@ class Conversation(BaseModel):
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     template_args: dict[str, Any] = {}
-    """Extra arguments of the chat template, e.g. `enable_thinking`."""
+    """Extra arguments of the chat template, e.g. `enable_thinking`, `reasoning_effort`, `documents`."""
+    turn_by_turn: bool = Field(default=False, exclude_if=operator.not_)
+    """Whether the target answers each user message in turn, in the context of its own answers, instead of all
+    messages as one prompt."""
+    prompt_end: PromptEnd = Field(default="opened", exclude_if="opened".__eq__)
+    """How the last prompt ends. opened: after the last message that is no logged answer, the assistant's turn is
+    opened. after_answer: the same after an assistant's message that belongs to the prompt. prefill: the assistant's
+    last message is continued. bare: nothing is opened."""
+    engine: Engine = Field(default="vllm", exclude_if="vllm".__eq__)
+    """Engine whose way of rendering holds, where that matters."""
     sampling: SamplingSettings | None = None
     """Sampling settings of the target's answers; None: the capture's default."""
     max_new_tokens: int | None = None

@@ -197,7 +197,8 @@ def redacted(record: Record, redactor: Redactor) -> Record:
     messages = tuple(
         message.model_copy(
             update={
-                "content": redactor.text(message.content),
+                "content": redactor.value(message.content),
+                "reasoning": redactor.value(message.reasoning),
                 "name": redactor.value(message.name),
                 "tool_call_id": redactor.value(message.tool_call_id),
                 "tool_calls": redactor.value(message.tool_calls),

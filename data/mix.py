@@ -53,6 +53,9 @@ _CONVERSATION_SCHEMA = pa.schema(
         ("messages", pa.string()),
         ("tools", pa.string()),
         ("template_args", pa.string()),
+        ("turn_by_turn", pa.bool_()),
+        ("prompt_end", pa.string()),
+        ("engine", pa.string()),
         ("sampling", pa.string()),
         ("max_new_tokens", pa.int64()),
         ("asked_elsewhere", pa.list_(pa.int32())),
@@ -377,6 +380,9 @@ class _Mix:
             messages=list(record.messages),
             tools=record.tools,
             template_args=dict(record.template_args or {}),
+            turn_by_turn=record.turn_by_turn,
+            prompt_end=record.prompt_end,
+            engine=record.engine,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
             cluster=placed.cluster,
@@ -425,9 +431,9 @@ def _source_records(
 
 
 def _row(conversation: Conversation) -> dict[str, Any]:
-    # The dump leaves out an empty `asked_elsewhere`, which the column needs; nested values are stored as JSON text.
-    row = conversation.model_dump(mode="json")
-    row["asked_elsewhere"] = conversation.asked_elsewhere
+    # The dump leaves out what is as in most conversations; nested values are stored as JSON text.
+    row = {name: getattr(conversation, name) for name in _CONVERSATION_SCHEMA.names}
+    row |= conversation.model_dump(mode="json")
     row["messages"] = [message.model_dump(exclude_none=True) for message in conversation.messages]
     for name in _NESTED:
         row[name] = None if row[name] is None else json.dumps(row[name], ensure_ascii=False)

@@ -15,12 +15,13 @@ from pydantic import BaseModel, ValidationError
 from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling import SamplingSettings
-from .conversation import ROLES, Message
+from .conversation import ROLES, Engine, Message, PromptEnd
 from .logs.chat import MOST_TOKENS, Timing
 from .logs.parsing import seconds
 from .settings import LABEL, DatasetSource, DomainRule, FileSource, Shape, TargetSource
 
 _ID_DIGITS = 24
+_USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
 _SAMPLING_FIELDS = tuple(SamplingSettings.model_fields)
 _LIMIT_FIELDS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
 _SHAREGPT_ROLES: dict[str, str] = {
@@ -51,6 +52,10 @@ class Record:
     messages: tuple[Message, ...]
     tools: list[dict[str, Any]] | None = None
     template_args: Mapping[str, Any] | None = None
+    turn_by_turn: bool = False
+    """Like `prompt_end` and `engine`, as in `Conversation`."""
+    prompt_end: PromptEnd = "opened"
+    engine: Engine = "vllm"
     sampling: SamplingSettings | None = None
     max_new_tokens: int | None = None
     group: str | None = None
@@ -70,8 +75,11 @@ class Record:
     @cached_property
     def id(self) -> str:
         """Hash of what the target is shown (messages, tools, template arguments), so exact copies share it."""
-        messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        return _digest([messages, self.tools, dict(self.template_args or {})])
+        shown = [[message.record() for message in self.messages], self.tools, dict(self.template_args or {})]
+        # What is not as in most conversations counts too.
+        form = {"turn_by_turn": self.turn_by_turn, "prompt_end": self.prompt_end, "engine": self.engine}
+        unusual = {name: value for name, value in form.items() if value != _USUAL[name]}
+        return _digest([*shown, unusual] if unusual else shown)
 
     @cached_property
     def key(self) -> str:
@@ -82,7 +90,7 @@ class Record:
     @property
     def user_text(self) -> str:
         """User messages, one a line: the text by which near-copies are judged."""
-        return "\n".join(message.content for message in self.messages if message.role == "user")
+        return "\n".join(message.text for message in self.messages if message.role == "user")
 
 
 def parse(
@@ -271,8 +279,8 @@ def _searched_text(rule: DomainRule, lookup: Lookup, messages: Sequence[Message]
     if rule.field is not None:
         value = lookup(rule.field)
         return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
-    roles = ("system", "user") if rule.role is None else (rule.role,)
-    return "\n".join(message.content for message in messages if message.role in roles)
+    roles = {"system": ("system", "developer"), "user": ("user",), None: ("system", "developer", "user")}[rule.role]
+    return "\n".join(message.text for message in messages if message.role in roles)
 
 
 def _group(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str) -> str | None:

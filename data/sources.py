@@ -16,7 +16,7 @@ from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError, RecipeError, named
 from . import files
 from .concurrency import Traffic
-from .logs.chat import Entry, Reason, Timing
+from .logs.chat import Entry, LeftOut, Reason, Timing
 from .logs.readers import FORMATS, Format
 from .records import DEFAULT_COLUMNS, Record, parse
 from .settings import DatasetSource, FileSource, MixSettings, Shape, Source, TargetSource
@@ -226,9 +226,11 @@ def _entries(source: FileSource, form: Format, paths: Sequence[Path], counts: So
 
 @contextmanager
 def _skipping(source: FileSource | DatasetSource, counts: SourceCounts) -> Iterator[None]:
-    """Count an InputError as a skipped line and go on, if the source has `skip_invalid`."""
+    """Count what is left out, and go on; an InputError too, as a skipped line, if the source has `skip_invalid`."""
     try:
         yield
+    except LeftOut as request:
+        counts.leave_out(request.reason)
     except InputError:
         if not source.skip_invalid:
             raise

@@ -95,7 +95,7 @@ def labels_of(record: Record, sampling: SamplingSettings | None) -> Labels:
 
 def system_text(record: Record) -> str:
     """System messages of a record, one a line; empty: it has none."""
-    return "\n".join(message.content for message in record.messages if message.role == "system")
+    return "\n".join(message.text for message in record.messages if message.role in ("system", "developer"))
 
 
 def lengths_of(record: Record) -> Lengths:
@@ -113,7 +113,7 @@ def lengths_of(record: Record) -> Lengths:
 
 
 def _characters(message: Message) -> int:
-    return len(message.content) + (len(json.dumps(message.tool_calls)) if message.tool_calls else 0)
+    return len(message.text) + (len(json.dumps(message.tool_calls)) if message.tool_calls else 0)
 
 
 def _estimated_tokens(characters: int) -> int:

@@ -23,8 +23,23 @@ Reason = Literal[
     "message part that is not text",
     "tools without their definitions",
     "logged twice",
+    "chat template of its own",
+    "prompt given as tokens",
+    "prompt cut to a number of tokens",
+    "special tokens added to the prompt",
+    "answered by an adapter",
+    "tools that are not functions",
+    "no turn to answer",
 ]
 """Reasons why a log line gives no conversation. Such lines are counted and are no error."""
+
+
+class LeftOut(InputError):  # noqa: N818  no mistake of anyone's
+    """A request whose prompt cannot be made again as it was served, or that is none: counted, and no broken rule."""
+
+    def __init__(self, where: str, reason: Reason) -> None:
+        super().__init__(f"{where}: left out: {reason}")
+        self.reason: Reason = reason
 
 
 MOST_TOKENS = (1 << 31) - 1

@@ -264,7 +264,7 @@ def test_ancestors_in_any_order_give_the_same_bytes(tmp_path: Path) -> None:
     bound = {
         one.cluster
         for one in load_mix(tmp_path / "one")
-        if one.messages[0].content in (words(i, 0, "user") for i in (0, 100, 101))
+        if one.messages[0].text in (words(i, 0, "user") for i in (0, 100, 101))
     }
     assert len(bound) == 1
 

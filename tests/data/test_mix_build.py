@@ -34,7 +34,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def splits(folder: Path) -> dict[str, str]:
-    return {conversation.messages[-1].content: conversation.split for conversation in load_mix(folder)}
+    return {conversation.messages[-1].text: conversation.split for conversation in load_mix(folder)}
 
 
 def test_same_input_same_bytes_and_order_changes_no_conversation(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def topics(folder: Path) -> dict[str, str]:
     """Topic of each domain; every conversation of a domain must be of one topic."""
     found: dict[str, set[str]] = {}
     for conversation in load_mix(folder):
-        words = set(conversation.messages[-1].content.split())
+        words = set(conversation.messages[-1].text.split())
         found.setdefault(conversation.domain, set()).update(t for t in TOPICS if words & set(TOPICS[t].split()))
     assert all(len(some) == 1 for some in found.values())
     return {domain: some.pop() for domain, some in found.items()}
@@ -79,7 +79,7 @@ def test_the_first_rule_that_matches_wins_and_what_none_matches_needs_a_name(tmp
     rules = [{"match": "flour|oven", "domain": "kitchen"}, {"match": "oven|flight|hotel|beach", "domain": "travel"}]
     folder = build(tmp_path, [line(i, domain="rest") for i in range(90)], domains={"rules": rules})
     for conversation in load_mix(folder):
-        words = set(conversation.messages[-1].content.split())
+        words = set(conversation.messages[-1].text.split())
         wanted = (
             "kitchen" if words & {"flour", "oven"} else "travel" if words & {"flight", "hotel", "beach"} else "rest"
         )
@@ -186,7 +186,7 @@ def test_a_conversation_is_as_recent_as_its_latest_copy(tmp_path: Path) -> None:
     near = [{**item, "messages": [{"role": "user", "content": text.upper() + "!"}]} for item, text in zip(old, asked)]
     recent = [{**item, "started": 9000.0} for item in near[30:60]]
     mix = load_mix(build(tmp_path, [*old, *again, *recent], half_life_days=0.001))
-    assert {c.messages[0].content.lower().rstrip("!") for c in mix} == set(asked[:60])
+    assert {c.messages[0].text.lower().rstrip("!") for c in mix} == set(asked[:60])
 
 
 def test_a_log_without_times_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,17 +197,17 @@ def test_a_log_without_times_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_an_evaluation_set_stays_out_of_train(tmp_path: Path) -> None:
     lines = [line(i, domain="a") for i in range(120)]
-    trained = [c.messages[-1].content for c in load_mix(build(tmp_path, lines, "free")) if c.split == "train"][:5]
+    trained = [c.messages[-1].text for c in load_mix(build(tmp_path, lines, "free")) if c.split == "train"][:5]
     asked = [*trained[:3], *(text + " now" for text in trained[3:]), "nothing like it at all"]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
     folder = build(tmp_path, lines, contamination=["eval.jsonl"])
     manifest = load_manifest(folder)
-    assert not {c.messages[-1].content for c in load_mix(folder)} & set(trained)
+    assert not {c.messages[-1].text for c in load_mix(folder)} & set(trained)
     assert manifest["left_out"]["contaminated"] == 5 and manifest["contamination"]["near_conversations"] == {
         "eval.jsonl": 5
     }
     assert Counter(load_log(folder).column("fate").to_pylist())["contaminated"] == 5
-    held = next(c.messages[-1].content for c in load_mix(folder) if c.split == "holdout")
+    held = next(c.messages[-1].text for c in load_mix(folder) if c.split == "holdout")
     (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": held}) + "\n")
     report = load_manifest(build(tmp_path, lines, "held", contamination=["eval.jsonl"]))["contamination"]
     assert report["near_evaluation_sets"] == {"eval.jsonl": 1} and report["near_conversations"] == {"eval.jsonl": 1}

@@ -20,7 +20,7 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def texts(path: Path, most: int | None = None) -> list[str]:
-    return [last_context(record)[-1].content for record in read_prompts([path], most)]
+    return [last_context(record)[-1].text for record in read_prompts([path], most)]
 
 
 def test_domains_come_by_turns_and_a_smaller_number_is_a_part(tmp_path: Path) -> None:

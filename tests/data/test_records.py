@@ -15,7 +15,7 @@ def read(line: Any, shape: Shape = "messages", **source: Any) -> Record:
 
 
 def shown(record: Record) -> list[tuple[str, str]]:
-    return [(message.role, message.content) for message in record.messages]
+    return [(message.role, message.text) for message in record.messages]
 
 
 def test_openai_line_keeps_turns_tools_and_request() -> None:

@@ -20,7 +20,7 @@ class Read(NamedTuple):
 
     @property
     def talks(self) -> list[list[tuple[str, str]]]:
-        return [[(message.role, message.content) for message in record.messages] for record in self.records]
+        return [[(message.role, message.text) for message in record.messages] for record in self.records]
 
     @property
     def times(self) -> list[tuple[float, float, str]]:
