@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Engine = Literal["vllm", "sglang"]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import storage
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from .concurrency import Traffic
 from .conversation import SPLITS, Message, Split
 from .dedup import SIGNATURE_LENGTH, Member, TurnIndex, group_key, signature

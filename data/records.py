@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from .. import fingerprint
 from ..errors import InputError
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from .conversation import ROLES, Engine, Message, PromptEnd
 from .logs.chat import MOST_TOKENS, Timing
 from .logs.parsing import seconds

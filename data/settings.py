@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, field_validator, model_validator
 
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 
 Shape = Literal["messages", "sharegpt", "turns", "prompts"]
 Key = Literal["domain", "sampling", "tools", "system", "turns", "prompt", "answer"]

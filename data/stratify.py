@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from .conversation import Message
 from .records import Record
 from .settings import Key
