@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from .errors import CorruptDataError, DiskFullError, DraftforgeError, InputError, LockedError, MissingFileError
 
+_SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
 # Messages of libraries that wrap a full disk in an error without errno (torch, safetensors, SQLite).
 _DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large", "database or disk is full")
 
@@ -136,11 +137,27 @@ def is_disk_full(error: BaseException) -> bool:
     return any(words in str(error) for words in _DISK_FULL)
 
 
-def require_free_space(folder: Path, need_bytes: int) -> None:
-    """Raise DiskFullError unless the file system of `folder` has `need_bytes` free."""
+def size_unit(count: float) -> tuple[float, str]:
+    """Decimal unit that suits so many bytes: its number of bytes, and its name (B, kB, MB, GB, TB)."""
+    # 999.5 kB would round to 1,000 kB: it is shown as 1.00 MB.
+    power = next((i for i in range(len(_SIZE_UNITS)) if abs(count) < 999.5 * 1000.0**i), len(_SIZE_UNITS) - 1)
+    return 1000.0**power, _SIZE_UNITS[power]
+
+
+def size_text(count: float) -> str:
+    """So many bytes as text, with three digits that mean something: "512 B", "1.05 MB", "84.0 GB"."""
+    unit, name = size_unit(count)
+    value = count / unit
+    digits = 0 if unit == 1 or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{digits}f} {name}"
+
+
+def require_free_space(folder: Path, need_bytes: int, advice: str = "") -> None:
+    """Raise DiskFullError, which ends with the advice, unless the file system of `folder` has `need_bytes` free."""
     free = free_bytes(folder)
     if free < need_bytes:
-        raise DiskFullError(f"{folder}: {free / 1e9:.2f} GB free, {need_bytes / 1e9:.2f} GB needed")
+        sizes = f"{size_text(free)} free, {size_text(need_bytes)} needed: {size_text(need_bytes - free)} too little"
+        raise DiskFullError(f"{folder}: {sizes}{advice and f'; {advice}'}")
 
 
 def free_bytes(folder: Path) -> int:

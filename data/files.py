@@ -25,13 +25,13 @@ import pyarrow.parquet as pq
 
 from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError
+from ..storage import size_unit
 
 _PACKED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _UNPACKING = (EOFError, OSError, zlib.error, lzma.LZMAError)
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _BOM = b"\xef\xbb\xbf"
 _ITEMS_PER_UPDATE = 256
-_MEGABYTE = 1e6
 _DEEPEST = 200  # of a JSON value: far below what Python's own JSON module can write again
 
 
@@ -156,19 +156,20 @@ def _unpacked_name(path: Path) -> str:
 def _opened(paths: Sequence[Path], title: str) -> Iterator[_Open]:
     """Each file in turn, under one progress bar."""
     total = sum(require_file(path).stat().st_size for path in paths)
-    with progress.bar(title, total / _MEGABYTE, "MB") as advance:
+    unit, name = size_unit(total)
+    with progress.bar(title, total / unit, name) as advance:
         for path in paths:
             with path.open("rb") as raw:
-                yield _Open(path, _unpack(path, raw), _ticks(raw, advance))
+                yield _Open(path, _unpack(path, raw), _ticks(raw, advance, unit))
 
 
-def _ticks(raw: IO[bytes], advance: progress.Advance) -> Callable[[], None]:
+def _ticks(raw: IO[bytes], advance: progress.Advance, unit: float) -> Callable[[], None]:
     done = 0
 
     def tick() -> None:
         nonlocal done
         position = raw.tell()
-        advance((position - done) / _MEGABYTE)
+        advance((position - done) / unit)
         done = position
 
     return tick

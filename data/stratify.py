@@ -19,6 +19,7 @@ No conversation is kept twice: this bounds the size of the mix, by the heaviest 
 import hashlib
 import json
 import math
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -42,6 +43,7 @@ CHARACTERS_PER_TOKEN = 4
 _TURNS = (1, 2, 3, 5, 9)
 _TOKENS = (0, 64, 256, 1024, 4096, 16384)
 _SYSTEM_DIGITS = 8
+_BUCKET = re.compile(r"(\d+)(?:-\d+|\+)?")
 
 
 class Labels(NamedTuple):
@@ -130,9 +132,9 @@ def bucket(value: int, starts: tuple[int, ...]) -> str:
 
 
 def bucket_order(label: str) -> tuple[int, str]:
-    """Sort key of a label: ranges by where they begin, then all others by name."""
-    head = label.rstrip("+").split("-")[0]
-    return (int(head), "") if head.isdigit() else (1 << 30, label)
+    """Sort key of a label: ranges by where they begin, then all others by name, which puts dates in order."""
+    found = _BUCKET.fullmatch(label)
+    return (int(found[1]), "") if found else (1 << 30, label)
 
 
 class LogTable:

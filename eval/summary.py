@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
+from ..storage import size_text
 from .acceptance import Estimate
 from .bench.run import EVERY, BenchRow, LengthRow, Spread
 from .counts import largest_prompt
@@ -121,10 +122,10 @@ def _break_even_batch(row: Row, load: LoadFigures) -> Iterator[str]:
 
 
 def _costs(load: LoadFigures) -> str:
-    weights, caches = (count / 1e6 for count in load.memory)
+    weights, caches = map(size_text, load.memory)
     return (
         f"Goodput {load.goodput.value:.0f} tokens/s, {load.plain_goodput:.0f} without a draft, which takes "
-        f"{weights:,.0f} MB of weights and {caches:,.0f} MB of caches."
+        f"{weights} of weights and {caches} of caches."
     )
 
 

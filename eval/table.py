@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..specdec.drafts.layer_skip import SkippedLayers
+from ..storage import size_text
 from .acceptance import Estimate
 from .leaderboard import DomainRow, Row
 from .serving_load import LoadFigures
@@ -24,10 +25,10 @@ _WAITS = (
     "rounds",
     "round ms",
     "break-even tau",
-    "draft MB",
-    "cache MB",
-    "caches MB",
-    "peak MB",
+    "draft memory",
+    "cache memory",
+    "caches memory",
+    "peak memory",
 )
 NUMERIC = frozenset([*_SCORES, *_SKIPS, *_LOADS, *_SPEEDS, *_WAITS, "equal"])
 UNKNOWN = "n/a"
@@ -158,12 +159,11 @@ def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
 def _load_cells(row: Row | None) -> list[str]:
     """Load columns of a leaderboard row; None: their header."""
     if row is None:
-        return ["goodput", "break-even tau", "loses above", "draft MB", "cache MB"]
+        return ["goodput", "break-even tau", "loses above", "draft memory", "cache memory"]
     if row.load is None:  # plain decoding
         return ["-"] * 5
-    memory = [f"{size / 1e6:.1f}" for size in row.load.memory]
     above = UNKNOWN if row.load.break_even is None else row.load.break_even.label
-    return [interval(row.load.goodput, digits=0), number(row.break_even_tau), above, *memory]
+    return [interval(row.load.goodput, digits=0), number(row.break_even_tau), above, *map(size_text, row.load.memory)]
 
 
 def batch_cells(load: LoadFigures) -> list[list[str]]:

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from ..errors import DraftforgeError
 from ..progress import say
+from ..storage import size_text
 
 MINIMUM = {
     "torch": "2.11",
@@ -35,7 +36,7 @@ MINIMUM = {
 }
 OPTIONAL = {"deepspeed"}
 PYTHON_MINIMUM = "3.11"
-LOW_DISK_GB, NO_DISK_GB, LOW_MEMORY_GB = 5.0, 1.0, 4.0
+LOW_DISK_BYTES, NO_DISK_BYTES, LOW_MEMORY_BYTES = 5e9, 1e9, 4e9
 PROBE_SECONDS = 5.0
 
 Status = Literal["OK", "WARN", "FAIL"]
@@ -56,8 +57,8 @@ class Gpu(NamedTuple):
 
     name: str
     capability: tuple[int, int]
-    free_gb: float
-    total_gb: float
+    free_bytes: float
+    total_bytes: float
 
 
 def doctor(workdir: Path, tracking_uri: str | None = None, as_json: bool = False) -> int:
@@ -130,20 +131,20 @@ def check_cuda() -> tuple[list[Gpu], list[Check]]:
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
         capability = torch.cuda.get_device_capability(i)
-        gpus.append(Gpu(torch.cuda.get_device_name(i), capability, free / 1e9, total / 1e9))
+        gpus.append(Gpu(torch.cuda.get_device_name(i), capability, free, total))
     return gpus, [check_gpu(i, gpu) for i, gpu in enumerate(gpus)]
 
 
 def check_gpu(index: int, gpu: Gpu) -> Check:
     """Check one CUDA device: bfloat16 needs compute capability 8.0, and half its memory should be free."""
     major, minor = gpu.capability
-    found = f"{gpu.name}, capability {major}.{minor}, {gpu.free_gb:.1f} of {gpu.total_gb:.1f} GB free"
+    found = f"{gpu.name}, capability {major}.{minor}, {size_text(gpu.free_bytes)} of {size_text(gpu.total_bytes)} free"
     # Both are warnings: float32 works on any device, and another process may end.
     if gpu.capability < (8, 0):
         return Check(
             f"cuda:{index}", "WARN", found, "no bfloat16: set precision float32, or use capability 8.0 or later"
         )
-    if gpu.free_gb < gpu.total_gb / 2:
+    if gpu.free_bytes < gpu.total_bytes / 2:
         return Check(f"cuda:{index}", "WARN", found, "another process holds most of the memory")
     return Check(f"cuda:{index}", "OK", found)
 
@@ -175,12 +176,12 @@ def check_processor() -> Check:
 def check_memory() -> Check:
     """Check the main memory of the machine."""
     page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES") / 1e9
-    found = f"{total:.1f} GB"
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    found = size_text(total)
     # Not every system says what is unused.
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        found += f", {page * os.sysconf('SC_AVPHYS_PAGES') / 1e9:.1f} GB unused"
-    if total < LOW_MEMORY_GB:
+        found += f", {size_text(page * os.sysconf('SC_AVPHYS_PAGES'))} unused"
+    if total < LOW_MEMORY_BYTES:
         return Check("memory", "WARN", found, "use a small target, or lower capture.batch_size")
     return Check("memory", "OK", found)
 
@@ -190,14 +191,14 @@ def check_disk(workdir: Path) -> Check:
     existing = workdir.absolute()
     while not existing.exists():
         existing = existing.parent
-    free = shutil.disk_usage(existing).free / 1e9
-    found = f"{free:.1f} GB free for {workdir}"
+    free = shutil.disk_usage(existing).free
+    found = f"{size_text(free)} free for {workdir}"
     # Access first, then space.
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return Check("disk", "FAIL", f"{existing} cannot be written to", "choose another --workdir")
-    if free < LOW_DISK_GB:
+    if free < LOW_DISK_BYTES:
         remedy = "free some, or choose another --workdir"
-        return Check("disk", "FAIL" if free < NO_DISK_GB else "WARN", found, remedy)
+        return Check("disk", "FAIL" if free < NO_DISK_BYTES else "WARN", found, remedy)
     return Check("disk", "OK", found)
 
 

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..errors import InputError
+from ..storage import size_text
 from .cache import KVCache, reads_lengths
 from .cuda_graphs import OpCounter, running
 from .models import CausalModel
@@ -64,7 +65,7 @@ def fitting_capacity(target: CausalModel, token_bytes: int, slots: int, least: i
     fits = (free // (slots + 1) - _WORKING * target.vocab_size) // token_bytes - 1
     if fits < least:
         raise InputError(
-            f"batch_size {slots}: {free / 1e9:.1f} GB are free on {target.device}, too little for caches of {least} "
+            f"batch_size {slots}: {size_text(free)} are free on {target.device}, too little for caches of {least} "
             f"tokens: must be at most {max(0, _most_slots(target, token_bytes, least))}"
         )
     return min(wanted, fits)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ... import storage
-from ...errors import DiskFullError
 from ..conversation import Split
 from ..settings import BudgetSettings, CaptureSettings
 from ..store import Sample
@@ -156,12 +155,8 @@ class CaptureBudget:
         return float(self._seconds + self._clock() - self._start) / 3600
 
     def _require_space(self, need: int, rest: str) -> None:
-        free = storage.free_bytes(self._folder)
-        if free < need + _SPARE_BYTES:
-            raise DiskFullError(
-                f"{self._folder}: {free / 1e9:.2f} GB free, about {(need + _SPARE_BYTES) / 1e9:.2f} GB needed; free "
-                f"some, or set capture.budget.gigabytes or a smaller capture.top_k{rest}"
-            )
+        advice = f"free some, or set capture.budget.gigabytes or a smaller capture.top_k{rest}"
+        storage.require_free_space(self._folder, need + _SPARE_BYTES, advice)
 
     def _tick_progress(self, answers: int) -> None:
         # The note is computed twice a second at most, and for the last answer; otherwise the bar just moves.
@@ -175,13 +170,13 @@ class CaptureBudget:
         self._tick(answers, self.note())
 
     def note(self) -> str:
-        """The progress line: `12,345 tokens, 900 tok/s, 40 s left, 0.01 GB written, 84.0 GB free`."""
+        """The progress line: `12,345 tokens, 900 tok/s, 40 s left, 10.2 MB written, 84.0 GB free`."""
         # Tokens of this run, and their rate.
         rate = self._emitted / max(1e-9, self._clock() - self._start)
         left = self.seconds_left()
         parts = [f"{self._emitted:,} tokens", f"{rate:,.0f} tok/s", *([] if left is None else [_duration(left)])]
-        free = storage.free_bytes(self._folder)
-        return ", ".join([*parts, f"{self._written / 1e9:.2f} GB written", f"{free / 1e9:.1f} GB free"])
+        written, free = storage.size_text(self._written), storage.size_text(storage.free_bytes(self._folder))
+        return ", ".join([*parts, f"{written} written", f"{free} free"])
 
     def seconds_left(self) -> float | None:
         """Seconds to the end of the answers, or of the budget if that comes first; None: no answer has ended yet."""

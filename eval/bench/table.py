@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from ...specdec.replay.expected_rounds import count_rounds
 from ...specdec.rules import RULES
+from ...storage import size_text
 from ..acceptance import Bootstrap, alphas, tau
 from ..counts import CountRow, context_bucket, to_table
 from ..summary import outcome
@@ -209,7 +210,7 @@ _SETTING = ("batch", "method", "K")
 _SPEEDS = ("tokens/s", "decoding tokens/s", "speed-up", "decoding speed-up")
 _WAITS = ("first token ms", "inter-token ms")
 _ROUNDS = ("rounds", "round ms", "draft ms", "verify ms", "break-even tau")
-_MEMORY = ("draft MB", "caches MB", "peak MB")
+_MEMORY = ("draft memory", "caches memory", "peak memory")
 _STYLES = {"gains": "green", "loses": "red"}
 
 
@@ -280,9 +281,9 @@ def waiting_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
                 "-" if plain else milliseconds(row.parts.draft_seconds),
                 milliseconds(row.parts.verify_seconds),
                 "-" if plain else number(row.break_even_tau),
-                "-" if plain else _megabytes(memory.weights),
-                "-" if plain else _megabytes(memory.state),
-                _megabytes(memory.peak),
+                "-" if plain else size_text(memory.weights),
+                "-" if plain else size_text(memory.state),
+                "-" if memory.peak is None else size_text(memory.peak),
                 "-" if plain else UNKNOWN if math.isnan(row.equal_answers) else f"{row.equal_answers:.0%}",
             ]
         )
@@ -297,7 +298,3 @@ def _note(row: BenchRow) -> str:
 
 def _rate(rate: Spread) -> str:
     return UNKNOWN if math.isnan(rate.value) else f"{rate.value:,.1f}"
-
-
-def _megabytes(size: int | None) -> str:
-    return "-" if size is None else f"{size / 1e6:.2f}"

@@ -100,7 +100,8 @@ def test_a_load_adds_its_columns() -> None:
     header, *cells = leaderboard_cells([PLAIN, replace(SMALL, load=LOAD), replace(SMALL, load=LOAD, scored_share=0.4)])
     rows = [dict(zip(header, line)) for line in cells]
     assert rows[1]["goodput"] == "412 [400, 420]" and rows[1]["break-even tau"] == "1.50"
-    assert rows[1]["loses above"] == "5" and rows[1]["draft MB"] == "12.0" and rows[1]["cache MB"] == "3.4"
+    assert rows[1]["loses above"] == "5"
+    assert rows[1]["draft memory"] == "12.0 MB" and rows[1]["cache memory"] == "3.40 MB"
     assert rows[0]["goodput"] == "-" and [row[""] for row in rows] == ["baseline", "<- chosen", "dropped at 40%"]
     domain = dict(zip(*domain_cells([replace(SUPPORT, speedup=Estimate(1.1), break_even=BreakEvenPoint(None, 8))])))
     assert domain["loses above"] == "> 8?" and domain["expected speed-up"] == "1.10x" and domain["goodput"] == "n/a"

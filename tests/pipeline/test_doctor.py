@@ -14,7 +14,7 @@ import draftforge
 from draftforge.pipeline import doctor
 from draftforge.pipeline.doctor import Check, Gpu
 
-H100 = Gpu("H100", (9, 0), 78.0, 80.0)
+H100 = Gpu("H100", (9, 0), 78e9, 80e9)
 
 
 def test_the_minimums_are_those_of_the_package() -> None:
@@ -40,9 +40,9 @@ def test_old_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("gpu", "status", "said"),
     [
-        (H100, "OK", "H100, capability 9.0, 78.0 of 80.0 GB free"),
-        (H100._replace(free_gb=10.0), "WARN", "another process"),
-        (Gpu("T4", (7, 5), 15.0, 16.0), "WARN", "no bfloat16"),
+        (H100, "OK", "H100, capability 9.0, 78.0 GB of 80.0 GB free"),
+        (H100._replace(free_bytes=10e9), "WARN", "another process"),
+        (Gpu("T4", (7, 5), 15e9, 16e9), "WARN", "no bfloat16"),
     ],
 )
 def test_gpus(gpu: Gpu, status: str, said: str) -> None:
