@@ -7,13 +7,18 @@ ranks call the same functions; only the first one writes files that exist once. 
   seconds: one that lasts longer than `COLLECTIVE_LIMIT` means that a rank hangs;
 - `barrier`, `gather` and `broadcast` go through a gloo group on the CPU, and wait for hours where a rank has to work;
 - a rank that fails leaves its reason in the launch's key-value store (torchrun's, or one that the first rank hosts).
-  Its connections close then, which wakes whoever waits for it: it finds the reason there, and ends with it.
+  Its connections close then, which wakes whoever waits for it: it finds the reason there, and ends with it;
+- a rank whose machine loses power closes no connection: each rank counts up in the store, and the others end with it
+  where its count stands still for `SILENCE_LIMIT`.
 """
 
 import atexit
+import itertools
 import json
 import os
 import re
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,11 +40,15 @@ T = TypeVar("T")
 START_LIMIT = timedelta(minutes=10)  # importing from a cold disk takes its time
 COLLECTIVE_LIMIT = timedelta(minutes=10)
 WAIT_LIMIT = timedelta(hours=24)  # the first rank may build a mix, and any rank answer its share, for hours
+SILENCE_LIMIT = timedelta(seconds=45)  # a process that works gives signs of life, whatever it is at
 FILE_LIMIT = timedelta(seconds=60)  # until a file of another machine is seen
 _PATIENCE = timedelta(seconds=15)  # until it is said who is waited for
 _HEARD_LIMIT = timedelta(seconds=5)  # for the others to read why the rank that hosts the store ends
 _POLL_SECONDS = 0.1
+_BEAT_SECONDS = 5.0  # from one sign of life to the next
 _FAILURE = "failure"  # key of the first rank that failed, and of why
+_HOST = "the host of the ranks' store"
+_LEFT = "left"  # in place of a count: the rank has ended in order
 # Words of the errors that a collective raises when a rank is gone, in lower case.
 _LOST = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "socket", "tcpstore")
 
@@ -55,6 +64,8 @@ class Ranks:
     """Gloo group on the CPU, for `barrier`, `gather` and `broadcast`; None: one process alone."""
     store: dist.Store | None = None
     """Key-value store of the launch, which holds the reason of the first rank that failed."""
+    signs: "_SignsOfLife | None" = None
+    """Watches for ranks that have stopped; None: one process alone."""
 
     @property
     def first(self) -> bool:
@@ -217,7 +228,65 @@ def ranks() -> Ranks:
             "loopback, set GLOO_SOCKET_IFNAME"
         ) from error
     atexit.register(_leave)
-    return Ranks(rank, world, device, group, store)
+    signs = _SignsOfLife(rank, world, _open_store(hosts=False))  # a connection of its own: the main thread may wait
+    signs.start()
+    return Ranks(rank, world, device, group, store, signs)
+
+
+class _SignsOfLife:
+    """Counts up in the store, and ends this process where another rank's count, or the store itself, stands still.
+
+    A wait inside a collective cannot be interrupted, so the process ends from here: all files are written atomically.
+    """
+
+    def __init__(self, rank: int, world: int, store: dist.Store) -> None:
+        self._rank, self._store = rank, store
+        self._heard = {f"rank {other}": time.monotonic() for other in range(world) if other != rank}
+        self._heard[_HOST] = time.monotonic()
+        self._closed = False
+        self.silenced = False
+        """Whether the error that ends this process has been said already."""
+
+    def start(self) -> None:
+        """Beat and watch, in threads of their own: a store whose host has stopped answers nothing."""
+        for part in (self._beat, self._watch):
+            threading.Thread(target=part, name="signs of life", daemon=True).start()
+
+    def _beat(self) -> None:
+        """Count up and read the others' counts, until the store is closed: the main thread learns of that by itself."""
+        counts: dict[str, bytes] = {}
+        try:
+            for beats in itertools.count():
+                self._store.set(f"alive/{self._rank}", str(beats))
+                for who in self._heard.keys() - {_HOST}:
+                    key = f"alive/{who.removeprefix('rank ')}"
+                    count = self._store.get(key) if self._store.check([key]) else b""
+                    if count != counts.get(who, b"") or count == _LEFT.encode():
+                        counts[who], self._heard[who] = count, time.monotonic()
+                self._heard[_HOST] = time.monotonic()
+                time.sleep(_BEAT_SECONDS)
+        except RuntimeError:
+            self._closed = True
+
+    def _watch(self) -> None:
+        limit = SILENCE_LIMIT.total_seconds()
+        while not self._closed:
+            # The host first: without it nobody is heard.
+            for who in (_HOST, *self._heard):
+                if time.monotonic() - self._heard[who] > limit + _BEAT_SECONDS * (who != _HOST):
+                    self._end(who)
+            time.sleep(_BEAT_SECONDS)
+
+    def _end(self, who: str) -> None:
+        """End this process as one that waits in vain for a lost rank does."""
+        error = LostRankError(
+            f"{who} has given no sign of life for {SILENCE_LIMIT.total_seconds():.0f} s: it has stopped, or its "
+            "machine is gone; the same command goes on from what is finished"
+        )
+        if not self.silenced:
+            whose = f"error (rank {self._rank})" if self._rank else "error"
+            print(f"{whose}: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
 
 
 def world_size() -> int:
@@ -230,13 +299,8 @@ def _backend() -> str:
 
 
 def _meet(rank: int, world: int) -> dist.Store:
-    """The key-value store of this launch, once all ranks have come to it.
-
-    A torchrun that starts its ranks again does not find the keys of the attempt before.
-    """
-    # A prefix of this attempt keeps the keys of earlier ones apart.
-    store: dist.Store = _open_store(rank)
-    store = dist.PrefixStore(f"draftforge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    """The key-value store of this launch, once all ranks have come to it."""
+    store = _open_store(hosts=rank == 0 and not _from_torchrun())
     # Every rank sets a key, and polls for the keys of all: a blocking wait could not say who is absent.
     begun, said, limit = time.monotonic(), False, f"{START_LIMIT.total_seconds():.0f} s"
     try:
@@ -256,25 +320,27 @@ def _meet(rank: int, world: int) -> dist.Store:
     return store
 
 
-def _open_store(rank: int) -> dist.TCPStore:
-    """Connection to the launch's TCP store: torchrun's own, else one that the first rank hosts.
+def _open_store(hosts: bool) -> dist.Store:
+    """Connection to the launch's TCP store: torchrun's own, else one that the first rank hosts (`hosts`: this one).
 
+    A torchrun that starts its ranks again does not find the keys of the attempt before.
     Raises InputError where address or port are not set or cannot be listened on, LostRankError where the host does not
     come up within `START_LIMIT`.
     """
-    # 1) Where the store is, and whether this rank hosts it.
+    # 1) Where the store is.
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise InputError(f"WORLD_SIZE {world_size()}: {' and '.join(missing)} must be set too; launch with torchrun")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosts = rank == 0 and not _from_torchrun()
+    attempt = f"draftforge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     # 2) Connect, again and again: the host may start minutes after this rank.
     until, said = time.monotonic() + START_LIMIT.total_seconds(), False
     while True:
         try:
-            return dist.TCPStore(
+            store = dist.TCPStore(
                 address, port, is_master=hosts, wait_for_workers=False, timeout=_PATIENCE, multi_tenant=True
             )
+            return dist.PrefixStore(attempt, store)
         except dist.DistError as error:
             if hosts:
                 why = one_line(error, 160)
@@ -326,8 +392,9 @@ def report_failure(error: BaseException) -> None:
     """
     # Without other ranks, or before they have met, nobody waits.
     mine = ranks() if ranks.cache_info().currsize else ALONE
-    if mine.store is None:
+    if mine.store is None or mine.signs is None:
         return
+    mine.signs.silenced = True
     # 1) The reason first, then the closed connection: who wakes up finds the reason there.
     others = [f"ended/{rank}" for rank in range(mine.world_size) if rank != mine.rank]
     with suppress(RuntimeError):  # the store may be gone
@@ -358,6 +425,10 @@ def _close(mine: Ranks, error: BaseException | None) -> None:
 
 
 def _leave() -> None:
-    """Take the process groups down, if there are any."""
+    """Say that this rank ends in order, and take the process groups down, if there are any."""
+    mine = ranks() if ranks.cache_info().currsize else ALONE
+    if mine.store is not None:
+        with suppress(RuntimeError):  # the store may have gone with its host
+            mine.store.set(f"alive/{mine.rank}", _LEFT)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -68,6 +68,7 @@ def test_ranks_meet(run_distributed: Any) -> None:
 
 def end(how: str) -> None:
     """One rank ends its way while the others wait for it."""
+    module.SILENCE_LIMIT, module._BEAT_SECONDS = timedelta(seconds=2), 0.2
     module.WAIT_LIMIT = timedelta(seconds=4 if how == "hangs" else 60)
     module.START_LIMIT, module._PATIENCE, module._HEARD_LIMIT = (timedelta(seconds=limit) for limit in (3, 1, 1))
     mine = ranks()
@@ -79,8 +80,8 @@ def end(how: str) -> None:
             training.sum(torch.zeros(1))
     if mine.rank != which:
         mine.barrier("mix-a")
-    elif how.endswith("dies"):
-        os.kill(os.getpid(), signal.SIGKILL)
+    elif how.endswith(("dies", "stops")):  # one that stops closes no connection, like a machine without power
+        os.kill(os.getpid(), signal.SIGKILL if how.endswith("dies") else signal.SIGSTOP)
     elif how == "hangs":
         time.sleep(SECONDS)
     raise InputError("made up")
@@ -114,7 +115,19 @@ def test_a_rank_that_ends_ends_the_others(tmp_path: Path, how: str, codes: list[
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     first, _, third = ends(tmp_path, "hangs", leaving=1)
     assert first.said == f"error: {MIX} rank 1 {GONE}\n"
-    assert third.said == f"error (rank 2): {MIX} rank 0 ended: {MIX} rank 1 {GONE}\n"
+    # Both give up after the same time: the third has read the first one's reason, or gave up on the first by itself.
+    heard = f"error (rank 2): {MIX} rank 0 ended: {MIX} rank 1 {GONE}\n"
+    assert third.said in (heard, f"error (rank 2): {MIX} rank 0 {GONE}\n")
+
+
+@pytest.mark.parametrize(("how", "which"), [("stops", 1), ("first stops", 0)])
+def test_a_rank_without_signs_of_life_ends_the_others(tmp_path: Path, how: str, which: int) -> None:
+    found = ends(tmp_path, how, leaving=1)
+    who = "rank 1" if which else "the host of the ranks' store"
+    line = f"{who} has given no sign of life for 2 s: it has stopped, or its machine is gone; the same command goes on"
+    for rank, one in enumerate(found):
+        if rank != which:
+            assert one.code == 3 and (line in one.said or "is gone or hangs" in one.said), one
 
 
 @pytest.mark.parametrize("absent", [0, 2])
