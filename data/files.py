@@ -1,6 +1,8 @@
 """Streaming file readers: a file, a folder or a pattern, plain or compressed; as lines, JSON values or table rows.
 
-No file is read whole: memory holds one line, one value of a JSON array, or one batch of rows at a time.
+No file is read whole: memory holds one line, one value of a JSON array, or one batch of rows at a time. Lines end at
+"\\n" alone: other separators stand inside JSON and text. NUL bytes in front of a line, which logrotate's `copytruncate`
+leaves where the writer had been, are passed over.
 """
 
 import bz2
@@ -12,6 +14,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import ijson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -31,8 +33,9 @@ _PACKED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _UNPACKING = (EOFError, OSError, zlib.error, lzma.LZMAError)
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _BOM = b"\xef\xbb\xbf"
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _ITEMS_PER_UPDATE = 256
-_DEEPEST = 200  # of a JSON value: far below what Python's own JSON module can write again
+_PIECE_BYTES = 1 << 16
 
 
 def _as_it_is(value: Any, where: str) -> Any:
@@ -65,9 +68,10 @@ class _Open(NamedTuple):
 
 
 def find(base_dir: Path, name: str) -> list[Path]:
-    """Find the files that a source names, sorted by name: one file, all of a folder, or the matches of a pattern.
+    """Find the files that a source names: one file, all of a folder, or the matches of a pattern.
 
-    Files whose name starts with a dot are left out of folders. Raises MissingFileError.
+    They are sorted by name; files of one rotated log by time, the oldest first. Files whose name starts with a dot are
+    left out of folders. Raises MissingFileError.
     """
     # A folder: all files in it and below.
     path = base_dir / name
@@ -75,15 +79,60 @@ def find(base_dir: Path, name: str) -> list[Path]:
         found = [inner for inner in path.rglob("*") if inner.is_file() and not _hidden(inner.relative_to(path))]
         if not found:
             raise MissingFileError(f"{path}: the folder holds no file")
-        return sorted(found)
+        return _by_time(found)
     # A pattern, unless a file has that very name.
     if not path.exists() and glob.has_magic(name):
-        found = [base_dir / match for match in glob.glob(name, root_dir=base_dir, recursive=True)]  # noqa: PTH207  absolute patterns too
-        found = sorted(match for match in found if match.is_file())
+        matches = [base_dir / match for match in glob.glob(name, root_dir=base_dir, recursive=True)]  # noqa: PTH207  absolute patterns too
+        found = [match for match in matches if match.is_file()]
         if not found:
             raise MissingFileError(f"{path}: no file matches")
-        return found
+        return _by_time(found)
     return [require_file(path)]
+
+
+def whole_logs(paths: Sequence[Path]) -> dict[Path, Path]:
+    """Map each file to the log that it is a part of: its path without the suffixes of rotation and packing."""
+    return {path: part.log for path, part in zip(paths, _parts(paths))}
+
+
+class _Part(NamedTuple):
+    """Place of a file among those of a rotated log."""
+
+    log: Path
+    order: tuple[int, tuple[int, ...]]
+    """Sort key, oldest first: dated files, then numbered ones, then the one that is still written."""
+
+
+_EXTENSION = r"\.(?:log|jsonl?|ndjson|txt|out|err|csv|tsv|parquet)"
+# `server.log-20261130`, `server.log.2026-11-30_10`, `server-2026-11-30T10-00-00.log`; numbers behind a date count on.
+_DATED = re.compile(
+    rf"(?P<stem>.*?)[-_.]?(?P<year>(?:19|20)\d\d)(?P<mark>[-_.]?)(?P<month>[01]\d)(?P=mark)(?P<day>[0-3]\d)"
+    rf"(?P<rest>(?:[-_.:T]\d+)*)Z?(?P<extension>{_EXTENSION})?"
+)
+# `server.log.1`, `server.1.log`: a higher number is older.
+_NUMBERED = re.compile(rf"(?P<stem>.+)\.(?P<number>\d{{1,4}})(?P<extension>{_EXTENSION})?")
+
+
+def _by_time(paths: Sequence[Path]) -> list[Path]:
+    parts = dict(zip(paths, _parts(paths)))
+    return sorted(paths, key=lambda path: (*parts[path], path))
+
+
+def _parts(paths: Sequence[Path]) -> Iterator[_Part]:
+    """Yield each file's place in its log. `.1` is a part of a log only if its name or another file shows the log."""
+    known = {path.with_name(_unpacked_name(path)) for path in paths}
+    for path in paths:
+        name = _unpacked_name(path)
+        dated, numbered = _DATED.fullmatch(name), _NUMBERED.fullmatch(name)
+        whole = dated or numbered
+        log = path.with_name((whole["stem"] + (whole["extension"] or "")) or name) if whole else path.with_name(name)
+        if dated:
+            numbers = (dated["year"], dated["month"], dated["day"], *re.findall(r"\d+", dated["rest"]))
+            yield _Part(log, (0, tuple(map(int, numbers))))
+        elif numbered and (log in known or re.search(f"{_EXTENSION}$", numbered["stem"])):
+            yield _Part(log, (1, (-int(numbered["number"]),)))
+        else:
+            yield _Part(path.with_name(name), (2, ()))
 
 
 def digest(base_dir: Path, name: str) -> str:
@@ -112,32 +161,24 @@ def text_lines(paths: Sequence[Path], title: str) -> Iterator[Item]:
             yield Item(file.path, where, line, _text)
 
 
-def prompt_lines(paths: Sequence[Path], title: str) -> Iterator[Item]:
-    """Prompts: JSON values where the file's name says JSON, else each line that is not blank as {"prompt": line}."""
+def prompt_lines(paths: Sequence[Path], title: str, column: str | None = None) -> Iterator[Item]:
+    """Prompts: what `objects` reads where the file's name says JSON or a table, else {"prompt": line} of each line that
+    is not blank."""
     for file in _opened(paths, title):
-        if _unpacked_name(file.path).endswith(_JSON_SUFFIXES):
-            yield from _json_values(file)
+        if _unpacked_name(file.path).lower().endswith((*_JSON_SUFFIXES, *_DELIMITERS, ".parquet")):
+            yield from _objects(file, column)
             continue
+        if column not in (None, "prompt"):
+            raise InputError(f"{file.path}: is read line by line; only JSON and tables have a column {column!r}")
         for where, line in _lines(file):
             yield Item(file.path, where, line, _prompt)
 
 
-def objects(paths: Sequence[Path], title: str) -> Iterator[Item]:
-    """Yield JSON values: one a line, the elements of an array, or a file's only value over many lines."""
+def objects(paths: Sequence[Path], title: str, column: str | None = None) -> Iterator[Item]:
+    """Yield rows of .csv, .tsv and .parquet files as objects, of other files JSON values: one a line, the elements of
+    an array, or values over many lines. Raises InputError for a table without `column`, if one is named."""
     for file in _opened(paths, title):
-        yield from _json_values(file)
-
-
-def table_rows(paths: Sequence[Path], title: str) -> Iterator[Item]:
-    """Yield the rows of .csv and .parquet files as objects, and the JSON values of all other files."""
-    for file in _opened(paths, title):
-        name = _unpacked_name(file.path)
-        if name.endswith(".csv"):
-            yield from _csv_rows(file)
-        elif name.endswith(".parquet"):
-            yield from _parquet_rows(file)
-        else:
-            yield from _json_values(file)
+        yield from _objects(file, column)
 
 
 def first_line(path: Path) -> Any:
@@ -151,6 +192,14 @@ def _hidden(path: Path) -> bool:
 
 def _unpacked_name(path: Path) -> str:
     return path.name.removesuffix(path.suffix) if path.suffix in _PACKED else path.name
+
+
+def _objects(file: _Open, column: str | None) -> Iterator[Item]:
+    name = _unpacked_name(file.path).lower()
+    delimiter = next((mark for suffix, mark in _DELIMITERS.items() if name.endswith(suffix)), None)
+    if delimiter is not None:
+        return _csv_rows(file, delimiter, column)
+    return _parquet_rows(file, column) if name.endswith(".parquet") else _json_values(file)
 
 
 def _opened(paths: Sequence[Path], title: str) -> Iterator[_Open]:
@@ -199,16 +248,30 @@ def _unpacking(path: Path, where: Callable[[], str]) -> Iterator[None]:
 
 
 def _lines(file: _Open) -> Iterator[tuple[str, bytes]]:
+    """Yield the place and the bytes of each line that is not blank."""
     number = 0
     with _unpacking(file.path, lambda: f"{file.path}:{number + 1}"):
-        for number, line in enumerate(file.stream, start=1):
-            if number == 1:
-                line = line.removeprefix(_BOM)
+        for number, line in enumerate(_physical_lines(file.stream), start=1):
             if line.strip():
                 yield f"{file.path}:{number}", line
             if number % _ITEMS_PER_UPDATE == 0:
                 file.tick()
     file.tick()
+
+
+def _physical_lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield every line with its end, without the byte order mark of the file and NUL bytes in front of the line."""
+    # A hole of NUL bytes may be larger than memory, so it is passed over piece by piece.
+    begun: list[bytes] = []
+    mark = _BOM
+    while piece := stream.readline(_PIECE_BYTES):
+        if begun or (piece := piece.lstrip(b"\0")):
+            begun.append(piece)
+        if piece.endswith(b"\n"):
+            yield b"".join(begun).removeprefix(mark)
+            begun, mark = [], b""
+    if begun:
+        yield b"".join(begun).removeprefix(mark)
 
 
 def _json_values(file: _Open) -> Iterator[Item]:
@@ -232,7 +295,7 @@ def _json_values(file: _Open) -> Iterator[Item]:
 
     # 3) JSON lines.
     for where, line in itertools.chain([first], lines):
-        yield Item(file.path, where, line, _json)
+        yield Item(file.path, where, line, _json_line)
 
 
 def _text(line: bytes, where: str) -> str:
@@ -251,8 +314,12 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _json(line: bytes, where: str) -> Any:
-    text = _utf8(line, where)
+def _json_line(line: bytes, where: str) -> Any:
+    return _json(line, where, "; must be one object a line")
+
+
+def _json(data: bytes, where: str, rule: str = "") -> Any:
+    text = _utf8(data, where)
     try:
         return json.loads(text)
     except RecursionError:
@@ -262,7 +329,7 @@ def _json(line: bytes, where: str) -> Any:
         reason = getattr(error, "msg", str(error))
         column = getattr(error, "colno", None)
         spot = f" at column {column}" if column else ""
-        raise InputError(f"{where}: not valid JSON ({reason}{spot}); must be one object a line") from None
+        raise InputError(f"{where}: not valid JSON ({reason}{spot}){rule}") from None
 
 
 def _utf8(line: bytes, where: str) -> str:
@@ -272,67 +339,91 @@ def _utf8(line: bytes, where: str) -> str:
         raise InputError(f"{where}: not valid UTF-8 (byte {error.start + 1} of the line)") from None
 
 
-class _Prepended:
-    """A stream with the bytes that were read from it already put back in front."""
-
-    def __init__(self, begun: bytes, stream: IO[bytes]) -> None:
-        self._begun, self._stream = begun, stream
-
-    def read(self, size: int = -1) -> bytes:
-        if size == 0:  # asked for the kind of what is read
-            return b""
-        begun, self._begun = self._begun, b""
-        return begun or self._stream.read(size)
-
-
 def _whole_values(file: _Open, begun: bytes) -> Iterator[Item]:
-    """Yield the elements of an array, or consecutive values, wherever lines end. `begun`: bytes read already."""
-    # ijson parses as it reads, so the place of an error is the item after the last whole one.
+    """Yield the elements of an array, or consecutive values, wherever lines end. `begun`: bytes read already.
+
+    They are cut apart at their brackets, and decoded by the parser that decodes lines.
+    """
     number = 0
     with _unpacking(file.path, lambda: f"{file.path}: item {number + 1}"):
         try:
-            for number, value in enumerate(_elements(_Prepended(begun, file.stream)), start=1):
-                yield Item(file.path, f"{file.path}: item {number}", value)
+            for number, data in enumerate(_values(begun, file.stream), start=1):
+                yield Item(file.path, f"{file.path}: item {number}", data, _json)
                 if number % _ITEMS_PER_UPDATE == 0:
                     file.tick()
-        except ijson.JSONError as error:  # its other lines quote the file
-            reason = str(error).splitlines()[0].strip()
-            raise InputError(f"{file.path}: item {number + 1}: not valid JSON ({reason})") from None
-        except RecursionError:
-            raise InputError(f"{file.path}: item {number + 1}: nested too deeply for JSON") from None
+        except _BrokenArrayError as error:
+            raise InputError(f"{file.path}: item {number + 1}: not valid JSON ({error})") from None
     file.tick()
 
 
-def _elements(stream: _Prepended) -> Iterator[Any]:
-    """Yield top-level values one at a time; a top-level array gives its elements instead."""
-    # `depth` counts open brackets, the top-level array's included; `array` is whether one is open.
-    depth, array, builder = 0, False, ijson.ObjectBuilder()
-    for event, value in ijson.basic_parse(stream, use_float=True, multiple_values=True):
-        ends = event in ("end_map", "end_array")
-        depth -= ends
+class _BrokenArrayError(Exception):
+    """Values cannot be told apart; the message says why."""
 
-        # The brackets of a top-level array are not part of any value.
-        if depth == 0 and event in ("start_array", "end_array"):
-            array = event == "start_array"
-            depth += array
+
+_BLANK = re.compile(rb"[ \t\r\n]*")
+_SCALAR = re.compile(rb'[^ \t\r\n,\[\]{}"]+|,')
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]|"', re.DOTALL)
+_OPENING, _CLOSING, _QUOTE = b"[{", b"]}", b'"'
+
+
+def _values(text: bytes, stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield the text of each value; a top-level array gives its elements instead. Raises _BrokenArrayError."""
+    at, array, after = 0, False, b""
+    while True:
+        # 1) The next mark, in the next piece if this one is used up.
+        at = _BLANK.match(text, at).end()  # type: ignore[union-attr]  # nothing matches too
+        if at == len(text):
+            text, at = stream.read(_PIECE_BYTES), 0
+            if not text:
+                break
             continue
-        builder.event(event, value)
-        depth += event in ("start_map", "start_array")
-        if depth > _DEEPEST:
-            raise RecursionError
+        mark = text[at : at + 1]
 
-        # Back at the top level, or directly inside its array: a value is complete.
-        if depth == array and event != "map_key":
-            yield builder.value
-            builder = ijson.ObjectBuilder()
+        # 2) The brackets of a top-level array and its commas; `after` is what stands before the mark.
+        begins, ends = mark == b"[" and not array, mark == b"]" and array and after != b","
+        if begins or ends or (mark == b"," and after == b"value"):
+            array, after, at = not ends, mark, at + 1
+            continue
+        if after == b"value":
+            raise _BrokenArrayError("a comma is missing")
+
+        # 3) A value. Its text is looked through again when more is read, so the pieces double.
+        while (end := _value_end(text, at)) is None and (more := stream.read(max(_PIECE_BYTES, len(text) - at))):
+            text, at = text[at:] + more, 0
+        if end is None and (array or mark in b'[{"'):
+            raise _BrokenArrayError("the file ends inside it")
+        yield text[at:end]
+        at, after = len(text) if end is None else end, b"value" if array else b""
+    if array:
+        raise _BrokenArrayError("the array is not closed")
 
 
-def _csv_rows(file: _Open) -> Iterator[Item]:
+def _value_end(text: bytes, at: int) -> int | None:
+    """Index behind the value that begins at `at`; None: it may go on behind the text."""
+    scalar = _SCALAR.match(text, at)
+    if scalar:
+        return scalar.end() if scalar.end() < len(text) else None
+    depth = 0
+    for token in _TOKEN.finditer(text, at):
+        start, end = token.span()
+        if text[start] in _OPENING:
+            depth += 1
+        elif text[start] in _CLOSING:
+            depth -= 1
+        elif end - start == 1:  # a string that is not closed yet
+            return None
+        if depth <= 0:
+            return end
+    return None
+
+
+def _csv_rows(file: _Open, delimiter: str, column: str | None) -> Iterator[Item]:
     csv.field_size_limit(sys.maxsize)  # a conversation is one field
-    rows = csv.DictReader(io.TextIOWrapper(file.stream, encoding="utf-8-sig", newline=""), strict=True)
+    lines = (_utf8(line, f"{file.path}:{i}") for i, line in enumerate(_physical_lines(file.stream), start=1))
+    rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
     # The header is read at once, so that an error in it has line 1.
     with _table_errors(file.path, f"{file.path}:1"):
-        rows.fieldnames  # noqa: B018  reads the header
+        _require_column(file.path, rows.fieldnames or (), column)
     for number in itertools.count(1):
         # A row may span lines: it is named by the first.
         where = f"{file.path}:{rows.line_num + 1}"
@@ -346,6 +437,11 @@ def _csv_rows(file: _Open) -> Iterator[Item]:
     file.tick()
 
 
+def _require_column(path: Path, names: Sequence[str], column: str | None) -> None:
+    if column is not None and column not in names:
+        raise InputError(f"{path}: has no column {column!r}; it has {', '.join(sorted(names)) or 'none'}")
+
+
 @contextmanager
 def _table_errors(path: Path, where: str) -> Iterator[None]:
     try:
@@ -353,8 +449,6 @@ def _table_errors(path: Path, where: str) -> Iterator[None]:
             yield
     except csv.Error as error:
         raise InputError(f"{where}: not valid CSV ({error})") from None
-    except UnicodeDecodeError:  # text is decoded some lines ahead
-        raise InputError(f"{where}: not valid UTF-8, here or within the next 8 kB") from None
 
 
 def _checked_row(row: dict[Any, Any], where: str) -> dict[str, str]:
@@ -363,14 +457,25 @@ def _checked_row(row: dict[Any, Any], where: str) -> dict[str, str]:
     return row
 
 
-def _parquet_rows(file: _Open) -> Iterator[Item]:
+def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
     number = 0
     try:
+        table = pq.ParquetFile(file.stream)
+        _require_column(file.path, table.schema_arrow.names, column)
         # One batch of rows is in memory at a time.
-        for batch in pq.ParquetFile(file.stream).iter_batches(_ITEMS_PER_UPDATE):
+        for batch in table.iter_batches(_ITEMS_PER_UPDATE):
             for row in batch.to_pylist():
                 number += 1
-                yield Item(file.path, f"{file.path}: row {number}", row)
+                yield Item(file.path, f"{file.path}: row {number}", row, without_none)
             file.tick()
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{file.path}: row {number + 1}: not a complete Parquet file ({error})") from None
+
+
+def without_none(value: Any, where: str = "") -> Any:
+    """Remove None fields at all depths: Arrow gives every struct all fields, and those that a row lacks as None."""
+    if isinstance(value, dict):
+        return {name: without_none(item, where) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_none(item, where) for item in value]
+    return value

@@ -92,12 +92,21 @@ class FileSource(_Source):
     `prompts`: text lines, or JSON; `openai`, `vllm`, `sglang`, `litellm`, `langfuse`: what that tool logs."""
     path: str
     """A file, a folder (all files in it and below) or a pattern such as `logs/*.jsonl.gz`, relative to the recipe."""
+    column: str | None = None
+    """Field or table column that holds what `messages`, `sharegpt`, `turns` or `prompts` read; absent: the shape's own
+    name (messages, conversations, turns, prompt)."""
     replica_field: str = "replica"
     """Field of a line that names the engine's copy that answered; without it, the tool's log decides."""
     year: int | None = Field(default=None, ge=1970, le=9999)
     """Year of the first line of a `vllm` log, whose lines name none; absent: its conversations have no date."""
     skip_invalid: bool = False
     """Count lines that break a rule and go on, instead of stopping at the first."""
+
+    @model_validator(mode="after")
+    def _check_column(self) -> "FileSource":
+        if self.column is not None and self.kind not in get_args(Shape):
+            raise ValueError(f"column {self.column!r} is set for kind {self.kind}; a tool's log has fields of its own")
+        return self
 
     @model_validator(mode="after")
     def _check_year(self) -> "FileSource":

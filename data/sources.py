@@ -149,10 +149,10 @@ def _from_files(
 ) -> Iterator[Record]:
     # Our own shapes are parsed line by line; logs of tools go through the reader of their format.
     paths, title = files.find(base_dir, source.path), f"reading {source.path}"
-    if source.kind == "prompts":
-        return _from_items(source, source.kind, files.prompt_lines(paths, title), index, counts, traffic)
-    if source.kind == "messages" or source.kind == "sharegpt" or source.kind == "turns":
-        return _from_items(source, source.kind, files.objects(paths, title), index, counts, traffic)
+    if source.kind == "messages" or source.kind == "sharegpt" or source.kind == "turns" or source.kind == "prompts":
+        read = files.prompt_lines if source.kind == "prompts" else files.objects
+        items = read(paths, title, source.column or DEFAULT_COLUMNS[source.kind])
+        return _from_items(source, source.kind, items, index, counts, traffic)
     entries = _entries(source, FORMATS[source.kind], paths, counts)
     return _from_log(source, entries, index, counts, traffic)
 
@@ -169,7 +169,11 @@ def _from_items(
     for item in items:
         counts.read += 1
         with _skipping(source, counts):
-            record = parse(item.decode(), shape, source, item.where, index)
+            # The column under the shape's own name, beside all others, from which labels may be read.
+            line = item.decode()
+            if source.column is not None and isinstance(line, dict):
+                line = {**line, DEFAULT_COLUMNS[shape]: line.get(source.column)}
+            record = parse(line, shape, source, item.where, index)
             # Lines of any shape may carry times.
             timing = Timing(record.started, record.ended, record.replica, record.prompt_tokens, record.answer_tokens)
             if traffic is not None and timing != Timing():
@@ -238,9 +242,12 @@ def _skipping(source: FileSource | DatasetSource, counts: SourceCounts) -> Itera
 
 
 def _servers(paths: Sequence[Path]) -> dict[Path, str]:
-    """Name the server that wrote each file: its path below the common folder, without rotation and packing suffixes."""
+    """Name the server that wrote each file: the path of its log below the common folder, without a suffix."""
     root = os.path.commonpath([path.parent for path in paths])
-    return {path: re.sub(r"\.(log|jsonl?|txt|out)\b.*$", "", path.relative_to(root).as_posix()) for path in paths}
+    return {
+        path: re.sub(r"\.(log|jsonl?|txt|out)$", "", log.relative_to(root).as_posix()) or log.parent.name
+        for path, log in files.whole_logs(paths).items()
+    }
 
 
 def _from_target(
@@ -276,9 +283,7 @@ def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]
             if row is None:
                 return
 
-            # The column under the shape's own name, beside all others, from which labels may be read.
-            line = {**_without_none(row), DEFAULT_COLUMNS[source.shape]: _without_none(row.get(column))}
-            yield files.Item(base_dir, f"{name_of(source)} row {number}", line)
+            yield files.Item(base_dir, f"{name_of(source)} row {number}", row, files.without_none)
             if number % _ROWS_PER_UPDATE == 0:
                 advance(_ROWS_PER_UPDATE)
 
@@ -312,12 +317,3 @@ def _dataset_errors(source: DatasetSource) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(f"{name_of(source)}: the dataset cannot be read ({reason})") from None
-
-
-def _without_none(value: Any) -> Any:
-    """Remove None fields at all depths: Arrow gives every struct all fields, and those that a row lacks as None."""
-    if isinstance(value, dict):
-        return {name: _without_none(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value

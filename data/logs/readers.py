@@ -25,6 +25,6 @@ FORMATS: dict[LogKind, Format] = {
     "vllm": Format(files.text_lines, lambda source: VllmReader(source.year)),
     "sglang": Format(files.text_lines, lambda source: SglangReader()),
     "litellm": Format(files.objects, lambda source: ObjectReader(litellm.entries)),
-    "langfuse": Format(files.table_rows, lambda source: ObjectReader(langfuse.entries)),
+    "langfuse": Format(files.objects, lambda source: ObjectReader(langfuse.entries)),
 }
 assert set(FORMATS) == set(get_args(LogKind))

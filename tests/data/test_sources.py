@@ -42,12 +42,15 @@ GOOD = b'{"turns": ["a"]}\n'
     "name, content, rule",
     [
         ("log.jsonl", GOOD + b'{"turns": [\n', ":2: not valid JSON (Expecting value at column"),
-        ("log.jsonl", b"[" + GOOD + b",", "log.jsonl: item 2: not valid JSON (parse error: premature EOF)"),
-        ("log.jsonl", b"[" + GOOD + b"]x", "log.jsonl: item 2: not valid JSON (lexical error"),
+        ("log.jsonl", b"[" + GOOD + b",", "log.jsonl: item 2: not valid JSON (the array is not closed)"),
+        ("log.jsonl", b"[" + GOOD + b"]x", "log.jsonl: item 2: not valid JSON (Expecting value at column 1)"),
         ("log.jsonl", GOOD + b"\n\n3\n", ":4: is a JSON number; must be an object"),
         ("log.jsonl", GOOD + b"\xff\n", ":2: not valid UTF-8 (byte 1 of the line)"),
         ("log.jsonl", b'{"a": ' * 100_000, ":1: nested too deeply"),
-        ("log.jsonl", b"[" * 100_000, "log.jsonl: item 1: nested too deeply"),
+        ("log.jsonl", b"[" * 100_000, "log.jsonl: item 1: not valid JSON (the file ends inside it)"),
+        ("log.jsonl", b"[" * 100_000 + b"]" * 100_000, "log.jsonl: item 1: nested too deeply"),
+        ("log.jsonl", b"[" + GOOD + GOOD + b"]", "log.jsonl: item 2: not valid JSON (a comma is missing)"),
+        ("log.jsonl", b"[" + GOOD + b",]", "log.jsonl: item 2: not valid JSON (Expecting value at column 1)"),
         ("log.jsonl", b"\n\n", "mix.sources[0]: log.jsonl: holds no conversation"),
     ],
 )

@@ -90,8 +90,8 @@ def test_times_of_unlike_kinds_make_no_length(tmp_path: Path) -> None:
 
 def test_each_file_of_a_folder_is_a_vllm_replica_and_its_rotated_files_are_the_same_one(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    write_lines(tmp_path / "a" / "server.log.1", received("chatcmpl-1"), received("chatcmpl-2"))
-    write_lines(tmp_path / "a" / "server.log.2", generated("chatcmpl-1"))
+    write_lines(tmp_path / "a" / "server.log.2", received("chatcmpl-1"), received("chatcmpl-2"))
+    write_lines(tmp_path / "a" / "server.log.1", generated("chatcmpl-1"))
     write_lines(tmp_path / "b.log", received("chatcmpl-1", prompt=CHATML.replace("Hi", "Ho")), generated("chatcmpl-1"))
     read = read_log(tmp_path, "vllm")
     assert sorted(name for _, length, name in read.times if length == 2) == ["a/server", "b"]

@@ -9,8 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from log_reading import SAMPLES, read_log
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from log_reading import SAMPLES, read_log, write_lines
+from pydantic import ValidationError
 
 from draftforge.data import files
 from draftforge.errors import InputError, MissingFileError
@@ -38,7 +42,7 @@ def test_packed_files_read_as_plain_ones(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"log.jsonl.{suffix}").write_bytes(pack(b"".join(LINES)))
     (tmp_path / f"parts.jsonl.{suffix}").write_bytes(pack(b"".join(LINES[:200])) + pack(b"".join(LINES[200:])))
     plain, packed, parts = (
-        read_log(tmp_path / name, "turns").records
+        read_log(tmp_path / name, "turns").talks
         for name in ("log.jsonl", f"log.jsonl.{suffix}", f"parts.jsonl.{suffix}")
     )
     assert plain == packed == parts and len(plain) == 600
@@ -70,6 +74,45 @@ def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path) -> 
         read_log(tmp_path / "none-*.txt", "prompts")
     (tmp_path / "odd[1].txt").write_text("a name with brackets")
     assert len(read_log(tmp_path / "odd[1].txt", "prompts").records) == 1
+
+
+ROTATED = [
+    "logs/a-20261129.log.gz",
+    "logs/a-2026-11-30T09-00-00.5.log",
+    "logs/a-2026-11-30T10-00-00.5.log",
+    "logs/a.log",
+    "logs/b.log-20261130-1796000000.xz",
+    "logs/b.log-20261130-1796009999.xz",
+    "logs/b.log.12",
+    "logs/b.log.9.gz",
+    "logs/b.log.1",
+    "logs/b.log",
+    "logs/c.2.log",
+    "logs/c.1.log",
+    "logs/c.log",
+    "logs/d.1.jsonl",
+    "logs/d.2.jsonl",
+    "logs/v1.2",
+    "logs/v1.3",
+    "other/0.log.20261130-101010.gz",
+    "other/0.log",
+]
+
+
+def test_files_of_a_rotated_log_are_read_in_the_order_of_time(tmp_path: Path) -> None:
+    for name in sorted(ROTATED):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for pattern in (".", "**/*"):
+        found = files.find(tmp_path, pattern)
+        assert [path.relative_to(tmp_path).as_posix() for path in found] == ROTATED
+    whole = {path.relative_to(tmp_path).as_posix() for path in files.whole_logs(found).values()}
+    assert whole == {
+        *(f"logs/{name}" for name in ("a.log", "b.log", "c.log", "d.1.jsonl", "d.2.jsonl", "v1.2", "v1.3")),
+        "other/0.log",
+    }
+    days = ["2026-11-30.log", "2026-12-01.log", "2026-12-01.1.log"]
+    assert files.whole_logs([tmp_path / day for day in days]) == {tmp_path / day: tmp_path / ".log" for day in days}
 
 
 def test_digests_are_of_contents_and_names_below_the_folder(tmp_path: Path) -> None:
@@ -106,13 +149,110 @@ def test_arrays_and_values_over_many_lines(tmp_path: Path) -> None:
 def test_an_array_that_breaks_names_the_item_and_quotes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "log.json"
     path.write_text('[{"turns": ["a"]}, {"turns": ["my secret" "x"]}]')
-    with pytest.raises(InputError, match=r"log\.json: item 2: not valid JSON \(parse error") as caught:
+    with pytest.raises(InputError, match=r"log\.json: item 2: not valid JSON \(Expecting ',' delimiter") as caught:
         read_log(path, "turns")
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
     path.write_text('[{"turns": ["a"]}, {"turns": []}, {"turns": ["b"]}]')
     with pytest.raises(InputError, match=r"log\.json: item 2: turns is empty"):
         read_log(path, "turns")
     assert read_log(path, "turns", skip_invalid=True).counts.skipped == 1
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**80), 2**80)
+    | st.floats()
+    | st.text(alphabet='a"\\[]{},\u2028\x85\x0b\0 :', max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(JSON, max_size=5), st.integers(1, 7), st.sampled_from([None, 1]), st.booleans())
+def test_arrays_are_read_as_lines_are(
+    tmp_path: Path, values: list[object], piece: int, indent: int | None, ascii_only: bool
+) -> None:
+    """One parser: the same values however they are laid out, wherever the pieces that are read end."""
+    texts = [json.dumps(value, ensure_ascii=ascii_only) for value in values]
+    (tmp_path / "lines.jsonl").write_text("".join(text + "\n" for text in texts if text[0] != "["))
+    (tmp_path / "array.json").write_text(json.dumps(values, ensure_ascii=ascii_only, indent=indent))
+    (tmp_path / "spread.json").write_text(" \n" + "\n ".join(text for text in texts if text[0] != "["))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_PIECE_BYTES", piece)
+        lines, array, spread = (
+            [repr(item.decode()) for item in files.objects([tmp_path / name], "reading")]
+            for name in ("lines.jsonl", "array.json", "spread.json")
+        )
+    assert array == [repr(json.loads(text)) for text in texts]
+    assert lines == spread == [repr(json.loads(text)) for text in texts if text[0] != "["]
+
+
+def test_large_numbers_and_equal_keys_are_the_same_in_arrays_and_lines(tmp_path: Path) -> None:
+    text = '{"trace": 11529215046068469760, "big": 1e400, "odd": NaN, "turns": ["no"], "turns": ["yes"]}'
+    write_lines(tmp_path / "lines.jsonl", text, text)
+    write_lines(tmp_path / "array.json", f"[{text},", f"{text}]")
+    for name in ("lines.jsonl", "array.json"):
+        item = next(files.objects([tmp_path / name], "reading")).decode()
+        assert item["trace"] == 11529215046068469760 and isinstance(item["trace"], int) and item["turns"] == ["yes"]
+        assert item["big"] == float("inf") and item["odd"] != item["odd"]
+
+
+def test_nul_bytes_in_front_of_a_line_are_passed_over(tmp_path: Path) -> None:
+    """What copytruncate leaves; inside a line they are no padding."""
+    log = tmp_path / "log.jsonl"
+    with log.open("wb") as stream:
+        stream.truncate(3_000_000)
+        stream.seek(3_000_000)
+        stream.write(b'{"turns": ["a"]}\n\0\0\0\n\0{"turns": ["b"]}\n{"turns"\0: ["c"]}\n\0\0')
+    read = read_log(log, "turns", skip_invalid=True)
+    assert [record.user_text for record in read.records] == ["a", "b"]
+    assert [record.where for record in read.records] == [f"{log}:1", f"{log}:3"] and read.counts.skipped == 1
+
+
+def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    odd = "one\u2028two\x85three\x0bfour\x1cfive"
+    for name, text in (
+        ("p.txt", f"{odd}\r\nsix\n"),
+        ("p.jsonl", "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in (odd, "six"))),
+        ("p.csv", f'prompt\n"{odd}"\n"six"\n'),
+        ("p.tsv", f"act\tprompt\r\nx\t{odd}\r\nx\tsix\r\n"),
+    ):
+        (tmp_path / name).write_text(text, newline="")
+        assert [record.user_text for record in read_log(tmp_path / name, "prompts").records] == [odd, "six"], name
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.CSV.gz", "p.parquet"])
+def test_prompts_of_a_table_are_a_named_column(tmp_path: Path, name: str) -> None:
+    rows = [{"act": "Poet", "prompt": 'Write of "rivers",\nand end.', "other": "Hm"}]
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        table = b'act,prompt,other\nPoet,"Write of ""rivers"",\nand end.",Hm\n'
+        (tmp_path / name).write_bytes(gzip.compress(table) if name.endswith(".gz") else table)
+    assert read_log(tmp_path / name, "prompts").records[0].user_text == rows[0]["prompt"]
+    assert (
+        read_log(tmp_path / name, "prompts", column="other", domain_field="act", domain=None).records[0].domain
+        == "Poet"
+    )
+    with pytest.raises(InputError, match=rf"{name}: has no column 'text'; it has act, other, prompt"):
+        read_log(tmp_path / name, "prompts", column="text", skip_invalid=True)
+    with pytest.raises(InputError, match=rf"{name}: has no column 'conversations'"):
+        read_log(tmp_path / name, "sharegpt")
+
+
+def test_a_column_that_a_source_names(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": None}]
+    pq.write_table(pa.Table.from_pylist([{"chat": messages[:1]}]), tmp_path / "m.parquet")
+    write_lines(tmp_path / "m.jsonl", json.dumps({"chat": messages[:1]}))
+    for name in ("m.parquet", "m.jsonl"):
+        assert read_log(tmp_path / name, "messages", column="chat").talks == [[("user", "Hi")]]
+    write_lines(tmp_path / "p.txt", "Hi")
+    with pytest.raises(InputError, match=r"p\.txt: is read line by line; only JSON and tables have a column 'chat'"):
+        read_log(tmp_path / "p.txt", "prompts", column="chat")
+    with pytest.raises(ValidationError, match="column 'x' is set for kind openai; a tool's log has fields of its own"):
+        read_log(tmp_path / "p.txt", "openai", column="x")
 
 
 @pytest.mark.parametrize(
