@@ -18,7 +18,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -165,7 +165,7 @@ def prompt_lines(paths: Sequence[Path], title: str, column: str | None = None) -
     """Prompts: what `objects` reads where the file's name says JSON or a table, else {"prompt": line} of each line that
     is not blank."""
     for file in _opened(paths, title):
-        if _unpacked_name(file.path).lower().endswith((*_JSON_SUFFIXES, *_DELIMITERS, ".parquet")):
+        if not is_text(file.path):
             yield from _objects(file, column)
             continue
         if column not in (None, "prompt"):
@@ -186,6 +186,11 @@ def first_line(path: Path) -> Any:
     return next((item.decode() for item in prompt_lines([path], f"reading {path.name}")), None)
 
 
+def is_text(path: Path) -> bool:
+    """Whether `prompt_lines` takes each line for a prompt: the file's name is neither that of JSON nor of a table."""
+    return not _unpacked_name(path).lower().endswith((*_JSON_SUFFIXES, *_DELIMITERS, ".parquet"))
+
+
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
@@ -203,10 +208,10 @@ def _objects(file: _Open, column: str | None) -> Iterator[Item]:
 
 
 def _opened(paths: Sequence[Path], title: str) -> Iterator[_Open]:
-    """Each file in turn, under one progress bar."""
+    """Each file in turn, under one progress bar; without a title, under none."""
     total = sum(require_file(path).stat().st_size for path in paths)
     unit, name = size_unit(total)
-    with progress.bar(title, total / unit, name) as advance:
+    with progress.bar(title, total / unit, name) if title else nullcontext(lambda amount: None) as advance:
         for path in paths:
             with path.open("rb") as raw:
                 yield _Open(path, _unpack(path, raw), _ticks(raw, advance, unit))

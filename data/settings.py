@@ -13,6 +13,7 @@ from ..specdec.sampling_settings import SamplingSettings
 Shape = Literal["messages", "sharegpt", "turns", "prompts"]
 Key = Literal["domain", "sampling", "tools", "system", "turns", "prompt", "answer"]
 LogKind = Literal["openai", "vllm", "sglang", "litellm", "langfuse"]
+FileKind = Literal[Shape, LogKind]
 Kind = Literal["key", "email", "card", "iban", "ip", "host", "phone"]
 """What is redacted. It stands here so that a recipe is read without the libraries that find it."""
 LABEL = r"^[\w.-]{1,64}$"
@@ -87,7 +88,7 @@ class _Source(_Section):
 class FileSource(_Source):
     """Local files, plain or packed (.gz, .bz2, .xz, .zst), read one line, JSON value or row at a time."""
 
-    kind: Literal[Shape, LogKind]
+    kind: FileKind
     """`messages` (OpenAI style), `sharegpt`, `turns` (user turns only): JSON, one value a line or in an array;
     `prompts`: text lines, or JSON; `openai`, `vllm`, `sglang`, `litellm`, `langfuse`: what that tool logs."""
     path: str

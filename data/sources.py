@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError, RecipeError, named
@@ -19,11 +19,15 @@ from .concurrency import Traffic
 from .logs.chat import Entry, LeftOut, Reason, Timing
 from .logs.readers import FORMATS, Format
 from .records import DEFAULT_COLUMNS, Record, parse
-from .settings import DatasetSource, FileSource, MixSettings, Shape, Source, TargetSource
+from .settings import DatasetSource, FileKind, FileSource, MixSettings, Shape, Source, TargetSource
 
 SamplePrompts = Callable[[int, int, int], list[str]]
 """`sample_prompts(count, seed, max_tokens)`: user prompts that the target makes up."""
 _ROWS_PER_UPDATE = 256
+_PROBED_ITEMS = 500
+_ENGINE_KINDS: tuple[FileKind, ...] = ("vllm", "sglang")
+_KINDS: tuple[FileKind, ...] = (*_ENGINE_KINDS, "litellm", "langfuse", "openai", *get_args(Shape))
+"""Kinds from the strictest: lines of the first ones may read as those of later ones, too."""
 _JOINED: Reason = "joined with another line"
 _IDLE = ("no chat request", "health check")  # what no decoding engine was busy with
 
@@ -80,7 +84,50 @@ def read_records(
         counts.taken += 1
         yield record
     if not counts.taken:
-        raise InputError(f"mix.sources[{index}]: {name_of(source)}: holds no conversation; at least one is needed")
+        seen = ", ".join(f"{count} {reason}" for reason, count in counts.left_out.items())
+        why = f" ({counts.read} read, {counts.skipped} skipped{seen and f'; {seen}'})" if counts.read else ""
+        raise InputError(f"mix.sources[{index}]: {name_of(source)}: holds no conversation{why}; at least one is needed")
+
+
+def check_kinds(sources: Sequence[Source], base_dir: Path) -> None:
+    """Raise InputError for a source whose first file reads better as another kind; nothing but its beginning is read.
+
+    A file whose beginning reads badly as every kind passes: what is wrong with it is said when it is read.
+    """
+    for index, source in enumerate(sources):
+        if not isinstance(source, FileSource):
+            continue
+        # The first file that holds anything. A line of text may always be a prompt, unless it is an engine's own.
+        first = next((path for path in files.find(base_dir, source.path) if path.stat().st_size), None)
+        if first is None:
+            continue
+        plain_text = source.kind == "prompts" and files.is_text(first)
+        own = SourceCounts() if plain_text else _probe(source, source.kind, first)
+        if own.taken and not own.skipped:
+            continue
+        # Another kind is named if it gives more conversations, and no line breaks its rules.
+        for kind in _ENGINE_KINDS if plain_text else _KINDS:
+            found = _probe(source, kind, first)
+            if found.taken > own.taken and not found.skipped:
+                raise InputError(
+                    f"mix.sources[{index}].kind {source.kind}: {first} looks like kind {kind}: so read, its first "
+                    f"{_PROBED_ITEMS} lines give {found.taken} conversations"
+                )
+
+
+def _probe(source: FileSource, kind: FileKind, path: Path) -> SourceCounts:
+    """Counts of the first lines of a file, read as a kind of file."""
+    counts = SourceCounts()
+    if kind == "prompts" and files.is_text(path):
+        return counts
+    probe = source.model_copy(update={"kind": kind, "year": None, "domain": "any", "skip_invalid": True})
+    items = itertools.islice(_file_items(probe, [path], title=""), _PROBED_ITEMS)
+    try:
+        for _ in _from_file_items(probe, [path], items, 0, counts, None):
+            counts.taken += 1
+    except InputError:  # an archive, an array or a table that is none
+        counts.skipped += 1
+    return counts
 
 
 def smallest(records: Iterable[Record], limit: int) -> list[Record]:
@@ -147,14 +194,30 @@ def _input_digest(source: Source, base_dir: Path) -> str:
 def _from_files(
     source: FileSource, base_dir: Path, index: int, counts: SourceCounts, traffic: Traffic | None
 ) -> Iterator[Record]:
-    # Our own shapes are parsed line by line; logs of tools go through the reader of their format.
-    paths, title = files.find(base_dir, source.path), f"reading {source.path}"
+    paths = files.find(base_dir, source.path)
+    return _from_file_items(source, paths, _file_items(source, paths, f"reading {source.path}"), index, counts, traffic)
+
+
+def _file_items(source: FileSource, paths: Sequence[Path], title: str) -> Iterator[files.Item]:
+    """Yield the lines, JSON values or rows of files, whichever the source's kind consists of."""
     if source.kind == "messages" or source.kind == "sharegpt" or source.kind == "turns" or source.kind == "prompts":
         read = files.prompt_lines if source.kind == "prompts" else files.objects
-        items = read(paths, title, source.column or DEFAULT_COLUMNS[source.kind])
+        return read(paths, title, source.column or DEFAULT_COLUMNS[source.kind])
+    return FORMATS[source.kind].items(paths, title)
+
+
+def _from_file_items(
+    source: FileSource,
+    paths: Sequence[Path],
+    items: Iterable[files.Item],
+    index: int,
+    counts: SourceCounts,
+    traffic: Traffic | None,
+) -> Iterator[Record]:
+    # Our own shapes are parsed item by item; logs of tools go through the reader of their format.
+    if source.kind == "messages" or source.kind == "sharegpt" or source.kind == "turns" or source.kind == "prompts":
         return _from_items(source, source.kind, items, index, counts, traffic)
-    entries = _entries(source, FORMATS[source.kind], paths, counts)
-    return _from_log(source, entries, index, counts, traffic)
+    return _from_log(source, _entries(source, FORMATS[source.kind], paths, items, counts), index, counts, traffic)
 
 
 def _from_items(
@@ -208,10 +271,12 @@ def _from_log(
             yield parse(entry.line, "messages", source, entry.where, index, timing)
 
 
-def _entries(source: FileSource, form: Format, paths: Sequence[Path], counts: SourceCounts) -> Iterator[Entry]:
+def _entries(
+    source: FileSource, form: Format, paths: Sequence[Path], items: Iterable[files.Item], counts: SourceCounts
+) -> Iterator[Entry]:
     """Yield the entries of a tool's log as its reader makes them; counts hold read = entries + skipped + joined."""
     servers, reader = _servers(paths), form.reader(source)
-    for item in form.items(paths, f"reading {source.path}"):
+    for item in items:
         counts.read += 1
         entries = 0
         with _skipping(source, counts):

@@ -25,7 +25,7 @@ from ..data.mix import build_mix, load_mix
 from ..data.prompts import prompts_of
 from ..data.rehearsal import blend, conversations_to_add
 from ..data.settings import TargetSource
-from ..data.sources import input_digests
+from ..data.sources import check_kinds, input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..data.store import Capture
 from ..errors import DraftforgeError, MissingFileError
@@ -70,6 +70,7 @@ class Stages:
         if self.given_mix is not None:
             return self.given_mix
         settings, base = self.recipe.mix, self.recipe.base_dir
+        check_kinds(settings.sources, base)  # before all of it is hashed and read
         # Where files lie does not count, only what they hold.
         excluded: Any = {"sources": {"__all__": {"path", "name"}}, "ancestors": True, "contamination": True}
         inputs: list[Any] = [

@@ -463,3 +463,14 @@ def test_passwords_are_not_shown(
     shown = capsys.readouterr().out
     assert "http://***@127.0.0.1:9" in shown and "s3cr" not in shown and "et@" not in shown
     assert "s3cr" not in json.dumps(load_recipe(recipe).public())
+
+
+def test_a_source_of_another_kind_is_told_so_before_the_mix_is_read(
+    write_recipe: Callable[..., Path], tmp_path: Path, fails: Fails
+) -> None:
+    log = tmp_path / "proxy.jsonl"
+    log.write_text(json.dumps({"request": {"messages": [{"role": "user", "content": "hello"}]}}) + "\n")
+    recipe = write_recipe(mix={"sources": [{"kind": "vllm", "path": str(log), "domain": "d"}]})
+    line = fails(2, "mix", recipe)
+    assert f"mix.sources[0].kind vllm: {log} looks like kind openai" in line
+    assert not list((tmp_path / "work").glob("*mix-*"))
