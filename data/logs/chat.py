@@ -1,4 +1,4 @@
-"""Log entries, and readers of what all chat logs share: request bodies, answers (whole or streamed), token usage."""
+"""Log entries, and what the readers of all chat logs share: request bodies, encoded fields, labels."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ...errors import InputError
-from .parsing import Rendered, number
+from .parsing import Rendered, literal, number
 
 Reason = Literal[
     "other log line",
@@ -21,6 +21,8 @@ Reason = Literal[
     "text cut by the log",
     "text redacted by the log",
     "message part that is not text",
+    "message rewritten by the gateway",
+    "messages in an unread form",
     "tools without their definitions",
     "logged twice",
     "chat template of its own",
@@ -29,6 +31,7 @@ Reason = Literal[
     "special tokens added to the prompt",
     "answered by an adapter",
     "tools that are not functions",
+    "tools inside a message",
     "no turn to answer",
 ]
 """Reasons why a log line gives no conversation. Such lines are counted and are no error."""
@@ -101,18 +104,37 @@ class ObjectReader:
         return ()
 
 
-_SSE_DONE = "[DONE]"
-_COUNTS = (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
+_MOST_ENCODINGS = 3
+_REQUEST_FIELDS = (
+    *("tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs", "reasoning", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message", "truncate_prompt_tokens", "messages", "request"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("max_tokens", "max_completion_tokens", "max_new_tokens"),
+)
+"""Names that mean something in a request; a label around it that has one is none of its fields."""
 
 
 def decoded(value: Any) -> Any:
-    """Decode a text that holds a JSON object or array; return everything else as it is."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+    """Decode a text that holds an object or array, as JSON (that may be encoded again) or as Python prints it; return
+    everything else as it is."""
+    found = value
+    for _ in range(_MOST_ENCODINGS):
+        if not isinstance(found, str) or found.lstrip()[:1] not in ("{", "[", '"'):
+            break
         try:
-            return json.loads(value)
+            found = json.loads(found)
         except (ValueError, RecursionError):
-            return value
-    return value
+            found = _printed(found)
+            break
+    return found if isinstance(found, dict | list) else value
+
+
+def _printed(text: str) -> Any:
+    """Value of an object or array as Python prints it; None: the text is none, or holds what JSON cannot."""
+    try:
+        return json.loads(json.dumps(literal(text))) if text.rstrip()[-1:] in ("}", "]") else None
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,48 +169,6 @@ def with_answer(messages: list[Any], answer: Mapping[str, Any] | None) -> list[A
     return messages if answer is None else [*messages, answer]
 
 
-def answer_of(response: Any) -> dict[str, Any] | None:
-    """Message of the first choice of a chat-completions response, whole or streamed.
-
-    None: it holds neither text nor tool calls, such as an answer that was cut while it was thinking.
-    """
-    # A stream as it went over the wire, JSON text, or decoded chunks.
-    if isinstance(response, str):
-        response = _events(response) or decoded(response)
-    if isinstance(response, list):
-        return _message_with_content(_merged(response))
-    # A whole response: the choice with index 0.
-    if not isinstance(response, dict) or not isinstance(response.get("choices"), list):
-        return None
-    for choice in response["choices"]:
-        if isinstance(choice, dict) and isinstance(choice.get("message"), dict) and not choice.get("index"):
-            return _message_with_content(choice["message"])
-    return None
-
-
-def _message_with_content(message: Mapping[str, Any]) -> dict[str, Any] | None:
-    content, calls = message.get("content"), message.get("tool_calls") or None
-    if not calls and not (content.strip() if isinstance(content, str) else content):
-        return None
-    return {"role": "assistant", "content": content, "tool_calls": calls}
-
-
-def usage_of(response: Any) -> tuple[int | None, int | None]:
-    """Prompt and answer tokens of a response's `usage`; None: not given."""
-    if isinstance(response, str):
-        response = _events(response) or decoded(response)
-    # In a stream the last chunk with a usage has the totals.
-    if isinstance(response, list):
-        usages = [chunk.get("usage") for chunk in response if isinstance(chunk, dict)]
-        usage: Any = next((one for one in reversed(usages) if isinstance(one, dict)), {})
-    else:
-        usage = response.get("usage") if isinstance(response, dict) else {}
-    prompt, answer = (
-        next((count(usage, name) for name in names if count(usage, name) is not None), None) for names in _COUNTS
-    )
-    return prompt, answer
-
-
 def count(values: Any, name: str) -> int | None:
     """Read a field as a token count, a whole number of at least 0; None: it is none."""
     found = number(values.get(name)) if isinstance(values, Mapping) else None
@@ -197,51 +177,13 @@ def count(values: Any, name: str) -> int | None:
 
 def labels(*sources: Any) -> dict[str, Any]:
     """Collect the text and whole-number fields of some objects, from which a recipe may read a domain, a group or a
-    replica. Of equal names the last object's wins."""
+    replica. Of equal names the last object's wins; names of a request's own fields are left out."""
     found: dict[str, Any] = {}
     for source in sources:
         if isinstance(source, Mapping):
             found |= {
                 name: value
                 for name, value in source.items()
-                if isinstance(value, str | int) and not isinstance(value, bool)
+                if isinstance(value, str | int) and not isinstance(value, bool) and name not in _REQUEST_FIELDS
             }
     return found
-
-
-def _events(text: str) -> list[Any]:
-    """Chunks of a server-sent-events stream that was logged as text; empty: the text is no stream."""
-    lines = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
-    return [decoded(line) for line in lines if line != _SSE_DONE]
-
-
-def _merged(chunks: Iterable[Any]) -> dict[str, Any]:
-    """Merge the chunks of a stream's first choice into one message."""
-    texts: list[str] = []
-    calls: dict[int, dict[str, Any]] = {}
-    for chunk in chunks:
-        # A chunk without choices (such as the usage at the end) adds nothing.
-        choices = chunk.get("choices") if isinstance(chunk, dict) else None
-        for choice in choices if isinstance(choices, list) else []:
-            delta = choice.get("delta") if isinstance(choice, dict) else None
-            if not isinstance(delta, dict) or choice.get("index"):
-                continue
-            # Text comes in pieces; tool calls too, each piece under the index of its call.
-            if isinstance(delta.get("content"), str):
-                texts.append(delta["content"])
-            parts = delta.get("tool_calls")
-            for part in parts if isinstance(parts, list) else []:
-                _extend(calls, part)
-    return {"content": "".join(texts), "tool_calls": [calls[index] for index in sorted(calls)]}
-
-
-def _extend(calls: dict[int, dict[str, Any]], part: Any) -> None:
-    """Add a streamed piece of a tool call to its call; the id and name come once, the arguments in pieces."""
-    if not isinstance(part, dict) or not isinstance(part.get("function"), dict):
-        return
-    index = part["index"] if isinstance(part.get("index"), int) else 0
-    call = calls.setdefault(index, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
-    call["id"] = part.get("id") or call["id"]
-    for name in ("name", "arguments"):
-        piece = part["function"].get(name)
-        call["function"][name] += piece if isinstance(piece, str) else ""

@@ -1,17 +1,28 @@
 """Langfuse's observations: blob-storage exports (JSON, JSONL, CSV, Parquet), exports from its pages, API answers.
 
-Exports write `start_time`, pages and the API `startTime`; structured fields are objects or their JSON text.
+Exports write `start_time`, pages and the API `startTime`. Structured fields are objects, their JSON text, that encoded
+once more, or what Python prints of them.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import InputError
-from .chat import Entry, Reason, Timing, answer_of, body_of, count, decoded, labels, refusal, with_answer
+from . import anthropic
+from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, refusal, with_answer
 from .parsing import number, seconds
+from .response import answer_of
 
 _GENERATION = "GENERATION"
 _ANSWER_FIELDS = {"role", "content", "tool_calls"}
+_ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
+    **{"human": "user", "HumanMessage": "user", "ai": "assistant", "AIMessage": "assistant", "model": "assistant"},
+    **{"SystemMessage": "system", "ToolMessage": "tool", "FunctionMessage": "function"},
+}
+"""Roles by their names in OpenAI's and LangChain's messages."""
+_ASSISTANT = ("assistant", "ai", "model")
 _PROMPT_COUNTS = ("input", "prompt_tokens", "promptTokens", "input_tokens", "inputTokens", "inputUsage")
 _ANSWER_COUNTS = ("output", "completion_tokens", "completionTokens", "output_tokens", "outputTokens", "outputUsage")
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -33,8 +44,8 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
 
     # 2) The request: model parameters, and the input, which is a request body or bare messages.
     given = decoded(value.get("input"))
-    parameters = _parameters(decoded(_either(value, "model_parameters")))
-    request = {**parameters, **(given if isinstance(given, dict) else {"messages": given})}
+    request, reason = _request(given, _parameters(decoded(_either(value, "model_parameters"))))
+    reason = _refusal(value, given, request) or reason
 
     # 3) Labels; a session, or else a trace, is a thread.
     line = labels(decoded(value.get("metadata")), value)
@@ -43,11 +54,8 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
         line.setdefault("group", thread)
 
     # 4) The messages and the answer, where they are text.
-    reason = _reason(value, request)
     if reason is None:
-        line["request"] = body_of(request)
-        messages = request.get("messages")
-        line["messages"] = with_answer(messages, _answer(value.get("output"))) if isinstance(messages, list) else None
+        line |= {"request": request, "messages": with_answer(request["messages"], _answer(value.get("output")))}
     yield Entry(where, line, reason, _timing(value))
 
 
@@ -57,17 +65,91 @@ def _either(value: Mapping[str, Any], name: str) -> Any:
     return value.get(name, value.get(first + "".join(part.capitalize() for part in rest)))
 
 
-def _reason(value: Mapping[str, Any], request: Mapping[str, Any]) -> Reason | None:
-    if value.get("level") == "ERROR":
+def _refusal(value: Mapping[str, Any], given: Any, request: Mapping[str, Any]) -> Reason | None:
+    """Reason why a generation is no chat request that was answered; None: it may be one."""
+    # A text is the model's own, even where it reads like an error.
+    output = decoded(value.get("output"))
+    error = output.get("error") if isinstance(output, dict) else None
+    if str(value.get("level")).upper() == "ERROR" or isinstance(error, dict) or _is_error(output):
         return "failed request"
-    messages = request.get("messages")
-    if messages in (None, "", [], {}):
-        return "raw prompt" if request.get("prompt") else "no text logged"
-    if isinstance(messages, str):
+    if given in (None, "", [], {}):
+        return "no text logged"
+    if isinstance(given, str):
+        return "messages in an unread form" if given.lstrip()[:1] in ("[", "{") else "raw prompt"
+    if isinstance(given, dict) and given.get("prompt") and "messages" not in given:
         return "raw prompt"
     if not request.get("tools") and decoded(_either(value, "tool_definitions")) not in (None, "", {}, []):
         return "tools without their definitions"
-    return refusal(messages)
+    return None
+
+
+def _is_error(output: Any) -> bool:
+    return isinstance(output, dict) and "error" in (output.get("object"), output.get("type"))
+
+
+def _request(given: Any, parameters: dict[str, Any]) -> tuple[dict[str, Any], Reason | None]:
+    """The chat-completions request of an input: messages, one of them, or a body that holds them."""
+    # 1) The body. A list of one list is what LangChain hands on.
+    body = given if isinstance(given, dict) else {"messages": given}
+    if "messages" not in body and "role" in body:
+        body = {"messages": [body]}
+    messages = decoded(body.get("messages"))
+    if isinstance(messages, list) and len(messages) == 1 and isinstance(messages[0], list):
+        messages = messages[0]
+    if not isinstance(messages, list) or not messages:
+        return {}, "messages in an unread form"
+
+    # 2) Each message; tools may stand among them.
+    read = [_message(decoded(message)) for message in messages]
+    tools = [message["content"] for message in read if message and isinstance(message["content"], dict)]
+    read = [message for message in read if not message or not isinstance(message["content"], dict)]
+    if not all(read):
+        return {}, "messages in an unread form"
+
+    # 3) The whole, in the shape of chat completions.
+    stop = parameters.pop("stop_sequences", None)
+    request = parameters | {"stop": stop} | {name: decoded(item) for name, item in body.items()} | {"messages": read}
+    if tools and not request.get("tools"):
+        request["tools"] = tools
+    if anthropic.is_request(body | {"messages": read}):
+        return anthropic.request_of(request)
+    return body_of(request), refusal(read)
+
+
+def _message(given: Any) -> dict[str, Any] | None:
+    """A message in the shape of chat completions, whose content is a tool where LangChain's handler lists one; None:
+    it is none."""
+    if not isinstance(given, dict):
+        return None
+    # LangChain's own forms: a constructor with its arguments, or a type and data.
+    kind = given["id"][-1] if given.get("type") == "constructor" and given.get("id") else given.get("type")
+    inner = next((given[name] for name in ("kwargs", "data") if isinstance(given.get(name), dict)), given)
+    role = given.get("role", kind)
+    role = _ROLES.get(role, role) if isinstance(role, str) else None
+    if role not in _ROLES.values():
+        return None
+
+    # A content that is a list of parts may be encoded once more; calls have names of their own in LangChain.
+    extra = inner["additional_kwargs"] if isinstance(inner.get("additional_kwargs"), dict) else {}
+    message = {**extra, **inner, "role": role, "content": _content(inner.get("content"))}
+    calls = inner.get("tool_calls") or extra.get("tool_calls")
+    message["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else None
+    return message
+
+
+def _content(content: Any) -> Any:
+    parts = decoded(content)
+    if isinstance(parts, list) and parts and all(isinstance(part, dict) and "type" in part for part in parts):
+        return parts
+    return content
+
+
+def _call(call: Any) -> Any:
+    """A tool call in the shape of chat completions: of a LangChain one, the arguments are an object."""
+    if not isinstance(call, dict) or "function" in call or "args" not in call:
+        return call
+    function = {"name": call.get("name"), "arguments": json.dumps(call["args"])}
+    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def _answer(output: Any) -> dict[str, Any] | None:
@@ -77,14 +159,19 @@ def _answer(output: Any) -> dict[str, Any] | None:
         value = value[0]
     if isinstance(value, dict) and "choices" in value:
         return answer_of(value)
-    if isinstance(value, dict) and value.keys() & _ANSWER_FIELDS and value.get("role", "assistant") == "assistant":
-        return answer_of({"choices": [{"message": value}]})
+    if isinstance(value, dict) and value.keys() & _ANSWER_FIELDS and value.get("role", "assistant") in _ASSISTANT:
+        message = _message({**value, "role": "assistant"})
+        return answer_of({"content": value["content"]} if _has_blocks(value) else {"choices": [{"message": message}]})
     return answer_of({"choices": [{"message": {"content": output if isinstance(output, str) else None}}]})
 
 
+def _has_blocks(value: Mapping[str, Any]) -> bool:
+    return isinstance(value.get("content"), list) and not value.get("tool_calls")
+
+
 def _parameters(given: Any) -> dict[str, Any]:
-    """Model parameters, with numbers that were logged as text converted; an infinite limit is dropped."""
-    found = dict(given) if isinstance(given, dict) else {}
+    """Model parameters, with numbers and objects that were logged as text converted; an infinite limit is dropped."""
+    found = {name: decoded(value) for name, value in given.items()} if isinstance(given, dict) else {}
     for name in (*_NUMBERS, *_LIMITS):
         value = number(found.pop(name, None))
         if value is not None:

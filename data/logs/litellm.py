@@ -5,8 +5,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import InputError
-from .chat import Entry, Reason, Timing, answer_of, body_of, count, decoded, labels, refusal, with_answer
+from . import anthropic
+from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, refusal, with_answer
 from .parsing import seconds
+from .response import answer_of, failed, response_of, tells_failure
 
 _CHAT_CALLS = ("completion", "acompletion", "anthropic_messages")
 _RAW_CALLS = ("text_completion", "atext_completion")
@@ -20,10 +22,13 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
     if not isinstance(payload, dict) or "call_type" not in payload:
         raise InputError(f"{where}: has no call_type; must be a StandardLoggingPayload of LiteLLM")
 
-    # Texts may be JSON of messages and responses.
-    messages = decoded(payload.get("messages"))
-    response = decoded(payload.get("response"))
-    reason = _reason(payload, messages)
+    # Texts may be JSON of messages and responses. The request is the parameters with the messages.
+    messages, response = decoded(payload.get("messages")), response_of(payload.get("response"))
+    parameters = decoded(payload.get("model_parameters"))
+    request = body_of(parameters if isinstance(parameters, dict) else {}) | {"messages": messages}
+    reason = _reason(payload, request, response)
+    if reason is None:
+        request, reason = _chat_request(payload, request)
 
     # Labels; a trace is a thread.
     line = labels(payload.get("metadata"), payload)
@@ -31,18 +36,17 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
         line.setdefault("group", payload["trace_id"])
 
     # The request and its answer, unless the answer alone was redacted.
-    if reason is None and isinstance(messages, list):
-        parameters = payload.get("model_parameters")
-        line["request"] = body_of(parameters if isinstance(parameters, dict) else {})
-        line["messages"] = with_answer(messages, None if _holds(response, _REDACTED) else answer_of(response))
+    if reason is None:
+        answer = None if _holds(response, _REDACTED) else answer_of(response)
+        line |= {"request": request, "messages": with_answer(request["messages"], answer)}
     cached = payload.get("cache_hit") in (True, "True")  # no engine saw it
     yield Entry(where, line, reason, _timing(payload), in_flight=not cached)
 
 
-def _reason(payload: Mapping[str, Any], messages: Any) -> Reason | None:
+def _reason(payload: Mapping[str, Any], request: Mapping[str, Any], response: Any) -> Reason | None:
     # Kinds of calls first, then marks that LiteLLM leaves where it did not keep a text.
-    call = payload["call_type"]
-    if payload.get("status") == "failure":
+    call, messages = payload["call_type"], request["messages"]
+    if _failed(payload) or failed(response):
         return "failed request"
     if call in _RAW_CALLS:
         return "raw prompt"
@@ -50,11 +54,36 @@ def _reason(payload: Mapping[str, Any], messages: Any) -> Reason | None:
         return "no chat request"
     if not messages or _holds(messages, _NOT_LOGGED):
         return "no text logged"
-    if _holds(messages, _REDACTED):
+    shown = [messages, *(request.get(name) for name in ("system", "tools"))]
+    if _holds(shown, _REDACTED):
         return "text redacted by the log"
-    if _holds(messages, _CUT):
+    if _holds(shown, _CUT):
         return "text cut by the log"
-    return "raw prompt" if isinstance(messages, str) else refusal(messages)
+    return None if isinstance(messages, list) else "raw prompt"
+
+
+def _failed(payload: Mapping[str, Any]) -> bool:
+    """Whether the call failed, by status or error; the `error_information` of one that succeeded is empty."""
+    status, error = payload.get("status_fields"), payload.get("error_information")
+    told = status.get("llm_api_status") if isinstance(status, Mapping) else None
+    named = isinstance(error, Mapping) and any(error.get(name) for name in ("error_code", "error_class"))
+    return named or bool(payload.get("error_str")) or tells_failure({**payload, "status_code": told})
+
+
+def _chat_request(payload: Mapping[str, Any], request: dict[str, Any]) -> tuple[dict[str, Any], Reason | None]:
+    """The chat-completions request of a call, or why its prompt cannot be told."""
+    # A system prompt stands beside the messages; as text it is logged among them too.
+    if payload["call_type"] == "anthropic_messages":
+        messages, system = request["messages"], payload.get("system_prompt") or request.get("system")
+        first = messages[0] if isinstance(messages[0], Mapping) else {}
+        logged = first.get("role") == "system" and (
+            anthropic.system_text(first.get("content")) == anthropic.system_text(system)
+        )
+        return anthropic.request_of(request | {"system": None if logged else system})
+    # Some versions of LiteLLM send these on inside the content, others do not.
+    if any(isinstance(message, Mapping) and message.get("thinking_blocks") for message in request["messages"]):
+        return request, "message rewritten by the gateway"
+    return request, refusal(request["messages"])
 
 
 def _holds(value: Any, mark: str) -> bool:

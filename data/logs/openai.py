@@ -5,40 +5,47 @@
     {"model": ..., "messages": [...], ...}
 
 A body may stand as an object, as its JSON text, or inside an HTTP envelope (`method`, `path`, `headers`, `body`); a
-response also as the chunks of a stream, in a list or as they went over the wire.
+response also as the chunks of a stream, in a list or as they went over the wire. Requests of Anthropic's Messages API
+are turned into chat completions.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .chat import Entry, Reason, Timing, answer_of, body_of, decoded, labels, refusal, usage_of, with_answer
+from . import anthropic
+from .chat import Entry, Reason, Timing, body_of, decoded, labels, refusal, with_answer
 from .parsing import number, seconds
+from .response import answer_of, failed, response_of, tells_failure, usage_of
 
 _REQUESTS, _RESPONSES = ("request", "request_body", "body"), ("response", "response_body")
 _STARTED = ("started", "start_time", "startTime", "timestamp", "time")
 _ENDED = ("ended", "end_time", "endTime")
 _DURATIONS = (("duration", 1.0), ("latency", 1.0), ("duration_ms", 1e-3), ("latency_ms", 1e-3))
 _PATHS = ("url", "path", "endpoint", "uri")
-_STATUSES = ("status", "status_code")
-_FAILED = 400
 
 
 def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
     """Entry of one logged object, which holds one request."""
     # Take the object apart; a reason, or a missing body, ends it here with its times.
     envelope, body = _request(value)
-    response = _response(value)
+    wrapper, response = _response(value)
     timing = _timing(value, response)
-    reason = _reason(value, envelope, body, response)
+    path = next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), "").partition("?")[0]
+    reason = _reason((value, wrapper), response, path, body)
+    request = body or {}
+    if reason is None:
+        is_anthropic = path.endswith("/messages") or (not path and anthropic.is_request(request))
+        request, reason = anthropic.request_of(request) if is_anthropic else (request, None)
+        reason = reason or refusal(request.get("messages"))
     if body is None or reason is not None:
         yield Entry(where, labels(value), reason or "answer without its request", timing)
         return
     # The conversation with its answer; labels come from what stands around the body.
-    messages = body.get("messages")
+    messages = request.get("messages")
     if isinstance(messages, list):
         messages = with_answer(messages, answer_of(response))
     own = {name: item for name, item in value.items() if name not in (*_REQUESTS, *_RESPONSES)} if envelope else {}
-    yield Entry(where, {**labels(own), "request": body, "messages": messages}, timing=timing)
+    yield Entry(where, {**labels(own), "request": request, "messages": messages}, timing=timing)
 
 
 def _request(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
@@ -61,25 +68,26 @@ def _request(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any
     return {}, body_of(value)
 
 
-def _response(value: Mapping[str, Any]) -> Any:
-    inner = next((decoded(value[name]) for name in _RESPONSES if value.get(name) is not None), None)
-    return decoded(inner["body"]) if isinstance(inner, dict) and "body" in inner else inner
+def _response(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
+    """Split a logged response into its envelope (empty: none) and what was answered."""
+    inner = next((response_of(value[name]) for name in _RESPONSES if value.get(name) is not None), None)
+    return (inner, response_of(inner["body"])) if isinstance(inner, dict) and "body" in inner else ({}, inner)
 
 
 def _reason(
-    value: Mapping[str, Any], envelope: Mapping[str, Any], body: Mapping[str, Any] | None, response: Any
+    envelopes: Iterable[Mapping[str, Any]], response: Any, path: str, body: Mapping[str, Any] | None
 ) -> Reason | None:
-    # By the outcome, then by the path of the request, then by the fields of its body.
-    if _failed(value, response):
+    # By the outcome, which the object, the response's envelope or the response tells.
+    if failed(response) or any(map(tells_failure, envelopes)):
         return "failed request"
-    path = next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), "").partition("?")[0]
+    # By the path of the request.
     if path.endswith(("/health", "/ping", "/metrics")):
         return "health check"
     if body is None:
         return None
     if path.endswith("/completions") and not path.endswith("/chat/completions"):
         return "raw prompt"
-    if path and not path.endswith("/chat/completions"):
+    if path and not path.endswith(("/chat/completions", "/messages")):
         return "no chat request"
     # Other APIs are told by their fields where no path is logged.
     if "messages" not in body:
@@ -87,22 +95,7 @@ def _reason(
             return "raw prompt"
         if "input" in body:
             return "no chat request"
-    return refusal(body.get("messages"))
-
-
-def _failed(value: Mapping[str, Any], response: Any) -> bool:
-    # An error or a status of 400 and above, in the object, in the response's envelope or in its body.
-    wrapped = next((decoded(value[name]) for name in _RESPONSES if value.get(name) is not None), None)
-    for holder in (value, wrapped, response):
-        if not isinstance(holder, Mapping):
-            continue
-        if holder.get("error"):
-            return True
-        for name in _STATUSES:
-            status = holder.get(name)
-            if isinstance(status, int | str) and str(status).isdigit() and int(status) >= _FAILED:
-                return True
-    return False
+    return None
 
 
 def _timing(value: Mapping[str, Any], response: Any) -> Timing:

@@ -44,6 +44,96 @@ def test_litellm_payloads() -> None:
     }
 
 
+def payload(**fields: Any) -> str:
+    asked = [{"role": "user", "content": "Hi"}]
+    return json.dumps({"call_type": "anthropic_messages", "status": "success", "messages": asked, **fields})
+
+
+BLOCKS = [{"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "brief."}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_parameters": {"system": BLOCKS}},
+        {"model_parameters": json.dumps({"system": "Be brief."})},
+        {"system_prompt": BLOCKS},
+        {
+            "model_parameters": {"system": "Be brief."},
+            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+        },
+        {
+            "system_prompt": BLOCKS,
+            "messages": [{"role": "system", "content": BLOCKS}, {"role": "user", "content": "Hi"}],
+        },
+    ],
+)
+def test_litellm_system_prompts_of_the_messages_api(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """As blocks they stand beside the messages alone; as text also among them, and count once."""
+    read = read_log(write_lines(tmp_path / "l.jsonl", payload(**fields)), "litellm")
+    assert read.talks == [[("system", "Be brief."), ("user", "Hi")]]
+
+
+def test_litellm_tools_and_answers_of_the_messages_api(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    parameters = {"max_tokens": 9, "tools": [{"name": "weather", "description": "Weather", "input_schema": schema}]}
+    answer = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "Cold."}]}
+    lines = [payload(model_parameters=parameters, response=answer), payload(response=json.dumps(answer))]
+    read = read_log(write_lines(tmp_path / "l.jsonl", *lines), "litellm")
+    assert read.talks == [[("user", "Hi"), ("assistant", "Cold.")]] * 2
+    function = {"name": "weather", "description": "Weather", "parameters": schema}
+    assert read.records[0].tools == [{"type": "function", "function": function}]
+    assert read.records[0].max_new_tokens == 9
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"status": "failure"}, "failed request"),
+        ({"status_fields": {"llm_api_status": "failure"}}, "failed request"),
+        ({"error_information": {"error_code": "400", "error_class": "BadRequestError"}}, "failed request"),
+        ({"error_str": "boom"}, "failed request"),
+        ({"response": {"error": {"message": "no"}}}, "failed request"),
+        ({"response": {"object": "error", "code": 400, "message": "no"}}, "failed request"),
+        (
+            {
+                "error_information": {"error_code": "", "error_class": ""},
+                "status_fields": {"llm_api_status": "success"},
+            },
+            None,
+        ),
+        (
+            {"model_parameters": {"system": [{"type": "text", "text": "a (litellm_truncated 9 chars)"}]}},
+            "text cut by the log",
+        ),
+        ({"model_parameters": {"system": "redacted-by-litellm"}}, "text redacted by the log"),
+        (
+            {
+                "call_type": "acompletion",
+                "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "thinking_blocks": [{}]}],
+            },
+            "message rewritten by the gateway",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "message part that is not text",
+        ),
+        ({"call_type": "aresponses"}, "no chat request"),
+    ],
+)
+def test_litellm_calls_that_are_left_out(tmp_path: Path, fields: dict[str, Any], reason: str | None) -> None:
+    read = read_log(write_lines(tmp_path / "l.jsonl", payload(), payload(**fields)), "litellm")
+    assert read.counts.left_out == ({} if reason is None else {reason: 1})
+
+
+def test_labels_do_not_pass_for_fields_of_the_request(tmp_path: Path) -> None:
+    odd = {"temperature": 0, "max_tokens": 5, "chat_template": "x", "reasoning_effort": "high", "team": "shop"}
+    line = payload(call_type="acompletion", metadata=odd, model_parameters={"top_p": 0.5})
+    (record,) = read_log(write_lines(tmp_path / "l.jsonl", line), "litellm", domain=None, domain_field="team").records
+    assert record.domain == "shop" and record.max_new_tokens is None and record.template_args == {}
+    assert record.sampling == SamplingSettings(temperature=1, top_p=0.5)
+
+
 def test_litellm_labels_of_the_metadata_name_domain_and_replica() -> None:
     source = {"domain": None, "domain_field": "user_api_key_team_alias", "replica_field": "model_group"}
     read = read_log(SAMPLES / "litellm.jsonl", "litellm", **source)
@@ -114,3 +204,101 @@ def test_langfuse_answers(tmp_path: Path, output: Any, answer: str | None) -> No
     line = {"type": "GENERATION", "input": [{"role": "user", "content": "Hi"}], "output": output}
     (talk,) = read_log(write_lines(tmp_path / "o.jsonl", json.dumps(line)), "langfuse").talks
     assert talk[1:] == ([] if answer is None else [("assistant", answer)])
+
+
+ASK = [{"role": "user", "content": 'It\'s "so"?\n'}]
+FUNCTION = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+CALLED = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ASK,
+        ASK[0],
+        [ASK],
+        str(ASK),
+        json.dumps(ASK),
+        json.dumps(json.dumps(ASK)),
+        json.dumps(str(ASK)),
+        {"messages": ASK},
+        {"messages": json.dumps(ASK)},
+        str({"messages": ASK, "stream": True, "n": None}),
+        json.dumps(json.dumps({"messages": ASK})),
+        [str(ASK[0])],
+        [{"type": "human", "content": ASK[0]["content"]}],
+        [{"type": "human", "data": {"content": ASK[0]["content"]}}],
+        [{"lc": 1, "type": "constructor", "id": ["langchain", "HumanMessage"], "kwargs": ASK[0]}],
+        [{"role": "user", "content": [{"type": "text", "text": ASK[0]["content"]}]}],
+        [{"role": "user", "content": str([{"type": "text", "text": ASK[0]["content"]}])}],
+        [{"role": "user", "content": json.dumps([{"type": "text", "text": ASK[0]["content"]}])}],
+    ],
+)
+@pytest.mark.parametrize("encode", [lambda value: value, str, json.dumps])
+def test_langfuse_inputs_however_they_are_encoded(tmp_path: Path, given: Any, encode: Any) -> None:
+    line = {
+        "type": "GENERATION",
+        "input": given,
+        "output": encode({"role": "assistant", "content": "Yes."}),
+        "model_parameters": encode({"temperature": "0.5", "max_tokens": 9}),
+        "usage_details": encode({"input": 3, "output": 2}),
+        "metadata": encode({"team": "shop"}),
+    }
+    source = {"domain": None, "domain_field": "team"}
+    (record,) = read_log(write_lines(tmp_path / "o.jsonl", json.dumps(line)), "langfuse", **source).records
+    assert [(message.role, message.text) for message in record.messages] == [
+        ("user", ASK[0]["content"]),
+        ("assistant", "Yes."),
+    ]
+    assert record.sampling == SamplingSettings(temperature=0.5) and record.max_new_tokens == 9
+    assert (record.prompt_tokens, record.answer_tokens, record.domain) == (3, 2, "shop")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"messages": ASK, "tools": [FUNCTION], "tool_choice": "auto"},
+        {"messages": ASK, "tools": json.dumps([FUNCTION])},
+        [*ASK, {"role": "tool", "content": FUNCTION}],
+        {"messages": ASK, "tools": [{"name": "clock", "input_schema": {"type": "object"}}]},
+    ],
+)
+def test_langfuse_tools(tmp_path: Path, given: Any) -> None:
+    line = {"type": "GENERATION", "input": given, "tool_definitions": {"clock": "{}"}}
+    read = read_log(write_lines(tmp_path / "o.jsonl", json.dumps(line)), "langfuse")
+    assert read.talks == [[("user", ASK[0]["content"])]] and read.records[0].tools == [FUNCTION]
+
+
+def test_langfuse_calls_in_langchains_form(tmp_path: Path) -> None:
+    said = {"role": "assistant", "content": "", "tool_calls": [{"name": "clock", "args": {"zone": "CET"}, "id": "c1"}]}
+    kept = {"type": "ai", "content": "", "additional_kwargs": {"tool_calls": [CALLED]}}
+    for message in (said, kept):
+        result = {"role": "tool", "content": "noon", "tool_call_id": "c1"}
+        line = {"type": "GENERATION", "input": [*ASK, message, result], "output": message}
+        (record,) = read_log(write_lines(tmp_path / "o.jsonl", json.dumps(line)), "langfuse").records
+        assert [one.tool_calls for one in record.messages] == [None, [CALLED], None, [CALLED]]
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"input": "Once upon a time"}, "raw prompt"),
+        ({"input": {"prompt": "Once upon a time"}}, "raw prompt"),
+        ({"input": "[HumanMessage(content='Hi')]"}, "messages in an unread form"),
+        ({"input": "[{'role': 'user', 'content': "}, "messages in an unread form"),
+        ({"input": {"question": "Hi"}}, "messages in an unread form"),
+        ({"input": ["Hi"]}, "messages in an unread form"),
+        ({"input": [*ASK, {"type": "placeholder", "name": "history"}]}, "messages in an unread form"),
+        ({"input": ""}, "no text logged"),
+        ({"input": ASK, "level": "error"}, "failed request"),
+        ({"input": ASK, "output": {"error": {"message": "no"}}}, "failed request"),
+        ({"input": ASK, "output": json.dumps({"object": "error", "message": "no"})}, "failed request"),
+        ({"input": ASK, "output": "Error 500"}, None),
+        ({"input": ASK, "output": json.dumps({"error": "none found"})}, None),
+        ({"input": ASK, "level": "WARNING"}, None),
+    ],
+)
+def test_langfuse_generations_that_are_left_out(tmp_path: Path, fields: dict[str, Any], reason: str | None) -> None:
+    lines = [{"type": "GENERATION", "input": ASK}, {"type": "GENERATION", **fields}]
+    read = read_log(write_lines(tmp_path / "o.jsonl", *map(json.dumps, lines)), "langfuse")
+    assert read.counts.left_out == ({} if reason is None else {reason: 1})

@@ -1,0 +1,181 @@
+"""Anthropic's Messages API, as vLLM's own endpoint (`/v1/messages`, 0.32) turns its requests into chat completions.
+
+Content blocks become text, tool calls, reasoning and messages of tools; `docs/logs.md` has the list of fields. A system
+message among the others stays where it is, as vLLM keeps it for templates that take one there.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .chat import Reason
+
+_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
+_NOT_SENT_ON = ("system", "stop_sequences", "thinking", "output_config")
+_BILLING = "x-anthropic-billing-header"  # of Claude Code, one a request; vLLM leaves it out
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def is_request(body: Mapping[str, Any]) -> bool:
+    """Whether a body has fields that only requests of the Messages API have."""
+    tools, choice, messages = body.get("tools"), body.get("tool_choice"), body.get("messages")
+    if any(body.get(name) is not None for name in ("system", "stop_sequences", "anthropic_version")):
+        return True
+    if isinstance(choice, Mapping) and choice.get("type") in (*_CHOICES, "tool"):
+        return True
+    if isinstance(tools, list) and any(isinstance(tool, Mapping) and "input_schema" in tool for tool in tools):
+        return True
+    contents = [message.get("content") for message in _objects(messages)]
+    return any(
+        block.get("type") in _BLOCKS or (block.get("type") == "image" and "source" in block)
+        for content in contents
+        for block in _objects(content)
+    )
+
+
+def request_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], Reason | None]:
+    """The chat-completions request that vLLM makes of a body, and why it has no prompt of text alone; None: it has.
+
+    What breaks the schema stays as it is: `records` names it.
+    """
+    # 1) The system prompt, then each message.
+    messages: list[Any] = []
+    system = system_text(body.get("system"))
+    if system:
+        messages.append({"role": "system", "content": system})
+    given = body.get("messages")
+    if not isinstance(given, list):
+        return {**body}, None
+    for message in given:
+        reason = _add_message(messages, message)
+        if reason is not None:
+            return {}, reason
+
+    # 2) The other fields under their names there.
+    request = {name: value for name, value in body.items() if name not in _NOT_SENT_ON} | {"messages": messages}
+    if body.get("stop_sequences"):
+        request["stop"] = body["stop_sequences"]
+    if isinstance(output := body.get("output_config"), Mapping):
+        request |= {"reasoning_effort": output.get("effort"), "response_format": output.get("format")}
+    if isinstance(thinking := body.get("thinking"), Mapping):
+        request["thinking_token_budget"] = thinking.get("budget_tokens")
+        if thinking.get("type") == "disabled":
+            request["reasoning_effort"] = "none"
+
+    # 3) Tools, and which of them must be called.
+    if isinstance(body.get("tools"), list):
+        request["tools"] = [_tool(tool) for tool in body["tools"]]
+    if isinstance(choice := body.get("tool_choice"), Mapping):
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        request["tool_choice"] = _CHOICES.get(str(choice.get("type")), named)
+    return request, None
+
+
+def system_text(system: Any) -> str:
+    """Text of a system prompt, a string or a list of blocks; empty: there is none."""
+    if isinstance(system, str):
+        return system
+    return "".join(text for text in map(_text, _objects(system)) if not text.startswith(_BILLING))
+
+
+def answer_of(blocks: Sequence[Any]) -> dict[str, Any]:
+    """Message of an answer's content blocks."""
+    calls = [_call(block) for block in _objects(blocks) if block.get("type") == "tool_use"]
+    thoughts = [str(block.get("thinking") or "") for block in _objects(blocks) if block.get("type") == "thinking"]
+    return {"content": "".join(map(_text, _objects(blocks))), "reasoning": "".join(thoughts), "tool_calls": calls}
+
+
+def streamed_blocks(chunks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Content blocks of an answer from the events of its stream; empty: the stream is none of this API."""
+    blocks: dict[Any, dict[str, Any]] = {}
+    for event in chunks:
+        index = event.get("index")
+        if event.get("type") == "content_block_start" and isinstance(event.get("content_block"), Mapping):
+            blocks[index] = {**event["content_block"]}
+        delta = event.get("delta")
+        if event.get("type") != "content_block_delta" or not isinstance(delta, Mapping) or index not in blocks:
+            continue
+        # Each kind of block has its kind of piece; the input of a tool call comes as JSON text.
+        for name in ("text", "thinking", "partial_json"):
+            if isinstance(delta.get(name), str):
+                blocks[index][name] = str(blocks[index].get(name) or "") + delta[name]
+    return list(blocks.values())
+
+
+def _objects(values: Any) -> list[Mapping[str, Any]]:
+    return [value for value in values if isinstance(value, Mapping)] if isinstance(values, list) else []
+
+
+def _text(block: Mapping[str, Any]) -> str:
+    return block["text"] if block.get("type") == "text" and isinstance(block.get("text"), str) else ""
+
+
+def _add_message(messages: list[Any], message: Any) -> Reason | None:
+    """Add what becomes of a message: of one with results of tools, a message each before the rest."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+        messages.append(message)
+        return None
+    role, blocks = message.get("role"), message["content"]
+    if role == "system":
+        if any(
+            isinstance(block, Mapping) and block.get("type") in ("tool_addition", "tool_removal") for block in blocks
+        ):
+            return "tools inside a message"
+        if text := system_text(blocks):
+            messages.append({"role": "system", "content": text})
+        return None
+
+    # Blocks in their order; thoughts that the API hid are passed over.
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "text" and isinstance(block.get("text"), str):
+            parts += [{"type": "text", "text": block["text"]}] if block["text"] else []
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        elif kind == "tool_use":
+            calls.append(_call(block))
+        elif kind == "tool_result" and role == "user":
+            result = _result(block)
+            if result is None:
+                return "message part that is not text"
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": result})
+        elif kind == "tool_result":
+            parts.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
+        elif kind not in ("redacted_thinking", "tool_reference"):
+            return "message part that is not text"
+
+    # One text stands alone. A user's message that held results only is gone.
+    found: dict[str, Any] = {"role": role, "content": parts[0]["text"] if len(parts) == 1 else parts or None}
+    found |= {"reasoning": "".join(thoughts)} if thoughts else {}
+    found |= {"tool_calls": calls} if calls else {}
+    if role != "user" or parts:
+        messages.append(found)
+    return None
+
+
+def _call(block: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = block.get("partial_json") or json.dumps(block.get("input") or {})
+    function = {"name": block.get("name") or "", "arguments": arguments}
+    return {"id": block.get("id") or "", "type": "function", "function": function}
+
+
+def _result(block: Mapping[str, Any]) -> str | None:
+    """Text of a tool's result, its parts a line each; None: a part is no text."""
+    content = block.get("content")
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else ""
+    if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
+        return None
+    return "\n".join(map(_text, content))
+
+
+def _tool(tool: Any) -> Any:
+    """A tool in the shape of chat completions; one that the server runs itself, without a schema, as it is."""
+    if not isinstance(tool, Mapping) or not isinstance(tool.get("input_schema"), Mapping):
+        return tool
+    names = [name for name in ("name", "description", "strict", "defer_loading") if tool.get(name) is not None]
+    parameters = {**tool["input_schema"], "type": tool["input_schema"].get("type", "object")}
+    return {"type": "function", "function": {name: tool[name] for name in names} | {"parameters": parameters}}

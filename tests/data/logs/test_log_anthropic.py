@@ -1,0 +1,263 @@
+"""Anthropic's Messages API: requests as vLLM turns them into chat completions; answers whole and streamed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from log_reading import read_log, write_lines
+
+from draftforge.data.logs import openai
+from draftforge.data.logs.anthropic import is_request, request_of
+from draftforge.data.logs.chat import Entry
+from draftforge.data.logs.response import answer_of
+
+ASKED = {"role": "user", "content": "Hi"}
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
+CALL = {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+
+
+def text(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": one, "cache_control": {"type": "ephemeral"}} for one in texts]
+
+
+def entry(body: dict[str, Any], **around: Any) -> Entry:
+    value = {"path": "/v1/messages", "request": body, **around}
+    (found,) = openai.entries(json.loads(json.dumps(value)), "log:1")
+    return found
+
+
+@pytest.mark.parametrize(
+    "given, messages",
+    [
+        ({"system": "Be brief."}, [{"role": "system", "content": "Be brief."}]),
+        ({"system": text("Be ", "brief.")}, [{"role": "system", "content": "Be brief."}]),
+        ({"system": text("x-anthropic-billing-header: 1", "Be brief.")}, [{"role": "system", "content": "Be brief."}]),
+        ({"system": text("")}, []),
+        ({"system": ""}, []),
+        ({"system": None}, []),
+    ],
+)
+def test_the_system_prompt_comes_first(given: dict[str, Any], messages: list[Any]) -> None:
+    assert entry({**given, "messages": [ASKED]}).line["messages"] == [*messages, ASKED]
+
+
+@pytest.mark.parametrize(
+    "role, blocks, messages",
+    [
+        ("user", text("Hi"), [ASKED]),
+        ("user", text("a", "", "b"), [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]),
+        (
+            "user",
+            [*text("Next?"), {"type": "tool_result", "tool_use_id": "t1", "content": text("cold", "wet")}],
+            [{"role": "tool", "tool_call_id": "t1", "content": "cold\nwet"}, {"role": "user", "content": "Next?"}],
+        ),
+        (
+            "user",
+            [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "cold"},
+                {"type": "tool_result", "tool_use_id": "t2"},
+            ],
+            [
+                {"role": "tool", "tool_call_id": "t1", "content": "cold"},
+                {"role": "tool", "tool_call_id": "t2", "content": ""},
+            ],
+        ),
+        (
+            "assistant",
+            [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "xx"},
+                *text("I look."),
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}},
+            ],
+            [{"role": "assistant", "content": "I look.", "reasoning": "hm", "tool_calls": [CALL]}],
+        ),
+        (
+            "assistant",
+            [{"type": "tool_use", "id": "t1", "name": "now", "input": {}}],
+            [
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "t1", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+                }
+            ],
+        ),
+        (
+            "assistant",
+            [{"type": "tool_result", "tool_use_id": "t1", "content": "cold"}],
+            [{"role": "assistant", "content": "Tool result: cold"}],
+        ),
+        (
+            "system",
+            text("x-anthropic-billing-header: 1", "Mind ", "this."),
+            [{"role": "system", "content": "Mind this."}],
+        ),
+        ("system", "Mind this.", [{"role": "system", "content": "Mind this."}]),
+    ],
+)
+def test_messages_in_blocks(role: str, blocks: Any, messages: list[Any]) -> None:
+    body = {"messages": [ASKED, {"role": role, "content": blocks}, ASKED]}
+    found = entry(body)
+    assert found.line["messages"] == [ASKED, *messages, ASKED] == found.line["request"]["messages"]
+
+
+@pytest.mark.parametrize(
+    "role, block, reason",
+    [
+        ("user", {"type": "image", "source": {"type": "url", "url": "x"}}, "message part that is not text"),
+        ("user", {"type": "document", "source": {}}, "message part that is not text"),
+        ("user", {"type": "tool_result", "content": [{"type": "image"}]}, "message part that is not text"),
+        ("system", {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "x"}}, "tools inside a message"),
+    ],
+)
+def test_messages_that_are_not_text_alone(role: str, block: dict[str, Any], reason: str) -> None:
+    assert entry({"messages": [ASKED, {"role": role, "content": [*text("x"), block]}]}).left_out == reason
+
+
+@pytest.mark.parametrize(
+    "given, there",
+    [
+        ({"max_tokens": 64, "temperature": 0.5, "top_k": 5}, {"max_tokens": 64, "temperature": 0.5, "top_k": 5}),
+        ({"stop_sequences": ["END"]}, {"stop": ["END"]}),
+        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, {"thinking_token_budget": 2048}),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            {"response_format": {"type": "json_schema", "schema": {}}},
+        ),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
+        ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+        (
+            {"tool_choice": {"type": "tool", "name": "now"}},
+            {"tool_choice": {"type": "function", "function": {"name": "now"}}},
+        ),
+        (
+            {"tools": [{"name": "weather", "description": "Weather", "input_schema": WEATHER, "cache_control": {}}]},
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "weather", "description": "Weather", "parameters": WEATHER},
+                    }
+                ]
+            },
+        ),
+        (
+            {"tools": [{"name": "now", "type": "custom", "input_schema": {"properties": {}}}]},
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "now", "parameters": {"properties": {}, "type": "object"}},
+                    }
+                ]
+            },
+        ),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web"}]},
+            {"tools": [{"type": "web_search_20250305", "name": "web"}]},
+        ),
+    ],
+)
+def test_other_fields(given: dict[str, Any], there: dict[str, Any]) -> None:
+    request, reason = request_of({"messages": [ASKED], **given})
+    kept = {name: value for name, value in request.items() if value is not None and name != "messages"}
+    assert reason is None and kept == there
+
+
+def test_tools_and_system_reach_the_record(tmp_path: Path) -> None:
+    tools = [{"name": "weather", "input_schema": WEATHER}]
+    body = {"system": text("Be brief."), "messages": [ASKED], "tools": tools, "max_tokens": 9, "temperature": 0.5}
+    answer = {
+        "type": "message",
+        "role": "assistant",
+        "content": text("Cold."),
+        "usage": {"input_tokens": 8, "output_tokens": 2},
+    }
+    lines = [
+        json.dumps({"request": {"body": body, "url": "/v1/messages?beta=true"}, "response": answer}),
+        json.dumps(body),
+    ]
+    read = read_log(write_lines(tmp_path / "log.jsonl", *lines), "openai")
+    assert read.talks == [
+        [("system", "Be brief."), ("user", "Hi"), ("assistant", "Cold.")],
+        [("system", "Be brief."), ("user", "Hi")],
+    ]
+    first = read.records[0]
+    assert first.tools is not None and first.tools[0]["function"]["parameters"] == WEATHER
+    assert (first.max_new_tokens, first.prompt_tokens, first.answer_tokens) == (9, 8, 2)
+    assert first.sampling is not None and first.sampling.temperature == 0.5
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/responses", "/v1/messages/batches"])
+def test_other_paths_are_no_chat_requests(path: str) -> None:
+    assert entry({"system": "x", "messages": [ASKED]}, path=path).left_out == "no chat request"
+
+
+def test_bodies_are_told_by_fields_that_only_this_api_has() -> None:
+    bodies: list[dict[str, Any]] = [
+        {"system": "x"},
+        {"stop_sequences": ["x"]},
+        {"tools": [{"name": "x", "input_schema": {}}]},
+        {"tool_choice": {"type": "auto"}},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+    ]
+    assert all(map(is_request, bodies))
+    bodies = [
+        {"messages": [ASKED], "stop": ["x"], "tools": [{"type": "function", "function": {}}], "tool_choice": "auto"},
+        {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+        {"messages": [{"role": "user", "content": text("x")}]},
+    ]
+    assert not any(map(is_request, bodies))
+    # Where the path says chat completions, an engine passes over such a field.
+    found = entry({"system": "x", "messages": [ASKED]}, path="/v1/chat/completions")
+    assert found.line["messages"] == [ASKED]
+
+
+def event(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+STREAM = [
+    event("message_start", message={"role": "assistant", "content": [], "usage": {"input_tokens": 9}}),
+    event("content_block_start", index=0, content_block={"type": "thinking", "thinking": ""}),
+    event("ping"),
+    event("content_block_delta", index=0, delta={"type": "thinking_delta", "thinking": "hm"}),
+    event("content_block_delta", index=0, delta={"type": "signature_delta", "signature": "s"}),
+    event("content_block_start", index=1, content_block={"type": "text", "text": ""}),
+    event("content_block_delta", index=1, delta={"type": "text_delta", "text": "I \u2028"}),
+    event("content_block_delta", index=1, delta={"type": "text_delta", "text": "look."}),
+    event(
+        "content_block_start", index=2, content_block={"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+    ),
+    event("content_block_delta", index=2, delta={"type": "input_json_delta", "partial_json": '{"city": '}),
+    event("content_block_delta", index=2, delta={"type": "input_json_delta", "partial_json": '"Oslo"}'}),
+    event("content_block_stop", index=2),
+    event("message_delta", delta={"stop_reason": "tool_use"}, usage={"output_tokens": 4}),
+    event("message_stop"),
+]
+WHOLE = {
+    "type": "message",
+    "role": "assistant",
+    "content": [
+        {"type": "thinking", "thinking": "hm", "signature": "s"},
+        *text("I \u2028look."),
+        {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}},
+    ],
+}
+
+
+def test_answers_whole_and_streamed_are_the_same() -> None:
+    wire = "".join(f"event: {one['type']}\ndata: {json.dumps(one, ensure_ascii=False)}\n\n" for one in STREAM)
+    for response in (WHOLE, STREAM, wire, wire.replace("\n", "\r\n")):
+        assert answer_of(response) == {
+            "role": "assistant",
+            "content": "I \u2028look.",
+            "reasoning": "hm",
+            "tool_calls": [CALL],
+        }
+    assert answer_of({"type": "message", "content": text("")}) is None and answer_of(STREAM[:5]) is None
