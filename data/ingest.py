@@ -22,10 +22,11 @@ from ..specdec.sampling_settings import SamplingSettings
 from .concurrency import Traffic
 from .conversation import SPLITS, Message, Split
 from .dedup import SIGNATURE_LENGTH, Member, TurnIndex, group_key, signature
+from .outcomes import SourceCounts
 from .records import Record
 from .redact import Redactor
 from .settings import MixSettings
-from .sources import SamplePrompts, SourceCounts, read_records
+from .sources import SamplePrompts, read_records
 from .split import weighted_choice
 from .stratify import LogTable
 

@@ -24,26 +24,30 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from .. import fingerprint, progress, storage
-from ..errors import CorruptDataError, MissingFileError, named
+from ..errors import CorruptDataError, InputError, MissingFileError, named
 from . import domain_clusters
 from .concurrency import concurrency_record
 from .contamination import holdout_report, near_any, read_evaluation_sets, turn_report
 from .conversation import SPLITS, Conversation, Split
 from .dedup import SIGNATURE_LENGTH, Member, PlacedMember, asked_elsewhere, cluster_members
 from .ingest import IngestedRecords, Spool, ingest, sampling_of, strictest
+from .outcomes import BROKEN, COPY, name_of
 from .settings import MixSettings
-from .sources import SamplePrompts, input_digests, name_of
+from .sources import SamplePrompts, input_digests
 from .split import require_every_split, split_of
 from .stratify import KEYS, SOURCE, Column, Margin, choose, half_lives, largest_size, rake_weights
 
 FORMAT = 3
 CONVERSATIONS, ORIGINS, MEMBERS = "conversations.parquet", "origins.parquet", "members.parquet"
 LOG, MANIFEST = "log.parquet", "manifest.json"
-COPIES = ("exact_copies", "continued", "near_copies")
+CONTINUED, NEAR_COPY = "continued by a longer one", "near-copy"
+CONTAMINATED, OVER_SHARE = "near an evaluation set", "over the mix's shares or limit"
+COPIES = (COPY, CONTINUED, NEAR_COPY)
 """Fates of records that another record stands for."""
-LEFT_OUT = (*COPIES, "contaminated", "over_share")
+LEFT_OUT = (*COPIES, CONTAMINATED, OVER_SHARE)
 FATES = (*SPLITS, *LEFT_OUT)
 """The fates of a record: a split, or why it was left out."""
+_MOST_NAMED = 5  # domains and sources without an answered turn, in a message
 _CONVERSATION_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -151,6 +155,29 @@ def load_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def summary(manifest: Mapping[str, Any]) -> str:
+    """Say in one line what was read, what it made, and what was left out for which reason."""
+    conversations = sum(sum(domains.values()) for domains in manifest["conversations"].values())
+    left_out = _told(manifest["left_out"])
+    return (
+        f"{manifest['read']} records read: {conversations} conversations with {sum(manifest['turns'].values())} turns"
+        f"{'; left out: ' if left_out else ''}{left_out}"
+    )
+
+
+def check_unanswered(manifest: Mapping[str, Any], settings: MixSettings) -> None:
+    """Raise InputError if a domain or a source ended without a turn to answer, and the recipe does not allow it."""
+    found: Mapping[str, str] = manifest["unanswered"]
+    refused = [name for name in found if name not in settings.may_be_unanswered]
+    if refused:
+        told = [f"{name!r} ({found[name]})" for name in refused[:_MOST_NAMED]]
+        more = f" and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
+        raise InputError(
+            f"mix: no turn is left to answer of {', '.join(told)}{more}; a domain or source that may end so must stand "
+            "in mix.may_be_unanswered"
+        )
+
+
 def check_members(folder: Path) -> None:
     """Raise MissingFileError or CorruptDataError unless `load_members` can read this mix."""
     _checked(folder, MEMBERS)
@@ -236,8 +263,12 @@ class _Mix:
             if id in self._placements or (id in self._continued and self._original(id) in self._placements)
         }
 
-        # 7) Look again at what was promised of the holdout.
+        # 7) Look again at what was promised of the holdout, and that no domain and no source went away unsaid.
         self._fates = self._fates_of_rows()
+        self._unanswered = self._without_turns()
+        for source in records.sources:
+            self._unanswered |= dict.fromkeys(source.unanswered, "a conversation without a turn")
+        check_unanswered({"unanswered": self._unanswered}, settings)
         self._contamination = {
             **holdout_report(self._seen, known, near_sets, settings.near_threshold),
             **turn_report(self._placements, self._elsewhere, known),
@@ -332,17 +363,42 @@ class _Mix:
         """The fate of every row of the log, as an index of FATES."""
         # Rows that stand for no content are exact copies of one that does.
         code_of = {name: code for code, name in enumerate(FATES)}
-        fates = np.full(len(self._records.log), code_of["exact_copies"], dtype=np.int8)
+        fates = np.full(len(self._records.log), code_of[COPY], dtype=np.int8)
         for id, row in zip(self._ids, self._records.rows.tolist()):
             if id in self._placements:
                 fates[row] = code_of[self._placements[id].split]
             elif id in self._continued:
-                fates[row] = code_of["continued"]
+                fates[row] = code_of[CONTINUED]
             elif self._placed[id].copy_of is not None:
-                fates[row] = code_of["near_copies"]
+                fates[row] = code_of[NEAR_COPY]
             else:
-                fates[row] = code_of["contaminated" if id in self._contaminated else "over_share"]
+                fates[row] = code_of[CONTAMINATED if id in self._contaminated else OVER_SHARE]
         return fates
+
+    def _without_turns(self) -> dict[str, str]:
+        """Domains and sources that end without a turn that counts, and what became of their requests."""
+        # 1) Of every domain and source, what became of its requests: those that gave no record, then the records.
+        fates: dict[str, Counter[str]] = {}
+        for source, counts in zip(self._settings.sources, self._records.sources):
+            fates.setdefault(name_of(source), Counter()).update(counts.left_out)
+            for domain, reasons in counts.domains.items():
+                fates.setdefault(domain, Counter()).update(reasons)
+        turns = Counter[str]()
+        turns_K = [self._counting_turns(number) for number in self._kept]
+        for key in ("domain", SOURCE):
+            column = self._records.log.column(key)
+            names = [name_of(self._settings.sources[int(i)]) for i in column.names] if key == SOURCE else column.names
+            for code, fate in zip(column.codes_N.tolist(), self._fates.tolist()):
+                fates.setdefault(names[code], Counter())[FATES[fate]] += 1
+            for code, count in zip(column.codes_N[self._records.rows[self._kept]].tolist(), turns_K):
+                turns[names[code]] += count
+
+        # 2) Those without a turn, with what became of their requests.
+        return {name: _told(fates[name]) or "no request" for name in sorted(fates) if name and not turns[name]}
+
+    def _counting_turns(self, number: int) -> int:
+        """Number of a kept content's turns that count."""
+        return len(self._members[number].turn_keys) - len(self._elsewhere[self._ids[number]])
 
     def write_tables(self, folder: Path) -> None:
         """Write the tables of conversations, their origins, members and log labels."""
@@ -391,25 +447,36 @@ class _Mix:
         )
 
     def manifest_counts(self) -> dict[str, Any]:
-        """Counts for the manifest: redactions, records left out, conversations by split and domain, the log's load."""
-        # Labels as dictionary columns, lengths, and the fate of every row.
+        """Counts for the manifest: what was read, redacted and left out, what is in each split, the log's load.
+
+        Everything read is a conversation of the mix, or was left out for one reason.
+        """
+        # What every source left out, and what became of the records that it gave.
         log = self._records.log
         fates = Counter(FATES[fate] for fate in self._fates.tolist())
+        left_out = Counter({name: fates[name] for name in LEFT_OUT})
+        for source in self._records.sources:
+            left_out.update({**source.left_out, BROKEN: source.skipped})
 
         # Conversations and clusters of each split.
         domains = log.column("domain", self._records.rows[self._kept])
         counts: dict[Split, Counter[str]] = {split: Counter() for split in SPLITS}
+        turns = Counter[Split](dict.fromkeys(SPLITS, 0))
         held: dict[Split, set[str]] = {split: set() for split in SPLITS}
-        for placed, code in zip(self._placements.values(), domains.codes_N.tolist()):
+        for number, placed, code in zip(self._kept, self._placements.values(), domains.codes_N.tolist()):
             counts[placed.split][domains.names[code]] += 1
+            turns[placed.split] += self._counting_turns(number)
             held[placed.split].add(placed.cluster)
 
         # How long the frequent system prompts are, by their hashes.
         systems = log.column("system").lumped(_SYSTEM_STRATA).names
         # An ancestor's placement wins over a source's, and that over the hash.
         return {
+            "read": sum(source.read for source in self._records.sources),
+            "left_out": {reason: count for reason, count in sorted(left_out.items()) if count},
+            "turns": dict(turns),
+            "unanswered": self._unanswered,
             "redacted": dict(sorted(self._records.redacted.items())),
-            "left_out": {name: fates[name] for name in LEFT_OUT},
             "conversations": {split: dict(sorted(counts[split].items())) for split in SPLITS},
             "clusters": {split: len(held[split]) for split in SPLITS},
             "contamination": self._contamination,
@@ -425,9 +492,22 @@ def _source_records(
     settings: MixSettings, digests: Mapping[str, str], records: IngestedRecords
 ) -> list[dict[str, Any]]:
     return [
-        {"kind": source.kind, "name": name_of(source), "digest": digests[f"sources[{i}]"], **vars(records.sources[i])}
-        for i, source in enumerate(settings.sources)
+        {
+            "kind": source.kind,
+            "name": name_of(source),
+            "digest": digests[f"sources[{i}]"],
+            "read": counts.read,
+            "skipped": counts.skipped,
+            "left_out": dict(sorted(counts.left_out.items())),
+            "taken": counts.taken,
+        }
+        for i, (source, counts) in enumerate(zip(settings.sources, records.sources))
     ]
+
+
+def _told(counts: Mapping[str, int]) -> str:
+    """Counts in words, the largest first."""
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
 
 
 def _row(conversation: Conversation) -> dict[str, Any]:

@@ -3,6 +3,7 @@ the new data without losing the old."""
 
 import math
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,11 @@ def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folde
     conversations = pa.concat_tables([new, rows.select(new.column_names)], promote_options="default")
     origins = pa.concat_tables([pq.read_table(mix / ORIGINS), _rows_of(added, old / ORIGINS)])
 
-    # 2) The counts of train by domain.
+    # 2) The counts of train: conversations by domain, and turns.
     train: dict[str, int] = dict(manifest["conversations"]["train"])
     for domain in rows["domain"].to_pylist():
         train[domain] = train.get(domain, 0) + 1
+    manifest["turns"]["train"] += sum(turn.counts for one in _teaching(old, elsewhere) for turn in turns(one))
 
     # 3) The folder: all other files of the mix as they are.
     with storage.new_folder(folder) as blended:
@@ -92,6 +94,13 @@ def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folde
             manifest["files"][name] = fingerprint.of_file(blended / name)
         manifest["conversations"]["train"] = dict(sorted(train.items()))
         storage.write_json(blended / MANIFEST, manifest | {BLEND: made_of | {"added": len(added)}})
+
+
+def _teaching(old: Path, elsewhere: Mapping[str, list[int]]) -> Iterator[Conversation]:
+    """Conversations of the old mix that were added, with the turns that do not count in the blend."""
+    for one in load_mix(old):
+        if one.id in elsewhere:
+            yield one.model_copy(update={"asked_elsewhere": elsewhere[one.id]})
 
 
 def _rows_of(ids: list[str], path: Path) -> pa.Table:

@@ -63,6 +63,7 @@ class DomainSettings(_Section):
 
 class _Source(_Section):
     _domains: DomainSettings = PrivateAttr(default=DomainSettings())
+    _may_be_unanswered: frozenset[str] = PrivateAttr(default=frozenset())
 
     domain: Label | None = None
     """Domain of every conversation of this source; absent: each line's own `domain_field` names it."""
@@ -83,6 +84,11 @@ class _Source(_Section):
     def domains(self) -> DomainSettings:
         """Domain settings of the mix that the source belongs to."""
         return self._domains
+
+    @property
+    def may_be_unanswered(self) -> frozenset[str]:
+        """Names of domains and sources, as in the mix that the source belongs to."""
+        return self._may_be_unanswered
 
 
 class FileSource(_Source):
@@ -200,6 +206,9 @@ class MixSettings(_Section):
     """Share of the clusters that checkpoints are chosen on."""
     holdout_share: float = Field(0.15, gt=0, lt=1)
     """Share of the clusters that promotion is decided on."""
+    may_be_unanswered: list[str] = []
+    """Domains, and sources by their path, that may end without a turn for the target to answer, and may hold
+    conversations without one. Any other ends the run with the reasons."""
     ancestors: list[str] = []
     """Earlier mix folders: what they placed in train or selection never enters this holdout."""
 
@@ -215,9 +224,9 @@ class MixSettings(_Section):
         }
 
     @model_validator(mode="after")
-    def _domains_of_sources(self) -> "MixSettings":
+    def _hand_down_to_sources(self) -> "MixSettings":
         for source in self.sources:
-            source._domains = self.domains
+            source._domains, source._may_be_unanswered = self.domains, frozenset(self.may_be_unanswered)
         return self
 
     @model_validator(mode="after")

@@ -6,9 +6,9 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,9 +16,10 @@ from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError, RecipeError, named
 from . import files
 from .concurrency import Traffic
-from .logs.chat import Entry, LeftOut, Reason, Timing
-from .logs.readers import FORMATS, Format
-from .records import DEFAULT_COLUMNS, Record, parse
+from .logs.chat import Entry, LogReader
+from .logs.readers import FORMATS
+from .outcomes import COPY, OVER_LIMIT, Outcome, SourceCounts, name_of, outcomes_of, read_item
+from .records import DEFAULT_COLUMNS, Record
 from .settings import DatasetSource, FileKind, FileSource, MixSettings, Shape, Source, TargetSource
 
 SamplePrompts = Callable[[int, int, int], list[str]]
@@ -28,26 +29,6 @@ _PROBED_ITEMS = 500
 _ENGINE_KINDS: tuple[FileKind, ...] = ("vllm", "sglang")
 _KINDS: tuple[FileKind, ...] = (*_ENGINE_KINDS, "litellm", "langfuse", "openai", *get_args(Shape))
 """Kinds from the strictest: lines of the first ones may read as those of later ones, too."""
-_JOINED: Reason = "joined with another line"
-_IDLE = ("no chat request", "health check")  # what no decoding engine was busy with
-
-
-@dataclass
-class SourceCounts:
-    """Line counts of one source, by fate."""
-
-    read: int = 0
-    skipped: int = 0
-    """Number of lines that break a rule."""
-    taken: int = 0
-    left_out: dict[Reason, int] = field(default_factory=dict)
-    """Number of lines of a tool's log without a conversation, by reason."""
-
-    def leave_out(self, reason: Reason, count: int = 1) -> None:
-        """Count lines without a conversation."""
-        self.left_out[reason] = self.left_out.get(reason, 0) + count
-        if not self.left_out[reason]:
-            del self.left_out[reason]
 
 
 def read(
@@ -72,21 +53,19 @@ def read_records(
     meanwhile. Raises InputError naming file and line, MissingFileError, or RecipeError where prompts of the target are
     asked for and there is no target.
     """
-    # One stream of records for each kind of source.
-    if isinstance(source, TargetSource):
-        found = _from_target(source, index, counts, sample_prompts)
-    elif isinstance(source, DatasetSource):
-        found = _from_items(source, source.shape, _dataset_rows(source, base_dir), index, counts, traffic)
-    else:
-        found = _from_files(source, base_dir, index, counts, traffic)
+    found = _counted(source, base_dir, index, counts, sample_prompts, traffic)
     # A limit takes an even sample by hash; a source that gives nothing is a mistake.
-    for record in found if source.limit is None else smallest(found, source.limit):
-        counts.taken += 1
-        yield record
-    if not counts.taken:
+    yield from found if source.limit is None else smallest(found, source.limit, counts.leave_out)
+    if counts.taken:
+        return
+    if name_of(source) not in source.may_be_unanswered:
         seen = ", ".join(f"{count} {reason}" for reason, count in counts.left_out.items())
         why = f" ({counts.read} read, {counts.skipped} skipped{seen and f'; {seen}'})" if counts.read else ""
-        raise InputError(f"mix.sources[{index}]: {name_of(source)}: holds no conversation{why}; at least one is needed")
+        raise InputError(
+            f"mix.sources[{index}]: {name_of(source)}: holds no conversation{why}; at least one is needed, unless "
+            "mix.may_be_unanswered names the source"
+        )
+    counts.unanswered.add(name_of(source))
 
 
 def check_kinds(sources: Sequence[Source], base_dir: Path) -> None:
@@ -123,44 +102,108 @@ def _probe(source: FileSource, kind: FileKind, path: Path) -> SourceCounts:
     probe = source.model_copy(update={"kind": kind, "year": None, "domain": "any", "skip_invalid": True})
     items = itertools.islice(_file_items(probe, [path], title=""), _PROBED_ITEMS)
     try:
-        for _ in _from_file_items(probe, [path], items, 0, counts, None):
-            counts.taken += 1
+        for unit in _file_units(probe, [path], items, counts):
+            for outcome in outcomes_of(probe, 0, unit):
+                counts.add(outcome, probe)
     except InputError:  # an archive, an array or a table that is none
         counts.skipped += 1
     return counts
 
 
-def smallest(records: Iterable[Record], limit: int) -> list[Record]:
+def _counted(
+    source: Source,
+    base_dir: Path,
+    index: int,
+    counts: SourceCounts,
+    sample_prompts: SamplePrompts | None,
+    traffic: Traffic | None,
+) -> Iterator[Record]:
+    """Yield the records of all lines; counts and traffic are filled."""
+    for unit in units(source, base_dir, index, counts, sample_prompts):
+        for outcome in outcomes_of(source, index, unit):
+            if traffic is not None and outcome.timing is not None:
+                traffic.add(*outcome.timing)
+            counts.add(outcome, source)
+            if outcome.record is not None:
+                yield outcome.record
+
+
+def smallest(
+    records: Iterable[Record], limit: int, leave_out: Callable[[Record, str], None] = lambda record, reason: None
+) -> list[Record]:
     """Sample the `limit` distinct records with the smallest hashes: even, in bounded memory, independent of order.
 
-    Of exact copies the latest stays.
+    Of exact copies the latest stays. `leave_out` is told the reason for each record that does not stay.
     """
     heap: list[tuple[int, str]] = []
     kept: dict[str, Record] = {}
+    copies: Counter[str] = Counter()
     for record in records:
         # A copy of a kept record may only replace it.
         if record.key in kept:
             kept[record.key] = max(kept[record.key], record, key=lambda copy: copy.started or -math.inf)
+            copies[record.key] += 1
             continue
-        # A heap of negated hashes: its root is the largest hash kept, the next one to go.
+        # A heap of negated hashes: its root is the largest hash kept, the next one to go with its copies.
         entry = (-int(record.key, 16), record.key)
         if len(heap) < limit:
             heapq.heappush(heap, entry)
         elif entry > heap[0]:
-            del kept[heapq.heapreplace(heap, entry)[1]]
+            gone = kept.pop(heapq.heapreplace(heap, entry)[1])
+            for _ in range(1 + copies.pop(gone.key, 0)):
+                leave_out(gone, OVER_LIMIT)
         else:
+            leave_out(record, OVER_LIMIT)
             continue
         kept[record.key] = record
+    for key in copies.elements():
+        leave_out(kept[key], COPY)
     return [kept[key] for key in sorted(kept)]
 
 
-def name_of(source: Source) -> str:
-    """Name of a source for messages and the manifest, as in the recipe."""
-    if isinstance(source, FileSource):
-        return source.path
+def units(
+    source: Source,
+    base_dir: Path,
+    index: int,
+    counts: SourceCounts,
+    sample_prompts: SamplePrompts | None = None,
+) -> Iterator[files.Item | Entry | Outcome]:
+    """Yield what `outcomes_of` takes, in order: a source's lines, or the requests that a log's reader joins of them."""
+    if isinstance(source, TargetSource):
+        return _target_prompts(source, base_dir, index, sample_prompts)
     if isinstance(source, DatasetSource):
-        return f"{source.name}[{source.split}]"
-    return "prompts of the target"
+        return _dataset_rows(source, base_dir)
+    paths = files.find(base_dir, source.path)
+    return _file_units(source, paths, _file_items(source, paths, f"reading {source.path}"), counts)
+
+
+def _file_items(source: FileSource, paths: Sequence[Path], title: str) -> Iterator[files.Item]:
+    """Yield the lines, JSON values or rows of files, whichever the source's kind consists of."""
+    if source.kind == "messages" or source.kind == "sharegpt" or source.kind == "turns" or source.kind == "prompts":
+        read = files.prompt_lines if source.kind == "prompts" else files.objects
+        return read(paths, title, source.column or DEFAULT_COLUMNS[source.kind])
+    return FORMATS[source.kind].items(paths, title)
+
+
+def _file_units(
+    source: FileSource, paths: Sequence[Path], items: Iterator[files.Item], counts: SourceCounts
+) -> Iterator[files.Item | Entry | Outcome]:
+    # Our own shapes, and logs whose lines are complete in themselves, are parsed item by item.
+    if source.kind in FORMATS and (form := FORMATS[source.kind]).joins:
+        return _joined(form.reader(source), items, _servers(paths), counts)
+    return items
+
+
+def _joined(
+    reader: LogReader, items: Iterable[files.Item], servers: Mapping[Path, str], counts: SourceCounts
+) -> Iterator[Entry | Outcome]:
+    """Yield what a reader that joins lines makes of them."""
+    for item in items:
+        yield from read_item(reader, item, servers[item.path])
+    # Requests that waited for another line: the line counted as joined has an entry of its own after all.
+    for entry in reader.finish():
+        counts.take_back_joined()
+        yield entry
 
 
 def input_digests(settings: MixSettings, base_dir: Path) -> dict[str, str]:
@@ -191,121 +234,6 @@ def _input_digest(source: Source, base_dir: Path) -> str:
     return fingerprint.of_json([source.count, source.seed, source.max_tokens])
 
 
-def _from_files(
-    source: FileSource, base_dir: Path, index: int, counts: SourceCounts, traffic: Traffic | None
-) -> Iterator[Record]:
-    paths = files.find(base_dir, source.path)
-    return _from_file_items(source, paths, _file_items(source, paths, f"reading {source.path}"), index, counts, traffic)
-
-
-def _file_items(source: FileSource, paths: Sequence[Path], title: str) -> Iterator[files.Item]:
-    """Yield the lines, JSON values or rows of files, whichever the source's kind consists of."""
-    if source.kind == "messages" or source.kind == "sharegpt" or source.kind == "turns" or source.kind == "prompts":
-        read = files.prompt_lines if source.kind == "prompts" else files.objects
-        return read(paths, title, source.column or DEFAULT_COLUMNS[source.kind])
-    return FORMATS[source.kind].items(paths, title)
-
-
-def _from_file_items(
-    source: FileSource,
-    paths: Sequence[Path],
-    items: Iterable[files.Item],
-    index: int,
-    counts: SourceCounts,
-    traffic: Traffic | None,
-) -> Iterator[Record]:
-    # Our own shapes are parsed item by item; logs of tools go through the reader of their format.
-    if source.kind == "messages" or source.kind == "sharegpt" or source.kind == "turns" or source.kind == "prompts":
-        return _from_items(source, source.kind, items, index, counts, traffic)
-    return _from_log(source, _entries(source, FORMATS[source.kind], paths, items, counts), index, counts, traffic)
-
-
-def _from_items(
-    source: FileSource | DatasetSource,
-    shape: Shape,
-    items: Iterable[files.Item],
-    index: int,
-    counts: SourceCounts,
-    traffic: Traffic | None,
-) -> Iterator[Record]:
-    """Yield the records of values in one of our own shapes, and count values and broken rules."""
-    for item in items:
-        counts.read += 1
-        with _skipping(source, counts):
-            # The column under the shape's own name, beside all others, from which labels may be read.
-            line = item.decode()
-            if source.column is not None and isinstance(line, dict):
-                line = {**line, DEFAULT_COLUMNS[shape]: line.get(source.column)}
-            record = parse(line, shape, source, item.where, index)
-            # Lines of any shape may carry times.
-            timing = Timing(record.started, record.ended, record.replica, record.prompt_tokens, record.answer_tokens)
-            if traffic is not None and timing != Timing():
-                traffic.add(*timing)
-            yield record
-
-
-def _from_log(
-    source: FileSource,
-    entries: Iterable[Entry],
-    index: int,
-    counts: SourceCounts,
-    traffic: Traffic | None,
-) -> Iterator[Record]:
-    """Yield the records of a tool's log; count broken rules, and entries without a conversation by reason."""
-    for entry in entries:
-        # The line's own field names the replica; a date of an unknown year, or of another line's request, is no time.
-        replica = entry.line.get(source.replica_field)
-        timing = entry.timing if replica is None else entry.timing._replace(replica=str(replica))
-        if traffic is not None and entry.in_flight and entry.left_out not in _IDLE and timing != Timing():
-            traffic.add(*timing)
-        # Requests without a conversation count for the load only.
-        if entry.left_out is not None:
-            counts.leave_out(entry.left_out)
-            continue
-        # The record's own times must be dates of this very request.
-        if not entry.dated:
-            timing = timing._replace(started=None, ended=None)
-        elif not entry.in_flight:
-            timing = timing._replace(ended=None)
-        with _skipping(source, counts):
-            yield parse(entry.line, "messages", source, entry.where, index, timing)
-
-
-def _entries(
-    source: FileSource, form: Format, paths: Sequence[Path], items: Iterable[files.Item], counts: SourceCounts
-) -> Iterator[Entry]:
-    """Yield the entries of a tool's log as its reader makes them; counts hold read = entries + skipped + joined."""
-    servers, reader = _servers(paths), form.reader(source)
-    for item in items:
-        counts.read += 1
-        entries = 0
-        with _skipping(source, counts):
-            # A line gives one entry, none (it is joined with another line), or several (a page).
-            for entry in reader.feed(item.decode(), item.where, servers[item.path]):
-                counts.read += entries > 0  # a page of several requests
-                entries += 1
-                yield entry
-            if not entries:
-                counts.leave_out(_JOINED)
-    # Requests that waited for another line: the line counted as joined has an entry of its own after all.
-    for entry in reader.finish():
-        counts.leave_out(_JOINED, -1)
-        yield entry
-
-
-@contextmanager
-def _skipping(source: FileSource | DatasetSource, counts: SourceCounts) -> Iterator[None]:
-    """Count what is left out, and go on; an InputError too, as a skipped line, if the source has `skip_invalid`."""
-    try:
-        yield
-    except LeftOut as request:
-        counts.leave_out(request.reason)
-    except InputError:
-        if not source.skip_invalid:
-            raise
-        counts.skipped += 1
-
-
 def _servers(paths: Sequence[Path]) -> dict[Path, str]:
     """Name the server that wrote each file: the path of its log below the common folder, without a suffix."""
     root = os.path.commonpath([path.parent for path in paths])
@@ -315,17 +243,15 @@ def _servers(paths: Sequence[Path]) -> dict[Path, str]:
     }
 
 
-def _from_target(
-    source: TargetSource, index: int, counts: SourceCounts, sample_prompts: SamplePrompts | None
-) -> Iterator[Record]:
+def _target_prompts(
+    source: TargetSource, base_dir: Path, index: int, sample_prompts: SamplePrompts | None
+) -> Iterator[files.Item | Outcome]:
     if sample_prompts is None:
         raise RecipeError(f"mix.sources[{index}]: kind 'target' samples from the target, and none is given")
     for i, prompt in enumerate(sample_prompts(source.count, source.seed, source.max_tokens)):
-        counts.read += 1
-        if prompt.strip():
-            yield parse({"prompt": prompt}, "prompts", source, f"prompt {i} of the target", index)
-        else:
-            counts.skipped += 1
+        where = f"prompt {i} of the target"
+        blank = not prompt.strip()
+        yield Outcome(where, broken=f"{where}: is blank") if blank else files.Item(base_dir, where, {"prompt": prompt})
 
 
 def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]:

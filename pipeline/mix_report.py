@@ -5,7 +5,7 @@ requests in flight.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -221,47 +221,26 @@ def tables_of(found: Profile, context: int | None = None, old_share: float = 0.0
 
 
 def _fates(found: Profile, context: int | None, old_share: float) -> Table:
-    """Table of what became of the log: from the records read to the conversations of each split."""
-    # 1) From the records read to the log that is compared: what is left over fell to a source's limit.
+    """Table of what became of every record that was read: its reason for being left out, or its split."""
+    # 1) Everything read is left out for one reason, or is a conversation of one split.
     manifest = found.manifest
-    sources = manifest["sources"]
-    read, skipped = (sum(source[name] for source in sources) for name in ("read", "skipped"))
-    rows = [["read", str(read)], ["broken, skipped", str(skipped)]]
-    rows += [[f"left out: {reason}", str(count)] for reason, count in _left_out(sources).items()]
-    over = read - skipped - sum(_left_out(sources).values()) - found.sizes[LOG]
-    rows += [["over a source's limit", str(over)]] if over else []
-    rows += [["the log, as compared below", str(found.sizes[LOG])]]
-    # 2) From the log to the mix: copies, shares, and conversations near an evaluation set.
-    names = {
-        "exact_copies": "exact copies",
-        "continued": "continued by a longer one",
-        "near_copies": "near-copies",
-        "over_share": "over the mix's shares or limit",
-    }
-    rows += [[names.get(name, "near an evaluation set"), str(count)] for name, count in manifest["left_out"].items()]
-    rows += [[f"mix: {split}", str(found.sizes[split])] for split in SPLITS]
-    # 3) What the target cannot answer, and how near-copies were grouped.
+    rows = [["read", str(manifest["read"]), ""]]
+    rows += [[f"left out: {reason}", str(count), ""] for reason, count in manifest["left_out"].items()]
+    rows += [[f"mix: {split}", str(found.sizes[split]), str(manifest["turns"][split])] for split in SPLITS]
+    # 2) What the target cannot answer, what the tables below compare, and how near-copies were grouped.
     if context is not None:
         long = int((found.tokens["prompt"][MIX] >= context).sum())
-        rows.append([f"of the mix, prompts of {context} tokens or more", str(long)])
+        rows.append([f"of the mix, prompts of {context} tokens or more", str(long), ""])
     clusters = ", ".join(f"{count} in {split}" for split, count in manifest["clusters"].items())
-    note = f"clusters of near ones: {clusters}"
+    note = f"the log, as compared below: {found.sizes[LOG]} records; clusters of near ones: {clusters}"
+    if manifest["unanswered"]:
+        note += f"\nwithout a turn that is asked (mix.may_be_unanswered): {', '.join(manifest['unanswered'])}"
     if old_share:
         note += (
             f"\nretrain.old_share {old_share:g}: a retraining adds conversations of the champion's mix until they are "
             "this share of train; they are not counted here"
         )
-    return Table("What became of the log", [["conversations", "count"], *rows], note)
-
-
-def _left_out(sources: Sequence[Mapping[str, object]]) -> dict[str, int]:
-    """Number of log lines that hold no conversation, by reason, over all sources."""
-    found: dict[str, int] = {}
-    for source in sources:
-        told = source.get("left_out")
-        for reason, count in (told if isinstance(told, dict) else {}).items():
-            found[reason] = found.get(reason, 0) + count
-    return found
+    return Table("What became of the log", [["records", "count", "turns"], *rows], note)
 
 
 def _shares(one: Shares, found: Profile) -> Table:

@@ -21,7 +21,7 @@ from ..data.capture.manifest import Part, content_digest, is_captured, join
 from ..data.capture.reuse import answers_digest
 from ..data.mix import FORMAT as MIX_FORMAT
 from ..data.mix import MANIFEST as MIX_MANIFEST
-from ..data.mix import build_mix, load_mix
+from ..data.mix import build_mix, check_unanswered, load_manifest, load_mix, summary
 from ..data.prompts import prompts_of
 from ..data.rehearsal import blend, conversations_to_add
 from ..data.settings import TargetSource
@@ -71,8 +71,12 @@ class Stages:
             return self.given_mix
         settings, base = self.recipe.mix, self.recipe.base_dir
         check_kinds(settings.sources, base)  # before all of it is hashed and read
-        # Where files lie does not count, only what they hold.
-        excluded: Any = {"sources": {"__all__": {"path", "name"}}, "ancestors": True, "contamination": True}
+        # Where files lie does not count, only what they hold; nor does what the recipe lets pass, which is checked each
+        # time.
+        excluded: Any = {
+            "sources": {"__all__": {"path", "name"}},
+            **dict.fromkeys(("ancestors", "contamination", "may_be_unanswered"), True),
+        }
         inputs: list[Any] = [
             MIX_FORMAT,
             settings.model_dump(mode="json", exclude=excluded),
@@ -175,6 +179,9 @@ def mix_stage(stages: Stages) -> Stage:
         build_mix(stages.recipe.mix, stages.recipe.base_dir, stage.folder, ask, earlier)
 
     _once(space, stage.folder, (stage.folder / MIX_MANIFEST).is_file, work, "mix")
+    manifest = load_manifest(stage.folder)
+    check_unanswered(manifest, stages.recipe.mix)
+    say(f"mix: {summary(manifest)}")
     return stage
 
 

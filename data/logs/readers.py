@@ -18,13 +18,16 @@ class Format(NamedTuple):
     items: Callable[[Sequence[Path], str], Iterator[files.Item]]
     """Splits files into the reader's items: lines of text, JSON values or table rows."""
     reader: Callable[[FileSource], LogReader]
+    joins: bool = True
+    """Whether the reader must see all lines, in order; False: each item is complete in itself, and any process may read
+    it."""
 
 
 FORMATS: dict[LogKind, Format] = {
-    "openai": Format(files.objects, lambda source: ObjectReader(openai.entries)),
+    "openai": Format(files.objects, lambda source: ObjectReader(openai.entries), joins=False),
     "vllm": Format(files.text_lines, lambda source: VllmReader(source.year)),
     "sglang": Format(files.text_lines, lambda source: SglangReader()),
-    "litellm": Format(files.objects, lambda source: ObjectReader(litellm.entries)),
-    "langfuse": Format(files.objects, lambda source: ObjectReader(langfuse.entries)),
+    "litellm": Format(files.objects, lambda source: ObjectReader(litellm.entries), joins=False),
+    "langfuse": Format(files.objects, lambda source: ObjectReader(langfuse.entries), joins=False),
 }
 assert set(FORMATS) == set(get_args(LogKind))

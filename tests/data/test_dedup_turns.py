@@ -25,6 +25,7 @@ from draftforge.data.mix import (
 )
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings
+from draftforge.errors import InputError
 
 WORDS = [f"word{i}" for i in range(500)]
 TOOLS = [{"type": "function", "function": {"name": "find"}}]
@@ -74,9 +75,9 @@ def test_a_replayed_thread_is_one_conversation(tmp_path: Path) -> None:
     lines = [line for i in range(40) for line in replayed(i)]
     folder = build(tmp_path, random.Random(1).sample(lines, len(lines)))
     mix, left_out = load_mix(folder), load_manifest(folder)["left_out"]
-    assert sorted(len(one.messages) for one in mix) == [6] * 40 and left_out["continued"] == 80
+    assert sorted(len(one.messages) for one in mix) == [6] * 40 and left_out["continued by a longer one"] == 80
     assert len(mix) + sum(left_out.values()) == 120
-    assert Counter(load_log(folder).column("fate").to_pylist())["continued"] == 80
+    assert Counter(load_log(folder).column("fate").to_pylist())["continued by a longer one"] == 80
     assert all([len(turn.messages) for turn in turns(one)] == [1, 3, 5] for one in mix)  # every answer is drawn again
     assert {line["messages"][0]["content"] for line in lines} == {one.messages[0].content for one in mix}
 
@@ -157,7 +158,9 @@ def test_a_whole_is_as_near_to_an_evaluation_set_and_as_recent_as_its_parts(tmp_
     folder = build(tmp_path, lines, contamination=["eval.jsonl"])
     manifest = load_manifest(folder)
     assert not {one.messages[0].content for one in load_mix(folder)} & set(trained)
-    assert manifest["left_out"]["contaminated"] == 4 and manifest["left_out"]["continued"] == 120
+    assert (
+        manifest["left_out"]["near an evaluation set"] == 4 and manifest["left_out"]["continued by a longer one"] == 120
+    )
     assert manifest["contamination"]["near_conversations"] == {"eval.jsonl": 4}
     for number, line in enumerate(lines):  # the first requests of half of the threads came much later
         line["started"] = 9e8 if number % 6 == 0 else 1000.0
@@ -172,7 +175,9 @@ def test_conversations_keep_their_own_sampling_and_domain(tmp_path: Path) -> Non
     for line in lines:
         turn = len(line["messages"]) // 2
         line |= {"domain": f"d{turn}", "temperature": turn / 10, "max_tokens": turn}
-    mix: list[Conversation] = load_mix(build(tmp_path, lines))
+    with pytest.raises(InputError, match=r"no turn is left to answer of 'd1' \(40 continued by a longer one\), 'd2'"):
+        build(tmp_path, lines)
+    mix: list[Conversation] = load_mix(build(tmp_path, lines, may_be_unanswered=["d1", "d2"]))
     assert {(one.domain, one.sampling and one.sampling.temperature, one.max_new_tokens) for one in mix} == {
         ("d3", 0.3, 3)
     }

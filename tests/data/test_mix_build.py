@@ -69,7 +69,7 @@ def test_manifest_tells_what_became_of_every_line(tmp_path: Path) -> None:
     manifest, mix = load_manifest(folder), load_mix(folder)
     left_out = manifest["left_out"]
     assert manifest["sources"][0]["read"] == 83 and manifest["redacted"]["email"] == 1
-    assert left_out["exact_copies"] == 1 and left_out["near_copies"] == 1
+    assert left_out["exact copy"] == 1 and left_out["near-copy"] == 1
     assert len(mix) + sum(left_out.values()) == 83
     assert Counter(c.domain for c in mix) == {"a": 20, "b": 20}
     told = {split: Counter(domains) for split, domains in manifest["conversations"].items()}

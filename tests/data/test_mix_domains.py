@@ -144,7 +144,7 @@ def test_a_limited_mix_keeps_the_log_s_shares(tmp_path: Path) -> None:
 
     whole, part = cells(load_mix(build(tmp_path, lines, "whole"))), cells(load_mix(folder))
     assert part.total() == 100 and all(abs(part[cell] - whole[cell] / 3) < 1 for cell in whole)
-    assert load_manifest(folder)["left_out"]["over_share"] == 200
+    assert load_manifest(folder)["left_out"]["over the mix's shares or limit"] == 200
     assert len(load_mix(build(tmp_path, lines, "most", limit=10_000))) == 300
 
 
@@ -203,10 +203,10 @@ def test_an_evaluation_set_stays_out_of_train(tmp_path: Path) -> None:
     folder = build(tmp_path, lines, contamination=["eval.jsonl"])
     manifest = load_manifest(folder)
     assert not {c.messages[-1].text for c in load_mix(folder)} & set(trained)
-    assert manifest["left_out"]["contaminated"] == 5 and manifest["contamination"]["near_conversations"] == {
+    assert manifest["left_out"]["near an evaluation set"] == 5 and manifest["contamination"]["near_conversations"] == {
         "eval.jsonl": 5
     }
-    assert Counter(load_log(folder).column("fate").to_pylist())["contaminated"] == 5
+    assert Counter(load_log(folder).column("fate").to_pylist())["near an evaluation set"] == 5
     held = next(c.messages[-1].text for c in load_mix(folder) if c.split == "holdout")
     (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": held}) + "\n")
     report = load_manifest(build(tmp_path, lines, "held", contamination=["eval.jsonl"]))["contamination"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from draftforge.data.conversation import turns
 from draftforge.data.dedup import turn_keys
 from draftforge.data.mix import build_mix, load_manifest, load_members, load_mix
 from draftforge.data.rehearsal import base_of, blend, conversations_to_add
@@ -47,6 +48,8 @@ def test_the_share_of_old_training_conversations_is_reached(share: float, tmp_pa
     assert all(one.where.startswith("old.jsonl:" if one.id in added else "new.jsonl:") for one in both)
     manifest = load_manifest(tmp_path / "both")
     assert sum(manifest["conversations"]["train"].values()) == total and manifest["blend"]["added"] == len(added)
+    asked = sum(turn.counts for one in both if one.split == "train" for turn in turns(one))
+    assert manifest["turns"]["train"] == asked
     assert base_of(tmp_path / "both") == "f" * 64 and base_of(new) is None
     assert len(load_members([tmp_path / "both"])) == len(load_members([new]))
 

@@ -57,9 +57,10 @@ def test_tables_tell_of_the_log_and_the_mix(recipe: Path) -> None:
     told = run(recipe)
     for row in (
         r"read\s+97",
-        r"exact copies\s+7",
-        r"over the mix's shares or limit\s+30",
-        r"the log, as compared below\s+97",
+        r"left out: exact copy\s+7",
+        r"left out: over the mix's shares or limit\s+30",
+        r"the log, as compared below: 97 records",
+        r"97 records read: 60 conversations with 60 turns; left out: 30 over the mix's shares or limit, 7 exact copy",
         r"ones\s+\d+",
         r"t0\.7\s+\d+",
         r"email\s+97",

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftforge.data.concurrency import Traffic
+from draftforge.data.outcomes import SourceCounts
 from draftforge.data.records import Record
 from draftforge.data.settings import FileSource
-from draftforge.data.sources import SourceCounts, read_records
+from draftforge.data.sources import read_records
 
 SAMPLES = Path(__file__).resolve().parent.parent / "data" / "samples"
 

@@ -148,7 +148,7 @@ def sample_records(domains: dict[str, float] = DOMAINS, promote: bool = True) ->
             for split, size in (("train", 40), ("selection", 8), ("holdout", 8))
         },
         "sources": [{"kind": "messages", "name": "support.jsonl", "digest": "0" * 64, "read": 603, "taken": 603}],
-        "left_out": {"exact_copies": 3, "near_copies": 12, "over_share": 0},
+        "left_out": {"exact copy": 3, "near-copy": 12},
         "redacted": {"email": 4, "phone": 0},
     }
     return ReportRecords(

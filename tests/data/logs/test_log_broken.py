@@ -13,8 +13,9 @@ from log_reading import SAMPLES
 
 from draftforge.data.concurrency import Traffic, measure_concurrency
 from draftforge.data.logs.readers import FORMATS
+from draftforge.data.outcomes import SourceCounts
 from draftforge.data.settings import FileSource
-from draftforge.data.sources import SourceCounts, read_records
+from draftforge.data.sources import read_records
 from draftforge.errors import InputError
 
 ODD: list[Any] = [
