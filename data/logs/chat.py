@@ -157,11 +157,12 @@ def refusal(messages: Any) -> Reason | None:
     return None
 
 
-def line_of(rendered: Rendered, answer: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the line for `records.parse` from an unrendered prompt; `answer` is left out unless it is text."""
+def line_of(rendered: Rendered, answer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the line for `records.parse` from an unrendered prompt and the logged settings; `answer` is left out unless
+    it is text."""
+    request = {**settings, "messages": rendered.messages, "chat_template_kwargs": rendered.template_args}
     message = {"role": "assistant", "content": answer} if isinstance(answer, str) and answer.strip() else None
-    messages = with_answer(rendered.messages, message)
-    return {**sampling, "messages": messages, "chat_template_kwargs": rendered.template_args}
+    return {"request": request, "messages": with_answer(rendered.messages, message)}
 
 
 def with_answer(messages: list[Any], answer: Mapping[str, Any] | None) -> list[Any]:

@@ -97,17 +97,18 @@ def _read(prompt: str, markup: _Markup) -> Rendered | None:
     opening = rest.removeprefix(markup.opened)
     if opening == _NO_THINKING:
         arguments["enable_thinking"] = False
-    elif opening not in ("", _OPEN_THINKING):
+    elif opening == _OPEN_THINKING:
+        arguments["enable_thinking"] = True  # the default of most templates that open it, and of some it is not
+    elif opening:
         return None
 
-    # 3) What the template wrote itself.
-    if not _strip_dates(messages, markup, arguments) or not any(message["role"] == "user" for message in messages):
-        return None
-    return Rendered([message for message in messages if message["content"].strip()], arguments)
+    # 3) What the template wrote itself. Empty messages stay: an empty system prompt switches a default one off.
+    return Rendered(messages, arguments) if _strip_dates(messages, markup, arguments) and messages else None
 
 
 def _strip_dates(messages: list[dict[str, str]], markup: _Markup, arguments: dict[str, Any]) -> bool:
-    """Move the dates that Llama 3's template puts above the system message into an argument: it would add them again.
+    """Move the dates that Llama 3's template puts above the system message into an argument: it would add them again,
+    and alone they are no message.
 
     False: the system message holds what no argument gives back.
     """
@@ -115,9 +116,11 @@ def _strip_dates(messages: list[dict[str, str]], markup: _Markup, arguments: dic
         return True
     dates = _DATES.match(messages[0]["content"])
     if dates:
-        messages[0] = {"role": "system", "content": messages[0]["content"][dates.end() :]}
         arguments["date_string"] = dates[1]
-    return "Environment: ipython" not in messages[0]["content"].splitlines()
+        rest = messages[0]["content"][dates.end() :]
+        messages[:1] = [{"role": "system", "content": rest}] if rest else []
+        return "Environment: ipython" not in rest.split("\n")
+    return "Environment: ipython" not in messages[0]["content"].split("\n")
 
 
 # A string with its escapes; a bracket; a comma. What stands between them belongs to the value it stands in.

@@ -24,23 +24,25 @@ _TEXT = re.compile(
 _HEALTH = "HEALTH_CHECK"
 _CUT_AT = 1024  # level 2 keeps so many characters of both ends, with dots between them
 _EVENTS = {"request.received.openai": "Receive OpenAI", "request.received": "Receive", "request.finished": "Finish"}
-_KEPT = ("rid", "text", "input_ids", "sampling_params", "received_time")
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+_KEPT = ("rid", "text", "sampling_params", "received_time", "input_embeds", "lora_path", "custom_logit_processor")
+_MEDIA = ("image_data", "video_data", "audio_data")
+_LEAST_FAILURE = 400
 
 
 class SglangReader:
     """Reader that takes conversations from received requests where a log has them, and times from finished ones."""
 
     def __init__(self) -> None:
-        self._has_requests = False
+        self._with_requests: set[str] = set()
+        """Servers whose logs have requests as the client sent them."""
 
     def feed(self, value: str, where: str, server: str) -> Iterable[Entry]:
         event, when, obj, out = _event(value, where)
         if event == "Receive OpenAI":
-            self._has_requests = True
+            self._with_requests.add(server)
             yield _received(obj, where, when)
         elif event == "Finish":
-            yield _finished(obj, out, where, when, server, self._has_requests)
+            yield _finished(obj, out, where, when, server, server in self._with_requests)
         else:
             yield Entry(where, left_out="joined with another line" if event else "other log line")
 
@@ -68,6 +70,7 @@ def _event(value: str, where: str) -> tuple[str | None, float | None, Any, Any]:
     if found[2] == "Finish":
         request = arguments(parts.get("obj", ""))
         kept = {name: _value(request[name]) for name in _KEPT if name in request}
+        kept |= {name: True for name in _MEDIA if request.get(name, "None") != "None"}
         return "Finish", seconds(found[1]), kept, _value(parts.get("out"))
     return found[2], seconds(found[1]), _value(parts.get("obj")), None
 
@@ -89,8 +92,9 @@ def _received(obj: Any, where: str, when: float | None) -> Entry:
         raise InputError(f"{where}: obj is not an object; must be the request")
     if "messages" not in obj:
         return Entry(where, left_out="raw prompt" if "prompt" in obj else "no chat request")
-    reason = refusal(obj["messages"])
-    line = {} if reason else {"request": body_of(obj), "messages": obj["messages"]}
+    request = body_of(obj)
+    reason = refusal(request["messages"])
+    line = {} if reason else {"request": request, "messages": request["messages"]}
     return Entry(where, line, reason, Timing(started=when), in_flight=False)  # the finished one counts
 
 
@@ -106,23 +110,35 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
     reason: Reason | None = None
     if isinstance(out, Mapping) and "embedding" in out:
         reason = "no chat request"
+    elif _failed(out):
+        reason = "failed request"
     elif has_requests:
         reason = "logged twice"
     elif isinstance(text, _Cut) or _shortened(text):
         reason = "text cut by the log"
     elif not isinstance(text, str):
         reason = "no text logged"
+    elif any(obj.get(name) for name in _MEDIA):
+        reason = "message part that is not text"
 
     # 2) The messages from the rendered prompt.
     rendered = unrender(text) if reason is None and isinstance(text, str) else None
     if rendered is None:
         return Entry(where, {}, reason or unread_reason(str(text)), timing)
 
-    # 3) The answer and the sampling settings, as far as they are logged.
+    # 3) The answer and the settings, as far as they are logged.
     answer = out.get("text") if isinstance(out, Mapping) else None
     params = obj.get("sampling_params")
-    sampling = {name: params[name] for name in _SAMPLING if name in params} if isinstance(params, Mapping) else {}
-    return Entry(where, line_of(rendered, None if isinstance(answer, _Cut) else answer, sampling), None, timing)
+    settings = {name: obj.get(name) for name in _KEPT[4:]} | (dict(params) if isinstance(params, Mapping) else {})
+    return Entry(where, line_of(rendered, None if isinstance(answer, _Cut) else answer, settings), None, timing)
+
+
+def _failed(out: Any) -> bool:
+    """Whether the engine refused a request or gave it up by an error; a client that left is none."""
+    meta = out.get("meta_info") if isinstance(out, Mapping) else None
+    reason = meta.get("finish_reason") if isinstance(meta, Mapping) else None
+    status = number(reason.get("status_code")) if isinstance(reason, Mapping) else None
+    return status is not None and status >= _LEAST_FAILURE
 
 
 def _timing(obj: Mapping[str, Any], out: Any, when: float | None, replica: str) -> Timing:

@@ -4,9 +4,9 @@
     DEBUG 11-28 10:00:00 [logger.py:30] Request chatcmpl-1 details: prompt: '...', prompt_token_ids: [...], ...
     INFO 11-28 10:00:04 [logger.py:60] Generated response chatcmpl-1: output: '...', output_token_ids: [...], ...
 
-Older versions write the prompt in the first line. Lines may stand in JSON (`--logging-config.formatter json`, a
-formatter of python-json-logger, Docker's own), and behind the prefixes of Docker and Kubernetes. A text line has no
-year: it comes from the source's `year`, or from the prefix.
+Older versions write the prompt in the first line, newer ones the output's ids in a line of their own. Lines may stand
+in JSON (`--logging-config.formatter json`, a formatter of python-json-logger, Docker's own), and behind the prefixes of
+Docker and Kubernetes. A text line has no year: it comes from the source's `year`, or from the prefix.
 """
 
 import json
@@ -20,14 +20,18 @@ from .chat import Entry, Reason, Timing, line_of
 from .parsing import Rendered, arguments, fields, literal, seconds, unread_reason, unrender
 
 _LINE = re.compile(
-    r"(Received request|Request|Generated response|Finished request) (\S+?)(?: (details|\(streaming \w+\)))?(?:: |\.$)"
+    r"(Received request|Request|Generated response|Finished request) (\S+?)"
+    r"(?: (details|failed|aborted|\(streaming \w+\)(?: details)?))?(?:: |\.$|(?<=failed) )"
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?")
 _MONTH_DAY = re.compile(r"(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
+_NO_TEXT = re.compile(r"\[tool_calls: .*\]|<streaming_complete: \d+ tokens>", re.DOTALL)
+"""What is logged in place of an answer's text."""
 _MOST_WAITING = 4096  # a log without outputs never shows that a request ended
+_MOST_PARTED = 4  # requests of one id between whose two lines others may stand
 _LEAP_YEAR = 2000
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+_HALF_A_YEAR, _A_YEAR = 183 * 86400.0, 360 * 86400.0
 
 
 @dataclass
@@ -38,69 +42,126 @@ class _Request:
     server: str
     started: float | None
     dated: bool
+    has_params: bool = False
+    """Whether its line `Received request` was read; `has_details`: the other one, with its prompt."""
+    has_details: bool = False
     params: str | None = None
+    adapter: str | None = None
     prompt: str | None = None
     prompt_ids: str | None = None
+    embeds: str | None = None
+    answer_ids: int | None = None
 
 
 class VllmReader:
-    """Reader that joins the lines of each request by its id."""
+    """Reader that joins the lines of each request by its id, under which a client may send several."""
 
     def __init__(self, year: int | None) -> None:
-        self._year, self._month, self._dated = year or _LEAP_YEAR, 0, year is not None
-        self._waiting: dict[tuple[str, str], _Request] = {}
+        self._year = year
+        self._last: dict[str, datetime] = {}
+        """Latest date of each server's lines that name no year."""
+        self._waiting: dict[tuple[str, str], list[_Request]] = {}
+        self._count = 0
 
     def feed(self, value: str, where: str, server: str) -> Iterable[Entry]:
-        # Lines that are of no request, then the parts of one: start, details, and the answer.
+        # Lines that are of no request, then the parts of one: its start and details, its failure or end, the answer.
         text, stamp = _message(value)
         found = _LINE.search(text)
-        if not found:
+        kind, name, form = found.groups() if found else (None, "", None)
+        if found is None or (kind == "Request" and form not in ("details", "failed", "aborted")):
             yield Entry(where, left_out="other log line")
             return
-        kind, name = found[1], found[2]
-        if kind == "Request" and found[3] != "details":
-            yield Entry(where, left_out="other log line")
-            return
-        when, dated = self._when(text[: found.start()], stamp)
-        rest = text[found.end() :]
-        if kind in ("Received request", "Request"):
-            yield from self._received(where, server, name, rest, when, dated)
-        elif found[3] != "(streaming delta)":
-            yield from self._answered(where, server, name, rest, when, dated)
+        when, dated = self._when(text[: found.start()], stamp, server)
+        parts = fields(text[found.end() :].rstrip().removesuffix("."))
+        if kind == "Request" and form != "details":
+            yield from self._ended(where, server, name, form == "failed")
+        elif kind in ("Received request", "Request"):
+            yield from self._received(where, server, name, kind, parts, when, dated)
+        elif form is None or "delta" not in form:
+            yield from self._answered(where, server, name, parts, when, dated, "details" in (form or ""))
 
     def finish(self) -> Iterator[Entry]:
-        for request in self._waiting.values():
-            yield _entry(request, None, {})
+        for request in [request for requests in self._waiting.values() for request in requests]:
+            yield _entry(request)
         self._waiting.clear()
 
     def _received(
-        self, where: str, server: str, name: str, rest: str, when: float | None, dated: bool
+        self, where: str, server: str, name: str, kind: str, parts: dict[str, str], when: float | None, dated: bool
     ) -> Iterator[Entry]:
-        # The prompt may stand in the first line or in the details; both are the same request.
-        request = self._waiting.setdefault((server, name), _Request(where, server, when, dated))
-        parts = fields(rest)
+        # 1) A request has each of two lines once: another one of the same kind and id begins another request.
+        waiting = self._waiting.setdefault((server, name), [])
+        has = "has_params" if kind == "Received request" else "has_details"
+        request = next((one for one in waiting[-_MOST_PARTED:] if not getattr(one, has)), None)
+        if request is None:
+            request = _Request(where, server, when, dated)
+            waiting.append(request)
+            self._count += 1
+        setattr(request, has, True)
+
+        # 2) The prompt may stand in either.
         request.params = parts.get("params") or parts.get("sampling_params") or request.params
+        request.adapter = parts.get("lora_request") or request.adapter
         request.prompt_ids = parts.get("prompt_token_ids") or request.prompt_ids
+        request.embeds = parts.get("prompt_embeds shape") or request.embeds
         if parts.get("prompt", "None") != "None":
             request.prompt = parts["prompt"]
-        # The oldest one is given up, without an end.
-        if len(self._waiting) > _MOST_WAITING:
-            yield _entry(self._waiting.pop(next(iter(self._waiting))), None, {})
+
+        # 3) The oldest one is given up, without an end.
+        if self._count > _MOST_WAITING:
+            oldest = next(iter(self._waiting))
+            yield _entry(self._take(oldest, 0))
+
+    def _ended(self, where: str, server: str, name: str, failed: bool) -> Iterator[Entry]:
+        """End a request without an answer: the newest of those that failed, the oldest of those that were given up."""
+        if (server, name) not in self._waiting:
+            yield Entry(where, left_out="other log line")
+            return
+        request = self._take((server, name), -1 if failed else 0)
+        yield _entry(request, "failed request" if failed else None)
 
     def _answered(
-        self, where: str, server: str, name: str, rest: str, when: float | None, dated: bool
+        self,
+        where: str,
+        server: str,
+        name: str,
+        parts: dict[str, str],
+        when: float | None,
+        dated: bool,
+        only_ids: bool,
     ) -> Iterator[Entry]:
         # A completion's first prompt is logged as its id with a number behind it, its answer without one.
         names = (name, f"{name}-0", f"{name}_0")
         key = next(((server, known) for known in names if (server, known) in self._waiting), None)
         if key is None:
+            yield Entry(where, left_out="joined with another line" if only_ids else "answer without its request")
+            return
+
+        # Of requests with one id and several prompts nothing tells which was answered: all wait for no answer, under
+        # names of their own, which no id has.
+        waiting = self._waiting[key]
+        if only_ids:
+            waiting[-1].answer_ids = _count_ids(parts.get("output_token_ids"))
+            return
+        if any(one.prompt != waiting[0].prompt for one in waiting):
+            for one in self._waiting.pop(key):
+                self._waiting[server, f"{name} {len(self._waiting)} {where}"] = [one]
             yield Entry(where, left_out="answer without its request")
             return
-        request = self._waiting.pop(key)
+        request = self._take(key, -1)
+        request.answer_ids = _count_ids(parts.get("output_token_ids")) or request.answer_ids
         # A date of an unknown year and one of a known year make no length.
-        yield _entry(request, when if dated == request.dated else None, fields(rest))
+        yield _entry(request, None, when if dated == request.dated else None, literal(parts.get("output")))
 
-    def _when(self, before: str, stamp: Any) -> tuple[float | None, bool]:
+    def _take(self, key: tuple[str, str], index: int) -> _Request:
+        """Remove one of the requests that wait under an id."""
+        waiting = self._waiting[key]
+        request = waiting.pop(index)
+        self._count -= 1
+        if not waiting:
+            del self._waiting[key]
+        return request
+
+    def _when(self, before: str, stamp: Any, server: str) -> tuple[float | None, bool]:
         """Unix seconds of a line (None: no time), and whether their year is known."""
         # A full date, of a prefix or beside the line, wins over vLLM's own month and day.
         iso = _ISO.search(before)
@@ -108,18 +169,31 @@ class VllmReader:
         if when is not None:
             return when, True
         found = _MONTH_DAY.search(before) or (_MONTH_DAY.search(stamp) if isinstance(stamp, str) else None)
-        if not found:
+        date = self._dated([int(found[i]) for i in range(1, 6)], server) if found else None
+        if found is None or date is None:
             return None, False
-        # The year is counted on from the source's: a fall by more than six months is a new year.
-        month, day, hour, minute, second = (int(found[i]) for i in range(1, 6))
-        if month < self._month - 6:  # the log goes on into the next year
-            self._year += 1
-        self._month = month
-        try:
-            date = datetime(self._year, month, day, hour, minute, second, tzinfo=UTC)
-        except ValueError:
-            return None, False
-        return date.timestamp() + float(f"0.{found[6] or 0}"), self._dated
+        return date.timestamp() + float(f"0.{found[6] or 0}"), self._year is not None
+
+    def _dated(self, numbers: list[int], server: str) -> datetime | None:
+        """Date of a line by its month, day and time, in a year that is counted on from the source's; None: no date."""
+        # A fall by half a year is a new year. Lines of several processes may be out of order: a rise by nearly a year
+        # is a line of the old one.
+        last = self._last.get(server)
+        date = _date(last.year if last else self._year or _LEAP_YEAR, numbers)
+        if last and date:
+            gap = (date - last).total_seconds()
+            date = _date(last.year + (gap < -_HALF_A_YEAR) - (gap > _A_YEAR), numbers)
+        if date and (last is None or date > last):
+            self._last[server] = date
+        return date
+
+
+def _date(year: int, numbers: list[int]) -> datetime | None:
+    month, day, hour, minute, second = numbers
+    try:
+        return datetime(year, month, day, hour, minute, second, tzinfo=UTC)
+    except ValueError:
+        return None
 
 
 def _message(value: str) -> tuple[str, Any]:
@@ -136,18 +210,23 @@ def _message(value: str) -> tuple[str, Any]:
     return _COLOURS.sub("", value), None
 
 
-def _entry(request: _Request, ended: float | None, answered: dict[str, str]) -> Entry:
-    answer_ids = _count_ids(answered.get("output_token_ids"))
+def _entry(request: _Request, reason: Reason | None = None, ended: float | None = None, answer: Any = None) -> Entry:
     # The conversation needs a prompt that can be taken apart; times count without one too.
-    timing = Timing(request.started, ended, request.server, _count_ids(request.prompt_ids), answer_ids)
-    rendered = _rendered(request)
+    timing = Timing(request.started, ended, request.server, _count_ids(request.prompt_ids), request.answer_ids)
+    rendered = reason or _rendered(request)
     if not isinstance(rendered, Rendered):
         return Entry(request.where, {}, rendered, timing, dated=request.dated)
-    # Sampling settings from the printed SamplingParams, the answer from its own line.
-    params = arguments(request.params or "")
-    sampling = {name: value for name in _SAMPLING if (value := literal(params.get(name))) is not None}
-    line = line_of(rendered, literal(answered.get("output")), sampling)
-    return Entry(request.where, line, None, timing, dated=request.dated)
+    # Settings from the printed SamplingParams; what is no literal stays as it is printed.
+    printed = {**arguments(request.params or ""), "lora_request": request.adapter, "prompt_embeds": request.embeds}
+    settings = {
+        name: part if (value := literal(part)) is None else value
+        for name, part in printed.items()
+        if part not in (None, "None")
+    }
+    if request.params and request.params.startswith("BeamSearchParams("):
+        settings["use_beam_search"] = True
+    text = None if isinstance(answer, str) and _NO_TEXT.fullmatch(answer) else answer
+    return Entry(request.where, line_of(rendered, text, settings), None, timing, dated=request.dated)
 
 
 def _rendered(request: _Request) -> Rendered | Reason:

@@ -1,10 +1,15 @@
 """Request logs of vLLM and of SGLang: what the RequestLogger of each writes, in text and in JSON."""
 
+import gzip
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from log_reading import SAMPLES, read_log, write_lines
 
+from draftforge.data.logs.parsing import unrender
+from draftforge.data.logs.vllm import VllmReader
 from draftforge.errors import InputError
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -109,6 +114,152 @@ def test_vllm_requests_that_never_end_do_not_pile_up(tmp_path: Path, monkeypatch
     assert read.counts.left_out == {"answer without its request": 1, "joined with another line": 1}
 
 
+def started(name: str, prompt: str, when: str = "11-28 10:00:00", **params: Any) -> list[str]:
+    """The two lines of a request as vLLM 0.32 writes them."""
+    adapter = params.pop("lora_request", None)
+    settings = ", ".join(f"{key}={value}" for key, value in {"n": 1, "temperature": 0.0, **params}.items())
+    return [
+        f"DEBUG {when} [logger.py:34] Request {name} details: prompt: {prompt!r}, prompt_token_ids: [1, 2], "
+        "prompt_embeds shape: None.",
+        f"INFO {when} [logger.py:45] Received request {name}: params: SamplingParams({settings}), "
+        f"lora_request: {adapter}.",
+    ]
+
+
+def ended(name: str, answer: str, when: str = "11-28 10:00:02", stream: str = "") -> list[str]:
+    start = f"{when} [logger.py:60] Generated response {name}{stream}"
+    return [
+        f"DEBUG {start} details: output_token_ids: [7, 8, 9]",
+        f"INFO {start}: output: {answer!r}, finish_reason: stop",
+    ]
+
+
+def asked(text: str, *before: str) -> str:
+    return "".join(before) + f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_vllm_answers_whose_ids_stand_in_a_line_of_their_own(tmp_path: Path) -> None:
+    lines = [*started("c-1", asked("a")), *ended("c-1", "Yes")]
+    lines += [*started("c-2", asked("b")), *ended("c-2", "No", stream=" (streaming complete)")]
+    lines += [*started("c-3", asked("c")), *ended("c-3", "[tool_calls: now({})]")]
+    lines += [*started("c-4", asked("d")), *ended("c-4", "<streaming_complete: 9 tokens>"), *ended("c-0", "?")]
+    read = read_log(write_lines(tmp_path / "v.log", *lines), "vllm")
+    assert read.talks == [
+        [("user", "a"), ("assistant", "Yes")],
+        [("user", "b"), ("assistant", "No")],
+        [("user", "c")],
+        [("user", "d")],
+    ]
+    assert [record.answer_tokens for record in read.records] == [3, 3, 3, 3]
+    assert read.counts.left_out == {"joined with another line": 13, "answer without its request": 1}
+
+
+def test_vllm_requests_that_share_an_id_are_requests_of_their_own(tmp_path: Path) -> None:
+    """A session's id, sent with each of its requests: without outputs, with them, and in flight at once."""
+    prompts = ["a", "b", "c", "d"]
+    alone = [line for prompt in prompts for line in started("s", asked(prompt))]
+    answered = [line for prompt in prompts for line in (*started("s", asked(prompt)), *ended("s", prompt.upper()))]
+    (details_1, params_1), (details_2, params_2) = started("s", asked("a")), started("s", asked("b"), temperature=0.5)
+    parted = [details_1, details_2, params_1, params_2, *ended("s", "?"), *ended("s", "?")]
+    again = [*started("s", asked("a")), *started("s", asked("a")), *ended("s", "A")]
+    for lines, talks in (
+        (alone, [[("user", prompt)] for prompt in prompts]),
+        (answered, [[("user", prompt), ("assistant", prompt.upper())] for prompt in prompts]),
+        (parted, [[("user", "a")], [("user", "b")]]),
+        (again, [[("user", "a"), ("assistant", "A")], [("user", "a")]]),
+    ):
+        read = read_log(write_lines(tmp_path / "v.log", *lines), "vllm")
+        assert read.talks == talks and read.counts.read == len(lines)
+    read = read_log(write_lines(tmp_path / "v.log", *parted), "vllm")
+    assert [record.sampling and record.sampling.temperature for record in read.records] == [0.0, 0.5]
+    assert read.counts.left_out["answer without its request"] == 2
+
+
+def test_vllm_requests_that_fail_are_left_out_and_those_given_up_were_asked(tmp_path: Path) -> None:
+    ends = {
+        "failed (bad request): too long.": False,
+        "failed due to ValueError: x.": False,
+        "failed.": False,
+        "aborted.": True,
+    }
+    for number, (end, kept) in enumerate(ends.items()):
+        lines = [*started("c-1", asked("good")), *started("c-2", asked("odd"))]
+        lines += [f"INFO 11-28 10:00:03 [async_llm.py:9] Request c-2 {end}", f"INFO 11-28 Request c-9 {end}"]
+        read = read_log(write_lines(tmp_path / f"{number}.log", *lines), "vllm")
+        assert sorted(talk[0][1] for talk in read.talks) == (["good", "odd"] if kept else ["good"])
+        assert read.counts.left_out.get("failed request", 0) == (not kept)
+        assert read.counts.read == len(lines)
+
+
+def test_vllm_settings_of_the_request_are_handed_on(tmp_path: Path) -> None:
+    odd: dict[str, Any] = {
+        "stop": ["END"],
+        "min_tokens": 2,
+        "structured_outputs": "StructuredOutputsParams(json={})",
+        "logit_bias": None,
+    }
+    lines = started("c-1", asked("a"), **odd, lora_request="LoRARequest(lora_name='x')")
+    reader = VllmReader(None)
+    assert [entry for line in lines for entry in reader.feed(line, "v:1", "v")] == []
+    (entry,) = reader.finish()
+    request = entry.line["request"]
+    assert (request["stop"], request["min_tokens"], request["n"]) == (["END"], 2, 1)
+    assert request["structured_outputs"] == odd["structured_outputs"] and "logit_bias" not in request
+    assert request["lora_request"] == "LoRARequest(lora_name='x')" and "prompt_embeds" not in request
+    assert request["messages"] == entry.line["messages"] == [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    "old, new", [("v.log.1", "v.log"), ("v.log-20261231", "v.log-20270101"), ("v.log.2.gz", "v.log.1")]
+)
+def test_vllm_logs_rotated_over_new_year(tmp_path: Path, old: str, new: str) -> None:
+    """December is before January, and a request whose lines stand in two files is one."""
+    december = [*started("c-1", asked("a"), "12-28 10:00:00"), *started("c-2", asked("b"), "12-31 23:59:58")]
+    january = [*ended("c-2", "B", "01-01 00:00:02"), *started("c-3", asked("c"), "01-03 10:00:00")]
+    text = "".join(f"{line}\n" for line in december).encode()
+    (tmp_path / old).write_bytes(gzip.compress(text) if old.endswith(".gz") else text)
+    write_lines(tmp_path / new, *january)
+    read = read_log(tmp_path, "vllm", year=2026)
+    assert {talk[0][1]: len(talk) for talk in read.talks} == {"a": 1, "b": 2, "c": 1}
+    dates = {record.user_text: datetime.fromtimestamp(record.started or 0, UTC) for record in read.records}
+    assert {text: (date.year, date.month) for text, date in dates.items()} == {
+        "a": (2026, 12),
+        "b": (2026, 12),
+        "c": (2027, 1),
+    }
+    assert [length for _, length, _ in read.times if length == length] == [4.0]
+
+
+def test_vllm_years_are_counted_for_each_server_and_late_lines_belong_to_the_old_year(tmp_path: Path) -> None:
+    for name in ("a.log", "b.log"):
+        dates = [
+            "11-30 00:00:00",
+            "12-31 23:59:59",
+            "01-01 00:00:01",
+            "12-31 23:59:58",
+            "02-28 00:00:00",
+            "11-30 00:00:00",
+        ]
+        lines = [line for i, date in enumerate(dates) for line in started(f"c-{i}", asked(f"{name} {i}"), date)]
+        write_lines(tmp_path / name, *lines)
+    records = read_log(tmp_path, "vllm", year=2026).records
+    years = [datetime.fromtimestamp(record.started or 0, UTC).year for record in records]
+    assert years == [2026, 2026, 2027, 2026, 2027, 2027] * 2
+
+
+def test_vllm_empty_messages_are_kept_as_they_were_served() -> None:
+    empty = "<|im_start|>system\n<|im_end|>\n"
+    found = unrender(asked("Hi", empty))
+    assert found is not None and found.messages == [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "Hi"},
+    ]
+    blank = unrender(asked(" \n", "<|im_start|>system\n\n<|im_end|>\n"))
+    assert blank is not None and [message["content"] for message in blank.messages] == ["\n", " \n"]
+    only = unrender("<|im_start|>system\nGo.<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    assert only == ([{"role": "system", "content": "Go."}], {"enable_thinking": True})
+
+
 def test_sglang_text_log() -> None:
     read = read_log(SAMPLES / "sglang.log", "sglang")
     assert read.talks == [[*SPOKEN, ("assistant", "Fine, (really).")], [*COLOURS, ("assistant", "Green.")]]
@@ -172,3 +323,27 @@ def test_sglang_lines_that_break_the_schema(tmp_path: Path, line: str, rule: str
         read_log(path, "sglang")
     assert "secret" not in str(caught.value)
     assert read_log(path, "sglang", skip_invalid=True).counts.skipped == 1
+
+
+def finished(name: str, text: str, reason: str = "{'type': 'stop'}", **fields: str) -> str:
+    obj = ", ".join(f"{key}={value}" for key, value in {"rid": repr(name), "text": repr(text), **fields}.items())
+    out = f"{{'text': 'Yes', 'meta_info': {{'finish_reason': {reason}, 'e2e_latency': 2.0}}}}"
+    return f"[2026-11-28 10:00:04] Finish: obj=GenerateReqInput({obj}), out={out}"
+
+
+def test_sglang_requests_that_share_an_id_failed_or_hold_media(tmp_path: Path) -> None:
+    refused = "{'type': 'abort', 'message': 'too long', 'status_code': 400, 'err_type': 'BadRequestError'}"
+    lines = [finished("s", asked("a")), finished("s", asked("b")), finished("s", asked("c"), refused)]
+    lines += [finished("s", asked("d"), "{'type': 'abort', 'message': 'client left'}")]
+    lines += [finished("s", asked("e"), image_data="['x']")]
+    read = read_log(write_lines(tmp_path / "s.log", *lines), "sglang")
+    assert [talk[0][1] for talk in read.talks] == ["a", "b", "d"]
+    assert read.counts.left_out == {"failed request": 1, "message part that is not text": 1}
+
+
+def test_sglang_servers_that_log_requests_stand_beside_those_that_do_not(tmp_path: Path) -> None:
+    received = "[2026-11-28 10:00:00] Receive OpenAI: obj={'messages': [{'role': 'user', 'content': 'new'}]}"
+    write_lines(tmp_path / "new.log", received, finished("r1", asked("new")))
+    write_lines(tmp_path / "old.log", finished("r2", asked("old")))
+    read = read_log(tmp_path, "sglang")
+    assert [talk[0][1] for talk in read.talks] == ["new", "old"] and read.counts.left_out == {"logged twice": 1}

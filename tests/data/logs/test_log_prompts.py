@@ -57,7 +57,6 @@ def test_thinking_switched_off_is_an_argument() -> None:
         "Once upon a time",
         "",
         "<|im_start|>assistant\n",
-        "<|im_start|>system\nOnly this.<|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nSure,",
         "<|im_start|>user\nHi<|vision_start|><|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>critic\nHi<|im_end|>\n<|im_start|>assistant\n",
