@@ -1,12 +1,10 @@
-"""Conversations of a mix: messages, the assistant turns that the target must answer, and chat-template rendering."""
+"""Conversations of a mix: messages, and the assistant turns that the target must answer."""
 
-import json
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
-from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
@@ -18,6 +16,7 @@ PromptEnd = Literal["opened", "after_answer", "prefill", "bare"]
 Split = Literal["train", "selection", "holdout"]
 ROLES: tuple[Role, ...] = get_args(Role)
 SPLITS: tuple[Split, ...] = ("train", "selection", "holdout")
+_ASKING = ("user", "tool", "function")
 
 
 class Message(BaseModel):
@@ -43,15 +42,6 @@ class Message(BaseModel):
         """JSON-able form without absent fields. Content that was absent counts as empty."""
         message = self.model_dump(exclude_none=True)
         message["content"] = self.content or ""
-        return message
-
-    def for_template(self) -> dict[str, Any]:
-        """The dict that a chat template gets. Tool arguments logged as JSON text become objects, as servers do it."""
-        message = self.model_dump(exclude_none=True)
-        for call in message.get("tool_calls", []):
-            function = call.get("function", call)
-            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                function["arguments"] = _object_or_text(function["arguments"])
         return message
 
 
@@ -88,6 +78,17 @@ class Conversation(BaseModel):
     """File and line of the log that it was read from, relative to the recipe; no part of what a capture depends on."""
 
 
+class Asked(Protocol):
+    """What a target is asked: a conversation, or a record that becomes one."""
+
+    @property
+    def messages(self) -> Sequence[Message]: ...
+    @property
+    def turn_by_turn(self) -> bool: ...
+    @property
+    def prompt_end(self) -> PromptEnd: ...
+
+
 @dataclass(frozen=True)
 class Turn:
     """One assistant turn that the target answers."""
@@ -100,6 +101,8 @@ class Turn:
     """The turn whose answer this one's context needs; None: the context is complete."""
     counts: bool
     """Whether drafts are trained and scored on this turn; if not, it is answered only as later turns wait for it."""
+    prompt_end: PromptEnd = "opened"
+    """How its prompt ends: in a conversation's last turn as the conversation says, else opened."""
 
     def context(self, answers: Sequence[str] = ()) -> list[Message]:
         """Complete the context: put `answers` of turns 0 … index-1 after their user messages."""
@@ -121,75 +124,48 @@ class Turn:
 def turns(conversation: Conversation) -> list[Turn]:
     """List the assistant turns to answer, in order.
 
-    A conversation of user messages alone is answered turn by turn, in the context of the target's own earlier answers.
-    A logged conversation keeps its assistant messages: each one after a user or tool message is answered again in its
-    logged context, and so is a last user or tool message without an answer. Turns asked elsewhere are left out, unless
-    a later turn waits for them.
+    A conversation that is asked turn by turn is answered in the context of the target's own earlier answers. Of any
+    other, each logged answer is given again in its logged context, and the last prompt is answered. Turns asked
+    elsewhere are left out, unless a later turn waits for them.
     """
     # A turn that does not count is kept only before a counting one that waits for it.
-    messages = conversation.messages
-    ends, waiting = turn_ends(messages)
+    messages, waiting = conversation.messages, conversation.turn_by_turn
+    ends = turn_ends(conversation)
     counting = set(range(len(ends))) - set(conversation.asked_elsewhere)
     last = max(counting, default=-1)
     return [
-        Turn(messages[:end], i, i - 1 if waiting and i else None, i in counting)
+        Turn(
+            messages=messages[:end],
+            index=i,
+            waits_for=i - 1 if waiting and i else None,
+            counts=i in counting,
+            prompt_end=conversation.prompt_end if i == len(ends) - 1 else "opened",
+        )
         for i, end in enumerate(ends)
         if i in counting or (waiting and i < last)
     ]
 
 
-def turn_ends(messages: Sequence[Message]) -> tuple[list[int], bool]:
-    """Number of messages before each answer, and whether later answers wait for the target's own earlier ones."""
-    # User messages alone: the target writes the whole dialogue.
-    if all(message.role in ("system", "user") for message in messages):
-        return [i + 1 for i, message in enumerate(messages) if message.role == "user"], True
-    # A logged dialogue: answers belong after user and tool messages that an assistant message, or nothing, follows.
-    closing = [*messages[1:], None]
-    ends = [
-        i + 1
-        for i, (message, following) in enumerate(zip(messages, closing))
-        if message.role in ("user", "tool") and (following is None or following.role == "assistant")
-    ]
-    return ends, False
+def turn_ends(asked: Asked) -> list[int]:
+    """Number of messages before each answer: a turn ends at the last message before the assistant's, whatever its role.
 
-
-def render(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: list[dict[str, Any]] | None = None,
-    template_args: dict[str, Any] | None = None,
-) -> list[int]:
-    """Render messages to prompt ids with the tokenizer's chat template, generation prompt included.
-
-    Raises InputError for a tokenizer without chat template and for messages that its template refuses.
+    The last prompt is asked as it was; an empty list: there is none. Before that, an assistant's message counts as an
+    answer unless nobody has asked anything yet (a greeting), or it follows another one.
     """
-    require_chat_template(tokenizer)
-    try:
-        # Text first, and tokenized without special tokens: the template has written its own.
-        text = tokenizer.apply_chat_template(
-            [message.for_template() for message in messages],
-            tools=tools,
-            add_generation_prompt=True,
-            tokenize=False,
-            **(template_args or {}),
-        )
-    # Errors of the template are errors of the data: its own `raise_exception` too.
-    except (TemplateError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{tokenizer.name_or_path}: its chat template refuses the messages ({reason})") from None
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
-def require_chat_template(tokenizer: Any) -> None:
-    """Raise InputError unless the tokenizer has a chat template."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no chat template; conversations need one")
-
-
-def _object_or_text(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, dict) else text
+    messages = asked.messages
+    # The target writes the whole dialogue.
+    if asked.turn_by_turn:
+        return [i for i, message in enumerate(messages, start=1) if message.role == "user"]
+    # The last prompt: everything, or everything before the logged answer.
+    last = len(messages)
+    if asked.prompt_end == "opened":
+        while last and messages[last - 1].role == "assistant":
+            last -= 1
+    # The answers before it; a prefill is none.
+    history = messages[: last - 1] if asked.prompt_end == "prefill" else messages[:last]
+    ends, asked_yet = list[int](), False
+    for i, message in enumerate(history):
+        if message.role == "assistant" and asked_yet and history[i - 1].role != "assistant":
+            ends.append(i)
+        asked_yet = asked_yet or message.role in _ASKING
+    return [*ends, last] if last else []

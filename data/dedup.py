@@ -27,6 +27,7 @@ from datasketch import MinHashLSH
 from numpy.typing import NDArray
 
 from .. import progress
+from .chat_template import calls_with_objects
 from .conversation import SPLITS, Conversation, Message, Split, turn_ends
 from .records import Record
 
@@ -136,25 +137,32 @@ def turn_keys(record: Record | Conversation) -> list[int]:
     A turn that waits for the target's own earlier answers differs from the same messages with logged answers, or
     without any.
     """
-    ends, waiting = turn_ends(record.messages)
-    ended, keys = set(ends), list[int]()
-    # One running hash over the messages; its state after each context is that turn's key.
-    hashed = hashlib.blake2b(_json_line([record.tools, dict(record.template_args or {})]), digest_size=_KEY_BYTES)
+    ends, keys = turn_ends(record), list[int]()
+    ended, last = set(ends), max(ends, default=0)
+    # One running hash over the messages; its state after each context is that turn's key. What is as in most
+    # conversations does not count.
+    engine = [] if record.engine == "vllm" else [record.engine]
+    hashed = hashlib.blake2b(
+        _json_line([record.tools, dict(record.template_args or {}), *engine]), digest_size=_KEY_BYTES
+    )
     for number, message in enumerate(record.messages, start=1):
         hashed.update(_json_line(_without_call_ids(message)))
         if number in ended:
             here = hashed.copy()
-            here.update(b"waits" if waiting and keys else b"")
+            here.update(b"waits" if record.turn_by_turn and keys else b"")
+            if number == last and record.prompt_end != "opened":
+                here.update(_json_line(record.prompt_end))
             keys.append(int.from_bytes(here.digest(), "little"))
     return keys
 
 
 def _without_call_ids(message: Message) -> dict[str, Any]:
     """A message without the ids that a server drew for its tool calls: another run of the same draws others."""
-    asked = message.for_template()
+    asked = message.record()
     asked.pop("tool_call_id", None)
-    for call in asked.get("tool_calls", []):
-        call.pop("id", None)
+    if message.tool_calls is not None:
+        calls = calls_with_objects(message.tool_calls)
+        asked["tool_calls"] = [{name: value for name, value in call.items() if name != "id"} for call in calls]
     return asked
 
 

@@ -82,6 +82,7 @@ def _record_from_json(values: dict[str, Any]) -> Record:
     sampling = values["sampling"]
     parsed = {
         "messages": tuple(Message.model_validate(message) for message in values["messages"]),
+        "unfollowed": tuple(values["unfollowed"]),
         "sampling": None if sampling is None else SamplingSettings.model_validate(sampling),
     }
     return Record(**{**values, **parsed})
@@ -202,7 +203,7 @@ def redacted(record: Record, redactor: Redactor) -> Record:
                 "reasoning": redactor.value(message.reasoning),
                 "name": redactor.value(message.name),
                 "tool_call_id": redactor.value(message.tool_call_id),
-                "tool_calls": redactor.value(message.tool_calls),
+                "tool_calls": redactor.calls(message.tool_calls),
             }
         )
         for message in record.messages

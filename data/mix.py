@@ -429,16 +429,9 @@ class _Mix:
         origins.append({"id": record.id, "where": record.where.removeprefix(f"{self._base_dir}/")})
         placed = self._placements[record.id]
         sampling, max_new_tokens = sampling_of(record, self._settings)
-        return Conversation(
-            id=record.id,
+        return record.conversation(
             # The log table knows domains that clustering named after the record was spooled.
             domain=record.domain or self._records.log.domain(int(self._records.rows[number])),
-            messages=list(record.messages),
-            tools=record.tools,
-            template_args=dict(record.template_args or {}),
-            turn_by_turn=record.turn_by_turn,
-            prompt_end=record.prompt_end,
-            engine=record.engine,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
             cluster=placed.cluster,
@@ -500,6 +493,7 @@ def _source_records(
             "skipped": counts.skipped,
             "left_out": dict(sorted(counts.left_out.items())),
             "taken": counts.taken,
+            "unfollowed": dict(sorted(counts.unfollowed.items())),
         }
         for i, (source, counts) in enumerate(zip(settings.sources, records.sources))
     ]

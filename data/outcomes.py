@@ -50,6 +50,8 @@ class SourceCounts:
     taken: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     """Lines without a conversation, and records beyond the source's limit, by reason."""
+    unfollowed: Counter[str] = field(default_factory=Counter)
+    """Records whose answer was shaped by a field of the request that a capture does not follow, by its name."""
     domains: dict[str, Counter[str]] = field(default_factory=dict, compare=False)
     """By domain, as far as it can be told, the same for requests that gave no record."""
     unanswered: set[str] = field(default_factory=set, compare=False)
@@ -64,6 +66,7 @@ class SourceCounts:
         self.read += 1
         if outcome.record is not None:
             self.taken += 1
+            self.unfollowed.update(outcome.record.unfollowed)
             return
         if outcome.left_out is not None:
             self._count(outcome.left_out)

@@ -19,7 +19,8 @@ from ..specdec.continuous_batching import PlainDecoder, QueuedRequest
 from ..specdec.requests import Request
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
-from .conversation import Conversation, Message, require_chat_template, turns
+from .chat_template import require_chat_template
+from .conversation import Conversation, Turn, turns
 from .files import first_line
 from .records import DEFAULT_COLUMNS, Record
 from .settings import FileSource, Shape
@@ -47,16 +48,11 @@ def read_prompts(paths: Sequence[Path], most: int | None = None) -> list[Record]
     return _interleaved(found.values())[:most]
 
 
-def last_context(record: Record) -> list[Message]:
-    """Context of the last turn that can be asked at once. In a conversation of user turns alone this is the first turn,
-    as the others wait for its answer."""
-    conversation = Conversation(
-        id=record.id, domain=record.domain, messages=list(record.messages), cluster=record.id, split="selection"
-    )
-    known = [turn for turn in turns(conversation) if turn.waits_for is None]
-    if not known:
-        raise InputError(f"conversation {record.id}: no answer follows a user message; nothing to ask")
-    return known[-1].messages
+def last_turn(record: Record) -> tuple[Conversation, Turn]:
+    """The last turn that can be asked at once, and its conversation. Of one that is asked turn by turn this is the
+    first turn, as the others wait for its answer."""
+    conversation = record.conversation(cluster=record.id, split="selection")
+    return conversation, [turn for turn in turns(conversation) if turn.waits_for is None][-1]
 
 
 def source_of(path: Path) -> FileSource:

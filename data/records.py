@@ -15,16 +15,24 @@ from pydantic import BaseModel, ValidationError
 from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
-from .conversation import ROLES, Engine, Message, PromptEnd
-from .logs.chat import MOST_TOKENS, Timing
+from .conversation import ROLES, Conversation, Engine, Message, PromptEnd, Role, turn_ends
+from .logs.chat import MOST_TOKENS, LeftOut, Timing
 from .logs.parsing import seconds
+from .served_request import (
+    Lookup,
+    prompt_of,
+    refuse_what_cannot_be_made_again,
+    shown_tools,
+    template_args,
+    unfollowed,
+)
 from .settings import LABEL, DatasetSource, DomainRule, FileSource, Shape, TargetSource
 
 _ID_DIGITS = 24
 _USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
 _SAMPLING_FIELDS = tuple(SamplingSettings.model_fields)
 _LIMIT_FIELDS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
-_SHAREGPT_ROLES: dict[str, str] = {
+_SHAREGPT_ROLES: dict[str, Role] = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -39,8 +47,11 @@ DEFAULT_COLUMNS: dict[Shape, str] = {
     "prompts": "prompt",
 }
 M = TypeVar("M", bound=BaseModel)
-Lookup = Callable[[str], Any]
-"""Looks up a field by name in the line, then in its `request` object; None: neither has it."""
+_TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Types of a content's parts that engines show as text, and where it stands in them."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,8 @@ class Record:
     prompt_tokens: int | None = None
     """Prompt tokens as logged, counted by the logged model's tokenizer; likewise `answer_tokens`."""
     answer_tokens: int | None = None
+    unfollowed: tuple[str, ...] = ()
+    """Names of the request's fields that shaped its logged answer, and that a capture does not follow."""
     where: str = field(default="", compare=False)
     """File and line (`file:line`), item or row that it was read from; no part of `id`, `key` and equality."""
 
@@ -89,8 +102,19 @@ class Record:
 
     @property
     def user_text(self) -> str:
-        """User messages, one a line: the text by which near-copies are judged."""
-        return "\n".join(message.text for message in self.messages if message.role == "user")
+        """User messages, one a line: the text by which near-copies are judged. Where they hold none, all messages but
+        the assistant's."""
+        said = "\n".join(message.text for message in self.messages if message.role == "user")
+        if said.strip():
+            return said
+        return "\n".join(message.text for message in self.messages if message.role != "assistant")
+
+    def conversation(self, **placed: Any) -> Conversation:
+        """The conversation of a mix that this record becomes; `placed`: its cluster, split, and what else differs."""
+        names = ("id", "domain", "tools", "turn_by_turn", "prompt_end", "engine", "sampling", "max_new_tokens", "where")
+        own = {name: getattr(self, name) for name in names}
+        own |= {"messages": list(self.messages), "template_args": dict(self.template_args or {})}
+        return Conversation(**{**own, **placed})
 
 
 def parse(
@@ -114,23 +138,37 @@ def parse(
     def lookup(name: str) -> Any:
         return line[name] if line.get(name) is not None else inner.get(name)
 
-    # 2) Messages, then all other fields, each checked by itself.
-    messages = tuple(_PARSERS[shape](lookup, where))
-    if not any(message.role == "user" for message in messages):
-        raise InputError(f"{where}: has no user message; the target has nothing to answer")
+    # 2) Messages: the prompt, and the logged answer where the turn before it was opened.
+    timed = timing or timing_of(line, where)
+    refuse_what_cannot_be_made_again(lookup, inner, timed.prompt_tokens, where)
+    engine = _engine(source)
+    messages = _PARSERS[shape](lookup, engine, where)
+    prompt_end: PromptEnd = "opened"
+    if shape == "messages":
+        size, prompt_end = prompt_of(_items(lookup, "messages", where), lookup, inner, engine)
+        messages = messages[:size]
+
+    # 3) All other fields, each checked by itself.
     record = Record(
         domain=_domain(source, lookup, where, messages),
-        messages=messages,
-        tools=_tools(lookup, where),
-        template_args={**source.template_args, **_template_args(lookup, where)},
+        messages=tuple(messages),
+        tools=shown_tools(lookup, engine, where),
+        template_args={**source.template_args, **template_args(lookup, engine, where)},
+        turn_by_turn=shape in ("turns", "prompts") and len(messages) > 1,
+        prompt_end=prompt_end,
+        engine=engine if _matters(messages, prompt_end) else "vllm",
         sampling=_sampling(lookup, where),
         max_new_tokens=_max_new_tokens(lookup, where),
         group=_group(source, lookup, where),
         source=index,
+        unfollowed=tuple(unfollowed(inner)),
         where=where,
-        **(timing or timing_of(line, where))._asdict(),
+        **timed._asdict(),
     )
-    # 3) Text that no file can hold shows when the record is hashed; here its line is known.
+    if not turn_ends(record):
+        raise LeftOut(where, "no turn to answer")
+
+    # 4) Text that no file can hold shows when the record is hashed; here its line is known.
     try:
         record.key  # noqa: B018
     except RecursionError:
@@ -169,45 +207,64 @@ def timing_of(line: Mapping[str, Any], where: str) -> Timing:
     )
 
 
-def _messages(lookup: Lookup, where: str) -> list[Message]:
-    return [_message(raw, f"{where}: messages[{i}]") for i, raw in enumerate(_items(lookup, "messages", where))]
+def _engine(source: FileSource | DatasetSource | TargetSource) -> Engine:
+    """Engine whose server made prompts of the requests."""
+    return source.engine or ("sglang" if source.kind == "sglang" else "vllm")
 
 
-def _message(raw: Any, where: str) -> Message:
+def _matters(messages: Sequence[Message], prompt_end: PromptEnd) -> bool:
+    """Whether engines differ in what they show the template of some messages."""
+    in_parts = any(isinstance(message.content, list) and message.content for message in messages)
+    return in_parts or prompt_end in ("prefill", "after_answer")
+
+
+def _messages(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
+    items = enumerate(_items(lookup, "messages", where))
+    return [_message(raw, engine, f"{where}: messages[{i}]") for i, raw in items]
+
+
+def _message(raw: Any, engine: Engine, where: str) -> Message:
     if not isinstance(raw, dict):
         raise InputError(f"{where}: is a JSON {_json_type(raw)}; must be an object with role and content")
-    # A developer message is a system message under the name that newer APIs use.
-    role = "system" if raw.get("role") == "developer" else raw.get("role")
+    role = raw.get("role")
     if role not in ROLES:
         raise InputError(f"{where}: unknown role {_quoted(role)}; must be one of {', '.join(ROLES)}")
-    # Only a tool's result, and an assistant message that calls tools, may be without text.
-    content = _content(raw.get("content"), where)
-    tool_calls = raw.get("tool_calls") or None
-    if not content.strip() and not (role == "tool" or (role == "assistant" and tool_calls)):
-        raise InputError(f"{where}: content of the {role} message is empty; must hold text")
-    fields = {"name": raw.get("name"), "tool_call_id": raw.get("tool_call_id"), "tool_calls": tool_calls}
-    return _validated(Message, {"role": role, "content": content, **fields}, where)
+    if role == "developer" and raw.get("tools"):
+        raise LeftOut(where, "tools inside a message")
+    # vLLM takes reasoning under either name, SGLang under one.
+    names = ("reasoning", "reasoning_content") if engine == "vllm" else ("reasoning_content",)
+    reasoning = next((raw[name] for name in names if raw.get(name) is not None), None)
+    fields = {
+        "role": role,
+        "content": _content(raw.get("content"), where),
+        "reasoning": reasoning if role == "assistant" else None,
+        "name": raw.get("name"),
+        "tool_call_id": raw.get("tool_call_id"),
+        "tool_calls": raw.get("tool_calls") or None,
+    }
+    return _validated(Message, fields, where)
 
 
-def _content(content: Any, where: str) -> str:
-    """Join the text of a message's content: a string or a list of text parts. Raises InputError for other parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+def _content(content: Any, where: str) -> str | list[str]:
+    """Text of a message's content, or its text parts where there are several. Raises LeftOut for other parts."""
+    if content is None or isinstance(content, str):
+        return [] if content is None else content
     if not isinstance(content, list):
         raise InputError(f"{where}: content is a JSON {_json_type(content)}; must be text or a list of text parts")
     # Parts that are not text (images, audio) cannot be left out without changing the question.
     parts: list[str] = []
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise InputError(f"{where}: content part of type {_quoted(kind)}; only text is supported")
-        parts.append(part["text"])
-    return "".join(parts)
+        named = _TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
+        text = part if named is None else part.get(named)
+        if named is not None and text is None:  # engines pass over it
+            continue
+        if not isinstance(text, str):
+            raise LeftOut(where, "message part that is not text")
+        parts.append(text)
+    return parts[0] if len(parts) == 1 else parts
 
 
-def _sharegpt(lookup: Lookup, where: str) -> list[Message]:
+def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
     messages: list[Message] = []
     # A system prompt may stand beside the conversation.
     system = lookup("system")
@@ -222,20 +279,29 @@ def _sharegpt(lookup: Lookup, where: str) -> list[Message]:
         if role is None:
             names = ", ".join(sorted(_SHAREGPT_ROLES))
             raise InputError(f"{item}: unknown role {_quoted(raw.get('from'))}; must be one of {names}")
-        messages.append(_message({"role": role, "content": raw.get("value")}, item))
+        if not isinstance(raw.get("value"), str):
+            raise InputError(f"{item}: value is a JSON {_json_type(raw.get('value'))}; must be text")
+        messages.append(Message(role=role, content=raw["value"]))
     return messages
 
 
-def _turns(lookup: Lookup, where: str) -> list[Message]:
+def _turns(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
     turns = enumerate(_items(lookup, "turns", where))
-    return [_message({"role": "user", "content": turn}, f"{where}: turns[{i}]") for i, turn in turns]
+    return [_user_message(turn, engine, f"{where}: turns[{i}]") for i, turn in turns]
 
 
-def _prompt(lookup: Lookup, where: str) -> list[Message]:
-    return [_message({"role": "user", "content": lookup("prompt")}, f"{where}: prompt")]
+def _prompt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
+    return [_user_message(lookup("prompt"), engine, f"{where}: prompt")]
 
 
-_PARSERS: dict[Shape, Callable[[Lookup, str], list[Message]]] = {
+def _user_message(content: Any, engine: Engine, where: str) -> Message:
+    message = _message({"role": "user", "content": content}, engine, where)
+    if not message.text.strip():
+        raise InputError(f"{where}: is empty; must hold text")
+    return message
+
+
+_PARSERS: dict[Shape, Callable[[Lookup, Engine, str], list[Message]]] = {
     "messages": _messages,
     "sharegpt": _sharegpt,
     "turns": _turns,
@@ -288,22 +354,6 @@ def _group(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, wh
     if group is None or (isinstance(group, str | int) and str(group)):
         return None if group is None else str(group)
     raise InputError(f"{where}: {source.group_field} is a JSON {_json_type(group)}; must be text or a number")
-
-
-def _tools(lookup: Lookup, where: str) -> list[dict[str, Any]] | None:
-    tools = lookup("tools")
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InputError(f"{where}: tools is not a list of objects")
-    return tools
-
-
-def _template_args(lookup: Lookup, where: str) -> dict[str, Any]:
-    arguments = lookup("chat_template_kwargs") or {}
-    if not isinstance(arguments, dict):
-        raise InputError(f"{where}: chat_template_kwargs is a JSON {_json_type(arguments)}; must be an object")
-    return arguments
 
 
 def _sampling(lookup: Lookup, where: str) -> SamplingSettings | None:

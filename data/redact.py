@@ -8,6 +8,7 @@ Redaction does not understand text: names of people and postal addresses stay. R
 """
 
 import ipaddress
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -179,14 +180,42 @@ class Redactor:
         return text
 
     def value(self, value: Any) -> Any:
-        """Redact every text in a JSON value; names of fields stay."""
+        """Redact every text and number in a JSON value; names of fields stay. A redacted number becomes a text."""
         if isinstance(value, str):
             return self.text(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            digits = str(value)
+            found = self.text(digits)
+            return value if found == digits else found
         if isinstance(value, list):
             return [self.value(item) for item in value]
         if isinstance(value, dict):
             return {name: self.value(item) for name, item in value.items()}
         return value
+
+    def calls(self, calls: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Redact tool calls. Arguments that are JSON text stay JSON: they are decoded, redacted and encoded again."""
+        return None if calls is None else [self._call(call) for call in calls]
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, item in call.items():
+            if name == "function" and isinstance(item, dict):
+                found[name] = self._call(item)
+            else:
+                found[name] = self._arguments(item) if name == "arguments" else self.value(item)
+        return found
+
+    def _arguments(self, arguments: Any) -> Any:
+        try:
+            decoded = json.loads(arguments) if isinstance(arguments, str) else None
+        except (ValueError, RecursionError):
+            decoded = None
+        if not isinstance(decoded, dict | list):
+            return self.value(arguments)
+        # Text without anything to redact stays as it was written.
+        found = self.value(decoded)
+        return arguments if found == decoded else json.dumps(found, ensure_ascii=False)
 
     def _replaced(self, rule: _Rule, match: re.Match[str]) -> str:
         whole = match.group()

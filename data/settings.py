@@ -79,6 +79,8 @@ class _Source(_Section):
     """Split of all its conversations and of those near them in other sources; absent: by hash."""
     template_args: dict[str, JsonValue] = {}
     """Chat template arguments of its conversations, e.g. `enable_thinking: false`; a line's own ones win."""
+    engine: Literal["vllm", "sglang"] | None = None
+    """Engine whose server made prompts of its requests; absent: `sglang` for SGLang's own log, else `vllm`."""
 
     @property
     def domains(self) -> DomainSettings:

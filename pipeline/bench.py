@@ -21,8 +21,8 @@ import torch
 import transformers
 
 from .. import __version__, fingerprint, storage
-from ..data.conversation import render
-from ..data.prompts import last_context, read_prompts
+from ..data.chat_template import turn_ids
+from ..data.prompts import last_turn, read_prompts
 from ..errors import DraftforgeError, InputError, OwnershipError, one_line
 from ..eval.acceptance import Bootstrap
 from ..eval.bench.run import (
@@ -153,7 +153,7 @@ def bench_prompts(target: Target, options: BenchOptions) -> tuple[list[BenchProm
     records = read_prompts(options.prompts, options.max_prompts)
     # A prompt must leave room for the longest answer: all answers of a prompt must be cut at the same length.
     for record in track(records, "render prompts", unit="prompts"):
-        ids = render(target.tokenizer, last_context(record), record.tools, dict(record.template_args or {}))
+        ids = turn_ids(target.tokenizer, *last_turn(record))
         if len(ids) + options.max_new_tokens <= target.max_positions:
             prompts.append(BenchPrompt(record.id, record.domain, ids))
     # What was left out is said, and kept in the report: the figures are of the rest.

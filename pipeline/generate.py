@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..data.conversation import Message, render
+from ..data.chat_template import render
+from ..data.conversation import Message
 from ..errors import InputError, RegistryError
 from ..eval.draft_configs import DraftConfig
 from ..eval.settings import SELECTION_SPLIT

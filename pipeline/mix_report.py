@@ -5,6 +5,7 @@ requests in flight.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -227,6 +228,10 @@ def _fates(found: Profile, context: int | None, old_share: float) -> Table:
     rows = [["read", str(manifest["read"]), ""]]
     rows += [[f"left out: {reason}", str(count), ""] for reason, count in manifest["left_out"].items()]
     rows += [[f"mix: {split}", str(found.sizes[split]), str(manifest["turns"][split])] for split in SPLITS]
+    unfollowed = Counter[str]()
+    for source in manifest["sources"]:
+        unfollowed.update(source["unfollowed"])
+    rows += [[f"of the read, {name} shaped the answer; not followed", str(unfollowed[name]), ""] for name in unfollowed]
     # 2) What the target cannot answer, what the tables below compare, and how near-copies were grouped.
     if context is not None:
         long = int((found.tokens["prompt"][MIX] >= context).sum())

@@ -19,7 +19,8 @@ import mlflow.pyfunc
 import pandas as pd
 from pydantic import ValidationError
 
-from ..data.conversation import Message, render
+from ..data.chat_template import render
+from ..data.conversation import Message
 from ..errors import InputError, StaleInputError
 from ..eval.settings import ScoreSettings
 from ..fingerprint import short

@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.capture.plan import Prompts, ShardPlan, TurnRequest, plan_shards
 from draftforge.data.capture.scheduler import answer_shards
-from draftforge.data.conversation import Conversation, Message, render
+from draftforge.data.chat_template import render
+from draftforge.data.conversation import Conversation, Message
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture, Sample
 from draftforge.progress import say

@@ -35,7 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 from draftforge import storage
 from draftforge.data.conversation import Split
 from draftforge.data.files import first_line
-from draftforge.data.prompts import last_context, source_of
+from draftforge.data.prompts import last_turn, source_of
 from draftforge.data.records import Record
 from draftforge.data.settings import FileSource
 from draftforge.data.sources import read
@@ -261,7 +261,7 @@ def write_log(records: Sequence[Record], path: Path) -> None:
     """A week of chat-completions requests. Their answers are left out: the target gives them in the capture."""
     lines = []
     for number, record in enumerate(records):
-        messages = [message.for_template() for message in last_context(record)]
+        messages = [message.record() for message in last_turn(record)[1].messages]
         request = {"model": "served", "messages": messages}
         started = FIRST_REQUEST + WEEK * number // len(records)
         lines.append({"started": started, "domain": record.domain, "request": request})
@@ -271,7 +271,7 @@ def write_log(records: Sequence[Record], path: Path) -> None:
 def write_prompts(records: Sequence[Record], path: Path, split: str) -> dict[str, Any]:
     """The records as a source of that split."""
     lines = [
-        {"domain": record.domain, "messages": [message.for_template() for message in last_context(record)]}
+        {"domain": record.domain, "messages": [message.record() for message in last_turn(record)[1].messages]}
         for record in records
     ]
     storage.write_bytes(path, "".join(json.dumps(line) + "\n" for line in lines).encode())

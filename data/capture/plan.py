@@ -13,7 +13,8 @@ from ...errors import ContextLengthError, InputError
 from ...progress import track
 from ...specdec.sampling import SamplingSettings
 from ...specdec.targets import Target
-from ..conversation import Conversation, Message, Split, Turn, render, require_chat_template, turns
+from ..chat_template import require_chat_template, turn_ids
+from ..conversation import Conversation, Split, Turn, turns
 from ..settings import CaptureSettings
 from ..split import seed_of
 
@@ -129,7 +130,7 @@ class Prompts:
         for turn in track(independent, "Rendering prompts", unit="prompts"):
             key = (turn.conversation.id, turn.turn.index)
             if key not in self._ready:
-                prompt = self._render(turn, turn.turn.context())
+                prompt = self._render(turn)
                 self._check_fits(turn, len(prompt))
                 self._ready[key] = array("i", prompt)
 
@@ -137,7 +138,7 @@ class Prompts:
         """The prompt of a turn, given the text of the conversation's earlier answers where it waits for them."""
         if turn.waits_for is None:
             return self._ready[turn.conversation.id, turn.turn.index].tolist()
-        return self._render(turn, turn.turn.context(earlier))
+        return self._render(turn, earlier)
 
     def known_tokens(self, turn: TurnRequest) -> int:
         """Length of a turn's prompt in tokens, as known at the start: 0 where it waits for an answer."""
@@ -150,17 +151,17 @@ class Prompts:
             return self.known_tokens(turn)
         # Rendered with empty answers, plus the most that each of them may take.
         before = turn.turn.index
-        bare = self._render(turn, turn.turn.context([""] * before))
+        bare = self._render(turn, [""] * before)
         return len(bare) + before * turn.max_new_tokens
 
     def room(self, turn: TurnRequest, prompt: Sequence[int]) -> int:
         """Token limit of the answer: its own, or what the prompt leaves of the context; 0 where that is full."""
         return max(0, min(turn.max_new_tokens, self._target.max_positions - len(prompt)))
 
-    def _render(self, turn: TurnRequest, messages: Sequence[Message]) -> list[int]:
+    def _render(self, turn: TurnRequest, earlier: Sequence[str] = ()) -> list[int]:
         conversation = turn.conversation
         try:
-            return render(self._target.tokenizer, messages, conversation.tools, conversation.template_args)
+            return turn_ids(self._target.tokenizer, conversation, turn.turn, earlier)
         except InputError as error:
             raise InputError(f"conversation {conversation.id}: {error}") from None
 

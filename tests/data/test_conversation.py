@@ -1,21 +1,20 @@
-"""Which turns of a conversation are answered, in what context, and how they are rendered."""
+"""Which turns of a conversation are answered, and in what context."""
 
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from draftforge.data.conversation import Conversation, Message, Role, render, turns
+from draftforge.data.conversation import Conversation, Message, Role, turns
 from draftforge.errors import InputError
 
 
-def talk(*roles: Role) -> Conversation:
+def talk(*roles: Role, **more: Any) -> Conversation:
     messages = [Message(role=role, content=f"{role} {i}") for i, role in enumerate(roles)]
-    return Conversation(id="c", domain="d", messages=messages, cluster="k", split="train")
+    return Conversation(id="c", domain="d", messages=messages, cluster="k", split="train", **more)
 
 
 def test_user_turns_are_answered_in_order() -> None:
-    first, second, third = turns(talk("system", "user", "user", "user"))
+    first, second, third = turns(talk("system", "user", "user", "user", turn_by_turn=True))
     assert [turn.waits_for for turn in (first, second, third)] == [None, 0, 1]
     assert [m.role for m in first.context()] == ["system", "user"]
     context = third.context(["a", "b"])
@@ -24,58 +23,41 @@ def test_user_turns_are_answered_in_order() -> None:
         third.context(["a"])
 
 
-def test_logged_turns_keep_their_context() -> None:
-    logged = turns(talk("system", "user", "assistant", "tool", "tool", "assistant", "user", "user"))
-    assert [(turn.index, turn.waits_for, len(turn.messages)) for turn in logged] == [
-        (0, None, 2),
-        (1, None, 5),
-        (2, None, 8),
-    ]
-    assert all(turn.context() == turn.messages for turn in logged)
+@pytest.mark.parametrize(
+    "roles, prompts",
+    [
+        ("system user user", [3]),  # one request is one prompt
+        ("user system", [2]),  # a reminder after the question
+        ("user assistant user system assistant", [1, 4]),
+        ("user developer assistant", [2]),
+        ("system user assistant tool tool assistant user user", [2, 5, 8]),
+        ("user assistant function", [1, 3]),
+        ("system", [1]),
+        ("system assistant user assistant", [3]),  # a greeting answers nobody
+        ("assistant user assistant assistant", [2]),  # two answers to one question
+        ("user assistant assistant user", [1, 4]),
+        ("assistant", []),
+    ],
+)
+def test_a_turn_ends_at_the_last_message_before_the_assistants(roles: str, prompts: list[int]) -> None:
+    conversation = talk(*roles.split())  # type: ignore[arg-type]
+    found = turns(conversation)
+    assert [len(turn.messages) for turn in found] == prompts
+    assert all(turn.context() == turn.messages and turn.waits_for is None for turn in found)
 
 
-def test_greetings_and_doubled_answers_are_not_answered() -> None:
-    found = turns(talk("assistant", "user", "assistant", "assistant"))
-    assert [len(turn.messages) for turn in found] == [2]
+@pytest.mark.parametrize(
+    "end, prompts", [("opened", [1, 3]), ("after_answer", [1, 3, 4]), ("prefill", [1, 4]), ("bare", [1, 3, 4])]
+)
+def test_an_assistants_last_message_is_an_answer_or_part_of_the_prompt(end: Any, prompts: list[int]) -> None:
+    found = turns(talk("user", "assistant", "user", "assistant", prompt_end=end))
+    assert [len(turn.messages) for turn in found] == prompts
+    assert [turn.prompt_end for turn in found] == ["opened"] * (len(prompts) - 1) + [end]
 
 
 def test_what_is_asked_elsewhere_is_left_out_unless_a_later_turn_waits_for_it() -> None:
-    logged = talk("user", "assistant", "user", "assistant", "user").model_copy(update={"asked_elsewhere": [0, 1]})
+    logged = talk("user", "assistant", "user", "assistant", "user", asked_elsewhere=[0, 1])
     assert [(turn.index, turn.waits_for, turn.counts) for turn in turns(logged)] == [(2, None, True)]
-    asked = talk("user", "user", "user").model_copy(update={"asked_elsewhere": [0, 2]})
+    asked = talk("user", "user", "user", turn_by_turn=True, asked_elsewhere=[0, 2])
     assert [(turn.index, turn.waits_for, turn.counts) for turn in turns(asked)] == [(0, None, False), (1, 0, True)]
     assert turns(asked.model_copy(update={"asked_elsewhere": [0, 1, 2]})) == []
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_target_folder: Any) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_target_folder)
-
-
-def test_render_uses_tools_and_template_arguments(tokenizer: Any) -> None:
-    message = [Message(role="user", content="Hi")]
-    text = tokenizer.decode(render(tokenizer, message, [{"name": "clock"}], {"enable_thinking": False}))
-    assert text == (
-        '<|im_start|>system\nTools: [{"name": "clock"}]<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n'
-        "<|im_start|>assistant\n<think></think>"
-    )
-
-
-def test_render_gives_tool_arguments_as_objects() -> None:
-    call = {"function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
-    message = Message(role="assistant", content="", tool_calls=[call])
-    assert message.for_template()["tool_calls"][0]["function"]["arguments"] == {"zone": "UTC"}
-    assert call["function"]["arguments"] == '{"zone": "UTC"}'  # the stored message is as logged
-
-
-def test_render_errors_are_one_line(tokenizer: Any) -> None:
-    own = tokenizer.chat_template
-    try:
-        tokenizer.chat_template = "{{ raise_exception('roles must\n alternate') }}"
-        with pytest.raises(InputError, match="its chat template refuses the messages \\(roles must alternate\\)"):
-            render(tokenizer, [Message(role="user", content="Hi")])
-        tokenizer.chat_template = None
-        with pytest.raises(InputError, match="has no chat template"):
-            render(tokenizer, [Message(role="user", content="Hi")])
-    finally:
-        tokenizer.chat_template = own

@@ -56,7 +56,8 @@ def build(base: Path, lines: list[Line], name: str = "mix", earlier: list[Path] 
 
 
 def record(*texts: str, **more: Any) -> Record:
-    """Texts of a user; `>` begins the assistant's, `^` the system's, `=` a tool's."""
+    """Texts of a user; `>` begins the assistant's, `^` the system's, `=` a tool's. Without these, asked one by one."""
+    more.setdefault("turn_by_turn", not any(text[0] in ">=" for text in texts))
     roles = {">": "assistant", "^": "system", "=": "tool"}
     messages = tuple(Message(role=roles.get(text[0], "user"), content=text.lstrip(">^=")) for text in texts)  # type: ignore[arg-type]
     return Record(domain="d", messages=messages, **more)
@@ -112,6 +113,17 @@ def test_turns_that_wait_for_the_targets_own_answers_are_others_than_logged_ones
     assert continued(asked[0], record("a", ">1", "b", ">2", "c")) == {}
     assert continued(record("a"), asked[0]) == {0: 1}  # the first turn waits for none
     assert continued(asked[0], record("a", "b", ">2", "c")) == {}
+    # Two messages of a user in one request are one prompt, which a thread may go on from.
+    assert continued(record("a", "b", turn_by_turn=False), record("a", "b", ">2", "c")) == {0: 1}
+    assert continued(record("a", "b", turn_by_turn=False), asked[1]) == {}
+
+
+def test_turns_whose_prompts_end_otherwise_are_others() -> None:
+    plain, thread = record("a", ">1", turn_by_turn=False), record("a", ">1", "b", turn_by_turn=False)
+    assert continued(plain, thread) == {0: 1}
+    for end in ("prefill", "after_answer", "bare"):
+        assert continued(record("a", ">1", prompt_end=end), thread) == {}
+    assert continued(record("a", engine="sglang"), record("a", ">1", "b")) == {}
 
 
 def test_steps_of_an_agent_are_one_conversation() -> None:

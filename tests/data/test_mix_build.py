@@ -204,7 +204,8 @@ def test_damaged_and_missing_mixes_are_refused(tmp_path: Path) -> None:
 def test_tools_and_template_arguments_survive_the_round_trip(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "clock", "description": "ask 10.0.0.1"}}]
     mix = load_mix(build(tmp_path, [line(i, tools=tools, chat_template_kwargs={"day": "é"}) for i in range(60)]))
-    assert all(c.tools == [{"type": "function", "function": {"name": "clock", "description": "ask <ip>"}}] for c in mix)
+    clock = {"name": "clock", "description": "ask <ip>", "parameters": None}
+    assert all(c.tools == [{"type": "function", "function": clock}] for c in mix)
     assert all(c.template_args == {"day": "é"} for c in mix)
     assert [c.id for c in mix] == sorted({c.id for c in mix})
 

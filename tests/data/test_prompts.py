@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftforge.data import prompts
-from draftforge.data.prompts import last_context, prompts_of, read_prompts, user_turn
+from draftforge.data.prompts import last_turn, prompts_of, read_prompts, user_turn
 from draftforge.errors import InputError, MissingFileError
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target
@@ -20,7 +20,7 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def texts(path: Path, most: int | None = None) -> list[str]:
-    return [last_context(record)[-1].text for record in read_prompts([path], most)]
+    return [last_turn(record)[1].messages[-1].text for record in read_prompts([path], most)]
 
 
 def test_domains_come_by_turns_and_a_smaller_number_is_a_part(tmp_path: Path) -> None:
@@ -45,11 +45,9 @@ def test_what_is_asked(tmp_path: Path) -> None:
     path = write(tmp_path / "log.jsonl", {"messages": messages})
     (record,) = read_prompts([path])
     assert record.domain == "log"  # no line names one
-    assert [message.content for message in last_context(record)] == ["one", "two", "three"]
-    silent = [messages[0], {"role": "system", "content": "x"}, messages[1]]
-    (record,) = read_prompts([write(tmp_path / "s.jsonl", {"messages": silent})])
-    with pytest.raises(InputError, match="nothing to ask"):
-        last_context(record)
+    assert [message.content for message in last_turn(record)[1].messages] == ["one", "two", "three"]
+    reminded = [messages[0], {"role": "system", "content": "x"}, messages[1]]
+    assert texts(write(tmp_path / "s.jsonl", {"messages": reminded})) == ["x"]
 
 
 def test_files_of_several_shapes_and_a_copy(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_openai_line_keeps_turns_tools_and_request() -> None:
     line = {
         "messages": [
             {"role": "developer", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "time?"}]},
+            {"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": "time?"}]},
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "content": "", "tool_call_id": "c1"},
             {"role": "assistant", "content": "Noon.", "refusal": None},
@@ -37,9 +37,11 @@ def test_openai_line_keeps_turns_tools_and_request() -> None:
         },
     }
     record = read(line, template_args={"enable_thinking": True, "date": "today"})
-    assert shown(record)[:2] == [("system", "Be brief."), ("user", "What time?")]
+    assert shown(record)[:2] == [("developer", "Be brief."), ("user", "What\ntime?")]
+    assert record.messages[1].content == ["What", "time?"] and record.messages[2].content == []
     assert record.messages[2].tool_calls == [call] and record.messages[3].tool_call_id == "c1"
-    assert record.tools == line["tools"]
+    clock = {"name": "clock", "description": None, "parameters": None}
+    assert record.tools == [{"type": "function", "function": clock}]
     assert record.sampling == SamplingSettings(temperature=0.7, top_p=0.9) and record.max_new_tokens == 64
     assert record.template_args == {"enable_thinking": False, "date": "today"}
 
@@ -94,21 +96,11 @@ USER = {"role": "user", "content": "Hi"}
             {"messages": [{"role": "bot", "content": "x"}]},
             "messages[0]: unknown role 'bot'; must be one of",
         ),
-        (
-            "messages",
-            {"messages": [USER, {"role": "assistant", "content": " "}]},
-            "messages[1]: content of the assistant",
-        ),
-        ("messages", {"messages": [{"role": "user", "content": None}]}, "content of the user message is empty"),
         ("messages", {"messages": [{"role": "user", "content": 3}]}, "content is a JSON number"),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "type 'image_url'; only text",
-        ),
-        ("messages", {"messages": [{"role": "system", "content": "x"}]}, "has no user message"),
         ("messages", {"messages": [{**USER, "tool_calls": "x"}]}, "tool_calls: input should be a valid list"),
         ("messages", {"messages": [USER], "tools": {"a": 1}}, "tools is not a list of objects"),
+        ("messages", {"messages": [USER], "tools": [{"type": "function"}]}, "tools[0]: has no name"),
+        ("messages", {"messages": [USER], "documents": "x"}, "documents is not a list of objects"),
         (
             "messages",
             {"messages": [USER], "temperature": -1},
@@ -116,12 +108,12 @@ USER = {"role": "user", "content": "Hi"}
         ),
         ("messages", {"messages": [USER], "max_tokens": 0}, "max_tokens 0; must be a whole number of at least 1"),
         ("messages", {"messages": [USER], "group": []}, "group is a JSON array"),
-        ("messages", {"messages": [USER], "chat_template_kwargs": 1}, "chat_template_kwargs is a JSON number"),
+        ("messages", {"messages": [USER], "chat_template_kwargs": 1}, "chat_template_kwargs is not an object"),
         ("messages", {"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
         ("sharegpt", {"conversations": [{"from": "user2", "value": "x"}]}, "unknown role 'user2'"),
-        ("sharegpt", {"conversations": [{"from": "human", "value": ""}]}, "conversations[0]: content of the user"),
-        ("turns", {"turns": ["a", ""]}, "turns[1]: content of the user message is empty"),
-        ("prompts", {"text": "a"}, "prompt: content of the user message is empty"),
+        ("sharegpt", {"conversations": [{"from": "human"}]}, "conversations[0]: value is a JSON null; must be text"),
+        ("turns", {"turns": ["a", ""]}, "turns[1]: is empty; must hold text"),
+        ("prompts", {"text": "a"}, "prompt: is empty; must hold text"),
     ],
 )
 def test_bad_lines_name_place_and_rule(shape: Shape, line: Any, rule: str) -> None:

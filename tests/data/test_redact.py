@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +80,28 @@ def test_only_the_kinds_asked_for() -> None:
     redactor = Redactor(["email"])
     assert redactor.text("a@b.org 192.168.0.1") == "<email> 192.168.0.1"
     assert dict(redactor.counts) == {"email": 1}
+
+
+@pytest.mark.parametrize(
+    "logged, kept",
+    [
+        ('{"card": 4111111111111111, "amount": 3}', '{"card": "<card>", "amount": 3}'),
+        ('{"to": ["ann\\u0040mail.org"], "n": 1.5, "ok": true}', '{"to": ["<email>"], "n": 1.5, "ok": true}'),
+        ('{"b":  2,\n"a": null}', '{"b":  2,\n"a": null}'),  # nothing to redact: as it was written
+        ("[4111111111111111]", '["<card>"]'),
+        ("mail ann@mail.org {", "mail <email> {"),
+        ({"card": 4111111111111111}, {"card": "<card>"}),
+        ("", ""),
+        (None, None),
+    ],
+)
+def test_arguments_of_calls_stay_json(logged: Any, kept: Any) -> None:
+    redactor = Redactor(KINDS)
+    call = {"id": "ann@mail.org", "type": "function", "function": {"name": "pay", "arguments": logged}}
+    expected = {"id": "<email>", "type": "function", "function": {"name": "pay", "arguments": kept}}
+    assert redactor.calls([call]) == [expected]
+    assert redactor.calls([{"name": "pay", "arguments": logged}]) == [{"name": "pay", "arguments": kept}]
+    assert redactor.calls(None) is None
 
 
 def test_values_of_json_are_redacted_and_names_stay() -> None:

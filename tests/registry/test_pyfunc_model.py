@@ -17,7 +17,8 @@ from mlflow.types import DataType, ParamSchema, ParamSpec
 from trained import Trained
 from transformers import AutoTokenizer
 
-from draftforge.data.conversation import Message, render
+from draftforge.data.chat_template import render
+from draftforge.data.conversation import Message
 from draftforge.errors import FormatError, InputError, StaleInputError
 from draftforge.registry.connect import Tracking
 from draftforge.registry.lineage import Lineage, Version

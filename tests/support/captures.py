@@ -18,6 +18,7 @@ def orders(
             id=f"c{i}",
             domain=domain(i),
             messages=[Message(role="user", content=f"Where is order {i}?")] * (1 + (i % 4 == 0)),
+            turn_by_turn=True,
             cluster=f"c{i}",
             split=("train", "train", "selection", "holdout")[i % 4],
             sampling=sampling(i),

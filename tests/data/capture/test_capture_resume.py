@@ -42,6 +42,9 @@ class StubTokenizer:
 
     chat_template, name_or_path, all_special_ids = "stub", "stub", [0]
 
+    def get_chat_template(self, chat_template: None, tools: None) -> str:
+        return self.chat_template
+
     def apply_chat_template(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
         return "".join(message["role"][0] + message["content"] for message in messages) + "a"
 
@@ -71,6 +74,7 @@ def make_mix() -> list[Conversation]:
             id=f"c{i}",
             domain=f"d{i % 2}",
             messages=[Message(role="user", content="hello" * (1 + i % 4))] * (2 if i % 3 == 0 else 1),
+            turn_by_turn=True,
             cluster=f"c{i}",
             split=("train", "train", "selection", "holdout")[i % 4],
         )

@@ -11,7 +11,8 @@ import draftforge.data.capture.capture as capturing
 from draftforge import storage
 from draftforge.data.capture.capture import capture, capture_conversations
 from draftforge.data.capture.plan import plan_shards
-from draftforge.data.conversation import Conversation, Message, Split, render
+from draftforge.data.chat_template import render
+from draftforge.data.conversation import Conversation, Message, Split
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture, Sample
 from draftforge.errors import ContextLengthError, InputError, LockedError, OwnershipError, StaleInputError
@@ -29,7 +30,8 @@ def talk(id: str, *texts: str, split: Split = "train", **fields: Any) -> Convers
     messages = [
         Message(role="assistant" if text.startswith(">") else "user", content=text.removeprefix(">")) for text in texts
     ]
-    return Conversation(id=id, domain=fields.pop("domain", "d"), messages=messages, cluster=id, split=split, **fields)
+    fields = {"domain": "d", "turn_by_turn": all(message.role == "user" for message in messages), **fields}
+    return Conversation(id=id, messages=messages, cluster=id, split=split, **fields)
 
 
 MIX = [

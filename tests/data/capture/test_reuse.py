@@ -24,6 +24,7 @@ MIX = [
         id=name,
         domain="d",
         messages=[Message(role="user", content=text) for text in texts],
+        turn_by_turn=True,
         cluster=name,
         split=SPLITS[number % 3],
         sampling=SamplingSettings(temperature=1.0) if number % 2 else None,

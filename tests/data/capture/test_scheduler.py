@@ -35,6 +35,7 @@ MIX = [
         id=f"c{i}",
         domain="d",
         messages=[Message(role="user", content="Where is my order? " * (1 + i % 3))] * (1 + (i % 5 == 0) * 2),
+        turn_by_turn=True,
         cluster=f"c{i}",
         split=("train", "train", "selection", "holdout")[i % 4],
         sampling=ASKED[i % 3],

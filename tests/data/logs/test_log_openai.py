@@ -17,7 +17,7 @@ def test_sample_gives_conversations_settings_and_times() -> None:
     read = read_log(SAMPLES / "openai.jsonl", "openai", domain=None)
     assert read.talks == [
         [("system", "Be brief."), ("user", "What time is it?"), ("assistant", "")],
-        [("user", "Capital of France?"), ("assistant", "Paris.")],
+        [("user", "Capital of \nFrance?"), ("assistant", "Paris.")],
         [("user", "Add 2 and 3."), ("assistant", "5"), ("user", "And 4?"), ("assistant", "9")],
         [("user", "Call two tools."), ("assistant", "")],
         [("user", "Name a prime.")],

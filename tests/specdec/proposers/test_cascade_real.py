@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from draftforge.data.conversation import Message, render
+from draftforge.data.chat_template import render
+from draftforge.data.conversation import Message
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.proposers import CascadeProposer, ForeignProposer, Proposer

@@ -1,0 +1,230 @@
+"""Chat-template rendering: what an engine's server shows its tokenizer's template of a request, and the prompt's ids.
+
+vLLM is followed (0.32 and 0.33) and, where a conversation says so, SGLang:
+
+| | vLLM | SGLang |
+|---|---|---|
+| parts of a content, where the template takes text | a line each | a space between |
+| where it loops over parts | all contents as parts, tools' results as text | contents as they were sent |
+| an assistant's last message that belongs to the prompt | stays | becomes the user's |
+| a prefill | the template's text up to its end | put after the opened turn |
+| reasoning sent back | `reasoning` and `reasoning_content` | `reasoning_content` |
+
+Arguments of tool calls are objects for the template. Empty ones, and text that is no JSON, are an empty object.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ..errors import InputError
+from .conversation import Conversation, Engine, Message, PromptEnd, Turn
+
+_REFUSED = (TemplateError, ArithmeticError, TypeError, ValueError)
+_MEDIA = ("image", "audio", "video", "vision")
+_ROW = ("message", "msg", "m")  # SGLang's names of a loop over messages
+
+
+def turn_ids(tokenizer: Any, conversation: Conversation, turn: Turn, answers: Sequence[str] = ()) -> list[int]:
+    """Prompt ids of a turn, given the `answers` of earlier turns where it waits for them. Raises InputError."""
+    return render(
+        tokenizer,
+        turn.context(answers),
+        conversation.tools,
+        conversation.template_args,
+        turn.prompt_end,
+        conversation.engine,
+    )
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None = None,
+    template_args: dict[str, Any] | None = None,
+    prompt_end: PromptEnd = "opened",
+    engine: Engine = "vllm",
+) -> list[int]:
+    """Render messages to prompt ids with the tokenizer's chat template.
+
+    Raises InputError for a tokenizer without chat template and for messages that its template refuses.
+    """
+    require_chat_template(tokenizer)
+    try:
+        # Text first, and tokenized without special tokens: the template has written its own.
+        text = _text(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    # Errors of the template are errors of the data: its own `raise_exception` too.
+    except _REFUSED as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{tokenizer.name_or_path}: its chat template refuses the messages ({reason})") from None
+    if not ids:
+        raise InputError(f"{tokenizer.name_or_path}: its chat template makes an empty prompt of the messages")
+    return ids
+
+
+def require_chat_template(tokenizer: Any) -> None:
+    """Raise InputError unless the tokenizer has a chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no chat template; conversations need one")
+
+
+def _text(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    template_args: dict[str, Any],
+    prompt_end: PromptEnd,
+    engine: Engine,
+) -> str:
+    # 1) Of several templates, the one for these tools; and the messages as it wants them.
+    template = tokenizer.get_chat_template(None, tools)
+    shown = shown_messages(messages, takes_parts(template, engine), engine)
+
+    # 2) How the prompt ends.
+    ending, prefix = {"add_generation_prompt": prompt_end != "bare"}, ""
+    last = shown[-1]["content"] if shown and shown[-1]["role"] == "assistant" else None
+    if engine == "vllm" and prompt_end == "prefill":
+        ending = {"add_generation_prompt": False, "continue_final_message": True}
+    elif engine == "sglang" and prompt_end == "prefill" and isinstance(last, str):
+        shown, prefix = shown[:-1], last
+    elif engine == "sglang" and prompt_end == "after_answer" and isinstance(last, str):
+        shown = [*shown[:-1], {"role": "user", "content": last}]
+
+    # 3) The template's text.
+    text: str = tokenizer.apply_chat_template(
+        shown, tools=tools, chat_template=template, tokenize=False, **ending, **template_args
+    )
+    return text + prefix
+
+
+def shown_messages(messages: Sequence[Message], parts: bool, engine: Engine) -> list[dict[str, Any]]:
+    """Messages as a server gives them to its template. `parts`: the template loops over the parts of a content."""
+    return [_shown(message, parts, engine) for message in messages]
+
+
+def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
+    # The content: text, or a list of text parts.
+    texts = [message.content] if isinstance(message.content, str) else message.content
+    sent_as_parts = len(texts) > 1 if engine == "sglang" else True
+    content: Any = (" " if engine == "sglang" else "\n").join(texts)
+    if parts and sent_as_parts and message.role != "tool":
+        content = [{"type": "text", "text": text} for text in texts]
+    shown: dict[str, Any] = {"role": message.role, "content": content}
+
+    # What only some roles have.
+    if message.role == "assistant":
+        if message.tool_calls:
+            shown["tool_calls"] = calls_with_objects(message.tool_calls)
+        if message.reasoning is not None:
+            shown |= {"reasoning": message.reasoning} if engine == "vllm" else {}
+            shown["reasoning_content"] = message.reasoning
+    if message.role == "tool" and message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        shown["name"] = message.name
+    return shown
+
+
+def calls_with_objects(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool calls whose arguments are JSON values; the calls themselves stay as they are."""
+    found = []
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, dict):
+            found.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
+        else:
+            found.append({**call, "arguments": _arguments(call.get("arguments"))})
+    return found
+
+
+def _arguments(logged: Any) -> Any:
+    """Arguments of a tool call: the JSON value of a text; {} for null, and for a text that is no JSON."""
+    if isinstance(logged, str):
+        try:
+            logged = json.loads(logged)
+        except (ValueError, RecursionError):
+            return {}
+    return {} if logged is None else logged
+
+
+@lru_cache(maxsize=32)
+def takes_parts(template: str, engine: Engine = "vllm") -> bool:
+    """Whether a chat template loops over the parts of a message's content, as the engine finds it out.
+
+    vLLM looks for a loop over the messages, or over a variable that was set to them, and in it for one over the loop
+    variable's content. SGLang takes a loop over the content of `message`, `msg` or `m`, or any word for a medium.
+    """
+    if engine == "sglang" and any(word in template for word in _MEDIA):
+        return True
+    try:
+        tree = _environment().parse(template)
+        loops = list(tree.find_all(nodes.For))
+        names = set(_ROW) if engine == "sglang" else _message_names(tree, loops)
+        return any(_reads(loop.iter, name, "content") for loop in loops for name in names)
+    except (TemplateError, _Unreadable):
+        return False
+
+
+class _Unreadable(Exception):  # noqa: N818
+    """A construct before which vLLM's search gives up."""
+
+
+def _message_names(tree: nodes.Template, loops: Sequence[nodes.For]) -> set[str]:
+    """Names of the variables of loops over the messages."""
+    # Variables that hold the messages, or a slice of them.
+    known, pending = {"messages"}, ["messages"]
+    while pending:
+        name = pending.pop()
+        for assignment in tree.find_all(nodes.Assign):
+            if _reads(assignment.node, name):
+                target = _name_of(assignment.target)
+                if target not in known:
+                    known.add(target)
+                    pending.append(target)
+    return {_name_of(loop.target) for loop in loops if any(_reads(loop.iter, name) for name in known)}
+
+
+def _name_of(target: nodes.Node) -> str:
+    if not isinstance(target, nodes.Name):
+        raise _Unreadable
+    return target.name
+
+
+def _reads(node: nodes.Node | None, name: str, field: str | None = None) -> bool:
+    """Whether an expression is a variable (or its field), filtered, sliced or tested."""
+    if isinstance(node, nodes.Filter | nodes.Test):
+        return _reads(node.node, name, field)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        return _reads(node.node, name, field)
+    if isinstance(node, nodes.Getitem):
+        read = isinstance(node.arg, nodes.Const) and node.arg.value == field
+        return field is not None and read and _is_variable(node.node, name)
+    if isinstance(node, nodes.Getattr):
+        return node.attr == field and _is_variable(node.node, name)
+    return field is None and _is_variable(node, name)
+
+
+def _is_variable(node: nodes.Node | None, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
+
+
+class _Generation(Extension):
+    """The tag `generation` of transformers, with which templates mark the assistant's words."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])

@@ -1,0 +1,180 @@
+"""Fields of a request beside its messages: those that reach the chat template, as the engine passes them there, and
+those that keep its prompt from being made again.
+
+vLLM (0.32 and 0.33) is followed, and SGLang for its own log or where the source says so. `docs/logs.md` has the whole
+list of fields.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import InputError
+from .conversation import Engine, PromptEnd
+from .logs.chat import LeftOut, Reason
+
+Lookup = Callable[[str], Any]
+"""Looks up a field by name in the line, then in its `request` object; None: neither has it."""
+
+_TOKENS = ("prompt_token_ids", "input_ids", "prompt_embeds", "input_embeds")
+_ADAPTERS = ("lora_path", "lora_request", "lora_name")
+_SET_BY_ENGINE = ("add_generation_prompt", "continue_final_message")
+_UNFOLLOWED = (
+    *("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "use_beam_search"),
+    *("stop", "stop_token_ids", "stop_regex", "min_tokens", "ignore_eos", "thinking_token_budget"),
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("regex", "ebnf", "json_schema", "structural_tag", "grammar"),
+    *("custom_logit_processor", "logits_processors"),
+)
+
+
+def refuse_what_cannot_be_made_again(
+    lookup: Lookup, request: Mapping[str, Any], logged_prompt_tokens: int | None, where: str
+) -> None:
+    """Raise LeftOut for a request whose prompt the target's own template does not make."""
+    arguments = lookup("chat_template_kwargs")
+    templates = (lookup("chat_template"), arguments.get("chat_template") if isinstance(arguments, dict) else None)
+    reasons: dict[Reason, bool] = {
+        "chat template of its own": any(templates),
+        "prompt given as tokens": any(request.get(name) is not None for name in _TOKENS),
+        "prompt cut to a number of tokens": _cut(lookup("truncate_prompt_tokens"), logged_prompt_tokens),
+        "special tokens added to the prompt": request.get("add_special_tokens") is True,
+        "answered by an adapter": any(request.get(name) for name in _ADAPTERS),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise LeftOut(where, reason)
+
+
+def _cut(limit: Any, logged: int | None) -> bool:
+    """Whether a limit may have cut the prompt; -1 cuts at the context, past which no prompt is asked anyway."""
+    return limit is not None and limit != -1 and not (isinstance(limit, int) and logged is not None and logged < limit)
+
+
+def prompt_of(raw: Sequence[Any], lookup: Lookup, request: Mapping[str, Any], engine: Engine) -> tuple[int, PromptEnd]:
+    """Number of messages that are kept, and how the last prompt ends. A logged answer stays behind an opened turn only.
+
+    `raw`: the line's messages, the logged answer among them; `request`: the body, whose own messages tell whether the
+    assistant's last message is an answer or part of the prompt.
+    """
+    # 1) The prompt: without the answer, which the request's own messages lack.
+    asked = request.get("messages")
+    known = isinstance(asked, list)
+    answered = known and _answers_at_end(raw) > _answers_at_end(asked if isinstance(asked, list) else [])
+    size = len(raw) - answered
+    after_answer = size > 0 and _is_answer(raw[size - 1])
+
+    # 2) What the request says of its end. SGLang knows nothing but a prefill, and that of the assistant only.
+    if lookup("continue_final_message") is True and (after_answer or engine == "vllm"):
+        return size, "prefill"
+    if lookup("add_generation_prompt") is False and engine == "vllm":
+        return size, "bare"
+    return (size, "after_answer") if known and after_answer else (len(raw), "opened")
+
+
+def _answers_at_end(messages: Sequence[Any]) -> int:
+    return next((i for i, message in enumerate(reversed(messages)) if not _is_answer(message)), len(messages))
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def template_args(lookup: Lookup, engine: Engine, where: str) -> dict[str, Any]:
+    """Arguments that the chat template gets of a request: `chat_template_kwargs`, `documents`, `reasoning_effort`, and
+    what the engine makes of the latter."""
+    given = lookup("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise InputError(f"{where}: chat_template_kwargs is not an object")
+    # The engine sets these two by the request's own fields.
+    found = {name: value for name, value in given.items() if name not in _SET_BY_ENGINE}
+    documents, effort = lookup("documents"), lookup("reasoning_effort")
+    if engine == "sglang":
+        return _reasoning_of_sglang(lookup("reasoning"), effort) | found
+    if documents is not None:
+        if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
+            raise InputError(f"{where}: documents is not a list of objects")
+        found["documents"] = documents
+    # Any effort but none switches thinking on, where the request does not say so itself.
+    if effort is not None:
+        found.setdefault("enable_thinking", effort != "none")
+        found["reasoning_effort"] = effort
+    return found
+
+
+def _reasoning_of_sglang(reasoning: Any, effort: Any) -> dict[str, Any]:
+    """Template arguments that SGLang makes of `reasoning` and `reasoning_effort`."""
+    thinking: bool | None = None
+    if isinstance(reasoning, dict):
+        effort = next((reasoning[name] for name in ("effort", "reasoning_effort") if reasoning.get(name)), effort)
+        enabled = reasoning.get("enabled", reasoning.get("enable"))
+        thinking = True if str(enabled).strip().lower() in ("1", "true", "yes", "y", "on") else None
+    if effort is not None:
+        thinking = effort != "none"
+    found = {} if thinking is None else {"thinking": thinking, "enable_thinking": thinking}
+    return found if effort is None else found | {"reasoning_effort": effort}
+
+
+def shown_tools(lookup: Lookup, engine: Engine, where: str) -> list[dict[str, Any]] | None:
+    """Tools as the engine shows them to the template: in OpenAI's shape, fields in the order of its schema.
+
+    Tools in Anthropic's shape (`input_schema`) and flat ones are brought to it. Raises LeftOut for other kinds.
+    """
+    tools, choice = lookup("tools"), lookup("tool_choice")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InputError(f"{where}: tools is not a list of objects")
+    functions = [_function(tool, f"{where}: tools[{i}]") for i, tool in enumerate(tools)]
+    # vLLM shows tools whatever the choice is; SGLang none, or only the named one.
+    if engine == "sglang":
+        name = choice["function"].get("name") if _names_a_function(choice) else None
+        functions = [function for function in functions if name in (None, function["name"])]
+        return [_tool_of_sglang(function) for function in functions] if choice != "none" else None
+    return [_tool_of_vllm(function) for function in functions]
+
+
+def _function(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """The function that a tool is, with `name`, and `description`, `parameters` and `strict` where given."""
+    function = tool
+    if isinstance(tool.get("function"), dict):
+        function = dict(tool["function"])
+    elif "input_schema" in tool:
+        function = {**tool, "parameters": tool["input_schema"]}
+    # Tools that a server runs itself have types of their own, and no definition that a template could show.
+    kinds = (None, "function", "custom") if "input_schema" in tool else (None, "function")
+    if tool.get("type") not in kinds:
+        raise LeftOut(where, "tools that are not functions")
+    if not isinstance(function.get("name"), str):
+        raise InputError(f"{where}: has no name")
+    return function
+
+
+def _tool_of_vllm(function: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {name: function.get(name) for name in ("name", "description", "parameters")}
+    if function.get("strict") is not None:
+        shown["strict"] = function["strict"]
+    return {"type": "function", "function": shown}
+
+
+def _tool_of_sglang(function: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {name: function.get(name) for name in ("description", "name", "parameters")}
+    return {"type": "function", "function": {**shown, "strict": bool(function.get("strict"))}}
+
+
+def _names_a_function(choice: Any) -> bool:
+    return isinstance(choice, dict) and isinstance(choice.get("function"), dict)
+
+
+def unfollowed(request: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the request's fields that shape its answer and that a capture does not follow.
+
+    None of them changes the prompt. Answers are drawn without penalties, biases and grammars, and go on past stop
+    strings, up to the token limit.
+    """
+    yield from (name for name in _UNFOLLOWED if request.get(name))
+    form = request.get("response_format")
+    if isinstance(form, dict) and form.get("type") not in (None, "text"):
+        yield "response_format"
+    choice = request.get("tool_choice")
+    if choice == "required" or _names_a_function(choice):
+        yield "tool_choice"

@@ -1,0 +1,173 @@
+"""What the chat template is shown of a conversation, as vLLM and SGLang show it, and the prompt that it makes."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from byte_level import byte_level_tokenizer
+
+from draftforge.data.chat_template import render, shown_messages, takes_parts
+from draftforge.data.conversation import Message
+from draftforge.errors import InputError
+
+ASK = Message(role="user", content="Hi")
+AS_TEXT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<new>{% endif %}"
+)
+IN_PARTS = """\
+{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}\
+{% for part in m['content'] %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"""
+CALLS = """\
+{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}(\
+{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}){% endfor %}{% endfor %}"""
+MARKED = """\
+{% for m in messages %}{% generation %}\
+{% for p in m.content %}{% endfor %}{% endgeneration %}{% endfor %}"""
+
+Prompt = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    """`prompt(template, messages, ...)`: the text that a tokenizer with that template makes a prompt of."""
+    tokenizer = byte_level_tokenizer(["Hi there"], 262)
+
+    def make(template: str | dict[str, str] | None, messages: list[Message], *more: Any, **named: Any) -> str:
+        tokenizer.chat_template = template
+        return str(tokenizer.decode(render(tokenizer, messages, *more, **named)))
+
+    return make
+
+
+def said(role: Any, *parts: str, **more: Any) -> Message:
+    return Message(role=role, content=list(parts) if len(parts) != 1 else parts[0], **more)
+
+
+def test_tools_and_template_arguments_reach_the_template(prompt: Prompt) -> None:
+    template = "{{ tools | tojson }} {{ effort }}: {{ messages[0].content }}"
+    assert prompt(template, [ASK], [{"name": "clock"}], {"effort": "high"}) == '[{"name": "clock"}] high: Hi'
+    several = {"default": "plain", "tool_use": "with tools"}
+    assert [prompt(several, [ASK], tools) for tools in (None, [{"name": "clock"}])] == ["plain", "with tools"]
+
+
+def test_text_parts_are_joined_as_the_engine_joins_them(prompt: Prompt) -> None:
+    messages = [said("system", "Be brief.", "Be kind."), said("user", "one", "two", "three")]
+    assert prompt(AS_TEXT, messages) == "<system>Be brief.\nBe kind.<user>one\ntwo\nthree<new>"
+    assert prompt(AS_TEXT, messages, engine="sglang") == "<system>Be brief. Be kind.<user>one two three<new>"
+
+
+def test_a_template_that_loops_over_parts_gets_them(prompt: Prompt) -> None:
+    messages = [said("user", "one", "two"), said("assistant", "three"), said("tool", "four", "five")]
+    assert prompt(IN_PARTS, messages) == "<user>[one][two]<assistant>[three]<tool>four\nfive"
+    assert prompt(IN_PARTS, messages, engine="sglang") == "<user>[one][two]<assistant>three<tool>four five"
+
+
+@pytest.mark.parametrize(
+    "template, vllm, sglang",
+    [
+        (AS_TEXT, False, False),
+        (IN_PARTS, True, True),
+        ("{% for message in messages %}{% for part in message.content %}{% endfor %}{% endfor %}", True, True),
+        ("{% for m in messages[1:] %}{% for part in m['content'] | list %}{% endfor %}{% endfor %}", True, True),
+        (
+            "{% set rest = messages[1:] %}{% for turn in rest %}{% for p in turn.content %}{% endfor %}{% endfor %}",
+            True,
+            False,
+        ),
+        ("{% for m in messages %}{% set c = m.content %}{% for p in c %}{% endfor %}{% endfor %}", False, False),
+        ("{% for m in messages %}{% for p in m.parts %}{% endfor %}{% endfor %}", False, False),
+        (
+            MARKED,
+            True,
+            True,
+        ),
+        ("{# no image here #}{{ messages[0].content }}", False, True),
+        ("{% for m in %}", False, False),
+    ],
+)
+def test_engines_find_out_whether_a_template_takes_parts(template: str, vllm: bool, sglang: bool) -> None:
+    assert (takes_parts(template, "vllm"), takes_parts(template, "sglang")) == (vllm, sglang)
+
+
+@pytest.mark.parametrize(
+    "logged, shown",
+    [('{"a": 1}', {"a": 1}), ("", {}), (None, {}), ("null", {}), ("no JSON", {}), ({"b": 2}, {"b": 2}), ("[1]", [1])],
+)
+def test_arguments_of_calls_are_objects(logged: Any, shown: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": logged}}
+    message = said("assistant", tool_calls=[call])
+    for parts in (False, True):
+        (found,) = shown_messages([message], parts, "vllm")
+        assert found["tool_calls"] == [{**call, "function": {"name": "now", "arguments": shown}}]
+        assert found["content"] == ([] if parts else "")
+    assert call["function"] == {"name": "now", "arguments": logged}  # the stored message is as logged
+    missing = said("assistant", tool_calls=[{"function": {"name": "now"}}])
+    assert shown_messages([missing], False, "vllm")[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_a_call_without_parameters_renders(prompt: Prompt) -> None:
+    calls = [{"function": {"name": name, "arguments": text}} for name, text in (("now", ""), ("add", '{"a": 1}'))]
+    assert prompt(CALLS, [said("assistant", tool_calls=calls)]) == "now()add(a=1;)"
+
+
+def test_reasoning_is_shown_under_the_names_that_templates_read(prompt: Prompt) -> None:
+    template = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content }}{% endfor %}"
+    message = said("assistant", "Noon.", reasoning="I need the clock")
+    assert prompt(template, [message]) == "assistantI need the clock"
+    (vllm,), (sglang,) = (shown_messages([message], False, engine) for engine in ("vllm", "sglang"))
+    assert vllm["reasoning"] == vllm["reasoning_content"] == sglang["reasoning_content"] == "I need the clock"
+    assert "reasoning" not in sglang
+
+
+def test_names_and_call_ids_are_shown_where_engines_show_them() -> None:
+    messages = [said("user", "a", name="Ann", tool_call_id="x"), said("tool", "b", name="now", tool_call_id="c1")]
+    user, tool = shown_messages(messages, False, "vllm")
+    assert user == {"role": "user", "content": "a", "name": "Ann"}
+    assert tool == {"role": "tool", "content": "b", "name": "now", "tool_call_id": "c1"}
+
+
+def test_empty_contents_are_kept_as_served(prompt: Prompt) -> None:
+    default = "{% if messages[0].role != 'system' %}<default>{% endif %}" + AS_TEXT
+    assert prompt(default, [said("system", ""), ASK]) == "<system><user>Hi<new>"
+    assert prompt(default, [ASK]) == "<default><user>Hi<new>"
+
+
+@pytest.mark.parametrize(
+    "end, vllm, sglang",
+    [
+        ("after_answer", "<user>Hi<assistant>Sure, {<new>", "<user>Hi<user>Sure, {<new>"),
+        ("prefill", "<user>Hi<assistant>Sure, {", "<user>Hi<new>Sure, {"),
+        ("bare", "<user>Hi<assistant>Sure, {", None),
+    ],
+)
+def test_how_a_prompt_ends(prompt: Prompt, end: Any, vllm: str, sglang: str | None) -> None:
+    messages = [ASK, said("assistant", "Sure, {")]
+    assert prompt(AS_TEXT, messages, prompt_end=end) == vllm
+    if sglang is not None:
+        assert prompt(AS_TEXT, messages, prompt_end=end, engine="sglang") == sglang
+
+
+def test_a_prefill_ends_before_what_the_template_closes_a_turn_with(prompt: Prompt) -> None:
+    closing = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</end>{% endfor %}"
+    assert prompt(closing, [ASK, said("assistant", "Sure")], prompt_end="prefill") == "<user>Hi</end><assistant>Sure"
+
+
+def test_errors_are_one_line(prompt: Prompt) -> None:
+    with pytest.raises(InputError, match="its chat template refuses the messages \\(roles must alternate\\)"):
+        prompt("{{ raise_exception('roles must\n alternate') }}", [ASK])
+    for broken in ("{{ messages[0].content.missing() }}", "{{ 1 / 0 }}", "{{ messages[0].content + 1 }}"):
+        with pytest.raises(InputError, match="its chat template refuses"):
+            prompt(broken, [ASK])
+    with pytest.raises(InputError, match="empty prompt"):
+        prompt("{# nothing #}", [ASK])
+    with pytest.raises(InputError, match=r"refuses the messages .*tokenize"):
+        prompt(AS_TEXT, [ASK], None, {"tokenize": True})
+    with pytest.raises(InputError, match="has no chat template"):
+        prompt(None, [ASK])
+
+
+def test_tools_of_a_template_that_prints_json(prompt: Prompt) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": {"b": 1, "a": 2}}}
+    assert json.loads(prompt("{{ tools[0] | tojson }}", [ASK], [tool])) == tool
+    assert prompt("{{ tools[0] | tojson }}", [ASK], [tool]) == json.dumps(tool)  # the order of fields is kept

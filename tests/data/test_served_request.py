@@ -1,0 +1,267 @@
+"""What of a request reaches the chat template, how its prompt ends, and which requests are left out."""
+
+from typing import Any
+
+import pytest
+
+from draftforge.data.conversation import turns
+from draftforge.data.logs.chat import LeftOut, Timing
+from draftforge.data.records import Record, parse
+from draftforge.data.settings import FileSource
+from draftforge.errors import InputError
+
+USER = {"role": "user", "content": "Hi"}
+SURE = {"role": "assistant", "content": "Sure, {"}
+ANSWER = {"role": "assistant", "content": "Yes."}
+
+
+def source(**settings: Any) -> FileSource:
+    return FileSource(**{"kind": "openai", "path": "log.jsonl", "domain": "chat", **settings})
+
+
+def asked(request: dict[str, Any], answer: dict[str, Any] | None = None, **settings: Any) -> Record:
+    """The record of a request that a reader gives with its answer."""
+    request = {"messages": [USER], **request}
+    line = {"request": request, "messages": [*request["messages"], *([answer] if answer else [])]}
+    return parse(line, "messages", source(**settings), "log.jsonl:7", timing=Timing())
+
+
+def messages_of(record: Record) -> list[tuple[str, Any]]:
+    return [(message.role, message.content) for message in record.messages]
+
+
+@pytest.mark.parametrize(
+    "request_fields, arguments",
+    [
+        ({}, {}),
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "high"}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
+        ({"chat_template_kwargs": {"reasoning_effort": "high"}}, {"reasoning_effort": "high"}),
+        ({"documents": [{"title": "t", "text": "x"}]}, {"documents": [{"title": "t", "text": "x"}]}),
+        (
+            {"chat_template_kwargs": {"add_generation_prompt": False, "continue_final_message": True, "a": 1}},
+            {"a": 1},  # vLLM sets these two by the request's own fields
+        ),
+    ],
+)
+def test_template_arguments_as_vllm_passes_them(request_fields: dict[str, Any], arguments: dict[str, Any]) -> None:
+    assert asked(request_fields, ANSWER).template_args == arguments
+
+
+@pytest.mark.parametrize(
+    "request_fields, arguments",
+    [
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "thinking": True, "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "thinking": False, "enable_thinking": False}),
+        ({"reasoning": {"effort": "high"}}, {"reasoning_effort": "high", "thinking": True, "enable_thinking": True}),
+        ({"reasoning": {"enabled": True}}, {"thinking": True, "enable_thinking": True}),
+        ({"reasoning": {"enabled": False}}, {}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False, "reasoning_effort": "high"}},
+            {"reasoning_effort": "high", "thinking": False, "enable_thinking": True},
+        ),
+    ],
+)
+def test_template_arguments_as_sglang_passes_them(request_fields: dict[str, Any], arguments: dict[str, Any]) -> None:
+    assert asked(request_fields, ANSWER, kind="sglang").template_args == arguments
+    assert asked(request_fields, ANSWER, engine="sglang").template_args == arguments
+
+
+def test_a_sources_template_arguments_hold_where_the_request_says_nothing() -> None:
+    args = {"enable_thinking": False, "date": "today"}
+    found = asked({"reasoning_effort": "high"}, template_args=args).template_args
+    assert found == {"enable_thinking": True, "date": "today", "reasoning_effort": "high"}
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+OPENAI = {"function": {"parameters": SCHEMA, "name": "weather", "description": "Of a city"}, "type": "function"}
+ANTHROPIC = {"name": "weather", "description": "Of a city", "input_schema": SCHEMA}
+FLAT = {"type": "function", "name": "weather", "description": "Of a city", "parameters": SCHEMA}
+
+
+@pytest.mark.parametrize("tool", [OPENAI, ANTHROPIC, {"type": "custom", **ANTHROPIC}, FLAT])
+def test_tools_of_any_shape_are_shown_in_openais_in_the_order_of_the_schema(tool: dict[str, Any]) -> None:
+    (vllm,) = asked({"tools": [tool]}).tools or []
+    assert vllm == {
+        "type": "function",
+        "function": {"name": "weather", "description": "Of a city", "parameters": SCHEMA},
+    }
+    assert list(vllm) == ["type", "function"] and list(vllm["function"]) == ["name", "description", "parameters"]
+    (sglang,) = asked({"tools": [tool]}, kind="sglang").tools or []
+    assert list(sglang["function"]) == ["description", "name", "parameters", "strict"]
+    assert sglang["function"]["strict"] is False
+
+
+def test_fields_of_a_tool_that_are_missing_are_null_and_others_are_dropped() -> None:
+    tool = {"type": "function", "function": {"name": "now", "strict": True, "cache_control": {}}, "cache_control": {}}
+    (found,) = asked({"tools": [tool]}).tools or []
+    assert found["function"] == {"name": "now", "description": None, "parameters": None, "strict": True}
+    assert list(found) == ["type", "function"]
+
+
+def test_tool_choice() -> None:
+    tools = {"tools": [OPENAI, {"type": "function", "function": {"name": "now"}}]}
+    named = {"type": "function", "function": {"name": "now"}}
+    for choice, vllm, sglang in (("auto", 2, 2), ("required", 2, 2), ("none", 2, 0), (named, 2, 1)):
+        request = {**tools, "tool_choice": choice}
+        assert len(asked(request).tools or []) == vllm
+        assert len(asked(request, kind="sglang").tools or []) == sglang
+    assert asked({"tools": []}).tools is None
+
+
+@pytest.mark.parametrize(
+    "request_fields, answer, messages, end",
+    [
+        ({}, ANSWER, [USER, ANSWER], "opened"),
+        ({}, None, [USER], "opened"),
+        ({"messages": [USER, SURE], "continue_final_message": True}, ANSWER, [USER, SURE], "prefill"),
+        (
+            {"messages": [USER, SURE], "continue_final_message": True, "add_generation_prompt": False},
+            None,
+            [USER, SURE],
+            "prefill",
+        ),
+        ({"messages": [USER, SURE]}, ANSWER, [USER, SURE], "after_answer"),
+        ({"messages": [USER, SURE]}, None, [USER, SURE], "after_answer"),
+        ({"add_generation_prompt": False}, ANSWER, [USER], "bare"),
+        ({"add_generation_prompt": True, "continue_final_message": False}, ANSWER, [USER, ANSWER], "opened"),
+    ],
+)
+def test_how_the_prompt_ends(request_fields: Any, answer: Any, messages: Any, end: str) -> None:
+    record = asked(request_fields, answer)
+    assert messages_of(record) == [(message["role"], message["content"]) for message in messages]
+    assert record.prompt_end == end
+    last = turns(record.conversation(cluster="k", split="train"))[-1]
+    assert last.prompt_end == end and len(last.messages) == len(messages) - (end == "opened" and answer is not None)
+
+
+def test_a_file_of_messages_ends_with_an_answer_unless_it_says_otherwise() -> None:
+    def read(**more: Any) -> Record:
+        return parse({"messages": [USER, SURE], **more}, "messages", source(kind="messages"), "a.jsonl:1")
+
+    assert read().prompt_end == "opened" and read(continue_final_message=True).prompt_end == "prefill"
+    assert read(request={"messages": [USER, SURE]}).prompt_end == "after_answer"
+
+
+def test_sglang_continues_an_assistants_message_only() -> None:
+    assert asked({"continue_final_message": True, "add_generation_prompt": False}).prompt_end == "prefill"
+    assert asked({"continue_final_message": True, "add_generation_prompt": False}, kind="sglang").prompt_end == "opened"
+
+
+@pytest.mark.parametrize(
+    "request_fields, reason",
+    [
+        ({"chat_template": "{{ messages }}"}, "chat template of its own"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat template of its own"),
+        ({"prompt_token_ids": [1, 2]}, "prompt given as tokens"),
+        ({"input_ids": [1, 2]}, "prompt given as tokens"),
+        ({"truncate_prompt_tokens": 64}, "prompt cut to a number of tokens"),
+        ({"add_special_tokens": True}, "special tokens added to the prompt"),
+        ({"lora_path": "adapters/a"}, "answered by an adapter"),
+        ({"tools": [{"type": "web_search"}]}, "tools that are not functions"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools that are not functions"),
+        ({"messages": [{"role": "developer", "content": "x", "tools": [OPENAI]}]}, "tools inside a message"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message part that is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "message part that is not text"),
+    ],
+)
+def test_a_prompt_that_cannot_be_made_again_is_left_out_with_its_reason(request_fields: Any, reason: str) -> None:
+    with pytest.raises(LeftOut, match=f"^log.jsonl:7: .*left out: {reason}") as caught:
+        asked(request_fields, ANSWER)
+    assert caught.value.reason == reason and isinstance(caught.value, InputError)
+
+
+def test_what_changes_nothing_is_no_reason() -> None:
+    harmless = {"chat_template": None, "add_special_tokens": False, "lora_path": None, "truncate_prompt_tokens": -1}
+    assert messages_of(asked(harmless, ANSWER)) == [("user", "Hi"), ("assistant", "Yes.")]
+    # The log counts fewer tokens than the limit: nothing was cut.
+    line = {"request": {"truncate_prompt_tokens": 64}, "messages": [USER]}
+    assert parse(line, "messages", source(), "log.jsonl:7", timing=Timing(prompt_tokens=63)).messages
+    with pytest.raises(LeftOut):
+        parse(line, "messages", source(), "log.jsonl:7", timing=Timing(prompt_tokens=64))
+
+
+def test_a_conversation_without_a_turn_is_left_out() -> None:
+    with pytest.raises(LeftOut, match="no turn to answer"):
+        parse({"messages": [ANSWER]}, "messages", source(kind="messages"), "log.jsonl:7")
+
+
+def test_a_request_is_one_prompt_and_turns_are_asked_one_by_one() -> None:
+    twice = [USER, {"role": "user", "content": "There?"}]
+    request = asked({"messages": twice})
+    listed = parse({"turns": ["Hi", "There?"]}, "turns", source(kind="turns"), "log.jsonl:7")
+    assert messages_of(request) == messages_of(listed) and request.id != listed.id
+    for record, prompts in ((request, [2]), (listed, [1, 2])):
+        assert [len(turn.messages) for turn in turns(record.conversation(cluster="k", split="train"))] == prompts
+
+
+PARTS = [
+    {"type": "text", "text": "a"},
+    "b",
+    {"type": "input_text", "text": "c"},
+    {"type": "refusal", "refusal": "d"},
+    {"type": "thinking", "thinking": "e"},
+    {"type": "text", "text": None},
+]
+
+
+def test_contents_are_kept_as_they_were_sent() -> None:
+    contents: list[tuple[Any, Any]] = [
+        (" two  spaces \n", " two  spaces \n"),
+        ("", ""),
+        (None, []),
+        ([], []),
+        ([{"type": "text", "text": "one"}], "one"),
+        (PARTS, ["a", "b", "c", "d", "e"]),
+    ]
+    for role in ("system", "user", "assistant", "tool"):
+        messages = [{"role": role, "content": content} for content, _ in contents]
+        record = asked({"messages": [*messages, USER]})
+        assert [message.content for message in record.messages[:-1]] == [kept for _, kept in contents]
+
+
+def test_reasoning_of_earlier_answers() -> None:
+    def reasoning(message: dict[str, Any], **settings: Any) -> str | None:
+        record = asked({"messages": [USER, {"role": "assistant", "content": "x", **message}, USER]}, **settings)
+        return record.messages[1].reasoning
+
+    assert reasoning({"reasoning_content": "a"}) == reasoning({"reasoning": "a"}) == "a"
+    assert reasoning({"reasoning": "a", "reasoning_content": "b"}) == "a"
+    assert reasoning({"reasoning": "a", "reasoning_content": "b"}, kind="sglang") == "b"
+    assert reasoning({"reasoning": None}) is None
+
+
+def test_the_engine_is_kept_where_it_matters() -> None:
+    parts = {"messages": [{"role": "user", "content": PARTS}]}
+    assert asked({}, kind="sglang").engine == "vllm"  # the same prompt, and so the same conversation
+    assert asked({}, kind="sglang").id == asked({}).id
+    assert asked(parts, kind="sglang").engine == "sglang" and asked(parts, kind="sglang").id != asked(parts).id
+    assert asked({"messages": [USER, SURE]}, kind="sglang").engine == "sglang"
+
+
+def test_ids_of_plain_conversations_stay() -> None:
+    record = asked({"temperature": 0.7, "chat_template_kwargs": {"enable_thinking": False}}, ANSWER)
+    assert record.id == "a4039e08ca38a8c34a371c67"
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    talk = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
+    assert asked({"messages": talk}, ANSWER).id == "fc8bff5ff9a4e2a616133ade"
+
+
+def test_what_a_capture_does_not_follow_is_named() -> None:
+    request = {
+        "response_format": {"type": "json_object"},
+        "stop": ["\n"],
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "tools": [OPENAI],
+        "tool_choice": "required",
+        "n": 3,
+        "seed": 1,
+    }
+    assert set(asked(request).unfollowed) == {"response_format", "stop", "frequency_penalty", "tool_choice"}
+    assert asked({"response_format": {"type": "text"}, "tool_choice": "auto"}).unfollowed == ()
