@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..specdec.proposers.base import Proposer
-from ..specdec.proposers.tree_settings import StaticTree, Tree
+from ..specdec.proposers.tree_settings import StaticTree, Tree, tree_identity
 
 
 class DraftConfig(NamedTuple):
@@ -55,7 +55,7 @@ class ProposerSpec:
         draft.
         """
         if not isinstance(self.fixed, StaticTree):
-            return None if self.fixed is None else self.fixed.model_dump(mode="json")
+            return tree_identity(self.fixed)
         shape = self.fixed.shape
         read = set(shape.inner)
         return {"nodes_and_read": [[len(level), len(read.intersection(level))] for level in shape.levels]}

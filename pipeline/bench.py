@@ -62,6 +62,8 @@ from .workspace import Workspace, require_whole
 CHAMPION = "champion"
 OWNER_FILE, RUNS = "benchmark.json", "runs"
 REPORT_FILE, PICTURE_FILE, WORDS_FILE = "bench.json", "bench.svg", "bench.txt"
+USUAL_TOKENS = (2, 4, 8)
+"""K of chains of drafts without a plan, where none is asked for."""
 _MOST_SLOTS = 65_536  # more than any GPU holds caches for; a slip of the keyboard should not be tried
 T = TypeVar("T")
 TreeOf = Callable[[StoredDraft, str, TreeSettings], ProposerSpec]
@@ -118,7 +120,8 @@ def run_bench(space: Workspace, options: BenchOptions) -> Report:
 
 def check_options(options: BenchOptions) -> None:
     """Raise InputError for options out of range, before the target is loaded."""
-    _check_numbers("--draft-tokens", options.draft_tokens, MOST_LEVELS)
+    if options.draft_tokens is not None:
+        _check_numbers("--draft-tokens", options.draft_tokens, MOST_LEVELS)
     _check_numbers("--batch-size", options.batch_sizes, _MOST_SLOTS)
     if not options.prompts:
         raise InputError("--prompts: give at least one file")
@@ -305,9 +308,10 @@ class MethodFinder:
         def entries() -> tuple[str, list[BenchEntry]]:
             draft = StoredDraft.load(place, self._target, self._score.draft_device, other_tokenizer=True)
             loaded.append(draft)
-            found = self._chain_entries(name, draft.proposer)
+            planned = self._planned_entries(name, draft)
+            found = planned or self._chain_entries(name, draft.proposer)
             draft.check_context(self._longest)
-            for tree, asked in trees.items() if draft.drafts_trees else ():
+            for tree, asked in trees.items() if draft.drafts_trees and (not planned or self._options.trees) else ():
                 drafting = self._or_failure(name, tree, partial(tree_of, draft, tree, asked)) if tree_of else None
                 if drafting is not None:
                     found += self._entry(name, DraftConfig(drafting.depths[0], tree), drafting.make)
@@ -339,17 +343,36 @@ class MethodFinder:
         if found is not None and found[1]:
             self.methods.append(BenchMethod(name, place, found[0], found[1]))
 
+    def _planned_entries(self, name: str, draft: StoredDraft) -> list[BenchEntry]:
+        """Entry of the K or tree of a draft's plan, where the options name no K; none for a draft without a plan."""
+        found = draft.found_plan
+        if self._options.draft_tokens is not None:
+            if not found.assumed:
+                say(f"{name}: K as asked (--draft-tokens), not the {found.plan} of its plan alone")
+            return []
+        if found.assumed:
+            return []
+        plan = found.plan if draft.drafts_trees else found.plan.as_chain
+        say(f"{name}: {plan}, as its plan says")
+        config = DraftConfig(plan.draft_tokens, plan.tree_name)
+        return self._entry(name, config, partial(draft.proposer, plan.tree), plan.prefer(self._score.sampled_rules))
+
     def _chain_entries(self, name: str, make: Callable[[], Proposer]) -> list[BenchEntry]:
         """Entries of chains of every K; a K above what the method can draft is lowered to that."""
-        proposer, wanted = make(), sorted(set(self._options.draft_tokens))
+        proposer, wanted = make(), sorted(set(self._options.draft_tokens or USUAL_TOKENS))
         depths = [min(K, proposer.most_nodes(K)) if proposer.chain else K for K in wanted]
         return [entry for K in dict.fromkeys(depths) for entry in self._entry(name, DraftConfig(K), make)]
 
-    def _entry(self, name: str, plan: DraftConfig, make: Callable[[], Proposer]) -> list[BenchEntry]:
-        """Entry of one K or tree; none, and a failure noted, where no accept rule takes this proposer."""
+    def _entry(
+        self, name: str, plan: DraftConfig, make: Callable[[], Proposer], preferred: Sequence[str] | None = None
+    ) -> list[BenchEntry]:
+        """Entry of one K or tree; none, and a failure noted, where no accept rule takes this proposer.
+
+        `preferred`: rules above temperature 0 in order of preference; None: the recipe's.
+        """
         sampling, proposer = sampling_of(self._options), make()
         try:
-            rule = choose_rule(sampling, proposer, self._score.sampled_rules, self._options.rule)
+            rule = choose_rule(sampling, proposer, preferred or self._score.sampled_rules, self._options.rule)
         except InputError as error:
             self.failures.append(Failure(method=name, plan=plan.label, batch_size=None, reason=str(error)))
             return []

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from ..specdec.formats import (
 )
 from ..specdec.formats.layer_skip import is_skip_file
 from ..specdec.replay.replay import Counted
+from ..specdec.serving_plan import PLAN_FILE, ServingPlan, holds_plan
 from ..storage import new_folder
 from .generate import find_draft, require_champion
 from .scoring import Scorer
@@ -57,7 +58,7 @@ def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, tar
         verifier = verifier_of(space, target_id) if needs_verifier(chosen) else None
     # 3) Write it and compare.
     scorer = Scorer(space, captured_stages(space).captured, HOLDOUT_SPLIT)
-    export_draft(scorer, folder, out, chosen, verifier, space.target.tokenizer)
+    export_draft(scorer, folder, out, None, chosen, verifier, space.target.tokenizer)
     say(f"{out}: exported from {folder}, read back and scored equal")
 
 
@@ -65,12 +66,14 @@ def export_draft(
     scorer: Scorer,
     folder: Path,
     out: Path,
+    add: Callable[[Path], None] | None = None,
     layout: Format | None = None,
     verifier: Verifier | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Copy a draft (without its trainer's state) to `out`, which must not exist or be empty.
 
+    `add`: write into the folder what is to stand beside the draft.
     `layout`: write it in this format instead; `verifier` and `tokenizer`, the target's, are for those that hold them.
     What was written is loaded again and must give the same counts on recorded answers. Raises FormatError otherwise,
     and leaves nothing behind.
@@ -87,6 +90,8 @@ def export_draft(
         else:
             for path in sorted(path for path in folder.iterdir() if path.is_file()):
                 shutil.copyfile(path, beside / path.name)
+        if add is not None:
+            add(beside)
         if not same_counts(scorer, folder, beside):
             raise FormatError(f"{out}: the exported draft does not score as the checkpoint {folder} does")
 
@@ -120,12 +125,13 @@ def verifier_of(space: Workspace, target_id: str | None) -> Verifier:
     return Verifier(name, list(model.config.architectures or [type(model).__name__]))
 
 
-def is_copy(out: Path, folder: Path) -> bool:
-    """Whether `out` holds exactly the files that `export_draft` copies from `folder`."""
+def is_copy(out: Path, folder: Path, plan: ServingPlan) -> bool:
+    """Whether `out` holds exactly the files that `export_draft` copies from `folder`, and this plan."""
     one, other = (
         {path.name: fingerprint.of_file(path) for path in place.glob("*") if path.is_file()} for place in (folder, out)
     )
-    return one == other
+    other.pop(PLAN_FILE, None)
+    return one == other and holds_plan(out, plan)
 
 
 def same_counts(scorer: Scorer, one: Path, other: Path) -> bool:

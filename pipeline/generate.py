@@ -12,6 +12,7 @@ from ..data.conversation import Message
 from ..errors import InputError, RegistryError
 from ..eval.draft_configs import DraftConfig
 from ..eval.settings import SELECTION_SPLIT
+from ..progress import say
 from ..recipe import Recipe
 from ..registry.versions import champion, resolve_models_uri
 from ..specdec.decoder import Generation, Request
@@ -21,6 +22,7 @@ from ..specdec.proposers.training_free import HELPERS, TRAINING_FREE
 from ..specdec.proposers.tree_settings import MeasuredTree
 from ..specdec.rules import RULES, choose_rule
 from ..specdec.sampling import SamplingSettings
+from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
 from .options import GenerateOptions
@@ -88,19 +90,19 @@ def answer_prompt(space: Workspace, prompt: str, options: GenerateOptions) -> Ge
     target, sampling = space.target, SamplingSettings(temperature=options.temperature)
     ids = render(target.tokenizer, [Message(role="user", content=prompt)], None, {})
     # 2) What drafts, how much of it, and the rule that accepts it.
-    proposer, levels = _proposer(space, target, options, len(ids) + options.max_new_tokens)
-    K = options.draft_tokens or levels
+    proposer, plan = _proposer(space, target, options, len(ids) + options.max_new_tokens)
     if proposer is None:
         rule = options.rule or "greedy"
     else:
-        rule = choose_rule(sampling, proposer, space.recipe.score.sampled_rules, options.rule)
+        rule = choose_rule(sampling, proposer, plan.prefer(space.recipe.score.sampled_rules), options.rule)
     # 3) Decode, and name what drafted.
     request = Request(ids, sampling, options.seed, options.max_new_tokens, target.stop_ids)
-    ((_, generation),) = decode(target, proposer, [request], rule=rule, draft_tokens=K)
+    ((_, generation),) = decode(target, proposer, [request], rule=rule, draft_tokens=plan.draft_tokens)
     name = options.draft or "champion"
     if isinstance(proposer, CascadeProposer):
         name += f" helped by {options.cascade} ({proposer.passes} of its passes instead of {proposer.passes_alone})"
-    return GeneratedAnswer(generation, name, rule, DraftConfig(K if proposer is not None else 0, options.tree or ""))
+    config = DraftConfig(0) if proposer is None else DraftConfig(plan.draft_tokens, plan.tree_name)
+    return GeneratedAnswer(generation, name, rule, config)
 
 
 def _check_prompt(prompt: str) -> None:
@@ -120,41 +122,70 @@ def check_tree(name: str, trees: Collection[str]) -> None:
         raise InputError(f"--tree {name}: must be {known}")
 
 
-def _proposer(space: Workspace, target: Target, options: GenerateOptions, longest: int) -> tuple[Proposer | None, int]:
-    """Proposer of the options, and how many levels it drafts by default; None: plain decoding.
+def _proposer(
+    space: Workspace, target: Target, options: GenerateOptions, longest: int
+) -> tuple[Proposer | None, ServingPlan]:
+    """Proposer of the options (None: plain decoding), and the plan that it drafts by: its own, or what is asked for.
 
     `longest`: tokens of the prompt and the longest answer. Raises InputError for options that do not fit each other.
     """
     # 1) Options that fit each other, and what needs no trained draft.
-    draft, tree_name, cascade = options.draft, options.tree, options.cascade
-    trees, K = space.recipe.score.trees, max(space.recipe.score.draft_tokens)
+    draft, tree_name, cascade, K = options.draft, options.tree, options.cascade, options.draft_tokens
+    trees = space.recipe.score.trees
     if tree_name is not None:
         check_tree(tree_name, trees)
     if cascade is not None:
         if tree_name is not None:
             raise InputError(f"--cascade {cascade}: helps to draft chains, not --tree {tree_name}")
-        return _cascade(space, draft, cascade, longest), K
+        small, proposer = _cascade(space, draft, cascade, longest)
+        return proposer, chain_plan(small, K)
     if draft == NO_DRAFT or draft in TRAINING_FREE:
         if tree_name is not None:
             raise InputError(f"--tree {tree_name}: --draft {draft} drafts no trees")
-        return (None if draft == NO_DRAFT else TRAINING_FREE[draft](target)), K
-    # 2) A stored draft: its chains, or a tree of the recipe.
+        if draft == NO_DRAFT:
+            return None, ServingPlan.chain(1)
+        return TRAINING_FREE[draft](target), chain_plan(StoredDraft.of_method(draft, target), K)
+    # 2) A stored draft, by its own plan unless K or a tree is asked for.
     path, device = find_draft(space, draft), space.recipe.score.draft_device
     loaded = StoredDraft.load(path, target, device, other_tokenizer=True)
     loaded.check_context(longest)
     if tree_name is None:
-        return loaded.proposer(), K
+        plan = chain_plan(loaded, K) if K is not None or not loaded.drafts_trees else own_plan(loaded)
+        return loaded.proposer(plan.tree), plan
     if not loaded.drafts_trees:
         raise InputError(f"--tree {tree_name}: a draft with another tokenizer than the target's drafts chains only")
-    tree = trees[tree_name]
+    # 3) A tree of the recipe, of its own levels or of those that are asked for.
+    tree, found = trees[tree_name], loaded.found_plan
     if isinstance(tree, MeasuredTree):
         scorer = Scorer(space, captured_stages(space).captured, SELECTION_SPLIT)
-        return scorer.tree_spec(loaded, tree_name, tree).proposer, tree.levels
-    return loaded.proposer(tree), tree.levels
+        proposer = scorer.tree_spec(loaded, tree_name, tree).proposer
+    else:
+        proposer = loaded.proposer(tree)
+    if not found.assumed and found.plan.tree_name != tree_name:
+        say(f"{path}: drafts by tree {tree_name}, as asked, not by the {found.plan} of its plan")
+    asked = {"draft_tokens": K or tree.levels, "tree_name": tree_name}
+    return proposer, found.plan.model_copy(update=asked)
 
 
-def _cascade(space: Workspace, draft: str | None, cascade: str, longest: int) -> Proposer:
-    """Proposer of a cascade: a small draft, with prompt lookup or a smaller draft that drafts for it."""
+def own_plan(draft: StoredDraft) -> ServingPlan:
+    """Plan of a draft's files; what is assumed for one without is said."""
+    if draft.found_plan.assumed:
+        say(draft.found_plan.assumed)
+    return draft.plan
+
+
+def chain_plan(draft: StoredDraft, K: int | None) -> ServingPlan:
+    """Plan of chains of `K` tokens, or of as many as the draft's own plan says; another K than that is said aloud."""
+    if K is None:
+        return own_plan(draft).as_chain
+    found = draft.found_plan
+    if not found.assumed and (found.plan.tree is not None or found.plan.draft_tokens != K):
+        say(f"{draft.path}: drafts K={K}, as asked, not the {found.plan} of its plan")
+    return ServingPlan.chain(K, found.plan.rule)
+
+
+def _cascade(space: Workspace, draft: str | None, cascade: str, longest: int) -> tuple[StoredDraft, Proposer]:
+    """A small draft, and the proposer of it with prompt lookup or a smaller draft that drafts for it."""
     if draft == NO_DRAFT or draft in TRAINING_FREE:
         raise InputError(f"--cascade {cascade}: helps a small draft, not --draft {draft}")
     small = StoredDraft.load(find_draft(space, draft), space.target, space.recipe.score.draft_device)
@@ -163,7 +194,7 @@ def _cascade(space: Workspace, draft: str | None, cascade: str, longest: int) ->
     small.check_context(longest)
     helper = helper_of(space, cascade, longest)
     check_smaller(helper, small, cascade, draft or "the champion")
-    return small.proposer(helper=helper.new_helper())
+    return small, small.proposer(helper=helper.new_helper())
 
 
 def helper_of(space: Workspace, cascade: str, longest: int) -> StoredDraft:

@@ -272,8 +272,8 @@ def champion_families(
             "version": str(version.number),
             "family": lineage.family,
             "step": str(lineage.step),
-            "draft_tokens": str(lineage.draft_tokens or 0),
-            "tree": lineage.tree_name or "",
+            "draft_tokens": str(0 if lineage.plan is None else lineage.plan.draft_tokens),
+            "tree": "" if lineage.plan is None else lineage.plan.tree_name,
         }
         yield _gauge("champion_info", "The champion of the target; always 1.", about, 1.0)
         yield from _quality(record, expected, labels)

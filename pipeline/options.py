@@ -16,7 +16,7 @@ Temperature = Annotated[float, Option("--temperature", "-t", min=0.0, max=1e6, h
 SamplingSeed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")]
 
 
-def _numbers(given: str | Sequence[int]) -> Sequence[int]:
+def _numbers(given: str | Sequence[int] | None) -> Sequence[int] | None:
     """Whole numbers of a text such as `2,4,8`; a default, which is numbers already, is returned as it is.
 
     Raises BadParameter, which the command line shows as a usage error.
@@ -100,12 +100,21 @@ class GenerateOptions:
         ),
     ] = None
     rule: Annotated[
-        str | None, Option("--rule", help="Accept rule, such as token, block, onehot, match; default: the recipe's.")
+        str | None, Option("--rule", help="Accept rule, such as token, block, onehot, match; default: the plan's.")
     ] = None
     draft_tokens: Annotated[
-        int | None, Option("--draft-tokens", "-k", min=1, max=64, help="Tokens a round, or levels of the tree.")
+        int | None,
+        Option(
+            "--draft-tokens",
+            "-k",
+            min=1,
+            max=64,
+            help="Tokens a round, or levels of the tree; default: those of the draft's plan.",
+        ),
     ] = None
-    tree: Annotated[str | None, Option("--tree", help="Name in the recipe's score.trees; default: chains.")] = None
+    tree: Annotated[
+        str | None, Option("--tree", help="Name in the recipe's score.trees; default: as the draft's plan says.")
+    ] = None
     cascade: Annotated[
         str | None, Option("--cascade", help="Drafts for a small draft: lookup, or a smaller draft's name or folder.")
     ] = None
@@ -133,15 +142,25 @@ class BenchOptions:
         ),
     ] = field(default_factory=list)
     trees: Annotated[
-        list[str], Option("--tree", help="Of the recipe's score.trees; may be given again. Default: all.")
+        list[str],
+        Option(
+            "--tree", help="Of the recipe's score.trees; may be given again. Default: all, and of a plan its own alone."
+        ),
     ] = field(default_factory=list)
     cascade: Annotated[
         str | None,
         Option("--cascade", help="Drafts for small drafts, beside these alone: lookup, or a smaller draft."),
     ] = None
     draft_tokens: Annotated[
-        Sequence[int], Option("--draft-tokens", "-k", parser=_numbers, metavar="K,K", help="K of the chains.")
-    ] = (2, 4, 8)
+        Sequence[int] | None,
+        Option(
+            "--draft-tokens",
+            "-k",
+            parser=_numbers,
+            metavar="K,K",
+            help="K of the chains; default: the K or tree of a draft's plan, of other drafts 2,4,8.",
+        ),
+    ] = None
     batch_sizes: Annotated[
         Sequence[int], Option("--batch-size", "-b", parser=_numbers, metavar="N,N", help="Requests answered at once.")
     ] = (1, 4, 16)

@@ -40,6 +40,8 @@ from ..registry.promotion import ALREADY, history, last_decision, promote
 from ..registry.versions import champion, register_version, resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.proposers.training_free import LOOKUP
+from ..specdec.proposers.tree_settings import tree_identity
+from ..specdec.serving_plan import stored_plan, write_plan
 from .export import export_draft, is_copy
 from .scoring import Scored, Scorer, check_score
 from .stages import Stages
@@ -119,14 +121,13 @@ def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, paren
     """Export the chosen checkpoint and register it under its target as `candidate`. The same draft once only."""
     space, recipe, chosen = stages.space, stages.recipe, scored.chosen
     # 1) Export it, read back and scored equal.
-    exported = (
-        space.root / "exports" / f"{chosen.draft}-{chosen.step:06d}-{fingerprint.short(scored.stage.fingerprint)}"
-    )
-    if not is_copy(exported, scored.chosen_folder):  # not there yet, or damaged since
+    name = f"{chosen.draft}-{chosen.step:06d}-{fingerprint.short(scored.stage.fingerprint)}"
+    exported, plan = space.root / "exports" / name, scored.plan(recipe.score)
+    if not is_copy(exported, scored.chosen_folder, plan):  # not there yet, or damaged since
         shutil.rmtree(exported, ignore_errors=True)
-        export_draft(scorer, scored.chosen_folder, exported)
+        export_draft(scorer, scored.chosen_folder, exported, lambda folder: write_plan(folder, plan))
     # 2) Its lineage: everything that it was made of, by fingerprint.
-    meta = read_meta(exported)
+    meta, times = read_meta(exported), scored.times[chosen.draft, chosen.step]
     lineage = Lineage(
         target_fingerprint=space.target_fingerprint,
         target_name=Path(recipe.target.model).name,
@@ -137,9 +138,8 @@ def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, paren
         recipe_fingerprint=fingerprint.of_json(recipe.resolved()),
         family=meta.family,
         step=chosen.step,
-        draft_tokens=chosen.config.levels,
-        tree_name=chosen.config.tree or None,
-        tree=scored.trees[chosen.draft, chosen.step].get(chosen.config.tree),
+        plan=stored_plan(exported),
+        measured=times.description,
         parent=parent,
         git_commit=git_commit(),
     )
@@ -159,7 +159,7 @@ def _write_record(
     """Keep the decision, the figures on the holdout, and the lineage, for the report."""
 
     def lineage(one: Version) -> dict[str, Any]:
-        return one.lineage.model_dump(mode="json", exclude={"files", "tree"})
+        return one.lineage.model_dump(mode="json", exclude={"files": True, "plan": {"tree"}})
 
     line = [{"version": one.reference, "lineage": lineage(one)} for one in ancestors(space.tracking, version)]
     record = {"version": version.reference, "at": time.time(), "lineage": lineage(version), "ancestors": line}
@@ -227,23 +227,24 @@ def _measure_champion(space: Workspace, scorer: Scorer, current: Version) -> tup
 
 
 def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _HoldoutScore:
-    """Score a registered version on the holdout, from freshly downloaded files, at the tree or K of its lineage."""
+    """Score a registered version on the holdout, from freshly downloaded files, at the tree or K of its plan."""
     # 1) The registered copy, and the spec of its own tree or of chains.
     folder = resolve_models_uri(space.tracking, version.uri, space.root / "models", afresh=True)
-    draft, lineage = scorer.load(folder), version.lineage
-    known = scorer.specs(draft)  # times of all of them may be there already
-    own = next((spec for spec in known if (spec.fixed, spec.tree) == (lineage.tree, lineage.tree_name or "")), None)
+    draft, step = scorer.load(folder), version.lineage.step
+    plan, known = draft.plan, scorer.specs(draft)  # times of all of them may be there already
+    same = (plan.tree_name, tree_identity(plan.tree))
+    own = next((spec for spec in known if (spec.tree, tree_identity(spec.fixed)) == same), None)
     if own is None:  # a tree of another recipe, or of other answers
-        assert lineage.tree is not None
-        own = scorer.tree_spec(draft, str(lineage.tree_name), lineage.tree)
+        assert plan.tree is not None
+        own = scorer.tree_spec(draft, plan.tree_name, plan.tree)
         known = [own]
     # 2) Count and time it.
-    table, lossless = scorer.counts([own], Identity(name, lineage.step))
+    table, lossless = scorer.counts([own], Identity(name, step))
     times = scorer.times(draft, known)
     # 3) Keep its own K alone: a choice on the holdout would favour it. A K that the recipe does not score is lost.
-    if lineage.tree is None and lineage.draft_tokens in scorer.settings.draft_tokens:
-        table = at_config(table, DraftConfig(lineage.draft_tokens))
-    (row,) = leaderboard([table], {(name, lineage.step): times}, scorer.settings)
+    if plan.tree is None and plan.draft_tokens in scorer.settings.draft_tokens:
+        table = at_config(table, DraftConfig(plan.draft_tokens))
+    (row,) = leaderboard([table], {(name, step): times}, scorer.settings)
     row = replace(row, chosen=False)  # there was nothing to choose from
     return _HoldoutScore(row, at_config(table, row.config), times, lossless)
 

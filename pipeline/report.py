@@ -152,7 +152,8 @@ def _chain(
 
 
 def _made(lineage: Mapping[str, Any]) -> str:
-    how = f"tree {lineage['tree_name']}" if lineage["tree_name"] else f"K = {lineage['draft_tokens']}"
+    plan = lineage["plan"] or {}
+    how = f"tree {plan['tree_name']}" if plan.get("tree_name") else f"K = {plan.get('draft_tokens', 'unknown')}"
     return f"{lineage['family']}, step {lineage['step']}, {how}"
 
 

@@ -28,14 +28,18 @@ from ..eval.draft_configs import ProposerSpec
 from ..eval.leaderboard import (
     PLAIN,
     Checkpoint,
+    ConfigRows,
     DomainRow,
     Row,
     Times,
+    at_config,
+    best_config,
     by_config,
     config_rows,
     domain_rows,
     leaderboard,
     plain_row,
+    serving,
 )
 from ..eval.report.page import score_record
 from ..eval.score import Identity, measured_tree, perplexity, score_draft, scored_samples, stratified_conversations
@@ -51,6 +55,7 @@ from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.formats.layer_skip import is_skip_file
 from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.proposers.tree_settings import MeasuredTree, StaticTree, Tree, TreeSettings
+from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import TOKENIZER_FILE, StoredDraft, trained_for
 from ..specdec.targets import context_length
 from ..train.families import family_of
@@ -77,6 +82,8 @@ class Scored:
     """Figures of each row's draft, by domain and sampling setting."""
     advice: list[str]
     """Advice for serving, in sentences."""
+    configs: ConfigRows
+    """Rows of each checkpoint at every K and tree."""
     folders: dict[Checkpoint, Path]
     trees: dict[Checkpoint, dict[str, Tree]]
     """Draft trees that each checkpoint was scored with, by name; measured trees in their final shape."""
@@ -92,6 +99,23 @@ class Scored:
     @property
     def chosen_folder(self) -> Path:
         return self.folders[self.chosen.draft, self.chosen.step]
+
+    def plan(self, settings: ScoreSettings) -> ServingPlan:
+        """Serving plan of the chosen checkpoint: its K or tree, its best chain, and the rule that judged them."""
+        row = self.chosen
+        # The best chain is for engines that draft no trees.
+        chains = [one for one in self.configs[row.draft, row.step] if not one.config.tree]
+        best = best_config(chains, settings.tie_share) if row.config.tree else row
+        # One rule decides above temperature 0; at 0 it is the greedy one.
+        judged = at_config(serving(counts.where(self.counts, draft=row.draft, step=row.step), settings), row.config)
+        rules = [rule for rule in counts.values(judged, "rule") if rule != "greedy"]
+        return ServingPlan(
+            draft_tokens=row.config.levels,
+            tree_name=row.config.tree,
+            tree=self.trees[row.draft, row.step].get(row.config.tree),
+            chain_tokens=best.config.levels,
+            rule=rules[0] if rules else "greedy",
+        )
 
     @property
     def counts_file(self) -> Path:
@@ -238,7 +262,9 @@ def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[
     domains = domain_rows(tables, rows, settings, times)
     sentences = serving_advice(rows, domains, settings)
     table = counts.concat(tables)
-    scored = Scored(stage, space.target_fingerprint, table, times, rows, domains, sentences, dict(folders), trees)
+    scored = Scored(
+        stage, space.target_fingerprint, table, times, rows, domains, sentences, configs, dict(folders), trees
+    )
 
     # 5) Keep and show it.
     counts.write(table, scored.counts_file)

@@ -98,17 +98,16 @@ def probe_counts(space: Workspace, version: Version, folder: Path, captured: Sta
     settings = space.recipe.score.model_copy(update={"decode_conversations": 0, "max_conversations": 0})
     scorer = Scorer(space.with_recipe(space.recipe.model_copy(update={"score": settings})), captured, HOLDOUT_SPLIT)
     draft, step = scorer.load(folder), version.lineage.step
-    table, _ = scorer.counts([_drafting(scorer, space, draft, version)], Identity("champion", step))
+    table, _ = scorer.counts([_drafting(scorer, draft)], Identity("champion", step))
     return serving(table, settings)
 
 
-def _drafting(scorer: Scorer, space: Workspace, draft: StoredDraft, version: Version) -> ProposerSpec:
+def _drafting(scorer: Scorer, draft: StoredDraft) -> ProposerSpec:
     """Spec of the tree or of the chains that a version was registered with."""
-    lineage = version.lineage
-    if lineage.tree is not None:
-        return scorer.tree_spec(draft, str(lineage.tree_name), lineage.tree)
-    K = lineage.draft_tokens or max(space.recipe.score.draft_tokens)
-    return ProposerSpec(draft.proposer, (K,))
+    plan = draft.plan
+    if plan.tree is not None:
+        return scorer.tree_spec(draft, plan.tree_name, plan.tree)
+    return ProposerSpec(draft.proposer, (plan.draft_tokens,))
 
 
 def judge(space: Workspace) -> Staleness:

@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .. import __version__
 from ..errors import CorruptDataError, RegistryError
 from ..fingerprint import of_bytes, of_json, short
-from ..specdec.proposers.tree_settings import Tree
+from ..specdec.serving_plan import PLAN_FILE, ServingPlan
 from .artifacts import run_files
 from .connect import Tracking, mlflow_errors
 
 LINEAGE_TAG = "draftforge.lineage"
-CONTENT_TAG = "draftforge.content"
+CONTENT_TAG, DRAFT_TAG = "draftforge.content", "draftforge.draft"
 CLUSTERS_NAME = "train_clusters.txt"
 _HEX64 = r"^[0-9a-f]{64}$"
 
@@ -43,12 +43,10 @@ class Lineage(BaseModel):
     recipe_fingerprint: str
     family: str
     step: int = Field(ge=0)
-    draft_tokens: int | None = None
-    """K, or the tree's levels, that the choice was made at."""
-    tree_name: str | None = None
-    """The recipe's name of the draft tree that the choice was made at; None: a chain."""
-    tree: Tree | None = None
-    """The draft tree itself, with the shape that this draft uses."""
+    plan: ServingPlan | None = None
+    """K or tree and rule that the choice was made at; the drafts of a merged tree by where they lie among the files."""
+    measured: str = ""
+    """Where the times that the choice was made by hold: hardware, precision, load."""
     parent: str | None = None
     """The version it was warm-started from, `name/number`; of this target or of another."""
     draftforge_version: str = __version__
@@ -62,8 +60,13 @@ class Lineage(BaseModel):
 
     @property
     def content(self) -> str:
-        """Content digest over all files: equal drafts have equal digests."""
+        """Content digest over all files: equal drafts with equal plans have equal digests."""
         return of_json(self.files)
+
+    @property
+    def draft(self) -> str:
+        """Digest of the draft alone: equal drafts have equal ones, whatever they are served with."""
+        return of_json({name: digest for name, digest in self.files.items() if name != PLAN_FILE})
 
     @property
     def folder(self) -> str:

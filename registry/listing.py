@@ -29,7 +29,7 @@ class ListedVersion(_Listed):
     """`name/number`."""
     aliases: list[str]
     draft: str
-    """12 hex digits of the content digest; a draft has the same for every target."""
+    """12 hex digits of the draft's digest, which is the same for every target and plan."""
     family: str
     step: int
     plan: str
@@ -145,10 +145,10 @@ def _listed(
     return ListedVersion(
         reference=version.reference,
         aliases=sorted(alias for alias, number in known.items() if int(number) == version.number),
-        draft=short(lineage.content),
+        draft=short(lineage.draft),
         family=lineage.family,
         step=lineage.step,
-        plan=lineage.tree_name or (f"K={lineage.draft_tokens}" if lineage.draft_tokens else ""),
+        plan="" if lineage.plan is None else str(lineage.plan),
         tau=_number(tags.get(TAU_TAG)),
         speedup=_number(tags.get(SPEEDUP_TAG)),
         registered=datetime.fromtimestamp(int(record.creation_timestamp) / 1000, UTC),

@@ -16,7 +16,7 @@ from .artifacts import run_files
 from .connect import Tracking, mlflow_errors
 from .gate import FORMAT, Decision, StoredDecision
 from .lineage import Version, get_version
-from .versions import CANDIDATE, CHAMPION, PREVIOUS, alias_lock, aliases, model_name, same_content
+from .versions import CANDIDATE, CHAMPION, PREVIOUS, alias_lock, aliases, model_name, same_draft
 
 DECISION_TAG = "draftforge.decision"
 COMPARED_TAG = "draftforge.compared"
@@ -182,8 +182,8 @@ def _exists(tracking: Tracking, name: str, number: int) -> bool:
 
 
 def _rolled_back(tracking: Tracking, version: Version) -> tuple[int, str] | None:
-    """Version number and reason of a rollback of this draft: this version, or an earlier one with the same files."""
-    for same in same_content(tracking, version.name, version.lineage.content):
+    """Version number and reason of a rollback of this draft: this version, or another one with the same weights."""
+    for same in same_draft(tracking, version):
         with mlflow_errors(tracking.uri):
             tags = tracking.client.get_model_version(same.name, str(same.number)).tags or {}
         if ROLLED_BACK_TAG in tags:

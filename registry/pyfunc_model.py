@@ -24,11 +24,14 @@ from ..data.conversation import Message
 from ..errors import InputError, StaleInputError
 from ..eval.settings import ScoreSettings
 from ..fingerprint import short
+from ..progress import say
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.formats import read_meta
+from ..specdec.proposers.tree_settings import MOST_LEVELS
 from ..specdec.requests import TargetSettings
 from ..specdec.rules import choose_rule
 from ..specdec.sampling import SamplingSettings
+from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
 from .versions import DRAFT, PARAMETERS, TARGET_VARIABLE
@@ -55,9 +58,10 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
                 f"target {self.target.settings.model}: is {short(self.target.fingerprint)}, the draft was made for "
                 f"{short(made_for)}; name that one, {TARGET_VARIABLE} or model_config['target']"
             )
-        # The draft, ready to propose for this target.
+        # The draft, ready to propose for this target by the plan among its files.
         self._draft = StoredDraft.load(folder, self.target)
-        self.proposer = self._draft.proposer()
+        if self._draft.found_plan.assumed:
+            say(self._draft.found_plan.assumed)
 
     # No type hint on `model_input`: MLflow would take it for a schema. It comes as the signature says.
     def predict(self, context: Any, model_input, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:  # type: ignore[no-untyped-def]
@@ -69,9 +73,9 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
         asked = params or {}
         _require_known(asked)
         sampling = SamplingSettings(temperature=asked.get("temperature", 0.0))
-        longest, K = int(asked.get("max_new_tokens", 128)), int(asked.get("draft_tokens", 4))
-        if longest < 1 or not 1 <= K <= 64:
-            raise InputError(f"max_new_tokens {longest}, draft_tokens {K}: must be at least 1, and 1 to 64")
+        longest, plan = int(asked.get("max_new_tokens", 128)), self._plan(asked.get("draft_tokens"))
+        if longest < 1:
+            raise InputError(f"max_new_tokens {longest}: must be at least 1")
         # 2) One request a row, each with a seed of its own, so that equal prompts may get different samples.
         requests = []
         for index, row in enumerate(_rows(model_input)):
@@ -79,9 +83,21 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
             self._draft.check_context(len(ids) + longest)
             requests.append(Request(ids, sampling, int(asked.get("seed", 0)) + index, longest, self.target.stop_ids))
         # 3) Decode all of them, and answer in the order of the rows.
-        rule = choose_rule(sampling, self.proposer, ScoreSettings().sampled_rules)
-        done = dict(generate(self.target, self.proposer, requests, rule=rule, draft_tokens=K))
+        proposer = self._draft.proposer(plan.tree)
+        rule = choose_rule(sampling, proposer, plan.prefer(ScoreSettings().sampled_rules))
+        done = dict(generate(self.target, proposer, requests, rule=rule, draft_tokens=plan.draft_tokens))
         return [self._answer(done[index]) for index in range(len(requests))]
+
+    def _plan(self, draft_tokens: int | None) -> ServingPlan:
+        """Plan of the version; chains of `draft_tokens` where that is given, which is said if it is another plan."""
+        own = self._draft.plan
+        if draft_tokens is None:
+            return own
+        if not 1 <= draft_tokens <= MOST_LEVELS:
+            raise InputError(f"draft_tokens {draft_tokens}: must be 1 to {MOST_LEVELS}")
+        if own.tree is not None or own.draft_tokens != draft_tokens:
+            say(f"draft_tokens {draft_tokens}, as asked, not the {own} of the version's plan")
+        return ServingPlan.chain(int(draft_tokens), own.rule)
 
     def _answer(self, generation: Generation) -> dict[str, Any]:
         # Stop tokens count as tokens and are not shown.

@@ -26,7 +26,17 @@ from ..progress import say
 from ..specdec.requests import TargetSettings
 from .artifacts import difference, download, download_verified, file_digests, stored_files
 from .connect import Tracking, mlflow_errors, redacted
-from .lineage import CLUSTERS_NAME, CONTENT_TAG, LINEAGE_TAG, Lineage, Version, as_version, clusters_file, get_version
+from .lineage import (
+    CLUSTERS_NAME,
+    CONTENT_TAG,
+    DRAFT_TAG,
+    LINEAGE_TAG,
+    Lineage,
+    Version,
+    as_version,
+    clusters_file,
+    get_version,
+)
 
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
 TARGET_TAG = "draftforge.target_fingerprint"
@@ -127,8 +137,17 @@ def _ensure_model(tracking: Tracking, name: str, lineage: Lineage) -> None:
 
 def same_content(tracking: Tracking, name: str, content: str) -> list[Version]:
     """Every version of a registered model that has these files on record, oldest first."""
+    return _tagged(tracking, name, CONTENT_TAG, content)
+
+
+def same_draft(tracking: Tracking, version: Version) -> list[Version]:
+    """Every version of this draft for its target, oldest first, whatever plan it is served with."""
+    return _tagged(tracking, version.name, DRAFT_TAG, version.lineage.draft)
+
+
+def _tagged(tracking: Tracking, name: str, tag: str, value: str) -> list[Version]:
     with mlflow_errors(tracking.uri):
-        found = tracking.client.search_model_versions(f"name = '{name}' and tags.`{CONTENT_TAG}` = '{content}'")
+        found = tracking.client.search_model_versions(f"name = '{name}' and tags.`{tag}` = '{value}'")
     return sorted((as_version(record) for record in found), key=lambda version: version.number)
 
 
@@ -166,6 +185,7 @@ def _upload(
     tags = {
         LINEAGE_TAG: lineage.model_dump_json(),
         CONTENT_TAG: lineage.content,
+        DRAFT_TAG: lineage.draft,
         TARGET_TAG: lineage.target_fingerprint,
         "draftforge.mix": lineage.mix_fingerprint,
         "draftforge.capture": lineage.capture_fingerprint,
@@ -344,7 +364,7 @@ def wrap(folder: Path, lineage: Lineage, target: TargetSettings | None) -> dict[
     recorded = None if target is None else target.model_dump(mode="json", exclude_defaults=True)
     config = {"recorded_target": recorded, "target": None}  # only keys that are here can be set at loading
     # The same draft gives the same file: no time, and an identity made of its content.
-    model = Model(utc_time_created="1970-01-01 00:00:00", model_uuid=lineage.content[:32], signature=signature(lineage))
+    model = Model(utc_time_created="1970-01-01 00:00:00", model_uuid=lineage.content[:32], signature=signature())
     add_to_model(  # type: ignore[no-untyped-call]
         model,
         loader_module="mlflow.pyfunc.model",
@@ -357,14 +377,14 @@ def wrap(folder: Path, lineage: Lineage, target: TargetSettings | None) -> dict[
     return {name: of_file(folder / name) for name in (MODEL_FILE, CODE_FILE)}
 
 
-def signature(lineage: Lineage) -> ModelSignature:
+def signature() -> ModelSignature:
     """MLflow signature: one column of prompts or conversations, and the decoding parameters.
 
-    K defaults to the number of levels at which the draft was chosen.
+    Without `draft_tokens` the plan among the version's files says how much is drafted.
     """
     # Types and defaults in the order of PARAMETERS.
     kinds = (DataType.long, DataType.double, DataType.long, DataType.long)
-    defaults: tuple[Any, ...] = (128, 0.0, lineage.draft_tokens or 4, 0)
+    defaults: tuple[Any, ...] = (128, 0.0, None, 0)
     params = [ParamSpec(name, kind, value) for name, kind, value in zip(PARAMETERS, kinds, defaults, strict=True)]
     column = ColSpec(AnyType())  # type: ignore[no-untyped-call]
     return ModelSignature(inputs=Schema([column]), params=ParamSchema(params))

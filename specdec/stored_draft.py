@@ -1,7 +1,7 @@
 """Stored drafts: a draft that was loaded for a target, its lineage, and the proposers that draft with it."""
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from .proposers.cascade import Helper
 from .proposers.other_device import DraftDevice, device_of
 from .proposers.training_free import HELPERS, TRAINING_FREE
 from .proposers.tree_settings import MergedTree, Tree
+from .serving_plan import USUAL_TOKENS, FoundPlan, ServingPlan, find_plan
 from .targets import Target, resolve_device, tokenizer_digest
 from .tokenizer_bridge import ForeignDraft
 
@@ -89,6 +90,18 @@ class StoredDraft:
     def of_method(cls, name: str, target: Target) -> "StoredDraft":
         """Draft of a training-free method, such as prompt lookup."""
         return cls(target, name)
+
+    @cached_property
+    def found_plan(self) -> FoundPlan:
+        """Serving plan of the draft's files, or what is assumed for a draft without one."""
+        if self.path is None:
+            return FoundPlan(ServingPlan.chain(USUAL_TOKENS), f"{self.family}: K={USUAL_TOKENS} is assumed")
+        return find_plan(self.path)
+
+    @property
+    def plan(self) -> ServingPlan:
+        """Serving plan: K or tree and accept rule."""
+        return self.found_plan.plan
 
     @property
     def vocab_size(self) -> int:

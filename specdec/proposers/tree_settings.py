@@ -137,3 +137,8 @@ OwnTree = StaticTree | DynamicTree
 Tree = Annotated[StaticTree | DynamicTree | MergedTree, Field(discriminator="kind")]
 TreeSettings = Annotated[StaticTree | DynamicTree | MergedTree | MeasuredTree, Field(discriminator="kind")]
 """What a recipe may ask for; `measured` becomes a static tree of one draft."""
+
+
+def tree_identity(tree: Tree | None) -> dict[str, Any] | None:
+    """What makes a tree another one: of a merged one the content of its drafts, wherever they lie. None: a chain."""
+    return None if tree is None else tree.model_dump(mode="json", exclude={"drafts"})

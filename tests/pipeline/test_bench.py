@@ -16,12 +16,14 @@ from draftforge.errors import DraftforgeError, InputError, LockedError, MissingF
 from draftforge.eval.bench import run
 from draftforge.eval.bench.run import EVERY, Report
 from draftforge.pipeline import distill as flow
-from draftforge.pipeline.bench import run_bench
+from draftforge.pipeline.bench import find_methods, run_bench
 from draftforge.pipeline.options import BenchOptions
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.formats import write_draft
+from draftforge.specdec.proposers.tree_settings import StaticTree
+from draftforge.specdec.serving_plan import ServingPlan, write_plan
 from draftforge.storage import lock
 
 TREES = {"wide": {"kind": "static", "widths": [2, 1]}, "best": {"kind": "measured", "nodes": 4, "levels": 2}}
@@ -112,6 +114,27 @@ def test_small_drafts_are_also_measured_helped(trained: Recipe, asked: Callable[
     assert all(row.equal_answers == 1.0 for row in report.rows)
     with pytest.raises(InputError, match=r"--cascade nobody: must be"):
         run_bench(space, asked(cascade="nobody"))
+
+
+def test_a_plan_says_what_is_measured_unless_k_or_a_tree_is_asked_for(
+    write_recipe: Callable[..., Path], asked: Callable[..., BenchOptions], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(write_recipe(score={"draft_tokens": [1, 2], "trees": {"wide": TREES["wide"]}}))
+    space = Workspace(recipe)
+    drafts = [head_of(space.target, recipe.workdir / name) for name in ("planned", "bare")]
+    tree = StaticTree(kind="static", widths=[2, 1])
+    write_plan(Path(drafts[0]), ServingPlan(draft_tokens=2, tree_name="own", tree=tree, chain_tokens=3))
+
+    def labels(**options: Any) -> list[str]:
+        found = find_methods(space, asked(drafts=[*drafts, "lookup"], **options), 20)
+        return [entry.setting.label for method in found.methods[1:] for entry in method.entries]
+
+    ways = [*(f"bare {way}" for way in ("K=2", "K=4", "K=8", "tree wide")), *(f"lookup K={K}" for K in (2, 4, 8))]
+    assert labels(draft_tokens=None) == ["planned tree own", *ways]
+    assert "planned: tree own, as its plan says" in capsys.readouterr().err
+    both = labels(draft_tokens=[3], trees=["wide"])
+    assert both == [*(f"{name} {way}" for name in ("planned", "bare") for way in ("K=3", "tree wide")), "lookup K=3"]
+    assert "planned: K as asked (--draft-tokens), not the tree own of its plan alone" in capsys.readouterr().err
 
 
 def test_a_helper_counts_by_its_files(

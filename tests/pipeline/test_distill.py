@@ -27,7 +27,8 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     now = champion(space.tracking, space.target_fingerprint)
     assert now is not None and now.reference == outcome.version.reference
     assert now.lineage.step == outcome.scored.chosen.step
-    assert now.lineage.draft_tokens == outcome.scored.chosen.config.levels
+    assert now.lineage.plan is not None
+    assert now.lineage.plan.draft_tokens == outcome.scored.chosen.config.levels
     run = space.tracking.client.get_run(now.run_id)
     assert run.info.status == "FINISHED" and run.inputs is not None
     assert {one.dataset.name.split("-")[0] for one in run.inputs.dataset_inputs} == {"mix", "capture"}

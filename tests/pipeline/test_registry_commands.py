@@ -23,6 +23,7 @@ from draftforge.registry.versions import register_version
 from draftforge.specdec.formats import Format, Verifier, read_draft, read_meta
 from draftforge.specdec.formats.layouts import FAMILIES
 from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.serving_plan import ServingPlan
 from draftforge.specdec.targets import target_fingerprint
 
 VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])
@@ -100,7 +101,7 @@ def serve(store: Tracking, trained_drafts: Trained, name: str, parent: str | Non
         recipe_fingerprint=digest,
         family=meta.family,
         step=meta.step,
-        draft_tokens=3,
+        plan=ServingPlan.chain(3),
         parent=parent,
     )
     with start_run(store, f"train {name}") as run:

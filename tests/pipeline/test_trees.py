@@ -1,6 +1,7 @@
 """A tree may be what a draft is chosen and promoted with; the next recipe meets it at that tree."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,13 @@ from draftforge.pipeline.options import GenerateOptions
 from draftforge.pipeline.stages import captured_stages
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
+from draftforge.registry.versions import CANDIDATE, CHAMPION, fetch
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.formats import write_draft
-from draftforge.specdec.proposers.tree_settings import StaticTree
+from draftforge.specdec.proposers import MergedProposer
+from draftforge.specdec.proposers.tree_settings import MergedTree, StaticTree
+from draftforge.specdec.serving_plan import ServingPlan, write_plan
+from draftforge.specdec.stored_draft import StoredDraft
 
 TREES = {
     "grown": {"kind": "dynamic", "levels": 2, "top_k": 2, "nodes": 4},
@@ -42,12 +47,12 @@ def tmp_draft(space: Workspace) -> str:
 
 @pytest.fixture
 def quick_trees(monkeypatch: pytest.MonkeyPatch) -> list[CostKey]:
-    """Times under which the measured tree costs less than anything else."""
+    """Times under which the measured tree, or the merged one, costs less than anything else."""
     keys: list[CostKey] = []
 
     def measure(key: CostKey, *args: Any) -> CostTable:
         keys.append(key)
-        parts = {label: (0.001 if label == "best" else 1.0, 0.01, 0.0) for label in key.plans}
+        parts = {label: (0.001 if label in ("best", "both") else 1.0, 0.01, 0.0) for label in key.plans}
         return loads.batch_one_table(key, 0.02, parts)
 
     monkeypatch.setattr(scoring, "measure_costs", measure)
@@ -58,35 +63,53 @@ def test_a_measured_tree_is_promoted_and_met_again(
     write_recipe: Callable[..., Path],
     stage_cache: None,
     quick_trees: list[CostKey],
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = write_recipe()
     recipe = load_recipe(path, [f"score.trees={json.dumps(TREES)}"])
-    outcome = distill(Workspace(recipe))
+    space = Workspace(recipe)
+    outcome = distill(space)
     assert outcome is not None and outcome.decision.promote
     assert outcome.scored.chosen.config.label == "best"
-    lineage = outcome.version.lineage
-    assert lineage.tree_name == "best" and lineage.draft_tokens == outcome.scored.chosen.config.levels
-    assert isinstance(lineage.tree, StaticTree) and lineage.tree.choices and 1 <= len(lineage.tree.choices) <= 5
+    plan = outcome.version.lineage.plan
+    assert plan is not None and plan.tree_name == "best" and plan.draft_tokens == outcome.scored.chosen.config.levels
+    assert isinstance(plan.tree, StaticTree) and plan.tree.choices and 1 <= len(plan.tree.choices) <= 5
+    assert plan.chain_tokens in recipe.score.draft_tokens and plan.rule == "greedy"
     assert set(outcome.scored.counts["tree"].to_pylist()) == {"", "grown", "best"}
 
+    # Another recipe does not know that tree, and has one of two drafts.
     small = "drafts={small: {family: small, layers: 2, steps: 1, warmup_steps: 0, tokens_per_step: 256}}"
-    other = distill(Workspace(load_recipe(path, [small])))  # knows no trees
+    merged = {"both": {"kind": "merged", "levels": 2, "drafts": [str(outcome.scored.chosen_folder)]}}
+    other = distill(Workspace(load_recipe(path, [small, f"score.trees={json.dumps(merged)}"])))
     assert other is not None and other.decision.compared == outcome.version.reference
     holdout = capsys.readouterr().out.split("On the holdout")
     assert any(line.startswith("champion") and "best" in line for line in holdout[-2].splitlines())
+    assert any(line.startswith("candidate") and "both" in line for line in holdout[-2].splitlines())
     assert ["best"] in [list(key.plans) for key in quick_trees]
 
+    # What the second one's version drafts with is in the version, wherever its recipe had it.
+    plan = other.version.lineage.plan
+    assert plan is not None and isinstance(plan.tree, MergedTree) and plan.tree.drafts == [Path("parts/0")]
+    alias = CHAMPION if other.decision.promote else CANDIDATE
+    fetch(space.tracking, space.target_fingerprint, tmp_path / "fetched", alias)
+    shutil.rmtree(outcome.scored.chosen_folder)
+    found = StoredDraft.load(tmp_path / "fetched", space.target)
+    assert isinstance(found.proposer(found.plan.tree), MergedProposer)
 
-def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path], stage_cache: None) -> None:
+
+def test_generate_drafts_a_tree_of_the_recipe_or_of_the_plan(
+    write_recipe: Callable[..., Path], stage_cache: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_recipe(score={"draft_tokens": [2], "trees": TREES})
     space = Workspace(load_recipe(path))
     captured_stages(space)
     folder = tmp_draft(space)
 
     def said(
-        tree: str | None, temperature: float = 0.0, draft: str = folder, rule: str | None = None
+        tree: str | None, temperature: float = 0.0, draft: str | None = None, rule: str | None = None
     ) -> GeneratedAnswer:
+        draft = draft or folder
         options = GenerateOptions(draft=draft, rule=rule, tree=tree, max_new_tokens=12, temperature=temperature, seed=7)
         return generate.answer_prompt(space, "hi there", options)
 
@@ -95,6 +118,22 @@ def test_generate_drafts_a_tree_of_the_recipe(write_recipe: Callable[..., Path],
         assert said(tree).generation.tokens == plain and said(tree).config == DraftConfig(2, tree)
     assert said("best", 0.9).rule == "onehot" and said(None, 0.9).rule == "token"
     assert len(said("grown", 0.9, rule="typical").generation.tokens) > 0
+
+    # A plan in the draft's folder says what is drafted; K that is asked for wins, and is said.
+    planned = Path(folder).rename(space.root / "planned")
+    wide = StaticTree(kind="static", widths=[2, 1])
+    write_plan(planned, ServingPlan(draft_tokens=2, tree_name="wide", tree=wide, chain_tokens=3, rule="multiround"))
+    capsys.readouterr()
+    assert said(None, draft=str(planned)).config == DraftConfig(2, "wide") and not capsys.readouterr().err
+    assert said(None, 0.9, draft=str(planned)).rule == "onehot"  # the first that takes the tree as it is drawn
+    options = GenerateOptions(draft=str(planned), draft_tokens=4, max_new_tokens=12)
+    answer = generate.answer_prompt(space, "hi there", options)
+    assert answer.config == DraftConfig(4) and answer.generation.tokens == plain
+    assert f"{planned}: drafts K=4, as asked, not the tree wide of its plan" in capsys.readouterr().err
+    (planned / "serve.json").unlink()
+    folder = str(planned)
+    assert said(None).config == DraftConfig(4)
+    assert f"{planned} has no serve.json: K=4 is assumed" in capsys.readouterr().err
 
     # The same draft twice is as good as two: the second chain is drawn with numbers of its own.
     merged = {"both": {"kind": "merged", "levels": 2, "drafts": [folder]}}

@@ -20,17 +20,18 @@ from draftforge.registry.lineage import (
     holdout_overlap,
     training_clusters,
 )
+from draftforge.specdec.serving_plan import ServingPlan
 
 Register = Callable[..., Version]
 OLD_TARGET, NEW_TARGET = "b" * 64, "c" * 64
 
 
 def test_record_survives_the_registry(tracking: Tracking, register: Register) -> None:
-    version = register("one", draft_tokens=3, git_commit="abc")
+    version = register("one", plan=ServingPlan.chain(3), git_commit="abc")
     again = get_version(tracking, version.reference)
     assert again == version and again.uri == f"models:/{version.name}/1"
     assert set(again.lineage.files) == {"config.json", "model.safetensors", "nested/chat_template.jinja"}
-    assert again.lineage.draft_tokens == 3 and again.lineage.git_commit == "abc"
+    assert again.lineage.plan == ServingPlan.chain(3) and again.lineage.git_commit == "abc"
     tags = tracking.client.get_model_version(version.name, "1").tags
     assert tags["draftforge.mix"] == "1" * 64 and tags["draftforge.counts"] == "3" * 64
     stored = tracking.client.list_artifacts(version.run_id, version.lineage.folder)

@@ -24,12 +24,22 @@ from draftforge.registry.connect import Tracking
 from draftforge.registry.lineage import Lineage, Version
 from draftforge.registry.promotion import move_champion
 from draftforge.registry.tracking import start_run
-from draftforge.registry.versions import CODE_FILE, MODEL_FILE, TARGET_VARIABLE, fetch, register_version, wrap
+from draftforge.registry.versions import (
+    CODE_FILE,
+    MODEL_FILE,
+    TARGET_VARIABLE,
+    aliases,
+    fetch,
+    register_version,
+    wrap,
+)
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.formats import read_meta
 from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.tree_settings import StaticTree
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.serving_plan import ServingPlan, write_plan
 from draftforge.specdec.targets import Target
 from draftforge.storage import read_object, write_json
 
@@ -78,6 +88,7 @@ def pair(
     draft = shutil.copytree(trained_drafts.draft_folders[request.param], tmp_path / "draft")
     meta = read_meta(draft).model_copy(update={"target_fingerprint": target.fingerprint})
     write_json(draft / "draftforge.json", meta.model_dump())
+    write_plan(draft, ServingPlan.chain(3))
     version = _registered(tracking, draft, target, settings)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.uri)
     monkeypatch.delenv(TARGET_VARIABLE, raising=False)
@@ -96,14 +107,15 @@ def lineage_of(target_fingerprint: str) -> Lineage:
         recipe_fingerprint=digest,
         family="small",
         step=1,
-        draft_tokens=3,
+        plan=ServingPlan.chain(3),
     )
 
 
 def _registered(tracking: Tracking, draft: Path, target: Target, settings: TargetSettings) -> Version:
     with start_run(tracking, "train") as run:
         version = register_version(tracking, run.id, draft, lineage_of(target.fingerprint), ["c"], settings)
-    move_champion(tracking, version.name, None, version.number, "promote", "test")
+    current = aliases(tracking, version.name).get("champion")
+    move_champion(tracking, version.name, current, version.number, "promote", "test")
     return version
 
 
@@ -127,6 +139,23 @@ def test_predict_answers_as_our_decoder_does(pair: Pair, capsys: pytest.CaptureF
     table = model.predict(pd.DataFrame({"prompt": PROMPTS}), params={"max_new_tokens": 24})
     assert table == answers
     assert "pickle" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pair", ["eagle3"], indirect=True)
+def test_a_tree_is_drafted_as_the_plan_says_and_another_k_is_said(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = StaticTree(kind="static", widths=[2, 1])
+    write_plan(pair.draft, ServingPlan(draft_tokens=2, tree_name="wide", tree=tree, chain_tokens=3))
+    model = _registered(pair.tracking, pair.draft, pair.target, pair.target.settings)
+    loaded = pair.load(f"models:/{model.reference}")
+    capsys.readouterr()
+    (answer,) = loaded.predict(PROMPTS[:1], params={"max_new_tokens": 24})
+    assert 2 * answer["rounds"] < answer["drafted"] <= 4 * answer["rounds"]  # the tree has four nodes on two levels
+    assert capsys.readouterr().err == ""
+    (again,) = loaded.predict(PROMPTS[:1], params={"max_new_tokens": 24, "draft_tokens": 2})
+    assert again["text"] == answer["text"] and again["drafted"] <= 2 * again["rounds"]
+    assert "draft_tokens 2, as asked, not the tree wide of the version's plan" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""Serving plan of a draft: K or tree, and accept rule, at which it was chosen. `serve.json` in its folder holds it.
+
+A registered version has its plan among its files, so every copy of it has. Other drafts, which a merged tree drafts
+with, lie in its subfolder `parts`, and the plan names them from there.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .. import fingerprint
+from ..errors import CorruptDataError, FormatError, MissingFileError
+from ..storage import read_object, write_json
+from .proposers.tree_settings import MOST_LEVELS, MergedTree, Tree, tree_identity
+from .rules import RuleName
+
+PLAN_FILE = "serve.json"
+PARTS = "parts"
+"""Subfolder of the other drafts of a merged tree, each in a folder named by its number."""
+USUAL_TOKENS = 4
+"""K of a draft of which nothing says how much it should draft."""
+_PLAN = "plan"
+
+
+class ServingPlan(BaseModel):
+    """K or tree, and accept rule, that a draft is served with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    draft_tokens: int = Field(ge=1, le=MOST_LEVELS)
+    """K of the chain, or levels of the tree."""
+    tree_name: str = ""
+    """The recipe's name of the draft tree; empty: a chain."""
+    tree: Tree | None = None
+    """The draft tree, with the shape that this draft uses; None: a chain."""
+    chain_tokens: int = Field(ge=1, le=MOST_LEVELS)
+    """K of the best chain that was measured, for engines that draft chains only; of a chain its own."""
+    rule: RuleName = "greedy"
+    """Accept rule above temperature 0 under which acceptance was counted; greedy: only temperature 0 was scored."""
+
+    @classmethod
+    def chain(cls, draft_tokens: int, rule: RuleName = "greedy") -> "ServingPlan":
+        """Plan of chains of so many tokens."""
+        return cls(draft_tokens=draft_tokens, chain_tokens=draft_tokens, rule=rule)
+
+    @property
+    def as_chain(self) -> "ServingPlan":
+        """The plan of an engine that drafts chains only: the best chain that was measured."""
+        return ServingPlan.chain(self.chain_tokens, self.rule)
+
+    def prefer(self, rules: Sequence[RuleName]) -> list[RuleName]:
+        """Accept rules above temperature 0 in order of preference: the plan's own, then these."""
+        return [rule for rule in (self.rule, *rules) if rule != "greedy"]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes a plan another one: all but where the drafts of a merged tree lie."""
+        return self.model_dump(mode="json", exclude={"tree"}) | {"tree": tree_identity(self.tree)}
+
+    def __str__(self) -> str:
+        return f"tree {self.tree_name}" if self.tree is not None else f"K={self.draft_tokens}"
+
+
+class FoundPlan(NamedTuple):
+    """Plan of a draft's folder or file."""
+
+    plan: ServingPlan
+    assumed: str = ""
+    """What was assumed, in words, as no plan is there; empty: the plan was read."""
+
+
+def write_plan(folder: Path, plan: ServingPlan, record: dict[str, Any] | None = None) -> None:
+    """Write a plan into a draft's folder, with copies of the other drafts of a merged tree.
+
+    `record`: what else `serve.json` says, for people and for scripts. Nothing here reads it.
+    """
+    # A merged tree names its drafts by where they lie here: the folder may go anywhere.
+    if isinstance(plan.tree, MergedTree):
+        parts = [Path(PARTS) / str(number) for number in range(len(plan.tree.drafts))]
+        names = [_copy_part(source, folder / part) for source, part in zip(plan.tree.drafts, parts)]
+        inside = [part / name for part, name in zip(parts, names)]
+        plan = plan.model_copy(update={"tree": plan.tree.model_copy(update={"drafts": inside})})
+    write_json(folder / PLAN_FILE, {_PLAN: plan.model_dump(mode="json"), **(record or {})})
+
+
+def stored_plan(folder: Path) -> ServingPlan | None:
+    """Plan as it stands in a draft's folder: a merged tree names its drafts from there. None: no plan is there.
+
+    Raises FormatError.
+    """
+    path = folder / PLAN_FILE
+    try:
+        raw = read_object(path)
+    except MissingFileError:
+        return None
+    try:
+        return ServingPlan.model_validate(raw.get(_PLAN))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, (_PLAN, *problem["loc"])))
+        raise FormatError(f"{path}: {where}: {problem['msg']}") from None
+
+
+def read_plan(place: Path) -> ServingPlan | None:
+    """Plan of a draft's folder, or beside its file, with the drafts of a merged tree where they lie now; None: there is
+    none. Raises FormatError."""
+    folder = place.parent if place.is_file() else place
+    plan = stored_plan(folder)
+    if plan is not None and isinstance(plan.tree, MergedTree):
+        placed = [folder / part for part in plan.tree.drafts]
+        plan = plan.model_copy(update={"tree": plan.tree.model_copy(update={"drafts": placed})})
+    return plan
+
+
+def find_plan(place: Path) -> FoundPlan:
+    """Plan of a draft's folder or file, or what is assumed for one without: what its own files say of K, else 4."""
+    plan = read_plan(place)
+    if plan is not None:
+        return FoundPlan(plan)
+    folder = place.parent if place.is_file() else place
+    K, source = _named_tokens(folder)
+    return FoundPlan(ServingPlan.chain(K), f"{place} has no {PLAN_FILE}: K={K} is assumed, {source}")
+
+
+def holds_plan(folder: Path, plan: ServingPlan) -> bool:
+    """Whether a folder holds this plan, and every part of it intact."""
+    try:
+        found = read_plan(folder)
+    except FormatError:
+        return False
+    if found is None or found.identity != plan.identity:
+        return False
+    if not isinstance(found.tree, MergedTree):
+        return True
+    return all(
+        part.exists() and fingerprint.of_json(fingerprint.file_digests(part)) == digest
+        for part, digest in zip(found.tree.drafts, found.tree.digests)
+    )
+
+
+def _named_tokens(folder: Path) -> tuple[int, str]:
+    """K that a draft's own files name, and in which words; else the usual one."""
+    # A config that names K, then what it was trained for, then shapes that bound it.
+    config, trained = _read(folder / "config.json"), _read(folder / "draftforge.json")
+    speculators = config.get("speculators_config")
+    named: list[tuple[Any, str]] = []
+    if isinstance(speculators, Mapping):
+        methods = speculators.get("proposal_methods")
+        first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], Mapping) else {}
+        named.append((first.get("speculative_tokens"), "the speculative_tokens of its config.json"))
+    named.append((trained.get("draft_tokens"), "what it was trained for"))
+    if "dflash_config" in config and isinstance(block := config.get("block_size"), int):
+        named.append((block - 1, "its block_size without the anchor"))
+    if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
+        named.append((config.get("medusa_num_heads", config.get("num_heads")), "the number of its heads"))
+    known = [(K, source) for K, source in named if type(K) is int and 1 <= K <= MOST_LEVELS]
+    return known[0] if known else (USUAL_TOKENS, "as nothing in it says how much it should draft")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is none to be read."""
+    try:
+        return read_object(path)
+    except (MissingFileError, CorruptDataError):
+        return {}
+
+
+def _copy_part(source: Path, folder: Path) -> str:
+    """Copy a draft (the files of a folder, or one file) into a folder; the file's name, or "" of a folder."""
+    folder.mkdir(parents=True)
+    files = sorted(path for path in source.iterdir() if path.is_file()) if source.is_dir() else [source]
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    return "" if source.is_dir() else source.name
