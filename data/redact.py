@@ -11,7 +11,7 @@ import ipaddress
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,6 +45,8 @@ class _Rule(NamedTuple):
     """Verifies the found text: returns the length of its beginning to replace; 0: it is left alone."""
     needs: tuple[str, ...] = ()
     """Pre-filter: every text with a match holds one of these in its lower-case form. Empty: no filter."""
+    digit: bool = False
+    """Pre-filter: every text with a match holds a digit."""
 
 
 def _card(text: str) -> int:
@@ -91,8 +93,14 @@ _KEY_KNOWN = _pattern(
     | gh[pousr]_\w{20,} | github_pat_\w{20,} | glpat-[\w-]{16,} | hf_\w{16,} | npm_\w{20,} | pypi-[\w-]{16,}
     | xox[abeoprs]-[\w-]{10,} | (?:AKIA|ASIA)[0-9A-Z]{16} | AIza[\w-]{30,}
     | eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*           # signed web tokens
-    | (?=\w{32})(?=\w*[a-z])(?=\w*[A-Z])(?=(?:[A-Za-z_]*\d){3})[A-Za-z0-9_]{32,}
     )(?![\w-])"""
+)
+_KNOWN_STARTS = (
+    *("sk-", "sk_", "pk-", "pk_", "rk-", "rk_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-"),
+    *("hf_", "npm_", "pypi-", "xox", "akia", "asia", "aiza", "eyj"),
+)
+_KEY_MIXED = _pattern(
+    r"(?<![\w-])(?P<value>(?=\w{32})(?=\w*[a-z])(?=\w*[A-Z])(?=(?:[A-Za-z_]*\d){3})[A-Za-z0-9_]{32,})(?![\w-])"
 )
 _KEY_NAMED = _pattern(
     r"""(?: \bbearer\s+ | \bauthorization:\s*(?:basic|token)\s+
@@ -127,10 +135,16 @@ _IP = _pattern(
 _URL_HOST = _pattern(
     r"\b[a-z][a-z0-9+.-]{1,20}://(?:[^\s/@]*@)?(?P<value>[\w-]+(?:\.[\w-]+)*)(?![\w.-]*@)", re.IGNORECASE
 )
+_ENDINGS = ("com", "org", "edu", "gov", "mil", "internal", "local", "lan", "corp", "intranet", "localdomain")
+_LONGER_ENDINGS = (
+    *("net", "io", "dev", "app", "cloud", "ai", "co"),
+    *("us", "uk", "de", "fr", "nl", "eu", "ca", "au", "jp"),
+)
+"""Endings of hosts that have at least three parts."""
 _HOST = _pattern(
-    r"""(?<![\w.@/<-])(?P<value>
-      (?:[a-z0-9][a-z0-9-]*\.)+(?:com|org|edu|gov|mil|internal|local|lan|corp|intranet|localdomain)
-    | (?:[a-z0-9][a-z0-9-]*\.){2,}(?:net|io|dev|app|cloud|ai|co|us|uk|de|fr|nl|eu|ca|au|jp)
+    rf"""(?<![\w.@/<-])(?P<value>
+      (?:[a-z0-9][a-z0-9-]*\.)+(?:{"|".join(_ENDINGS)})
+    | (?:[a-z0-9][a-z0-9-]*\.){{2,}}(?:{"|".join(_LONGER_ENDINGS)})
     )(?![\w(-]|\.\w)""",
     re.IGNORECASE,
 )
@@ -145,20 +159,22 @@ _PHONE = _pattern(
     )(?![\w-])"""
 )
 _DIGITS = tuple("0123456789")
+_MOST_REMEMBERED = 1 << 22  # characters
 # Applied in this order: a later rule sees the placeholders of the earlier ones.
 _RULES = (
     _Rule("key", _KEY_BLOCK, needs=("-----",)),
     _Rule("key", _URL_LOGIN, needs=("://",)),
     *(_Rule("key", pattern, needs=tuple(needs)) for service, *needs in _SERVICES for pattern in service.denylist),
-    _Rule("key", _KEY_NAMED, needs=("bearer", "authorization", "key", "secret", "token", "passw", "pwd")),
-    _Rule("key", _KEY_KNOWN),
+    _Rule("key", _KEY_NAMED, needs=("bearer", "authorization", "key", "secret", "token", "passw", "pwd"), digit=True),
+    _Rule("key", _KEY_KNOWN, needs=_KNOWN_STARTS),
+    _Rule("key", _KEY_MIXED, digit=True),
     _Rule("email", _EMAIL, needs=("@",)),
-    _Rule("iban", _IBAN, _iban, _DIGITS),
-    _Rule("card", _CARD, _card, _DIGITS),
-    _Rule("ip", _IP, _ip, (".", ":")),
+    _Rule("iban", _IBAN, _iban, digit=True),
+    _Rule("card", _CARD, _card, digit=True),
+    _Rule("ip", _IP, _ip, (".", ":"), digit=True),
     _Rule("host", _URL_HOST, needs=("://",)),
-    _Rule("host", _HOST, needs=(".",)),
-    _Rule("phone", _PHONE, _phone, _DIGITS),
+    _Rule("host", _HOST, needs=tuple(f".{ending}" for ending in (*_ENDINGS, *_LONGER_ENDINGS))),
+    _Rule("phone", _PHONE, _phone, digit=True),
 )
 
 
@@ -167,16 +183,33 @@ class Redactor:
 
     def __init__(self, kinds: Collection[Kind]) -> None:
         self._rules = [rule for rule in _RULES if rule.kind in kinds]
+        self._without_digit = [rule for rule in self._rules if not rule.digit]
         self.counts: Counter[str] = Counter(dict.fromkeys(kinds, 0))
+        self._found: list[Kind] = []  # in the text at hand
+        # System prompts, tools and the history of a thread are redacted once; the memory is emptied when it is full.
+        self._remembered: dict[str, tuple[str, Sequence[Kind]]] = {}
+        self._characters = 0
 
     def text(self, text: str) -> str:
         """Redact a text."""
+        if text not in self._remembered:
+            self._characters += len(text)
+            if self._characters > _MOST_REMEMBERED:
+                self._remembered, self._characters = {}, len(text)
+            self._found = []
+            self._remembered[text] = self._redacted(text), self._found
+        redacted, found = self._remembered[text]
+        for kind in found:
+            self.counts[kind] += 1
+        return redacted
+
+    def _redacted(self, text: str) -> str:
         # A cheap search for needed substrings spares most texts most patterns.
         small = text.lower()
-        for rule in self._rules:
-            if rule.needs and not any(part in small for part in rule.needs):
-                continue
-            text = rule.pattern.sub(partial(self._replaced, rule), text)
+        rules = self._rules if any(map(small.__contains__, _DIGITS)) else self._without_digit
+        for rule in rules:
+            if not rule.needs or any(map(small.__contains__, rule.needs)):
+                text = rule.pattern.sub(partial(self._replaced, rule), text)
         return text
 
     def value(self, value: Any) -> Any:
@@ -225,6 +258,6 @@ class Redactor:
         if not length:
             return whole
         # Replace only the accepted length.
-        self.counts[rule.kind] += 1
+        self._found.append(rule.kind)
         before = start - match.start()
         return f"{whole[:before]}<{rule.kind}>{whole[before + length :]}"
