@@ -25,6 +25,7 @@ _NOT_COUNTED = -1
 _LEAST_SHARE, _MOST_SIZES = 0.05, 5
 _ENGINES = {"vllm", "sglang"}  # kinds of sources that an engine writes itself
 _ROUNDING = 1e-9
+_LONGEST_SECONDS = 86400.0
 
 
 class Traffic:
@@ -102,7 +103,7 @@ class Concurrency:
     zero_length: int
     """Number of requests that started and ended at the same time: never run, or logged in whole seconds."""
     skewed: int
-    """Number of requests that ended before they started: two clocks."""
+    """Number of requests that ended before they started, or a day later: two clocks."""
     replicas: dict[str, Level]
     pooled: Level | None
     """None: no request has a length."""
@@ -118,7 +119,7 @@ class Concurrency:
         if self.pooled is None:
             raise InputError(
                 f"logs: 0 requests with a start and a later end ({self.untimed} untimed, {self.zero_length} of no "
-                f"length, {self.skewed} ended before they started); batch sizes need at least one"
+                f"length, {self.skewed} of two clocks); batch sizes need at least one"
             )
         return proposed_load(self.pooled, self.prompt_tokens, self.answer_tokens, engine)
 
@@ -129,7 +130,7 @@ def measure_concurrency(traffic: Traffic) -> Concurrency:
     start_R, end_R = np.frombuffer(traffic.started), np.frombuffer(traffic.ended)
     replica_R = np.frombuffer(traffic.replica, dtype=np.int32)
     length_R = end_R - start_R
-    usable_R = length_R > 0  # false of NaN
+    usable_R = (length_R > 0) & (length_R < _LONGEST_SECONDS)  # false of NaN
     # Replicas by name, those alone that have usable requests.
     levels = {}
     for name, number in sorted(traffic.names.items()):
@@ -140,7 +141,7 @@ def measure_concurrency(traffic: Traffic) -> Concurrency:
         requests=int(usable_R.sum()),
         untimed=traffic.untimed,
         zero_length=int((length_R == 0).sum()),
-        skewed=int((length_R < 0).sum()),
+        skewed=int(((length_R < 0) | (length_R >= _LONGEST_SECONDS)).sum()),
         replicas=levels,
         pooled=pool(levels),
         prompt_tokens=_median(traffic.prompt_tokens),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import storage
+from .. import progress, storage
 from ..specdec.sampling_settings import SamplingSettings
 from .concurrency import Traffic
 from .conversation import SPLITS, Message, Split
@@ -110,6 +110,8 @@ class IngestedRecords:
         self.log = LogTable()
         self.traffic = Traffic()
         self.sources: list[SourceCounts] = []
+        self.odd_clocks: list[str] = []
+        """Dates and places of some records whose clock was wrong."""
 
     @property
     def redacted(self) -> Mapping[str, int]:
@@ -191,6 +193,15 @@ def ingest(
         records.sources.append(counts)
         for record in read_records(source, base_dir, index, counts, sample_prompts, records.traffic):
             records.add(record)
+    # A clock that ran wrong says nothing of when a record was asked.
+    records.odd_clocks = [
+        f"{day} at {where.removeprefix(f'{base_dir}/')}" for day, where in records.log.distrust_clocks()
+    ]
+    if records.odd_clocks:
+        progress.say(
+            f"{records.log.odd_clocks} of {len(records.log)} records have a time far from all others, and count as "
+            f"records without one: {', '.join(records.odd_clocks)}"
+        )
     return records
 
 

@@ -478,6 +478,7 @@ class _Mix:
             },
             "in_flight": concurrency_record(self._records.traffic, self._settings),
             "without_time": int(np.isnan(np.array(log.started)).sum()),
+            "odd_clocks": {"count": log.odd_clocks, "some": self._records.odd_clocks},
         }
 
 

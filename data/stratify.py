@@ -17,6 +17,7 @@ No conversation is kept twice: this bounds the size of the mix, by the heaviest 
 """
 
 import hashlib
+import heapq
 import json
 import math
 import re
@@ -43,6 +44,7 @@ CHARACTERS_PER_TOKEN = 4
 _TURNS = (1, 2, 3, 5, 9)
 _TOKENS = (0, 64, 256, 1024, 4096, 16384)
 _SYSTEM_DIGITS = 8
+_MOST_NAMED_CLOCKS = 5
 _BUCKET = re.compile(r"(\d+)(?:-\d+|\+)?")
 
 
@@ -91,8 +93,12 @@ def labels_of(record: Record, sampling: SamplingSettings | None) -> Labels:
         prompt=bucket(lengths.prompt, _TOKENS),
         answer=UNKNOWN if lengths.answer is None else bucket(lengths.answer, _TOKENS),
         source=str(record.source),
-        day=UNKNOWN if record.started is None else datetime.fromtimestamp(record.started, UTC).date().isoformat(),
+        day=UNKNOWN if record.started is None else _day(record.started),
     )
+
+
+def _day(started: float) -> str:
+    return datetime.fromtimestamp(started, UTC).date().isoformat()
 
 
 def system_text(record: Record) -> str:
@@ -146,6 +152,11 @@ class LogTable:
         self.prompt_tokens, self.answer_tokens, self.counted = array("q"), array("q"), array("b")
         self.started = array("d")
         self.system_characters: dict[str, int] = {}
+        self.odd_clocks = 0
+        """Number of records whose time `distrust_clocks` took."""
+        # The first and the last times and where their records stand, as heaps.
+        self._earliest: list[tuple[float, str]] = []
+        self._latest: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         return len(self.started)
@@ -161,7 +172,29 @@ class LogTable:
         self.counted.append(lengths.counted)
         self.started.append(np.nan if record.started is None else record.started)
         self.system_characters.setdefault(labels.system, len(system_text(record)))
+        if record.started is not None:
+            for heap, time in ((self._earliest, -record.started), (self._latest, record.started)):
+                keep = heapq.heappush if len(heap) < _MOST_NAMED_CLOCKS else heapq.heappushpop
+                keep(heap, (time, record.where))
         return len(self) - 1
+
+    def distrust_clocks(self) -> list[tuple[str, str]]:
+        """Take the time from records whose clock was wrong, as if none were logged. Returns date and place of some."""
+        started_N = np.array(self.started)
+        odd_N = odd_clocks(started_N)
+        self.odd_clocks = int(odd_N.sum())
+        if not self.odd_clocks:
+            return []
+        # Days are named anew, so that none stays that no record has.
+        self.started = array("d", np.where(odd_N, np.nan, started_N).tolist())
+        days, codes = list(self._names[DAY]), self._codes[DAY]
+        named = [UNKNOWN if odd else days[code] for odd, code in zip(odd_N.tolist(), codes)]
+        self._names[DAY] = {}
+        self._codes[DAY] = array("I", [self._code(DAY, name) for name in named])
+        # Of the first and last times those that were taken.
+        taken = set(started_N[odd_N].tolist())
+        times = {*((-time, where) for time, where in self._earliest), *self._latest}
+        return [(_day(time), where) for time, where in sorted(times) if time in taken]
 
     def rename(self, row: int, domain: str) -> None:
         """Set the domain of a record."""
@@ -217,6 +250,8 @@ Ints = NDArray[np.int64]
 _MOST_ROUNDS, _CLOSE = 2000, 1e-9
 _DIGITS = 9  # of running sums: what lies this near a whole number is one
 _SECONDS_PER_DAY = 86400.0
+_TEN_YEARS, _MONTH = 3652.0, 30.0  # days
+_TIMES_AS_WIDE, _A_TENTH = 3, 10
 
 
 class Margin(NamedTuple):
@@ -227,6 +262,32 @@ class Margin(NamedTuple):
     column: Column
     shares: Mapping[str, float]
     """Share of each value, in any unit."""
+
+
+def odd_clocks(started_N: Floats) -> NDArray[np.bool_]:
+    """Which times are of wrong clocks: a few, apart from the rest at one end (nan: no time).
+
+    They lie behind a gap of ten years, and are less than half; or, after the rest, behind a gap of a month that is
+    three times as long as any in the rest, and are less than a tenth. A gap before the rest may be an archive's.
+    """
+    order = np.argsort(started_N)[: int((~np.isnan(started_N)).sum())]
+    odd_N = np.zeros(len(started_N), dtype=np.bool_)
+
+    # 1) Too early: what lies before the last such gap.
+    gap = np.diff(started_N[order]) / _SECONDS_PER_DAY
+    before = np.arange(1, len(order))
+    early = np.flatnonzero((gap > _TEN_YEARS) & (2 * before < len(order)))
+    first = int(early[-1]) + 1 if len(early) else 0
+    odd_N[order[:first]] = True
+
+    # 2) Too late: what lies behind the first one.
+    gap, behind = gap[first:], len(order) - before[first:]
+    widest = np.maximum.accumulate(np.concatenate([[0.0], gap]))[:-1]
+    apart = (gap > np.maximum(_MONTH, _TIMES_AS_WIDE * widest)) & (_A_TENTH * behind < len(order))
+    late = np.flatnonzero(((gap > _TEN_YEARS) & (2 * behind < len(order))) | apart)
+    if len(late):
+        odd_N[order[first + int(late[0]) + 1 :]] = True
+    return odd_N
 
 
 def half_lives(started_N: Floats, half_life_days: float) -> Floats:

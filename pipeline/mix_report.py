@@ -164,7 +164,7 @@ _TURNS = {
     "asked_in_train": "of them asked in this mix's train",
     "asked_in_ancestors_train": "of them asked in an ancestor's train",
 }
-_NOT_TIMED = {"untimed": "without times", "zero_length": "of no length", "skewed": "ended before they started"}
+_NOT_TIMED = {"untimed": "without times", "zero_length": "of no length", "skewed": "of two clocks"}
 
 
 def inspect_mix(recipe: Recipe, out: Path | None) -> None:
@@ -240,6 +240,9 @@ def _fates(found: Profile, context: int | None, old_share: float) -> Table:
     note = f"the log, as compared below: {found.sizes[LOG]} records; clusters of near ones: {clusters}"
     if manifest["unanswered"]:
         note += f"\nwithout a turn that is asked (mix.may_be_unanswered): {', '.join(manifest['unanswered'])}"
+    if clocks := manifest["odd_clocks"]["some"]:
+        count = manifest["odd_clocks"]["count"]
+        note += f"\nof the log, with a time far from all others, taken for unknown: {count} ({', '.join(clocks)})"
     if old_share:
         note += (
             f"\nretrain.old_share {old_share:g}: a retraining adds conversations of the champion's mix until they are "

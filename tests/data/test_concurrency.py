@@ -72,12 +72,20 @@ def test_neither_order_nor_the_zero_of_the_clock_matters(
 def test_replicas_are_counted_apart_and_pooled_by_their_busy_time() -> None:
     report = measure_concurrency(
         traffic_of(
-            (0, 10, "a"), (0, 10, "a"), (10, 12, "a"), (0, 4, "b"), (0, 1, None), (5, 5, "b"), (9, 8, "a"), (1, None)
+            (0, 10, "a"),
+            (0, 10, "a"),
+            (10, 12, "a"),
+            (0, 4, "b"),
+            (0, 1, None),
+            (5, 5, "b"),
+            (9, 8, "a"),
+            (1, None),
+            (0, 1e9, "b"),
         )
     )
     assert report.replicas == {"a": Level((0, 2, 10)), "b": Level((0, 4)), UNNAMED: Level((0, 1))}
     assert report.pooled == Level((0, 7, 10)) and report.pooled.p50 == 2
-    assert (report.requests, report.zero_length, report.skewed, report.untimed) == (5, 1, 1, 1)
+    assert (report.requests, report.zero_length, report.skewed, report.untimed) == (5, 1, 2, 1)
 
 
 def test_medians_are_of_all_that_count_tokens() -> None:

@@ -15,12 +15,14 @@ from draftforge.data.records import Record
 from draftforge.data.sources import smallest
 from draftforge.data.stratify import (
     Column,
+    LogTable,
     Margin,
     allot,
     choose,
     exponential_keys,
     half_lives,
     largest_size,
+    odd_clocks,
     rake_weights,
 )
 from draftforge.errors import InputError
@@ -167,3 +169,48 @@ def test_a_source_s_limit_is_an_even_sample() -> None:
     share = sum(record.domain == "b" for record in some) / 1000
     assert len(some) == 1000 and abs(share - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 1000)
     assert smallest(records[::-1], 1000) == some
+
+
+DAYS = 86400.0
+NOVEMBER, IN_2099, LONG_AGO = 1793491200.0, 4070908800.0, 0.0  # 2026-11-01, 2099-01-01, 1970-01-01
+MONTH = [NOVEMBER + day * DAYS for day in range(40)]
+
+
+@pytest.mark.parametrize(
+    "times, odd",
+    [
+        ([], []),
+        ([NOVEMBER], []),
+        ([NAN, NAN], []),
+        (MONTH, []),
+        ([*MONTH, NAN], []),
+        ([*MONTH, IN_2099], [IN_2099]),
+        ([*MONTH, LONG_AGO, LONG_AGO, IN_2099], [LONG_AGO, LONG_AGO, IN_2099]),
+        ([*MONTH, *[IN_2099 + second for second in range(39)]], [IN_2099 + second for second in range(39)]),
+        ([NOVEMBER, IN_2099], []),
+        ([*MONTH, MONTH[-1] + 40 * DAYS], [MONTH[-1] + 40 * DAYS]),
+        ([*MONTH, MONTH[-1] + 29 * DAYS], []),
+        ([*MONTH, *[MONTH[-1] + (40 + day) * DAYS for day in range(5)]], []),
+        ([NOVEMBER - 400 * DAYS, *MONTH], []),
+        ([NOVEMBER - 100 * DAYS, *MONTH, MONTH[-1] + 299 * DAYS], []),
+        ([NOVEMBER - 100 * DAYS, *MONTH, MONTH[-1] + 301 * DAYS], [MONTH[-1] + 301 * DAYS]),
+    ],
+)
+def test_clocks_far_from_the_rest(times: list[float], odd: list[float]) -> None:
+    shuffled = random.Random(1).sample(times, len(times))
+    found = np.array(shuffled)[odd_clocks(np.array(shuffled, dtype=float))]
+    assert sorted(found.tolist()) == sorted(odd)
+
+
+def test_a_wrong_clock_weighs_as_much_as_an_unknown_one_and_is_named() -> None:
+    log = LogTable()
+    for number, time in enumerate([IN_2099, *MONTH, LONG_AGO]):
+        message = Message(role="user", content=f"question {number}")
+        log.add(Record(domain="d", messages=(message,), started=time, where=f"log.jsonl:{number + 1}"), None)
+    assert log.distrust_clocks() == [("1970-01-01", "log.jsonl:42"), ("2099-01-01", "log.jsonl:1")]
+    assert log.odd_clocks == 2 and np.isnan(np.array(log.started)[[0, 41]]).all()
+    weight_N = half_lives(np.array(log.started), 14)
+    assert weight_N.max() == weight_N[40] == weight_N[0] == 1 and weight_N[1] == pytest.approx(2 ** (-39 / 14))
+    days = log.column("day")
+    assert days.counts()["unknown"] == 2 and len(days.names) == 41 and not {"1970-01-01", "2099-01-01"} & {*days.names}
+    assert log.distrust_clocks() == [] and log.odd_clocks == 0
