@@ -16,7 +16,7 @@ from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 from .conversation import ROLES, Conversation, Engine, Message, PromptEnd, Role, turn_ends
-from .logs.chat import MOST_TOKENS, LeftOut, Timing
+from .logs.chat import MOST_TOKENS, LeftOut, Timing, decoded
 from .logs.parsing import seconds
 from .served_request import (
     Lookup,
@@ -37,7 +37,9 @@ _SHAREGPT_ROLES: dict[str, Role] = {
     "gpt": "assistant",
     "chatgpt": "assistant",
     "model": "assistant",
+    "function_call": "assistant",
     "observation": "tool",
+    "function_response": "tool",
     **dict(zip(ROLES, ROLES)),
 }
 DEFAULT_COLUMNS: dict[Shape, str] = {
@@ -266,11 +268,12 @@ def _content(content: Any, where: str) -> str | list[str]:
 
 def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
     messages: list[Message] = []
-    # A system prompt may stand beside the conversation.
-    system = lookup("system")
-    if isinstance(system, str) and system.strip():
+    # A system prompt may stand beside the conversation, and again at its beginning.
+    items, system = _items(lookup, "conversations", where), lookup("system")
+    again = isinstance(items[0], dict) and items[0].get("from") == "system" and items[0].get("value") == system
+    if isinstance(system, str) and system.strip() and not again:
         messages.append(Message(role="system", content=system))
-    for i, raw in enumerate(_items(lookup, "conversations", where)):
+    for i, raw in enumerate(items):
         item = f"{where}: conversations[{i}]"
         if not isinstance(raw, dict):
             raise InputError(f"{item}: is a JSON {_json_type(raw)}; must be an object with from and value")
@@ -279,10 +282,23 @@ def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
         if role is None:
             names = ", ".join(sorted(_SHAREGPT_ROLES))
             raise InputError(f"{item}: unknown role {_quoted(raw.get('from'))}; must be one of {names}")
+        if raw["from"] == "function_call":
+            messages.append(Message(role=role, content=[], tool_calls=_calls(raw.get("value"), item)))
+            continue
         if not isinstance(raw.get("value"), str):
             raise InputError(f"{item}: value is a JSON {_json_type(raw.get('value'))}; must be text")
         messages.append(Message(role=role, content=raw["value"]))
     return messages
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls of a ShareGPT message: an object with name and arguments or a list of such, as they are or in JSON."""
+    found = decoded(value)
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise InputError(f"{where}: value of a function_call must be JSON with a name and arguments")
+    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _turns(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
@@ -311,7 +327,7 @@ assert set(_PARSERS) == set(get_args(Shape)) == set(DEFAULT_COLUMNS)
 
 
 def _items(lookup: Lookup, name: str, where: str) -> list[Any]:
-    items = lookup(name)
+    items = decoded(lookup(name))  # a table may hold JSON
     if not isinstance(items, list) or not items:
         found = "is missing" if items is None else f"is a JSON {_json_type(items)}" if items != [] else "is empty"
         raise InputError(f"{where}: {name} {found}; must be a list of at least one")

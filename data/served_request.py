@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import InputError
 from .conversation import Engine, PromptEnd
-from .logs.chat import LeftOut, Reason
+from .logs.chat import LeftOut, Reason, decoded
 
 Lookup = Callable[[str], Any]
 """Looks up a field by name in the line, then in its `request` object; None: neither has it."""
@@ -119,7 +119,7 @@ def shown_tools(lookup: Lookup, engine: Engine, where: str) -> list[dict[str, An
 
     Tools in Anthropic's shape (`input_schema`) and flat ones are brought to it. Raises LeftOut for other kinds.
     """
-    tools, choice = lookup("tools"), lookup("tool_choice")
+    tools, choice = decoded(lookup("tools")), lookup("tool_choice")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -151,8 +151,7 @@ def _function(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _tool_of_vllm(function: Mapping[str, Any]) -> dict[str, Any]:
     shown = {name: function.get(name) for name in ("name", "description", "parameters")}
-    if function.get("strict") is not None:
-        shown["strict"] = function["strict"]
+    shown |= {name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None}
     return {"type": "function", "function": shown}
 
 

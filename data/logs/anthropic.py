@@ -33,11 +33,14 @@ def is_request(body: Mapping[str, Any]) -> bool:
     )
 
 
-def request_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], Reason | None]:
+def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict[str, Any], Reason | None]:
     """The chat-completions request that vLLM makes of a body, and why it has no prompt of text alone; None: it has.
 
-    What breaks the schema stays as it is: `records` names it.
+    What breaks the schema stays as it is: `records` names it. SGLang makes another request of it, which depends on the
+    template, and so does none here.
     """
+    if engine == "sglang":
+        return {}, "Messages API of SGLang"
     # 1) The system prompt, then each message.
     messages: list[Any] = []
     system = system_text(body.get("system"))

@@ -25,6 +25,7 @@ Reason = Literal[
     "messages in an unread form",
     "tools without their definitions",
     "logged twice",
+    "Messages API of SGLang",
     "chat template of its own",
     "prompt given as tokens",
     "prompt cut to a number of tokens",
@@ -92,13 +93,16 @@ class LogReader(Protocol):
 class ObjectReader:
     """Reader of a log in which each JSON object is complete in itself."""
 
-    def __init__(self, entries: Callable[[dict[str, Any], str], Iterable[Entry]]) -> None:
-        self._entries = entries
+    def __init__(
+        self, entries: Callable[[dict[str, Any], str, str | None], Iterable[Entry]], engine: str | None
+    ) -> None:
+        """`engine`: which one served the requests; None: vLLM, or one that makes prompts as it does."""
+        self._entries, self._engine = entries, engine
 
     def feed(self, value: Any, where: str, server: str) -> Iterable[Entry]:
         if not isinstance(value, dict):
             raise InputError(f"{where}: is not a JSON object")
-        return self._entries(value, where)
+        return self._entries(value, where, self._engine)
 
     def finish(self) -> Iterable[Entry]:
         return ()
@@ -141,20 +145,6 @@ def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Request body with the fields of `extra_body` moved up beside its own, which win."""
     extra = request.get("extra_body")
     return {**(extra if isinstance(extra, dict) else {}), **request}
-
-
-def refusal(messages: Any) -> Reason | None:
-    """Reason why messages are not plain text; None: they are, or they break a rule that `records` will name."""
-    if not isinstance(messages, list):
-        return None
-    for message in messages:
-        # Text is a string or a list of text parts; images, audio and files are parts of other types.
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, list):
-            continue
-        if any(isinstance(part, dict) and part.get("type") != "text" for part in content):
-            return "message part that is not text"
-    return None
 
 
 def line_of(rendered: Rendered, answer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

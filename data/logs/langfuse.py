@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import InputError
 from . import anthropic
-from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, refusal, with_answer
+from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, with_answer
 from .parsing import number, seconds
 from .response import answer_of
 
@@ -29,14 +29,14 @@ _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
 
-def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
+def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Iterable[Entry]:
     """Entries of one observation, or of a page of observations; those that are no generation are left out."""
     # 1) A page of the API: each of its observations; spans and events are no requests.
     if isinstance(value.get("data"), list) and "type" not in value:  # a page of the API's list of observations
         for index, item in enumerate(value["data"]):
             if not isinstance(item, dict):
                 raise InputError(f"{where}: data[{index}]: is not a JSON object")
-            yield from entries(item, f"{where}: data[{index}]")
+            yield from entries(item, f"{where}: data[{index}]", engine)
         return
     if value.get("type") != _GENERATION:
         yield Entry(where, left_out="no chat request")
@@ -44,7 +44,7 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
 
     # 2) The request: model parameters, and the input, which is a request body or bare messages.
     given = decoded(value.get("input"))
-    request, reason = _request(given, _parameters(decoded(_either(value, "model_parameters"))))
+    request, reason = _request(given, _parameters(decoded(_either(value, "model_parameters"))), engine)
     reason = _refusal(value, given, request) or reason
 
     # 3) Labels; a session, or else a trace, is a thread.
@@ -87,7 +87,7 @@ def _is_error(output: Any) -> bool:
     return isinstance(output, dict) and "error" in (output.get("object"), output.get("type"))
 
 
-def _request(given: Any, parameters: dict[str, Any]) -> tuple[dict[str, Any], Reason | None]:
+def _request(given: Any, parameters: dict[str, Any], engine: str | None) -> tuple[dict[str, Any], Reason | None]:
     """The chat-completions request of an input: messages, one of them, or a body that holds them."""
     # 1) The body. A list of one list is what LangChain hands on.
     body = given if isinstance(given, dict) else {"messages": given}
@@ -112,8 +112,8 @@ def _request(given: Any, parameters: dict[str, Any]) -> tuple[dict[str, Any], Re
     if tools and not request.get("tools"):
         request["tools"] = tools
     if anthropic.is_request(body | {"messages": read}):
-        return anthropic.request_of(request)
-    return body_of(request), refusal(read)
+        return anthropic.request_of(request, engine)
+    return body_of(request), None
 
 
 def _message(given: Any) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from ...errors import InputError
 from . import anthropic
-from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, refusal, with_answer
+from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, with_answer
 from .parsing import seconds
 from .response import answer_of, failed, response_of, tells_failure
 
@@ -16,7 +16,7 @@ _REDACTED, _CUT = "redacted-by-litellm", "litellm_truncated"
 _NOT_LOGGED = "default-message-value"  # what a pass-through endpoint writes in place of the messages
 
 
-def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
+def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Iterable[Entry]:
     """Entry of one payload, which is one call. Raises InputError for an object that is no payload."""
     payload = value.get("standard_logging_object", value)
     if not isinstance(payload, dict) or "call_type" not in payload:
@@ -28,7 +28,7 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
     request = body_of(parameters if isinstance(parameters, dict) else {}) | {"messages": messages}
     reason = _reason(payload, request, response)
     if reason is None:
-        request, reason = _chat_request(payload, request)
+        request, reason = _chat_request(payload, request, engine)
 
     # Labels; a trace is a thread.
     line = labels(payload.get("metadata"), payload)
@@ -70,7 +70,9 @@ def _failed(payload: Mapping[str, Any]) -> bool:
     return named or bool(payload.get("error_str")) or tells_failure({**payload, "status_code": told})
 
 
-def _chat_request(payload: Mapping[str, Any], request: dict[str, Any]) -> tuple[dict[str, Any], Reason | None]:
+def _chat_request(
+    payload: Mapping[str, Any], request: dict[str, Any], engine: str | None
+) -> tuple[dict[str, Any], Reason | None]:
     """The chat-completions request of a call, or why its prompt cannot be told."""
     # A system prompt stands beside the messages; as text it is logged among them too.
     if payload["call_type"] == "anthropic_messages":
@@ -79,11 +81,11 @@ def _chat_request(payload: Mapping[str, Any], request: dict[str, Any]) -> tuple[
         logged = first.get("role") == "system" and (
             anthropic.system_text(first.get("content")) == anthropic.system_text(system)
         )
-        return anthropic.request_of(request | {"system": None if logged else system})
+        return anthropic.request_of(request | {"system": None if logged else system}, engine)
     # Some versions of LiteLLM send these on inside the content, others do not.
     if any(isinstance(message, Mapping) and message.get("thinking_blocks") for message in request["messages"]):
         return request, "message rewritten by the gateway"
-    return request, refusal(request["messages"])
+    return request, None
 
 
 def _holds(value: Any, mark: str) -> bool:

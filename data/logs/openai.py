@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import anthropic
-from .chat import Entry, Reason, Timing, body_of, decoded, labels, refusal, with_answer
+from .chat import Entry, Reason, Timing, body_of, decoded, labels, with_answer
 from .parsing import number, seconds
 from .response import answer_of, failed, response_of, tells_failure, usage_of
 
@@ -24,7 +24,7 @@ _DURATIONS = (("duration", 1.0), ("latency", 1.0), ("duration_ms", 1e-3), ("late
 _PATHS = ("url", "path", "endpoint", "uri")
 
 
-def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
+def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Iterable[Entry]:
     """Entry of one logged object, which holds one request."""
     # Take the object apart; a reason, or a missing body, ends it here with its times.
     envelope, body = _request(value)
@@ -33,10 +33,8 @@ def entries(value: dict[str, Any], where: str) -> Iterable[Entry]:
     path = next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), "").partition("?")[0]
     reason = _reason((value, wrapper), response, path, body)
     request = body or {}
-    if reason is None:
-        is_anthropic = path.endswith("/messages") or (not path and anthropic.is_request(request))
-        request, reason = anthropic.request_of(request) if is_anthropic else (request, None)
-        reason = reason or refusal(request.get("messages"))
+    if reason is None and (path.endswith("/messages") or (not path and anthropic.is_request(request))):
+        request, reason = anthropic.request_of(request, engine)
     if body is None or reason is not None:
         yield Entry(where, labels(value), reason or "answer without its request", timing)
         return

@@ -24,10 +24,10 @@ class Format(NamedTuple):
 
 
 FORMATS: dict[LogKind, Format] = {
-    "openai": Format(files.objects, lambda source: ObjectReader(openai.entries), joins=False),
+    "openai": Format(files.objects, lambda source: ObjectReader(openai.entries, source.engine), joins=False),
     "vllm": Format(files.text_lines, lambda source: VllmReader(source.year)),
     "sglang": Format(files.text_lines, lambda source: SglangReader()),
-    "litellm": Format(files.objects, lambda source: ObjectReader(litellm.entries), joins=False),
-    "langfuse": Format(files.objects, lambda source: ObjectReader(langfuse.entries), joins=False),
+    "litellm": Format(files.objects, lambda source: ObjectReader(litellm.entries, source.engine), joins=False),
+    "langfuse": Format(files.objects, lambda source: ObjectReader(langfuse.entries, source.engine), joins=False),
 }
 assert set(FORMATS) == set(get_args(LogKind))

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import InputError
-from .chat import Entry, Reason, Timing, body_of, count, line_of, refusal
+from .chat import Entry, Reason, Timing, body_of, count, line_of
 from .parsing import arguments, fields, is_cut, literal, number, seconds, unread_reason, unrender
 
 _TEXT = re.compile(
@@ -93,9 +93,8 @@ def _received(obj: Any, where: str, when: float | None) -> Entry:
     if "messages" not in obj:
         return Entry(where, left_out="raw prompt" if "prompt" in obj else "no chat request")
     request = body_of(obj)
-    reason = refusal(request["messages"])
-    line = {} if reason else {"request": request, "messages": request["messages"]}
-    return Entry(where, line, reason, Timing(started=when), in_flight=False)  # the finished one counts
+    line = {"request": request, "messages": request["messages"]}
+    return Entry(where, line, None, Timing(started=when), in_flight=False)  # the finished one counts
 
 
 def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, has_requests: bool) -> Entry:

@@ -1,5 +1,6 @@
 """Shapes of log lines, and the one-line errors for those that break a rule."""
 
+import json
 from typing import Any
 
 import pytest
@@ -60,6 +61,50 @@ def test_logged_sampling(line: dict[str, Any], sampling: SamplingSettings | None
     assert read({"prompt": "Hi", **line}, "prompts").sampling == sampling
 
 
+@pytest.mark.parametrize("encode", [lambda value: value, json.dumps])
+def test_sharegpt_tools_and_calls(encode: Any) -> None:
+    """The shapes of LLaMA-Factory: a call and what it gave as messages of their own, tools as JSON text."""
+    call, tool = {"name": "clock", "arguments": {"zone": "CET"}}, {"name": "clock", "parameters": {"type": "object"}}
+    talk = [
+        {"from": "human", "value": "What time?"},
+        {"from": "function_call", "value": encode(call)},
+        {"from": "observation", "value": "noon"},
+        {"from": "function_call", "value": encode([call, call])},
+        {"from": "function_response", "value": "noon"},
+        {"from": "gpt", "value": "Noon."},
+    ]
+    record = read({"conversations": talk, "system": "Be brief.", "tools": encode([tool])}, "sharegpt")
+    roles = ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert [role for role, _ in shown(record)] == roles
+    calls = [{"type": "function", "function": call}]
+    assert [message.tool_calls for message in record.messages if message.role == "assistant"] == [
+        calls,
+        calls * 2,
+        None,
+    ]
+    function = {"name": "clock", "description": None, "parameters": {"type": "object"}}
+    assert record.tools == [{"type": "function", "function": function}]
+
+
+def test_a_sharegpt_system_prompt_counts_once() -> None:
+    talk = [{"from": "human", "value": "Hi"}]
+    for system, first, messages in (
+        ("s", [], [("system", "s")]),
+        ("s", [{"from": "system", "value": "s"}], [("system", "s")]),
+        ("s", [{"from": "system", "value": "t"}], [("system", "s"), ("system", "t")]),
+        ("", [{"from": "system", "value": "t"}], [("system", "t")]),
+    ):
+        record = read({"conversations": [*first, *talk], "system": system}, "sharegpt")
+        assert shown(record) == [*messages, ("user", "Hi")]
+
+
+def test_a_table_may_hold_messages_as_json_text() -> None:
+    talk = [{"role": "user", "content": "Hi"}]
+    assert shown(read({"messages": json.dumps(talk)})) == [("user", "Hi")]
+    with pytest.raises(InputError, match="messages is a JSON string"):
+        read({"messages": "Hi"})
+
+
 def test_sharegpt_turns_and_prompts() -> None:
     talk = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"}
     assert shown(read(talk, "sharegpt")) == [("system", "s"), ("user", "a"), ("assistant", "b")]
@@ -112,6 +157,7 @@ USER = {"role": "user", "content": "Hi"}
         ("messages", {"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
         ("sharegpt", {"conversations": [{"from": "user2", "value": "x"}]}, "unknown role 'user2'"),
         ("sharegpt", {"conversations": [{"from": "human"}]}, "conversations[0]: value is a JSON null; must be text"),
+        ("sharegpt", {"conversations": [{"from": "function_call", "value": "x"}]}, "must be JSON with a name"),
         ("turns", {"turns": ["a", ""]}, "turns[1]: is empty; must hold text"),
         ("prompts", {"text": "a"}, "prompt: is empty; must hold text"),
     ],

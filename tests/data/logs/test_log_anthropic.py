@@ -169,6 +169,13 @@ def test_other_fields(given: dict[str, Any], there: dict[str, Any]) -> None:
     assert reason is None and kept == there
 
 
+def test_requests_that_sglang_served_are_left_out(tmp_path: Path) -> None:
+    """It makes another prompt of them, which depends on the template."""
+    lines = [json.dumps({"system": "x", "messages": [ASKED]}), json.dumps({"messages": [ASKED]})]
+    read = read_log(write_lines(tmp_path / "log.jsonl", *lines), "openai", engine="sglang")
+    assert read.talks == [[("user", "Hi")]] and read.counts.left_out == {"Messages API of SGLang": 1}
+
+
 def test_tools_and_system_reach_the_record(tmp_path: Path) -> None:
     tools = [{"name": "weather", "input_schema": WEATHER}]
     body = {"system": text("Be brief."), "messages": [ASKED], "tools": tools, "max_tokens": 9, "temperature": 0.5}
