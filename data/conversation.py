@@ -76,6 +76,8 @@ class Conversation(BaseModel):
     """Turns (0, 1, …) that do not count, as a conversation before this one asks them in the very same context."""
     where: str = Field(default="", exclude=True)
     """File and line of the log that it was read from, relative to the recipe; no part of what a capture depends on."""
+    skip_invalid: bool = Field(default=False, exclude=True)
+    """Whether its source allows to leave out what the target's chat template refuses."""
 
 
 class Asked(Protocol):

@@ -1,7 +1,7 @@
 """Mix building: from sources to a folder of redacted, de-duplicated, balanced and split conversations.
 
     conversations.parquet   what the target is asked, nested values as JSON text
-    origins.parquet         file and line that each of these was read from
+    origins.parquet         file and line that each of these was read from, and whether it may be skipped
     members.parquet         signatures, turns and placements of these, their parts and every ancestor's; no text
     log.parquet             labels of every record that was read, and what became of it; no text
     clusters.parquet        centres of the domains that clustering named, where it named any
@@ -32,7 +32,7 @@ from .conversation import SPLITS, Conversation, Split
 from .dedup import SIGNATURE_LENGTH, Member, PlacedMember, asked_elsewhere, cluster_members
 from .ingest import IngestedRecords, Spool, ingest, sampling_of, strictest
 from .outcomes import BROKEN, COPY, name_of
-from .settings import MixSettings
+from .settings import MixSettings, TargetSource
 from .sources import SamplePrompts, input_digests
 from .split import require_every_split, split_of
 from .stratify import KEYS, SOURCE, Column, Margin, choose, half_lives, largest_size, rake_weights
@@ -65,7 +65,7 @@ _CONVERSATION_SCHEMA = pa.schema(
         ("asked_elsewhere", pa.list_(pa.int32())),
     ]
 )
-_ORIGIN_SCHEMA = pa.schema([("id", pa.string()), ("where", pa.string())])
+_ORIGIN_SCHEMA = pa.schema([("id", pa.string()), ("where", pa.string()), ("skip_invalid", pa.bool_())])
 _MEMBER_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -129,9 +129,9 @@ def build_mix(
 def load_mix(folder: Path) -> list[Conversation]:
     """Load the conversations of a mix, sorted by id, after a check of the files' digests."""
     rows = _read_table(folder, CONVERSATIONS).to_pylist()
-    origins = {row["id"]: row["where"] for row in _read_table(folder, ORIGINS).to_pylist()}
+    origins = {row["id"]: row for row in _read_table(folder, ORIGINS).to_pylist()}
     for row in rows:
-        row["where"] = origins[row["id"]]
+        row |= origins[row["id"]]
         for name in _NESTED:
             row[name] = None if row[name] is None else json.loads(row[name])
     return [Conversation.model_validate(row) for row in rows]
@@ -404,7 +404,7 @@ class _Mix:
         """Write the tables of conversations, their origins, members and log labels."""
         # Conversations are read from the spool one by one; members hold no text.
         tracked = progress.track(self._kept, "writing", unit="conversations")
-        origins: list[dict[str, str]] = []
+        origins: list[dict[str, Any]] = []
         rows = (_row(self._conversation(n, origins)) for n in tracked)
         _write_table(folder / CONVERSATIONS, rows, _CONVERSATION_SCHEMA)
         # Where a file lies is no part of a conversation: the same log in another order gives the same ones.
@@ -424,9 +424,12 @@ class _Mix:
         }
         pq.write_table(pa.table(table), folder / LOG, compression="zstd")
 
-    def _conversation(self, number: int, origins: list[dict[str, str]]) -> Conversation:
+    def _conversation(self, number: int, origins: list[dict[str, Any]]) -> Conversation:
         record = self._records.record(number)
-        origins.append({"id": record.id, "where": record.where.removeprefix(f"{self._base_dir}/")})
+        source = self._settings.sources[record.source]
+        where = record.where.removeprefix(f"{self._base_dir}/")
+        skips = not isinstance(source, TargetSource) and source.skip_invalid
+        origins.append({"id": record.id, "where": where, "skip_invalid": skips})
         placed = self._placements[record.id]
         sampling, max_new_tokens = sampling_of(record, self._settings)
         return record.conversation(

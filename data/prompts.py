@@ -124,6 +124,7 @@ def prompts_of(target: Target, batch_size: int = 16) -> SamplePrompts:
 def _sample_prompts(target: Target, batch_size: int, count: int, seed: int, max_tokens: int) -> list[str]:
     # A prompt ends where the user's turn would, or where an answer would.
     turn = user_turn(target.tokenizer)
+    target.check_ids(turn.prefix_ids)
     stops = target.stop_ids | ({turn.ending_id} if turn.ending_id is not None else set())
     found: list[str] = []
     with bar("prompts of the target", count, "prompts") as advance:

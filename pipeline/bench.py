@@ -23,7 +23,7 @@ import transformers
 from .. import __version__, fingerprint, storage
 from ..data.chat_template import turn_ids
 from ..data.prompts import last_turn, read_prompts
-from ..errors import DraftforgeError, InputError, OwnershipError, one_line
+from ..errors import DraftforgeError, InputError, OwnershipError, named, one_line
 from ..eval.acceptance import Bootstrap
 from ..eval.bench.run import (
     PLAIN,
@@ -156,7 +156,9 @@ def bench_prompts(target: Target, options: BenchOptions) -> tuple[list[BenchProm
     records = read_prompts(options.prompts, options.max_prompts)
     # A prompt must leave room for the longest answer: all answers of a prompt must be cut at the same length.
     for record in track(records, "render prompts", unit="prompts"):
-        ids = turn_ids(target.tokenizer, *last_turn(record))
+        with named(record.where):
+            ids = turn_ids(target.tokenizer, *last_turn(record))
+            target.check_ids(ids)
         if len(ids) + options.max_new_tokens <= target.max_positions:
             prompts.append(BenchPrompt(record.id, record.domain, ids))
     # What was left out is said, and kept in the report: the figures are of the rest.

@@ -88,7 +88,8 @@ def answer_prompt(space: Workspace, prompt: str, options: GenerateOptions) -> Ge
     # 1) The prompt as the target reads it.
     _check_prompt(prompt)
     target, sampling = space.target, SamplingSettings(temperature=options.temperature)
-    ids = render(target.tokenizer, [Message(role="user", content=prompt)], None, {})
+    ids = render(target.tokenizer, [Message(role="user", content=prompt)])
+    target.check_ids(ids)
     # 2) What drafts, how much of it, and the rule that accepts it.
     proposer, plan = _proposer(space, target, options, len(ids) + options.max_new_tokens)
     if proposer is None:

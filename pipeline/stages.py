@@ -231,7 +231,8 @@ def capture_stage(stages: Stages, part: Part | None = None) -> Stage:
         if space.first_rank:
             for name, settings in space.drafts.items():  # hours before the training would find it out
                 _check_start(space, name, settings)
-        capture(space.target, stages.mix.folder, recipe.capture, recipe.score.sampling, folder, part, space.ranks)
+        mix, scored, allowed = stages.mix.folder, recipe.score.sampling, recipe.mix.may_be_unanswered
+        capture(space.target, mix, recipe.capture, scored, folder, part, space.ranks, allowed)
 
     _once(space, folder, lambda: is_captured(folder, recipe.capture.budget), work, "capture", every_rank=True)
     if part is not None:

@@ -80,6 +80,7 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
         requests = []
         for index, row in enumerate(_rows(model_input)):
             ids = render(self.target.tokenizer, _messages(row, index))
+            self.target.check_ids(ids)
             self._draft.check_context(len(ids) + longest)
             requests.append(Request(ids, sampling, int(asked.get("seed", 0)) + index, longest, self.target.stop_ids))
         # 3) Decode all of them, and answer in the order of the rows.

@@ -217,6 +217,12 @@ class CausalModel:
         """The decoder: embeddings, `layers` and the final norm."""
         return self._decoder
 
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding table: ids from here on cannot be read."""
+        table: Tensor = self._embedding.weight  # type: ignore[assignment]
+        return table.shape[0]
+
     def layer_weights(self, layer: int) -> Mapping[str, Tensor]:
         """Weights of one decoder layer by their names in it."""
         return self._decoder.layers[layer].state_dict()  # type: ignore[index,no-any-return,union-attr]

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,16 @@ class Target(CausalModel):
             for layer in self._decoder.layers:  # type: ignore[union-attr]
                 with unsharded(layer):
                     fuse(layer, share=False)
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise InputError for a prompt with an id that the embeddings have no row for."""
+        largest = max(ids, default=0)
+        if largest >= self.embedding_rows:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise InputError(
+                f"target.model: {self.settings.model}: the prompt has token {largest} ({token!r}), the embeddings have "
+                f"{self.embedding_rows} rows; its tokenizer does not fit its weights"
+            )
 
     def layer_weights(self, layer: int) -> Mapping[str, Tensor]:
         """All weights of one decoder layer by their names in it; a sharded target's are read from its files."""

@@ -9,7 +9,8 @@ can resume it.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -39,7 +40,7 @@ from .manifest import (
     versions,
     write_answers,
 )
-from .plan import Prompts, ShardPlan, plan_shards
+from .plan import Prompts, ShardPlan, check_domains, plan_shards
 from .reuse import ReusableAnswers
 from .scheduler import answer_shards
 
@@ -84,14 +85,16 @@ def capture(
     folder: Path,
     part: Part | None = None,
     ranks: Ranks = ALONE,
+    may_be_unanswered: Collection[str] = (),
 ) -> None:
     """Answer the mix into `folder`, or finish what a stopped run left there; `part`: no more than that part of it.
 
     Train conversations are answered at their own sampling setting, selection and holdout once per `scored` setting.
-    All `ranks` call it, and each answers a share. Raises StaleInputError for a folder of other inputs,
+    All `ranks` call it, and each answers a share. `may_be_unanswered`: domains of which it is right that no turn can be
+    asked. Raises StaleInputError for a folder of other inputs,
     ContextLengthError, InputError, DiskFullError, EngineError, LostRankError.
     """
-    capture_conversations(target, load_mix(mix), settings, scored, folder, part, ranks)
+    capture_conversations(target, load_mix(mix), settings, scored, folder, part, ranks, may_be_unanswered)
 
 
 def capture_conversations(
@@ -102,8 +105,12 @@ def capture_conversations(
     folder: Path,
     part: Part | None = None,
     ranks: Ranks = ALONE,
+    may_be_unanswered: Collection[str] | None = None,
 ) -> None:
-    """Capture conversations that are given directly and not as a mix folder; see `capture`."""
+    """Capture conversations that are given directly and not as a mix folder; see `capture`.
+
+    `may_be_unanswered` None: any domain may be.
+    """
     if target.collective:
         check_spread(settings)
     if settings.engine is not None and settings.engine.url is None:  # an engine in this process has GPUs of its own
@@ -125,6 +132,10 @@ def capture_conversations(
     if ranks.broadcast(f"{folder.name}: whether it is done", done):
         return
     prompts = Prompts(target, shards, settings)
+    if may_be_unanswered is not None and part is None:
+        check_domains(shards, prompts, may_be_unanswered)
+    if ranks.first:
+        _say_what_is_refused(prompts)
     with ExitStack() as locks:
         # 2) The first rank takes the folder, and says what is missing of it.
         records = _begin(plan, prompts, locks) if ranks.first else {}
@@ -143,6 +154,13 @@ def capture_conversations(
         # 4) The first one says what there is now.
         if ranks.first:
             _finish(plan, records, reports, ranks)
+
+
+def _say_what_is_refused(prompts: Prompts) -> None:
+    if prompts.refused:
+        reasons = Counter(prompts.refused.values()).most_common()
+        more = f" and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
+        say(f"{len(prompts.refused)} turns are left out (skip_invalid): {reasons[0][0]}{more}")
 
 
 def _check_same_plan(plan: _Plan, ranks: Ranks) -> None:

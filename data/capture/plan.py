@@ -6,7 +6,7 @@ the engine, machine or rank that answers.
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import ContextLengthError, InputError
@@ -22,6 +22,7 @@ PLAN_VERSION = 2
 """Version of how answers are dealt into shards."""
 _ORDER: tuple[Split, ...] = ("selection", "holdout", "train")
 _RECORD_BYTES = 512
+_STAND_IN = "x"  # for an answer that is still to come; some templates refuse an empty one
 
 
 class TurnRequest(NamedTuple):
@@ -119,26 +120,35 @@ def answer_bytes(split: Split, prompt: int, answer: int, settings: CaptureSettin
 
 
 class Prompts:
-    """Prompt ids of planned turns. Prompts that wait for no other answer are rendered and checked at the start."""
+    """Prompt ids of planned turns. All are rendered and checked before anything is answered; of a turn that waits for
+    other answers, the prompt with a word for each of them."""
 
     def __init__(self, target: Target, shards: Sequence[ShardPlan], settings: CaptureSettings) -> None:
         require_chat_template(target.tokenizer)
         self._target, self._skips = target, settings.too_long == "skip"
         self._ready: dict[tuple[str, int], array[int]] = {}
+        self._bare: dict[tuple[str, int], int] = {}
+        self.refused: dict[tuple[str, int], str] = {}
+        """Why the target takes no prompt of a turn that its source allows to be skipped, by conversation and turn."""
         # Several sampling settings ask the same turn, so each is rendered once and kept as 4 bytes a token.
-        independent = [turn for shard in shards for turn in shard.answers if turn.waits_for is None]
-        for turn in track(independent, "Rendering prompts", unit="prompts"):
-            key = (turn.conversation.id, turn.turn.index)
-            if key not in self._ready:
-                prompt = self._render(turn)
+        turns = {(turn.conversation.id, turn.turn.index): turn for shard in shards for turn in shard.answers}
+        for key, turn in track(turns.items(), "Rendering prompts", unit="prompts"):
+            prompt = self._render(turn, [_STAND_IN] * turn.turn.index)
+            if isinstance(prompt, str):
+                self.refused[key] = prompt
+            elif turn.waits_for is not None:
+                self._bare[key] = len(prompt)
+            else:
                 self._check_fits(turn, len(prompt))
                 self._ready[key] = array("i", prompt)
 
-    def ids(self, turn: TurnRequest, earlier: Sequence[str] = ()) -> list[int]:
-        """The prompt of a turn, given the text of the conversation's earlier answers where it waits for them."""
-        if turn.waits_for is None:
-            return self._ready[turn.conversation.id, turn.turn.index].tolist()
-        return self._render(turn, earlier)
+    def ids(self, turn: TurnRequest, earlier: Sequence[str] = ()) -> list[int] | str:
+        """The prompt of a turn, given the text of the conversation's earlier answers where it waits for them; or why
+        the turn is skipped."""
+        key = (turn.conversation.id, turn.turn.index)
+        if key in self.refused:
+            return self.refused[key]
+        return self._ready[key].tolist() if turn.waits_for is None else self._render(turn, earlier)
 
     def known_tokens(self, turn: TurnRequest) -> int:
         """Length of a turn's prompt in tokens, as known at the start: 0 where it waits for an answer."""
@@ -149,28 +159,56 @@ class Prompts:
         """Likely upper bound of a prompt's tokens: the earlier answers that it waits for count at their limits."""
         if turn.waits_for is None:
             return self.known_tokens(turn)
-        # Rendered with empty answers, plus the most that each of them may take.
+        # With a word for each, plus the most that each of them may take.
         before = turn.turn.index
-        bare = self._render(turn, [""] * before)
-        return len(bare) + before * turn.max_new_tokens
+        return self._bare.get((turn.conversation.id, before), 0) + before * turn.max_new_tokens
 
     def room(self, turn: TurnRequest, prompt: Sequence[int]) -> int:
         """Token limit of the answer: its own, or what the prompt leaves of the context; 0 where that is full."""
         return max(0, min(turn.max_new_tokens, self._target.max_positions - len(prompt)))
 
-    def _render(self, turn: TurnRequest, earlier: Sequence[str] = ()) -> list[int]:
-        conversation = turn.conversation
+    def may_be_answered(self, turn: TurnRequest) -> bool:
+        """Whether a turn can be asked, as far as is known before others are answered."""
+        return turn.waits_for is not None or 0 < self.known_tokens(turn) < self._target.max_positions
+
+    def _render(self, turn: TurnRequest, earlier: Sequence[str]) -> list[int] | str:
+        """Prompt ids; or, where the turn's source allows to skip it, why the target takes none."""
         try:
-            return turn_ids(self._target.tokenizer, conversation, turn.turn, earlier)
+            ids = turn_ids(self._target.tokenizer, turn.conversation, turn.turn, earlier)
+            self._target.check_ids(ids)
         except InputError as error:
-            raise InputError(f"conversation {conversation.id}: {error}") from None
+            if turn.conversation.skip_invalid:
+                return str(error)
+            hint = "; `skip_invalid` of its source leaves it out" if turn.conversation.where else ""
+            raise InputError(f"{place_of(turn)}: {error}{hint}") from None
+        return ids
 
     def _check_fits(self, turn: TurnRequest, length: int) -> None:
         if length >= self._target.max_positions and not self._skips:
             raise ContextLengthError(
-                f"conversation {turn.conversation.id}, turn {turn.turn.index}: the prompt has {length} tokens, the "
-                f"target's context {self._target.max_positions}; shorten it or set capture.too_long to skip"
+                f"{place_of(turn)}: the prompt has {length} tokens, the target's context {self._target.max_positions}; "
+                "shorten it or set capture.too_long to skip"
             )
+
+
+def place_of(turn: TurnRequest) -> str:
+    """Where a turn was logged, for messages: file and line where they are known."""
+    conversation = turn.conversation
+    return f"{conversation.where or f'conversation {conversation.id}'}, turn {turn.turn.index}"
+
+
+def check_domains(shards: Sequence[ShardPlan], prompts: Prompts, may_be_unanswered: Collection[str]) -> None:
+    """Raise InputError where a domain ends without an answered turn, and the recipe does not allow it."""
+    answered: dict[str, bool] = {}
+    for turn in (turn for shard in shards for turn in shard.answers):
+        domain = turn.conversation.domain
+        answered[domain] = answered.get(domain, False) or prompts.may_be_answered(turn)
+    lost = sorted(name for name, found in answered.items() if not found and name not in may_be_unanswered)
+    if lost:
+        raise InputError(
+            f"capture: no turn of {', '.join(map(repr, lost))} can be asked: the target's chat template refuses them, "
+            "or its context is too short; a domain that may end so must stand in mix.may_be_unanswered"
+        )
 
 
 def settings_record(settings: CaptureSettings, scored: Sequence[SamplingSettings]) -> dict[str, Any]:

@@ -251,6 +251,8 @@ class _Scheduler:
             earlier = [decode(shard.done[id].answer_ids, skip_special_tokens=True) for id in before]
         # The answer gets what the prompt leaves of the context.
         prompt = self._prompts.ids(turn, earlier)
+        if isinstance(prompt, str):
+            return Skipped(turn.id, prompt)
         room = self._prompts.room(turn, prompt)
         if room == 0:
             return Skipped(turn.id, f"prompt of {len(prompt)} tokens, context of {self._target.max_positions}")

@@ -62,6 +62,7 @@ TARGET: Any = SimpleNamespace(
     tokenizer_digest="b" * 64,
     stop_ids=frozenset([1]),
     vocab_size=VOCAB,
+    check_ids=lambda ids: None,
     max_positions=64,
     dtype=torch.float32,
 )
