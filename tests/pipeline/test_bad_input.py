@@ -235,8 +235,8 @@ def test_libraries_say_nothing_beside_our_line(
     command = [sys.executable, "-m", "draftforge.cli", "capture", str(write_recipe()), f"target.model={target}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    progress, line = done.stderr.splitlines()
-    assert progress.startswith("mix: ") and "missing keys" in line
+    *progress, line = done.stderr.splitlines()
+    assert all(said.startswith("mix: ") for said in progress) and "missing keys" in line
 
 
 def test_a_start_that_is_missing_is_found_before_the_capture(
