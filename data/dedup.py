@@ -23,7 +23,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from datasketch import MinHashLSH
 from numpy.typing import NDArray
 
 from .. import progress
@@ -48,9 +47,8 @@ class TurnIndex:
     def __init__(self) -> None:
         self._keys, self._counts = array("Q"), array("I")
 
-    def add(self, record: Record) -> None:
-        """Take in one conversation."""
-        keys = turn_keys(record)
+    def add(self, keys: Sequence[int]) -> None:
+        """Take in one conversation, by its `turn_keys`."""
         self._keys.extend(keys)
         self._counts.append(len(keys))
 
@@ -349,6 +347,8 @@ class SimilarityIndex:
     """
 
     def __init__(self, threshold: float, capacity: int) -> None:
+        from datasketch import MinHashLSH  # slow to import, and processes that sign need no index
+
         self._threshold = threshold
         self._lsh = MinHashLSH(num_perm=SIGNATURE_LENGTH, params=_bands(threshold))
         self._rows = np.empty((capacity, SIGNATURE_LENGTH), dtype=np.uint32)

@@ -5,36 +5,33 @@ A content is what the target is shown. Its number is its place in the order of f
 one with the smallest key stands for all.
 """
 
-import json
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import progress, storage
-from ..specdec.sampling_settings import SamplingSettings
 from .concurrency import Traffic
-from .conversation import SPLITS, Message, Split
-from .dedup import SIGNATURE_LENGTH, Member, TurnIndex, group_key, signature
+from .conversation import SPLITS, Split
+from .dedup import SIGNATURE_LENGTH, Member, Signature, TurnIndex
 from .outcomes import SourceCounts
+from .prepare import Prepared, Preparer, Unit, restored
 from .records import Record
-from .redact import Redactor
-from .settings import MixSettings
-from .sources import SamplePrompts, read_records
-from .split import weighted_choice
+from .settings import MixSettings, Source
+from .sources import SamplePrompts, SmallestSample, counted, require_some, units
 from .stratify import LogTable
+from .workers import Workers, batched
 
 _IN_MEMORY_BYTES = 32 << 20
 
 
 class Spool:
-    """Temporary file of records, each under the number that `add` returned."""
+    """Temporary file of lines, each under the number that `add` returned."""
 
     def __init__(self, beside: Path) -> None:
         """A small spool stays in memory; a larger one lies on the file system of `beside`."""
@@ -54,38 +51,19 @@ class Spool:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def add(self, record: Record) -> int:
-        """Keep a record. Returns its number."""
-        line = json.dumps(_record_to_json(record), ensure_ascii=False).encode()
+    def add(self, line: bytes) -> int:
+        """Keep a line. Returns its number."""
         with storage.disk_errors(self._beside):
             self._file.seek(self._ends[-1])
             self._file.write(line)
         self._ends.append(self._ends[-1] + len(line))
         return len(self._ends) - 2
 
-    def __getitem__(self, number: int) -> Record:
-        """The record that was kept under this number."""
+    def __getitem__(self, number: int) -> bytes:
+        """The line that was kept under this number."""
         start, end = self._ends[number], self._ends[number + 1]
         self._file.seek(start)
-        return _record_from_json(json.loads(self._file.read(end - start)))
-
-
-def _record_to_json(record: Record) -> dict[str, Any]:
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    values["messages"] = [message.model_dump(exclude_none=True) for message in record.messages]
-    values["sampling"] = record.sampling and record.sampling.model_dump()
-    values["template_args"] = record.template_args and dict(record.template_args)
-    return values
-
-
-def _record_from_json(values: dict[str, Any]) -> Record:
-    sampling = values["sampling"]
-    parsed = {
-        "messages": tuple(Message.model_validate(message) for message in values["messages"]),
-        "unfollowed": tuple(values["unfollowed"]),
-        "sampling": None if sampling is None else SamplingSettings.model_validate(sampling),
-    }
-    return Record(**{**values, **parsed})
+        return self._file.read(end - start)
 
 
 _FIRST_CAPACITY = 1024
@@ -96,11 +74,13 @@ class IngestedRecords:
 
     def __init__(self, settings: MixSettings, spool: Spool) -> None:
         self._settings, self._spool = settings, spool
-        self._redactor = Redactor(settings.redact)
+        self.redacted: Counter[str] = Counter(dict.fromkeys(settings.redact, 0))
+        """Number of redactions, by kind."""
         # By content: its id's number, then columns by number.
         self._number_of: dict[str, int] = {}
         self._spooled = array("Q")  # number in the spool of the record that stands for it
         self._rows = array("Q")  # row in the log table of that record
+        self._order: list[tuple[str, int]] = []  # its key and source
         self._groups: list[str | None] = []
         self._signatures = np.empty((_FIRST_CAPACITY, SIGNATURE_LENGTH), dtype=np.uint32)
         self._turns = TurnIndex()
@@ -112,11 +92,6 @@ class IngestedRecords:
         self.sources: list[SourceCounts] = []
         self.odd_clocks: list[str] = []
         """Dates and places of some records whose clock was wrong."""
-
-    @property
-    def redacted(self) -> Mapping[str, int]:
-        """Number of redactions, by kind."""
-        return self._redactor.counts
 
     @property
     def ids(self) -> list[str]:
@@ -144,7 +119,7 @@ class IngestedRecords:
 
     def record(self, number: int) -> Record:
         """The record that stands for a content."""
-        return self._spool[self._spooled[number]]
+        return restored(self._spool[self._spooled[number]])
 
     def members(self) -> Iterator[Member]:
         """Yield clustering's view of each content, by number."""
@@ -152,47 +127,51 @@ class IngestedRecords:
         for number, id in enumerate(self._number_of):
             yield Member(id, self._groups[number], self._signatures[number], turns[number])
 
-    def add(self, found: Record) -> None:
-        """Redact one record, log its labels, and keep its content if it is new or its copy is smaller."""
+    def add(self, found: Prepared) -> None:
+        """Log one record's labels, and keep its content if it is new or its copy is smaller."""
         # Every record has a row in the log table, copies too.
-        record = redacted(found, self._redactor)
-        row = self.log.add(record, sampling_of(record, self._settings)[0])
-        number = self._number_of.setdefault(record.id, len(self._rows))
+        self.redacted.update(found.redacted)
+        row = self.log.add(found.row)
+        number = self._number_of.setdefault(found.id, len(self._rows))
         self._number_at_row.append(number)
 
         # A new content is spooled, and what clustering needs is kept; a copy with a smaller key replaces the record.
+        order = (found.key, found.source)
         if number == len(self._rows):  # a new content
             self._rows.append(row)
-            self._spooled.append(self._spool.add(record))
-            self._groups.append(_group_of(record))
-            self._sign(number, record)
-            self._turns.add(record)
-        elif (record.key, record.source) < ((other := self.record(number)).key, other.source):
-            self._rows[number], self._spooled[number] = row, self._spool.add(record)
-            self._groups[number] = _group_of(record)
+            self._order.append(order)
+            self._spooled.append(self._spool.add(found.stored))
+            self._groups.append(found.group)
+            self._sign(number, found.signature)
+            self._turns.add(found.turn_keys)
+        elif order < self._order[number]:
+            self._rows[number], self._spooled[number] = row, self._spool.add(found.stored)
+            self._order[number], self._groups[number] = order, found.group
 
         # Where several sources bind a content to a split, the strictest holds.
-        only = self._settings.sources[record.source].only
+        only = self._settings.sources[found.source].only
         if only is not None:
-            self._bound[record.id] = strictest([only, self._bound.get(record.id, only)])
+            self._bound[found.id] = strictest([only, self._bound.get(found.id, only)])
 
-    def _sign(self, number: int, record: Record) -> None:
+    def _sign(self, number: int, signature: Signature) -> None:
         # The array doubles when it is full.
         if number == len(self._signatures):
             self._signatures = np.concatenate([self._signatures, np.empty_like(self._signatures)])
-        self._signatures[number] = signature(record.user_text)
+        self._signatures[number] = signature
 
 
 def ingest(
-    settings: MixSettings, base_dir: Path, sample_prompts: SamplePrompts | None, spool: Spool
+    settings: MixSettings, base_dir: Path, sample_prompts: SamplePrompts | None, spool: Spool, workers: Workers
 ) -> IngestedRecords:
     """Read every source of a mix into `spool`. Raises InputError, MissingFileError, RecipeError; see `read_records`."""
     records = IngestedRecords(settings, spool)
     for index, source in enumerate(settings.sources):
         counts = SourceCounts()
         records.sources.append(counts)
-        for record in read_records(source, base_dir, index, counts, sample_prompts, records.traffic):
-            records.add(record)
+        batches = batched(units(source, base_dir, index, counts, sample_prompts))
+        for prepared in _prepared(source, batches, index, counts, records.traffic, workers):
+            records.add(prepared)
+        require_some(source, index, counts)
     # A clock that ran wrong says nothing of when a record was asked.
     records.odd_clocks = [
         f"{day} at {where.removeprefix(f'{base_dir}/')}" for day, where in records.log.distrust_clocks()
@@ -205,42 +184,22 @@ def ingest(
     return records
 
 
-def redacted(record: Record, redactor: Redactor) -> Record:
-    """Redact a record in everything that the target is shown: messages, tool calls, tools, template arguments."""
-    messages = tuple(
-        message.model_copy(
-            update={
-                "content": redactor.value(message.content),
-                "reasoning": redactor.value(message.reasoning),
-                "name": redactor.value(message.name),
-                "tool_call_id": redactor.value(message.tool_call_id),
-                "tool_calls": redactor.calls(message.tool_calls),
-            }
-        )
-        for message in record.messages
-    )
-    # Tools and template arguments are JSON values, whose texts are redacted at all depths.
-    arguments = None if record.template_args is None else redactor.value(dict(record.template_args))
-    return replace(record, messages=messages, tools=redactor.value(record.tools), template_args=arguments)
-
-
-def sampling_of(record: Record, settings: MixSettings) -> tuple[SamplingSettings | None, int | None]:
-    """Sampling settings and token limit of a record: the logged ones, else drawn from `mix.sampling`; None: neither."""
-    sampling = record.sampling if settings.logged_sampling else None
-    max_new_tokens = record.max_new_tokens if settings.logged_sampling else None
-    # The draw depends on the content's id alone; it fills in only what is missing.
-    if settings.sampling and (sampling is None or max_new_tokens is None):
-        weights = [choice.weight for choice in settings.sampling]
-        drawn = weighted_choice(settings.sampling, weights, "sampling", settings.salt, record.id)
-        sampling = sampling or drawn.settings
-        max_new_tokens = max_new_tokens or drawn.max_new_tokens
-    return sampling, max_new_tokens
-
-
 def strictest(splits: Iterable[Split]) -> Split:
     """The strictest of some splits, holdout before selection before train: data that judges may not train."""
     return max(splits, key=SPLITS.index)
 
 
-def _group_of(record: Record) -> str | None:
-    return None if record.group is None else group_key(record.domain, record.group)
+def _prepared(
+    source: Source, batches: Iterator[list[Unit]], index: int, counts: SourceCounts, traffic: Traffic, workers: Workers
+) -> Iterator[Prepared]:
+    """Yield the prepared records of a source, at most `limit` of them; counts and traffic are filled."""
+    if source.limit is None:
+        outcomes = workers.map(Preparer.prepared_outcomes, ((index, batch) for batch in batches))
+        yield from counted(outcomes, source, counts, traffic)
+        return
+    # A key above the largest one that a full sample holds is dropped where it is found.
+    sample = SmallestSample(source.limit, counts.leave_out)
+    below = workers.map(Preparer.outcomes_below, ((index, batch, sample.limit_key) for batch in batches))
+    for record in counted(below, source, counts, traffic):
+        sample.add(record)
+    yield from workers.map(Preparer.prepared_records, ((some,) for some in batched(sample.records())))

@@ -30,12 +30,14 @@ from .concurrency import concurrency_record
 from .contamination import holdout_report, near_any, read_evaluation_sets, turn_report
 from .conversation import SPLITS, Conversation, Split
 from .dedup import SIGNATURE_LENGTH, Member, PlacedMember, asked_elsewhere, cluster_members
-from .ingest import IngestedRecords, Spool, ingest, sampling_of, strictest
+from .ingest import IngestedRecords, Spool, ingest, strictest
 from .outcomes import BROKEN, COPY, name_of
+from .prepare import sampling_of
 from .settings import MixSettings, TargetSource
 from .sources import SamplePrompts, input_digests
 from .split import require_every_split, split_of
 from .stratify import KEYS, SOURCE, Column, Margin, choose, half_lives, largest_size, rake_weights
+from .workers import Workers
 
 FORMAT = 3
 CONVERSATIONS, ORIGINS, MEMBERS = "conversations.parquet", "origins.parquet", "members.parquet"
@@ -87,11 +89,12 @@ def build_mix(
     folder: Path,
     sample_prompts: SamplePrompts | None = None,
     ancestors: Sequence[Path] = (),
+    processes: int | None = None,
 ) -> None:
     """Build the mix and write it to `folder`, which appears only once it is complete.
 
     Paths of the settings are relative to `base_dir`. `ancestors` are mix folders in addition to those that the settings
-    name.
+    name. `processes` read the log, None: one for each core; the mix is the same for any number of them.
     """
     # 1) Check what the mix depends on before anything is read.
     digests = input_digests(settings, base_dir)
@@ -102,7 +105,8 @@ def build_mix(
     known = load_members(earlier)
     with Spool(folder.parent) as spool:
         # 2) Read every source once: redacted, each content once in the spool.
-        records = ingest(settings, base_dir, sample_prompts, spool)
+        with Workers(settings, processes) as workers:
+            records = ingest(settings, base_dir, sample_prompts, spool, workers)
         found = _name_domains(records, settings, earlier)
 
         # 3) Decide what becomes of every record.

@@ -7,9 +7,9 @@ outcomes in the order of the lines.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from ..errors import InputError
 from .files import Item
@@ -25,12 +25,16 @@ _NO_CHAT = ("other log line", JOINED, "logged twice", *_IDLE)  # what no domain 
 OVER_LIMIT, COPY, BROKEN = "over its source's limit", "exact copy", "broken rule"
 
 
-class Outcome(NamedTuple):
+R = TypeVar("R", covariant=True)
+S = TypeVar("S")
+
+
+class Outcome(NamedTuple, Generic[R]):
     """What became of one line, row or request: a record, or why there is none."""
 
     where: str
-    record: Record | None = None
-    left_out: Reason | None = None
+    record: R | None = None
+    left_out: str | None = None
     """Why it holds no conversation that can be asked."""
     broken: str | None = None
     """The rule that it breaks, behind `where`."""
@@ -38,6 +42,12 @@ class Outcome(NamedTuple):
     """Domain that the record has or, as far as it can be told, would have."""
     timing: Timing | None = None
     """Times of a request that an engine was busy with."""
+    unfollowed: Sequence[str] = ()
+    """The record's."""
+
+    def with_record(self, record: S | None) -> "Outcome[S]":
+        """The same outcome with another form of its record."""
+        return Outcome(self.where, record, *self[2:])
 
 
 @dataclass
@@ -57,16 +67,16 @@ class SourceCounts:
     unanswered: set[str] = field(default_factory=set, compare=False)
     """Domains and sources that let a conversation without a turn pass."""
 
-    def add(self, outcome: Outcome, source: Source) -> None:
+    def add(self, outcome: Outcome[object], source: Source) -> None:
         """Count what a line became; a record counts as taken until `leave_out` says otherwise.
 
         Raises InputError for a broken rule that the source does not skip, and for a conversation without a turn unless
         the recipe allows it.
         """
         self.read += 1
+        self.unfollowed.update(outcome.unfollowed)
         if outcome.record is not None:
             self.taken += 1
-            self.unfollowed.update(outcome.record.unfollowed)
             return
         if outcome.left_out is not None:
             self._count(outcome.left_out)
@@ -96,7 +106,7 @@ class SourceCounts:
         if not self.left_out[reason]:
             del self.left_out[reason]
 
-    def _allow(self, outcome: Outcome, source: Source) -> None:
+    def _allow(self, outcome: Outcome[object], source: Source) -> None:
         names = {name_of(source), *([outcome.domain] if outcome.domain else [])}
         allowed = names & source.may_be_unanswered
         if not allowed:
@@ -116,7 +126,7 @@ def name_of(source: Source) -> str:
     return "prompts of the target"
 
 
-def read_item(reader: LogReader, item: Item, server: str) -> Iterator[Entry | Outcome]:
+def read_item(reader: LogReader, item: Item, server: str) -> Iterator[Entry | Outcome[Record]]:
     """Yield what a reader makes of one item: entries, one for each request in it, or what else became of it."""
     entries = 0
     try:
@@ -132,7 +142,7 @@ def read_item(reader: LogReader, item: Item, server: str) -> Iterator[Entry | Ou
             yield Outcome(item.where, left_out=JOINED)
 
 
-def outcomes_of(source: Source, index: int, unit: Item | Entry | Outcome) -> Iterator[Outcome]:
+def outcomes_of(source: Source, index: int, unit: Item | Entry | Outcome[Record]) -> Iterator[Outcome[Record]]:
     """Yield the outcomes of one line or request: one, or one a request where a line holds a page of several.
 
     `unit`: an item of the source's files, or what a reader made of one that must see all lines in order.
@@ -148,7 +158,7 @@ def outcomes_of(source: Source, index: int, unit: Item | Entry | Outcome) -> Ite
         yield _of_line(source, index, unit)
 
 
-def _of_entry(source: Source, index: int, entry: Entry) -> Outcome:
+def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
     """Outcome of a request of a tool's log."""
     # The line's own field names the replica.
     assert isinstance(source, FileSource)
@@ -169,7 +179,7 @@ def _of_entry(source: Source, index: int, entry: Entry) -> Outcome:
     return _parsed(source, index, entry.line, "messages", entry.where, timing)._replace(timing=busy)
 
 
-def _of_line(source: Source, index: int, item: Item) -> Outcome:
+def _of_line(source: Source, index: int, item: Item) -> Outcome[Record]:
     """Outcome of a value in one of our own shapes."""
     try:
         line = item.decode()
@@ -196,14 +206,14 @@ def _shape_of(source: Source) -> tuple[Shape, str | None]:
     return "prompts", None
 
 
-def _parsed(source: Source, index: int, line: Any, shape: Shape, where: str, timing: Timing | None) -> Outcome:
+def _parsed(source: Source, index: int, line: Any, shape: Shape, where: str, timing: Timing | None) -> Outcome[Record]:
     try:
         record = parse(line, shape, source, where, index, timing)
     except LeftOut as request:
         return Outcome(where, left_out=request.reason, domain=_domain_named(source, line))
     except InputError as error:
         return Outcome(where, broken=str(error), domain=_domain_named(source, line))
-    return Outcome(where, record, domain=record.domain)
+    return Outcome(where, record, domain=record.domain, unfollowed=record.unfollowed)
 
 
 def _domain_named(source: Source, line: Any) -> str | None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError, RecipeError, named
@@ -24,6 +24,9 @@ from .settings import DatasetSource, FileKind, FileSource, MixSettings, Shape, S
 
 SamplePrompts = Callable[[int, int, int], list[str]]
 """`sample_prompts(count, seed, max_tokens)`: user prompts that the target makes up."""
+LeaveOut = Callable[[Record, str], None]
+"""`leave_out(record, reason)`: told of each record that does not stay."""
+R = TypeVar("R")
 _ROWS_PER_UPDATE = 256
 _PROBED_ITEMS = 500
 _ENGINE_KINDS: tuple[FileKind, ...] = ("vllm", "sglang")
@@ -53,9 +56,30 @@ def read_records(
     meanwhile. Raises InputError naming file and line, MissingFileError, or RecipeError where prompts of the target are
     asked for and there is no target.
     """
-    found = _counted(source, base_dir, index, counts, sample_prompts, traffic)
-    # A limit takes an even sample by hash; a source that gives nothing is a mistake.
+    outcomes = (
+        outcome
+        for unit in units(source, base_dir, index, counts, sample_prompts)
+        for outcome in outcomes_of(source, index, unit)
+    )
+    found = counted(outcomes, source, counts, traffic)
     yield from found if source.limit is None else smallest(found, source.limit, counts.leave_out)
+    require_some(source, index, counts)
+
+
+def counted(
+    outcomes: Iterable[Outcome[R]], source: Source, counts: SourceCounts, traffic: Traffic | None
+) -> Iterator[R]:
+    """Yield the records of some outcomes; counts and traffic are filled. Raises InputError; see `SourceCounts.add`."""
+    for outcome in outcomes:
+        if traffic is not None and outcome.timing is not None:
+            traffic.add(*outcome.timing)
+        counts.add(outcome, source)
+        if outcome.record is not None:
+            yield outcome.record
+
+
+def require_some(source: Source, index: int, counts: SourceCounts) -> None:
+    """Raise InputError for a source that gave nothing, which is a mistake unless the recipe names it."""
     if counts.taken:
         return
     if name_of(source) not in source.may_be_unanswered:
@@ -110,55 +134,56 @@ def _probe(source: FileSource, kind: FileKind, path: Path) -> SourceCounts:
     return counts
 
 
-def _counted(
-    source: Source,
-    base_dir: Path,
-    index: int,
-    counts: SourceCounts,
-    sample_prompts: SamplePrompts | None,
-    traffic: Traffic | None,
-) -> Iterator[Record]:
-    """Yield the records of all lines; counts and traffic are filled."""
-    for unit in units(source, base_dir, index, counts, sample_prompts):
-        for outcome in outcomes_of(source, index, unit):
-            if traffic is not None and outcome.timing is not None:
-                traffic.add(*outcome.timing)
-            counts.add(outcome, source)
-            if outcome.record is not None:
-                yield outcome.record
+class SmallestSample:
+    """The `limit` distinct records with the smallest keys: an even sample, in bounded memory, independent of order."""
 
+    def __init__(self, limit: int, leave_out: LeaveOut) -> None:
+        """`leave_out` is told the reason for each record that does not stay."""
+        self._limit, self._leave_out = limit, leave_out
+        self._heap: list[tuple[int, str]] = []  # of negated keys: its root is the largest one kept, the next to go
+        self._kept: dict[str, Record] = {}
+        self._copies: Counter[str] = Counter()
 
-def smallest(
-    records: Iterable[Record], limit: int, leave_out: Callable[[Record, str], None] = lambda record, reason: None
-) -> list[Record]:
-    """Sample the `limit` distinct records with the smallest hashes: even, in bounded memory, independent of order.
+    @property
+    def limit_key(self) -> str | None:
+        """Key above which no record enters any more; None: there is room."""
+        return self._heap[0][1] if len(self._heap) == self._limit else None
 
-    Of exact copies the latest stays. `leave_out` is told the reason for each record that does not stay.
-    """
-    heap: list[tuple[int, str]] = []
-    kept: dict[str, Record] = {}
-    copies: Counter[str] = Counter()
-    for record in records:
-        # A copy of a kept record may only replace it.
-        if record.key in kept:
-            kept[record.key] = max(kept[record.key], record, key=lambda copy: copy.started or -math.inf)
-            copies[record.key] += 1
-            continue
-        # A heap of negated hashes: its root is the largest hash kept, the next one to go with its copies.
-        entry = (-int(record.key, 16), record.key)
-        if len(heap) < limit:
-            heapq.heappush(heap, entry)
-        elif entry > heap[0]:
-            gone = kept.pop(heapq.heapreplace(heap, entry)[1])
-            for _ in range(1 + copies.pop(gone.key, 0)):
-                leave_out(gone, OVER_LIMIT)
+    def add(self, record: Record) -> None:
+        """Consider one record."""
+        # A copy of a kept record may only replace it: of exact copies the latest stays.
+        key = record.key
+        if key in self._kept:
+            self._kept[key] = max(self._kept[key], record, key=lambda copy: copy.started or -math.inf)
+            self._copies[key] += 1
+            return
+        # Another one enters, or takes the place of the largest, which goes with its copies.
+        entry = (-int(key, 16), key)
+        if len(self._heap) < self._limit:
+            heapq.heappush(self._heap, entry)
+        elif entry > self._heap[0]:
+            gone = self._kept.pop(heapq.heapreplace(self._heap, entry)[1])
+            for _ in range(1 + self._copies.pop(gone.key, 0)):
+                self._leave_out(gone, OVER_LIMIT)
         else:
-            leave_out(record, OVER_LIMIT)
-            continue
-        kept[record.key] = record
-    for key in copies.elements():
-        leave_out(kept[key], COPY)
-    return [kept[key] for key in sorted(kept)]
+            self._leave_out(record, OVER_LIMIT)
+            return
+        self._kept[key] = record
+
+    def records(self) -> list[Record]:
+        """The sample, by key; the copies of what is in it are left out now."""
+        for key in self._copies.elements():
+            self._leave_out(self._kept[key], COPY)
+        self._copies.clear()
+        return [self._kept[key] for key in sorted(self._kept)]
+
+
+def smallest(records: Iterable[Record], limit: int, leave_out: LeaveOut = lambda record, reason: None) -> list[Record]:
+    """A sample of records; see `SmallestSample`."""
+    sample = SmallestSample(limit, leave_out)
+    for record in records:
+        sample.add(record)
+    return sample.records()
 
 
 def units(
@@ -167,7 +192,7 @@ def units(
     index: int,
     counts: SourceCounts,
     sample_prompts: SamplePrompts | None = None,
-) -> Iterator[files.Item | Entry | Outcome]:
+) -> Iterator[files.Item | Entry | Outcome[Record]]:
     """Yield what `outcomes_of` takes, in order: a source's lines, or the requests that a log's reader joins of them."""
     if isinstance(source, TargetSource):
         return _target_prompts(source, base_dir, index, sample_prompts)
@@ -187,7 +212,7 @@ def _file_items(source: FileSource, paths: Sequence[Path], title: str) -> Iterat
 
 def _file_units(
     source: FileSource, paths: Sequence[Path], items: Iterator[files.Item], counts: SourceCounts
-) -> Iterator[files.Item | Entry | Outcome]:
+) -> Iterator[files.Item | Entry | Outcome[Record]]:
     # Our own shapes, and logs whose lines are complete in themselves, are parsed item by item.
     if source.kind in FORMATS and (form := FORMATS[source.kind]).joins:
         return _joined(form.reader(source), items, _servers(paths), counts)
@@ -196,7 +221,7 @@ def _file_units(
 
 def _joined(
     reader: LogReader, items: Iterable[files.Item], servers: Mapping[Path, str], counts: SourceCounts
-) -> Iterator[Entry | Outcome]:
+) -> Iterator[Entry | Outcome[Record]]:
     """Yield what a reader that joins lines makes of them."""
     for item in items:
         yield from read_item(reader, item, servers[item.path])
@@ -245,7 +270,7 @@ def _servers(paths: Sequence[Path]) -> dict[Path, str]:
 
 def _target_prompts(
     source: TargetSource, base_dir: Path, index: int, sample_prompts: SamplePrompts | None
-) -> Iterator[files.Item | Outcome]:
+) -> Iterator[files.Item | Outcome[Record]]:
     if sample_prompts is None:
         raise RecipeError(f"mix.sources[{index}]: kind 'target' samples from the target, and none is given")
     for i, prompt in enumerate(sample_prompts(source.count, source.seed, source.max_tokens)):

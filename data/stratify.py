@@ -143,6 +143,23 @@ def bucket_order(label: str) -> tuple[int, str]:
     return (int(found[1]), "") if found else (1 << 30, label)
 
 
+class LogRow(NamedTuple):
+    """What the log table keeps of one record."""
+
+    labels: Labels
+    lengths: Lengths
+    system_characters: int
+    """Length of its system prompt."""
+    started: float | None
+    where: str
+
+
+def log_row(record: Record, sampling: SamplingSettings | None) -> LogRow:
+    """Row of a record that is answered under `sampling` (None: the capture's default)."""
+    labels, lengths = labels_of(record, sampling), lengths_of(record)
+    return LogRow(labels, lengths, len(system_text(record)), record.started, record.where)
+
+
 class LogTable:
     """Columns of labels, lengths and times of every record that was read: about a hundred bytes for each."""
 
@@ -161,21 +178,20 @@ class LogTable:
     def __len__(self) -> int:
         return len(self.started)
 
-    def add(self, record: Record, sampling: SamplingSettings | None) -> int:
-        """Keep one record's labels. Returns its row."""
+    def add(self, row: LogRow) -> int:
+        """Keep what is logged of one record. Returns the number of its row."""
         # Labels are stored as codes in the order of first sight; -1 and nan stand for what is not known.
-        labels, lengths = labels_of(record, sampling), lengths_of(record)
-        for name, label in zip(Labels._fields, labels):
+        for name, label in zip(Labels._fields, row.labels):
             self._codes[name].append(self._code(name, label))
-        self.prompt_tokens.append(lengths.prompt)
-        self.answer_tokens.append(-1 if lengths.answer is None else lengths.answer)
-        self.counted.append(lengths.counted)
-        self.started.append(np.nan if record.started is None else record.started)
-        self.system_characters.setdefault(labels.system, len(system_text(record)))
-        if record.started is not None:
-            for heap, time in ((self._earliest, -record.started), (self._latest, record.started)):
+        self.prompt_tokens.append(row.lengths.prompt)
+        self.answer_tokens.append(-1 if row.lengths.answer is None else row.lengths.answer)
+        self.counted.append(row.lengths.counted)
+        self.started.append(np.nan if row.started is None else row.started)
+        self.system_characters.setdefault(row.labels.system, row.system_characters)
+        if row.started is not None:
+            for heap, time in ((self._earliest, -row.started), (self._latest, row.started)):
                 keep = heapq.heappush if len(heap) < _MOST_NAMED_CLOCKS else heapq.heappushpop
-                keep(heap, (time, record.where))
+                keep(heap, (time, row.where))
         return len(self) - 1
 
     def distrust_clocks(self) -> list[tuple[str, str]]:

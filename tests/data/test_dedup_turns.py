@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftforge.data.conversation import SPLITS, Conversation, Message, Split, turns
-from draftforge.data.dedup import Asking, Member, TurnIndex, asked_elsewhere, cluster_members, signature
+from draftforge.data.dedup import Asking, Member, TurnIndex, asked_elsewhere, cluster_members, signature, turn_keys
 from draftforge.data.mix import (
     CONVERSATIONS,
     MEMBERS,
@@ -67,7 +67,7 @@ def continued(*records: Record) -> dict[int, int]:
     """Places of the conversations that others go on from, and of those."""
     threads = TurnIndex()
     for one in records:
-        threads.add(one)
+        threads.add(turn_keys(one))
     names = [f"{number:03d}" for number in range(len(records))]
     return {int(part): int(whole) for part, whole in threads.continued(names).items()}
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from draftforge.data.conversation import Message
 from draftforge.data.ingest import Spool
+from draftforge.data.prepare import restored, stored
 from draftforge.data.records import Record
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -33,11 +34,12 @@ FULL = Record(
 def test_records_come_back_whole_in_any_order(tmp_path: Path) -> None:
     bare = Record(domain="", messages=(Message(role="user", content="x" * 100_000),))
     with Spool(tmp_path) as spool:
-        numbers = [spool.add(FULL), spool.add(bare), spool.add(FULL)]
+        numbers = [spool.add(stored(record)) for record in (FULL, bare, FULL)]
         assert numbers == [0, 1, 2] and len(spool) == 3
-        assert spool[1] == bare and spool[0] == FULL == spool[2]
-        assert (spool[0].id, spool[0].key, spool[0].where) == (FULL.id, FULL.key, FULL.where)
-        assert spool.add(bare) == 3 and spool[3] == bare and spool[2] == FULL
+        first, second, third = (restored(spool[number]) for number in numbers)
+        assert second == bare and first == FULL == third
+        assert (first.id, first.key, first.where) == (FULL.id, FULL.key, FULL.where)
+        assert spool.add(stored(bare)) == 3 and restored(spool[3]) == bare and restored(spool[2]) == FULL
 
 
 def test_a_large_spool_lies_on_disk_without_a_name(tmp_path: Path) -> None:
@@ -45,6 +47,6 @@ def test_a_large_spool_lies_on_disk_without_a_name(tmp_path: Path) -> None:
     large = Record(domain="d", messages=(Message(role="user", content="y" * (1 << 20)),))
     with Spool(folder) as spool:
         for _ in range(40):
-            spool.add(large)
-        assert spool[39] == large and spool._file.name is not None  # memory has no name
+            spool.add(stored(large))
+        assert restored(spool[39]) == large and spool._file.name is not None  # memory has no name
         assert list(folder.iterdir()) == []

@@ -12,7 +12,7 @@ from draftforge.data.mix import build_mix
 from draftforge.data.profile import JOINT, LOG, MIX, chi_square_p, profile, variation, variation_by_chance
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings
-from draftforge.data.stratify import Column, LogTable, bucket, labels_of, lengths_of
+from draftforge.data.stratify import Column, LogTable, bucket, labels_of, lengths_of, log_row
 from draftforge.specdec.sampling import SamplingSettings
 
 
@@ -66,7 +66,7 @@ def test_labels_are_in_the_order_of_what_they_name() -> None:
     for day, turns in ((3, 9), (1, 1), (None, 3), (2, 2)):
         asked = [Message(role="user", content="hi")] * turns
         started = None if day is None else 86_400.0 * (40 * day)
-        table.add(Record(messages=tuple(asked), domain="a", started=started), None)
+        table.add(log_row(Record(messages=tuple(asked), domain="a", started=started), None))
     assert table.column("day").names == ["1970-02-10", "1970-03-22", "1970-05-01", "unknown"]
     assert table.column("turns").names == ["1", "2", "3-4", "9+"]
     assert table.column("day").codes_N.tolist() == [2, 0, 3, 1]

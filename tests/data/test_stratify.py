@@ -22,6 +22,7 @@ from draftforge.data.stratify import (
     exponential_keys,
     half_lives,
     largest_size,
+    log_row,
     odd_clocks,
     rake_weights,
 )
@@ -206,7 +207,8 @@ def test_a_wrong_clock_weighs_as_much_as_an_unknown_one_and_is_named() -> None:
     log = LogTable()
     for number, time in enumerate([IN_2099, *MONTH, LONG_AGO]):
         message = Message(role="user", content=f"question {number}")
-        log.add(Record(domain="d", messages=(message,), started=time, where=f"log.jsonl:{number + 1}"), None)
+        record = Record(domain="d", messages=(message,), started=time, where=f"log.jsonl:{number + 1}")
+        log.add(log_row(record, None))
     assert log.distrust_clocks() == [("1970-01-01", "log.jsonl:42"), ("2099-01-01", "log.jsonl:1")]
     assert log.odd_clocks == 2 and np.isnan(np.array(log.started)[[0, 41]]).all()
     weight_N = half_lives(np.array(log.started), 14)

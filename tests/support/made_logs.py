@@ -112,12 +112,15 @@ LINES: dict[str, Callable[[int], list[str]]] = {
 _BROKEN = {"prompts": "\udcff", "vllm": "\udcff", "sglang": "{"}
 
 
-def write_log(folder: Path, kind: str, requests: int, broken: tuple[int, ...] = ()) -> Line:
-    """Write a log, and give the recipe's source that reads it. A broken line stands before each request of `broken`."""
+def write_log(folder: Path, kind: str, requests: int, broken: tuple[int, ...] = (), first: int = 0) -> Line:
+    """Write a log of the requests from `first` on, and give the recipe's source that reads it.
+
+    A broken line stands before each request of `broken`. Requests of different numbers ask different things.
+    """
     lines: list[str] = []
     for i in range(requests):
         if i in broken:
             lines.append(_BROKEN.get(kind, "{"))
-        lines += LINES[kind](i)
+        lines += LINES[kind](first + i)
     (folder / f"{kind}.log").write_bytes("".join(line + "\n" for line in lines).encode(errors="surrogateescape"))
     return {"kind": kind, "path": f"{kind}.log", **({} if kind == "messages" else {"domain": "d"})}

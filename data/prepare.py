@@ -1,0 +1,144 @@
+"""Preparation of records: redacted, hashed, signed and labelled, as ingestion keeps them. Any process can do it."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from ..specdec.sampling_settings import SamplingSettings
+from .conversation import Message
+from .dedup import Signature, group_key, signature, turn_keys
+from .files import Item
+from .logs.chat import Entry
+from .outcomes import OVER_LIMIT, Outcome, outcomes_of
+from .records import Record
+from .redact import Redactor
+from .settings import MixSettings
+from .split import weighted_choice
+from .stratify import LogRow, log_row
+
+Unit = Item | Entry | Outcome[Any]
+"""A line of a source, or a request that a log's reader joined of several."""
+
+
+class Prepared(NamedTuple):
+    """What ingestion keeps of a record."""
+
+    id: str
+    """Id and key of the redacted record."""
+    key: str
+    source: int
+    group: str | None
+    """Hash of its group; None: it has none."""
+    stored: bytes
+    """The redacted record, for `restored`."""
+    signature: Signature
+    turn_keys: list[int]
+    row: LogRow
+    redacted: Mapping[str, int]
+    """Number of redactions, by kind."""
+
+
+class Preparer:
+    """Turns lines into prepared records under the settings of a mix. What it remembers only saves time."""
+
+    def __init__(self, settings: MixSettings) -> None:
+        self._settings = settings
+        self._redactor = Redactor(settings.redact)
+
+    def prepared_outcomes(self, index: int, units: Iterable[Unit]) -> list[Outcome[Prepared]]:
+        """Outcomes of some lines of the source with this index, their records prepared."""
+        found = self._outcomes(index, units)
+        return [one.with_record(self.prepared(one.record) if one.record else None) for one in found]
+
+    def outcomes_below(self, index: int, units: Iterable[Unit], limit_key: str | None) -> list[Outcome[Record]]:
+        """Outcomes of some lines, their records as they are; those with a key above `limit_key` are left out."""
+        return [
+            outcome.with_record(None)._replace(left_out=OVER_LIMIT)
+            if limit_key is not None and outcome.record is not None and outcome.record.key > limit_key
+            else outcome
+            for outcome in self._outcomes(index, units)
+        ]
+
+    def prepared_records(self, records: Iterable[Record]) -> list[Prepared]:
+        """Prepare records that a limit kept."""
+        return [self.prepared(record) for record in records]
+
+    def prepared(self, found: Record) -> Prepared:
+        """Redact one record, and compute all that ingestion keeps of it."""
+        before = self._redactor.counts.copy()
+        record = redacted(found, self._redactor)
+        counts = self._redactor.counts - before
+        return Prepared(
+            id=record.id,
+            key=record.key,
+            source=record.source,
+            group=None if record.group is None else group_key(record.domain, record.group),
+            stored=stored(record),
+            signature=signature(record.user_text),
+            turn_keys=turn_keys(record),
+            row=log_row(record, sampling_of(record, self._settings)[0]),
+            redacted=counts,
+        )
+
+    def _outcomes(self, index: int, units: Iterable[Unit]) -> Iterable[Outcome[Record]]:
+        source = self._settings.sources[index]
+        return (outcome for unit in units for outcome in outcomes_of(source, index, unit))
+
+
+def redacted(record: Record, redactor: Redactor) -> Record:
+    """Redact a record in everything that the target is shown: messages, tool calls, tools, template arguments."""
+    messages = tuple(_redacted_message(message, redactor) for message in record.messages)
+    # Tools and template arguments are JSON values, whose texts are redacted at all depths.
+    arguments = None if record.template_args is None else redactor.value(dict(record.template_args))
+    tools = redactor.value(record.tools)
+    # A record without anything to redact stays, and with it what was computed of it.
+    if (messages, tools, arguments) == (record.messages, record.tools, record.template_args):
+        return record
+    return replace(record, messages=messages, tools=tools, template_args=arguments)
+
+
+def _redacted_message(message: Message, redactor: Redactor) -> Message:
+    changes: dict[str, Any] = {
+        "content": redactor.value(message.content),
+        "reasoning": redactor.value(message.reasoning),
+        "name": redactor.value(message.name),
+        "tool_call_id": redactor.value(message.tool_call_id),
+        "tool_calls": redactor.calls(message.tool_calls),
+    }
+    changes = {name: value for name, value in changes.items() if value != getattr(message, name)}
+    return message.model_copy(update=changes) if changes else message
+
+
+def sampling_of(record: Record, settings: MixSettings) -> tuple[SamplingSettings | None, int | None]:
+    """Sampling settings and token limit of a record: the logged ones, else drawn from `mix.sampling`; None: neither."""
+    sampling = record.sampling if settings.logged_sampling else None
+    max_new_tokens = record.max_new_tokens if settings.logged_sampling else None
+    # The draw depends on the content's id alone; it fills in only what is missing.
+    if settings.sampling and (sampling is None or max_new_tokens is None):
+        weights = [choice.weight for choice in settings.sampling]
+        drawn = weighted_choice(settings.sampling, weights, "sampling", settings.salt, record.id)
+        sampling = sampling or drawn.settings
+        max_new_tokens = max_new_tokens or drawn.max_new_tokens
+    return sampling, max_new_tokens
+
+
+def stored(record: Record) -> bytes:
+    """A record as one line of JSON, for `restored`."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    values["messages"] = [message.model_dump(exclude_none=True) for message in record.messages]
+    values["sampling"] = record.sampling and record.sampling.model_dump()
+    values["template_args"] = record.template_args and dict(record.template_args)
+    return json.dumps(values, ensure_ascii=False).encode()
+
+
+def restored(line: bytes) -> Record:
+    """The record of a line that `stored` wrote."""
+    values = json.loads(line)
+    sampling = values["sampling"]
+    parsed = {
+        "messages": tuple(Message.model_validate(message) for message in values["messages"]),
+        "unfollowed": tuple(values["unfollowed"]),
+        "sampling": None if sampling is None else SamplingSettings.model_validate(sampling),
+    }
+    return Record(**{**values, **parsed})

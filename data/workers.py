@@ -1,0 +1,169 @@
+"""Worker processes that prepare the records of large sources: in order, with bounded memory, started late.
+
+Small inputs never leave this process. Results come in the order of their batches, so they do not depend on how many
+processes there are, and neither does the line that an error names.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from types import ModuleType, TracebackType
+from typing import Any, Concatenate, TypeVar
+
+from ..errors import LostRankError
+from .prepare import Preparer
+from .settings import MixSettings
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+MOST_PROCESSES = 16
+"""More would wait for the one process that collects their results."""
+_BATCH_UNITS, _BATCH_BYTES = 64, 1 << 20
+_ALONE_BATCHES = 32  # what this process prepares before it starts others: a second or two
+_QUEUED_BATCHES = 3  # of each process
+
+
+class Workers:
+    """Processes with a `Preparer` each."""
+
+    def __init__(self, settings: MixSettings, processes: int | None = None) -> None:
+        """`processes`: absent: one for each core that this process may use."""
+        self._settings, self._alone = settings, _ALONE_BATCHES
+        self._processes = min(available_cores(), MOST_PROCESSES) if processes is None else processes
+        self._own = Preparer(settings)
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(
+        self, method: Callable[Concatenate[Preparer, ...], Sequence[R]], batches: Iterable[tuple[Any, ...]]
+    ) -> Iterator[R]:
+        """Yield the results of a method of `Preparer` for every batch (its arguments), in the order of the batches.
+
+        Batches are drawn as processes become free, so that no more than a few of each wait. What drawing one raises
+        comes after the results of those before it. Raises LostRankError if a process dies.
+        """
+        waiting: deque[Future[Sequence[R]]] = deque()
+        drawn, failure = iter(batches), None
+        while True:
+            # 1) Draw the next batch.
+            try:
+                batch = next(drawn, None)
+            except Exception as error:
+                batch, failure = None, error
+            if batch is None:
+                break
+
+            # 2) Prepare it here, or give it away and collect what was given away long ago.
+            if self._processes == 1 or self._alone > 0:
+                self._alone -= 1
+                yield from method(self._own, *batch)
+                continue
+            waiting.append(self._submit(method.__name__, batch))
+            if len(waiting) > _QUEUED_BATCHES * self._processes:
+                yield from _result(waiting.popleft())
+
+        # 3) Collect the rest.
+        while waiting:
+            yield from _result(waiting.popleft())
+        if failure is not None:
+            raise failure
+
+    def _submit(self, method: str, batch: tuple[Any, ...]) -> Future[Any]:
+        if self._pool is not None:
+            return self._pool.submit(_prepare, method, batch)
+        self._pool = ProcessPoolExecutor(
+            self._processes, multiprocessing.get_context("spawn"), _start, (self._settings,)
+        )
+        with _bare_children():
+            return self._pool.submit(_prepare, method, batch)  # the first one starts all processes
+
+
+def available_cores() -> int:
+    """Cores that this process may use, by its affinity and its container's quota."""
+    from joblib import cpu_count  # slow to import
+
+    found: int = cpu_count()
+    return found
+
+
+def batched(units: Iterable[T]) -> Iterator[list[T]]:
+    """Batches of lines: so many, or so many bytes of them. An error comes after the lines before it."""
+    batch, size, failure = list[T](), 0, None
+    drawn = iter(units)
+    while True:
+        try:
+            unit = next(drawn, None)
+        except Exception as error:
+            unit, failure = None, error
+        if unit is None:
+            break
+        batch.append(unit)
+        raw = getattr(unit, "raw", None)
+        size += len(raw) if isinstance(raw, bytes) else 0
+        if len(batch) == _BATCH_UNITS or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+    if failure is not None:
+        raise failure
+
+
+def _result(future: Future[Sequence[R]]) -> Sequence[R]:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise LostRankError(
+            "mix: a process that reads the log was killed (out of memory?); LOKY_MAX_CPU_COUNT=1 reads with one"
+        ) from None
+
+
+_preparer: Preparer | None = None  # of a worker process
+
+
+def _start(settings: MixSettings) -> None:
+    global _preparer
+    _preparer = Preparer(settings)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A process that nobody collects from any more would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _prepare(method: str, batch: tuple[Any, ...]) -> Any:
+    return getattr(_preparer, method)(*batch)
+
+
+@contextmanager
+def _bare_children() -> Iterator[None]:
+    """Children started in the body import no main module, which may be heavy, and never see Ctrl-C, which this process
+    handles."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        sys.modules["__main__"] = main
