@@ -99,8 +99,9 @@ class _Part(NamedTuple):
     """Place of a file among those of a rotated log."""
 
     log: Path
-    order: tuple[int, tuple[int, ...]]
-    """Sort key, oldest first: dated files, then numbered ones, then the one that is still written."""
+    order: tuple[tuple[int, ...], int, tuple[int, ...]]
+    """Sort key, oldest first: by the date of its folder; in one folder dated files, then numbered ones, then the one
+    that is still written."""
 
 
 _EXTENSION = r"\.(?:log|jsonl?|ndjson|txt|out|err|csv|tsv|parquet)"
@@ -108,6 +109,10 @@ _EXTENSION = r"\.(?:log|jsonl?|ndjson|txt|out|err|csv|tsv|parquet)"
 _DATED = re.compile(
     rf"(?P<stem>.*?)[-_.]?(?P<year>(?:19|20)\d\d)(?P<mark>[-_.]?)(?P<month>[01]\d)(?P=mark)(?P<day>[0-3]\d)"
     rf"(?P<rest>(?:[-_.:T]\d+)*)Z?(?P<extension>{_EXTENSION})?"
+)
+# `2026-11-30`, `dt=20261130`, or a folder each for year, month, day and hour.
+_DATED_FOLDERS = re.compile(
+    r"(?<=/)(?:\w+=)?((?:19|20)\d\d)(?:[-_.]?([01]\d)(?:[-_.]?([0-3]\d)(?:[-_.T]([0-2]\d))?)?)?/((?:(?:\w+=)?\d\d/)*)"
 )
 # `server.log.1`, `server.1.log`: a higher number is older.
 _NUMBERED = re.compile(rf"(?P<stem>.+)\.(?P<number>\d{{1,4}})(?P<extension>{_EXTENSION})?")
@@ -122,17 +127,23 @@ def _parts(paths: Sequence[Path]) -> Iterator[_Part]:
     """Yield each file's place in its log. `.1` is a part of a log only if its name or another file shows the log."""
     known = {path.with_name(_unpacked_name(path)) for path in paths}
     for path in paths:
+        # 1) Folders of one date are passed over: a log goes on in the next.
+        folder = f"{path.parent.as_posix()}/"
+        day = tuple(int(number) for found in _DATED_FOLDERS.finditer(folder) for number in re.findall(r"\d+", found[0]))
+        parent = Path(_DATED_FOLDERS.sub("", folder))
+
+        # 2) What the name says beside the log's.
         name = _unpacked_name(path)
         dated, numbered = _DATED.fullmatch(name), _NUMBERED.fullmatch(name)
         whole = dated or numbered
-        log = path.with_name((whole["stem"] + (whole["extension"] or "")) or name) if whole else path.with_name(name)
+        log = ((whole["stem"] + (whole["extension"] or "")) or name) if whole else name
         if dated:
             numbers = (dated["year"], dated["month"], dated["day"], *re.findall(r"\d+", dated["rest"]))
-            yield _Part(log, (0, tuple(map(int, numbers))))
-        elif numbered and (log in known or re.search(f"{_EXTENSION}$", numbered["stem"])):
-            yield _Part(log, (1, (-int(numbered["number"]),)))
+            yield _Part(parent / log, (day, 0, tuple(map(int, numbers))))
+        elif numbered and (path.with_name(log) in known or re.search(f"{_EXTENSION}$", numbered["stem"])):
+            yield _Part(parent / log, (day, 1, (-int(numbered["number"]),)))
         else:
-            yield _Part(path.with_name(name), (2, ()))
+            yield _Part(parent / name, (day, 2, ()))
 
 
 def digest(base_dir: Path, name: str) -> str:
@@ -304,6 +315,8 @@ def _json_values(file: _Open) -> Iterator[Item]:
 
 
 def _text(line: bytes, where: str) -> str:
+    if b"\0" in line:
+        raise InputError(f"{where}: holds NUL bytes; must be text in UTF-8")
     return _utf8(line, where).rstrip("\r\n")
 
 

@@ -261,10 +261,11 @@ def _input_digest(source: Source, base_dir: Path) -> str:
 
 def _servers(paths: Sequence[Path]) -> dict[Path, str]:
     """Name the server that wrote each file: the path of its log below the common folder, without a suffix."""
-    root = os.path.commonpath([path.parent for path in paths])
+    logs = files.whole_logs(paths)
+    root = os.path.commonpath([log.parent for log in logs.values()])
     return {
         path: re.sub(r"\.(log|jsonl?|txt|out)$", "", log.relative_to(root).as_posix()) or log.parent.name
-        for path, log in files.whole_logs(paths).items()
+        for path, log in logs.items()
     }
 
 

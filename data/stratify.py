@@ -267,6 +267,7 @@ _MOST_ROUNDS, _CLOSE = 2000, 1e-9
 _DIGITS = 9  # of running sums: what lies this near a whole number is one
 _SECONDS_PER_DAY = 86400.0
 _TEN_YEARS, _MONTH = 3652.0, 30.0  # days
+_FIRST_CLOCKS = 11 * 365.25 * _SECONDS_PER_DAY
 _TIMES_AS_WIDE, _A_TENTH = 3, 10
 
 
@@ -283,7 +284,8 @@ class Margin(NamedTuple):
 def odd_clocks(started_N: Floats) -> NDArray[np.bool_]:
     """Which times are of wrong clocks: a few, apart from the rest at one end (nan: no time).
 
-    They lie behind a gap of ten years, and are less than half; or, after the rest, behind a gap of a month that is
+    They are before 1981, where a clock begins that knows no time; or lie behind a gap of ten years, and are less than
+    half; or, after the rest, behind a gap of a month that is
     three times as long as any in the rest, and are less than a tenth. A gap before the rest may be an archive's.
     """
     order = np.argsort(started_N)[: int((~np.isnan(started_N)).sum())]
@@ -292,7 +294,7 @@ def odd_clocks(started_N: Floats) -> NDArray[np.bool_]:
     # 1) Too early: what lies before the last such gap.
     gap = np.diff(started_N[order]) / _SECONDS_PER_DAY
     before = np.arange(1, len(order))
-    early = np.flatnonzero((gap > _TEN_YEARS) & (2 * before < len(order)))
+    early = np.flatnonzero((gap > _TEN_YEARS) & ((2 * before < len(order)) | (started_N[order[:-1]] < _FIRST_CLOCKS)))
     first = int(early[-1]) + 1 if len(early) else 0
     odd_N[order[:first]] = True
 

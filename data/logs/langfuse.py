@@ -38,7 +38,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
                 raise InputError(f"{where}: data[{index}]: is not a JSON object")
             yield from entries(item, f"{where}: data[{index}]", engine)
         return
-    if value.get("type") != _GENERATION:
+    if str(value.get("type")).upper() != _GENERATION:
         yield Entry(where, left_out="no chat request")
         return
 
@@ -107,8 +107,9 @@ def _request(given: Any, parameters: dict[str, Any], engine: str | None) -> tupl
         return {}, "messages in an unread form"
 
     # 3) The whole, in the shape of chat completions.
-    stop = parameters.pop("stop_sequences", None)
-    request = parameters | {"stop": stop} | {name: decoded(item) for name, item in body.items()} | {"messages": read}
+    if "stop_sequences" in parameters:  # LangChain's name
+        parameters["stop"] = parameters.pop("stop_sequences")
+    request = parameters | {name: decoded(item) for name, item in body.items()} | {"messages": read}
     if tools and not request.get("tools"):
         request["tools"] = tools
     if anthropic.is_request(body | {"messages": read}):

@@ -17,7 +17,8 @@ from .chat import Entry, Reason, Timing, body_of, decoded, labels, with_answer
 from .parsing import number, seconds
 from .response import answer_of, failed, response_of, tells_failure, usage_of
 
-_REQUESTS, _RESPONSES = ("request", "request_body", "body"), ("response", "response_body")
+_REQUESTS = ("request", "request_body", "requestBody", "body")
+_RESPONSES = ("response", "response_body", "responseBody")
 _STARTED = ("started", "start_time", "startTime", "timestamp", "time")
 _ENDED = ("ended", "end_time", "endTime")
 _DURATIONS = (("duration", 1.0), ("latency", 1.0), ("duration_ms", 1e-3), ("latency_ms", 1e-3))
@@ -30,7 +31,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     envelope, body = _request(value)
     wrapper, response = _response(value)
     timing = _timing(value, response)
-    path = next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), "").partition("?")[0]
+    path = _path(next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), ""))
     reason = _reason((value, wrapper), response, path, body)
     request = body or {}
     if reason is None and (path.endswith("/messages") or (not path and anthropic.is_request(request))):
@@ -44,6 +45,12 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         messages = with_answer(messages, answer_of(response))
     own = {name: item for name, item in value.items() if name not in (*_REQUESTS, *_RESPONSES)} if envelope else {}
     yield Entry(where, {**labels(own), "request": request, "messages": messages}, timing=timing)
+
+
+def _path(text: str) -> str:
+    """Path of a URL or of a request line, without its query."""
+    words = [word for word in text.split() if "/" in word and not word.startswith("HTTP/")]
+    return words[0].partition("?")[0].rstrip("/") if words else ""
 
 
 def _request(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import InputError
 from .chat import Entry, Reason, Timing, body_of, count, line_of
+from .containers import ContainerLines
 from .parsing import arguments, fields, is_cut, literal, number, seconds, unread_reason, unrender
 
 _TEXT = re.compile(
@@ -33,11 +34,16 @@ class SglangReader:
     """Reader that takes conversations from received requests where a log has them, and times from finished ones."""
 
     def __init__(self) -> None:
+        self._lines = ContainerLines()
         self._with_requests: set[str] = set()
         """Servers whose logs have requests as the client sent them."""
 
     def feed(self, value: str, where: str, server: str) -> Iterable[Entry]:
-        event, when, obj, out = _event(value, where)
+        line = self._lines.whole(value, where, server)
+        if line is None:
+            return
+        where = line.where
+        event, when, obj, out = _event(line.text, where)
         if event == "Receive OpenAI":
             self._with_requests.add(server)
             yield _received(obj, where, when)

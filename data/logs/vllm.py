@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from .chat import Entry, Reason, Timing, line_of
+from .containers import ContainerLines, LogLine
 from .parsing import Rendered, arguments, fields, literal, seconds, unread_reason, unrender
 
 _LINE = re.compile(
@@ -58,6 +59,7 @@ class VllmReader:
 
     def __init__(self, year: int | None) -> None:
         self._year = year
+        self._lines = ContainerLines()
         self._last: dict[str, datetime] = {}
         """Latest date of each server's lines that name no year."""
         self._waiting: dict[tuple[str, str], list[_Request]] = {}
@@ -65,7 +67,11 @@ class VllmReader:
 
     def feed(self, value: str, where: str, server: str) -> Iterable[Entry]:
         # Lines that are of no request, then the parts of one: its start and details, its failure or end, the answer.
-        text, stamp = _message(value)
+        line = self._lines.whole(value, where, server)
+        if line is None:
+            return
+        where = line.where
+        text, stamp = _message(line)
         found = _LINE.search(text)
         kind, name, form = found.groups() if found else (None, "", None)
         if found is None or (kind == "Request" and form not in ("details", "failed", "aborted")):
@@ -196,18 +202,18 @@ def _date(year: int, numbers: list[int]) -> datetime | None:
         return None
 
 
-def _message(value: str) -> tuple[str, Any]:
-    """Text of a log line, and the time field beside it if the line is JSON (None: it is plain text)."""
-    if value.lstrip().startswith("{"):
+def _message(line: LogLine) -> tuple[str, Any]:
+    """Text of a log line, and the time beside it: of a field if the line is JSON, else of the container's runtime."""
+    if line.text.lstrip().startswith("{"):
         try:
-            line = json.loads(value)
+            values = json.loads(line.text)
         except (ValueError, RecursionError):
-            line = None
-        if isinstance(line, dict):
-            text = line.get("message", line.get("log", line.get("msg")))
-            stamp = line.get("asctime") or line.get("timestamp") or line.get("time")
-            return (text.rstrip() if isinstance(text, str) else ""), stamp
-    return _COLOURS.sub("", value), None
+            values = None
+        if isinstance(values, dict):
+            text = values.get("message", values.get("log", values.get("msg")))
+            stamp = values.get("asctime") or values.get("timestamp") or values.get("time")
+            return (text.rstrip() if isinstance(text, str) else ""), stamp or line.stamp
+    return _COLOURS.sub("", line.text), line.stamp
 
 
 def _entry(request: _Request, reason: Reason | None = None, ended: float | None = None, answer: Any = None) -> Entry:

@@ -189,6 +189,7 @@ MONTH = [NOVEMBER + day * DAYS for day in range(40)]
         ([*MONTH, LONG_AGO, LONG_AGO, IN_2099], [LONG_AGO, LONG_AGO, IN_2099]),
         ([*MONTH, *[IN_2099 + second for second in range(39)]], [IN_2099 + second for second in range(39)]),
         ([NOVEMBER, IN_2099], []),
+        ([LONG_AGO] * 40 + MONTH, [LONG_AGO] * 40),
         ([*MONTH, MONTH[-1] + 40 * DAYS], [MONTH[-1] + 40 * DAYS]),
         ([*MONTH, MONTH[-1] + 29 * DAYS], []),
         ([*MONTH, *[MONTH[-1] + (40 + day) * DAYS for day in range(5)]], []),

@@ -1,6 +1,7 @@
 """Request logs of vLLM and of SGLang: what the RequestLogger of each writes, in text and in JSON."""
 
 import gzip
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,30 @@ def test_vllm_lines_behind_the_prefixes_of_containers(tmp_path: Path) -> None:
     ((start, length, server),) = read.times
     assert (start, server) == (1795860000.5, "pod") and length == pytest.approx(1.623456, abs=1e-6)
     assert read.records[0].ended == start + length
+
+
+def test_long_lines_that_containers_cut_are_joined(tmp_path: Path) -> None:
+    """Docker's JSON files and the CRI format cut at 16 kB; the two streams of a container do not mix."""
+    lines = [*started("c-1", asked("long " * 50)), *ended("c-1", "Yes")]
+    docker, cri = [], []
+    for line in lines:
+        pieces = [line[i : i + 90] for i in range(0, len(line), 90)]
+        for piece in pieces:
+            ends = piece is pieces[-1]
+            stamp = "2026-11-28T10:00:00.5Z"
+            docker.append(json.dumps({"log": piece + "\n" * ends, "stream": "stderr", "time": stamp}))
+            docker.append(json.dumps({"log": "Loading\n", "stream": "stdout", "time": stamp}))
+            cri += [f"{stamp} stderr {'F' if ends else 'P'} {piece}", f"{stamp} stdout F Loading"]
+    for kept in (docker, cri):
+        read = read_log(write_lines(tmp_path / "pod.log", *kept), "vllm")
+        assert read.talks == [[("user", "long " * 50), ("assistant", "Yes")]]
+        assert read.records[0].started == 1795860000.5 and read.counts.read == len(kept)
+        assert read.counts.left_out["other log line"] == len(kept) / 2
+    text = finished("r1", asked("long " * 50))
+    pieces = [f"2026-11-28T10:00:00.5Z stdout {mark} {piece}" for mark, piece in (("P", text[:99]), ("F", text[99:]))]
+    assert read_log(write_lines(tmp_path / "pod.log", *pieces), "sglang").talks == [
+        [("user", "long " * 50), ("assistant", "Yes")]
+    ]
 
 
 def test_times_of_unlike_kinds_make_no_length(tmp_path: Path) -> None:

@@ -96,12 +96,17 @@ ROTATED = [
     "logs/v1.3",
     "other/0.log.20261130-101010.gz",
     "other/0.log",
+    "s3/2026/11/30/23/z.log",
+    "s3/2026/12/01/00/z.log.1",
+    "s3/2026/12/01/00/z.log",
+    "t/dt=2026-11-30/z.log",
+    "t/dt=2026-12-01/z.log",
 ]
 
 
 def test_files_of_a_rotated_log_are_read_in_the_order_of_time(tmp_path: Path) -> None:
     for name in sorted(ROTATED):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     for pattern in (".", "**/*"):
         found = files.find(tmp_path, pattern)
@@ -110,6 +115,8 @@ def test_files_of_a_rotated_log_are_read_in_the_order_of_time(tmp_path: Path) ->
     assert whole == {
         *(f"logs/{name}" for name in ("a.log", "b.log", "c.log", "d.1.jsonl", "d.2.jsonl", "v1.2", "v1.3")),
         "other/0.log",
+        "s3/z.log",
+        "t/z.log",
     }
     days = ["2026-11-30.log", "2026-12-01.log", "2026-12-01.1.log"]
     assert files.whole_logs([tmp_path / day for day in days]) == {tmp_path / day: tmp_path / ".log" for day in days}

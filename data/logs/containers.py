@@ -1,0 +1,53 @@
+"""Log lines of container runtimes: Docker's JSON files and Kubernetes' text (CRI), both of which cut long lines."""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+_CRI = re.compile(r"(\d{4}-\d\d-\d\dT\S+) (stdout|stderr) ([PF])(?::\S+)? ")
+
+
+class LogLine(NamedTuple):
+    """One line of what runs in a container."""
+
+    where: str
+    """Place of its first piece."""
+    text: str
+    stamp: Any
+    """Time that the runtime wrote beside it; None: the line has no envelope."""
+
+
+class ContainerLines:
+    """Takes off the envelopes of lines, and joins the pieces of each server's streams."""
+
+    def __init__(self) -> None:
+        self._begun: dict[tuple[str, str], LogLine] = {}
+
+    def whole(self, value: str, where: str, server: str) -> LogLine | None:
+        """The line that this one ends, without its envelope; None: it goes on."""
+        # 1) The envelope: the stream, the time, and whether the line ends here.
+        stream, text, stamp, ends = "", value, None, True
+        if cri := _CRI.match(value):
+            stamp, stream, mark = cri.groups()
+            text, ends = value[cri.end() :], mark == "F"
+        elif value.startswith("{") and '"log"' in value and '"stream"' in value:
+            line = _object(value)
+            if isinstance(line.get("log"), str) and isinstance(line.get("stream"), str):
+                stream, stamp = line["stream"], line.get("time")
+                text, ends = line["log"].rstrip("\n"), line["log"].endswith("\n")
+
+        # 2) The pieces before it.
+        begun = self._begun.pop((server, stream), None) if stream else None
+        found = LogLine(where, text, stamp) if begun is None else begun._replace(text=begun.text + text)
+        if not ends:
+            self._begun[server, stream] = found
+            return None
+        return found
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
