@@ -54,6 +54,12 @@ _PLAIN_WORDS = [
 
 
 _NAME = r"^[a-z0-9][a-z0-9._-]*$"
+_REPLACED = {
+    "gate.min_conversations": "is gate.min_clusters now: clusters of near-duplicates count, not conversations",
+    "gate.min_domain_conversations": "is gate.min_domain_clusters now: clusters of near-duplicates count",
+    "score.bootstrap_samples": "is gone: intervals are computed, not resampled; leave it out",
+}
+"""Keys that recipes had, and what became of them."""
 _BASELINES = (*TRAINING_FREE, "none", "plain")  # what tables and `--draft` call decoding without a trained draft
 
 
@@ -342,7 +348,9 @@ def _explain(errors: Iterable[ErrorDetails], raw: Any, schema: Schema) -> list[s
     for error in errors:
         keys = _keys_of(error, raw)
         dotted = ".".join(map(str, keys)) or "recipe"
-        if error["type"] == "extra_forbidden":
+        if error["type"] == "extra_forbidden" and dotted in _REPLACED:
+            unknown.append(f"{dotted}: {_REPLACED[dotted]}")
+        elif error["type"] == "extra_forbidden":
             nearest = _nearest(keys, raw, schema)
             meant.add(nearest)
             unknown.append(f"{dotted}: unknown key; the nearest known one is {nearest}")

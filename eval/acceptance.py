@@ -1,32 +1,39 @@
-"""Acceptance figures from counts: tau, acceptance rate and alpha per position, each with a bootstrap interval.
+"""Acceptance figures from counts: tau, acceptance rate and alpha per position, and the interval of every figure.
 
-Intervals are percentile bootstraps over conversation clusters: turns, near-duplicates and sampling settings of one
-cluster move together. A figure that cannot be computed is NaN with a reason, never 0.
-Shape letters: C clusters, B bootstrap samples, F summed columns, K drafted positions.
+Turns, near-duplicates and sampling settings of one conversation cluster move together, so intervals are of clusters:
+`estimate` is the one function that makes them. A figure that cannot be computed is NaN with a reason, never 0.
+
+1. The standard error is the jackknife's, each cluster left out once: error^2 = sum over c of (figure without c -
+   figure)^2. That is CR3 of Bell and McCaffrey (Survey Methodology 28(2), 2002), which MacKinnon, Nielsen and Webb
+   (2023, arXiv 2301.04527) recommend where clusters are few or of unlike size.
+2. The interval is figure -+ t x error, t being a quantile of Student's with the degrees of freedom that clusters of
+   such sizes give (`_freedom`): where one cluster holds half the rounds they are few, however many clusters there are.
+3. A figure between bounds, as tau between 1 and K + 1, has that interval on the log-odds scale (delta method): it stays
+   between them, and is longer on the side where there is room.
+
+docs/registry.md shows by simulation that it covers. Fewer than FEWEST_CLUSTERS clusters have no interval.
+
+Shape letters: C clusters, B sets of sums, F summed columns, K drafted positions.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from scipy.special import expit, logit, ndtri, stdtrit
 
 from ..errors import InputError
 from .counts import values
 
 Floats = NDArray[np.float64]
+Figure = Callable[[Floats], Floats]
+"""Figure as a function of column sums: [B, F] to [B]."""
+FEWEST_CLUSTERS = 3
+"""Least number of clusters with an interval: of two, each alone says what the other's figure is."""
 _SUMMED = ("rounds", "tokens", "drafted", "accepted")
-_CHUNK_NUMBERS = 1 << 24
-
-
-class Bootstrap(NamedTuple):
-    """Bootstrap settings: number of resamples, coverage of the interval, and seed."""
-
-    samples: int = 1000
-    confidence: float = 0.95
-    seed: int = 0
 
 
 class Estimate(NamedTuple):
@@ -37,10 +44,20 @@ class Estimate(NamedTuple):
     high: float = math.nan
     clusters: int = 0
     reason: str = ""
+    error: float = math.nan
+    """Standard error of the value."""
+    freedom: float = math.nan
+    """Degrees of freedom of that error."""
 
     def scaled(self, factor: float) -> "Estimate":
         """Estimate times a factor > 0, such as a change of unit."""
-        return self._replace(value=self.value * factor, low=self.low * factor, high=self.high * factor)
+        scaled = {name: getattr(self, name) * factor for name in ("value", "low", "high", "error")}
+        return self._replace(**scaled)
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able mapping for reports; a number that is not finite is null."""
+        shown = {name: getattr(self, name) for name in ("value", "low", "high", "clusters", "reason")}
+        return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in shown.items()}
 
 
 class ClusterSums(NamedTuple):
@@ -61,19 +78,24 @@ class ClusterSums(NamedTuple):
         return column
 
 
-def tau(table: pa.Table, bootstrap: Bootstrap) -> Estimate:
+def tau(table: pa.Table, confidence: float) -> Estimate:
     """Block efficiency tau: tokens emitted per round, pooled over all rounds."""
     sums = cluster_sums(table)
-    return ratio(sums.column("tokens"), sums.column("rounds"), bootstrap, "rounds")
+    return ratio(sums.column("tokens"), sums.column("rounds"), confidence, "rounds", tau_bounds(table))
 
 
-def acceptance(table: pa.Table, bootstrap: Bootstrap) -> Estimate:
+def tau_bounds(table: pa.Table) -> tuple[float, float]:
+    """Bounds of tau: a round emits at least one token, and at most as many as are drafted in it and one more."""
+    return 1.0, 1.0 + max(values(table, "draft_tokens"), default=0)
+
+
+def acceptance(table: pa.Table, confidence: float) -> Estimate:
     """Acceptance rate: accepted over drafted tokens, pooled over all rounds."""
     sums = cluster_sums(table)
-    return ratio(sums.column("accepted"), sums.column("drafted"), bootstrap, "drafted tokens")
+    return ratio(sums.column("accepted"), sums.column("drafted"), confidence, "drafted tokens", (0.0, 1.0))
 
 
-def alphas(table: pa.Table, bootstrap: Bootstrap) -> list[Estimate]:
+def alphas(table: pa.Table, confidence: float) -> list[Estimate]:
     """Conditional acceptance per position: rounds that accept position k over rounds that reach it.
 
     Raises InputError unless all rows share one K or tree.
@@ -84,43 +106,40 @@ def alphas(table: pa.Table, bootstrap: Bootstrap) -> list[Estimate]:
         raise InputError(f"draft_tokens {depths}, trees {trees}: alpha per position needs rows of one K or tree")
     K = int(depths[0]) if depths else 0
     sums = cluster_sums(table, K).sums_CF[:, len(_SUMMED) :]
-    return [ratio(sums[:, K + k], sums[:, k], bootstrap, f"rounds that reach position {k + 1}") for k in range(K)]
+    return [
+        ratio(sums[:, K + k], sums[:, k], confidence, f"rounds that reach position {k + 1}", (0.0, 1.0))
+        for k in range(K)
+    ]
 
 
-def unclipped_tau(table: pa.Table, bootstrap: Bootstrap) -> Estimate:
+def unclipped_tau(table: pa.Table, confidence: float) -> Estimate:
     """tau of full drafts: 1 + sum over k of alpha_1 ... alpha_k.
 
     It is the tau if every round drafted and no draft were clipped at an answer's end. The rows must share one K or
     tree.
     """
-    # 1) Sums of `reached` (first K columns) and `accepted_at` (last K) by cluster.
+    # Sums of `reached` (first K columns) and `accepted_at` (last K) by cluster.
     K = int(values(table, "draft_tokens")[0])
-    columns = cluster_sums(table, K).sums_CF[:, len(_SUMMED) :]
-    if not columns[:, :K].sum(axis=0).all():
-        return Estimate(math.nan, clusters=len(columns), reason=f"no round reaches all {K} positions")
+    columns_CF = cluster_sums(table, K).sums_CF[:, len(_SUMMED) :]
+    if not columns_CF[:, :K].sum(axis=0).all():
+        return Estimate(math.nan, clusters=len(columns_CF), reason=f"no round reaches all {K} positions")
 
-    # 2) tau as a function of the sums, for the value and for each resample.
     def from_sums(sums_BF: Floats) -> Floats:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            alphas_BK = sums_BF[:, K:] / sums_BF[:, :K]
-        return np.asarray(1.0 + np.cumprod(alphas_BK, axis=1).sum(axis=1))
+        return np.asarray(1.0 + np.cumprod(sums_BF[:, K:] / sums_BF[:, :K], axis=1).sum(axis=1))
 
-    # 3) The value from all clusters, the interval from resampled ones.
-    value = float(from_sums(columns.sum(axis=0, keepdims=True))[0])
-    draws = [from_sums(sums_BF) for sums_BF in _resampled(columns, bootstrap)]
-    return _estimate(value, draws, len(columns), bootstrap)
+    return estimate(from_sums, columns_CF, columns_CF[:, 0], confidence, tau_bounds(table))
 
 
 def tau_difference(
     first: pa.Table,
     second: pa.Table,
-    bootstrap: Bootstrap,
+    confidence: float,
     of_first: Callable[[Floats], Floats] = lambda taus: taus,
     of_second: Callable[[Floats], Floats] = lambda taus: taus,
 ) -> Estimate:
     """Paired difference of_first(tau of the first) - of_second(tau of the second), over the turns that both have.
 
-    Both sides are resampled together, by cluster. With `Gain.speedup` as both functions it is the paired difference of
+    Both sides lose the same cluster at a time. With `Gain.speedup` as both functions it is the paired difference of
     expected speed-ups.
     """
     # 1) Only turns that both sides have are compared. Both sides then have the same clusters, in the same order.
@@ -128,35 +147,105 @@ def tau_difference(
     if not shared:
         return Estimate(math.nan, reason="no conversation in common")
     one, two = (cluster_sums(table.filter(pa.array([t in shared for t in _turns(table)]))) for table in (first, second))
-    # 2) Tokens and rounds of both sides beside each other, so that one resample draws both: the difference is paired.
-    columns = np.stack([sums.column(name) for sums in (one, two) for name in ("tokens", "rounds")], axis=1)
-    if (columns.sum(axis=0)[[1, 3]] == 0).any():
-        return Estimate(math.nan, clusters=len(columns), reason="no rounds")
+    # 2) Tokens and rounds of both sides beside each other: a cluster is left out of both at once.
+    columns_CF = np.stack([sums.column(name) for sums in (one, two) for name in ("tokens", "rounds")], axis=1)
+    rounds_C2 = columns_CF[:, [1, 3]]
+    if (rounds_C2.sum(axis=0) == 0).any():
+        return Estimate(math.nan, clusters=len(columns_CF), reason="no rounds")
 
-    # 3) The difference as a function of the sums: its value from all clusters, its interval from resampled ones.
     def difference(sums_BF: Floats) -> Floats:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            one_B, two_B = sums_BF[:, 0] / sums_BF[:, 1], sums_BF[:, 2] / sums_BF[:, 3]
-            return np.asarray(of_first(one_B) - of_second(two_B))
+        return np.asarray(of_first(sums_BF[:, 0] / sums_BF[:, 1]) - of_second(sums_BF[:, 2] / sums_BF[:, 3]))
 
-    value = float(difference(columns.sum(axis=0, keepdims=True))[0])
-    draws = [difference(sums_BF) for sums_BF in _resampled(columns, bootstrap)]
-    return _estimate(value, draws, len(columns), bootstrap)
+    # 3) A cluster weighs as much as its share of the rounds, on average over both sides.
+    return estimate(difference, columns_CF, (rounds_C2 / rounds_C2.sum(axis=0)).sum(axis=1), confidence)
 
 
-def ratio(numerator_C: Floats, denominator_C: Floats, bootstrap: Bootstrap, what: str = "counts") -> Estimate:
-    """Ratio of sums with a bootstrap interval, clusters resampled with replacement. `what`: the denominator's name."""
-    # A ratio without a denominator is not known.
-    clusters = len(denominator_C)
-    below = float(denominator_C.sum())
-    if below <= 0:
-        return Estimate(math.nan, clusters=clusters, reason=f"no {what}")
-    # Numerator and denominator are resampled together.
-    draws = []
-    for sums_BF in _resampled(np.stack([numerator_C, denominator_C], axis=1), bootstrap):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            draws.append(sums_BF[:, 0] / sums_BF[:, 1])
-    return _estimate(float(numerator_C.sum()) / below, draws, clusters, bootstrap)
+def ratio(
+    numerator_C: Floats,
+    denominator_C: Floats,
+    confidence: float,
+    what: str = "counts",
+    bounds: tuple[float, float] | None = None,
+) -> Estimate:
+    """Ratio of sums with its interval. `what`: the denominator's name. `bounds`: least and largest possible value."""
+    if float(denominator_C.sum()) <= 0:  # a ratio without a denominator is not known
+        return Estimate(math.nan, reason=f"no {what}")
+    sums_C2 = np.stack([numerator_C, denominator_C], axis=1)
+    return estimate(lambda sums_B2: sums_B2[:, 0] / sums_B2[:, 1], sums_C2, denominator_C, confidence, bounds)
+
+
+def estimate(
+    figure: Figure, sums_CF: Floats, weight_C: Floats, confidence: float, bounds: tuple[float, float] | None = None
+) -> Estimate:
+    """Figure of all clusters, with the interval that covers the truth in a share `confidence` of samples.
+
+    `sums_CF`: the columns' sums by cluster, of which `figure` is a function. `weight_C`: how much a cluster counts in
+    it, such as its rounds; those without weight are no evidence. `bounds`: least and largest possible value.
+    """
+    # 1) Too few clusters say nothing of how clusters differ.
+    value, known_CF = float(figure(sums_CF.sum(axis=0, keepdims=True))[0]), sums_CF[weight_C > 0]
+    clusters = len(known_CF)
+    if clusters < FEWEST_CLUSTERS:
+        return Estimate(value, clusters=clusters, reason=too_few_clusters(clusters))
+    # 2) The figure without each cluster.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        without_C = figure(known_CF.sum(axis=0) - known_CF)
+    if not np.isfinite(without_C).all():
+        return Estimate(value, clusters=clusters, reason="rests on one conversation cluster: no interval")
+    error = math.sqrt(float(((without_C - value) ** 2).sum()))
+    # 3) The interval, on the log-odds scale between bounds.
+    freedom = _freedom(weight_C[weight_C > 0])
+    low, high = _ends(value, student((1 + confidence) / 2, freedom) * error, bounds)
+    return Estimate(value, low, high, clusters, error=error, freedom=freedom)
+
+
+def too_few_clusters(clusters: int, needed: int = FEWEST_CLUSTERS) -> str:
+    """Words for a figure that fewer clusters than needed are behind."""
+    return f"too few clusters to tell: {needed - clusters} more needed"
+
+
+def student(probability: float, freedom: float) -> float:
+    """Quantile of Student's t; of the normal distribution for infinite degrees of freedom."""
+    return float(stdtrit(freedom, probability) if math.isfinite(freedom) else ndtri(probability))
+
+
+def independent_error(parts: Sequence[Estimate]) -> tuple[float, float]:
+    """Standard error of a sum or difference of independent figures, and its degrees of freedom (Welch 1947)."""
+    variances = [part.error**2 for part in parts]
+    total = sum(variances)
+    if total == 0:
+        return 0.0, math.inf
+    return math.sqrt(total), total**2 / sum(one**2 / part.freedom for one, part in zip(variances, parts))
+
+
+def _ends(value: float, reach: float, bounds: tuple[float, float] | None) -> tuple[float, float]:
+    """Ends of the interval: value -+ reach, or between bounds that in log odds (delta method)."""
+    if bounds is None:
+        return value - reach, value + reach
+    least, span = bounds[0], bounds[1] - bounds[0]
+    share = (value - least) / span if span else 0.0
+    if not 0 < share < 1:  # every cluster lies on the bound
+        return value, value
+    odds, reach = float(logit(share)), reach / span / (share * (1 - share))
+    return least + span * float(expit(odds - reach)), least + span * float(expit(odds + reach))
+
+
+def _freedom(weight_C: Floats) -> float:
+    """Degrees of freedom of the jackknife's error for clusters of these weights (Bell and McCaffrey 2002).
+
+    A ratio is the mean of the clusters' own ratios r_c by weights w_c that add up to 1, and error^2 is the sum of
+    a_c (r_c - mean)^2 with a_c = w_c^2 / (1 - w_c)^2. Were the r_c normal, independent and of equal variance, whatever
+    the cluster's size, that would be distributed nearly as chi-square with tr(B)^2 / tr(B^2) degrees of freedom
+    (Satterthwaite 1946), where B_cd = sqrt(a_c a_d) (delta_cd - w_c - w_d + sum w^2). G equal clusters give G - 1.
+    """
+    w_C = weight_C / weight_C.sum()
+    a_C, square = (w_C / (1 - w_C)) ** 2, float((w_C**2).sum())
+    trace = float((a_C * (1 - 2 * w_C + square)).sum())
+    # tr(B^2) is the sum of all B_cd^2: the diagonal, then the rest as products of sums.
+    diagonal = float((a_C**2 * ((1 - 2 * w_C + square) ** 2 - (square - 2 * w_C) ** 2)).sum())
+    sums = [float((a_C * w_C**power).sum()) for power in range(3)]
+    rest = square**2 * sums[0] ** 2 + 2 * sums[0] * sums[2] + 2 * sums[1] ** 2 - 4 * square * sums[0] * sums[1]
+    return max(trace**2 / (diagonal + rest), 1.0)  # never below 1, but for rounding
 
 
 def cluster_sums(table: pa.Table, K: int = 0) -> ClusterSums:
@@ -172,35 +261,6 @@ def cluster_sums(table: pa.Table, K: int = 0) -> ClusterSums:
     # Sum every column by cluster.
     summed = [np.bincount(index_N, weights=column, minlength=len(clusters)) for column in columns]
     return ClusterSums([str(name) for name in clusters], np.stack(summed, axis=1))
-
-
-def _resampled(sums_CF: Floats, bootstrap: Bootstrap) -> Iterator[Floats]:
-    """Bootstrap resamples: column sums of resampled clusters as [B, F], in pieces that fit in memory.
-
-    The same seed gives the same draws.
-    """
-    # Drawing C clusters with replacement is a multinomial draw of their multiplicities; one product sums every column.
-    clusters = len(sums_CF)
-    rng = np.random.default_rng(bootstrap.seed)
-    chunk = max(1, _CHUNK_NUMBERS // max(clusters, 1))
-    for start in range(0, bootstrap.samples if clusters > 1 else 0, chunk):
-        size = min(chunk, bootstrap.samples - start)
-        drawn_BC = rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=size)
-        yield np.asarray(drawn_BC @ sums_CF)
-
-
-def _estimate(value: float, draws: list[Floats], clusters: int, bootstrap: Bootstrap) -> Estimate:
-    # No interval without two clusters, or without a resample that has a denominator.
-    if clusters < 2:
-        return Estimate(value, clusters=clusters, reason="fewer than 2 conversation clusters: no interval")
-    drawn = np.concatenate(draws) if draws else np.empty(0)
-    drawn = drawn[np.isfinite(drawn)]  # a resample without a denominator says nothing
-    if not len(drawn):
-        return Estimate(value, clusters=clusters, reason="no bootstrap sample: no interval")
-    # Percentile interval, equal tails.
-    tail = (1 - bootstrap.confidence) / 2
-    low, high = np.quantile(drawn, [tail, 1 - tail])
-    return Estimate(value, float(low), float(high), clusters)
 
 
 def _turns(table: pa.Table) -> list[tuple[Any, ...]]:

@@ -10,8 +10,9 @@
 SGLang's gauge `sglang:spec_accept_length` is of its last few steps only and has no counts behind it: it is not used.
 
 `compare` tests whether the served tau differs from the one that the holdout's counts make expected in the engine's
-convention, by more than a margin: a normal interval of the difference, whose served part has the variance of what a
-round accepts, times the design effect of conversations.
+convention, by more than a margin: an interval of the difference, whose served part has the variance of what a round
+accepts, times the design effect of conversations. That effect and the holdout's own error come from the holdout's
+clusters, so Student's t has their degrees of freedom (`acceptance.estimate`).
 """
 
 import json
@@ -20,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +28,17 @@ import pyarrow as pa
 from prometheus_client.parser import text_string_to_metric_families
 
 from ..errors import InputError
-from .acceptance import Bootstrap, Estimate, acceptance, alphas, cluster_sums, ratio, tau, unclipped_tau
+from .acceptance import (
+    Estimate,
+    acceptance,
+    alphas,
+    cluster_sums,
+    ratio,
+    student,
+    tau,
+    tau_bounds,
+    unclipped_tau,
+)
 from .counts import values
 
 Convention = Literal["rounds", "drafts", "unclipped"]
@@ -201,7 +211,7 @@ def _timings(responses: Iterator[Mapping[str, Any]], source: str) -> Counters:
 
 
 FEWEST_ROUNDS = 200
-"""Least number of served rounds for a verdict: with fewer the normal interval does not hold."""
+"""Least number of served rounds for a verdict: with fewer their mean is not near normal."""
 _DEPTH_SLACK = 0.02  # of K: drafts that engines count in flight when they are looked at
 
 
@@ -226,8 +236,8 @@ class ExpectedAcceptance:
     @property
     def design_effect(self) -> float:
         """Variance of tau over that of independent rounds, since rounds of one conversation are alike; at least 1."""
-        # Ratio of the cluster bootstrap's variance to that of independent rounds.
-        error = _standard_error(self.taus["unclipped"], self.confidence)
+        # Ratio of the variance between clusters to that of independent rounds.
+        error = self.taus["unclipped"].error
         independent = self.variance / self.rounds if self.rounds else math.nan
         return max(1.0, error**2 / independent) if independent > 0 and math.isfinite(error) else 1.0
 
@@ -248,21 +258,22 @@ class AcceptanceMismatch:
     """Reason why the test gives no verdict; empty where it gives one."""
 
 
-def expected_acceptance(table: pa.Table, bootstrap: Bootstrap) -> ExpectedAcceptance:
+def expected_acceptance(table: pa.Table, confidence: float) -> ExpectedAcceptance:
     """Expected acceptance from the counts that decide (`leaderboard.serving`), all of one K or tree."""
     # tau in each engine's convention, so that only like is compared with like.
     K = int(values(table, "draft_tokens")[0])
     sums = cluster_sums(table, K)
     drafting_C = sums.position("reached", 0)  # rounds in which anything was drafted
-    drafts = ratio(drafting_C + sums.column("accepted"), drafting_C, bootstrap, "rounds with a draft")
+    accepted_C, bounds = sums.column("accepted"), tau_bounds(table)
+    drafts = ratio(drafting_C + accepted_C, drafting_C, confidence, "rounds with a draft", bounds)
     return ExpectedAcceptance(
         draft_tokens=K,
         tree=str(values(table, "tree")[0]),
-        taus={"rounds": tau(table, bootstrap), "drafts": drafts, "unclipped": unclipped_tau(table, bootstrap)},
-        acceptance=acceptance(table, bootstrap),
-        alphas=tuple(alphas(table, bootstrap)),
+        taus={"rounds": tau(table, confidence), "drafts": drafts, "unclipped": unclipped_tau(table, confidence)},
+        acceptance=acceptance(table, confidence),
+        alphas=tuple(alphas(table, confidence)),
         rounds=float(drafting_C.sum()),
-        confidence=bootstrap.confidence,
+        confidence=confidence,
     )
 
 
@@ -275,13 +286,14 @@ def compare(served: Counters, expected: ExpectedAcceptance, margin: float) -> Ac
     if served.accepted_at and rounds > 0:
         variance = round_variance([count / rounds for count in served.accepted_at])
     error = math.sqrt(variance * expected.design_effect / rounds) if rounds > 0 else math.nan
-    # Both errors together.
-    both = math.hypot(error, _standard_error(tau_expected, expected.confidence))
-    difference = _normal_estimate(served.tau - tau_expected.value, both, expected.confidence)
+    # Both errors together, and how many standard errors an interval reaches.
+    both = math.hypot(error, tau_expected.error)
+    reach = student((1 + expected.confidence) / 2, tau_expected.freedom)
+    difference = _within(served.tau - tau_expected.value, reach * both)
     # A verdict needs the whole interval beyond the margin, on either side.
-    unknown, allowed = _why_unknown(served, expected, difference), margin * tau_expected.value
+    unknown, allowed = _why_unknown(served, expected, tau_expected), margin * tau_expected.value
     mismatch = None if unknown else difference.low > allowed or difference.high < -allowed
-    here = _normal_estimate(served.tau, error, expected.confidence)
+    here = _within(served.tau, reach * error)
     return AcceptanceMismatch(served.engine, rounds, here, tau_expected, difference, mismatch, unknown)
 
 
@@ -292,7 +304,7 @@ def round_variance(at_least_K: Sequence[float]) -> float:
     return max(square - mean**2, 0.0)
 
 
-def _why_unknown(served: Counters, expected: ExpectedAcceptance, difference: Estimate) -> str:
+def _why_unknown(served: Counters, expected: ExpectedAcceptance, tau_expected: Estimate) -> str:
     """Reason why served and expected acceptance cannot be compared; empty: they can."""
     # Too few rounds; another depth than was scored; or no interval on the holdout's side.
     if served.rounds < FEWEST_ROUNDS:
@@ -303,20 +315,10 @@ def _why_unknown(served: Counters, expected: ExpectedAcceptance, difference: Est
     each = None if served.drafted is None else served.drafted / served.rounds
     if served.convention == "unclipped" and not expected.tree and each is not None and abs(each - K) > _DEPTH_SLACK * K:
         return f"it drafts {each:.2f} tokens a round, the holdout was scored at K = {K}"
-    if not (math.isfinite(difference.low) and math.isfinite(difference.high)):
-        return "the holdout has fewer than 2 conversation clusters: no interval"
+    if not math.isfinite(tau_expected.error):
+        return f"the holdout's tau has no interval ({tau_expected.reason})"
     return ""
 
 
-def _standard_error(estimate: Estimate, confidence: float) -> float:
-    """Standard error behind an interval, taken as a normal one; NaN without an interval."""
-    return (estimate.high - estimate.low) / (2 * _normal_quantile(confidence))
-
-
-def _normal_estimate(value: float, error: float, confidence: float) -> Estimate:
-    reach = _normal_quantile(confidence) * error
+def _within(value: float, reach: float) -> Estimate:
     return Estimate(value, value - reach, value + reach)
-
-
-def _normal_quantile(confidence: float) -> float:
-    return NormalDist().inv_cdf((1 + confidence) / 2)

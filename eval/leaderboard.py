@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from ..errors import InputError
 from ..specdec.rules import RULES, deciding_rule
-from .acceptance import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_difference
+from .acceptance import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_bounds, tau_difference
 from .costs import CostKey, RoundCost
 from .counts import concat, groups, values, where
 from .draft_configs import DraftConfig
@@ -116,8 +116,8 @@ class Row:
         for name in ("config", "gain", "load"):
             del known[name]
         for name in ("tau", "acceptance", "speedup"):
-            known[name] = finite(getattr(self, name)._asdict())
-        known["alphas"] = [finite(alpha._asdict()) for alpha in self.alphas]
+            known[name] = getattr(self, name).record()
+        known["alphas"] = [alpha.record() for alpha in self.alphas]
         return known if self.load is None else known | {"load": self.load.record()}
 
     def metrics(self) -> dict[str, float]:
@@ -167,11 +167,11 @@ class DomainRow:
         known = {name: getattr(self, name) for name in ("draft", "step", "domain", "setting", "rule", "conversations")}
         known |= {"draft_tokens": self.config.levels, "tree": self.config.tree, "baseline": self.baseline}
         for name in ("tau", "acceptance", "speedup", "goodput"):
-            known[name] = finite(getattr(self, name)._asdict())
+            known[name] = getattr(self, name).record()
         known["loses_above"] = None if self.break_even is None else self.break_even.above
-        known["taus"] = {rule: finite(tau._asdict()) for rule, tau in self.taus}
+        known["taus"] = {rule: tau.record() for rule, tau in self.taus}
         known["batches"] = [one.record() for one in self.batches]
-        return known | {"alphas": [finite(alpha._asdict()) for alpha in self.alphas]}
+        return known | {"alphas": [alpha.record() for alpha in self.alphas]}
 
 
 ConfigRows = Mapping[Checkpoint, Sequence[Row]]
@@ -184,7 +184,7 @@ def config_rows(
     settings: ScoreSettings,
     baselines: Collection[str] = (),
 ) -> ConfigRows:
-    """Rows of every checkpoint at every K and tree. They take hundreds of bootstraps: compute them once."""
+    """Rows of every checkpoint at every K and tree. They take hundreds of intervals: compute them once."""
     return {
         (draft, step): _config_rows(table, _times(costs, draft, step), draft in baselines, settings)
         for (draft, step), table in groups(serving(concat(tables), settings), "draft", "step")
@@ -240,12 +240,12 @@ def engine_tau(table: pa.Table, settings: ScoreSettings) -> Estimate:
     counts all of their surplus as accepted.
     """
     if settings.load is None or settings.load.engine == "draftforge":
-        return tau(table, settings.bootstrap)
+        return tau(table, settings.confidence)
     # Rounds that reach position 1 are those in which anything was drafted.
     K = int(values(table, "draft_tokens")[0])
     sums = cluster_sums(table, K)
     rounds = sums.position("reached", 0)
-    return ratio(rounds + sums.column("accepted"), rounds, settings.bootstrap, "rounds that draft")
+    return ratio(rounds + sums.column("accepted"), rounds, settings.confidence, "rounds that draft", tau_bounds(table))
 
 
 def by_config(configs: ConfigRows, row: Row) -> list[Row]:
@@ -294,14 +294,14 @@ def domain_rows(
     everything = concat(tables)
     table = serving(everything, settings)
     found: list[DomainRow] = []
-    # One row a draft, domain, setting and rule; its bootstraps are of that part alone.
+    # One row a draft, domain, setting and rule; its intervals are of that part alone.
     for row in rows:
         configs = where(table, draft=row.draft, step=row.step)
         mine, all_rules = at_config(configs, row.config), _rows_of(everything, row)
         times = _times(costs, row.draft, row.step)
         for (domain, setting, rule), part in groups(mine, "domain", "setting", "rule"):
             # The load's figures need a known tau.
-            pooled = tau(part, settings.bootstrap)
+            pooled = tau(part, settings.confidence)
             share = _drafted_share(part, row.baseline)
             speedup = times.gain(row.config, share).estimate(pooled)
             loaded = times if isinstance(times, LoadTimes) and math.isfinite(pooled.value) else None
@@ -315,8 +315,8 @@ def domain_rows(
                     rule=RULES[rule].label,
                     conversations=len(values(part, "conversation")),
                     tau=pooled,
-                    acceptance=acceptance(part, settings.bootstrap),
-                    alphas=tuple(alphas(part, settings.bootstrap)),
+                    acceptance=acceptance(part, settings.confidence),
+                    alphas=tuple(alphas(part, settings.confidence)),
                     baseline=row.baseline,
                     speedup=speedup,
                     goodput=speedup.scaled(math.nan if loaded is None else loaded.plain_goodput),
@@ -337,7 +337,7 @@ def _batches(
     candidates = [
         Candidate(
             DraftConfig(K, tree),
-            tau(part, settings.bootstrap),
+            tau(part, settings.confidence),
             _per_round(part["drafted"], part),
             _drafted_share(part, baseline),
         )
@@ -351,7 +351,7 @@ def _taus(table: pa.Table, settings: ScoreSettings) -> tuple[tuple[str, Estimate
     found = []
     for (rule,), part in groups(table, "rule"):
         method = "replay" if "replay" in values(part, "method") else "decode"
-        found.append((RULES[rule].label, tau(where(part, method=method), settings.bootstrap)))
+        found.append((RULES[rule].label, tau(where(part, method=method), settings.confidence)))
     return tuple(found)
 
 
@@ -359,7 +359,7 @@ def speedup_difference(tables: Sequence[pa.Table], first: Row, second: Row, sett
     """Paired difference of expected speed-ups, first row minus second, by turn: the evidence of a promotion."""
     table = serving(concat(tables), settings)
     one, two = (_rows_of(table, row) for row in (first, second))
-    return tau_difference(one, two, settings.bootstrap, first.gain.speedup, second.gain.speedup)
+    return tau_difference(one, two, settings.confidence, first.gain.speedup, second.gain.speedup)
 
 
 def serving(table: pa.Table, settings: ScoreSettings) -> pa.Table:
@@ -390,7 +390,7 @@ def _row(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings)
     """Row of one draft and step at one K or tree, from its deciding counts."""
     # All rows of the table share these values; tau is pooled over them, and times turn it into a speed-up.
     draft, step, K, tree = (values(table, column)[0] for column in ("draft", "step", "draft_tokens", "tree"))
-    config, pooled = DraftConfig(K, tree), tau(table, settings.bootstrap)
+    config, pooled = DraftConfig(K, tree), tau(table, settings.confidence)
     cost, share = costs.cost(config), _drafted_share(table, baseline)
     gain = costs.gain(config, share)
     return Row(
@@ -399,8 +399,8 @@ def _row(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings)
         config=config,
         drafted=_per_round(table["drafted"], table),
         tau=pooled,
-        acceptance=acceptance(table, settings.bootstrap),
-        alphas=tuple(alphas(table, settings.bootstrap)),
+        acceptance=acceptance(table, settings.confidence),
+        alphas=tuple(alphas(table, settings.confidence)),
         draft_seconds=cost.draft_seconds,
         verify_seconds=cost.verify_seconds,
         speedup=gain.estimate(pooled),

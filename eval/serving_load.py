@@ -189,9 +189,9 @@ class BatchFigures:
         known: dict[str, Any] = {"batch_size": self.batch_size, "share": self.share}
         known |= {"draft_tokens": self.config.levels, "tree": self.config.tree}
         return known | {
-            "tau": finite(self.tau._asdict()),
-            "speedup": finite(self.speedup._asdict()),
-            "goodput": finite(self.goodput._asdict()),
+            "tau": self.tau.record(),
+            "speedup": self.speedup.record(),
+            "goodput": self.goodput.record(),
             **finite({name: getattr(self, name) for name in ("plain_goodput", "break_even_tau", "break_even_alpha")}),
         }
 
@@ -219,7 +219,7 @@ class LoadFigures:
         """JSON-able mapping of the figures."""
         # Estimates become records of their own. Break-even keys are there only where tau is known.
         known = {"load": self.load, "hardware": self.hardware, "fit_error": self.fit_error}
-        known |= {"goodput": finite(self.goodput._asdict()), "engine_tau": finite(self.engine_tau._asdict())}
+        known |= {"goodput": self.goodput.record(), "engine_tau": self.engine_tau.record()}
         known |= finite({"plain_goodput": self.plain_goodput, "break_even_alpha": self.break_even_alpha})
         if self.break_even is not None:
             known |= {"loses_above": self.break_even.above, "largest_batch": self.break_even.largest}

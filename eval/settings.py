@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from ..specdec.proposers.tree_settings import MOST_LEVELS, MeasuredTree, TreeSettings
 from ..specdec.rules import RULES, RuleName, preferred_rules
 from ..specdec.sampling import SamplingSettings
-from .acceptance import Bootstrap
 
 Engine = Literal["vllm", "sglang", "llama.cpp", "draftforge"]
 EngineRule = Literal["token", "block", "onehot", "match"]
@@ -143,10 +142,8 @@ class ScoreSettings(BaseModel):
     """K of that decoding; empty: the largest of draft_tokens."""
     batch_size: int = Field(default=4, ge=1)
     """Requests decoded at once where nothing is timed."""
-    bootstrap_samples: int = Field(default=1000, ge=10)
-    """Bootstrap samples behind every interval."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1.0)
-    """Share of bootstrap samples inside an interval."""
+    """Share of cases in which an interval holds the truth."""
     tie_share: float = Field(default=0.01, ge=0, lt=1)
     """Two K or trees of a checkpoint tie where expected speed-ups differ by less than this share: fewer tokens win."""
     tie_logits: float = Field(default=1e-3, ge=0)
@@ -164,7 +161,7 @@ class ScoreSettings(BaseModel):
     trace_bytes: int = Field(default=1 << 30, ge=0)
     """Memory for the target's states along the answers, kept from one checkpoint to the next (device memory)."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the bootstrap and of decoding at temperature > 0."""
+    """Seed of decoding at temperature > 0, and of the order of conversations in a race."""
     costs: CostSettings = CostSettings()
     """Measurement of draft and verify times."""
     load: LoadSettings | None = None
@@ -213,8 +210,3 @@ class ScoreSettings(BaseModel):
     def trees_vary(self) -> bool:
         """Whether two checkpoints of one draft may be scored with trees of other shapes."""
         return any(isinstance(tree, MeasuredTree) for tree in self.trees.values())
-
-    @property
-    def bootstrap(self) -> Bootstrap:
-        """Bootstrap settings of the figures' intervals."""
-        return Bootstrap(self.bootstrap_samples, self.confidence, self.seed)

@@ -30,7 +30,9 @@ class Gain(NamedTuple):
 
     def estimate(self, tau: Estimate) -> Estimate:
         """Speed-up with an interval that comes from tau's; times count as exact."""
-        return tau._replace(value=self.speedup(tau.value), low=self.speedup(tau.low), high=self.speedup(tau.high))
+        slope = self.rounds / (self.fixed * tau.value + self.rounds) ** 2  # of the speed-up at this tau
+        ends = {name: self.speedup(getattr(tau, name)) for name in ("value", "low", "high")}
+        return tau._replace(**ends, error=tau.error * slope)
 
     @property
     def break_even_tau(self) -> float:

@@ -44,13 +44,15 @@ def number(value: float | None, digits: int = 2, unit: str = "") -> str:
 def interval(
     estimate: Estimate | Mapping[str, Any] | None, unit: str = "", digits: int = 2, sign: Literal["", "+"] = ""
 ) -> str:
-    """An estimate, or its record, as text: "2.06 [1.95, 2.17]"; without an interval "2.06"; unknown: "n/a"."""
-    known = estimate._asdict() if isinstance(estimate, Estimate) else estimate or {}
+    """An estimate, or its record, as text: "2.06 [1.95, 2.17]"; "2.06 (too few ...)" where a reason says why it has no
+    interval, "2.06" where none does; unknown: "n/a"."""
+    known = estimate.record() if isinstance(estimate, Estimate) else estimate or {}
     value, low, high = (known.get(name) for name in ("value", "low", "high"))
     if value is None or math.isnan(value):
         return UNKNOWN
     if low is None or high is None or math.isnan(low) or math.isnan(high):
-        return f"{value:{sign},.{digits}f}{unit}"
+        reason = known.get("reason")
+        return f"{value:{sign},.{digits}f}{unit}" + (f" ({reason})" if reason else "")
     return f"{value:{sign},.{digits}f}{unit} [{low:{sign},.{digits}f}, {high:{sign},.{digits}f}]"
 
 

@@ -9,7 +9,7 @@ from ..errors import InputError
 from ..specdec.formats import load_draft
 from ..specdec.proposers import make_proposer
 from ..specdec.targets import Target
-from .acceptance import acceptance, tau
+from .acceptance import FEWEST_CLUSTERS, acceptance, tau
 from .draft_configs import ProposerSpec
 from .leaderboard import serving
 from .score import Identity, score_draft, stratified_conversations
@@ -39,12 +39,13 @@ class SampledScore:
         chosen = stratified_conversations(samples, conversations)
         self._load_target = load_target
         self._samples = [sample for sample in samples if sample.conversation in chosen]
-        # An interval needs two clusters with answers of which something is drafted.
+        # An interval needs several clusters with answers of which something is drafted.
         clusters = len({sample.cluster for sample in self._samples if len(sample.answer_ids) >= _DRAFTED})
-        if clusters < 2:
+        if clusters < FEWEST_CLUSTERS:
             raise InputError(
                 f"draft.score_conversations {conversations}: of the selection split these are {clusters} cluster(s) of "
-                f"conversations with answers of {_DRAFTED} tokens or more, must be at least 2 for an interval"
+                f"conversations with answers of {_DRAFTED} tokens or more, must be at least {FEWEST_CLUSTERS} for an "
+                "interval"
             )
         # Nothing is decoded, and the samples were limited above.
         self._settings = settings.model_copy(update={"decode_conversations": 0, "max_conversations": 0})
@@ -60,6 +61,6 @@ class SampledScore:
         identity, traces = Identity("training", step), TargetPassCache(target, 0, self._settings.replay_tokens)
         counts = score_draft(target, [chains], self._samples, self._settings, identity, traces).counts
         deciding = serving(counts, self._settings)
-        found = tau(deciding, self._settings.bootstrap)
-        accepted = acceptance(deciding, self._settings.bootstrap)
+        found = tau(deciding, self._settings.confidence)
+        accepted = acceptance(deciding, self._settings.confidence)
         return {"tau": found.value, "tau_low": found.low, "tau_high": found.high, "acceptance": accepted.value}

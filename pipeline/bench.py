@@ -24,7 +24,6 @@ from .. import __version__, fingerprint, storage
 from ..data.chat_template import turn_ids
 from ..data.prompts import last_turn, read_prompts
 from ..errors import DraftforgeError, InputError, OwnershipError, named, one_line
-from ..eval.acceptance import Bootstrap
 from ..eval.bench.run import (
     PLAIN,
     BenchEntry,
@@ -94,7 +93,7 @@ def run_bench(space: Workspace, options: BenchOptions) -> Report:
     A stopped benchmark goes on from its finished runs.
     """
     check_options(options)
-    target, bootstrap = space.target, space.recipe.score.bootstrap
+    target, confidence = space.target, space.recipe.score.confidence
 
     # 1) The prompts, and the methods that answer them. Plain decoding is always one: alone, it compares nothing.
     prompts, left_out = bench_prompts(target, options)
@@ -103,7 +102,7 @@ def run_bench(space: Workspace, options: BenchOptions) -> Report:
         raise _nothing_runs(finder.failures)
 
     # 2) The folder, by everything that the figures depend on.
-    about = environment(target, options, prompts, left_out, finder.methods, bootstrap)
+    about = environment(target, options, prompts, left_out, finder.methods, confidence)
     found = bench_fingerprint(about, options, prompts, finder.methods)
     folder = space.folder("bench", found) if options.out is None else options.out
     resolved = folder.resolve()  # the lock of "." belongs beside it, not in it
@@ -111,7 +110,7 @@ def run_bench(space: Workspace, options: BenchOptions) -> Report:
     # 3) The runs that it lacks, and the report.
     with storage.lock(resolved.parent / f".{resolved.name}.lock", what="another benchmark"):
         claim_folder(folder, found, options.fresh)
-        report = run_and_report(target, options, prompts, finder, about, folder, bootstrap)
+        report = run_and_report(target, options, prompts, finder, about, folder, confidence)
     show_bench(report.rows, report.failures, about)
     print("\n".join(["", *report.words]))
     say(f"{folder / REPORT_FILE}, {PICTURE_FILE} beside it")
@@ -182,7 +181,7 @@ def environment(
     prompts: Sequence[BenchPrompt],
     left_out: int,
     methods: Sequence[BenchMethod],
-    bootstrap: Bootstrap,
+    confidence: float,
 ) -> Environment:
     """Environment of a benchmark, for its report: machine, versions, target, drafts, prompts and options."""
     # Versions and hardware belong to any wall-clock figure; the commit and command say how to repeat it.
@@ -202,14 +201,14 @@ def environment(
         max_new_tokens=options.max_new_tokens,
         sampling=sampling_of(options).key,
         repeats=options.repeats,
-        confidence=bootstrap.confidence,
+        confidence=confidence,
     )
 
 
 def bench_fingerprint(
     about: Environment, options: BenchOptions, prompts: Sequence[BenchPrompt], methods: Sequence[BenchMethod]
 ) -> str:
-    """Fingerprint (64 hex digits) of all that the figures depend on; paths and the bootstrap are left out."""
+    """Fingerprint (64 hex digits) of all that the figures depend on; paths and the intervals' coverage are left out."""
     shown = about.model_dump(mode="json", exclude={"command", "target", "drafts", "confidence"})
     entries = [[entry.setting.model_dump(mode="json"), method.digest] for method in methods for entry in method.entries]
     asked = fingerprint.of_json([list(prompt) for prompt in prompts])
@@ -246,7 +245,7 @@ def run_and_report(
     finder: "MethodFinder",
     about: Environment,
     folder: Path,
-    bootstrap: Bootstrap,
+    confidence: float,
 ) -> Report:
     """Run what the folder lacks, and write the report to it. Raises InputError where only plain decoding can run."""
     # 1) Decode: every entry at every batch size, `repeats` times.
@@ -258,7 +257,7 @@ def run_and_report(
     if all(record.setting.plain for record in records):
         raise _nothing_runs(failures)
     # 2) Figures with intervals, and what follows from them in sentences.
-    rows = bench_rows(records, prompts, bootstrap, sampling_of(options).greedy)
+    rows = bench_rows(records, prompts, confidence, sampling_of(options).greedy)
     summary = bench_summary(rows, options.repeats, target.dtype != torch.float32)
     report = Report(surroundings=about, rows=rows, failures=failures, words=summary)
     # 3) Report, picture and sentences.

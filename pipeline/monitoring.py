@@ -173,7 +173,7 @@ class ChampionCollector(Collector):
             settings = self._space.recipe.score
             table = kept_counts(self._space.tracking, version)
             known = table is not None and len(table) > 0
-            expected = expected_acceptance(serving(table, settings), settings.bootstrap) if known else None
+            expected = expected_acceptance(serving(table, settings), settings.confidence) if known else None
             self._expected = {version.reference: expected}
         return self._expected[version.reference]
 

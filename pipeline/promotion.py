@@ -22,7 +22,7 @@ from .. import fingerprint, storage
 from ..data.store import Capture
 from ..errors import HookError, InputError, LostFilesError
 from ..eval import counts
-from ..eval.acceptance import Estimate, tau, tau_difference
+from ..eval.acceptance import tau, tau_difference
 from ..eval.draft_configs import DraftConfig
 from ..eval.leaderboard import Row, Times, at_config, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from ..eval.report.page import holdout_record
@@ -180,6 +180,7 @@ def _evidence(
     evidence = Evidence(
         candidate=_figures(candidate.row),
         conversations=len(counts.values(candidate.table, "conversation")),  # those scored, not those there are
+        clusters=len(counts.values(candidate.table, "cluster")),
         confidence=settings.confidence,
         lossless=candidate.lossless,
         export_reads_back=True,  # what was measured is the registered copy, downloaded and checked by its digests
@@ -192,7 +193,7 @@ def _evidence(
     difference = speedup_difference([candidate.table, rival.table], candidate.row, rival.row, settings)
     comparison = {
         "champion": _figures(rival.row),
-        "difference": _interval(difference),
+        "difference": Interval.of(difference),
         "domains": _by_domain(candidate, rival, settings),
     }
     return evidence.model_copy(update=comparison), holdout
@@ -258,18 +259,14 @@ def _by_domain(candidate: _HoldoutScore, rival: _HoldoutScore, settings: ScoreSe
         own, theirs = (counts.where(table, domain=domain) for table in tables)
         found[domain] = DomainFigures(
             conversations=len(counts.values(own, "conversation")),
-            champion_speedup=float(speedups[1](tau(theirs, settings.bootstrap).value)),
-            difference=_interval(tau_difference(own, theirs, settings.bootstrap, *speedups)),
+            champion_speedup=float(speedups[1](tau(theirs, settings.confidence).value)),
+            difference=Interval.of(tau_difference(own, theirs, settings.confidence, *speedups)),
         )
     return found
 
 
 def _figures(row: Row) -> Figures:
     return Figures(tau=row.tau.value, speedup=row.speedup.value)
-
-
-def _interval(estimate: Estimate) -> Interval:
-    return Interval(value=estimate.value, low=estimate.low, high=estimate.high)
 
 
 def keep_counts(tracking: Tracking, version: Version, table: pa.Table) -> None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ..data.conversation import Conversation
 from ..errors import HubError, MissingFileError, one_line
-from ..eval.acceptance import ClusterSums, cluster_sums
+from ..eval.acceptance import Estimate, cluster_sums, estimate, independent_error, student, tau_difference
 from ..eval.counts import values
 from ..progress import say
 from ..recipe import Recipe
@@ -105,9 +105,8 @@ def tau_change(before: pa.Table, now: pa.Table, confidence: float) -> Change:
     """Change of tau from counts `before` to counts `now`, at the sampling settings that both have.
 
     Where at least half the answers of `now` are to turns that `before` has too, those are compared pairwise. Bounds are
-    one-sided, each at `confidence`: Student's t on log tau, with the variance of the ratio estimator linearised (delta
-    method) and summed by cluster, and Welch-Satterthwaite degrees of freedom (Welch 1947). NaN bounds where a side has
-    fewer than 2 clusters.
+    one-sided, each at `confidence`: Student's t on log tau, with the error of `acceptance.estimate`, of both samples
+    together where they are not paired. NaN bounds where a side has too few clusters for an interval.
     """
     # 1) The same settings on both sides, and the same turns where most of them are there.
     before, now = _common(before, now, "setting"), _common(now, before, "setting")
@@ -116,55 +115,30 @@ def tau_change(before: pa.Table, now: pa.Table, confidence: float) -> Change:
     paired = bool(shared) and len(shared) >= _PAIRED_SHARE * len(set(turns_now))
     if paired:
         before, now = (table.filter(pa.array([turn in shared for turn in _turns(table)])) for table in (before, now))
-    # 2) Each cluster's part in the error of log tau; paired, its difference between the two sides.
-    sums_before, sums_now = cluster_sums(before), cluster_sums(now)
-    tau_before, residuals_before = _linearised(sums_before)
-    tau_now, residuals_now = _linearised(sums_now)
+    # 2) The change of log tau, and its error.
+    then, here = (_log_tau(table, confidence) for table in (before, now))
+    log_ratio = here.value - then.value
     if paired:
-        row = {name: index for index, name in enumerate(sums_before.clusters)}
-        groups = [residuals_now - residuals_before[[row[name] for name in sums_now.clusters]]]
+        difference = tau_difference(now, before, confidence, np.log, np.log)
+        error, freedom = difference.error, difference.freedom
     else:
-        groups = [residuals_before, residuals_now]
+        error, freedom = independent_error([then, here])
     # 3) The ratio and its bounds.
-    error, freedom = _error(groups)
-    ratio = tau_now / tau_before if tau_before > 0 else math.nan
-    reach = math.nan if math.isnan(error) else _student(confidence, freedom) * error
-    bounds = (ratio * math.exp(-reach), ratio * math.exp(reach))
-    return Change(tau_before, tau_now, ratio, *bounds, len(sums_before.clusters), len(sums_now.clusters), paired)
+    reach = student(confidence, freedom) * error
+    with np.errstate(over="ignore"):
+        bounds = (float(np.exp(log_ratio - reach)), float(np.exp(log_ratio + reach)))
+    taus = math.exp(then.value), math.exp(here.value)
+    return Change(*taus, math.exp(log_ratio), *bounds, then.clusters, here.clusters, paired)
 
 
-def _linearised(sums: ClusterSums) -> tuple[float, Floats]:
-    """tau, and the linearised error of log tau of each cluster [U] (delta method; it sums to 0).
-
-    tau = tokens / rounds, so a cluster with tokens_u, rounds_u moves log tau by tokens_u / tokens - rounds_u / rounds.
-    """
-    tokens_U, rounds_U = sums.column("tokens"), sums.column("rounds")
-    tokens, rounds = float(tokens_U.sum()), float(rounds_U.sum())
-    if not (tokens > 0 and rounds > 0):
-        return math.nan, np.empty(0)
-    return tokens / rounds, tokens_U / tokens - rounds_U / rounds
-
-
-def _error(groups: Sequence[Floats]) -> tuple[float, float]:
-    """Standard error of a sum of independent groups' totals, and its degrees of freedom (Welch-Satterthwaite).
-
-    `groups`: for each independent sample, the linearised errors of its clusters, with mean 0.
-    """
-    if any(len(group) < 2 for group in groups):
-        return math.nan, math.nan
-    # Variance of a total of n terms: n times their sample variance, which divides by n - 1.
-    variances = [len(group) / (len(group) - 1) * float((group**2).sum()) for group in groups]
-    total = sum(variances)
-    if total == 0:
-        return 0.0, math.inf
-    return math.sqrt(total), total**2 / sum(part**2 / (len(group) - 1) for part, group in zip(variances, groups))
-
-
-def _student(confidence: float, freedom: float) -> float:
-    """Quantile of Student's t; of the normal distribution for infinite degrees of freedom."""
-    from scipy import stats  # slow to import
-
-    return float(stats.t.ppf(confidence, freedom) if math.isfinite(freedom) else stats.norm.ppf(confidence))
+def _log_tau(table: pa.Table, confidence: float) -> Estimate:
+    """Log of tau, pooled over all rounds; NaN without a round."""
+    sums = cluster_sums(table)
+    tokens_C, rounds_C = sums.column("tokens"), sums.column("rounds")
+    if not (tokens_C.sum() > 0 and rounds_C.sum() > 0):
+        return Estimate(math.nan)
+    columns_C2 = np.stack([tokens_C, rounds_C], axis=1)
+    return estimate(lambda sums_B2: np.log(sums_B2[:, 0] / sums_B2[:, 1]), columns_C2, rounds_C, confidence)
 
 
 def _common(table: pa.Table, other: pa.Table, column: str) -> pa.Table:

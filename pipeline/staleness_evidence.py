@@ -21,6 +21,7 @@ from ..data.mix import load_members, load_mix
 from ..data.rehearsal import base_of
 from ..data.split import unit
 from ..errors import CorruptDataError, LostFilesError
+from ..eval.acceptance import FEWEST_CLUSTERS, too_few_clusters
 from ..eval.counts import values
 from ..eval.draft_configs import ProposerSpec
 from ..eval.leaderboard import serving
@@ -280,4 +281,7 @@ def _describe(version: Version, change: Change, verdict: str, conversations: int
     if not math.isnan(change.upper):
         numbers += f" ({change.ratio - 1:+.1%}, between {change.lower - 1:+.1%} and {change.upper - 1:+.1%}"
         return f"{version.reference}: {finding}: {numbers}; {conversations} conversations)"
-    return f"{version.reference}: {finding}: {numbers} ({conversations} conversations)"
+    # Without bounds: nothing to compare with, or too few clusters on one side.
+    fewest = min(change.clusters_before, change.clusters_now)
+    why = f"; {too_few_clusters(fewest)}" if 0 < fewest < FEWEST_CLUSTERS else ""
+    return f"{version.reference}: {finding}: {numbers} ({conversations} conversations{why})"

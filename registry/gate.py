@@ -1,24 +1,30 @@
 """Promotion gate: non-inferiority of a candidate to the champion, decided from paired holdout figures.
 
 Overall the candidate must be faster, and the lower end of its gain may not lie below minus the margin. Every domain
-with enough conversations must be non-inferior in the same sense. Asking it of all of them needs no correction for
-their number: the gate passes only where each test passes, so a candidate that is worse by the margin in any domain
+with enough conversation clusters must be non-inferior in the same sense. Asking it of all of them needs no correction
+for their number: the gate passes only where each test passes, so a candidate that is worse by the margin in any domain
 gets through with at most the error of that domain's own test, (1 - confidence) / 2 (an intersection-union test:
-Berger, Technometrics 24(4), 1982). What more domains cost is power, and the decision says how many conversations
-are missing.
+Berger, Technometrics 24(4), 1982). What more domains cost is power, and the decision says how many clusters are
+missing.
+
+Clusters count, not conversations: near-duplicates accept alike, and all intervals are of clusters
+(`eval.acceptance.estimate`).
 """
 
 import math
+from bisect import bisect_left
 from datetime import datetime
-from statistics import NormalDist
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from ..eval.acceptance import FEWEST_CLUSTERS, Estimate, student, too_few_clusters
+
 POWER = 0.8
 """Probability that the comparison passes with the number that is named, were the gain truly what it seems."""
-FORMAT: Final = 2
-"""Format number of stored decisions, raised when a field changes its meaning. Format 1 held numbers as free JSON."""
+FORMAT: Final = 3
+"""Format number of stored decisions, raised when a field changes its meaning. Format 2 counted conversations."""
+_MOST_CLUSTERS = 1_000_000  # that a refusal asks for
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
@@ -36,11 +42,12 @@ class GateSettings(BaseModel):
     """Margin of each domain: the lower end of its relative gain may not lie below minus this."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """Least coverage of the intervals that the evidence carries."""
-    min_conversations: int = Field(default=20, ge=1)
-    """Least number of holdout conversations behind the comparison."""
-    min_domain_conversations: int = Field(default=20, ge=1)
-    """Domains with fewer conversations are too small to be asked for non-inferiority: they are reported, and refuse
-    only where the whole interval lies below the margin."""
+    min_clusters: int = Field(default=20, ge=1)
+    """Least number of holdout clusters (of near-duplicate conversations) behind a decision. Of 20 clusters, 96 % of
+    holdouts hold some of a kind of traffic that makes up 15 %; no interval knows of what is not there."""
+    min_domain_clusters: int = Field(default=20, ge=1)
+    """Domains with fewer clusters are too small to be asked for non-inferiority: they are reported, and refuse only
+    where the whole interval lies below the margin."""
 
 
 class _Record(BaseModel):
@@ -53,11 +60,22 @@ class Interval(_Record):
     value: Number
     low: Number
     high: Number
+    clusters: int = Field(ge=0)
+    error: Number
+    """Standard error of the value."""
+    freedom: Number
+    """Degrees of freedom of that error."""
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> "Interval":
+        names = ("value", "low", "high", "clusters", "error", "freedom")
+        return cls(**{name: getattr(estimate, name) for name in names})
 
     def over(self, whole: float) -> "Interval":
         """The interval divided by `whole`, such as the champion's speed-up; NaN where `whole` is not above 0."""
         whole = whole if whole > 0 else math.nan
-        return Interval(value=self.value / whole, low=self.low / whole, high=self.high / whole)
+        divided = {name: getattr(self, name) / whole for name in ("value", "low", "high", "error")}
+        return self.model_copy(update=divided)
 
 
 class Figures(_Record):
@@ -84,6 +102,8 @@ class Evidence(_Record):
 
     candidate: Figures
     conversations: int = Field(ge=0)
+    clusters: int = Field(ge=0)
+    """Clusters of near-duplicates that the conversations are of."""
     confidence: Number
     """Coverage of the intervals below."""
     lossless: bool | None
@@ -107,11 +127,11 @@ class DomainVerdict(_Record):
     gain: Interval
     """Gain as a share of the champion's expected speed-up on this domain."""
     judged: bool
-    """Whether the domain has enough conversations (gate.min_domain_conversations) to be tested for non-inferiority."""
+    """Whether the domain has enough clusters (gate.min_domain_clusters) to be tested for non-inferiority."""
     passes: bool
     """Judged: the gain's lower end reaches minus gate.domain_margin. Not judged: it is not shown to lose."""
-    more_conversations: int | None = None
-    """Further conversations that would probably settle it, if the gain stays; None: settled, or no number would."""
+    more_clusters: int | None = None
+    """Further clusters that would probably settle it, if the gain stays; None: settled, or no number would."""
 
 
 class Numbers(_Record):
@@ -122,8 +142,8 @@ class Numbers(_Record):
     gain: Interval | None = None
     """Gain in expected speed-up, as a share of the champion's."""
     domains: dict[str, DomainVerdict] = {}
-    more_conversations: int | None = None
-    """Holdout conversations missing for the comparison over all domains; None: none, or no number would help."""
+    more_clusters: int | None = None
+    """Holdout clusters missing for the comparison over all domains; None: none, or no number would help."""
 
 
 class Decision(_Record):
@@ -140,7 +160,7 @@ class Decision(_Record):
 class StoredDecision(Decision):
     """A decision as the registry keeps it, beside the version that it was made about."""
 
-    format: Literal[2] = FORMAT
+    format: Literal[3] = FORMAT
     version: str
     """`name/number`."""
     at: datetime
@@ -180,7 +200,7 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
         numbers = _numbers(evidence, evidence.champion, evidence.difference, settings)
         against += _against_champion(numbers, evidence, evidence.champion, settings)
         against += _against_domains(numbers, evidence, settings)
-        supporting += _supporting(numbers, evidence, evidence.champion)
+        supporting += _supporting(numbers, evidence, evidence.champion, settings)
     return Decision(
         promote=not against,
         reasons=[*(against or supporting), *lost],
@@ -191,29 +211,28 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
 
 
 def _numbers(evidence: Evidence, champion: Figures, difference: Interval, settings: GateSettings) -> Numbers:
-    """Relative gains over the champion, overall and by domain, and how many conversations are missing."""
-    # Overall: conversations missing for gate.min_conversations, or for an interval narrow enough, whichever is more.
+    """Relative gains over the champion, overall and by domain, and how many clusters are missing."""
+    # Overall: clusters missing for gate.min_clusters, or for an interval narrow enough, whichever is more.
     gain = difference.over(champion.speedup)
-    floor, missing = -settings.non_inferiority_margin, max(settings.min_conversations - evidence.conversations, 0)
+    floor, missing = -settings.non_inferiority_margin, max(settings.min_clusters - evidence.clusters, 0)
     if not gain.low >= floor:
-        narrow = more_conversations(gain.value, gain.low, floor, evidence.conversations, evidence.confidence)
-        missing = max(missing, narrow or 0)
+        missing = max(missing, more_clusters(gain, floor, evidence.confidence) or 0)
     # Each domain is judged alone, against its own champion's speed-up.
     domains = {name: _verdict(domain, evidence, settings) for name, domain in sorted(evidence.domains.items())}
-    return Numbers(evidence=evidence, settings=settings, gain=gain, domains=domains, more_conversations=missing or None)
+    return Numbers(evidence=evidence, settings=settings, gain=gain, domains=domains, more_clusters=missing or None)
 
 
 def _verdict(domain: DomainFigures, evidence: Evidence, settings: GateSettings) -> DomainVerdict:
-    # A domain with enough conversations must be shown non-inferior. A small one refuses only where it is shown to lose.
+    # A domain with enough clusters must be shown non-inferior. A small one refuses only where it is shown to lose.
     gain, floor = domain.difference.over(domain.champion_speedup), -settings.domain_margin
-    judged = domain.conversations >= settings.min_domain_conversations
+    judged = gain.clusters >= settings.min_domain_clusters
     passes = gain.low >= floor if judged else not gain.high < floor
-    # Conversations missing for a verdict; None (as 0) where even more of them would not change it.
-    missing = 0 if judged else settings.min_domain_conversations - domain.conversations
-    if not gain.low >= floor:
-        narrow = more_conversations(gain.value, gain.low, floor, domain.conversations, evidence.confidence)
+    # Clusters missing for a verdict; None (as 0) where even more of them would not change it.
+    missing = max(settings.min_domain_clusters, FEWEST_CLUSTERS) - gain.clusters
+    if gain.clusters >= FEWEST_CLUSTERS and not gain.low >= floor:
+        narrow = more_clusters(gain, floor, evidence.confidence)
         missing = 0 if narrow is None else max(missing, narrow)
-    return DomainVerdict(gain=gain, judged=judged, passes=passes, more_conversations=missing or None)
+    return DomainVerdict(gain=gain, judged=judged, passes=passes, more_clusters=max(missing, 0) or None)
 
 
 def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:
@@ -226,10 +245,11 @@ def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:
         against.append("the export was not read back equal")
     if evidence.holdout_overlap:
         against.append(f"{evidence.holdout_overlap} holdout clusters were trained on by the candidate or an ancestor")
-    if missing := max(settings.min_conversations - evidence.conversations, 0):
+    if evidence.clusters < settings.min_clusters:
         against.append(
-            f"{evidence.conversations} holdout conversations, at least {settings.min_conversations} are needed: "
-            f"{missing} more (gate.min_conversations)"
+            f"{too_few_clusters(evidence.clusters, settings.min_clusters)} ({evidence.conversations} holdout "
+            f"conversations are {evidence.clusters} clusters of near-duplicates; gate.min_clusters = "
+            f"{settings.min_clusters})"
         )
     # The intervals' coverage matters only where intervals are compared.
     comparing = evidence.compared is not None and evidence.champion_lost is None
@@ -250,14 +270,13 @@ def _against_champion(numbers: Numbers, evidence: Evidence, champion: Figures, s
     # Non-inferiority of the interval: its lower end may not lie below minus the margin.
     if math.isnan(gain.low):
         against.append(
-            f"may be slower than champion {evidence.compared}: too few conversations for an interval "
-            "(gate.non_inferiority_margin)"
+            f"may be slower than champion {evidence.compared}: {_no_interval(gain)} (gate.non_inferiority_margin)"
         )
     elif not gain.low >= -settings.non_inferiority_margin:
         against.append(
             f"may be slower than champion {evidence.compared}: the gain's interval reaches {_percent(gain.low)}, "
             f"allowed is {_percent(-settings.non_inferiority_margin)} (gate.non_inferiority_margin); "
-            f"{_how_many_more(numbers.more_conversations)}"
+            f"{_how_many_more(numbers.more_clusters)}"
         )
     return against
 
@@ -268,54 +287,64 @@ def _against_domains(numbers: Numbers, evidence: Evidence, settings: GateSetting
     for name, verdict in numbers.domains.items():
         if verdict.passes:
             continue
-        count, allowed = evidence.domains[name].conversations, _percent(-settings.domain_margin)
+        allowed = _percent(-settings.domain_margin)
         if math.isnan(verdict.gain.low):
-            against.append(f"{name} may get worse: too few conversations for an interval ({count}; gate.domain_margin)")
+            against.append(f"{name} may get worse: {_no_interval(verdict.gain)} (gate.domain_margin)")
             continue
         shown = verdict.gain.high < -settings.domain_margin
         against.append(
-            f"{name} {'gets' if shown else 'may get'} worse: {_interval_text(verdict.gain)} on {count} conversations, "
-            f"allowed is {allowed} (gate.domain_margin)"
-            + ("" if shown else f"; {_how_many_more(verdict.more_conversations)}")
+            f"{name} {'gets' if shown else 'may get'} worse: {_interval_text(verdict.gain)} on {verdict.gain.clusters} "
+            f"clusters, allowed is {allowed} (gate.domain_margin)"
+            + ("" if shown else f"; {_how_many_more(verdict.more_clusters)}")
         )
     return against
 
 
-def _supporting(numbers: Numbers, evidence: Evidence, champion: Figures) -> list[str]:
+def _supporting(numbers: Numbers, evidence: Evidence, champion: Figures, settings: GateSettings) -> list[str]:
     """Reasons for the candidate: its gain, and the domains that were too small to judge."""
     assert numbers.gain is not None
     faster = f"faster than champion {evidence.compared} ({champion.speedup:.2f}) by {_interval_text(numbers.gain)}"
     small = [
-        f"{name} ({evidence.domains[name].conversations})"
+        f"{name} ({verdict.gain.clusters}, {settings.min_domain_clusters - verdict.gain.clusters} more needed)"
         for name, verdict in numbers.domains.items()
         if not verdict.judged
     ]
     if not small:
         return [faster]
-    return [f"too small to judge alone: {', '.join(small)} (gate.min_domain_conversations)", faster]
+    return [f"domains with too few clusters to tell alone: {', '.join(small)} (gate.min_domain_clusters)", faster]
 
 
-def more_conversations(value: float, low: float, floor: float, conversations: int, confidence: float) -> int | None:
-    """Further conversations needed for power POWER; None where no number helps, or nothing is known.
+def more_clusters(gain: Interval, floor: float, confidence: float) -> int | None:
+    """Further clusters needed for power POWER; None where no number helps, or nothing is known.
 
-    `value`, `low`: a difference and the lower end of its interval of `confidence`, measured on `conversations`.
-    `floor`: what the lower end must reach. The interval's width is taken to shrink with the root of the number of
-    conversations, and clusters to keep their size: n' = n (width / z x (z + z_power) / (value - floor))^2.
+    With n clusters of the sizes that `gain` was measured on, G of them, its error is e sqrt(G / n) and has freedom x
+    n / G degrees of freedom. Asked is the least n at which the lower end of an interval of `confidence` reaches `floor`
+    with probability POWER, if the gain stays: (t at (1 + confidence) / 2 + t at POWER) x error <= gain - floor.
     """
-    # No number of conversations helps where the estimate itself lies below the floor.
-    room, width = value - floor, value - low
-    if not (room > 0 and width > 0 and math.isfinite(width) and 0 < confidence < 1) or conversations < 1:
+    # No number of clusters helps where the estimate itself lies below the floor.
+    room = gain.value - floor
+    if not (room > 0 and gain.error > 0 and math.isfinite(gain.error) and 0 < confidence < 1):
         return None
-    # Normal approximation: the half-width that the interval may have, over the one that it has.
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    stretched = width / z * (z + NormalDist().inv_cdf(POWER)) / room
-    return max(math.ceil(conversations * stretched**2) - conversations, 0)
+
+    def enough(clusters: int) -> bool:
+        freedom = gain.freedom * clusters / gain.clusters
+        quantiles = student((1 + confidence) / 2, freedom) + student(POWER, freedom)
+        return quantiles * gain.error * math.sqrt(gain.clusters / clusters) <= room
+
+    # The condition holds from some number on: bisect for it.
+    needed = bisect_left(range(_MOST_CLUSTERS), True, lo=gain.clusters, key=enough)
+    return needed - gain.clusters if needed < _MOST_CLUSTERS else None
 
 
 def _how_many_more(more: int | None) -> str:
     if more is None:
         return "more conversations would not change that, if the gain is what it seems"
-    return f"about {more:,} more holdout conversations would tell"
+    return f"about {more:,} more clusters of holdout conversations would tell"
+
+
+def _no_interval(gain: Interval) -> str:
+    few = gain.clusters < FEWEST_CLUSTERS
+    return too_few_clusters(gain.clusters) if few else "its gain has no interval"
 
 
 def _interval_text(gain: Interval) -> str:

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from draftforge import storage
 from draftforge.data.batches import buckets
 from draftforge.errors import DraftforgeError, InputError, MissingFileError
-from draftforge.eval.acceptance import Bootstrap
 from draftforge.eval.bench.latency import Timeline, mean, median
 from draftforge.eval.bench.run import (
     EVERY,
@@ -266,10 +265,10 @@ def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
             finder.add_free(name)
         else:
             finder.add_draft(name, lambda folder=folder: folder, {})  # type: ignore[misc]
-    about = environment(target, settings, prompts, left_out, finder.methods, Bootstrap())
+    about = environment(target, settings, prompts, left_out, finder.methods, 0.95)
     kept = asked.out.with_suffix(".runs")
     claim_folder(kept, bench_fingerprint(about, settings, prompts, finder.methods), asked.fresh)
-    report = run_and_report(target, settings, prompts, finder, about, kept, Bootstrap())
+    report = run_and_report(target, settings, prompts, finder, about, kept, 0.95)
     ran = {row.setting.label for row in report.rows}
     ways = [way for method in finder.methods for way in method.entries if way.setting.label in ran]
     steps = at_context(target, ways, prompts, asked.context, asked.rounds, asked.repeats)

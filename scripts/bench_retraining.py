@@ -46,7 +46,6 @@ from draftforge.eval.counts import values, where
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.leaderboard import DomainRow, Row, at_config, domain_rows, leaderboard
 from draftforge.eval.score import Identity, stratified_conversations
-from draftforge.eval.serving_load import finite
 from draftforge.eval.settings import HOLDOUT_SPLIT
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.retrain import retrain_champion
@@ -143,10 +142,10 @@ def cycle(
         found.append(measure(new, captured, folder, "cold start, new target", judged))
     style.append(in_style(samples_of(captured), new.target))
 
-    bootstrap = new.recipe.score.bootstrap
-    gains = {f"{one.name} - {stale.name}": tau_difference(one.table, stale.table, bootstrap) for one in found[2:]}
+    confidence = new.recipe.score.confidence
+    gains = {f"{one.name} - {stale.name}": tau_difference(one.table, stale.table, confidence) for one in found[2:]}
     if cold:
-        gains[f"{fresh.name} - {found[3].name}"] = tau_difference(fresh.table, found[3].table, bootstrap)
+        gains[f"{fresh.name} - {found[3].name}"] = tau_difference(fresh.table, found[3].table, confidence)
     tuning |= {"share_in_style": dict(zip(("before", "after"), style, strict=True))}
     known = history(new, first.version, heir, done.refused)
     write_results(out, given, found, gains, seconds, {**known, "tuning": tuning, "training": trainings})
@@ -234,11 +233,11 @@ def measure(space: Workspace, captured: Stage, folder: Path, name: str, among: C
 
 def differences(first: Measured, second: Measured, space: Workspace) -> dict[str, Estimate]:
     """tau of the first minus the second's, over all conversations and by domain."""
-    bootstrap, found = space.recipe.score.bootstrap, {}
-    found["all"] = tau_difference(first.table, second.table, bootstrap)
+    confidence, found = space.recipe.score.confidence, {}
+    found["all"] = tau_difference(first.table, second.table, confidence)
     for domain in values(first.table, "domain"):
         one, two = (where(which.table, domain=domain) for which in (first, second))
-        found[str(domain)] = tau_difference(one, two, bootstrap)
+        found[str(domain)] = tau_difference(one, two, confidence)
     return found
 
 
@@ -382,7 +381,7 @@ def write_results(
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     known = {"hardware": hardware, "settings": list(given), "seconds": dict(seconds), **more}
     known["figures"] = {one.name: one.record() for one in found}
-    known["differences"] = {name: finite(gain._asdict()) for name, gain in gains.items()}
+    known["differences"] = {name: gain.record() for name, gain in gains.items()}
     storage.write_json(out / "results.json", known)
 
 

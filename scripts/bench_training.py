@@ -131,11 +131,11 @@ def _curve(scored: Scored, name: str, folder: Path, space: Workspace) -> list[di
     for step in sorted({row.step for row in scored.rows if row.draft == name}):
         mine = counts.where(table, step=step)
         domains = {
-            domain: tau(part, space.recipe.score.bootstrap).value for (domain,), part in counts.groups(mine, "domain")
+            domain: tau(part, space.recipe.score.confidence).value for (domain,), part in counts.groups(mine, "domain")
         }
         seconds = sum(line["seconds"] for line in lines[:step])
         found.append(
-            {"step": step, "seconds": seconds, "tau": tau(mine, space.recipe.score.bootstrap)._asdict(), **domains}
+            {"step": step, "seconds": seconds, "tau": tau(mine, space.recipe.score.confidence).record(), **domains}
         )
     return found
 
@@ -147,7 +147,7 @@ def _by_rule(scored: Scored, trained: dict[str, Stage], space: Workspace) -> dic
         step = max(row.step for row in scored.rows if row.draft == name)
         table = counts.where(scored.counts, draft=name, step=step, draft_tokens=longest, tree="", method="replay")
         found[name] = {
-            f"{setting} {rule}": tau(part, space.recipe.score.bootstrap).value
+            f"{setting} {rule}": tau(part, space.recipe.score.confidence).value
             for (setting, rule), part in counts.groups(table, "setting", "rule")
         }
     return found

@@ -223,6 +223,8 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
     [
         ("drafts={}", "demo.yaml: drafts: must have at least 1 item"),
         ("drafts.small.stesp=1", "drafts.small.stesp: unknown key; the nearest known one is drafts.small.steps"),
+        ("gate.min_conversations=5", "gate.min_conversations: is gate.min_clusters now: clusters of near-duplicates"),
+        ("score.bootstrap_samples=9", "score.bootstrap_samples: is gone: intervals are computed, not resampled"),
         ("drafts.small.lyers=1", "drafts.small.lyers: unknown key; the nearest known one is drafts.small.layers"),
         ("drafts.eagle.lyers=1", "drafts.eagle.lyers: unknown key; the nearest known one is drafts.eagle.aux_layers"),
         (

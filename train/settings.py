@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from .. import fingerprint
+from ..eval.acceptance import FEWEST_CLUSTERS
 from .losses import schedule
 from .losses.objectives import FULL
 from .losses.schedule import A_TENTH_KL, KL, Objective, Phase, Schedule, Section, StepWeights
@@ -95,12 +96,12 @@ class _Training(Section):
             raise ValueError(f"warmup_steps {self.warmup_steps}: must not exceed steps {self.steps}")
         if self.score_every > self.steps:
             raise ValueError(f"score_every {self.score_every}: must not exceed steps {self.steps}")
-        # Keeping the best and stopping early both need tau with an interval, so at least two conversations a score.
+        # Keeping the best and stopping early both need tau with an interval, so several conversations a score.
         for name, value in (("keep_best", self.keep_best), ("patience", self.patience)):
-            if value is not None and (self.score_conversations < 2 or not self.score_every):
+            if value is not None and (self.score_conversations < FEWEST_CLUSTERS or not self.score_every):
                 raise ValueError(
-                    f"{name} {value}: needs score_every above 0 and score_conversations of at least 2, "
-                    f"got {self.score_every} and {self.score_conversations}"
+                    f"{name} {value}: needs score_every above 0 and score_conversations of at least "
+                    f"{FEWEST_CLUSTERS}, got {self.score_every} and {self.score_conversations}"
                 )
         # Phases of the objective; what the engines can do.
         schedule.check(self.phases, self.steps)

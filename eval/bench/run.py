@@ -129,19 +129,21 @@ class Spread(_Record):
 
 
 class Interval(_Record):
-    """Figure from counts with its bootstrap interval."""
+    """Figure from counts with its interval by conversation cluster."""
 
     value: Number
     low: Number
     high: Number
+    reason: str = ""
+    """Reason why there is no interval, or no value."""
 
     @classmethod
     def of(cls, estimate: Estimate) -> "Interval":
-        return cls(value=estimate.value, low=estimate.low, high=estimate.high)
+        return cls(value=estimate.value, low=estimate.low, high=estimate.high, reason=estimate.reason)
 
     @property
     def estimate(self) -> Estimate:
-        return Estimate(self.value, self.low, self.high)
+        return Estimate(self.value, self.low, self.high, reason=self.reason)
 
 
 class LengthRow(_Record):

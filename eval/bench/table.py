@@ -13,7 +13,7 @@ import pyarrow as pa
 from ...specdec.replay.expected_rounds import count_rounds
 from ...specdec.rules import RULES
 from ...storage import size_text
-from ..acceptance import Bootstrap, alphas, tau
+from ..acceptance import alphas, tau
 from ..counts import CountRow, context_bucket, to_table
 from ..summary import outcome
 from ..table import UNKNOWN, interval, milliseconds, number, positions, show_cells
@@ -37,7 +37,7 @@ LENGTHS = (16, 64, 256, 1024)
 
 
 def bench_rows(
-    runs: Sequence[RunRecord], prompts: Sequence[BenchPrompt], bootstrap: Bootstrap, greedy: bool
+    runs: Sequence[RunRecord], prompts: Sequence[BenchPrompt], confidence: float, greedy: bool
 ) -> list[BenchRow]:
     """Rows of all settings that have a run with plain decoding beside it: all domains together, then each domain.
 
@@ -55,7 +55,7 @@ def bench_rows(
             if found == setting and (setting.batch_size, repeat) in plain
         ]
         if pairs:
-            rows += _Figures(setting, pairs, prompts, bootstrap, greedy).rows()
+            rows += _Figures(setting, pairs, prompts, confidence, greedy).rows()
     return rows
 
 
@@ -80,11 +80,11 @@ class _Figures:
         setting: Setting,
         pairs: Sequence[Pair],
         prompts: Sequence[BenchPrompt],
-        bootstrap: Bootstrap,
+        confidence: float,
         greedy: bool,
     ) -> None:
         self._setting, self._pairs, self._prompts = setting, pairs, prompts
-        self._bootstrap, self._greedy = bootstrap, greedy
+        self._confidence, self._greedy = confidence, greedy
         self._counts = self._table()
 
     def rows(self) -> list[BenchRow]:
@@ -107,8 +107,8 @@ class _Figures:
             prompts=len(chosen),
             tokens=sum(answer.tokens for answer in first),
             rounds=sum(len(answer.arrivals) - 1 for answer in first),
-            tau=Interval.of(tau(table, self._bootstrap)),
-            alphas=[Interval.of(alpha) for alpha in alphas(table, self._bootstrap)],
+            tau=Interval.of(tau(table, self._confidence)),
+            alphas=[Interval.of(alpha) for alpha in alphas(table, self._confidence)],
             tokens_per_second=_spread(one.line.rate(chosen) for one, _ in self._pairs),
             decoding_tokens_per_second=_spread(one.line.decoding_rate(chosen) for one, _ in self._pairs),
             speedup=self._speedup(chosen, Timeline.rate),

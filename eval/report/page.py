@@ -15,7 +15,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..acceptance import acceptance, tau
 from ..counts import concat, groups, values, where
 from ..leaderboard import Checkpoint, ConfigRows, DomainRow, Row, Times, at_config, by_config, plain_row, serving
-from ..serving_load import finite
 from ..settings import ScoreSettings
 from ..summary import bucket_label, config_label, decision_summary, draft_label
 from ..table import interval, milliseconds, number
@@ -95,8 +94,8 @@ def _contexts(table: pa.Table, rows: Sequence[Row], settings: ScoreSettings) -> 
                     "baseline": row.baseline,
                     "conversations": len(values(mine, "conversation")),
                     "rounds": sum(mine["rounds"].to_pylist()),
-                    "tau": finite(tau(mine, settings.bootstrap)._asdict()),
-                    "acceptance": finite(acceptance(mine, settings.bootstrap)._asdict()),
+                    "tau": tau(mine, settings.confidence).record(),
+                    "acceptance": acceptance(mine, settings.confidence).record(),
                 }
 
 

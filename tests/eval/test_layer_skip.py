@@ -14,7 +14,7 @@ import torch
 
 from draftforge.data.store import Sample
 from draftforge.eval import layer_skip
-from draftforge.eval.acceptance import Bootstrap, tau
+from draftforge.eval.acceptance import tau
 from draftforge.eval.costs import CostTable, cost_key
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.layer_skip import RoundTimes, SkipCounts, SkipScorer, search, sublayers
@@ -106,7 +106,7 @@ def test_tau_is_the_scores(
     for domains in (["chat"], ["code"], ["chat", "code"]):
         mine = [sample for domain in domains for sample in samples[domain]]
         counts = score_draft(target, [ProposerSpec(make, (1, 3))], mine, SETTINGS, Identity("skipped", 0)).counts
-        taus = {K: tau(at_config(serving(counts, SETTINGS), DraftConfig(K)), Bootstrap(10)).value for K in (1, 3)}
+        taus = {K: tau(at_config(serving(counts, SETTINGS), DraftConfig(K)), 0.95).value for K in (1, 3)}
         speedups = {K: taus[K] / TIMES[K].of(4, skipped) for K in taus}
         worth = scorer.score(skipped, domains)
         assert max(speedups, key=lambda K: speedups[K]) == worth.K

@@ -28,7 +28,7 @@ from draftforge.eval.report.page import score_record
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.replay.expected_rounds import RoundCounts
 
-SETTINGS = ScoreSettings(draft_tokens=[1, 2, 3], bootstrap_samples=200)
+SETTINGS = ScoreSettings(draft_tokens=[1, 2, 3])
 DEPTHS = (1, 2, 3)
 
 
@@ -115,7 +115,7 @@ def test_a_tree_competes_with_chains() -> None:
 
 
 def test_a_lossy_rule_never_decides() -> None:
-    settings = ScoreSettings(draft_tokens=[2], rules=["token", "typical"], bootstrap_samples=50)
+    settings = ScoreSettings(draft_tokens=[2], rules=["token", "typical"])
     tables = [
         counts_of("small", 20, {2: 1.5}, setting="t1", rule="token"),
         counts_of("small", 20, {2: 2.9}, setting="t1", rule="typical", method="decode"),
@@ -146,7 +146,7 @@ def test_baselines_come_first_and_are_never_chosen() -> None:
 
 
 def test_each_setting_counts_under_its_serving_rule() -> None:
-    settings = ScoreSettings(draft_tokens=[2], rules=["block", "token"], bootstrap_samples=50)
+    settings = ScoreSettings(draft_tokens=[2], rules=["block", "token"])
     tables = [
         counts_of("small", 20, {2: 2.0}),
         counts_of("small", 20, {2: 1.6}, setting="t1", rule="block"),

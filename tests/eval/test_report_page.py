@@ -242,5 +242,5 @@ def test_batch_sizes_are_drawn_where_rows_have_a_load() -> None:
 def test_the_sample_is_what_it_says() -> None:
     table, _, rows = sample_rows()
     chosen = next(row for row in rows if row.chosen)
-    assert chosen.draft == "eagle3" and tau(table, SETTINGS.bootstrap).clusters == 28
+    assert chosen.draft == "eagle3" and tau(table, SETTINGS.confidence).clusters == 28
     assert {row["draft"] for row in sample_holdout(champion=False)["rows"]} == {"lookup", "candidate"}

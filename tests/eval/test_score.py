@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from draftforge.data.store import Sample
 from draftforge.errors import InputError
 from draftforge.eval import score, target_pass_cache
-from draftforge.eval.acceptance import Bootstrap, tau
+from draftforge.eval.acceptance import tau
 from draftforge.eval.counts import COUNTS_SCHEMA, values, where
 from draftforge.eval.draft_configs import ProposerSpec
 from draftforge.eval.leaderboard import serving
@@ -85,7 +85,7 @@ def test_replay_covers_all_and_decoding_a_part(target: Target, samples: list[Sam
     assert set(values(decoded, "domain")) == {"support", "code", "chat"}
     assert result.consistency.compared == len(where(decoded, setting="t0")) > 0
     assert result.consistency.mismatches == ()
-    assert 1.0 < tau(where(replayed, setting="t0", draft_tokens=3), Bootstrap()).value < 4.0
+    assert 1.0 < tau(where(replayed, setting="t0", draft_tokens=3), 0.95).value < 4.0
 
 
 def test_decoded_counts_equal_replayed_ones(target: Target, samples: list[Sample], chains: ProposerSpec) -> None:
@@ -141,8 +141,8 @@ def test_trees_are_scored_like_chains(target: Target, samples: list[Sample], cha
         "apart": {("match", "decode")},
     }
     t0 = where(result.counts, setting="t0", method="replay")
-    taus = {name: tau(where(t0, tree=name), Bootstrap()).value for name in TREES}
-    assert taus["wide"] > tau(where(t0, tree="", draft_tokens=3), Bootstrap()).value > 1.0
+    taus = {name: tau(where(t0, tree=name), 0.95).value for name in TREES}
+    assert taus["wide"] > tau(where(t0, tree="", draft_tokens=3), 0.95).value > 1.0
     assert all(value > 1.0 for value in taus.values())
 
 

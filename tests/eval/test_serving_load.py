@@ -29,7 +29,7 @@ def load_of(**changes: Any) -> LoadSettings:
 
 
 def settings_of(**changes: Any) -> ScoreSettings:
-    return ScoreSettings(draft_tokens=[1, 2, 3, 4], bootstrap_samples=100, load=load_of(**changes))
+    return ScoreSettings(draft_tokens=[1, 2, 3, 4], load=load_of(**changes))
 
 
 def rows_of(settings: ScoreSettings, *drafts: tuple[str, dict[int, float], CostTable]) -> list[Row]:

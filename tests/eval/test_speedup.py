@@ -25,9 +25,16 @@ def test_where_the_prompt_alone_costs_more_no_tau_is_enough() -> None:
 
 
 def test_without_a_fixed_part_it_is_tau_over_the_rounds_cost() -> None:
-    estimate = Gain(0.0, 1.25).estimate(Estimate(2.5, 2.0, 3.0, 7))
-    assert tuple(estimate) == pytest.approx((2.0, 1.6, 2.4, 7, ""))
+    estimate = Gain(0.0, 1.25).estimate(Estimate(2.5, 2.0, 3.0, 7, error=0.1, freedom=6.0))
+    assert tuple(estimate) == pytest.approx((2.0, 1.6, 2.4, 7, "", 0.08, 6.0))
     assert np.allclose(Gain(0.0, 2.0).speedup(np.array([1.0, 4.0])), [0.5, 2.0])
+
+
+@given(st.floats(0.0, 1.5), parts, st.floats(1.0, 9.0))
+def test_the_error_of_a_speedup_is_its_slope_times_taus(fixed: float, rounds: float, tau: float) -> None:
+    gain = Gain(fixed, rounds)
+    slope = (gain.speedup(tau + 1e-4) - gain.speedup(tau - 1e-4)) / 2e-4
+    assert gain.estimate(Estimate(tau, error=0.5)).error == pytest.approx(0.5 * slope, rel=1e-4)
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1.5), parts, st.floats(0.01, 9.0)), min_size=1, max_size=5), taus)

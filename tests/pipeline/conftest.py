@@ -80,10 +80,9 @@ def recipe_in(tiny_target_folder: Path) -> Callable[..., Path]:
             "score": {
                 "draft_tokens": [1, 2],
                 "decode_conversations": 2,
-                "bootstrap_samples": 50,
                 "costs": {"prompts": 2, "rounds": 6, "warmup_rounds": 0},
             },
-            "gate": {"min_conversations": 2},
+            "gate": {"min_clusters": 2},
         }
         recipe.update(sections)
         path = folder / "tiny.yaml"

@@ -27,10 +27,9 @@ SMALL = [
     "retrain.steps=2",
     "score.max_conversations=8",
     "score.decode_conversations=1",
-    "score.bootstrap_samples=50",
     "score.costs.rounds=4",
     "score.costs.warmup_rounds=0",
-    "gate.min_conversations=2",
+    "gate.min_clusters=2",
 ]
 
 

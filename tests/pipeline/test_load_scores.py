@@ -58,7 +58,6 @@ def score_section(**changes: Any) -> dict[str, Any]:
     return {
         "draft_tokens": [1, 2],
         "decode_conversations": 2,
-        "bootstrap_samples": 50,
         "sampling": [{}, {"temperature": 1.0}],
         "load": LOAD,
         **changes,

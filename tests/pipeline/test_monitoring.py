@@ -119,7 +119,7 @@ def test_a_champion_is_told_of(
     table = kept_counts(space.tracking, outcome.version)
     assert table is not None
     settings = space.recipe.score
-    promise = expected_acceptance(serving(table, settings), settings.bootstrap)
+    promise = expected_acceptance(serving(table, settings), settings.confidence)
     assert value(found, "champion_tau") == promise.taus["rounds"].value
     assert [labels["position"] for labels, _ in found["champion_acceptance"]] == ["1", "2"][: promise.draft_tokens]
     assert value(found, "champion_expected_speedup") > 0

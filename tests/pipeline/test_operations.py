@@ -12,7 +12,7 @@ import tuned
 import yaml
 
 from draftforge.cli import main
-from draftforge.eval.acceptance import Bootstrap, tau
+from draftforge.eval.acceptance import tau
 from draftforge.eval.counts import where
 from draftforge.pipeline.promotion import kept_counts
 from draftforge.pipeline.workspace import Workspace
@@ -51,10 +51,9 @@ class House:
             "score": {
                 "draft_tokens": [3],
                 "decode_conversations": 2,
-                "bootstrap_samples": 100,
                 "costs": {"prompts": 2, "rounds": 6, "warmup_rounds": 0},
             },
-            "gate": {"min_conversations": 5, "min_domain_conversations": 2},
+            "gate": {"min_clusters": 5, "min_domain_clusters": 3},
             "retrain": {"steps": 120, "probe_conversations": 24},
         }
 
@@ -86,7 +85,7 @@ class House:
     def tau(self, version: Version) -> float:
         table = kept_counts(self.space.tracking, version)
         assert table is not None
-        return tau(where(table, method="replay"), Bootstrap(10)).value
+        return tau(where(table, method="replay"), 0.95).value
 
 
 def staleness(space: Workspace, version: Version) -> dict[str, Any]:

@@ -47,7 +47,6 @@ TREE = {"measured": {"kind": "measured", "nodes": 4, "levels": 2}}
 SCORE = {
     "draft_tokens": [1, 2],
     "decode_conversations": 2,
-    "bootstrap_samples": 50,
     "trees": TREE,
     "costs": {"prompts": 1, "rounds": 4, "warmup_rounds": 0},
     "race": {"error": 0.4, "blocks": 3},

@@ -109,6 +109,7 @@ def serve(store: Tracking, trained_drafts: Trained, name: str, parent: str | Non
     evidence = Evidence(
         candidate=Figures(tau=2.5, speedup=1.75),
         conversations=30,
+        clusters=25,
         confidence=0.95,
         lossless=True,
         export_reads_back=True,

@@ -120,7 +120,7 @@ def uneven(name: str, gain: float, noise: float) -> pa.Table:
         (0.0, 0.05, False, "not faster"),
         (-0.15, 0.05, False, "chat gets worse: -9.9 %"),
         (0.15, 0.05, True, "faster than champion m/1"),
-        (0.01, 0.5, False, "more holdout conversations would tell"),
+        (0.01, 0.5, False, "more clusters of holdout conversations would tell"),
     ],
 )
 def test_the_gate_knows_an_equal_a_worse_and_a_better_draft(

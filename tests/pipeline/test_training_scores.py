@@ -68,7 +68,7 @@ def test_a_stage_that_stopped_early_is_done_and_its_kept_drafts_are_scored(
     settings, while_training = space.recipe.score, {one["step"]: one["tau"] for one in scores}
     for step in (best, 3):
         mine = counts.where(outcome.scored.counts, draft="eagle3", step=step, draft_tokens=2, tree="")
-        tau = acceptance.tau(serving(mine, settings), settings.bootstrap).value
+        tau = acceptance.tau(serving(mine, settings), settings.confidence).value
         assert while_training[step] == pytest.approx(tau)
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -83,13 +83,13 @@ def test_a_stage_that_stopped_early_is_done_and_its_kept_drafts_are_scored(
 def test_too_few_conversations_for_an_interval_are_refused_by_name(answer: int) -> None:
     """Answers so short that nothing is drafted in them do not count."""
     same = [sample(turn, answer) for turn in range(3)]
-    two = [*same, sample(4, answer, "b")]
-    for samples, clusters in ((same, int(answer > 2)), (two, 2 * int(answer > 2))):
-        if clusters < 2:
-            with pytest.raises(InputError, match=rf"draft\.score_conversations 2: .* {clusters} cluster"):
-                SampledScore(lambda: pytest.fail("loaded"), samples, ScoreSettings(), 2, 2)
+    three = [*same, sample(4, answer, "b"), sample(5, answer, "c")]
+    for samples, clusters in ((same, int(answer > 2)), (three, 3 * int(answer > 2))):
+        if clusters < 3:
+            with pytest.raises(InputError, match=rf"draft\.score_conversations 3: .* {clusters} cluster"):
+                SampledScore(lambda: pytest.fail("loaded"), samples, ScoreSettings(), 2, 3)
         else:
-            SampledScore(lambda: pytest.fail("loaded"), samples, ScoreSettings(), 2, 2)
+            SampledScore(lambda: pytest.fail("loaded"), samples, ScoreSettings(), 2, 3)
 
 
 def sample(turn: int, answer: int, name: str = "a") -> Sample:

@@ -64,7 +64,7 @@ def test_promotion_moves_aliases_and_leaves_a_record(tracking: Tracking, registe
     path = tracking.client.download_artifacts(two.run_id, tags["draftforge.decision_record"], str(tmp_path))
     record = json.loads(Path(path).read_text())
     assert record["version"] == two.reference and record["compared"] == one.reference
-    assert record["format"] == 2 and record["numbers"]["more_conversations"] is None
+    assert record["format"] == 3 and record["numbers"]["more_clusters"] is None
     assert [(event["event"], event["from"], event["to"]) for event in history(tracking, one.name)] == [
         ("promote", None, 1),
         ("promote", 1, 2),
@@ -75,7 +75,13 @@ def test_decisions_are_read_back_in_order(tracking: Tracking, register: Register
     one = register("one")
     figures = Figures(tau=2.125, speedup=1.5)
     evidence = Evidence(
-        candidate=figures, conversations=9, confidence=0.95, lossless=None, export_reads_back=True, holdout_overlap=0
+        candidate=figures,
+        conversations=9,
+        clusters=7,
+        confidence=0.95,
+        lossless=None,
+        export_reads_back=True,
+        holdout_overlap=0,
     )
     asked = [
         Decision(promote=False, reasons=["too few"], numbers=Numbers(evidence=evidence)),
@@ -97,8 +103,8 @@ def test_decisions_are_read_back_in_order(tracking: Tracking, register: Register
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"version": "m/1", "promote": true}', "is a decision of format 1; this draftforge reads format 2"),
-        ('{"format": 2, "version": "m/1"}', "promote: Field required"),
+        ('{"version": "m/1", "promote": true}', "is a decision of format 1; this draftforge reads format 3"),
+        ('{"format": 3, "version": "m/1"}', "promote: Field required"),
         ("[]", "format None"),
         ("{", "not valid JSON"),
     ],

@@ -18,11 +18,13 @@ def counts_of(
     drafted: float | None = None,
     tree: str = "",
 ) -> pa.Table:
-    """Conversations whose pooled tau at each K is the given one; every other is better, every other worse."""
+    """Conversations whose pooled tau at each K is the given one; every other is better, every other worse, by 0.1 or as
+    much less as keeps it above 1."""
     rows = []
     for number in range(conversations):
         for K, tau in taus.items():
-            tokens = 100 * (tau + (0.1 if number % 2 else -0.1))
+            apart = min(0.1, tau - 1)
+            tokens = 100 * (tau + (apart if number % 2 else -apart))
             accepted = tokens - 100
             drafting = 100.0 if drafted is None or tree else drafted / K  # rounds that draft at all
             counts = RoundCounts(

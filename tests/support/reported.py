@@ -18,9 +18,7 @@ from draftforge.specdec.replay.expected_rounds import RoundCounts
 from draftforge.specdec.sampling import SamplingSettings
 
 DEPTHS = (1, 2, 4)
-SETTINGS = ScoreSettings(
-    sampling=[SamplingSettings(), SamplingSettings(temperature=0.8)], draft_tokens=list(DEPTHS), bootstrap_samples=200
-)
+SETTINGS = ScoreSettings(sampling=[SamplingSettings(), SamplingSettings(temperature=0.8)], draft_tokens=list(DEPTHS))
 DOMAINS = {"support": 0.12, "code": 0.05, "math": 0.0, "writing": -0.1}  # added to what a draft accepts there
 DRAFTS: dict[Checkpoint, float] = {
     ("lookup", 0): 0.22,

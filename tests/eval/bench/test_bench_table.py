@@ -5,7 +5,6 @@ import math
 import pytest
 from benched import PARTS, PLAIN, SMALL, answer, run
 
-from draftforge.eval.acceptance import Bootstrap
 from draftforge.eval.bench.run import EVERY, BenchPrompt, BenchRow, Environment, Report, RunRecord, Setting
 from draftforge.eval.bench.table import bench_rows, length_range
 
@@ -25,7 +24,7 @@ def runs(repeat: int = 0, pace: float = 1.0) -> list[RunRecord]:
 
 
 def rows_of(records: list[RunRecord], greedy: bool = True) -> dict[tuple[str, str], BenchRow]:
-    found = bench_rows(records, PROMPTS, Bootstrap(50), greedy)
+    found = bench_rows(records, PROMPTS, 0.95, greedy)
     return {(row.setting.method, row.domain): row for row in found}
 
 
@@ -65,7 +64,7 @@ def test_domains() -> None:
 
 def test_one_domain_needs_no_row_of_its_own() -> None:
     prompts = [prompt._replace(domain="math") for prompt in PROMPTS]
-    found = bench_rows(runs(), prompts, Bootstrap(50), greedy=True)
+    found = bench_rows(runs(), prompts, 0.95, greedy=True)
     assert [row.domain for row in found] == [EVERY, EVERY]
 
 
@@ -126,7 +125,7 @@ def test_answers_without_a_round() -> None:
 
 
 def test_a_report_is_read_back_as_it_was() -> None:
-    rows = bench_rows(runs(), PROMPTS, Bootstrap(50), greedy=False)
+    rows = bench_rows(runs(), PROMPTS, 0.95, greedy=False)
     about = Environment(
         hardware="h", dtype="float32", torch="2", transformers="5", draftforge="0", commit=None, command=["x"],
         target="t", target_fingerprint="0", drafts={}, prompts={"math": 1}, prompts_left_out=0, max_new_tokens=7,

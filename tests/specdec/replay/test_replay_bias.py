@@ -13,7 +13,7 @@ import pytest
 import torch
 from stand_ins import bigram
 
-from draftforge.eval.acceptance import Bootstrap, Estimate, tau
+from draftforge.eval.acceptance import Estimate, tau
 from draftforge.eval.counts import CountRow, to_table
 from draftforge.specdec.decoder import Generation, Request, generate
 from draftforge.specdec.drafts.small import SmallDraft
@@ -91,7 +91,7 @@ def estimated(counts: Sequence[RoundCounts], rule: str) -> Estimate:
         CountRow("small", 1, f"c{n}", 0, f"c{n}", "d", "selection", "128", WARM.key, rule, K, "", "replay", one)
         for n, one in enumerate(counts)
     ]
-    return tau(to_table(rows), Bootstrap())
+    return tau(to_table(rows), 0.95)
 
 
 def error(estimate: Estimate) -> float:
