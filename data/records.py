@@ -376,7 +376,8 @@ def _sampling(lookup: Lookup, where: str) -> SamplingSettings | None:
     """Logged sampling settings; None: none are logged. Without a temperature, others were served at 1, the API's
     default."""
     given = {name: lookup(name) for name in _SAMPLING_FIELDS if lookup(name) is not None}
-    if given.get("top_k") == -1:  # vLLM's "off"
+    top_k = given.get("top_k")
+    if top_k == -1 or (isinstance(top_k, int) and top_k > MOST_TOKENS):  # "off", and more than any vocabulary has
         given["top_k"] = 0
     return _validated(SamplingSettings, {"temperature": 1.0, **given}, where) if given else None
 
@@ -388,7 +389,7 @@ def _max_new_tokens(lookup: Lookup, where: str) -> int | None:
             continue
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise InputError(f"{where}: {name} {_quoted(limit)}; must be a whole number of at least 1")
-        return limit
+        return min(limit, MOST_TOKENS)
     return None
 
 

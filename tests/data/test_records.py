@@ -86,6 +86,13 @@ def test_sharegpt_tools_and_calls(encode: Any) -> None:
     assert record.tools == [{"type": "function", "function": function}]
 
 
+def test_numbers_beyond_64_bits_are_no_limits() -> None:
+    line = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2**70, "top_k": 2**70, "temperature": 0.5}
+    record = read({**line, "trace_id": 2**70, "group": 2**70})
+    assert record.max_new_tokens == 2**31 - 1 and record.sampling == SamplingSettings(temperature=0.5)
+    assert record.group == str(2**70)
+
+
 def test_a_sharegpt_system_prompt_counts_once() -> None:
     talk = [{"from": "human", "value": "Hi"}]
     for system, first, messages in (
