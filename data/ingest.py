@@ -5,12 +5,14 @@ A content is what the target is shown. Its number is its place in the order of f
 one with the smallest key stands for all.
 """
 
+import json
 import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +23,6 @@ from .conversation import SPLITS, Split
 from .dedup import SIGNATURE_LENGTH, Member, Signature, TurnIndex
 from .outcomes import SourceCounts
 from .prepare import Prepared, Preparer, Unit, restored
-from .records import Record
 from .settings import MixSettings, Source
 from .sources import SamplePrompts, SmallestSample, counted, require_some, units
 from .stratify import LogTable
@@ -117,9 +118,14 @@ class IngestedRecords:
         """Map each conversation that others continue to the longest that does; by ids."""
         return self._turns.continued(self.ids)
 
-    def record(self, number: int) -> Record:
-        """The record that stands for a content."""
-        return restored(self._spool[self._spooled[number]])
+    def row(self, number: int) -> dict[str, Any]:
+        """Columns of the record that stands for a content; see `stored`."""
+        found: dict[str, Any] = json.loads(self._spool[self._spooled[number]])
+        return found
+
+    def user_text(self, number: int) -> str:
+        """What the user says in a content."""
+        return restored(self._spool[self._spooled[number]]).user_text
 
     def members(self) -> Iterator[Member]:
         """Yield clustering's view of each content, by number."""

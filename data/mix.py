@@ -32,7 +32,6 @@ from .conversation import SPLITS, Conversation, Split
 from .dedup import SIGNATURE_LENGTH, Member, PlacedMember, asked_elsewhere, cluster_members
 from .ingest import IngestedRecords, Spool, ingest, strictest
 from .outcomes import BROKEN, COPY, name_of
-from .prepare import sampling_of
 from .settings import MixSettings, TargetSource
 from .sources import SamplePrompts, input_digests
 from .split import require_every_split, split_of
@@ -67,7 +66,9 @@ _CONVERSATION_SCHEMA = pa.schema(
         ("asked_elsewhere", pa.list_(pa.int32())),
     ]
 )
-_ORIGIN_SCHEMA = pa.schema([("id", pa.string()), ("where", pa.string()), ("skip_invalid", pa.bool_())])
+_ORIGIN_SCHEMA = pa.schema(
+    [("id", pa.string()), ("where", pa.string()), ("skip_invalid", pa.bool_()), ("redacted", pa.string())]
+)
 _MEMBER_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -133,7 +134,8 @@ def build_mix(
 def load_mix(folder: Path) -> list[Conversation]:
     """Load the conversations of a mix, sorted by id, after a check of the files' digests."""
     rows = _read_table(folder, CONVERSATIONS).to_pylist()
-    origins = {row["id"]: row for row in _read_table(folder, ORIGINS).to_pylist()}
+    columns = ["id", "where", "skip_invalid"]
+    origins = {row["id"]: row for row in _read_table(folder, ORIGINS).select(columns).to_pylist()}
     for row in rows:
         row |= origins[row["id"]]
         for name in _NESTED:
@@ -214,12 +216,10 @@ def _name_domains(
     # An ancestor's centres are kept, so that the same name means the same domain.
     found = domain_clusters.read_first(earlier, count)
     if found is None:
-        found = domain_clusters.fit(
-            [records.record(n).user_text for n in numbers[: domain_clusters.MOST_FITTED]], count
-        )
+        found = domain_clusters.fit([records.user_text(n) for n in numbers[: domain_clusters.MOST_FITTED]], count)
 
     # Name each content's cluster, then every row of that content.
-    texts = (records.record(n).user_text for n in progress.track(numbers, "clusters", unit="conversations"))
+    texts = (records.user_text(n) for n in progress.track(numbers, "clusters", unit="conversations"))
     name_of_number = dict(zip(numbers, domain_clusters.assign(found, texts)))
     for row in nameless_rows.tolist():
         records.log.rename(row, name_of_number[int(records.number_at_row[row])])
@@ -409,8 +409,7 @@ class _Mix:
         # Conversations are read from the spool one by one; members hold no text.
         tracked = progress.track(self._kept, "writing", unit="conversations")
         origins: list[dict[str, Any]] = []
-        rows = (_row(self._conversation(n, origins)) for n in tracked)
-        _write_table(folder / CONVERSATIONS, rows, _CONVERSATION_SCHEMA)
+        _write_table(folder / CONVERSATIONS, (self._row(n, origins) for n in tracked), _CONVERSATION_SCHEMA)
         # Where a file lies is no part of a conversation: the same log in another order gives the same ones.
         _write_table(folder / ORIGINS, iter(origins), _ORIGIN_SCHEMA)
         _write_table(folder / MEMBERS, _member_rows(self._seen, self._known), _MEMBER_SCHEMA)
@@ -428,23 +427,18 @@ class _Mix:
         }
         pq.write_table(pa.table(table), folder / LOG, compression="zstd")
 
-    def _conversation(self, number: int, origins: list[dict[str, Any]]) -> Conversation:
-        record = self._records.record(number)
-        source = self._settings.sources[record.source]
-        where = record.where.removeprefix(f"{self._base_dir}/")
+    def _row(self, number: int, origins: list[dict[str, Any]]) -> dict[str, Any]:
+        """Columns of a kept content; what is told of its origin goes into `origins`."""
+        row, id = self._records.row(number), self._ids[number]
+        source = self._settings.sources[row["source"]]
+        where = row["where"].removeprefix(f"{self._base_dir}/")
         skips = not isinstance(source, TargetSource) and source.skip_invalid
-        origins.append({"id": record.id, "where": where, "skip_invalid": skips})
-        placed = self._placements[record.id]
-        sampling, max_new_tokens = sampling_of(record, self._settings)
-        return record.conversation(
-            # The log table knows domains that clustering named after the record was spooled.
-            domain=record.domain or self._records.log.domain(int(self._records.rows[number])),
-            sampling=sampling,
-            max_new_tokens=max_new_tokens,
-            cluster=placed.cluster,
-            split=placed.split,
-            asked_elsewhere=self._elsewhere[record.id],
-        )
+        origins.append({"id": id, "where": where, "skip_invalid": skips, "redacted": row["redacted"]})
+        placed = self._placements[id]
+        placement = {"cluster": placed.cluster, "split": placed.split, "asked_elsewhere": self._elsewhere[id]}
+        # The log table knows domains that clustering named after the record was spooled.
+        domain = row["domain"] or self._records.log.domain(int(self._records.rows[number]))
+        return {**row, **placement, "domain": domain}
 
     def manifest_counts(self) -> dict[str, Any]:
         """Counts for the manifest: what was read, redacted and left out, what is in each split, the log's load.
@@ -510,16 +504,6 @@ def _source_records(
 def _told(counts: Mapping[str, int]) -> str:
     """Counts in words, the largest first."""
     return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
-
-
-def _row(conversation: Conversation) -> dict[str, Any]:
-    # The dump leaves out what is as in most conversations; nested values are stored as JSON text.
-    row = {name: getattr(conversation, name) for name in _CONVERSATION_SCHEMA.names}
-    row |= conversation.model_dump(mode="json")
-    row["messages"] = [message.model_dump(exclude_none=True) for message in conversation.messages]
-    for name in _NESTED:
-        row[name] = None if row[name] is None else json.dumps(row[name], ensure_ascii=False)
-    return row
 
 
 def _member_rows(seen: Mapping[str, PlacedMember], known: Sequence[PlacedMember]) -> Iterator[dict[str, Any]]:

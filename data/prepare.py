@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..specdec.sampling_settings import SamplingSettings
@@ -31,7 +31,7 @@ class Prepared(NamedTuple):
     group: str | None
     """Hash of its group; None: it has none."""
     stored: bytes
-    """The redacted record, for `restored`."""
+    """The redacted record, as `stored` writes it."""
     signature: Signature
     turn_keys: list[int]
     row: LogRow
@@ -74,7 +74,7 @@ class Preparer:
             key=record.key,
             source=record.source,
             group=None if record.group is None else group_key(record.domain, record.group),
-            stored=stored(record),
+            stored=stored(record, self._settings, counts),
             signature=signature(record.user_text),
             turn_keys=turn_keys(record),
             row=log_row(record, sampling_of(record, self._settings)[0]),
@@ -123,22 +123,30 @@ def sampling_of(record: Record, settings: MixSettings) -> tuple[SamplingSettings
     return sampling, max_new_tokens
 
 
-def stored(record: Record) -> bytes:
-    """A record as one line of JSON, for `restored`."""
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    values["messages"] = [message.model_dump(exclude_none=True) for message in record.messages]
-    values["sampling"] = record.sampling and record.sampling.model_dump()
-    values["template_args"] = record.template_args and dict(record.template_args)
-    return json.dumps(values, ensure_ascii=False).encode()
+def stored(record: Record, settings: MixSettings, redactions: Mapping[str, int]) -> bytes:
+    """A record as one line of JSON: the columns of the mix's tables that it fills, nested values as JSON text."""
+    sampling, max_new_tokens = sampling_of(record, settings)
+    nested = {
+        "messages": [message.model_dump(exclude_none=True) for message in record.messages],
+        "tools": record.tools,
+        "template_args": dict(record.template_args or {}),
+        "sampling": None if sampling is None else sampling.model_dump(),
+        "redacted": dict(redactions),
+    }
+    row = {name: None if value is None else _json(value) for name, value in nested.items()}
+    plain = {name: getattr(record, name) for name in ("id", "domain", "turn_by_turn", "prompt_end", "engine")}
+    of_source = {"source": record.source, "where": record.where}
+    return _json({**plain, **row, **of_source, "max_new_tokens": max_new_tokens}).encode()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def restored(line: bytes) -> Record:
-    """The record of a line that `stored` wrote."""
-    values = json.loads(line)
-    sampling = values["sampling"]
-    parsed = {
-        "messages": tuple(Message.model_validate(message) for message in values["messages"]),
-        "unfollowed": tuple(values["unfollowed"]),
-        "sampling": None if sampling is None else SamplingSettings.model_validate(sampling),
-    }
-    return Record(**{**values, **parsed})
+    """What the target is shown of a record that `stored` wrote."""
+    row = json.loads(line)
+    messages = tuple(Message.model_validate(message) for message in json.loads(row["messages"]))
+    tools = None if row["tools"] is None else json.loads(row["tools"])
+    form = {name: row[name] for name in ("domain", "turn_by_turn", "prompt_end", "engine", "source", "where")}
+    return Record(messages=messages, tools=tools, template_args=json.loads(row["template_args"]), **form)

@@ -175,7 +175,7 @@ def test_a_whole_is_as_near_to_an_evaluation_set_and_as_recent_as_its_parts(tmp_
     )
     assert manifest["contamination"]["near_conversations"] == {"eval.jsonl": 4}
     for number, line in enumerate(lines):  # the first requests of half of the threads came much later
-        line["started"] = 9e8 if number % 6 == 0 else 1000.0
+        line["started"] = 9e8 if number % 6 == 0 else 9e8 - 40 * 86400
     recent = load_mix(build(tmp_path, lines, "recent", half_life_days=1))
     asked = {one.messages[0].content for one in recent}
     assert asked == {lines[i]["messages"][0]["content"] for i in range(0, len(lines), 6)}

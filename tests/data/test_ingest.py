@@ -1,11 +1,13 @@
 """Records come back from disk as they went in."""
 
+import json
 from pathlib import Path
 
 from draftforge.data.conversation import Message
 from draftforge.data.ingest import Spool
 from draftforge.data.prepare import restored, stored
 from draftforge.data.records import Record
+from draftforge.data.settings import MixSettings
 from draftforge.specdec.sampling import SamplingSettings
 
 CALL = [{"id": "c1", "function": {"name": "clock", "arguments": "{}"}}]
@@ -31,22 +33,35 @@ FULL = Record(
 )
 
 
-def test_records_come_back_whole_in_any_order(tmp_path: Path) -> None:
+SETTINGS = MixSettings.model_validate({"sources": [{"kind": "turns", "path": "log.jsonl"}]})
+
+
+def line(record: Record) -> bytes:
+    return stored(record, SETTINGS, {"email": 2})
+
+
+def test_lines_come_back_whole_in_any_order(tmp_path: Path) -> None:
     bare = Record(domain="", messages=(Message(role="user", content="x" * 100_000),))
     with Spool(tmp_path) as spool:
-        numbers = [spool.add(stored(record)) for record in (FULL, bare, FULL)]
+        numbers = [spool.add(line(record)) for record in (FULL, bare, FULL)]
         assert numbers == [0, 1, 2] and len(spool) == 3
-        first, second, third = (restored(spool[number]) for number in numbers)
-        assert second == bare and first == FULL == third
-        assert (first.id, first.key, first.where) == (FULL.id, FULL.key, FULL.where)
-        assert spool.add(stored(bare)) == 3 and restored(spool[3]) == bare and restored(spool[2]) == FULL
+        assert spool[1] == line(bare) and spool[0] == line(FULL) == spool[2]
+        assert spool.add(line(bare)) == 3 and spool[3] == line(bare) and spool[2] == line(FULL)
+
+
+def test_what_the_target_is_shown_comes_back_and_the_rest_as_columns() -> None:
+    back, row = restored(line(FULL)), json.loads(line(FULL))
+    assert (back.id, back.user_text, back.where, back.source) == (FULL.id, FULL.user_text, FULL.where, 3)
+    assert (row["id"], row["domain"], row["max_new_tokens"]) == (FULL.id, "d", 7)
+    assert json.loads(row["sampling"]) == {"temperature": 0.3, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
+    assert json.loads(row["redacted"]) == {"email": 2}
 
 
 def test_a_large_spool_lies_on_disk_without_a_name(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    large = Record(domain="d", messages=(Message(role="user", content="y" * (1 << 20)),))
+    large = b"y" * (1 << 20)
     with Spool(folder) as spool:
         for _ in range(40):
-            spool.add(stored(large))
-        assert restored(spool[39]) == large and spool._file.name is not None  # memory has no name
+            spool.add(large)
+        assert spool[39] == large and spool._file.name is not None  # memory has no name
         assert list(folder.iterdir()) == []
