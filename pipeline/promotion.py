@@ -131,6 +131,7 @@ def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, paren
     lineage = Lineage(
         target_fingerprint=space.target_fingerprint,
         target_name=Path(recipe.target.model).name,
+        target_files={name: fingerprint.short(digest) for name, digest in space.target_files.items()},
         tokenizer_digest=meta.tokenizer_digest,
         mix_fingerprint=stages.mix.fingerprint,
         capture_fingerprint=stages.captured.fingerprint,

@@ -7,7 +7,7 @@
 
 import math
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,10 +28,11 @@ from ..eval.leaderboard import serving
 from ..eval.score import Identity
 from ..eval.settings import HOLDOUT_SPLIT
 from ..progress import say
-from ..registry.lineage import Version, ancestors, cluster_digest, inherited_clusters
+from ..registry.lineage import Lineage, Version, ancestors, cluster_digest, inherited_clusters
 from ..registry.versions import champion, latest_champion, missing_file, resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.stored_draft import StoredDraft
+from ..specdec.targets import covered_since, fingerprint_of
 from .promotion import kept_counts
 from .scoring import Scorer
 from .stages import Stage, Stages, mix_stage, stage_address
@@ -132,9 +133,25 @@ def judge(space: Workspace) -> Staleness:
         return Staleness(None, (*causes, Cause("first", "stale", text, {})))
     if old.lineage.target_fingerprint != space.target_fingerprint:
         then, here = (fingerprint.short(one) for one in (old.lineage.target_fingerprint, space.target_fingerprint))
-        text = f"target changed: {old.reference} drafts for another one ({then}, now {here})"
+        why = what_changed(old.lineage, space.target_files, space.target_settings.context)
+        text = f"target changed: {old.reference} drafts for another one ({then}, now {here}): {why}"
         causes.append(Cause("target", "stale", text, {"then": then, "now": here}))
     return Staleness(old, (*causes, *_new_target(space, old)))
+
+
+def what_changed(then: Lineage, now: Mapping[str, str], context: int | None) -> str:
+    """Say which files of a target (`now`, stated context) changed since a version was promoted for another."""
+    if not now:
+        return "its files are gone"
+    if not then.target_files:
+        # Promoted by an older version, which recorded no files: does all that it looked at still hold?
+        since, held = covered_since(now), then.target_fingerprint == fingerprint_of(now, context, earlier=True)
+        if held:
+            return f"an older version did not look at {', '.join(since)}; all else is as it was"
+        return "which file changed is unknown, as an older version promoted it"
+    names = sorted(then.target_files.keys() | now.keys())
+    changed = [name for name in names if then.target_files.get(name) != fingerprint.short(now.get(name, ""))]
+    return f"{', '.join(changed)} changed" if changed else "its stated context changed"
 
 
 def inherit_mix(space: Workspace, stale: Version) -> None:

@@ -38,7 +38,7 @@ from ..registry.connect import DATABASE_NAME, RegistrySettings, Tracking, open_t
 from ..registry.tracking import TrackedRun, start_run
 from ..registry.versions import is_models_uri, resolve_models_uri
 from ..specdec.requests import TargetSettings
-from ..specdec.targets import Target, target_fingerprint
+from ..specdec.targets import Target, target_files, target_fingerprint
 from ..train.checkpoints import flatten
 from ..train.settings import Settings
 from .options import StoreOptions
@@ -352,6 +352,14 @@ class Workspace:
         if self.first_rank and self._keeps_notes and known.get(key) != found:
             storage.write_json(self.root / TARGETS_FILE, {**known, key: found})
         return found
+
+    @cached_property
+    def target_files(self) -> dict[str, str]:
+        """Digests of the files that make up the target, by name; empty: the target is gone."""
+        try:
+            return target_files(self.target_settings, self.digests)
+        except MissingFileError:
+            return {}
 
     @cached_property
     def target(self) -> Target:

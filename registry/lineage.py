@@ -35,6 +35,8 @@ class Lineage(BaseModel):
 
     target_fingerprint: str = Field(pattern=_HEX64)
     target_name: str
+    target_files: dict[str, str] = {}
+    """First 12 hex digits of the digest of each file that made up the target; empty: an older version recorded none."""
     tokenizer_digest: str
     mix_fingerprint: str
     capture_fingerprint: str

@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import FormatError
 from .cache import CacheStep, KVCache
+from .context import longest_context, rotates
 from .cuda_graphs import current
 from .kernels.attention import NAME, attend
 from .kernels.document_mask import Documents
@@ -132,9 +133,8 @@ def fix_rope(model: PreTrainedModel, decoder: nn.Module, context: int) -> None:
     """Fix rotary frequencies that would follow the longest row of a pass: a cached key is rotated once, for good.
 
     Long rope (Ding et al. 2024, arXiv 2402.13753) takes its long factors where `context`, the longest sequence that is
-    served, exceeds the original one; its short factors otherwise. So does vLLM. Dynamic scaling keeps the frequencies
-    of the config's own context, past which no request may go. Raises FormatError where layers have rope types of
-    their own that grow.
+    served, exceeds the original one; its short factors otherwise. Dynamic scaling takes the frequencies of the whole
+    scaled context. So does vLLM. Raises FormatError where layers have rope types of their own that grow.
     """
     rotary: Any
     for rotary in decoder.modules():
@@ -144,11 +144,14 @@ def fix_rope(model: PreTrainedModel, decoder: nn.Module, context: int) -> None:
                 if _grows(one):
                     raise FormatError(f"{named(model)}: rope type {one} of {name} layers; not supported")
         elif _grows(kind):
-            # Put back the original frequencies, or the long ones where served texts need them, and stop later changes.
+            # Put back the original frequencies, or those that a length of served texts needs, and stop later changes.
             rotary.inv_freq.copy_(rotary.original_inv_freq)
             original = rotary.config.rope_parameters.get("original_max_position_embeddings")
+            length = longest_context(rotary.config.to_dict()) if kind == "dynamic" else None
             if kind == "longrope" and context > original:
-                longer, _ = ROPE_INIT_FUNCTIONS[kind](rotary.config, rotary.inv_freq.device, seq_len=original + 1)
+                length = original + 1
+            if length is not None:
+                longer, _ = ROPE_INIT_FUNCTIONS[kind](rotary.config, rotary.inv_freq.device, seq_len=length)
                 rotary.inv_freq.copy_(longer)
             rotary.rope_type = "default"
 
@@ -175,8 +178,9 @@ class States(NamedTuple):
 class CausalModel:
     """Causal LM of transformers without its cache, masks and head: `states`, then `logits` where wanted.
 
-    `context` is the longest sequence that is served; None: the longest that the config allows. Raises FormatError for
-    a model that computes anything else, found by comparing both on a few tokens (`check`).
+    `context` is the longest sequence that is served; None: the longest that the config allows, scaled as its rotary
+    embedding says. Raises FormatError for a model that computes anything else, found by comparing both on a few tokens
+    (`check`).
     """
 
     def __init__(self, model: PreTrainedModel, context: int | None = None, loaded: bool = True) -> None:
@@ -188,8 +192,12 @@ class CausalModel:
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
-        longest: int = getattr(config, "max_position_embeddings", 1 << 30)
-        self.max_positions = longest if context is None else min(context, longest)
+        longest = longest_context(config.to_dict()) or 1 << 30
+        if context is not None and context > longest and not rotates(config.to_dict()):
+            raise FormatError(
+                f"{named(model)}: context {context} exceeds its {longest} positions, which are no rotary ones"
+            )
+        self.max_positions = context or longest
         # The parts that are run on their own, and what the model does between head and logits.
         self._decoder = find_decoder(model, config)
         self._embedding: nn.Module = model.get_input_embeddings()

@@ -228,8 +228,9 @@ class TargetSettings(BaseModel):
     adapter: str | None = None
     """Folder or hub id of a LoRA adapter, merged into the weights after loading."""
     context: int | None = Field(default=None, ge=2)
-    """Longest sequence that the server admits (vLLM's --max-model-len); absent: the model's own limit. A long-rope
-    model (Phi-3) turns to its long factors where this exceeds its original context."""
+    """Longest sequence that the server admits (vLLM's --max-model-len); absent: what vLLM derives from the config,
+    scaled as the rotary embedding is (YaRN: the original length times the factor). A long-rope model (Phi-3) turns to
+    its long factors where this exceeds its original context, which is its default."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: bfloat16 on CUDA, float32 elsewhere."""
     device: str = "auto"

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from transformers import AutoConfig, GgufConfig, PreTrainedModel, PreTrainedToke
 
 from .. import fingerprint
 from ..errors import InputError, MissingFileError, one_line
+from ..progress import say
 from ..storage import read_object
+from .context import longest_context, served_context
 from .kernels.fused import can_fuse, fuse
 from .loading import as_the_file_says, load_model, load_tokenizer, refused
 from .models import CausalModel
@@ -31,7 +33,16 @@ from .sharding import (
 )
 
 _CONFIG_NOISE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
+    *("vocab.*", "merges.*", "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*"),
+)
+"""Patterns of the files that decide which ids a text has, and which text a conversation."""
+_FIRST_COVERED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+"""What fingerprints of earlier versions covered of them; a target with no others keeps its fingerprint."""
+_WEIGHTS, _ADAPTER = "weights", "adapter/"
+_OWN_TEMPLATE = "chat_template.jinja"
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class Target(CausalModel):
@@ -46,7 +57,11 @@ class Target(CausalModel):
         weights: Weights | None = None,
     ) -> None:
         """`weights`: source of the layers' weights, for layers without memory, which `running` shards; else None."""
-        super().__init__(model.requires_grad_(False).eval(), settings.context, loaded=weights is None)
+        config = model.config.get_text_config().to_dict()
+        context, longest = settings.context or served_context(config), longest_context(config)
+        if context is not None and longest is not None and context > longest:
+            say(f"target.context: {context} is more than the {longest} tokens that the model's config allows")
+        super().__init__(model.requires_grad_(False).eval(), context, loaded=weights is None)
         # A sharded target refuses passes until `running`; a whole one takes fused kernels at once.
         self._weights, self._sharded = weights, False
         if weights is not None:
@@ -72,7 +87,7 @@ class Target(CausalModel):
         if source.gguf_file is not None:
             common["gguf_file"] = source.gguf_file
         where = f"target.model: {settings.model}"
-        tokenizer = load_tokenizer(source.folder, where, **common)
+        tokenizer = _tokenizer_of(settings, source, where, common)
         # 2) A sharded target: no layer's weights are read before the ranks take their shares.
         if settings.shard:
             files, model = FileWeights(source.folder, where), load_skeleton(source.folder, where, dtype, **common)
@@ -203,39 +218,84 @@ def _computes(device: torch.device) -> bool:
 
 
 def context_length(settings: TargetSettings) -> int | None:
-    """Context length of a target in tokens, by its config alone; None where neither config nor settings have one.
+    """Context length of a target in tokens: as stated, or as a server derives it from the config; None: it is unknown.
 
     The config of a hub id is downloaded. Raises MissingFileError where there is none.
     """
+    if settings.context is not None:
+        return settings.context
     # Multimodal configs have the language model's own inside.
-    source, field = locate(settings), "max_position_embeddings"
+    source = locate(settings)
     known = {} if source.gguf_file is not None else read_object(source.folder / "config.json")
     inner = known.get("text_config")
-    longest = (inner if isinstance(inner, dict) else known).get(field)
+    longest = served_context(inner if isinstance(inner, dict) else known)
     if longest is None:  # a GGUF file, or the architecture's default
         options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "gguf_file": source.gguf_file}
         with refused(f"target.model: {settings.model}"):
             config = AutoConfig.from_pretrained(source.folder, **options).get_text_config()
-        longest = getattr(config, field, None)
-    # The settings may only shorten it.
-    return min((length for length in (longest, settings.context) if isinstance(length, int)), default=None)
+        longest = served_context(config.to_dict())
+    return longest
 
 
 def target_fingerprint(settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> str:
-    """Fingerprint of a target, 64 hex digits: weights, config (quantisation included), tokenizer, chat template,
-    generation config, adapter and context."""
+    """Fingerprint of a target, 64 hex digits: everything that changes its weights, ids or text, and its context."""
+    return fingerprint_of(target_files(settings, digests), settings.context)
+
+
+def target_files(settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> dict[str, str]:
+    """Digests, 64 hex digits, of what makes up a target, by the names of its files: weights (all as one entry), configs
+    without fields that change nothing, tokenizer, chat templates, an adapter's own files under `adapter/`, and its code
+    where that may run."""
     source = locate(settings)
-    names = _weight_files(source)
+    found = {_WEIGHTS: fingerprint.of_files(source.folder, _weight_files(source), digests)}
+    for name in ("config.json", "generation_config.json"):
+        digest = _config_digest(source.folder / name)
+        found |= {} if digest is None else {name: digest}
+    code = ("*.py",) if settings.trust_remote_code else ()
+    found |= {name: fingerprint.of_file(source.folder / name) for name in _present(source.folder, code)}
+    found |= {name: fingerprint.of_file(source.folder / name) for name in tokenizer_files(source.folder)}
+    if settings.adapter is not None:
+        folder = _adapter_folder(settings.adapter)
+        hash_one = digests.of_file if digests else fingerprint.of_file
+        found |= {_ADAPTER + name: hash_one(folder / name) for name in (*_ADAPTER_FILES, *tokenizer_files(folder))}
+    return found
+
+
+def fingerprint_of(files: Mapping[str, str], context: int | None, earlier: bool = False) -> str:
+    """Fingerprint of a target by its `target_files`; `earlier`: the one that versions before these files gave it."""
+
+    def under(prefix: str, names: Iterable[str]) -> dict[str, str]:
+        return {name: files[prefix + name] for name in names if prefix + name in files}
+
+    adapter = under(_ADAPTER, _ADAPTER_FILES)
     parts: dict[str, Any] = {
-        "weights": fingerprint.of_files(source.folder, names, digests),
-        "config": _config_digest(source.folder / "config.json"),
-        "tokenizer": fingerprint.of_files(source.folder, _present(source.folder, _TOKENIZER_FILES)),
-        "generation": _config_digest(source.folder / "generation_config.json"),
-        "adapter": _adapter_fingerprint(settings.adapter, digests),
+        "weights": files[_WEIGHTS],
+        "config": files.get("config.json"),
+        "tokenizer": fingerprint.of_json(under("", _FIRST_COVERED)),
+        "generation": files.get("generation_config.json"),
+        "adapter": fingerprint.of_json(adapter) if adapter else None,
     }
-    if settings.context is not None:  # it may choose the rotary frequencies
-        parts["context"] = settings.context
-    return fingerprint.of_json(parts)
+    if context is not None:  # it may choose the rotary frequencies
+        parts["context"] = context
+    rest = {name: files[name] for name in covered_since(files)}
+    return fingerprint.of_json(parts if earlier or not rest else parts | {"files": rest})
+
+
+def covered_since(files: Mapping[str, str]) -> list[str]:
+    """Files of a target that fingerprints of earlier versions did not cover, sorted."""
+    first = {
+        _WEIGHTS,
+        "config.json",
+        "generation_config.json",
+        *_FIRST_COVERED,
+        *(_ADAPTER + n for n in _ADAPTER_FILES),
+    }
+    return sorted(files.keys() - first)
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Names, relative to a model's folder, of the files of its tokenizer and chat templates, sorted."""
+    return _present(folder, _TOKENIZER_FILES)
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -252,8 +312,9 @@ def _weight_files(source: Source) -> list[str]:
     return names
 
 
-def _present(folder: Path, names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if (folder / name).is_file()]
+def _present(folder: Path, patterns: Iterable[str]) -> list[str]:
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def _config_digest(path: Path) -> str | None:
@@ -262,10 +323,27 @@ def _config_digest(path: Path) -> str | None:
     return fingerprint.of_json({key: value for key, value in read_object(path).items() if key not in _CONFIG_NOISE})
 
 
-def _adapter_fingerprint(adapter: str | None, digests: fingerprint.FileDigests | None) -> str | None:
-    if adapter is None:
-        return None
-    return fingerprint.of_files(_adapter_folder(adapter), ("adapter_config.json", "adapter_model.safetensors"), digests)
+def _tokenizer_of(
+    settings: TargetSettings, source: Source, where: str, options: Mapping[str, Any]
+) -> PreTrainedTokenizerBase:
+    """Tokenizer of a target: its adapter's own, where that has one; else the model's, with the adapter's template."""
+    # What the adapter has of its own; a copy of the model's is no news.
+    folder = None if settings.adapter is None else _adapter_folder(settings.adapter)
+    own = [] if folder is None else tokenizer_files(folder)
+    if folder is None or not own or source.gguf_file is not None:
+        return load_tokenizer(source.folder, where, **options)
+    if any(not _same(folder / name, source.folder / name) for name in own):
+        say(f"target.adapter: {settings.adapter}: its own {', '.join(own)} used, not the model's")
+    if set(own) - {_OWN_TEMPLATE, "special_tokens_map.json", "added_tokens.json"} > {"tokenizer_config.json"}:
+        return load_tokenizer(folder, f"target.adapter: {settings.adapter}", **options)
+    tokenizer = load_tokenizer(source.folder, where, **options)
+    if _OWN_TEMPLATE in own:
+        tokenizer.chat_template = (folder / _OWN_TEMPLATE).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def _same(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def _adapter_folder(adapter: str) -> Path:
@@ -282,7 +360,7 @@ def _adapter_folder(adapter: str) -> Path:
 def _snapshot(name: str, revision: str | None, field: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.json", "*.gguf", "*.model", "*.jinja"]
+    patterns = ["*.safetensors", "*.json", "*.gguf", "*.txt", "*.py", *_TOKENIZER_FILES]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:
@@ -310,6 +388,14 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fro
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copy the files that make up a tokenizer and its chat template."""
-    for name in (*_present(source, _TOKENIZER_FILES), *_present(source, ("special_tokens_map.json", "vocab.json"))):
+    """Copy the files that make up a tokenizer and its chat templates."""
+    for name in tokenizer_files(source):
+        (destination / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, destination / name)
+
+
+def copy_tokenizer_of(settings: TargetSettings, destination: Path) -> None:
+    """Copy the files of a target's tokenizer: the model's, then those of an adapter, which hold."""
+    copy_tokenizer(locate(settings).folder, destination)
+    if settings.adapter is not None:
+        copy_tokenizer(_adapter_folder(settings.adapter), destination)

@@ -10,8 +10,11 @@ from scipy import stats
 from draftforge.data.conversation import Conversation, Message
 from draftforge.eval.counts import CountRow, to_table
 from draftforge.pipeline.staleness import Cause, Change, Staleness, mix_drift, tau_change
+from draftforge.pipeline.staleness_evidence import what_changed
+from draftforge.registry.lineage import Lineage
 from draftforge.specdec.replay.expected_rounds import RoundCounts
 from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.targets import fingerprint_of
 
 GREEDY = SamplingSettings()
 MARGIN, CONFIDENCE = 0.1, 0.95
@@ -184,3 +187,23 @@ def test_a_record_can_be_written_as_json() -> None:
     both = Staleness(None, (held, fell))
     assert both.stale and not Staleness(None, (held,)).stale
     assert both.record()["causes"][1]["numbers"] == {"ratio": None}
+
+
+def test_what_changed_of_a_target_is_named_by_file() -> None:
+    before = {"weights": "a" * 64, "config.json": "b" * 64, "merges.txt": "c" * 64, "tokenizer.json": "d" * 64}
+
+    def promoted(files: dict[str, str], found: str = "e" * 64) -> Lineage:
+        names = ("tokenizer_digest", "mix_fingerprint", "capture_fingerprint", "counts_digest", "recipe_fingerprint")
+        known = {"target_fingerprint": found, "target_name": "t", "target_files": files, "family": "small", "step": 1}
+        return Lineage.model_validate(known | dict.fromkeys(names, "0" * 64))
+
+    recorded = promoted({name: digest[:12] for name, digest in before.items()})
+    assert what_changed(recorded, before | {"merges.txt": "f" * 64}, None) == "merges.txt changed"
+    after = {name: digest for name, digest in before.items() if name != "merges.txt"} | {"vocab.txt": "f" * 64}
+    assert what_changed(recorded, after, None) == "merges.txt, vocab.txt changed"
+    assert what_changed(recorded, before, 64) == "its stated context changed"
+    assert what_changed(recorded, {}, None) == "its files are gone"
+    # Versions that an older draftforge promoted have no record of files.
+    same = promoted({}, fingerprint_of(before, None, earlier=True))
+    assert what_changed(same, before, None) == "an older version did not look at merges.txt; all else is as it was"
+    assert what_changed(promoted({}), before, None).startswith("which file changed is unknown")

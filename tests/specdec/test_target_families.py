@@ -70,37 +70,36 @@ def test_cached_ragged_steps_equal_the_full_pass(pair: Pair) -> None:
     assert_close(logits[1], expected[9:19])
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("kind", "options", "context"),
+    ("kind", "options", "context", "length"),
     [
-        ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONG_ROPE}, 16),
-        (
-            "llama",
-            {
-                "max_position_embeddings": 16,
-                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-            },
-            None,
-        ),
+        ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONG_ROPE}, 16, 16),
+        ("llama", {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}, None, 64),
+        ("llama", {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}, 20, 64),
     ],
-    ids=["longrope", "dynamic"],
+    ids=["longrope", "dynamic", "dynamic, shorter"],
 )
-def test_rope_that_grows_stays_as_it_is_served(kind: str, options: dict[str, Any], context: int | None) -> None:
-    """Padding past the context, or a longer pass before, must not rotate a row's keys anew."""
+def test_rope_that_grows_stays_as_it_is_served(
+    kind: str, options: dict[str, Any], context: int | None, length: int
+) -> None:
+    """As in a pass of `length` tokens. Padding, or a longer pass before, must not rotate a row's keys anew."""
     reference = tiny(kind, options)
-    ids = torch.randint(0, 61, (1, 20), generator=torch.Generator().manual_seed(2))
-    expected = reference(ids[:, :16], use_cache=False).logits[0]
-    longer = reference(ids, use_cache=False).logits[0, :16]
-    assert (longer - expected).abs().max() > 0.1  # transformers does rotate anew
+    ids = torch.randint(0, 61, (1, 80), generator=torch.Generator().manual_seed(2))
+    expected = reference(ids[:, :length], use_cache=False).logits[0, :16]
+    other = reference(ids[:, : 80 if length == 16 else 8], use_cache=False).logits[0, :8]
+    assert (other - expected[:8]).abs().max() > 0.1  # transformers does rotate anew
     model = CausalModel(reference, context)
-    assert model.max_positions == 16
+    assert model.max_positions == (context or length)
     cache = KVCache(1, 20, torch.device("cpu"))
     assert_close(
         model.logits(model.states(ids[:, :14], cache.prefill(torch.tensor([0]), torch.tensor([14]))).hidden_BTH)[0],
         expected[:14],
     )
-    padded = model.logits(model.states(ids[:, 14:], cache.extend(1, 6)).hidden_BTH)[0]
+    padded = model.logits(model.states(ids[:, 14:20], cache.extend(1, 6)).hidden_BTH)[0]
     assert_close(padded[:2], expected[14:])
 
 
@@ -111,8 +110,12 @@ def test_long_rope_takes_its_long_factors_where_the_context_exceeds_the_original
     assert difference.abs().max() > 0.1
 
 
-def test_context_never_exceeds_the_models_own() -> None:
-    assert CausalModel(tiny(*SUPPORTED["llama"]), context=1 << 20).max_positions == 128
+def test_the_stated_context_holds_and_else_the_scaled_one_of_the_config() -> None:
+    assert CausalModel(tiny(*SUPPORTED["llama"])).max_positions == 128
+    assert CausalModel(tiny(*SUPPORTED["llama"]), context=1 << 20).max_positions == 1 << 20
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    scaled = tiny("llama", {"max_position_embeddings": 32, "rope_parameters": yarn})
+    assert CausalModel(scaled).max_positions == 128
 
 
 def test_captured_layer_out_of_range_is_refused() -> None:

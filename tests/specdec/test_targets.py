@@ -3,15 +3,27 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from byte_level import byte_level_tokenizer
+from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from draftforge.errors import MissingFileError
+from draftforge.fingerprint import of_files, of_json
 from draftforge.specdec.requests import TargetSettings
-from draftforge.specdec.targets import Target, target_fingerprint
+from draftforge.specdec.targets import (
+    Target,
+    copy_tokenizer_of,
+    covered_since,
+    fingerprint_of,
+    locate,
+    target_files,
+    target_fingerprint,
+)
 
 
 def test_fingerprint_sees_weights_tokenizer_template_adapter_and_context(
@@ -44,6 +56,103 @@ def test_fingerprint_sees_weights_tokenizer_template_adapter_and_context(
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
     must_be_new(TargetSettings(model=str(folder)))
+
+
+COUNTS = [
+    *("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer.json"),
+    *("tokenizer_config.json", "tokenizer.model", "spiece.model", "qwen.tiktoken", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"),
+]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_file_that_changes_ids_or_text_makes_another_target(
+    name: str, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    folder, settings = tmp_path / "target", TargetSettings(model=str(tmp_path / "target"))
+    shutil.copytree(tiny_target_folder, folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    seen = {target_fingerprint(settings)}
+    for content in ("one", "two", None):
+        before = target_files(settings)
+        (folder / name).write_text(content) if content else (folder / name).unlink()
+        after = target_files(settings)
+        assert {known for known in before.keys() | after.keys() if before.get(known) != after.get(known)} == {name}
+        seen.add(target_fingerprint(settings))
+    assert len(seen) == 4 - (not (tiny_target_folder / name).is_file())  # without the file it is as it was
+
+
+def test_what_changes_nothing_makes_no_other_target(tiny_target_folder: Path, tmp_path: Path) -> None:
+    folder, settings = tmp_path / "target", TargetSettings(model=str(tmp_path / "target"))
+    shutil.copytree(tiny_target_folder, folder)
+    before = target_fingerprint(settings)
+    for name in ("README.md", "preprocessor_config.json", "model.safetensors.index.json", "modeling_own.py"):
+        (folder / name).write_text("{}")
+    assert target_fingerprint(settings) == before
+    with_code = settings.model_copy(update={"trust_remote_code": True})
+    assert "modeling_own.py" in target_files(with_code) and target_fingerprint(with_code) != before
+
+
+def test_a_target_without_further_files_keeps_the_fingerprint_of_earlier_versions(tiny_target_folder: Path) -> None:
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    config = json.loads((tiny_target_folder / "config.json").read_text())
+    generation = json.loads((tiny_target_folder / "generation_config.json").read_text())
+    noise = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
+    expected = {
+        "weights": of_files(tiny_target_folder, ["model.safetensors"]),
+        "config": of_json({name: value for name, value in config.items() if name not in noise}),
+        "tokenizer": of_files(tiny_target_folder, names),
+        "generation": of_json({name: value for name, value in generation.items() if name not in noise}),
+        "adapter": None,
+    }
+    settings = TargetSettings(model=str(tiny_target_folder))
+    assert target_fingerprint(settings) == of_json(expected)
+    files = target_files(settings)
+    assert covered_since(files) == [] and covered_since(files | {"merges.txt": "0" * 64}) == ["merges.txt"]
+    assert fingerprint_of(files | {"merges.txt": "0" * 64}, None, earlier=True) == of_json(expected)
+
+
+def test_downloads_hold_every_file_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot(name: str, **options: Any) -> str:
+        asked.update(options)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    locate(TargetSettings(model="owner/name"))
+    wanted = [*COUNTS, "config.json", "generation_config.json", "model-00001-of-00002.safetensors", "a.gguf"]
+    assert list(filter_repo_objects(wanted, allow_patterns=asked["allow_patterns"])) == wanted
+    assert not list(filter_repo_objects(["pytorch_model.bin", "a.pt"], allow_patterns=asked["allow_patterns"]))
+
+
+def test_an_adapters_own_tokenizer_and_template_hold(
+    tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "adapter"
+    settings = TargetSettings(model=str(tiny_target_folder), adapter=str(adapter))
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(adapter)
+    own = Target.load(settings).tokenizer.chat_template
+    seen = {target_fingerprint(settings)}
+
+    # A copy of the model's is no news; a template of its own holds, and makes another target.
+    shutil.copyfile(tiny_target_folder / "chat_template.jinja", adapter / "chat_template.jinja")
+    assert Target.load(settings).tokenizer.chat_template == own and "its own" not in capsys.readouterr().err
+    seen.add(target_fingerprint(settings))
+    (adapter / "chat_template.jinja").write_text("{{ messages }}")
+    assert Target.load(settings).tokenizer.chat_template == "{{ messages }}"
+    assert "its own chat_template.jinja used" in capsys.readouterr().err
+    seen.add(target_fingerprint(settings))
+
+    # So does a whole tokenizer, which goes along where one is copied.
+    byte_level_tokenizer(["another one"], 270).save_pretrained(adapter)
+    assert len(Target.load(settings).tokenizer) == 268
+    seen.add(target_fingerprint(settings))
+    assert len(seen) == 4
+    (tmp_path / "copy").mkdir()
+    copy_tokenizer_of(settings, tmp_path / "copy")
+    assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (adapter / "tokenizer.json").read_bytes()
 
 
 def test_adapter_is_merged(tiny_target_folder: Path, tmp_path: Path) -> None:

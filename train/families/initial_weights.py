@@ -118,13 +118,16 @@ _FIELDS = {
 def rope_fields(target: CausalModel, head_dim: int) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of a draft's layers.
 
-    Where the target's layers differ, the draft's are like those with full attention. A scaling that changes nothing
-    within the context (dynamic), or that rotates only a part of each head, is left out.
+    Where the target's layers differ, the draft's are like those with full attention. Dynamic scaling is a larger base,
+    that of the whole scaled context; a scaling that rotates only a part of each head is left out.
     """
     # Nested by kind of layer where these differ, else flat.
     rope = getattr(target.config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     theta = rope.get("rope_theta") or getattr(target.config, "rope_theta", None) or _LLAMA_THETA
+    if rope.get("rope_type") == "dynamic":
+        grown = rope["factor"] * rope["factor"] - (rope["factor"] - 1)
+        theta *= grown ** (head_dim / (head_dim - 2))
     return {"rope_theta": float(theta), "rope_scaling": _scaling(target, rope, head_dim)}
 
 

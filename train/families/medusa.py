@@ -29,7 +29,7 @@ from ...specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from ...specdec.formats.checkpoint import META_FILE, ORIGINAL_TARGET, OWN_TARGET, read_meta
 from ...specdec.models import CausalModel, head_arithmetic
 from ...specdec.requests import TargetSettings
-from ...specdec.targets import Target, copy_tokenizer, locate, target_fingerprint
+from ...specdec.targets import Target, copy_tokenizer_of, target_fingerprint
 from ...storage import write_json
 from ..losses.linear_head import Head, LossSettings, Rows, head_loss
 from ..settings import BackboneSettings, MedusaSettings
@@ -55,7 +55,7 @@ class Backbone:
         add_lora(self._model, settings.lora, "draft.backbone.lora")
         self.adapters = _adapters(self._model).float()
         """Trainable modules: every A and B of the adapters."""
-        self._lm = CausalModel(self._model, target.settings.context)
+        self._lm = CausalModel(self._model, target.max_positions)
 
         # Checkpointing works in training mode only.
         if recompute:
@@ -69,7 +69,7 @@ class Backbone:
     def save(self, folder: Path) -> str:
         """Write the model with merged adapters as a transformers folder; returns its fingerprint as a target."""
         self._target.model.save_pretrained(folder, state_dict=merged_weights(self._model))
-        copy_tokenizer(locate(self._target.settings).folder, folder)
+        copy_tokenizer_of(self._target.settings, folder)
         return target_fingerprint(TargetSettings(model=str(folder), context=self._target.settings.context))
 
 

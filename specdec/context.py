@@ -1,0 +1,61 @@
+"""Context of a model under scaled rotary embeddings: the longest sequence that a server admits, as vLLM derives it from
+the config (0.32 and 0.33).
+
+| scaling | longest sequence |
+|---|---|
+| none, llama3 | the config's own length |
+| linear, dynamic | that, times the factor |
+| yarn | the original length, times the factor |
+| longrope | the config's own length; where no context is stated, the original one |
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+    *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
+)
+_SCALED_ALREADY = ("su", "longrope", "llama3")
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def longest_context(config: Mapping[str, Any]) -> int | None:
+    """Longest sequence that a config of a language model allows; None: it names no length."""
+    known = [config[name] for name in _LENGTHS if isinstance(config.get(name), int)]
+    longest = config.get("model_max_length") or min(known, default=None)
+    if longest is None or "gemma3" in str(config.get("model_type")):  # whose length is the scaled one
+        return longest
+    # The factor is that of the last layer type which has one.
+    factor = 1.0
+    for rope in _scalings(config):
+        kind = _kind(rope)
+        if kind not in _SCALED_ALREADY:
+            factor = rope.get("factor") or factor
+            longest = rope.get(_ORIGINAL) or longest if kind == "yarn" else longest
+    return int(longest * factor)
+
+
+def served_context(config: Mapping[str, Any]) -> int | None:
+    """Longest sequence that a server admits which states no context of its own; None: the config names no length."""
+    if any(_kind(rope) == "longrope" for rope in _scalings(config)) and config.get(_ORIGINAL):
+        return int(config[_ORIGINAL])
+    return longest_context(config)
+
+
+def rotates(config: Mapping[str, Any]) -> bool:
+    """Whether positions are rotary, so that a longer sequence than the config's can be computed at all."""
+    return bool(_scalings(config)) or config.get("rope_theta") is not None
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _scalings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Rotary parameters of each kind of layer, or the only ones."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return []
+    each = [value for value in rope.values() if isinstance(value, Mapping)]
+    return each if len(each) == len(rope) else [rope]
