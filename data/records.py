@@ -142,8 +142,8 @@ def parse(
 
     # 2) Messages: the prompt, and the logged answer where the turn before it was opened.
     timed = timing or timing_of(line, where)
-    refuse_what_cannot_be_made_again(lookup, inner, timed.prompt_tokens, where)
     engine = _engine(source)
+    refuse_what_cannot_be_made_again(lookup, inner, timed.prompt_tokens, engine, where)
     messages = _PARSERS[shape](lookup, engine, where)
     prompt_end: PromptEnd = "opened"
     if shape == "messages":

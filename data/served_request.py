@@ -23,22 +23,25 @@ _UNFOLLOWED = (
     *("stop", "stop_token_ids", "stop_regex", "min_tokens", "ignore_eos", "thinking_token_budget"),
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("regex", "ebnf", "json_schema", "structural_tag", "grammar"),
-    *("custom_logit_processor", "logits_processors"),
+    *("custom_logit_processor", "logits_processors", "watermarking", "repetition_detection"),
 )
 
 
 def refuse_what_cannot_be_made_again(
-    lookup: Lookup, request: Mapping[str, Any], logged_prompt_tokens: int | None, where: str
+    lookup: Lookup, request: Mapping[str, Any], logged_prompt_tokens: int | None, engine: Engine, where: str
 ) -> None:
     """Raise LeftOut for a request whose prompt the target's own template does not make."""
     arguments = lookup("chat_template_kwargs")
     templates = (lookup("chat_template"), arguments.get("chat_template") if isinstance(arguments, dict) else None)
+    # SGLang names an adapter behind the model.
+    adapted = engine == "sglang" and ":" in str(request.get("model", ""))
     reasons: dict[Reason, bool] = {
         "chat template of its own": any(templates),
         "prompt given as tokens": any(request.get(name) is not None for name in _TOKENS),
         "prompt cut to a number of tokens": _cut(lookup("truncate_prompt_tokens"), logged_prompt_tokens),
         "special tokens added to the prompt": request.get("add_special_tokens") is True,
-        "answered by an adapter": any(request.get(name) for name in _ADAPTERS),
+        "answered by an adapter": adapted or any(request.get(name) for name in _ADAPTERS),
+        "prompt continued from another request": bool(request.get("session_params")),
     }
     for reason, applies in reasons.items():
         if applies:

@@ -31,6 +31,7 @@ Reason = Literal[
     "prompt cut to a number of tokens",
     "special tokens added to the prompt",
     "answered by an adapter",
+    "prompt continued from another request",
     "tools that are not functions",
     "tools inside a message",
     "no turn to answer",

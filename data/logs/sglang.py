@@ -24,8 +24,9 @@ _TEXT = re.compile(
 )
 _HEALTH = "HEALTH_CHECK"
 _CUT_AT = 1024  # level 2 keeps so many characters of both ends, with dots between them
+_SETTINGS = ("input_embeds", "lora_path", "session_params", "custom_logit_processor")
 _EVENTS = {"request.received.openai": "Receive OpenAI", "request.received": "Receive", "request.finished": "Finish"}
-_KEPT = ("rid", "text", "sampling_params", "received_time", "input_embeds", "lora_path", "custom_logit_processor")
+_KEPT = ("rid", "text", "sampling_params", "received_time", *_SETTINGS)
 _MEDIA = ("image_data", "video_data", "audio_data")
 _LEAST_FAILURE = 400
 
@@ -134,7 +135,7 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
     # 3) The answer and the settings, as far as they are logged.
     answer = out.get("text") if isinstance(out, Mapping) else None
     params = obj.get("sampling_params")
-    settings = {name: obj.get(name) for name in _KEPT[4:]} | (dict(params) if isinstance(params, Mapping) else {})
+    settings = {name: obj.get(name) for name in _SETTINGS} | (dict(params) if isinstance(params, Mapping) else {})
     return Entry(where, line_of(rendered, None if isinstance(answer, _Cut) else answer, settings), None, timing)
 
 
