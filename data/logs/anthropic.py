@@ -78,7 +78,7 @@ def system_text(system: Any) -> str:
     """Text of a system prompt, a string or a list of blocks; empty: there is none."""
     if isinstance(system, str):
         return system
-    return "".join(text for text in map(_text, _objects(system)) if not text.startswith(_BILLING))
+    return "".join(filter(_shown, map(_text, _objects(system))))
 
 
 def answer_of(blocks: Sequence[Any]) -> dict[str, Any]:
@@ -113,12 +113,18 @@ def _text(block: Mapping[str, Any]) -> str:
     return block["text"] if block.get("type") == "text" and isinstance(block.get("text"), str) else ""
 
 
+def _shown(text: str) -> bool:
+    """Whether a text of the system's is shown to the model."""
+    return bool(text) and not text.startswith(_BILLING)
+
+
 def _add_message(messages: list[Any], message: Any) -> Reason | None:
     """Add what becomes of a message: of one with results of tools, a message each before the rest."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
-        messages.append(message)
+    role, blocks = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+    if not isinstance(blocks, list):
+        if role != "system" or not isinstance(blocks, str) or _shown(blocks):
+            messages.append(message)
         return None
-    role, blocks = message.get("role"), message["content"]
     if role == "system":
         if any(
             isinstance(block, Mapping) and block.get("type") in ("tool_addition", "tool_removal") for block in blocks

@@ -95,6 +95,9 @@ def test_the_system_prompt_comes_first(given: dict[str, Any], messages: list[Any
             [{"role": "system", "content": "Mind this."}],
         ),
         ("system", "Mind this.", [{"role": "system", "content": "Mind this."}]),
+        ("system", "x-anthropic-billing-header: 1", []),
+        ("system", "", []),
+        ("assistant", "", [{"role": "assistant", "content": ""}]),
     ],
 )
 def test_messages_in_blocks(role: str, blocks: Any, messages: list[Any]) -> None:
