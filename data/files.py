@@ -207,7 +207,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _unpacked_name(path: Path) -> str:
-    return path.name.removesuffix(path.suffix) if path.suffix in _PACKED else path.name
+    return path.name.removesuffix(path.suffix) if path.suffix.lower() in _PACKED else path.name
 
 
 def _objects(file: _Open, column: str | None) -> Iterator[Item]:
@@ -241,13 +241,14 @@ def _ticks(raw: IO[bytes], advance: progress.Advance, unit: float) -> Callable[[
 
 
 def _unpack(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    if path.suffix == ".gz":
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    if path.suffix == ".bz2":
+    if suffix == ".bz2":
         return bz2.BZ2File(raw)
-    if path.suffix == ".xz":
+    if suffix == ".xz":
         return lzma.LZMAFile(raw)
-    if path.suffix == ".zst":
+    if suffix == ".zst":
         return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd"))
     return raw
 
@@ -258,9 +259,9 @@ def _unpacking(path: Path, where: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except _UNPACKING as error:
-        if path.suffix not in _PACKED:
+        if path.suffix.lower() not in _PACKED:
             raise
-        raise InputError(f"{where()}: not a complete {_PACKED[path.suffix]} file ({error})") from None
+        raise InputError(f"{where()}: not a complete {_PACKED[path.suffix.lower()]} file ({error})") from None
 
 
 def _lines(file: _Open) -> Iterator[tuple[str, bytes]]:

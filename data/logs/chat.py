@@ -143,9 +143,9 @@ def _printed(text: str) -> Any:
 
 
 def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Request body with the fields of `extra_body` moved up beside its own, which win."""
+    """Request body with the fields of `extra_body` in place of its own, as OpenAI's client sends them."""
     extra = request.get("extra_body")
-    return {**(extra if isinstance(extra, dict) else {}), **request}
+    return {**request, **(extra if isinstance(extra, dict) else {})}
 
 
 def line_of(rendered: Rendered, answer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

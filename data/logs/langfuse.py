@@ -22,6 +22,10 @@ _ROLES = {
     **{"SystemMessage": "system", "ToolMessage": "tool", "FunctionMessage": "function"},
 }
 """Roles by their names in OpenAI's and LangChain's messages."""
+_PARTS = (
+    *("text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    *("image", "image_url", "input_image", "audio", "input_audio", "audio_url", "video_url", "file", "document"),
+)
 _ASSISTANT = ("assistant", "ai", "model")
 _PROMPT_COUNTS = ("input", "prompt_tokens", "promptTokens", "input_tokens", "inputTokens", "inputUsage")
 _ANSWER_COUNTS = ("output", "completion_tokens", "completionTokens", "output_tokens", "outputTokens", "outputUsage")
@@ -140,7 +144,11 @@ def _message(given: Any) -> dict[str, Any] | None:
 
 def _content(content: Any) -> Any:
     parts = decoded(content)
-    if isinstance(parts, list) and parts and all(isinstance(part, dict) and "type" in part for part in parts):
+    if (
+        isinstance(parts, list)
+        and parts
+        and all(isinstance(part, dict) and part.get("type") in _PARTS for part in parts)
+    ):
         return parts
     return content
 

@@ -9,10 +9,12 @@ from .chat import count, decoded
 
 _SSE_DONE = "[DONE]"
 _SSE_EVENT = re.compile(r"\r?\n\r?\n")
-_ERRORS = ("error", "errors", "exception", "error_message", "error_code")
-_STATUSES = (
-    *("status", "status_code", "statusCode", "http_status", "http_status_code", "http_code", "response_status"),
-    *("response_code", "response_status_code", "responseStatus", "state", "outcome", "level"),
+_ERRORS = frozenset(("error", "errors", "exception", "error_message", "error_code"))
+_STATUSES = frozenset(
+    (
+        *("status", "status_code", "statusCode", "http_status", "http_status_code", "http_code", "response_status"),
+        *("response_code", "response_status_code", "responseStatus", "state", "outcome", "level"),
+    )
 )
 _LEAST_FAILURE, _ABOVE_STATUSES = 400, 1000
 _STATUS_LINE = re.compile(r"\s*(?:HTTP/\S+\s+)?(\d{3})(?!\d)")
@@ -70,9 +72,9 @@ def failed(response: Any) -> bool:
 
 def tells_failure(holder: Mapping[str, Any]) -> bool:
     """Whether an object around a response tells that the request failed, by an error or a status."""
-    if any(holder.get(name) for name in _ERRORS) or holder.get("success") is False:
+    if holder.get("success") is False or any(holder[name] for name in _ERRORS.intersection(holder)):
         return True
-    return any(_is_failure(holder.get(name)) for name in _STATUSES)
+    return any(_is_failure(holder[name]) for name in _STATUSES.intersection(holder))
 
 
 def _is_failure(status: Any) -> bool:
