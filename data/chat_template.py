@@ -9,6 +9,7 @@ vLLM is followed (0.32 and 0.33) and, where a conversation says so, SGLang:
 | an assistant's last message that belongs to the prompt | stays | becomes the user's |
 | a prefill | the template's text up to its end | put after the opened turn |
 | reasoning sent back | `reasoning` and `reasoning_content` | `reasoning_content` |
+| a call's function, printed whole | arguments, then the name | the name, then arguments |
 
 Arguments of tool calls are objects for the template. Empty ones, and text that is no JSON, are an empty object.
 """
@@ -27,6 +28,10 @@ from ..errors import InputError
 from .conversation import Conversation, Engine, Message, PromptEnd, Turn
 
 _REFUSED = (TemplateError, ArithmeticError, TypeError, ValueError)
+_CALL_ORDER: dict[Engine, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "vllm": (("arguments", "name"), ("id", "function", "type")),
+    "sglang": (("name", "arguments"), ("id", "index", "type", "function")),
+}
 _MEDIA = ("image", "audio", "video", "vision")
 _ROW = ("message", "msg", "m")  # SGLang's names of a loop over messages
 
@@ -121,7 +126,7 @@ def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
     # What only some roles have.
     if message.role == "assistant":
         if message.tool_calls:
-            shown["tool_calls"] = calls_with_objects(message.tool_calls)
+            shown["tool_calls"] = calls_with_objects(message.tool_calls, engine)
         if message.reasoning is not None:
             shown |= {"reasoning": message.reasoning} if engine == "vllm" else {}
             shown["reasoning_content"] = message.reasoning
@@ -132,16 +137,23 @@ def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
     return shown
 
 
-def calls_with_objects(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tool calls whose arguments are JSON values; the calls themselves stay as they are."""
+def calls_with_objects(calls: Sequence[dict[str, Any]], engine: Engine = "vllm") -> list[dict[str, Any]]:
+    """Tool calls whose arguments are JSON values, their fields in the order of the engine's schema: some templates
+    print a call as it is. The calls themselves stay as they are."""
+    inner, outer = _CALL_ORDER[engine]
     found = []
     for call in calls:
         function = call.get("function")
         if isinstance(function, dict):
-            found.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
+            function = {**function, "arguments": _arguments(function.get("arguments"))}
+            found.append(_in_order({**call, "function": _in_order(function, inner)}, outer))
         else:
             found.append({**call, "arguments": _arguments(call.get("arguments"))})
     return found
+
+
+def _in_order(value: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value[name] for name in names if name in value} | value
 
 
 def _arguments(logged: Any) -> Any:

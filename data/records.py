@@ -147,7 +147,7 @@ def parse(
     messages = _PARSERS[shape](lookup, engine, where)
     prompt_end: PromptEnd = "opened"
     if shape == "messages":
-        size, prompt_end = prompt_of(_items(lookup, "messages", where), lookup, inner, engine)
+        size, prompt_end = prompt_of(_items(lookup, "messages", where), lookup, inner, engine, where)
         messages = messages[:size]
 
     # 3) All other fields, each checked by itself.
@@ -217,7 +217,7 @@ def _engine(source: FileSource | DatasetSource | TargetSource) -> Engine:
 def _matters(messages: Sequence[Message], prompt_end: PromptEnd) -> bool:
     """Whether engines differ in what they show the template of some messages."""
     in_parts = any(isinstance(message.content, list) and message.content for message in messages)
-    return in_parts or prompt_end in ("prefill", "after_answer")
+    return in_parts or any(message.tool_calls for message in messages) or prompt_end in ("prefill", "after_answer")
 
 
 def _messages(lookup: Lookup, engine: Engine, where: str) -> list[Message]:

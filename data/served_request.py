@@ -53,14 +53,18 @@ def _cut(limit: Any, logged: int | None) -> bool:
     return limit is not None and limit != -1 and not (isinstance(limit, int) and logged is not None and logged < limit)
 
 
-def prompt_of(raw: Sequence[Any], lookup: Lookup, request: Mapping[str, Any], engine: Engine) -> tuple[int, PromptEnd]:
+def prompt_of(
+    raw: Sequence[Any], lookup: Lookup, request: Mapping[str, Any], engine: Engine, where: str
+) -> tuple[int, PromptEnd]:
     """Number of messages that are kept, and how the last prompt ends. A logged answer stays behind an opened turn only.
 
     `raw`: the line's messages, the logged answer among them; `request`: the body, whose own messages tell whether the
-    assistant's last message is an answer or part of the prompt.
+    assistant's last message is an answer or part of the prompt. Raises InputError for a request without messages.
     """
     # 1) The prompt: without the answer, which the request's own messages lack.
     asked = request.get("messages")
+    if asked == []:
+        raise InputError(f"{where}: messages is empty; must be a list of at least one")
     known = isinstance(asked, list)
     answered = known and _answers_at_end(raw) > _answers_at_end(asked if isinstance(asked, list) else [])
     size = len(raw) - answered

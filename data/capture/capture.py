@@ -159,8 +159,8 @@ def capture_conversations(
 def _say_what_is_refused(prompts: Prompts) -> None:
     if prompts.refused:
         reasons = Counter(prompts.refused.values()).most_common()
-        more = f" and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
-        say(f"{len(prompts.refused)} turns are left out (skip_invalid): {reasons[0][0]}{more}")
+        more = f", and for {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
+        say(f"turns left out (skip_invalid): {len(prompts.refused)}, as {reasons[0][0]}{more}")
 
 
 def _check_same_plan(plan: _Plan, ranks: Ranks) -> None:

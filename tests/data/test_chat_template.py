@@ -111,6 +111,14 @@ def test_a_call_without_parameters_renders(prompt: Prompt) -> None:
     assert prompt(CALLS, [said("assistant", tool_calls=calls)]) == "now()add(a=1;)"
 
 
+def test_calls_that_a_template_prints_whole_have_the_engines_order(prompt: Prompt) -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}, "id": "c1"}
+    message, template = said("assistant", tool_calls=[call]), "{{ messages[0].tool_calls[0] | tojson }}"
+    vllm, sglang = '{"arguments": {"a": 1}, "name": "now"}', '{"name": "now", "arguments": {"a": 1}}'
+    assert prompt(template, [message]) == f'{{"id": "c1", "function": {vllm}, "type": "function"}}'
+    assert prompt(template, [message], engine="sglang") == f'{{"id": "c1", "type": "function", "function": {sglang}}}'
+
+
 def test_reasoning_is_shown_under_the_names_that_templates_read(prompt: Prompt) -> None:
     template = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content }}{% endfor %}"
     message = said("assistant", "Noon.", reasoning="I need the clock")

@@ -186,6 +186,8 @@ def test_what_changes_nothing_is_no_reason() -> None:
 
 
 def test_a_conversation_without_a_turn_is_left_out() -> None:
+    with pytest.raises(InputError, match="messages is empty"):
+        asked({"messages": []}, ANSWER)
     with pytest.raises(LeftOut, match="no turn to answer"):
         parse({"messages": [ANSWER]}, "messages", source(kind="messages"), "log.jsonl:7")
 
@@ -241,6 +243,8 @@ def test_the_engine_is_kept_where_it_matters() -> None:
     assert asked({}, kind="sglang").id == asked({}).id
     assert asked(parts, kind="sglang").engine == "sglang" and asked(parts, kind="sglang").id != asked(parts).id
     assert asked({"messages": [USER, SURE]}, kind="sglang").engine == "sglang"
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": "{}"}}]}
+    assert asked({"messages": [USER, called, USER]}, kind="sglang").engine == "sglang"
 
 
 def test_ids_of_plain_conversations_stay() -> None:

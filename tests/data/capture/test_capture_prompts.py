@@ -68,7 +68,7 @@ def test_what_the_template_refuses_may_be_skipped_and_is_counted(
     skipped = {one["id"]: one["reason"] for one in found.manifest["skipped"]}
     assert set(skipped) == {"7/0/t0", "8/0/t0", "9/1/t0"}
     assert all("must alternate" in reason for reason in skipped.values())
-    assert "3 turns are left out (skip_invalid): " in capsys.readouterr().err
+    assert "turns left out (skip_invalid): 3, as " in capsys.readouterr().err
 
 
 def test_a_domain_that_nothing_can_be_asked_of_ends_the_run(
