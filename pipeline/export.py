@@ -16,6 +16,10 @@ from ..eval.settings import HOLDOUT_SPLIT
 from ..eval.target_pass_cache import replay_samples
 from ..progress import say
 from ..recipe import Recipe
+from ..registry.connect import Tracking
+from ..registry.lineage import Version
+from ..registry.promotion import judged_figures
+from ..registry.versions import champion
 from ..specdec.formats import (
     Format,
     Verifier,
@@ -27,8 +31,11 @@ from ..specdec.formats import (
     read_meta,
 )
 from ..specdec.formats.layer_skip import is_skip_file
+from ..specdec.formats.layouts import layout_of
+from ..specdec.model_card import CARD_FILE, DraftFacts, facts_of, write_card
 from ..specdec.replay.replay import Counted
-from ..specdec.serving_plan import PLAN_FILE, ServingPlan, holds_plan
+from ..specdec.serve_commands import ServeCommand
+from ..specdec.serving_plan import PLAN_FILE, ServingPlan, find_plan, holds_plan
 from ..storage import new_folder
 from .generate import find_draft, require_champion
 from .scoring import Scorer
@@ -56,10 +63,51 @@ def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, tar
     if chosen is not None:
         check_family(chosen, read_meta(folder).family)
         verifier = verifier_of(space, target_id) if needs_verifier(chosen) else None
-    # 3) Write it and compare.
+    # 3) Write it and compare; beside it goes how it is served.
     scorer = Scorer(space, captured_stages(space).captured, HOLDOUT_SPLIT)
-    export_draft(scorer, folder, out, None, chosen, verifier, space.target.tokenizer)
+    facts = facts_of(folder, Path(recipe.target.model).name)
+    if draft is None:
+        served = champion(space.tracking, space.target_fingerprint)
+        facts = facts if served is None else version_facts(space.tracking, served)
+    command: list[ServeCommand] = []
+
+    def add_card(beside: Path) -> None:
+        layout = chosen or layout_of(folder)
+        command.append(write_card(beside, out, layout, find_plan(folder), facts, space.target_settings))
+
+    export_draft(scorer, folder, out, add_card, chosen, verifier, space.target.tokenizer)
     say(f"{out}: exported from {folder}, read back and scored equal")
+    say_assumed(folder)
+    show_command(command[0])
+
+
+def version_facts(tracking: Tracking, version: Version) -> DraftFacts:
+    """Facts of a registered version for its model card, with its figures on the holdout."""
+    lineage, (tau, speedup) = version.lineage, judged_figures(tracking, version)
+    return DraftFacts(
+        family=lineage.family,
+        target=lineage.target_name,
+        target_fingerprint=lineage.target_fingerprint,
+        version=version.reference,
+        step=lineage.step,
+        tau=tau,
+        speedup=speedup,
+        measured=lineage.measured,
+    )
+
+
+def show_command(command: ServeCommand) -> None:
+    """Print the command that serves a draft: the command alone to standard output."""
+    say(f"to serve it with {command.engine}:")
+    print(command.text)
+    for note in command.notes:
+        say(note)
+
+
+def say_assumed(folder: Path) -> None:
+    """Say what is assumed of a draft's folder without a plan."""
+    if assumed := find_plan(folder).assumed:
+        say(assumed)
 
 
 def export_draft(
@@ -88,7 +136,9 @@ def export_draft(
         if layout is not None:
             convert_draft(folder, beside, layout, verifier, tokenizer)
         else:
-            for path in sorted(path for path in folder.iterdir() if path.is_file()):
+            # A card of ours is written anew: another folder has another command.
+            ours = {PLAN_FILE, CARD_FILE} if (folder / PLAN_FILE).is_file() else set()
+            for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name not in ours):
                 shutil.copyfile(path, beside / path.name)
         if add is not None:
             add(beside)
@@ -97,15 +147,21 @@ def export_draft(
 
 
 def rewrite_draft(
-    folder: Path, out: Path, layout: Format, verifier: Verifier | None, tokenizer: PreTrainedTokenizerBase | None
+    folder: Path,
+    out: Path,
+    layout: Format,
+    verifier: Verifier | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    add: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a draft in another format where no answers are at hand to score it on. `out` must not exist or be empty.
 
-    What was written is read again and must hold the same weights, to the bit. Raises FormatError otherwise, and leaves
-    nothing behind.
+    `add`: write into the folder what is to stand beside the draft. What was written is read again and must hold the
+    same weights, to the bit. Raises FormatError otherwise, and leaves nothing behind.
     """
     with new_folder(out) as beside:
         convert_draft(folder, beside, layout, verifier, tokenizer)
+        add(beside)
         if not _same_weights(folder, beside):
             raise FormatError(f"{out}: the {layout} draft does not read back as the one that is stored")
 

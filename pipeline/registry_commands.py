@@ -18,14 +18,18 @@ from ..progress import say
 from ..recipe import Recipe
 from ..registry import versions
 from ..registry.connect import Tracking
+from ..registry.lineage import Version
 from ..registry.listing import ListedTarget, ListedVersion, Listing, listing
 from ..specdec.formats import Format, Verifier, check_family, known_format, needs_verifier
 from ..specdec.formats.layouts import NATIVE
 from ..specdec.loading import as_the_file_says, load_tokenizer
+from ..specdec.model_card import write_card
 from ..specdec.requests import TargetSettings
+from ..specdec.serve_commands import UNKNOWN_TARGET, ServeCommand
+from ..specdec.serving_plan import find_plan
 from ..specdec.targets import Source, locate, target_fingerprint
 from ..storage import read_object
-from .export import rewrite_draft
+from .export import rewrite_draft, say_assumed, show_command, version_facts
 from .options import StoreOptions
 from .workspace import open_recipe_store, open_store
 
@@ -53,9 +57,15 @@ def fetch(
     settings = _settings(target)
     with _naming_option():
         found = _fingerprint(tracking, target) if settings is None else target_fingerprint(settings)
-    # 2) Copy the draft as it is stored, or fetch it aside and write it in the other format.
+    # 2) Copy the draft as it is stored, or fetch it aside and write it in the other format; with how it is served.
+    command: list[ServeCommand] = []
+
+    def add_card(folder: Path, version: Version, stored: Path | None = None) -> None:
+        plan, facts = find_plan(stored or folder), version_facts(tracking, version)
+        command.append(write_card(folder, out, chosen or NATIVE, plan, facts, settings))
+
     if chosen is None or chosen == NATIVE:
-        version = versions.fetch(tracking, found, out, alias)
+        version = versions.fetch(tracking, found, out, alias, add_card)
     else:
         # Whatever can be refused without the draft's files is, before they are downloaded.
         version = versions.require(tracking, found, alias)
@@ -66,9 +76,14 @@ def fetch(
         with tempfile.TemporaryDirectory() as beside:
             stored = Path(beside) / "stored"
             versions.fetch(tracking, found, stored, alias)
-            rewrite_draft(stored, out, chosen, verifier, _tokenizer(source, stored, chosen))
+            tokenizer = _tokenizer(source, stored, chosen)
+            rewrite_draft(stored, out, chosen, verifier, tokenizer, lambda beside: add_card(beside, version, stored))
     written = f" as {chosen}, read back equal" if chosen else ""
     say(f"{version.reference}: {alias} of target {fingerprint.short(found)}, in {out}{written}")
+    if settings is None and UNKNOWN_TARGET in command[0].text:
+        say(f"{UNKNOWN_TARGET}: {version.lineage.target_name}, the model with that fingerprint")
+    say_assumed(out)
+    show_command(command[0])
 
 
 @contextmanager

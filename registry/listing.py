@@ -12,7 +12,7 @@ from ..progress import say
 from .connect import Tracking, mlflow_errors
 from .gate import StoredDecision
 from .lineage import LINEAGE_TAG, Version, as_version
-from .promotion import DECISION_TAG, REASONS_TAG, ROLLED_BACK_TAG, SPEEDUP_TAG, TAU_TAG, decisions, history
+from .promotion import DECISION_TAG, REASONS_TAG, ROLLED_BACK_TAG, SPEEDUP_TAG, TAU_TAG, decisions, history, tag_number
 from .versions import CANDIDATE, CHAMPION, PREVIOUS, targets
 
 _ORDER = (CHAMPION, CANDIDATE, PREVIOUS)
@@ -149,8 +149,8 @@ def _listed(
         family=lineage.family,
         step=lineage.step,
         plan="" if lineage.plan is None else str(lineage.plan),
-        tau=_number(tags.get(TAU_TAG)),
-        speedup=_number(tags.get(SPEEDUP_TAG)),
+        tau=tag_number(tags.get(TAU_TAG)),
+        speedup=tag_number(tags.get(SPEEDUP_TAG)),
         registered=datetime.fromtimestamp(int(record.creation_timestamp) / 1000, UTC),
         run=version.run_id,
         run_name=run_names[version.run_id],
@@ -179,14 +179,6 @@ def _run_name(tracking: Tracking, run_id: str) -> str:
             return str(tracking.client.get_run(run_id).info.run_name or "")
     except RegistryError:
         return ""
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        value = float(text or "nan")
-    except ValueError:
-        return None  # edited by hand
-    return value if value == value else None
 
 
 def _by_draft(found: list[ListedTarget]) -> list[ListedDraft]:

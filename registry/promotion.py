@@ -226,6 +226,22 @@ def decisions(tracking: Tracking, version: Version) -> list[StoredDecision]:
         return [_parse_decision(name, (folder / name).read_bytes()) for name in own]
 
 
+def judged_figures(tracking: Tracking, version: Version) -> tuple[float | None, float | None]:
+    """tau and expected speed-up on the holdout at the last gate decision about a version; None: no gate judged it."""
+    with mlflow_errors(tracking.uri):
+        tags = tracking.client.get_model_version(version.name, str(version.number)).tags or {}
+    return tag_number(tags.get(TAU_TAG)), tag_number(tags.get(SPEEDUP_TAG))
+
+
+def tag_number(text: str | None) -> float | None:
+    """Number in a tag; None where there is none, also where somebody edited it."""
+    try:
+        value = float(text or "nan")
+    except ValueError:
+        return None
+    return value if value == value else None
+
+
 def last_decision(tracking: Tracking, version: Version) -> StoredDecision | None:
     """The newest decision about a version; None where there is none, or none that can be read."""
     try:

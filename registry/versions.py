@@ -7,7 +7,7 @@ that target's champion.
 
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -248,14 +248,24 @@ def targets(tracking: Tracking) -> list[TargetEntry]:
             return sorted(entries)
 
 
-def fetch(tracking: Tracking, target_fingerprint: str, out: Path, alias: str = CHAMPION) -> Version:
-    """Download the champion of exactly this target into `out`: all files, each verified, or nothing."""
+def fetch(
+    tracking: Tracking,
+    target_fingerprint: str,
+    out: Path,
+    alias: str = CHAMPION,
+    add: Callable[[Path, Version], None] = lambda folder, version: None,
+) -> Version:
+    """Download the champion of exactly this target into `out`: all files, each verified, or nothing.
+
+    `add`: write into the folder what is to stand beside them.
+    """
     # Look at the folder before the network, and at the registry before anything is written.
     out = out.absolute()
     refuse_occupied(out)
     version = require(tracking, target_fingerprint, alias)
     with storage.new_folder(out) as folder:
         download_verified(tracking, version.source, version.lineage.files, folder, version.lineage.beside)
+        add(folder, version)
     return version
 
 

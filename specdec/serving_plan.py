@@ -22,7 +22,7 @@ PARTS = "parts"
 """Subfolder of the other drafts of a merged tree, each in a folder named by its number."""
 USUAL_TOKENS = 4
 """K of a draft of which nothing says how much it should draft."""
-_PLAN = "plan"
+_PLAN, ASSUMED = "plan", "assumed"
 
 
 class ServingPlan(BaseModel):
@@ -75,13 +75,16 @@ class FoundPlan(NamedTuple):
 def write_plan(folder: Path, plan: ServingPlan, record: dict[str, Any] | None = None) -> None:
     """Write a plan into a draft's folder, with copies of the other drafts of a merged tree.
 
-    `record`: what else `serve.json` says, for people and for scripts. Nothing here reads it.
+    `record`: what else `serve.json` says, for people and scripts; its `assumed` says that the plan is an assumption.
     """
     # A merged tree names its drafts by where they lie here: the folder may go anywhere.
     if isinstance(plan.tree, MergedTree):
-        parts = [Path(PARTS) / str(number) for number in range(len(plan.tree.drafts))]
-        names = [_copy_part(source, folder / part) for source, part in zip(plan.tree.drafts, parts)]
-        inside = [part / name for part, name in zip(parts, names)]
+        inside = []
+        for number, source in enumerate(plan.tree.drafts):
+            part = Path(PARTS) / str(number) / ("" if source.is_dir() else source.name)
+            if source.absolute() != (folder / part).absolute():  # not there already
+                _copy_part(source, folder / part)
+            inside.append(part)
         plan = plan.model_copy(update={"tree": plan.tree.model_copy(update={"drafts": inside})})
     write_json(folder / PLAN_FILE, {_PLAN: plan.model_dump(mode="json"), **(record or {})})
 
@@ -117,10 +120,9 @@ def read_plan(place: Path) -> ServingPlan | None:
 
 def find_plan(place: Path) -> FoundPlan:
     """Plan of a draft's folder or file, or what is assumed for one without: what its own files say of K, else 4."""
-    plan = read_plan(place)
+    plan, folder = read_plan(place), place.parent if place.is_file() else place
     if plan is not None:
-        return FoundPlan(plan)
-    folder = place.parent if place.is_file() else place
+        return FoundPlan(plan, str(read_object(folder / PLAN_FILE).get(ASSUMED, "")))
     K, source = _named_tokens(folder)
     return FoundPlan(ServingPlan.chain(K), f"{place} has no {PLAN_FILE}: K={K} is assumed, {source}")
 
@@ -168,10 +170,11 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _copy_part(source: Path, folder: Path) -> str:
-    """Copy a draft (the files of a folder, or one file) into a folder; the file's name, or "" of a folder."""
-    folder.mkdir(parents=True)
-    files = sorted(path for path in source.iterdir() if path.is_file()) if source.is_dir() else [source]
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
-    return "" if source.is_dir() else source.name
+def _copy_part(source: Path, to: Path) -> None:
+    """Copy a draft, the files of a folder or one file."""
+    pairs = (
+        [(path, to / path.name) for path in source.iterdir() if path.is_file()] if source.is_dir() else [(source, to)]
+    )
+    for path, copy in sorted(pairs):
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)

@@ -10,8 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from ...errors import FormatError, MissingFileError
 from ...storage import new_folder, read_object, write_json
 from ..drafts.base import DraftModule
+from ..serving_plan import ServingPlan, find_plan, write_plan
 from ..targets import copy_tokenizer
+from . import hf
 from .detect import read_draft
+from .gguf.file import Field as GgufField
 from .layouts import NATIVE, Format, write_draft
 from .llama import validated
 from .speculators import Verifier
@@ -64,16 +67,35 @@ def convert_draft(
     verifier: Verifier | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Convert a draft: write it into another, existing folder in the format `name`. The lineage is copied.
+    """Convert a draft: write it into another, existing folder in the format `name`. Lineage and plan are copied.
 
     `verifier`, and the target's `tokenizer`: for formats that hold them (see `write_draft`).
     """
-    # A GGUF file holds its tokenizer; other small drafts need the files beside them.
-    meta = read_meta(source)
-    write_draft(_read(source, meta), folder, name, meta.draft_tokens, verifier, tokenizer)
+    # 1) The draft, with the K of its plan where the format names one. Engines draft no tree that a folder names.
+    meta, found = read_meta(source), find_plan(source)
+    plan = found.plan.as_chain
+    write_draft(_read(source, meta), folder, name, plan.draft_tokens, verifier, tokenizer, _hints(meta, plan))
+    if name == "hf":
+        hf.write_draft_tokens(folder, plan.draft_tokens)
+    # 2) What stands beside it. A GGUF file holds its tokenizer; other small drafts need the files.
     if meta.family == "small" and name != "gguf":
         copy_tokenizer(source, folder)
     write_json(folder / META_FILE, meta.model_dump())
+    if not found.assumed:
+        write_plan(folder, found.plan if name == NATIVE else plan)
+
+
+def _hints(meta: DraftMeta, plan: ServingPlan) -> dict[str, GgufField]:
+    """GGUF keys that say what a draft is and how it is served; llama.cpp shows the general ones."""
+    K, rule = plan.draft_tokens, plan.rule
+    return {
+        "general.name": f"{meta.family} draft, K={K}",
+        "general.description": f"draft for speculative decoding, --spec-draft-n-max {K}, accept rule {rule}",
+        "general.tags": ["speculative-decoding"],
+        "draftforge.draft_tokens": K,
+        "draftforge.rule": rule,
+        "draftforge.target_fingerprint": meta.target_fingerprint,
+    }
 
 
 def load_draft(place: Path, device: torch.device, dtype: torch.dtype) -> LoadedDraft:

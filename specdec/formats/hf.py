@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import FormatError
-from ...storage import read_object
+from ...storage import read_object, write_json
 from ..drafts.small import SmallDraft
 from ..loading import load_model
 from .tensors import check_count, check_types, read_types
@@ -21,6 +21,14 @@ def write(draft: SmallDraft, folder: Path) -> None:
     for name, tensor in weights.items():
         if name not in again or not torch.equal(again[name].cpu(), tensor.cpu()):
             raise FormatError(f"{folder}: tensor {name} reads back different from what was written")
+
+
+def write_draft_tokens(folder: Path, draft_tokens: int) -> None:
+    """Say in generation_config.json how much transformers' assisted generation drafts: always so many tokens."""
+    path = folder / "generation_config.json"
+    raw = read_object(path) if path.is_file() else {}
+    raw |= {"num_assistant_tokens": draft_tokens, "num_assistant_tokens_schedule": "constant"}
+    write_json(path, raw | {"assistant_confidence_threshold": 0.0})  # else it stops where the draft is less sure
 
 
 def read(folder: Path) -> SmallDraft:

@@ -1,11 +1,13 @@
 """Output formats of drafts: which ones take a family, and the dispatch to their writers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import InputError
+from ...storage import read_object
 from ..drafts.base import DraftModule
 from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle import EagleDraft
@@ -13,7 +15,9 @@ from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
 from . import dflash, eagle, eagle3, hf, medusa, speculators
+from .detect import detect
 from .gguf import layouts
+from .gguf.file import Field, read_architecture
 from .speculators import Verifier
 
 Format = Literal["hf", "vllm", "sglang", "speculators", "medusa", "gguf"]
@@ -47,6 +51,31 @@ def check_family(name: Format, family: str) -> None:
         raise InputError(f"format {name}: takes no {family} draft; {family} drafts go as {suited}")
 
 
+def layout_of(place: Path) -> Format:
+    """Format of a draft's folder or file as an engine takes it. Raises MissingFileError or FormatError."""
+    layout = detect(place)
+    if layout == "gguf" or layout == "speculators":
+        return layout
+    # Two layouts have one file for vLLM and another one beside it.
+    raw = read_object(place / "config.json")
+    if layout == "eagle" and eagle.ARCHITECTURES["sglang"] in (raw.get("architectures") or []):
+        return "sglang"
+    if layout == "medusa" and raw.get("model_type") != "medusa":
+        return "medusa"
+    return NATIVE
+
+
+def family_at(place: Path) -> str:
+    """Family of a draft's folder or file, by its config alone. Raises MissingFileError or FormatError."""
+    layout = detect(place)
+    if layout == "gguf":
+        architecture = read_architecture(layouts.file_in(place) or place)
+        return "small" if architecture == "llama" else architecture
+    if layout == "speculators":
+        return str(read_object(place / "config.json")[speculators.MODEL_TYPE])
+    return "small" if layout == "hf" else layout
+
+
 def needs_verifier(name: Format) -> bool:
     """Whether a file of the format names the target (its verifier)."""
     return name in _NEED_VERIFIER
@@ -59,11 +88,13 @@ def write_draft(
     draft_tokens: int = 1,
     verifier: Verifier | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    hints: Mapping[str, Field] | None = None,
 ) -> None:
     """Write config and weights of a draft into an existing folder, checked and read back.
 
-    `draft_tokens`, `verifier` and the target's `tokenizer` are for formats that hold them. Raises InputError where the
-    format takes no such draft, FormatError where it cannot hold this one or a tensor is missing or not finite.
+    `draft_tokens`, `verifier` and the target's `tokenizer` are for formats that hold them; `hints` are further keys of
+    a GGUF file. Raises InputError where the format takes no such draft, FormatError where it cannot hold this one or a
+    tensor is missing or not finite.
     """
     # What each format needs to be told.
     check_family(name, draft.family)
@@ -74,7 +105,7 @@ def write_draft(
     if name == "gguf":
         if tokenizer is None:
             raise InputError("format gguf: holds the target's tokenizer; give it")
-        layouts.write(draft, tokenizer, folder)
+        layouts.write(draft, tokenizer, folder, hints or {})
         return
 
     # The other formats, by family. SGLang reads vLLM's layout but for EAGLE's, and leaves out some tensors.
@@ -97,7 +128,7 @@ def write_draft(
         case DFlashDraft():
             if name == "speculators":
                 assert verifier is not None
-                speculators.write_dflash(draft, folder, verifier)
+                speculators.write_dflash(draft, folder, draft_tokens, verifier)
                 return
             if sglang:
                 _check_sglang_dflash(draft)

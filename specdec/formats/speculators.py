@@ -36,7 +36,7 @@ def write(draft: Eagle3Draft, folder: Path, draft_tokens: int, verifier: Verifie
     write_json(folder / "config.json", engine_config(draft.config, dtype, draft_tokens, verifier))
 
 
-def write_dflash(draft: DFlashDraft, folder: Path, verifier: Verifier) -> None:
+def write_dflash(draft: DFlashDraft, folder: Path, draft_tokens: int, verifier: Verifier) -> None:
     """Write config.json and model.safetensors of a DFlash draft. Raises InputError for embeddings, a head or a width of
     the draft's own, where readers would use the target's."""
     # The format has no place for these tensors, or for another width.
@@ -49,7 +49,7 @@ def write_dflash(draft: DFlashDraft, folder: Path, verifier: Verifier) -> None:
 
     # The tensors are those of vLLM's own layout.
     dtype = dflash.write_weights(draft, folder)
-    write_json(folder / "config.json", dflash_config(config, dtype, verifier))
+    write_json(folder / "config.json", dflash_config(config, dtype, draft_tokens, verifier))
 
 
 def read(folder: Path) -> Eagle3Draft | DFlashDraft:
@@ -79,13 +79,13 @@ def engine_config(config: Eagle3Config, dtype: str, draft_tokens: int, verifier:
     }
 
 
-def dflash_config(config: DFlashConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
+def dflash_config(config: DFlashConfig, dtype: str, draft_tokens: int, verifier: Verifier) -> dict[str, Any]:
     """config.json of a DFlash draft. vLLM reads `sliding_window_non_causal` false as causal attention everywhere."""
-    # The number of tokens to draft follows from the block: all but the anchor.
+    # No more is drafted than the block holds beside the anchor.
     layer = {**layer_entries(config), "model_type": dflash.QWEN3, "num_hidden_layers": config.num_hidden_layers}
     return {
         "architectures": ["DFlashDraftModel"],
-        **_common("dflash", config.block_size - 1, verifier),
+        **_common("dflash", min(draft_tokens, config.block_size - 1), verifier),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None,
         "block_size": config.block_size,

@@ -14,6 +14,7 @@ from draftforge.pipeline.retrain import retrain_champion
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.versions import champion
+from draftforge.specdec.serving_plan import FoundPlan, find_plan
 from draftforge.storage import read_object
 from draftforge.train.throughput import NoSink
 
@@ -61,6 +62,7 @@ def test_a_draft_leaves_in_every_format(
     main_without_exit(["export", str(path), str(tmp_path / "exported"), "--draft", "small"])
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     assert not (tmp_path / "exported" / "trainer").exists()
+    assert "has no serve.json: K=4 is assumed, what it was trained for" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"--target-id /.*: must be the target's hub id"):
         verifier_of(space, None)
     named = ["--format", "speculators", "--target-id", "owner/model"]
@@ -73,10 +75,17 @@ def test_a_draft_leaves_in_every_format(
     for name in ("small", "eagle3"):
         main_without_exit(["export", str(path), str(tmp_path / f"{name}-gguf"), "--draft", name, "--format", "gguf"])
         names = sorted(file.name for file in (tmp_path / f"{name}-gguf").iterdir())
-        assert names == ["draft.gguf", "draftforge.json"]
+        assert names == ["README.md", "draft.gguf", "draftforge.json", "serve.json"]
+
+    # What was promoted is what is handed out and what answers here: its K, without -k.
+    version, plan = distilled_once.outcome.version, distilled_once.outcome.version.lineage.plan
     capsys.readouterr()
+    main_without_exit(["export", str(path), str(tmp_path / "champion")])
+    assert capsys.readouterr().out.startswith(f"vllm serve {space.recipe.target.model} ")
+    assert find_plan(tmp_path / "champion") == FoundPlan(plan) == find_plan(tmp_path / "out")
+    assert read_object(tmp_path / "champion" / "serve.json")["version"] == version.reference
     main_without_exit(["generate", str(path), "Where is my order?", "-n", "8"])
-    assert "tau" in capsys.readouterr().out
+    assert plan is not None and f"K={plan.draft_tokens}: tau" in capsys.readouterr().out
 
 
 def test_a_training_starts_from_the_registrys_champion(distilled_once: Distilled, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from llamacpp import LlamaServer
 from trained import DRAFTS, Trained
 from transformers import AutoTokenizer
 
@@ -21,13 +23,16 @@ from draftforge.registry.promotion import promote
 from draftforge.registry.tracking import start_run
 from draftforge.registry.versions import register_version
 from draftforge.specdec.formats import Format, Verifier, read_draft, read_meta
+from draftforge.specdec.formats.gguf.file import read_gguf
+from draftforge.specdec.formats.gguf.llama import write_llama
 from draftforge.specdec.formats.layouts import FAMILIES
 from draftforge.specdec.requests import TargetSettings
-from draftforge.specdec.serving_plan import ServingPlan
+from draftforge.specdec.serving_plan import FoundPlan, ServingPlan, find_plan, write_plan
 from draftforge.specdec.targets import target_fingerprint
 
 VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])
 Code = Callable[..., int]
+THREE = ServingPlan.chain(3)
 
 
 PAIRS = [
@@ -87,8 +92,14 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracking:
     return tracking
 
 
-def serve(store: Tracking, trained_drafts: Trained, name: str, parent: str | None = None) -> Version:
-    """Register a trained draft for its target and make it champion."""
+def serve(
+    store: Tracking,
+    trained_drafts: Trained,
+    name: str,
+    parent: str | None = None,
+    plan: ServingPlan | None = THREE,
+) -> Version:
+    """Register a trained draft for its target, with a plan, and make it champion."""
     folder = trained_drafts.draft_folders[name]
     meta, digest = read_meta(folder), "1" * 64
     lineage = Lineage(
@@ -101,11 +112,15 @@ def serve(store: Tracking, trained_drafts: Trained, name: str, parent: str | Non
         recipe_fingerprint=digest,
         family=meta.family,
         step=meta.step,
-        plan=ServingPlan.chain(3),
+        plan=plan,
+        measured="batch 1 on this machine",
         parent=parent,
     )
-    with start_run(store, f"train {name}") as run:
-        version = register_version(store, run.id, folder, lineage, ["c"])
+    with tempfile.TemporaryDirectory() as beside, start_run(store, f"train {name}") as run:
+        copied = shutil.copytree(folder, Path(beside) / "draft")
+        if plan is not None:
+            write_plan(copied, plan)
+        version = register_version(store, run.id, copied, lineage, ["c"])
     evidence = Evidence(
         candidate=Figures(tau=2.5, speedup=1.75),
         conversations=30,
@@ -130,8 +145,6 @@ def test_fetch_without_a_recipe(
         assert code("fetch", out, "--target", named, *(["--format", layout] if layout else [])) == 0
         assert read_meta(out).family == "eagle3" and read_draft(out).family == "eagle3"
     assert "as sglang, read back equal" in capsys.readouterr().err
-    assert code("fetch", tmp_path / "d", "--target", target, "--format", "gguf") == 0
-    assert (tmp_path / "d" / "draft.gguf").is_file()
     by_id = ["--format", "speculators", "--target-id", "owner/model"]
     assert code("fetch", tmp_path / "e", "--target", target, *by_id) == 0
     config = json.loads((tmp_path / "e" / "config.json").read_text())
@@ -139,6 +152,72 @@ def test_fetch_without_a_recipe(
         "name_or_path": "owner/model",
         "architectures": ["LlamaForCausalLM"],
     }
+
+
+TERMS = {
+    "vllm": ('"method": "eagle3", "model": "{out}", "num_speculative_tokens": 2', "vllm serve {target} "),
+    "sglang": (
+        "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3",
+        "--model-path {target} ",
+    ),
+    "gguf": ("-md {out}/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max 2", "llama-server -m TARGET.gguf "),
+    "speculators": ("vllm serve {out}", "vllm serve {out}"),
+}
+
+
+def test_the_plan_travels_in_the_terms_of_each_engine(
+    store: Tracking, trained_drafts: Trained, tmp_path: Path, code: Code, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A draft that was trained for more than the K that it is promoted at: what is served is what was promoted."""
+    version, target = serve(store, trained_drafts, "eagle3", plan=ServingPlan.chain(2)), trained_drafts.target_folder
+    for layout, terms in TERMS.items():
+        out = tmp_path / layout
+        named = ["--target-id", "owner/model"] if layout == "speculators" else []
+        assert code("fetch", out, "--target", target, "--format", layout, *named) == 0
+        said = capsys.readouterr()
+        (command,) = said.out.splitlines()
+        for part in terms:
+            assert part.format(out=out, target=target) in command
+
+        # The folder says the same, to programs and to people; and to us, should it become a draft again.
+        record, card = json.loads((out / "serve.json").read_text()), (out / "README.md").read_text()
+        assert record["command"] == command and f"to serve it with {record['engine']}:" in said.err
+        assert (record["tau"], record["speedup"], record["measured"]) == (2.5, 1.75, "batch 1 on this machine")
+        assert record["version"] == version.reference and find_plan(out) == FoundPlan(ServingPlan.chain(2))
+        figures = ("K=2", "2.50", "1.75x over plain decoding (batch 1 on this machine)")
+        for part in (command, *figures, version.reference, "tiny"):
+            assert part in card
+    config = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 2
+    fields = read_gguf(tmp_path / "gguf" / "draft.gguf").fields
+    assert fields["draftforge.draft_tokens"] == 2 and fields["general.name"] == "eagle3 draft, K=2"
+    assert fields["general.tags"] == ["speculative-decoding"] and fields["draftforge.rule"] == "greedy"
+
+    # From the registry to a served request: the command goes through llama.cpp's own parser into its server.
+    model, tokenizer = trained_drafts.target().model, trained_drafts.target().tokenizer
+    write_llama(model, tokenizer, tmp_path / "target.gguf")
+    command = json.loads((tmp_path / "gguf" / "serve.json").read_text())["command"]
+    server = LlamaServer.of_command(command.replace("TARGET.gguf", str(tmp_path / "target.gguf")))
+    answer = server.post("/completion", {"prompt": "Order 3: Maria bought", "n_predict": 16, "temperature": 0.0})
+    timings = answer["timings"]
+    assert answer["content"] and 0 < timings["draft_n"] <= 2 * timings["predicted_n"]
+
+
+def test_a_registered_draft_without_a_plan_is_fetched_with_what_is_assumed(
+    store: Tracking, trained_drafts: Trained, tmp_path: Path, code: Code, capsys: pytest.CaptureFixture[str]
+) -> None:
+    version = serve(store, trained_drafts, "small", plan=None)
+    out, K = tmp_path / "out", read_meta(trained_drafts.draft_folders["small"]).draft_tokens
+    assert code("fetch", out, "--target", version.lineage.target_fingerprint[:12]) == 0
+    said = capsys.readouterr()
+    assert f"has no serve.json: K={K} is assumed, what it was trained for" in said.err
+    assert "TARGET: tiny, the model with that fingerprint" in said.err and said.out.startswith("vllm serve TARGET ")
+    found = find_plan(out)
+    assert found.plan == ServingPlan.chain(K) and found.assumed and "(assumed)" in (out / "README.md").read_text()
+    assert code("fetch", tmp_path / "hf", "--target", trained_drafts.target_folder, "--format", "hf") == 0
+    config = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert (config["num_assistant_tokens"], config["assistant_confidence_threshold"]) == (K, 0.0)
+    assert config["num_assistant_tokens_schedule"] == "constant"
 
 
 @pytest.mark.parametrize(

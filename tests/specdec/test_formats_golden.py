@@ -284,7 +284,7 @@ SPECULATORS_DFLASH_CONFIG: dict[str, Any] = {
         "proposal_methods": [
             {
                 "proposal_type": "greedy",
-                "speculative_tokens": 5,
+                "speculative_tokens": 4,
                 "verifier_accept_k": 1,
                 "accept_tolerance": 0.0,
             }

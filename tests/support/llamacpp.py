@@ -1,6 +1,8 @@
 """llama.cpp's server inside this process, with the settings under which counts are comparable."""
 
+import ctypes
 import re
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,10 +10,29 @@ import requests
 import xllamacpp
 from engine_counts import EngineCounts
 
+_PARSE = "_Z19common_params_parseiPPcR13common_params13llama_examplePFviS0_E"
+_SERVER = 12  # LLAMA_EXAMPLE_SERVER
+
 
 class Completion(NamedTuple):
     tokens: list[int]
     counts: EngineCounts
+
+
+def parsed(command: str) -> Any:
+    """What llama.cpp's own parser makes of a `llama-server` command, which `xllamacpp.Server` takes as it is.
+
+    The wheel exports `common_params_parse` and no binding to it; the struct that it fills lies in the Python object,
+    behind its header. Raises ValueError where the parser refuses, which says why on standard error.
+    """
+    words = [word.encode() for word in shlex.split(command)]
+    params = xllamacpp.CommonParams()
+    parse = ctypes.CDLL(xllamacpp.xllamacpp.__file__)[_PARSE]
+    parse.restype = ctypes.c_bool
+    at = ctypes.c_void_p(id(params) + object.__basicsize__)
+    if not parse(len(words), (ctypes.c_char_p * (len(words) + 1))(*words, None), at, _SERVER, None):
+        raise ValueError(command)
+    return params
 
 
 class LlamaServer:
@@ -20,7 +41,6 @@ class LlamaServer:
     def __init__(
         self, target: Path, draft: Path | None = None, kind: str = "DRAFT_SIMPLE", draft_tokens: int = 4
     ) -> None:
-        self._draft_tokens = draft_tokens if draft is not None else 0
         params = xllamacpp.CommonParams()
         params.model.path = str(target)
         params.n_ctx, params.n_parallel = 512, 1
@@ -37,6 +57,20 @@ class LlamaServer:
             speculative.draft.backend_sampling = False
             speculative.draft.cache_type_k = speculative.draft.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
             speculative.draft.cpuparams.n_threads = speculative.draft.cpuparams_batch.n_threads = 1
+        self._start(params, draft_tokens if draft is not None else 0)
+
+    @classmethod
+    def of_command(cls, command: str) -> "LlamaServer":
+        """Server of a `llama-server` command; one slot and one thread, as tests have little of either."""
+        served = cls.__new__(cls)
+        params = parsed(command)
+        params.n_parallel, params.warmup = 1, False
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        served._start(params, params.speculative.draft.n_max)
+        return served
+
+    def _start(self, params: Any, draft_tokens: int) -> None:
+        self._draft_tokens = draft_tokens
         self._server = xllamacpp.Server(params)
         self._address = self._server.listening_address
         self._session = requests.Session()

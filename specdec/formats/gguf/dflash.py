@@ -3,6 +3,7 @@
 llama.cpp refuses no missing key or tensor that it can do without, so the whole set is checked.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ from .. import dflash
 from ..eagle3 import check_draft_ids, mapping_specs
 from ..llama import validated
 from ..tensors import Spec, check_count, check_tensors
-from .file import GgufFile, write_gguf
+from .file import Field, GgufFile, write_gguf
 from .llama import (
     LAYER,
     dimensions,
@@ -33,7 +34,9 @@ _MASK = "tokenizer.ggml.mask_token_id"
 _FIXED = {"attention.causal": False, "sample_from_anchor": False, "attention.sliding_window": 0, "logit_scale": 0.0}
 
 
-def write_dflash(draft: DFlashDraft, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def write_dflash(
+    draft: DFlashDraft, tokenizer: PreTrainedTokenizerBase, path: Path, hints: Mapping[str, Field] | None = None
+) -> None:
     """Write a DFlash draft. `tokenizer`: the target's, whose keys llama.cpp wants in both files. Raises FormatError for
     a draft that llama.cpp cannot run as it was trained."""
     # What llama.cpp would compute differently is refused.
@@ -60,6 +63,7 @@ def write_dflash(draft: DFlashDraft, tokenizer: PreTrainedTokenizerBase, path: P
         "dflash.sample_from_anchor": False,
         **vocabulary_fields(tokenizer, config.vocab_size),
         _MASK: config.mask_token_id,
+        **(hints or {}),
     }
     write_gguf(path, GgufFile("dflash", fields, plain_weights(path, tensors, expected)))
 

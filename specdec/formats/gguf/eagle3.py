@@ -1,5 +1,6 @@
 """EAGLE-3 heads as GGUF in float32. The layer's tensors are in `blk.0`; `d2t` holds target ids, not offsets."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -9,7 +10,7 @@ from ...drafts.eagle3 import Eagle3Config, Eagle3Draft
 from .. import eagle3
 from ..llama import embedding_specs, validated
 from ..tensors import Spec
-from .file import GgufFile, write_gguf
+from .file import Field, GgufFile, write_gguf
 from .llama import (
     LAYER,
     dimensions,
@@ -33,7 +34,9 @@ _NAMES = {
 }
 
 
-def write_eagle3(draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def write_eagle3(
+    draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: Path, hints: Mapping[str, Field] | None = None
+) -> None:
     """Write an EAGLE-3 head. `tokenizer`: the target's, whose keys llama.cpp wants in both files. Raises FormatError
     for a head that llama.cpp cannot run as it was trained."""
     # EAGLE-3.1's norms are refused: the architecture has no tensors or keys for them.
@@ -59,6 +62,7 @@ def write_eagle3(draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: P
         "eagle3.norm_before_residual": config.norm_before_residual,
         "eagle3.norm_before_fc": False,
         **vocabulary_fields(tokenizer, config.vocab_size),
+        **(hints or {}),
     }
     write_gguf(path, GgufFile("eagle3", fields, to_ggml(path, tensors, expected, config)))
 

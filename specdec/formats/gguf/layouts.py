@@ -3,6 +3,7 @@
 A missing tensor or key may load silently there: the whole set is checked, written, and read back.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -14,22 +15,22 @@ from ...drafts.eagle3 import Eagle3Draft
 from ...drafts.small import SmallDraft
 from .dflash import read_dflash, write_dflash
 from .eagle3 import read_eagle3, write_eagle3
-from .file import read_architecture
+from .file import Field, read_architecture
 from .llama import read_llama, write_llama
 
 DRAFT_FILE = "draft.gguf"
 _SUFFIX = ".gguf"
 
 
-def write(draft: DraftModule, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write draft.gguf. `tokenizer`: the target's; llama.cpp wants its keys in both files."""
+def write(draft: DraftModule, tokenizer: PreTrainedTokenizerBase, folder: Path, hints: Mapping[str, Field]) -> None:
+    """Write draft.gguf. `tokenizer`: the target's; llama.cpp wants its keys in both files. `hints`: keys of ours."""
     match draft:
         case SmallDraft():
-            write_llama(draft.model, tokenizer, folder / DRAFT_FILE)
+            write_llama(draft.model, tokenizer, folder / DRAFT_FILE, hints)
         case DFlashDraft():
-            write_dflash(draft, tokenizer, folder / DRAFT_FILE)
+            write_dflash(draft, tokenizer, folder / DRAFT_FILE, hints)
         case Eagle3Draft():
-            write_eagle3(draft, tokenizer, folder / DRAFT_FILE)
+            write_eagle3(draft, tokenizer, folder / DRAFT_FILE, hints)
 
 
 def read(place: Path) -> SmallDraft | Eagle3Draft | DFlashDraft:

@@ -3,6 +3,7 @@ scaling, order of q and k rows, tokenizer keys."""
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +326,9 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[list[s
 _ROPES = ("default", "llama3")
 
 
-def write_llama(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def write_llama(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, hints: Mapping[str, Field] | None = None
+) -> None:
     """Write a Llama model: an independent draft, or a target. Raises FormatError naming what is not plain Llama."""
     # Only what llama.cpp computes in the same way.
     if not isinstance(model, LlamaForCausalLM):
@@ -341,7 +344,7 @@ def write_llama(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path
 
     # Keys: dimensions and the tokenizer.
     fields = dimensions("llama", config, config.num_hidden_layers, theta)
-    fields |= vocabulary_fields(tokenizer, config.vocab_size)
+    fields |= {**vocabulary_fields(tokenizer, config.vocab_size), **(hints or {})}
     write_gguf(path, GgufFile("llama", fields, to_ggml(path, tensors, shapes_of(tensors), config)))
 
 

@@ -1,0 +1,114 @@
+"""Files beside a draft that is handed out: `serve.json`, with plan and serving command, and a model card, README.md."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import __version__
+from ..errors import CorruptDataError, MissingFileError
+from ..fingerprint import short
+from ..storage import read_object, write_bytes
+from .formats import Format, meta_file, read_meta
+from .formats.layouts import NATIVE, family_at
+from .requests import TargetSettings
+from .serve_commands import ServeCommand, serve_command
+from .serving_plan import ASSUMED, PLAN_FILE, FoundPlan, write_plan
+
+CARD_FILE = "README.md"
+
+
+class DraftFacts(NamedTuple):
+    """What a model card says of a draft beside its plan."""
+
+    family: str
+    target: str
+    """Name of the target."""
+    target_fingerprint: str = ""
+    version: str = ""
+    """Registered version, `name/number`; empty: it is not registered."""
+    step: int | None = None
+    tau: float | None = None
+    """tau on the holdout; None: no gate has judged it."""
+    speedup: float | None = None
+    """Expected speed-up on the holdout."""
+    measured: str = ""
+    """Where the times behind the speed-up hold."""
+
+
+def facts_of(folder: Path, target: str) -> DraftFacts:
+    """Facts of a draft's own files: its lineage, and what an earlier `serve.json` said. `target`: its target's name."""
+    # An earlier copy may know the version and its figures.
+    try:
+        known = read_object((folder.parent if folder.is_file() else folder) / PLAN_FILE)
+    except (MissingFileError, CorruptDataError):
+        known = {}
+    carried = {name: known[name] for name in ("version", "tau", "speedup", "measured") if known.get(name)}
+    if not meta_file(folder).is_file():
+        return DraftFacts(family_at(folder), target, **carried)
+    meta = read_meta(folder)
+    return DraftFacts(meta.family, target, meta.target_fingerprint, step=meta.step, **carried)
+
+
+def write_card(
+    folder: Path,
+    place: Path,
+    layout: Format,
+    found: FoundPlan,
+    facts: DraftFacts,
+    target: TargetSettings | None,
+) -> ServeCommand:
+    """Write `serve.json` and the model card of a draft into its folder; returns the command that serves it.
+
+    `folder`: where the files lie now. `place`: where they will. `layout`: the folder's format. `target` None: only its
+    fingerprint is known. Somebody else's README.md is left as it is.
+    """
+    # An engine's format holds no tree: its plan is the best chain.
+    plan = found.plan if layout == NATIVE else found.plan.as_chain
+    command = serve_command(layout, facts.family, found.plan, str(place.absolute()), target)
+    record: dict[str, Any] = facts._asdict() | {ASSUMED: found.assumed}
+    record = {name: value for name, value in record.items() if value not in (None, "")}
+    record |= {"engine": command.engine, "command": command.text, "notes": list(command.notes)}
+    write_plan(folder, plan, record)
+    if not (folder / CARD_FILE).exists():
+        write_bytes(folder / CARD_FILE, _card(found, facts, command).encode())
+    return command
+
+
+def _card(found: FoundPlan, facts: DraftFacts, command: ServeCommand) -> str:
+    """Text of the model card, in Markdown."""
+    # 1) What it is and for which target.
+    plan = found.plan
+    rows = [("target", facts.target)]
+    rows += [("target's fingerprint", short(facts.target_fingerprint))] if facts.target_fingerprint else []
+    rows += [("registered version", facts.version)] if facts.version else []
+    step = "" if facts.step is None else f", step {facts.step}"
+    rows.append(("draft", f"{facts.family}{step}"))
+    # 2) How it drafts, and what it was worth.
+    levels = "" if plan.tree is None else f", {plan.draft_tokens} levels; best chain K={plan.chain_tokens}"
+    rows.append(("drafts", f"{plan}{levels}" + (" (assumed)" if found.assumed else "")))
+    rule = "greedy at temperature 0" + ("" if plan.rule == "greedy" else f", {plan.rule} above it")
+    rows.append(("accept rule", rule))
+    rows += [] if facts.tau is None else [("tau on the holdout", f"{facts.tau:.2f}")]
+    at = f" ({facts.measured})" if facts.measured else ""
+    rows += [] if facts.speedup is None else [("expected speed-up", f"{facts.speedup:.2f}x over plain decoding{at}")]
+    # 3) How to serve it.
+    language = "python" if command.engine == "transformers" else "bash"
+    lines = [
+        f"# Draft model for {facts.target}",
+        "",
+        "Drafts tokens for speculative decoding of this target alone: a changed target (weights, quantisation,",
+        "adapter, tokenizer, template) needs its own draft.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows),
+        "",
+        f"## Serve it with {command.engine}",
+        "",
+        f"```{language}",
+        command.text,
+        "```",
+        *(["", *(f"- {note}" for note in command.notes)] if command.notes else []),
+        "",
+        f"Made by draftforge {__version__}; `{PLAN_FILE}` says the same for programs.",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,235 @@
+"""Commands that serve a target with its draft, by the draft's plan: vLLM, SGLang, llama.cpp, transformers.
+
+Options are those of vLLM 0.23 to 0.33, SGLang 0.5.23 and llama.cpp b11549. Where an engine cannot do what the plan says
+(a tree, an accept rule), the command does the next best, and a note says so.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..errors import InputError
+from .formats.gguf.layouts import DRAFT_FILE
+from .formats.layouts import Format
+from .proposers.tree_settings import DynamicTree
+from .requests import TargetSettings
+from .serving_plan import ServingPlan
+
+UNKNOWN_TARGET = "TARGET"
+"""Stands in a command for a target of which only the fingerprint is known."""
+_VLLM_METHODS = {"small": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa", "dflash": "dflash"}
+_VLLM_RULES: dict[str, dict[str, str]] = {
+    "greedy": {},
+    "onehot": {},
+    "token": {"draft_sample_method": "probabilistic"},
+    "block": {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
+}
+_SGLANG_ALGORITHMS = {"small": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH"}
+_SGLANG_RULES = {
+    "token": ["--speculative-use-rejection-sampling"],
+    "block": ["--speculative-use-block-verification"],
+}
+_LLAMA_TYPES = {"small": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash"}
+_LOOKUP_NGRAM = 3  # longest suffix that our prompt lookup looks for
+
+
+class ServeCommand(NamedTuple):
+    """What starts an engine with a draft."""
+
+    engine: str
+    text: str
+    """Shell command; of transformers, lines of Python."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what the engine does otherwise than the plan says."""
+
+
+def serve_command(
+    layout: Format, family: str, plan: ServingPlan, draft: str, target: TargetSettings | None = None
+) -> ServeCommand:
+    """Command that serves a target with a draft.
+
+    `layout`: format of the draft's folder, each of which one engine reads. `draft`: path of the folder. `target` None:
+    its place is not known, and the command has TARGET for it.
+    """
+    served = target or TargetSettings(model=UNKNOWN_TARGET)
+    match layout:
+        case "vllm":
+            return _vllm(family, plan, draft, served)
+        case "speculators":
+            return _speculators(plan, draft, served)
+        case "sglang":
+            return _sglang(family, plan, draft, served)
+        case "gguf":
+            return _llama(family, plan, draft, served)
+        case "hf":
+            return _transformers(plan, draft, served)
+        case "medusa":
+            return _medusa(draft)
+
+
+def lookup_command(engine: str, draft_tokens: int, target: TargetSettings) -> ServeCommand:
+    """Command that serves a target with prompt lookup, which needs no draft: of vLLM, SGLang or llama.cpp."""
+    K = str(draft_tokens)
+    if engine == "sglang":
+        options = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(draft_tokens + 1)]
+        options += ["--speculative-ngram-max-bfs-breadth", "1"]
+        note = "SGLang keeps the n-grams of all requests in one cache, prompt lookup those of the request alone"
+        return _shell("SGLang", [*_sglang_target(target), *options], [note])
+    if engine == "llama.cpp":
+        options = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(_LOOKUP_NGRAM)]
+        options += ["--spec-ngram-simple-size-m", K]
+        note = f"llama.cpp looks for the last {_LOOKUP_NGRAM} tokens alone, prompt lookup also for the last 2 and 1"
+        return _shell("llama.cpp", [*_llama_target(target), *options], [note])
+    settings = {"method": "ngram", "num_speculative_tokens": draft_tokens}
+    settings |= {"prompt_lookup_max": _LOOKUP_NGRAM, "prompt_lookup_min": 1}
+    note = "vLLM copies what follows the first occurrence, prompt lookup what follows the last one"
+    return _shell("vLLM", [*_vllm_target(target), *_vllm_speculative(settings)], [note])
+
+
+def plain_command(engine: str, target: TargetSettings) -> ServeCommand:
+    """Command that serves a target without a draft: of vLLM, SGLang or llama.cpp."""
+    if engine == "sglang":
+        return _shell("SGLang", _sglang_target(target))
+    if engine == "llama.cpp":
+        return _shell("llama.cpp", _llama_target(target))
+    return _shell("vLLM", _vllm_target(target))
+
+
+def _shell(engine: str, words: Sequence[str], notes: Sequence[str] = ()) -> ServeCommand:
+    return ServeCommand(engine, shlex.join(words), tuple(notes))
+
+
+def _chain_note(engine: str, plan: ServingPlan) -> list[str]:
+    if plan.tree is None:
+        return []
+    return [f"{engine} drafts no such tree: K={plan.chain_tokens}, the best chain that was measured, instead of {plan}"]
+
+
+def _rule_note(engine: str, plan: ServingPlan, known: Sequence[str]) -> list[str]:
+    if plan.rule in known:
+        return []
+    return [f"{engine} has no rule {plan.rule}, which acceptance above temperature 0 was counted under"]
+
+
+def _adapter_note(target: TargetSettings) -> list[str]:
+    if target.adapter is None:
+        return []
+    return [f"the draft is for the target with the adapter {target.adapter} merged into it: serve that"]
+
+
+# --- vLLM ---
+def _vllm(family: str, plan: ServingPlan, draft: str, target: TargetSettings) -> ServeCommand:
+    settings: dict[str, Any] = {"method": _method(_VLLM_METHODS, family, "vLLM"), "model": draft}
+    settings |= {"num_speculative_tokens": plan.chain_tokens, **_VLLM_RULES.get(plan.rule, {})}
+    notes = [*_chain_note("vLLM", plan), *_rule_note("vLLM", plan, list(_VLLM_RULES)), *_adapter_note(target)]
+    if family == "medusa":
+        notes.append("vLLM serves Medusa heads up to its version 0.32")
+    return _shell("vLLM", [*_vllm_target(target), *_vllm_speculative(settings)], notes)
+
+
+def _speculators(plan: ServingPlan, draft: str, target: TargetSettings) -> ServeCommand:
+    """The folder names target and K itself."""
+    notes = _chain_note("vLLM", plan)
+    if _VLLM_RULES.get(plan.rule) != {}:
+        notes.append(f"the format has no place for rule {plan.rule}: vLLM then chooses drafts and accepts by onehot")
+    return _shell("vLLM", ["vllm", "serve", draft], [*notes, *_adapter_note(target)])
+
+
+def _vllm_target(target: TargetSettings) -> list[str]:
+    words = ["vllm", "serve", _file_or_model(target)]
+    words += [] if target.revision is None else ["--revision", target.revision]
+    words += [] if target.context is None else ["--max-model-len", str(target.context)]
+    return [*words, *(["--trust-remote-code"] if target.trust_remote_code else [])]
+
+
+def _vllm_speculative(settings: dict[str, Any]) -> list[str]:
+    return ["--speculative-config", json.dumps(settings, ensure_ascii=False)]
+
+
+# --- SGLang ---
+def _sglang(family: str, plan: ServingPlan, draft: str, target: TargetSettings) -> ServeCommand:
+    algorithm = _method(_SGLANG_ALGORITHMS, family, "SGLang")
+    words = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft]
+    notes: list[str] = []
+    # Drafted tokens are counted with the token that they follow.
+    tree = plan.tree
+    if family == "dflash":
+        words += ["--speculative-num-draft-tokens", str(plan.chain_tokens + 1)]
+    elif isinstance(tree, DynamicTree) and family != "small":
+        words += ["--speculative-num-steps", str(tree.levels), "--speculative-eagle-topk", str(tree.top_k)]
+        words += ["--speculative-num-draft-tokens", str(tree.nodes + 1)]
+    else:
+        words += ["--speculative-num-steps", str(plan.chain_tokens), "--speculative-eagle-topk", "1"]
+        words += ["--speculative-num-draft-tokens", str(plan.chain_tokens + 1)]
+        notes += _chain_note("SGLang", plan)
+    # Its own rule chooses drafts; EAGLE's chains may be drawn instead.
+    if plan.rule in _SGLANG_RULES and family in ("eagle", "eagle3") and tree is None:
+        words += _SGLANG_RULES[plan.rule]
+    elif plan.rule not in ("greedy", "onehot"):
+        notes.append(f"SGLang has no rule {plan.rule} for {algorithm}: it chooses drafts and accepts by onehot")
+    return _shell("SGLang", [*_sglang_target(target), *words], [*notes, *_adapter_note(target)])
+
+
+def _sglang_target(target: TargetSettings) -> list[str]:
+    words = ["python", "-m", "sglang.launch_server", "--model-path", _file_or_model(target)]
+    words += [] if target.revision is None else ["--revision", target.revision]
+    words += [] if target.context is None else ["--context-length", str(target.context)]
+    return [*words, *(["--trust-remote-code"] if target.trust_remote_code else [])]
+
+
+# --- llama.cpp ---
+def _llama(family: str, plan: ServingPlan, draft: str, target: TargetSettings) -> ServeCommand:
+    # A draft is cut at no probability, as it was measured; other versions have other defaults.
+    words = ["-md", draft if draft.endswith(".gguf") else f"{draft}/{DRAFT_FILE}"]
+    words += ["--spec-type", _method(_LLAMA_TYPES, family, "llama.cpp")]
+    words += ["--spec-draft-n-max", str(plan.chain_tokens), "--spec-draft-p-min", "0"]
+    words += ["--spec-draft-sampling", "probabilistic"] if plan.rule == "token" else []
+    notes = [*_chain_note("llama.cpp", plan), *_rule_note("llama.cpp", plan, ["greedy", "onehot", "match", "token"])]
+    if not _is_gguf(target):
+        notes.append(
+            f"{_llama_model(target)} is the target as a GGUF file (llama.cpp's convert_hf_to_gguf.py makes one)"
+        )
+    return _shell("llama.cpp", [*_llama_target(target), *words], [*notes, *_adapter_note(target)])
+
+
+def _llama_target(target: TargetSettings) -> list[str]:
+    context = [] if target.context is None else ["-c", str(target.context)]
+    return ["llama-server", "-m", _llama_model(target), *context]
+
+
+def _llama_model(target: TargetSettings) -> str:
+    return _file_or_model(target) if _is_gguf(target) else f"{UNKNOWN_TARGET}.gguf"
+
+
+def _is_gguf(target: TargetSettings) -> bool:
+    return _file_or_model(target).endswith(".gguf")
+
+
+# --- others ---
+def _transformers(plan: ServingPlan, draft: str, target: TargetSettings) -> ServeCommand:
+    """Assisted generation; the draft's generation_config.json holds K."""
+    lines = [
+        "from transformers import AutoModelForCausalLM",
+        f"target = AutoModelForCausalLM.from_pretrained({target.model!r})",
+        f"draft = AutoModelForCausalLM.from_pretrained({draft!r})",
+        "target.generate(**inputs, assistant_model=draft)",
+    ]
+    known = ["greedy", "token", "match"]
+    notes = [*_chain_note("transformers", plan), *_rule_note("transformers", plan, known), *_adapter_note(target)]
+    return ServeCommand("transformers", "\n".join(lines), tuple(notes))
+
+
+def _medusa(draft: str) -> ServeCommand:
+    note = "the original project's program, which drafts its own tree"
+    return _shell("Medusa", ["python", "-m", "medusa.inference.cli", "--model", draft], [note])
+
+
+def _method(known: dict[str, str], family: str, engine: str) -> str:
+    if family not in known:
+        raise InputError(f"{family}: {engine} serves no such draft; it serves {', '.join(known)}")
+    return known[family]
+
+
+def _file_or_model(target: TargetSettings) -> str:
+    return target.model if target.gguf_file is None else f"{target.model}/{target.gguf_file}"
