@@ -260,7 +260,7 @@ def fetch(
     ] = None,
     alias: Annotated[str, typer.Option("--alias", help="champion, candidate or previous.")] = "champion",
 ) -> None:
-    """Copy the champion of exactly this target out of the registry, in the layout of a serving engine. No recipe.
+    """Copy the champion of exactly this target out of the registry, for an engine; print the command that serves it.
 
     Example: draftforge fetch served-draft --target .cache/smollm2-135m-instruct --workdir runs/demo --format vllm
     """
@@ -366,7 +366,7 @@ def export(
         typer.Option("--target-id", help="The target's hub id, for formats that name it; default: the recipe's model."),
     ] = None,
 ) -> None:
-    """Write a draft in the layout that serving engines read; read it back and score it again.
+    """Write a draft as an engine reads it, score it again, and print the command that serves it.
 
     Example: draftforge export configs/demo.yaml served-draft --draft small --format sglang
     """

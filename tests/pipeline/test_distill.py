@@ -79,13 +79,14 @@ def test_a_draft_leaves_in_every_format(
 
     # What was promoted is what is handed out and what answers here: its K, without -k.
     version, plan = distilled_once.outcome.version, distilled_once.outcome.version.lineage.plan
+    assert plan is not None
     capsys.readouterr()
     main_without_exit(["export", str(path), str(tmp_path / "champion")])
     assert capsys.readouterr().out.startswith(f"vllm serve {space.recipe.target.model} ")
     assert find_plan(tmp_path / "champion") == FoundPlan(plan) == find_plan(tmp_path / "out")
     assert read_object(tmp_path / "champion" / "serve.json")["version"] == version.reference
     main_without_exit(["generate", str(path), "Where is my order?", "-n", "8"])
-    assert plan is not None and f"K={plan.draft_tokens}: tau" in capsys.readouterr().out
+    assert f"K={plan.draft_tokens}: tau" in capsys.readouterr().out
 
 
 def test_a_training_starts_from_the_registrys_champion(distilled_once: Distilled, tmp_path: Path) -> None:

@@ -41,11 +41,8 @@ def test_a_card_says_what_serves_the_draft_and_what_it_was_worth(tmp_path: Path)
     }
     assert f"```bash\n{command.text}\n```" in card and f"- {command.notes[0]}" in card
     assert str(tmp_path / "there") in command.text
-    assert (
-        find_plan(tmp_path) == FoundPlan(TREE)
-        and record["family"] == "eagle3"
-        and record["notes"] == list(command.notes)
-    )
+    assert find_plan(tmp_path) == FoundPlan(TREE)
+    assert record["family"] == "eagle3" and record["notes"] == list(command.notes)
 
     # An engine's format has the chain that the engine drafts.
     (tmp_path / "x").mkdir()
