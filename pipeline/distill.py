@@ -22,6 +22,7 @@ from ..registry.gate import Decision
 from ..registry.lineage import Version
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.throughput import NoSink
+from .export import show_serving
 from .promotion import check_promotion, follow_champion, promote_stage
 from .report import log_report, write_report
 from .scoring import Scored, check_score, score_foreign, score_stage
@@ -140,6 +141,7 @@ def promote(recipe: Recipe) -> None:
             promote_stage(stages, run.id, scored)
             log_report(space, scored.stage.folder, run)
         follow_champion(space)
+        show_serving(space, scored)
 
 
 def _run_to_training(stages: Stages, drafts: Iterable[str]) -> None:
@@ -195,6 +197,7 @@ def distill(
     # 3) Say how long it took, and where its figures are.
     seconds = time.monotonic() - started
     say(f"distilled in {seconds:.0f} s; to look at it: mlflow ui --backend-store-uri {redacted(tracking.uri)}")
+    show_serving(space, outcome.scored)
     return outcome
 
 

@@ -19,7 +19,7 @@ from ..recipe import Recipe
 from ..registry.connect import Tracking
 from ..registry.lineage import Version
 from ..registry.promotion import judged_figures
-from ..registry.versions import champion
+from ..registry.versions import champion, resolve_models_uri
 from ..specdec.formats import (
     Format,
     Verifier,
@@ -31,14 +31,15 @@ from ..specdec.formats import (
     read_meta,
 )
 from ..specdec.formats.layer_skip import is_skip_file
-from ..specdec.formats.layouts import layout_of
+from ..specdec.formats.layouts import NATIVE, layout_of
 from ..specdec.model_card import CARD_FILE, DraftFacts, facts_of, write_card
+from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.replay.replay import Counted
-from ..specdec.serve_commands import ServeCommand
+from ..specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
 from ..specdec.serving_plan import PLAN_FILE, ServingPlan, find_plan, holds_plan
 from ..storage import new_folder
 from .generate import find_draft, require_champion
-from .scoring import Scorer
+from .scoring import Scored, Scorer
 from .stages import captured_stages
 from .workspace import Workspace, require_whole
 
@@ -102,6 +103,31 @@ def show_command(command: ServeCommand) -> None:
     print(command.text)
     for note in command.notes:
         say(note)
+
+
+def show_serving(space: Workspace, scored: Scored) -> None:
+    """Print the command that serves the target's champion from this machine's copy of it.
+
+    Without a champion: prompt lookup where it won the score, and otherwise no draft.
+    """
+    load = space.recipe.score.load
+    engine = "vllm" if load is None else load.engine
+    target, now = space.target_settings, champion(space.tracking, space.target_fingerprint)
+    # 1) The champion, whose copy was checked when it was measured.
+    if now is not None:
+        folder = resolve_models_uri(space.tracking, now.uri, space.root / "models")
+        say(f"{now.reference} is the champion: {find_plan(folder).plan}")
+        show_command(serve_command(NATIVE, now.lineage.family, find_plan(folder).plan, str(folder), target))
+        say(f"for another engine or machine: draftforge fetch OUT --target {target.model} --format FORMAT")
+        return
+    # 2) What is best without one.
+    lookup = next(row for row in scored.rows if row.draft == LOOKUP)
+    if lookup.speedup.value > max(1.0, scored.chosen.speedup.value):
+        say(f"no draft serves this target; prompt lookup does best, {lookup.speedup.value:.2f}x at {lookup.config}")
+        show_command(lookup_command(engine, lookup.config.levels, target))
+    else:
+        say("no draft serves this target yet; without one")
+        show_command(plain_command(engine, target))
 
 
 def say_assumed(folder: Path) -> None:

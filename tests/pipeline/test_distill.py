@@ -1,5 +1,6 @@
 """The whole flow on a tiny target: what ends up on disk and in the registry, and what a second run skips."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,16 @@ from distilled import Distilled
 
 from draftforge.cli import main
 from draftforge.errors import InputError
-from draftforge.pipeline import stages
+from draftforge.eval.acceptance import Estimate
+from draftforge.eval.draft_configs import DraftConfig
+from draftforge.pipeline import export, stages
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.export import verifier_of
 from draftforge.pipeline.retrain import retrain_champion
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.versions import champion
+from draftforge.specdec.proposers.training_free import LOOKUP
 from draftforge.specdec.serving_plan import FoundPlan, find_plan
 from draftforge.storage import read_object
 from draftforge.train.throughput import NoSink
@@ -37,6 +41,8 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     assert [point.step for point in tau] == [2, 4]
     assert space.tracking.client.get_metric_history(now.run_id, "small/loss")
     assert "lookup" in table and "plain" in table and "chosen" in table
+    serve = next(line for line in table.splitlines() if line.startswith(f"vllm serve {recipe_target(recipe)} "))
+    assert f'"num_speculative_tokens": {now.lineage.plan.chain_tokens}' in serve and str(space.root / "models") in serve
 
     monkeypatch.setattr(stages, "build_mix", refuse)
     monkeypatch.setattr(stages, "capture", refuse)
@@ -46,6 +52,29 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     assert again is not None and again.version.reference == outcome.version.reference
     assert again.decision.reasons == ["is the champion already"]
     assert retrain_champion(Workspace(load_recipe(recipe))).outcome is None
+
+
+def recipe_target(recipe: Path) -> str:
+    return load_recipe(recipe).target.model
+
+
+@pytest.mark.parametrize(("lookup", "says"), [(1.4, '"method": "ngram", "num_speculative_tokens": 2'), (0.9, "")])
+def test_without_a_champion_what_does_best_is_served(
+    distilled_once: Distilled,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lookup: float,
+    says: str,
+) -> None:
+    """Prompt lookup where it won the score, else nothing."""
+    scored, space = distilled_once.outcome.scored, Workspace(load_recipe(distilled_once.recipe))
+    gains = {LOOKUP: lookup, scored.chosen.draft: 1.2}
+    rows = [replace(row, speedup=Estimate(gains.get(row.draft, 1.0)), config=DraftConfig(2)) for row in scored.rows]
+    monkeypatch.setattr(export, "champion", lambda *arguments: None)
+    export.show_serving(space, replace(scored, rows=rows))
+    (command,) = capsys.readouterr().out.splitlines()
+    assert command.startswith(f"vllm serve {space.recipe.target.model}") and says in command
+    assert ("--speculative-config" in command) == bool(says)
 
 
 def refuse(*args: object, **kwargs: object) -> None:
