@@ -60,18 +60,30 @@ def render(
 
     Raises InputError for a tokenizer without chat template and for messages that its template refuses.
     """
+    # Text first, and tokenized without special tokens: the template has written its own.
+    text = render_text(tokenizer, messages, tools, template_args, prompt_end, engine)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise InputError(f"{tokenizer.name_or_path}: its chat template makes an empty prompt of the messages")
+    return ids
+
+
+def render_text(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None = None,
+    template_args: dict[str, Any] | None = None,
+    prompt_end: PromptEnd = "opened",
+    engine: Engine = "vllm",
+) -> str:
+    """Text of a prompt, of which `render` gives the ids; it raises the same errors."""
     require_chat_template(tokenizer)
     try:
-        # Text first, and tokenized without special tokens: the template has written its own.
-        text = _text(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return _text(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
     # Errors of the template are errors of the data: its own `raise_exception` too.
     except _REFUSED as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{tokenizer.name_or_path}: its chat template refuses the messages ({reason})") from None
-    if not ids:
-        raise InputError(f"{tokenizer.name_or_path}: its chat template makes an empty prompt of the messages")
-    return ids
 
 
 def require_chat_template(tokenizer: Any) -> None:

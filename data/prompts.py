@@ -19,8 +19,8 @@ from ..specdec.continuous_batching import PlainDecoder, QueuedRequest
 from ..specdec.requests import Request
 from ..specdec.sampling import SamplingSettings
 from ..specdec.targets import Target
-from .chat_template import require_chat_template
-from .conversation import Conversation, Turn, turns
+from .chat_template import render_text
+from .conversation import Conversation, Message, Turn, turns
 from .files import first_line
 from .records import DEFAULT_COLUMNS, Record
 from .settings import FileSource, Shape
@@ -92,11 +92,8 @@ def user_turn(tokenizer: Any) -> UserTurn:
 
     Raises InputError for a tokenizer without chat template, or with one that does not show the user's text once.
     """
-    require_chat_template(tokenizer)
-
     # 1) What the template puts before the user's text is the prefix that the target continues.
-    message = [{"role": "user", "content": _SENTINEL}]
-    text: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    text = render_text(tokenizer, [Message(role="user", content=_SENTINEL)])
     if text.count(_SENTINEL) != 1:
         raise InputError(f"{tokenizer.name_or_path}: its chat template does not show a user message once and unchanged")
     prefix, suffix = text.split(_SENTINEL)
