@@ -69,7 +69,11 @@ def prune(target: CausalModel, layers: list[int]) -> PreTrainedModel:
     # An empty model of the pruned configuration.
     model, config = target.model, target.config
     prefix = layers_prefix(model, config.num_hidden_layers)
-    small: PreTrainedModel = AutoModelForCausalLM.from_config(prune_config(config, layers), dtype=torch.float32)
+    pruned = prune_config(config, layers)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # the factors of the served context, whichever an engine would choose
+        pruned.rope_parameters = {**rope, **dict.fromkeys(("short_factor", "long_factor"), _long_factors(target, rope))}
+    small: PreTrainedModel = AutoModelForCausalLM.from_config(pruned, dtype=torch.float32)
 
     # All weights outside the layers, then the kept layers under their new numbers.
     kept = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
@@ -142,14 +146,19 @@ def _scaling(target: CausalModel, rope: dict[str, Any], head_dim: int) -> dict[s
 
 def _long_fields(target: CausalModel, rope: dict[str, Any]) -> dict[str, Any]:
     """LongRoPE fields with the factors of the target's served context, whichever set an engine would choose."""
-    original = rope["original_max_position_embeddings"]
-    factors = rope["long_factor" if target.max_positions > original else "short_factor"]
     _, stretch = ROPE_INIT_FUNCTIONS["longrope"](target.config, target.device)
     return {
-        **dict.fromkeys(("short_factor", "long_factor"), factors),
+        **dict.fromkeys(("short_factor", "long_factor"), _long_factors(target, rope)),
         **dict.fromkeys(("attention_factor", "short_mscale", "long_mscale"), stretch),
-        "original_max_position_embeddings": original,
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
     }
+
+
+def _long_factors(target: CausalModel, rope: dict[str, Any]) -> list[float]:
+    """LongRoPE factors of the target's served context."""
+    longer = target.max_positions > rope["original_max_position_embeddings"]
+    factors: list[float] = rope["long_factor" if longer else "short_factor"]
+    return factors
 
 
 def layer_fields(target: CausalModel, intermediate_size: int | None = None) -> dict[str, Any]:

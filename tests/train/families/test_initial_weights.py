@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import LONG_ROPE, tiny
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftforge.data.store import Capture
@@ -15,6 +16,7 @@ from draftforge.errors import InputError, MissingFileError, TokenizerMismatchErr
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats.checkpoint import load_draft, read_meta
+from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
 from draftforge.train.families.base import default_aux_layers
 from draftforge.train.families.initial_draft import store_initial_draft
@@ -64,6 +66,15 @@ def test_keeping_every_layer_keeps_every_logit(load_tiny_target: LoadTarget) -> 
     ids = torch.randint(300, (2, 9))
     whole = SmallDraft(prune(target, [0, 1, 2, 3]))
     assert torch.equal(whole.logits(whole(ids)), target.logits(target.states(ids).hidden_BTH))
+
+
+@pytest.mark.parametrize("context", [16, 17])
+def test_a_small_draft_of_a_long_rope_rotates_as_its_target_is_served(context: int) -> None:
+    phi = ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONG_ROPE})
+    target = CausalModel(tiny(*phi), context)
+    ids = torch.randint(61, (1, 12))
+    whole = SmallDraft(prune(target, list(range(target.num_layers))))
+    torch.testing.assert_close(whole(ids), target.states(ids).hidden_BTH, atol=1e-5, rtol=1e-5)
 
 
 def test_lists_with_an_entry_per_layer_are_cut(load_tiny_target: LoadTarget) -> None:
