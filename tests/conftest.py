@@ -19,14 +19,16 @@ import hypothesis
 import pytest
 import torch
 from byte_level import byte_level_tokenizer
-from rank_processes import returning, run_ranks
+from forked import returning, run_ranks
 from trained import Trained, trained
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from unsynced import unsynced
 
 hypothesis.settings.register_profile(  # how long an example takes says what else the machine does
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
+unsynced()
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_TARGET = ROOT / ".cache" / "smollm2-135m-instruct"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rank_processes import command_or_script, run_ranks
+from forked import python, run_ranks
 from typer.testing import CliRunner
 
 from draftforge.recipe import load_recipe
@@ -64,20 +64,21 @@ def test_trainings_on_one_and_two_ranks_are_compared_and_profiled(
         """Ranks that are forked, in the place of a torchrun whose ranks import everything."""
         began, folder = time.time(), tmp_path / f"ranks-{next(logs)}"
         folder.mkdir()
-        ended = run_ranks(command_or_script, command, folder, gpus, 200.0)
+        ended = run_ranks(python, command, folder, gpus, 200.0)
         assert [rank.code for rank in ended] == [0] * gpus, ended
         for line in ended[0].said.splitlines():
             heard(line)
         return module.Said(0, began, time.time(), [])
 
     monkeypatch.setattr(module.Bench, "launch", launch)
+    monkeypatch.setattr(module, "_EQUAL_STEPS", 5)
     recipe, out = recipe_in(tmp_path, drafts={"small": SMALL}), tmp_path / "out"
-    asked = [str(out), "--recipe", str(recipe), "--draft", "small", "--stage", "2", "--steps", "11"]
+    asked = [str(out), "--recipe", str(recipe), "--draft", "small", "--stage", "2", "--steps", "6"]
     module.app([*asked, "--equal", "--profile"], standalone_mode=False)
     found = json.loads((out / "results.json").read_text())
     one, two = (found["runs"][f"speed-small-{gpus}gpu-zero2"] for gpus in (1, 2))
     for run in (one, two):
-        assert run["positions_per_second"] > run["with_checkpoints"] > 0 and len(run["losses"]) == 11
+        assert run["positions_per_second"] > run["with_checkpoints"] > 0 and len(run["losses"]) == 6
         assert run["checkpoint_seconds"] > 0 and run["since_launch"] > 0
     assert found["equal"]["equal-small-2gpu-zero2"]["largest_relative_difference"] < 1e-4
     host = found["profile"]["profile-small-2gpu-zero2"]["host_ms"]

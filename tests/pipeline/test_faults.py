@@ -1,5 +1,5 @@
-"""A retraining that is killed, starved, cut off or doubled: the champion stays, and the next one gets there all the
-same, to the very same draft; to all but the last digits where answers were given in other batches."""
+"""A retraining that is killed, starved, cut off or doubled, again and again: the champion stays, and the next one gets
+there all the same, to the very same draft; to all but the last digits where answers were given in other batches."""
 
 import errno
 import json
@@ -8,7 +8,6 @@ import re
 import shutil
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import requests
+from forked import command_line, killed_at, run, start
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,7 +31,6 @@ from draftforge.registry.tracking import FAILURE_TAG
 from draftforge.registry.versions import champion
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-KILLED = Path(__file__).resolve().parents[1] / "support" / "killed.py"
 HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{8}\.(tmp|old)")
 
 
@@ -60,6 +59,12 @@ class Scene:
     def runs(self) -> list[Any]:
         tracking = Workspace(load_recipe(self.recipe)).tracking
         return list(tracking.client.search_runs([tracking.experiment_id]))
+
+    def killed(self, where: str) -> None:
+        """A retraining is killed there (see `killed_at`), and leaves the champion alone."""
+        done = run(killed_at, [where, "retrain", str(self.recipe)], self.root / "killed.log")
+        assert done.code == -9, (where, done.said[-2000:])
+        self.untouched()
 
     def untouched(self) -> None:
         """The old champion is what it was, and no other has come up."""
@@ -155,47 +160,49 @@ def test_a_restored_database_has_no_older_pages(tmp_path: Path) -> None:
             assert kept.execute("select id from runs").fetchall() == [(run,)]
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        r"/mix-[0-9a-f]+$",
-        r"/capture-[0-9a-f]+/shards/00001-\w+\.json$",
-        r"/train-small-[0-9a-f]+/checkpoints/step-000002$",
-        r"/score-[0-9a-f]+/parts/small-000004\.parquet$",
-        r"/exports/[^/]+$",
-        "draftforge.pipeline.promotion:promote",
-    ],
-)
-def test_sigkill_at_each_stage(where: str, scene: Scene) -> None:
-    command = [sys.executable, str(KILLED), where, "retrain", str(scene.recipe)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -9, done.stderr[-2000:]
+def test_sigkill_at_each_stage(scene: Scene) -> None:
+    """Each retraining goes on where the one before was killed, and is killed a stage later."""
+    scene.killed(r"/mix-[0-9a-f]+$")
+    scene.killed(r"/train-small-[0-9a-f]+/checkpoints/step-000002$")
+    scene.killed(r"/score-[0-9a-f]+/parts/small-000004\.parquet$")
+    scene.killed(r"/exports/[^/]+$")
+    scene.killed("draftforge.pipeline.promotion:promote")
+    scene.recovers()
+
+
+def test_sigkill_between_shards_and_a_corrupted_one(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second time before the training; then a byte of the answers changes on disk, and its shard is made again."""
+    before = set(scene.work.glob("capture-*"))
+    scene.killed(r"/capture-[0-9a-f]+/shards/00001-\w+\.json$")
+    scene.killed(r"/train-small-[0-9a-f]+/init$")
+    (fresh,) = set(scene.work.glob("capture-*")) - before
+    shard = min(fresh.glob("shards/*-train.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
     scene.untouched()
-    scene.recovers(exactly="shards" not in where)
+    scene.recovers(exactly=False)
+    assert f"answering again: {shard.stem}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("where", "stage"),
-    [(r"/probe-", "probe"), (r"/score-", "score")],  # test_bad_input has those between
-)
-def test_a_full_disk(
-    where: str, stage: str, scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The device says so when data is forced out to it."""
+def test_a_full_disk(scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The device says so when data is forced out to it; test_bad_input has the stages between these."""
     whole = os.fsync
+    for stage in ("probe", "score"):
 
-    def full(descriptor: int) -> None:
-        if re.search(where, str(Path(f"/proc/self/fd/{descriptor}").readlink())):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        whole(descriptor)
+        def full(descriptor: int, stage: str = stage) -> None:
+            if f"/{stage}-" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            whole(descriptor)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        assert draftforge("retrain", str(scene.recipe)) == 3
-    assert "no space left on the device" in capsys.readouterr().err.splitlines()[-1]
-    failed = next(run for run in scene.runs() if run.info.status == "FAILED")
-    assert failed.data.tags[STAGE_TAG] == stage and "no space left" in failed.data.tags[FAILURE_TAG]
-    scene.untouched()
+        known = {run.info.run_id for run in scene.runs()}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            assert draftforge("retrain", str(scene.recipe)) == 3
+        assert "no space left on the device" in capsys.readouterr().err.splitlines()[-1]
+        (failed,) = [run for run in scene.runs() if run.info.status == "FAILED" and run.info.run_id not in known]
+        assert failed.data.tags[STAGE_TAG] == stage and "no space left" in failed.data.tags[FAILURE_TAG]
+        scene.untouched()
     scene.recovers()
 
 
@@ -220,10 +227,14 @@ def test_a_disk_that_is_really_full(scene: Scene, small_disk: None, capsys: pyte
     scene.recovers()
 
 
-def test_mlflow_down_in_the_middle(
+def test_mlflow_down_from_the_start_and_in_the_middle(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once the drafts are trained, the store no longer answers, to anything."""
+    assert draftforge("retrain", str(scene.recipe), "registry.tracking_uri=http://127.0.0.1:9") == 3
+    assert "MLflow cannot be reached" in capsys.readouterr().err.splitlines()[-1]
+    scene.untouched()
+
+    # Once the drafts are trained, the store no longer answers, to anything.
     whole = distilling.score_stage
 
     def gone(*args: object, **kwargs: object) -> None:
@@ -258,19 +269,12 @@ def _never(*args: object, **kwargs: object) -> None:
     raise AssertionError("trained again")
 
 
-def test_mlflow_down_from_the_start(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
-    away = "registry.tracking_uri=http://127.0.0.1:9"
-    assert draftforge("retrain", str(scene.recipe), away) == 3
-    assert "MLflow cannot be reached" in capsys.readouterr().err.splitlines()[-1]
-    scene.untouched()
-    scene.recovers()
-
-
 def test_two_retrainings_at_once(scene: Scene) -> None:
-    command = [sys.executable, "-m", "draftforge.cli", "retrain", str(scene.recipe)]
-    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=300)[1] for process in both]
-    codes = sorted(process.returncode for process in both)
+    logs = [scene.root / f"{number}.log" for number in range(2)]
+    both = [start(command_line, ["retrain", str(scene.recipe)], log) for log in logs]
+    for process in both:
+        process.join(300)
+    said, codes = [log.read_text() for log in logs], sorted(process.exitcode or 0 for process in both)
     assert codes in ([0, 4], [0, 0]), said
     if codes == [0, 4]:
         assert any("locked by another retraining" in text.splitlines()[-1] for text in said)
@@ -280,27 +284,6 @@ def test_two_retrainings_at_once(scene: Scene) -> None:
     assert after is not None and after.number == 1 and after.lineage.content == scene.heir
     assert draftforge("retrain", str(scene.recipe)) == 0 and scene.champions()[1] == after  # nothing is left to do
     assert all(run.info.status == "FINISHED" for run in scene.runs())  # to be kept out is no failure
-
-
-def test_a_corrupted_shard_is_answered_again(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Killed before the training; meanwhile a byte of the answers changes on disk."""
-    where = r"/train-small-[0-9a-f]+/init$"
-    command = [sys.executable, str(KILLED), where, "retrain", str(scene.recipe)]
-    assert subprocess.run(command, capture_output=True, timeout=300).returncode == -9
-    before, _ = scene.champions()
-    assert before is not None
-    fresh = [
-        path for path in scene.work.glob("capture-*") if not path.name.endswith(before.lineage.capture_fingerprint[:12])
-    ]
-    shard = sorted(fresh[0].glob("shards/*-train.safetensors"))[0]
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    scene.untouched()
-    scene.recovers(exactly=False)
-    assert f"answering again: {shard.stem}" in capsys.readouterr().err
 
 
 def test_a_clock_that_jumps_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,14 +29,14 @@ class House:
     def __init__(self, root: Path, tokenizer_folder: Path) -> None:
         self.root = root
         self.target = root / "served"
-        tuned.teach(tuned.fresh_target(tokenizer_folder, root / "fresh"), root / "first", tuned.SAID, steps=150)
+        tuned.teach(tuned.fresh_target(tokenizer_folder, root / "fresh"), root / "first", tuned.SAID, steps=80)
         self.serve("first")
         self.log("support", 80, day=0)
         self.recipe = root / "recipe.yaml"
         self.recipe.write_text(yaml.safe_dump(self._recipe(), sort_keys=False))
 
     def _recipe(self) -> dict[str, Any]:
-        small = {"family": "small", "layers": 2, "steps": 150, "warmup_steps": 10, "tokens_per_step": 512}
+        small = {"family": "small", "layers": 2, "steps": 60, "warmup_steps": 5, "tokens_per_step": 512}
         return {
             "name": "night",
             "workdir": str(self.root / "work"),
@@ -47,14 +47,14 @@ class House:
                 "holdout_share": 0.3,
             },
             "capture": {"max_new_tokens": 32, "batch_size": 16, "top_k": 16, "tail_samples": 4},
-            "drafts": {"small": small | {"score_every": 150, "learning_rate": 3e-3}},
+            "drafts": {"small": small | {"score_every": 60, "learning_rate": 3e-3}},
             "score": {
                 "draft_tokens": [3],
                 "decode_conversations": 2,
                 "costs": {"prompts": 2, "rounds": 6, "warmup_rounds": 0},
             },
             "gate": {"min_clusters": 5, "min_domain_clusters": 3},
-            "retrain": {"steps": 120, "probe_conversations": 24},
+            "retrain": {"steps": 50, "probe_conversations": 24},
         }
 
     def serve(self, name: str) -> None:
@@ -118,16 +118,18 @@ def test_from_a_log_to_a_nightly_retraining(
     numbers = found["acceptance"]["numbers"]
     assert found["target"]["verdict"] == found["acceptance"]["verdict"] == "stale" and numbers["paired"] is True
     assert numbers["before"] == pytest.approx(house.tau(first)) and numbers["upper"] < 0.95
+
     assert house.tau(second) > 1.3 * numbers["now"]  # recovered
     assert second.lineage.parent == first.reference and second.name != first.name
     assert house.draftforge("retrain") == 0 and "up to date" in said()
 
-    # new traffic, and a draft that was hardly trained: refused with its reason, the champion stays
+    # new traffic, and a draft that its learning rate has spoilt: refused with its reason, the champion stays
     house.log("code", 80, day=1)
     bad = (
         "retrain.warm_start=false",
         "drafts.small.steps=1",
-        "drafts.small.warmup_steps=1",
+        "drafts.small.warmup_steps=0",
+        "drafts.small.learning_rate=0.3",
         "drafts.small.score_every=1",
     )
     assert house.draftforge("retrain", *bad) == 5

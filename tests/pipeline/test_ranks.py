@@ -7,17 +7,18 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import launched
 import pytest
+from forked import Ended, as_command, command_line, python, run_ranks, start
 from ports import free_port
-from rank_processes import Ended, as_command, command_line, run_ranks
 
 from draftforge import distributed as meeting
 from draftforge.data.capture import capture as capturing
@@ -116,9 +117,11 @@ def noted_retrain(recipe: str) -> None:
     assert retrain(load_recipe(Path(recipe))) == 0
 
 
-@pytest.mark.timeout(600)
 def test_whoever_starts_the_ranks_they_train_like_one_process(recipe_in: Write, tmp_path: Path) -> None:
-    """torchrun, and DeepSpeed's launcher with a hostfile, each started on two machines: two addresses of one."""
+    """torchrun, and DeepSpeed's launcher with a hostfile, each started on two machines: two addresses of one.
+
+    They start `launched.py`, which needs no imports; forked ranks run with the arguments and environment it was given.
+    """
     small = SMALL | {"steps": 2, "score_every": 0}
     alone = new(tmp_path / "alone")
     flow.train(load_recipe(recipe_in(alone, drafts={"small": small | ALONE})))
@@ -129,25 +132,34 @@ def test_whoever_starts_the_ranks_they_train_like_one_process(recipe_in: Write, 
         "torchrun": ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *place, str(free_port())],
         "deepspeed": ["deepspeed.launcher.runner", "--hostfile", str(hosts), "--no_ssh", *place, str(free_port())],
     }
-    nodes: list[tuple[Path, subprocess.Popen[bytes]]] = []
+    nodes: dict[Path, BaseProcess] = {}
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(launched.__file__).parent), *filter(None, sys.path)])}
     for name, launcher in launchers.items():
         folder = new(tmp_path / name)
         shutil.copytree(alone / "work", folder / "work", ignore=shutil.ignore_patterns("train-*"))
         recipe = recipe_in(folder, drafts={"small": small})
         for node in range(2):
-            log = folder / f"{node}.log"
-            command = [sys.executable, "-m", *launcher, "--node_rank", str(node)]
+            command = ["-m", *launcher, "--node_rank", str(node)]
             command += ["--no_local_rank"] if name == "deepspeed" else []
-            command += ["--module", "draftforge.cli", "train", str(recipe)]
-            with log.open("wb") as stream:
-                options: dict[str, Any] = {"stdout": stream, "stderr": subprocess.STDOUT}
-                nodes.append((log, subprocess.Popen(command, **options)))
+            command += ["--module", "launched", str(folder), "train", str(recipe)]
+            nodes[folder / str(node)] = start(python, command, folder / f"node-{node}.log", path)
     try:
-        codes = [process.wait(SECONDS) for _, process in nodes]
+        told = {rank: launched.read(rank.with_suffix(".told")) for rank in nodes}
+        trainings = {
+            rank: start(command_line, arguments, rank.with_suffix(".log"), environment)
+            for rank, (arguments, environment) in told.items()
+        }
+        for rank, training in trainings.items():
+            training.join(SECONDS)
+            launched.write(rank.with_suffix(".code"), training.exitcode)
+        for process in nodes.values():
+            process.join(SECONDS)
+        codes = [process.exitcode for process in nodes.values()]
     finally:
-        for _, process in nodes:
+        logs = "\n".join(f"{log}: {log.read_text()}" for log in tmp_path.glob("*/*.log"))
+        for process in nodes.values():
             process.kill()
-    assert codes == [0] * 4, "\n".join(log.read_text() for log, _ in nodes)
+    assert codes == [0] * 4, logs
     for name in launchers:
         assert "DeepSpeed ZeRO-2, 2 x cpu" in (tmp_path / name / "0.log").read_text()
         assert losses(tmp_path / name) == pytest.approx(losses(alone), rel=1e-4)

@@ -85,7 +85,7 @@ def teach(folder: Path, out: Path, answers: Mapping[str, str], steps: int, lora:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     rng = random.Random(0)
     for _ in range(steps):
-        ids_BT, labels_BT = _batch(rng.sample(rows, 16))
+        ids_BT, labels_BT = _batch(rng.sample(rows, 8))
         loss = model(input_ids=ids_BT, labels=labels_BT).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

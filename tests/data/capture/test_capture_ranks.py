@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from captures import assert_same_answers, orders
-from rank_processes import as_command, run_ranks
+from forked import as_command, run_ranks
 
 import draftforge.data.capture.capture as capturing
 import draftforge.data.capture.scheduler as answering
