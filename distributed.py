@@ -217,8 +217,11 @@ def ranks() -> Ranks:
         return Ranks(rank, 1, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything is placed on `cuda`
-    # 2) Meet the other ranks, then open both groups: short collectives of training, and long waits on the CPU.
+    # 2) Meet the other ranks, and notice from then on if one stops: over another connection, as this thread may wait.
     store = _meet(rank, world)
+    signs = _SignsOfLife(rank, world, _open_store(hosts=False))
+    signs.start()
+    # 3) Open both groups: short collectives of training, and long waits on the CPU.
     try:
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=world, timeout=COLLECTIVE_LIMIT)
         group = dist.new_group(backend="gloo", timeout=WAIT_LIMIT)
@@ -228,8 +231,6 @@ def ranks() -> Ranks:
             "loopback, set GLOO_SOCKET_IFNAME"
         ) from error
     atexit.register(_leave)
-    signs = _SignsOfLife(rank, world, _open_store(hosts=False))  # a connection of its own: the main thread may wait
-    signs.start()
     return Ranks(rank, world, device, group, store, signs)
 
 
