@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 import typer
 
 from . import __version__
-from .errors import DraftforgeError, StoppedError
+from .errors import DraftforgeError, MissingFileError, RecipeError, StoppedError
 from .pipeline.options import (
     BenchOptions,
     GenerateOptions,
@@ -561,10 +561,13 @@ def _unexpected(error: Exception) -> str:
 
 def _fail(error: BaseException, message: str, code: int) -> NoReturn:
     debugging = os.environ.get("DRAFTFORGE_DEBUG") not in (None, "", "0")
-    rank = os.environ.get("RANK", "0")
-    if message and not debugging:
+    rank, ranks = os.environ.get("RANK", "0"), sys.modules.get(f"{__package__}.distributed")
+    # Before the ranks have met, all of a host fail alike at a recipe or an option: the first of them says it for all.
+    same = isinstance(error, RecipeError | MissingFileError) or hasattr(error, "format_message")
+    met = ranks is not None and ranks.ranks.cache_info().currsize
+    if message and not debugging and not (same and not met and os.environ.get("LOCAL_RANK", "0") != "0"):
         print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr, flush=True)
-    if (ranks := sys.modules.get(f"{__package__}.distributed")) is not None:
+    if ranks is not None:
         ranks.report_failure(error)
     if debugging:
         raise error

@@ -304,8 +304,22 @@ def test_other_ranks_say_who_they_are(
 
     monkeypatch.setattr(cli, "_load", fail)
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert run("distill", "r.yaml") == 2
     assert capsys.readouterr().err == "error (rank 1): bad\n"
+
+
+@pytest.mark.parametrize(("local", "lines"), [("0", 1), ("1", 0)])
+def test_what_all_ranks_of_a_host_fail_at_alike_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], local: str, lines: int
+) -> None:
+    """A recipe or an option, before the ranks have met; the first rank of each host says it."""
+    (tmp_path / "r.yaml").write_text("name: r\nwrong: 1\n")
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", local)
+    for arguments in (["distill", str(tmp_path / "r.yaml")], ["distill", str(tmp_path / "none.yaml")], ["distil"]):
+        assert run(*arguments) == 2
+        assert capsys.readouterr().err.count("error (rank 9): ") == lines
 
 
 def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
