@@ -1,10 +1,10 @@
 """How fast a log becomes a mix: lines a second, processor time and memory, for any number of processes.
 
     python scripts/bench_mix.py                                    # 60,000 requests of an OpenAI-style proxy
-    python scripts/bench_mix.py --kind vllm --requests 20000 --limit 5000 --workers 1 2
+    python scripts/bench_mix.py --kind vllm --requests 20000 --limit 5000 --processes 1 2 4
 
-The log is made up, the same one each time: threads of one to four user turns behind system prompts, a third with tools,
-every fifth message with an address, a number or a key in it. Prints a table and writes the same as JSON with --out.
+The log is made up, the same one each time: one to four user turns behind system prompts, a third with tools, every
+fifth message with an address, a number or a key in it. Prints a line of JSON for each number of processes.
 """
 
 import argparse
@@ -12,14 +12,17 @@ import json
 import os
 import random
 import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from draftforge.data.mix import build_mix, load_manifest
+from draftforge.data.mix import MANIFEST, build_mix, load_manifest
 from draftforge.data.settings import MixSettings
+from draftforge.fingerprint import file_digests
 
 Json = dict[str, Any]
 
@@ -120,21 +123,26 @@ def vllm_lines(requests: int) -> Iterator[str]:
 LINES = {"openai": openai_lines, "vllm": vllm_lines}
 
 
-def measure(folder: Path, kind: str, limit: int | None) -> Json:
-    """Build the mix of the log in `folder` once; seconds, processor seconds and peak memory of all processes."""
-    source: Json = {"kind": kind, "path": f"{kind}.log", "limit": limit}
-    if kind == "vllm":
-        source["domain"] = "chat"
+def measure(folder: Path, kind: str, limit: int | None, processes: int) -> Json:
+    """Build the mix of the log in `folder` once: seconds, processor seconds of all processes, peak memory of this."""
+    source: Json = {
+        "kind": kind,
+        "path": f"{kind}.log",
+        "limit": limit,
+        **({"domain": "chat"} if kind == "vllm" else {}),
+    }
     settings = MixSettings.model_validate({"sources": [source]})
     started, before = time.perf_counter(), os.times()
-    build_mix(settings, folder, folder / "mix")
+    build_mix(settings, folder, folder / f"mix-{processes}", processes=processes)
     seconds, after = time.perf_counter() - started, os.times()
-    manifest = load_manifest(folder / "mix")
+    manifest = load_manifest(folder / f"mix-{processes}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
+        "processes": processes,
         "seconds": seconds,
-        "cpu": sum(after[:4]) - sum(before[:4]),
-        "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-        "conversations": sum(sum(one.values()) for one in manifest["conversations"].values()),
+        "processor_seconds": sum(after[:4]) - sum(before[:4]),
+        "lines_per_second": manifest["read"] / seconds,
+        "megabytes": peak / 1e3,
     }
 
 
@@ -142,17 +150,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=sorted(LINES), default="openai")
     parser.add_argument("--requests", type=int, default=60_000)
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--limit", type=int, help="the source's limit")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.measure is not None:  # one number of processes, in a process of its own
+        print(json.dumps(measure(given.measure, given.kind, given.limit, given.processes[0])))
+        return
+
     with tempfile.TemporaryDirectory() as made:
-        folder = given.keep or Path(made)
-        path = folder / f"{given.kind}.log"
-        if not path.exists():
-            with path.open("w") as file:
-                file.writelines(line + "\n" for line in LINES[given.kind](given.requests))
-        print(path.stat().st_size / 1e6, "MB")
-        print(measure(folder, given.kind, given.limit))
+        log = Path(made) / f"{given.kind}.log"
+        with log.open("w") as file:
+            file.writelines(line + "\n" for line in LINES[given.kind](given.requests))
+        print(f"{given.kind}: {given.requests} requests, {log.stat().st_size / 1e6:.0f} MB")
+        for processes in given.processes:
+            command = [sys.executable, __file__, "--measure", made, "--kind", given.kind, "--processes", str(processes)]
+            command += [] if given.limit is None else ["--limit", str(given.limit)]
+            print(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout, end="", flush=True)
+        digests = {file_digests(Path(made) / f"mix-{processes}")[MANIFEST] for processes in given.processes}
+        print("the same mix each time" if len(digests) == 1 else "mixes differ")
 
 
 if __name__ == "__main__":
